@@ -1,0 +1,121 @@
+"""Times passes of a model with random weights over T tokens, beside the memory bandwidth that they are up against."""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import numba
+import numpy as np
+from rich.table import Table
+
+from specdec.kernels import MAX_TOKENS, Config, Transformer, available_threads, pack_weights, read_all, zeros
+
+SHAPES = {  # the public stories models: dim, hidden_dim, layers, heads, kv heads, vocabulary, seq_len
+    "15M": (288, 768, 6, 6, 6, 32000, 256),
+    "42M": (512, 1376, 8, 8, 8, 32000, 1024),
+    "110M": (768, 2048, 12, 12, 12, 32000, 1024),
+}
+TOKENS = (1, 2, 4, 8, 16, 64)
+ROUNDS = 15  # each round times every T once, so that a change of the machine's speed meets them all
+READ_BYTES = 1 << 28  # far beyond any cache
+
+
+@dataclass(frozen=True)
+class Row:
+    """A pass over that many tokens: median seconds, bytes of weights a second, arithmetic of the matrices a second."""
+
+    tokens: int
+    seconds: float
+    gb_per_s: float
+    gflop_per_s: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """dram_gb_per_s: the best that `read_all` reached in the same run."""
+
+    dram_gb_per_s: float
+    threads: int
+    rows: list[Row]
+
+
+def parse_shape(text: str) -> Config:
+    """One of SHAPES or seven numbers. Raises ValueError."""
+    if text.upper() in SHAPES:
+        return Config(*SHAPES[text.upper()])
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != 7 or min(numbers) <= 0:
+        raise ValueError(f"{text!r} is neither {', '.join(SHAPES)} nor dim,hidden,layers,heads,kv,vocab,seq.")
+    config = Config(*numbers)
+    if config.dim % config.n_heads or config.n_heads % config.n_kv_heads or config.head_dim % 2:
+        raise ValueError(f"{text!r}: dim must be divisible by heads into an even head size, and heads by kv heads.")
+    if config.seq_len < MAX_TOKENS:
+        raise ValueError(f"{text!r}: seq must be {MAX_TOKENS} or more, the longest pass that is timed.")
+    return config
+
+
+def run(config: Config, n_threads: int | None = None) -> Result:
+    """Passes from an empty cache, every token's logits computed; medians of ROUNDS, the shapes interleaved."""
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5) for name, shape in config.shapes().items()
+    }
+    n_weights = sum(tensor.size for tensor in tensors.values())
+    model = Transformer(config, pack_weights(config, tensors), n_threads)
+    del tensors
+    block, sums = zeros(READ_BYTES // 4), zeros(model.n_threads)
+    block[:] = 1.0
+
+    def forward(n_tokens: int) -> Callable[[], object]:
+        def once() -> object:
+            model.cache.rollback(0)
+            return model.forward([1] * n_tokens, n_logits=n_tokens)
+
+        return once
+
+    def read() -> object:
+        numba.set_num_threads(model.n_threads)
+        return read_all(block, sums, model.n_threads)
+
+    jobs = [read, *(forward(n) for n in TOKENS)]
+    for job in jobs:
+        job()
+    times = [[_seconds(job) for job in jobs] for _ in range(ROUNDS)]
+    reads, *passes = zip(*times, strict=True)
+    rows = [
+        Row(n, seconds, 4 * n_weights / seconds / 1e9, 2 * n_weights * n / seconds / 1e9)
+        for n, seconds in zip(TOKENS, map(statistics.median, passes), strict=True)
+    ]
+    return Result(READ_BYTES / min(reads) / 1e9, n_threads or available_threads(), rows)
+
+
+def _seconds(job: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    job()
+    return time.perf_counter() - begin
+
+
+def to_json(result: Result) -> str:
+    return json.dumps(asdict(result))
+
+
+def to_table(result: Result, shape: str) -> Table:
+    title = f"{shape}, fp32, {result.threads} threads, DRAM {result.dram_gb_per_s:.1f} GB/s"
+    table = Table("tokens", "ms", "x one", "GB/s", "of DRAM", "GFLOP/s", title=title)
+    for column in table.columns:
+        column.justify = "right"
+    for row in result.rows:
+        table.add_row(
+            f"{row.tokens}",
+            f"{row.seconds * 1e3:.2f}",
+            f"{row.seconds / result.rows[0].seconds:.2f}",
+            f"{row.gb_per_s:.1f}",
+            f"{row.gb_per_s / result.dram_gb_per_s:.0%}",
+            f"{row.gflop_per_s:.0f}",
+        )
+    return table

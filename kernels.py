@@ -1,0 +1,1147 @@
+"""The arithmetic: a llama2 forward pass over T tokens on CPU threads, and the sampling that reads its logits.
+
+Knows nothing of files, text or terminals. Every compiled function of the project lives here, because numba's cache watches
+only the file a function is defined in.
+
+Two promises hold by construction, and the tests compare bits:
+
+- Batch and thread invariance: the logits at a position depend on the tokens up to it and on nothing else. Every dot product
+  is one chain of fused multiply-adds in ascending k for its own (row, token), whatever the tile, T or the thread count.
+- A token is a pure function of (logits, sampling parameters, seed, position): noise is computed, never consumed.
+
+Shapes: T tokens in this call, S cached positions, D dim, F hidden_dim, L n_layers, H query heads, G kv heads, K head_dim,
+V vocab_size, R rows of a panel. `pos` is the position of the first token of a forward. p is the target's probability, q the
+draft's (Leviathan et al. 2023, arXiv:2211.17192).
+"""
+
+import ctypes
+import functools
+import math
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import llvmlite.binding
+import numba
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import carray, cfunc, njit, prange, types
+from numba.core import cgutils
+from numba.core.registry import cpu_target
+from numba.np.unsafe.ndarray import to_fixed_tuple
+from numba.extending import intrinsic, models, register_model
+
+Float32 = npt.NDArray[np.float32]
+Int64 = npt.NDArray[np.int64]
+
+LANES = 16  # floats of one vector on every machine, so that results do not depend on it; LLVM splits it where registers are shorter
+PANEL_ROWS = 2 * LANES  # divides 288, 512, 768, 1376, 2048 and 32000, so the known models carry no padding
+MAX_TOKENS = 64  # tokens of one pass; longer prompts go in blocks
+RMS_EPS = np.float32(1e-5)
+
+_FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]  # what the cached machine code is keyed by
+# Accumulators of a tile are PANEL_ROWS x TILE_TOKENS floats and have to stay in registers: 16 of 32 with AVX-512, else 12 of 16.
+TILE_TOKENS = 8 if "+avx512f" in _FEATURES else 3
+UNROLL = 2
+PREFETCH_BYTES = 4096  # a tile of 8 tokens from DRAM: 40 GB/s with, 33 without; one token is unchanged (2-core Zen 5)
+SPINS = 2000  # then yield: with both cores busy, a barrier that only spins costs a time slice
+
+ROLL_CALL_YIELDS = 20_000
+FOREVER = -1
+
+compiled = njit(cache=True, nogil=True, error_model="numpy")
+inlined = njit(inline="always", error_model="numpy")
+
+# --------------------------------------------------------------------------------------------------------------------
+# Intrinsics: vectors of LANES floats, the tile, and what a barrier needs
+# --------------------------------------------------------------------------------------------------------------------
+
+_f32, _i32, _i64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_vec = ir.VectorType(_f32, LANES)
+_ivec = ir.VectorType(_i32, LANES)
+
+
+class VectorType(types.Type):
+    """numba's name for `<16 x float>`."""
+
+    def __init__(self) -> None:
+        super().__init__(name="float32x16")
+
+
+vector = VectorType()
+
+
+@register_model(VectorType)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: Any) -> None:
+        super().__init__(dmm, fe_type, _vec)
+
+
+def _llvm(builder: Any, name: str, result: Any, *args: Any) -> Any:
+    """Call the LLVM intrinsic of that name."""
+    signature = ir.FunctionType(result, [a.type for a in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), args)
+
+
+def _vector_op(arity: int, emit: Any) -> Any:
+    """An intrinsic from `arity` vectors to one."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return emit(builder, *args)
+
+    if arity == 1:
+        return intrinsic(lambda typingctx, a: (vector(vector), codegen))
+    if arity == 2:
+        return intrinsic(lambda typingctx, a, b: (vector(vector, vector), codegen))
+    return intrinsic(lambda typingctx, a, b, c: (vector(vector, vector, vector), codegen))
+
+
+def _shuffle(builder: Any, a: Any, lanes: list[int]) -> Any:
+    mask = ir.Constant(ir.VectorType(_i32, len(lanes)), lanes)
+    return builder.shuffle_vector(a, ir.Constant(a.type, ir.Undefined), mask)
+
+
+def _reduce(combine: Any) -> Any:
+    """An intrinsic from a vector to a scalar, halves combined pairwise: one fixed order."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        (v,) = args
+        n = LANES
+        while n > 1:
+            n //= 2
+            v = combine(builder, _shuffle(builder, v, list(range(n))), _shuffle(builder, v, list(range(n, 2 * n))))
+        return builder.extract_element(v, ir.Constant(_i32, 0))
+
+    return intrinsic(lambda typingctx, a: (types.float32(vector), codegen))
+
+
+def _maximum(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def _exp2_of_integer(builder: Any, a: Any) -> Any:
+    """2^a for integral a in [-126, 127]: the exponent field of a float."""
+    biased = builder.add(builder.fptosi(a, _ivec), ir.Constant(_ivec, [127] * LANES))
+    return builder.bitcast(builder.shl(biased, ir.Constant(_ivec, [23] * LANES)), _vec)
+
+
+add = _vector_op(2, lambda b, x, y: b.fadd(x, y))
+mul = _vector_op(2, lambda b, x, y: b.fmul(x, y))
+div = _vector_op(2, lambda b, x, y: b.fdiv(x, y))
+maximum = _vector_op(2, _maximum)
+minimum = _vector_op(2, lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y))
+fma = _vector_op(3, lambda b, x, y, z: _llvm(b, "llvm.fma.v16f32", _vec, x, y, z))
+rint = _vector_op(1, lambda b, x: _llvm(b, "llvm.rint.v16f32", _vec, x))
+exp2_of_integer = _vector_op(1, _exp2_of_integer)
+keep_if_positive = _vector_op(
+    2, lambda b, x, y: b.select(b.fcmp_ordered(">", y, ir.Constant(_vec, [0.0] * LANES)), x, ir.Constant(_vec, [0.0] * LANES))
+)
+swap_pairs = _vector_op(1, lambda b, x: _shuffle(b, x, [i ^ 1 for i in range(LANES)]))
+reduce_add = _reduce(lambda b, x, y: b.fadd(x, y))
+reduce_max = _reduce(_maximum)
+
+
+@intrinsic
+def splat(typingctx, a):
+    """A vector whose lanes all hold the scalar a."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        scalar = context.cast(builder, args[0], signature.args[0], types.float32)
+        lane0 = builder.insert_element(ir.Constant(_vec, ir.Undefined), scalar, ir.Constant(_i32, 0))
+        return _shuffle(builder, lane0, [0] * LANES)
+
+    return vector(a), codegen
+
+
+def _element_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any, pointee: Any) -> Any:
+    data = cgutils.create_struct_proxy(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [index]), pointee.as_pointer())
+
+
+@intrinsic
+def load(typingctx, array, index):
+    """LANES floats of a C-contiguous float32 array, from a flat index."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(_element_pointer(context, builder, signature.args[0], *args, _vec), align=4)
+
+    return vector(array, types.intp), codegen
+
+
+@intrinsic
+def store(typingctx, array, index, value):
+    """Write LANES floats to a C-contiguous float32 array, at a flat index."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _element_pointer(context, builder, signature.args[0], args[0], args[1], _vec)
+        builder.store(args[2], pointer, align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, vector), codegen
+
+
+def _offset(builder: Any, pointer: Any, n_floats: Any, pointee: Any) -> Any:
+    return builder.bitcast(builder.gep(pointer, [n_floats]), pointee.as_pointer())
+
+
+def _tile_function(module: Any, n_vectors: int, n_tokens: int) -> Any:
+    """The LLVM function of one tile shape: n_vectors * LANES rows x n_tokens, all accumulators in registers."""
+    name = f"specdec_tile_{n_vectors}x{n_tokens}"
+    if name in module.globals:
+        return module.globals[name]
+    floats, i1 = _f32.as_pointer(), ir.IntType(1)
+    signature = ir.FunctionType(ir.VoidType(), [floats, _i64, floats, floats, _i64, _i64, i1])
+    fn = ir.Function(module, signature, name)
+    fn.linkage = "internal"
+    fn.attributes.add("noinline")
+    out, out_stride, w, x, x_stride, n, accumulate = fn.args
+    entry, pairs, odd, last, done = (fn.append_basic_block(block) for block in ("entry", "pairs", "odd", "last", "done"))
+
+    def const(value: int) -> Any:
+        return ir.Constant(_i64, value)
+
+    builder = ir.IRBuilder(entry)
+    cells = [
+        _offset(builder, out, builder.add(builder.mul(out_stride, const(t)), const(LANES * v)), _vec)
+        for t in range(n_tokens)
+        for v in range(n_vectors)
+    ]
+    zero = ir.Constant(_vec, [0.0] * LANES)
+    start = [builder.select(accumulate, builder.load(cell, align=4), zero) for cell in cells]
+    rows = [builder.gep(x, [builder.mul(x_stride, const(t))]) for t in range(n_tokens)]
+    whole = builder.and_(n, const(-UNROLL))
+    builder.cbranch(builder.icmp_signed(">", whole, const(0)), pairs, odd)
+
+    def step(k: Any, acc: list[Any]) -> list[Any]:
+        panel = builder.mul(k, const(LANES * n_vectors))
+        weights = [
+            builder.load(_offset(builder, w, builder.add(panel, const(LANES * v)), _vec), align=64) for v in range(n_vectors)
+        ]
+        for v in range(n_vectors):
+            ahead = _offset(builder, w, builder.add(panel, const(PREFETCH_BYTES // 4 + LANES * v)), ir.IntType(8))
+            read, keep, data = (ir.Constant(_i32, c) for c in (0, 3, 1))
+            _llvm(builder, "llvm.prefetch.p0", ir.VoidType(), ahead, read, keep, data)
+        result = []
+        for t in range(n_tokens):
+            scalar = builder.load(builder.gep(rows[t], [k]))
+            lane0 = builder.insert_element(ir.Constant(_vec, ir.Undefined), scalar, ir.Constant(_i32, 0))
+            broadcast = _shuffle(builder, lane0, [0] * LANES)
+            for v in range(n_vectors):
+                result.append(_llvm(builder, "llvm.fma.v16f32", _vec, weights[v], broadcast, acc[t * n_vectors + v]))
+        return result
+
+    def phis(*sources: tuple[list[Any], Any]) -> list[Any]:
+        merged = []
+        for i in range(len(cells)):
+            phi = builder.phi(_vec)
+            for values, block in sources:
+                phi.add_incoming(values[i], block)
+            merged.append(phi)
+        return merged
+
+    builder.position_at_end(pairs)
+    k = builder.phi(_i64)
+    k.add_incoming(const(0), entry)
+    acc = phis((start, entry))
+    new = acc
+    for u in range(UNROLL):
+        new = step(builder.add(k, const(u)), new)
+    k_next = builder.add(k, const(UNROLL))
+    k.add_incoming(k_next, pairs)
+    for phi, value in zip(acc, new, strict=True):
+        phi.add_incoming(value, pairs)
+    builder.cbranch(builder.icmp_signed("<", k_next, whole), pairs, odd)
+
+    builder.position_at_end(odd)
+    so_far = phis((start, entry), (new, pairs))
+    builder.cbranch(builder.icmp_signed("<", whole, n), last, done)
+
+    builder.position_at_end(last)
+    final = step(whole, so_far)
+    builder.branch(done)
+
+    builder.position_at_end(done)
+    for cell, value in zip(cells, phis((so_far, odd), (final, last)), strict=True):
+        builder.store(value, cell, align=4)
+    builder.ret_void()
+    return fn
+
+
+def _tile(n_vectors: int) -> Any:
+    """A tile over panels of n_vectors * LANES rows, for 1 to TILE_TOKENS tokens.
+
+    out[t, r] (+)= sum_k w[k, r] x[t, k] for k < n, ascending, fused; indexes and strides are flat, in floats.
+    """
+
+    @intrinsic
+    def tile(typingctx, out, out_index, out_stride, w, w_index, x, x_index, x_stride, n, n_tokens, accumulate):
+        index = types.intp
+        signature = types.void(out, index, index, w, index, x, index, index, index, index, types.boolean)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            out, out_index, out_stride, w, w_index, x, x_index, x_stride, n, n_tokens, accumulate = args
+            pointers = [
+                _element_pointer(context, builder, signature.args[i], array, at, _f32)
+                for i, array, at in ((0, out, out_index), (3, w, w_index), (5, x, x_index))
+            ]
+            call_args = [pointers[0], out_stride, pointers[1], pointers[2], x_stride, n, accumulate]
+            end = builder.append_basic_block("tile.end")
+            switch = builder.switch(n_tokens, end)
+            for t in range(1, TILE_TOKENS + 1):
+                block = builder.append_basic_block(f"tile.{t}")
+                switch.add_case(ir.Constant(_i64, t), block)
+                builder.position_at_end(block)
+                builder.call(_tile_function(builder.module, n_vectors, t), call_args)
+                builder.branch(end)
+            builder.position_at_end(end)
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return tile
+
+
+weights_tile = _tile(PANEL_ROWS // LANES)
+cache_tile = _tile(1)
+
+
+@intrinsic
+def atomic_add(typingctx, array, value):
+    """array[0] += value, seen by every thread in one order."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _element_pointer(context, builder, signature.args[0], args[0], ir.Constant(_i64, 0), _i64)
+        return builder.atomic_rmw("add", pointer, args[1], "seq_cst")
+
+    return types.int64(array, types.int64), codegen
+
+
+@intrinsic
+def atomic_load(typingctx, array):
+    """array[0], with everything that was written before it was."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _element_pointer(context, builder, signature.args[0], args[0], ir.Constant(_i64, 0), _i64)
+        return builder.load_atomic(pointer, "acquire", 8)
+
+    return types.int64(array), codegen
+
+
+_libc = ctypes.windll.kernel32 if sys.platform == "win32" else ctypes.CDLL(None)
+_yield = _libc.SwitchToThread if sys.platform == "win32" else _libc.sched_yield
+llvmlite.binding.add_symbol("specdec_yield", ctypes.cast(_yield, ctypes.c_void_p).value)
+yield_thread = types.ExternalFunction("specdec_yield", types.int32())
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The forward pass: small kernels, the phases made of them, and one parallel region around the phases
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class Weights(NamedTuple):
+    """A model's tensors, matrices as panels of R = PANEL_ROWS output rows (P panels), rows innermost."""
+
+    embedding: Float32  # (P, D, R) over V rows; the same array as wcls where the classifier is shared
+    rms_att: Float32  # (L, D padded to whole panels)
+    wqkv: Float32  # (L, P, D, R): the rows of wq, wk, wv, each padded to whole panels
+    wo: Float32  # (L, P, D, R)
+    rms_ffn: Float32  # (L, D padded)
+    w13: Float32  # (L, P, D, R): panels of w1 and w3 in turn
+    w2: Float32  # (L, P, F, R)
+    rms_final: Float32  # (D padded,)
+    wcls: Float32  # (P, D, R)
+
+
+class State(NamedTuple):
+    """What a forward pass reads and writes: tokens, KV cache, activations of up to MAX_TOKENS tokens, a scratch a thread."""
+
+    tokens: Int64  # (T,)
+    arrivals: Int64  # (1,): how many times a thread has arrived at a barrier of this pass
+    keys: Float32  # (L, G, S / LANES, K, LANES): panels of positions
+    values: Float32  # (L, G, panels of K, S, LANES)
+    rope_cos: Float32  # (S, K + LANES): entry j belongs to row j % K of a head
+    rope_sin: Float32  # (S, K + LANES), negative for the first row of a pair
+    x: Float32  # (T, D padded): the residual stream
+    normed: Float32  # (threads, T, D padded)
+    qkv: Float32  # (T, rows of wqkv)
+    heads: Float32  # (T, D padded): what attention hands to wo
+    scores: Float32  # (threads, TILE_TOKENS, S)
+    mixed: Float32  # (threads, TILE_TOKENS, K padded): one head's weighted values
+    gate: Float32  # (T, rows of w13)
+    hidden: Float32  # (T, F padded)
+    logits: Float32  # (T, V padded)
+
+
+# A pass reaches its threads as the address of one int64 array, the plan: numbers first, then address and shape of each array
+# of State and Weights. Handing 24 arrays to a parallel region instead costs 8 us a call and seconds of compilation.
+FIRST, LAST, N_TOKENS, POS, N_LOGITS, WINDOW, N_THREADS, N_NUMBERS = range(8)
+SLOT = 6  # an address and up to 5 dimensions
+
+
+def new_plan(state: State, weights: Weights) -> Int64:
+    """The plan of a model, its numbers still zero."""
+    arrays = [*state, *weights]
+    plan = np.zeros(N_NUMBERS + SLOT * len(arrays), np.int64)
+    for i, array in enumerate(arrays):
+        at = N_NUMBERS + SLOT * i
+        plan[at] = array.ctypes.data
+        plan[at + 1 : at + 1 + array.ndim] = array.shape
+    return plan
+
+
+@intrinsic
+def pointer_to(typingctx, address, dtype):
+    """The address as a pointer to elements of that type."""
+    signature = types.CPointer(dtype.dtype)(types.intp, dtype)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return signature, codegen
+
+
+@inlined
+def array_of(plan, i, dtype, n_dims):
+    """Array i of the plan, of n_dims dimensions."""
+    at = N_NUMBERS + SLOT * i
+    return carray(pointer_to(plan[at], dtype), to_fixed_tuple(plan[at + 1 : at + 1 + n_dims], n_dims))
+
+
+@inlined
+def state_of(plan):
+    return State(
+        array_of(plan, 0, np.int64, 1), array_of(plan, 1, np.int64, 1),
+        array_of(plan, 2, np.float32, 5), array_of(plan, 3, np.float32, 5),
+        array_of(plan, 4, np.float32, 2), array_of(plan, 5, np.float32, 2),
+        array_of(plan, 6, np.float32, 2), array_of(plan, 7, np.float32, 3),
+        array_of(plan, 8, np.float32, 2), array_of(plan, 9, np.float32, 2),
+        array_of(plan, 10, np.float32, 3), array_of(plan, 11, np.float32, 3),
+        array_of(plan, 12, np.float32, 2), array_of(plan, 13, np.float32, 2),
+        array_of(plan, 14, np.float32, 2),
+    )  # fmt: skip
+
+
+@inlined
+def weights_of(plan):
+    return Weights(
+        array_of(plan, 15, np.float32, 3), array_of(plan, 16, np.float32, 2), array_of(plan, 17, np.float32, 4),
+        array_of(plan, 18, np.float32, 4), array_of(plan, 19, np.float32, 2), array_of(plan, 20, np.float32, 4),
+        array_of(plan, 21, np.float32, 4), array_of(plan, 22, np.float32, 1), array_of(plan, 23, np.float32, 3),
+    )  # fmt: skip
+
+
+@inlined
+def padded(n, multiple):
+    """n rounded up to a multiple."""
+    return (n + multiple - 1) // multiple * multiple
+
+
+@compiled
+def exp(x):
+    """e^x of a vector, within 2 units in the last place; exactly 0 below -87.
+
+    x = n log 2 + r (Cody and Waite 1980), 2^n through the exponent field, e^r by its Taylor polynomial of degree 7.
+    """
+    clamped = minimum(maximum(x, splat(-87.0)), splat(88.0))
+    n = rint(mul(clamped, splat(1.4426950408889634)))
+    r = fma(n, splat(-0.693145751953125), clamped)
+    r = fma(n, splat(-1.4286068203094172e-06), r)
+    p = fma(splat(1.0 / 5040.0), r, splat(1.0 / 720.0))
+    p = fma(p, r, splat(1.0 / 120.0))
+    p = fma(p, r, splat(1.0 / 24.0))
+    p = fma(p, r, splat(1.0 / 6.0))
+    p = fma(p, r, splat(0.5))
+    p = fma(p, r, splat(1.0))
+    p = fma(p, r, splat(1.0))
+    return keep_if_positive(mul(p, exp2_of_integer(n)), add(x, splat(87.0)))
+
+
+@compiled
+def rms_norm(out, x, weight, dim, n_tokens):
+    """out[t] = weight * x[t] / sqrt(mean(x[t]^2) + eps)  (Zhang and Sennrich 2019); rows are padded with zeros."""
+    width = x.shape[1]
+    for t in range(n_tokens):
+        row = t * width
+        squares = splat(0.0)
+        for i in range(0, width, LANES):
+            v = load(x, row + i)
+            squares = fma(v, v, squares)
+        scale = splat(np.float32(1.0) / np.sqrt(reduce_add(squares) / np.float32(dim) + RMS_EPS))
+        for i in range(0, width, LANES):
+            store(out, row + i, mul(load(weight, i), mul(load(x, row + i), scale)))
+
+
+@compiled
+def matmul(out, w, x, n_tokens, first, last, accumulate):
+    """out[t, r] (+)= sum_k w[r, k] x[t, k] for the rows of panels first to last: W (P, k, R), x (T, k), out (T, P R)."""
+    n = w.shape[1]
+    n_groups = (n_tokens + TILE_TOKENS - 1) // TILE_TOKENS
+    for p in range(first, last):
+        for g in range(n_groups):
+            t = g * n_tokens // n_groups
+            end = (g + 1) * n_tokens // n_groups
+            weights_tile(
+                out, t * out.shape[1] + p * PANEL_ROWS, out.shape[1], w, p * n * PANEL_ROWS,
+                x, t * x.shape[1], x.shape[1], n, end - t, accumulate,
+            )  # fmt: skip
+
+
+@compiled
+def rope(x, base, first, last, cos, sin, head_dim, pos, n_tokens):
+    """Rotate rows first to last of the heads that begin at row `base` of x (Su et al. 2021).
+
+    The pair (2i, 2i + 1) of a head turns by pos / 10000^(2i/K): x * cos + swapped x * signed sin.
+    """
+    for t in range(n_tokens):
+        for row in range(first, last, LANES):
+            at = t * x.shape[1] + base + row
+            angle = (pos + t) * cos.shape[1] + row % head_dim
+            v = load(x, at)
+            store(x, at, fma(swap_pairs(v), load(sin, angle), mul(v, load(cos, angle))))
+
+
+@inlined
+def store_keys(keys, x, base, first, last, pos, n_tokens):
+    """Put rows first to last of the heads that begin at row `base` of x at pos.. of keys (G, S / LANES, K, LANES)."""
+    head_dim = keys.shape[2]
+    for t in range(n_tokens):
+        panel, lane = divmod(pos + t, LANES)
+        for row in range(first, last):
+            keys[row // head_dim, panel, row % head_dim, lane] = x[t, base + row]
+
+
+@inlined
+def store_values(values, x, base, first, last, head_dim, pos, n_tokens):
+    """Put rows first to last of the heads that begin at row `base` of x at pos.. of values (G, K / LANES, S, LANES)."""
+    for t in range(n_tokens):
+        for row in range(first, last):
+            panel, lane = divmod(row % head_dim, LANES)
+            values[row // head_dim, panel, pos + t, lane] = x[t, base + row]
+
+
+@compiled
+def softmax(scores, row, start, end, scale):
+    """x = scores[row, start:end] becomes e^(scale (x - max x)) / sum; the rest of the vectors it touches becomes 0."""
+    first = start // LANES * LANES
+    last = (end + LANES - 1) // LANES * LANES
+    scores[row, first:start] = -np.inf
+    scores[row, end:last] = -np.inf
+    base = row * scores.shape[1]
+    top = splat(-np.inf)
+    for s in range(first, last, LANES):
+        top = maximum(load(scores, base + s), top)
+    minus_top = splat(-reduce_max(top))
+    total = splat(0.0)
+    for s in range(first, last, LANES):
+        e = exp(mul(splat(scale), add(load(scores, base + s), minus_top)))
+        store(scores, base + s, e)
+        total = add(total, e)
+    inverse = splat(np.float32(1.0) / reduce_add(total))
+    for s in range(first, last, LANES):
+        store(scores, base + s, mul(load(scores, base + s), inverse))
+
+
+@compiled
+def mix_values(mixed, values, scores, token, n_tokens, start, end):
+    """mixed[t] += sum_s scores[t, s] values[s] for start <= s < end: values (K / LANES, S, LANES), n_tokens from `token`."""
+    if start >= end:
+        return
+    for panel in range(values.shape[0]):
+        cache_tile(
+            mixed, token * mixed.shape[1] + panel * LANES, mixed.shape[1],
+            values, (panel * values.shape[1] + start) * LANES,
+            scores, token * scores.shape[1] + start, scores.shape[1], end - start, n_tokens, True,
+        )  # fmt: skip
+
+
+@compiled
+def attend(heads, qkv, keys, values, scores, mixed, head, pos, first, last, window):
+    """heads[t, head] = softmax(q[t] . keys / sqrt(K)) values for tokens first to last (Vaswani et al. 2017).
+
+    keys (S / LANES, K, LANES) and values (K / LANES, S, LANES) are those of the head's group. Token t sees the last
+    `window` positions up to its own, by loop bounds: the positions that all tokens see are mixed in one go, those before
+    and after them token by token, so that each token's chain is the one that it would have alone.
+    """
+    head_dim = keys.shape[1]
+    n_tokens = last - first
+    oldest = max(0, pos + first + 1 - window)
+    for panel in range(oldest // LANES, (pos + last - 1) // LANES + 1):
+        cache_tile(
+            scores, panel * LANES, scores.shape[1], keys, panel * head_dim * LANES,
+            qkv, first * qkv.shape[1] + head * head_dim, qkv.shape[1], head_dim, n_tokens, False,
+        )  # fmt: skip
+    common_start = max(0, pos + last - window)
+    common_end = max(common_start, pos + first + 1)
+    scale = np.float32(1.0) / np.sqrt(np.float32(head_dim))
+    mixed[:n_tokens] = 0.0
+    for i in range(n_tokens):
+        start, end = max(0, pos + first + i + 1 - window), pos + first + i + 1
+        softmax(scores, i, start, end, scale)
+        mix_values(mixed, values, scores, i, 1, start, min(common_start, end))
+    mix_values(mixed, values, scores, 0, n_tokens, common_start, common_end)
+    for i in range(n_tokens):
+        start, end = max(0, pos + first + i + 1 - window), pos + first + i + 1
+        mix_values(mixed, values, scores, i, 1, max(start, common_end), end)
+        for k in range(head_dim):
+            heads[first + i, head * head_dim + k] = mixed[i, k]
+
+
+@compiled
+def swiglu(hidden, gate, panel, n_tokens):
+    """hidden[t] = silu(w1 x) * (w3 x) for one panel (Shazeer 2020); gate (T, 2 F) holds the panels of both in turn."""
+    for t in range(n_tokens):
+        for i in range(0, PANEL_ROWS, LANES):
+            at = t * gate.shape[1] + 2 * panel * PANEL_ROWS + i
+            a, b = load(gate, at), load(gate, at + PANEL_ROWS)
+            sigmoid = div(splat(1.0), add(splat(1.0), exp(mul(a, splat(-1.0)))))
+            store(hidden, t * hidden.shape[1] + panel * PANEL_ROWS + i, mul(mul(a, sigmoid), b))
+
+
+@inlined
+def share(n, thread, n_threads):
+    """The range of n units that is this thread's."""
+    return thread * n // n_threads, (thread + 1) * n // n_threads
+
+
+@inlined
+def embed(state, weights, n_tokens, thread, n_threads):
+    """x[t] = embedding[tokens[t]]: this thread's columns."""
+    first, last = share(weights.embedding.shape[1], thread, n_threads)
+    for t in range(n_tokens):
+        panel, row = divmod(state.tokens[t], PANEL_ROWS)
+        for k in range(first, last):
+            state.x[t, k] = weights.embedding[panel, k, row]
+
+
+@inlined
+def project_qkv(state, weights, layer, pos, n_tokens, thread, n_threads):
+    """q, k, v = W rmsnorm(x); q and k turn by their position, k and v go into the cache: this thread's panels."""
+    w = weights.wqkv[layer]
+    keys, values = state.keys[layer], state.values[layer]
+    dim, head_dim = w.shape[1], keys.shape[2]
+    kv_rows = keys.shape[0] * head_dim
+    first_k = padded(dim, PANEL_ROWS)
+    first_v = first_k + padded(kv_rows, PANEL_ROWS)
+    rms_norm(state.normed[thread], state.x, weights.rms_att[layer], dim, n_tokens)
+    first, last = share(w.shape[0], thread, n_threads)
+    matmul(state.qkv, w, state.normed[thread], n_tokens, first, last, False)
+    for panel in range(first, last):
+        row = panel * PANEL_ROWS
+        if row < first_v:
+            base = 0 if row < first_k else first_k
+            rope(
+                state.qkv, base, row - base, row - base + PANEL_ROWS,
+                state.rope_cos, state.rope_sin, head_dim, pos, n_tokens,
+            )  # fmt: skip
+        if first_k <= row < first_v:
+            end = min(row - first_k + PANEL_ROWS, kv_rows)
+            store_keys(keys, state.qkv, first_k, row - first_k, end, pos, n_tokens)
+        if row >= first_v:
+            end = min(row - first_v + PANEL_ROWS, kv_rows)
+            store_values(values, state.qkv, first_v, row - first_v, end, head_dim, pos, n_tokens)
+
+
+@inlined
+def attention(state, weights, layer, pos, n_tokens, window, thread, n_threads):
+    """Every head over groups of up to TILE_TOKENS tokens: this thread's share of the pairs."""
+    keys, values = state.keys[layer], state.values[layer]
+    n_heads = weights.wqkv.shape[2] // keys.shape[2]
+    n_groups = (n_tokens + TILE_TOKENS - 1) // TILE_TOKENS
+    first, last = share(n_heads * n_groups, thread, n_threads)
+    for unit in range(first, last):
+        head, group = divmod(unit, n_groups)
+        kv_head = head // (n_heads // keys.shape[0])
+        attend(
+            state.heads, state.qkv, keys[kv_head], values[kv_head], state.scores[thread], state.mixed[thread],
+            head, pos, group * n_tokens // n_groups, (group + 1) * n_tokens // n_groups, window,
+        )  # fmt: skip
+
+
+@inlined
+def residual(state, w, x, n_tokens, thread, n_threads):
+    """x += W input: the residual is where the chains of products start."""
+    first, last = share(w.shape[0], thread, n_threads)
+    matmul(state.x, w, x, n_tokens, first, last, True)
+
+
+@inlined
+def feed_forward(state, weights, layer, n_tokens, thread, n_threads):
+    """hidden = silu(w1 rmsnorm(x)) * (w3 rmsnorm(x)): this thread's pairs of panels."""
+    w = weights.w13[layer]
+    rms_norm(state.normed[thread], state.x, weights.rms_ffn[layer], w.shape[1], n_tokens)
+    first, last = share(w.shape[0] // 2, thread, n_threads)
+    for panel in range(first, last):
+        matmul(state.gate, w, state.normed[thread], n_tokens, 2 * panel, 2 * panel + 2, False)
+        swiglu(state.hidden, state.gate, panel, n_tokens)
+
+
+@inlined
+def classify(state, weights, n_tokens, n_logits, thread, n_threads):
+    """logits = wcls rmsnorm(x) for the last n_logits tokens: this thread's panels."""
+    x, normed = state.x[n_tokens - n_logits :], state.normed[thread]
+    rms_norm(normed, x, weights.rms_final, weights.wcls.shape[1], n_logits)
+    first, last = share(weights.wcls.shape[0], thread, n_threads)
+    matmul(state.logits, weights.wcls, normed, n_logits, first, last, False)
+
+
+@inlined
+def run_phase(plan, state, weights, phase, thread):
+    """One step of a forward pass, between two barriers: the embedding, five for each layer, the classifier."""
+    n_tokens, pos, n_threads = plan[N_TOKENS], plan[POS], plan[N_THREADS]
+    layer, step = divmod(phase - 1, 5)
+    if phase == 0:
+        embed(state, weights, n_tokens, thread, n_threads)
+    elif layer == weights.wqkv.shape[0]:
+        classify(state, weights, n_tokens, plan[N_LOGITS], thread, n_threads)
+    elif step == 0:
+        project_qkv(state, weights, layer, pos, n_tokens, thread, n_threads)
+    elif step == 1:
+        attention(state, weights, layer, pos, n_tokens, plan[WINDOW], thread, n_threads)
+    elif step == 3:
+        feed_forward(state, weights, layer, n_tokens, thread, n_threads)
+    elif step == 2:
+        residual(state, weights.wo[layer], state.heads, n_tokens, thread, n_threads)
+    else:
+        residual(state, weights.w2[layer], state.hidden, n_tokens, thread, n_threads)
+
+
+@compiled
+def wait_for(arrivals, n_arrivals, n_yields):
+    """Arrive at a barrier and wait for n_arrivals threads, giving the core away at most n_yields times; whether they came."""
+    atomic_add(arrivals, 1)
+    spins = 0
+    while atomic_load(arrivals) < n_arrivals:
+        spins += 1
+        if spins > SPINS:
+            yield_thread()
+            if spins == SPINS + n_yields:
+                return False
+    return True
+
+
+def run_phases(plan_pointer, thread):
+    """Phases FIRST to LAST of the plan as one of its threads, a barrier between any two.
+
+    With no phases, a roll call: a thread that meets all others before it loses patience adds N_THREADS to the arrivals.
+    """
+    plan = carray(plan_pointer, N_NUMBERS + SLOT * 24)
+    state, weights = state_of(plan), weights_of(plan)
+    first, last, n_threads = plan[FIRST], plan[LAST], plan[N_THREADS]
+    if first == last and wait_for(state.arrivals, n_threads, ROLL_CALL_YIELDS):
+        atomic_add(state.arrivals, n_threads)
+    for phase in range(first, last):
+        run_phase(plan, state, weights, phase, thread)
+        if phase + 1 < last:
+            wait_for(state.arrivals, (phase + 1 - first) * n_threads, FOREVER)
+
+
+@functools.cache
+def entry_point() -> int:
+    """The address of `run_phases`, compiled once: numba would compile it again into each of a parallel region's wrappers."""
+    signature = types.void(types.CPointer(types.int64), types.int64)
+    return int(cfunc(signature, cache=True, nogil=True, error_model="numpy")(run_phases).address)
+
+
+@intrinsic
+def call(typingctx, function, plan, thread):
+    """function(plan, thread), both pointers given as addresses."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        signature = ir.FunctionType(ir.VoidType(), [_i64, _i64])
+        builder.call(builder.inttoptr(args[0], signature.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@njit(parallel=True, cache=True, nogil=True)
+def run_region(function, plan, n_threads):
+    """function(plan, thread) on every thread: the one parallel region of a forward pass."""
+    for i in prange(n_threads):
+        call(function, plan, np.int64(i))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Sampling: logits to probabilities to a token
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@compiled
+def mix_bits(x):
+    """The finalizer of SplitMix64 (Steele et al. 2014): 64 bits in, 64 well-mixed bits out."""
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@compiled
+def noise_key(seed, stream, position):
+    """What the noise of one position's tokens is computed from."""
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    key = mix_bits(np.uint64(seed) + golden * np.uint64(stream + 1))
+    return mix_bits(key + golden * np.uint64(position + 1))
+
+
+@compiled
+def uniform(key, token):
+    """A float64 in (0, 1) for (seed, stream, position) and token: computed, not drawn from a stream."""
+    bits = mix_bits(key + np.uint64(0x9E3779B97F4A7C15) * np.uint64(token + 1))
+    return (np.float64(bits >> np.uint64(11)) + 0.5) * 2.0**-53
+
+
+@compiled
+def rank_key(prob, token):
+    """An integer that sorts tokens by falling probability, then by rising id."""
+    bits = np.float32(prob).view(np.uint32)
+    return (np.uint64(~bits & np.uint32(0xFFFFFFFF)) << np.uint64(32)) | np.uint64(token)
+
+
+@compiled
+def rank_key_probability(key):
+    return np.uint32(~(key >> np.uint64(32)) & np.uint64(0xFFFFFFFF)).view(np.float32)
+
+
+@compiled
+def partition(keys, first, last):
+    """Move what is below a median of three to the front of keys[first:last]; returns the median's place and its sum in front.
+
+    The sum is of the probabilities before that place.
+    """
+    a, b, c = keys[first], keys[(first + last) // 2], keys[last - 1]
+    pivot = max(min(a, b), min(max(a, b), c))
+    at = first if pivot == a else (last - 1 if pivot == c else (first + last) // 2)
+    keys[at] = keys[last - 1]
+    place, mass = first, 0.0
+    for i in range(first, last - 1):
+        key = keys[i]
+        keys[i] = keys[place]
+        keys[place] = key
+        if key < pivot:
+            place += 1
+            mass += rank_key_probability(key)
+    keys[last - 1] = keys[place]
+    keys[place] = pivot
+    return place, mass
+
+
+@compiled
+def last_kept(keys, n, top_k, top_p):
+    """The key that ends the shortest prefix, in rank order, of top_k tokens or a mass above top_p: a weighted quickselect."""
+    first, last, mass = 0, n, 0.0
+    while first < last:
+        place, in_front = partition(keys, first, last)
+        if place >= top_k or mass + in_front > top_p:
+            last = place
+            continue
+        mass += in_front + rank_key_probability(keys[place])
+        if place + 1 >= top_k or mass > top_p:
+            return keys[place]
+        first = place + 1
+    return np.uint64(0xFFFFFFFFFFFFFFFF)
+
+
+@compiled
+def probabilities(probs, logits, temperature, top_k, top_p, keys):
+    """probs (1, V padded) from logits (V,): temperature, softmax, the top_k, of those the smallest set heavier than top_p.
+
+    The mass that top_p speaks of is the softmax's. What is left is scaled to sum 1. Temperature 0 leaves the most likely
+    token alone; top_k 0 and a top_p of 0 or 1 keep every token. `keys` is scratch of V uint64.
+    """
+    n = logits.size
+    if temperature == 0.0:
+        probs[0] = 0.0
+        probs[0, np.argmax(logits)] = 1.0
+        return
+    probs[0, :n] = logits
+    softmax(probs, 0, 0, n, np.float32(min(1.0 / temperature, 3e38)))
+    limit_k = top_k if 0 < top_k < n else n
+    limit_p = top_p if 0.0 < top_p < 1.0 else np.inf
+    if limit_k == n and limit_p == np.inf:
+        return
+    # n - 1 tokens below this would not weigh 1 - top_p together, so none of them is in the set (run.c does the same)
+    cutoff = np.float32((1.0 - limit_p) / (n - 1)) if limit_p < np.inf and n > 1 else np.float32(0.0)
+    m = 0
+    for token in range(n):
+        if probs[0, token] >= cutoff:
+            keys[m] = rank_key(probs[0, token], token)
+            m += 1
+    end = last_kept(keys, m, limit_k, limit_p)
+    total = 0.0
+    for token in range(n):
+        p = probs[0, token]
+        if p < cutoff or rank_key(p, token) > end:
+            probs[0, token] = 0.0
+        total += probs[0, token]
+    for token in range(n):
+        probs[0, token] = np.float32(probs[0, token] / total)
+
+
+@compiled
+def race(probs, n, seed, stream, position):
+    """A token with probability proportional to probs[0, :n]: argmin E / p for exponential E, that is argmax log p + Gumbel.
+
+    E = -log u is at least 1 - u, which spares the logarithm of tokens that cannot win. Ties go to the lower id.
+    """
+    key = noise_key(seed, stream, position)
+    best, winner = np.inf, 0
+    for token in range(n):
+        p = np.float64(probs[0, token])
+        if p > 0.0:
+            u = uniform(key, token)
+            if 1.0 - u <= best * p:
+                time = -math.log(u) / p
+                if time < best:
+                    best, winner = time, token
+    return winner
+
+
+@compiled
+def draw(probs, logits, temperature, top_k, top_p, seed, stream, position, keys):
+    """Fill probs from logits (see `probabilities`) and draw the token of (seed, stream, position) from them."""
+    probabilities(probs, logits, temperature, top_k, top_p, keys)
+    return race(probs, logits.size, seed, stream, position)
+
+
+@compiled
+def keep_or_redraw(p, q, n, token, seed, accept_stream, target_stream, position):
+    """The target's token where the draft proposed `token`: rejection sampling (Leviathan et al. 2023, section 2.3).
+
+    The proposal is kept with probability min(1, p / q); else the token comes from the residual max(0, p - q), which never
+    holds the proposal: it was accepted exactly if it is what this returns. p (1, V padded) is overwritten.
+    """
+    if uniform(noise_key(seed, accept_stream, position), token) * q[0, token] < p[0, token]:
+        return token
+    for i in range(n):
+        p[0, i] = max(np.float32(0.0), p[0, i] - q[0, i])
+    return race(p, n, seed, target_stream, position)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The model
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Config:
+    """The seven numbers of a llama2.c checkpoint, and whether the classifier is the embedding."""
+
+    dim: int
+    hidden_dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    vocab_size: int
+    seq_len: int
+    shared_classifier: bool = True
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    @property
+    def kv_dim(self) -> int:
+        return self.n_kv_heads * self.head_dim
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor, by llama2.c's names; `wcls` only where it is not the embedding."""
+        layers, dim, hidden = self.n_layers, self.dim, self.hidden_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            "tok_emb": (self.vocab_size, dim),
+            "rms_att": (layers, dim),
+            "wq": (layers, dim, dim),
+            "wk": (layers, self.kv_dim, dim),
+            "wv": (layers, self.kv_dim, dim),
+            "wo": (layers, dim, dim),
+            "rms_ffn": (layers, dim),
+            "w1": (layers, hidden, dim),
+            "w2": (layers, dim, hidden),
+            "w3": (layers, hidden, dim),
+            "rms_final": (dim,),
+        }
+        return shapes if self.shared_classifier else shapes | {"wcls": (self.vocab_size, dim)}
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def zeros(*shape: int) -> Float32:
+    """A float32 array of zeros that begins at a cache line, as a tile's loads need."""
+    n_bytes = math.prod(shape) * 4
+    buffer = np.zeros(n_bytes + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    return buffer[start : start + n_bytes].view(np.float32).reshape(shape)
+
+
+def _pack(*layers: list[Float32]) -> Float32:
+    """Panels (L, P, k, R) of the matrices (rows, k) of each layer, one below the other, each padded to whole panels."""
+    n_panels = [round_up(matrix.shape[0], PANEL_ROWS) // PANEL_ROWS for matrix in layers[0]]
+    packed = zeros(len(layers), sum(n_panels), layers[0][0].shape[1], PANEL_ROWS)
+    for panels, matrices in zip(packed, layers, strict=True):
+        first = 0
+        for matrix, n in zip(matrices, n_panels, strict=True):
+            _pack_matrix(panels[first : first + n], matrix)
+            first += n
+    return packed
+
+
+def _pack_matrix(panels: Float32, matrix: Float32) -> None:
+    """Fill panels (P, k, R) from a matrix (rows, k); the rows that pad the last panel stay zero."""
+    rows, k = matrix.shape
+    whole = rows // PANEL_ROWS
+    panels[:whole] = matrix[: whole * PANEL_ROWS].reshape(whole, PANEL_ROWS, k).transpose(0, 2, 1)
+    if rows > whole * PANEL_ROWS:
+        panels[whole, :, : rows - whole * PANEL_ROWS] = matrix[whole * PANEL_ROWS :].T
+
+
+def _pad_rows(rows: Float32) -> Float32:
+    """rows (..., D) with zeros up to a whole vector."""
+    padded_rows = zeros(*rows.shape[:-1], round_up(rows.shape[-1], PANEL_ROWS))
+    padded_rows[..., : rows.shape[-1]] = rows
+    return padded_rows
+
+
+def pack_weights(config: Config, tensors: dict[str, Float32]) -> Weights:
+    """The tensors of `Config.shapes` in the kernels' layout; w1 and w3 take turns, panel by panel."""
+    t = tensors
+    layers = range(config.n_layers)
+    gates = zeros(config.n_layers, 2 * round_up(config.hidden_dim, PANEL_ROWS) // PANEL_ROWS, config.dim, PANEL_ROWS)
+    for layer in layers:
+        _pack_matrix(gates[layer, 0::2], t["w1"][layer])
+        _pack_matrix(gates[layer, 1::2], t["w3"][layer])
+    embedding = _pack([t["tok_emb"]])[0]
+    return Weights(
+        embedding=embedding,
+        rms_att=_pad_rows(t["rms_att"]),
+        wqkv=_pack(*([t["wq"][i], t["wk"][i], t["wv"][i]] for i in layers)),
+        wo=_pack(*([t["wo"][i]] for i in layers)),
+        rms_ffn=_pad_rows(t["rms_ffn"]),
+        w13=gates,
+        w2=_pack(*([t["w2"][i]] for i in layers)),
+        rms_final=_pad_rows(t["rms_final"]),
+        wcls=embedding if config.shared_classifier else _pack([t["wcls"]])[0],
+    )
+
+
+def _rope_tables(head_dim: int, n_positions: int) -> tuple[Float32, Float32]:
+    """cos and signed sin (S, K + LANES) of pos / 10000^(2i/K), periodic in K, so that a vector may begin in any row of a head."""
+    rows = np.arange(head_dim + LANES) % head_dim
+    angles = np.arange(n_positions)[:, None] / 10000.0 ** (rows // 2 * 2 / head_dim)
+    sign = np.where(rows % 2 == 0, -1.0, 1.0)
+    return np.cos(angles).astype(np.float32), (np.sin(angles) * sign).astype(np.float32)
+
+
+def new_state(config: Config, weights: Weights, n_positions: int, n_threads: int) -> State:
+    """Buffers for n_positions positions; memory that is never touched is never resident."""
+    head_dim, layers, groups = config.head_dim, config.n_layers, config.n_kv_heads
+    positions = round_up(n_positions, LANES)
+    dim = round_up(config.dim, PANEL_ROWS)
+    head_panels = round_up(head_dim, LANES) // LANES
+    cos, sin = _rope_tables(head_dim, n_positions + 1)
+    return State(
+        tokens=np.zeros(MAX_TOKENS, np.int64),
+        arrivals=np.zeros(1, np.int64),
+        keys=zeros(layers, groups, positions // LANES, head_dim, LANES),
+        values=zeros(layers, groups, head_panels, positions, LANES),
+        rope_cos=cos,
+        rope_sin=sin,
+        x=zeros(MAX_TOKENS, dim),
+        normed=zeros(n_threads, MAX_TOKENS, dim),
+        qkv=zeros(MAX_TOKENS, weights.wqkv.shape[1] * PANEL_ROWS),
+        heads=zeros(MAX_TOKENS, dim),
+        scores=zeros(n_threads, TILE_TOKENS, positions),
+        mixed=zeros(n_threads, TILE_TOKENS, head_panels * LANES),
+        gate=zeros(MAX_TOKENS, weights.w13.shape[1] * PANEL_ROWS),
+        hidden=zeros(MAX_TOKENS, weights.w13.shape[1] * PANEL_ROWS // 2),
+        logits=zeros(MAX_TOKENS, weights.wcls.shape[0] * PANEL_ROWS),
+    )
+
+
+class KVCache:
+    """How many positions of a model's cache hold the tokens it ran: it always runs `tokens[cache.length:]` next."""
+
+    def __init__(self) -> None:
+        self.length = 0
+
+    def rollback(self, length: int) -> None:
+        """Forget the positions from `length` on, where there are any."""
+        self.length = min(self.length, length)
+
+
+class Transformer:
+    """A llama2 model on CPU threads.
+
+    weights: packed (`pack_weights`); n_threads: all cores by default; n_positions: how far a story may go, seq_len by default.
+    Beyond its own seq_len a model sees a sliding window of that many positions.
+    """
+
+    def __init__(
+        self, config: Config, weights: Weights, n_threads: int | None = None, n_positions: int | None = None
+    ) -> None:
+        self.config, self.weights = config, weights
+        self.n_threads = n_threads or numba.config.NUMBA_NUM_THREADS
+        self.n_positions = n_positions or config.seq_len
+        self.state = new_state(config, weights, self.n_positions, self.n_threads)
+        self.cache = KVCache()
+        self._plan = new_plan(self.state, weights)
+        self._plan_address, self._entry = self._plan.ctypes.data, entry_point()
+        self._one_region = self._threads_run_together()
+
+    def _threads_run_together(self) -> bool:
+        """Whether barriers inside one parallel region are safe: TBB may run its tasks one after another, and limits from
+        outside (OMP_THREAD_LIMIT) may leave fewer threads than asked for. A roll call of the threads tells."""
+        self._run(0, 0)
+        everyone = self.n_threads + self.n_threads**2
+        return bool(numba.threading_layer() != "tbb" and self.state.arrivals[0] == everyone)
+
+    def _run(self, first: int, last: int, n_tokens: int = 0, n_logits: int = 0) -> None:
+        """Phases first to last over state.tokens[:n_tokens] at the end of the cache."""
+        self.state.arrivals[0] = 0
+        self._plan[:N_NUMBERS] = (
+            first, last, n_tokens, self.cache.length, n_logits, self.config.seq_len, self.n_threads,
+        )  # fmt: skip
+        numba.set_num_threads(self.n_threads)
+        run_region(self._entry, self._plan_address, self.n_threads)
+
+    def forward(self, tokens: list[int], n_logits: int = 1) -> Float32:
+        """Run tokens at the positions from cache.length on; logits (n_logits, V) of the last ones, valid until the next call.
+
+        Prompts longer than MAX_TOKENS go in blocks. Raises ValueError for n_logits > MAX_TOKENS or a token out of range.
+        """
+        if n_logits > min(len(tokens), MAX_TOKENS) or self.cache.length + len(tokens) > self.n_positions:
+            raise ValueError(f"{n_logits} logits of {len(tokens)} tokens at {self.cache.length} of {self.n_positions}")
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.config.vocab_size:
+            raise ValueError(f"token out of range 0..{self.config.vocab_size - 1}")
+        n_phases = 5 * self.config.n_layers + 1
+        start = 0
+        while start < len(tokens):
+            # the last block is a full one where there are several, so that it holds all n_logits tokens
+            end = start + ((len(tokens) - start) % MAX_TOKENS or MAX_TOKENS)
+            self.state.tokens[: end - start] = tokens[start:end]
+            phases = n_phases + (n_logits > 0 and end == len(tokens))
+            for first, last in [(0, phases)] if self._one_region else [(i, i + 1) for i in range(phases)]:
+                self._run(first, last, end - start, n_logits)
+            self.cache.length += end - start
+            start = end
+        return self.state.logits[:n_logits, : self.config.vocab_size]
+
+
+def available_threads() -> int:
+    """How many threads the machine gives this process."""
+    return int(numba.config.NUMBA_NUM_THREADS)
+
+
+@njit(parallel=True, cache=True, nogil=True)
+def read_all(array, sums, n_threads):
+    """sums[thread] = the sum of that thread's share of the array: what memory bandwidth is measured with."""
+    for i in prange(n_threads):
+        first, last = np.int64(i) * array.size // n_threads, (np.int64(i) + 1) * array.size // n_threads
+        a, b, c, d = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
+        for at in range(first, last - 4 * LANES + 1, 4 * LANES):
+            a, b = add(a, load(array, at)), add(b, load(array, at + LANES))
+            c, d = add(c, load(array, at + 2 * LANES)), add(d, load(array, at + 3 * LANES))
+        sums[i] = reduce_add(add(add(a, b), add(c, d)))

@@ -1,0 +1,337 @@
+"""`Step`s to what a person or a program reads: a live Rich panel, plain text, or JSON. Knows no models.
+
+Each view is a context manager: `begin` with the prompt, `draft` before and `step` after each pass of the target; on leaving,
+also by Ctrl-C, it shows all text there is. The summary is `print_summary`'s, once the story is over.
+"""
+
+import json
+import time
+import unicodedata
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, TextIO
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from specdec.decoding import Statistics, Step
+from specdec.tokenizer import Tokenizer, TextStream
+
+STYLES = {"prompt": "bold", "target": "", "accepted": "green", "rejected": "strike red", "proposed": "yellow"}
+# without colour, the words have to differ in something else
+STYLES_NO_COLOR = {"prompt": "bold", "target": "", "accepted": "underline", "rejected": "strike", "proposed": "italic"}
+REJECTED_SECONDS = 1.5  # how long a rejected token stays in sight
+REFRESH_SECONDS = 0.1
+RENDER_SHARE = 0.03  # of the time; a frame takes 2 to 6 ms, so slow machines get fewer frames
+SIDE_WIDTH = 24
+MAX_TEXT_ROWS = 14
+
+
+class Piece(NamedTuple):
+    """A stretch of text, what it is (a key of STYLES), and when it came."""
+
+    text: str
+    kind: str
+    seconds: float
+
+
+class View(Protocol):
+    """What the loop talks to."""
+
+    def __enter__(self) -> "View": ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+    def begin(self, prompt: list[int]) -> None: ...
+    def draft(self, tokens: list[int]) -> None: ...
+    def step(self, step: Step) -> None: ...
+
+
+def printable(text: str) -> str:
+    """Text without the control characters that could move a cursor or worse; line breaks and tabs stay."""
+    return "".join([c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc"])
+
+
+class PlainView:
+    """The text alone, as it comes."""
+
+    def __init__(self, tokenizer: Tokenizer, out: TextIO) -> None:
+        self._stream, self._out = TextStream(tokenizer), out
+
+    def __enter__(self) -> "PlainView":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._out.write(printable(self._stream.end()) + "\n")
+        self._out.flush()
+
+    def begin(self, prompt: list[int]) -> None:
+        self._write(prompt)
+
+    def draft(self, tokens: list[int]) -> None:
+        """Proposals are not shown."""
+
+    def step(self, step: Step) -> None:
+        self._write(step.tokens)
+
+    def _write(self, tokens: list[int]) -> None:
+        self._out.write(printable("".join([self._stream.push(token) for token in tokens])))
+        self._out.flush()
+
+
+class SilentView:
+    """Collects the text, and shows nothing: for JSON, which comes at the end."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._prompt: list[int] = []
+        self.tokens: list[int] = []
+
+    def __enter__(self) -> "SilentView":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def begin(self, prompt: list[int]) -> None:
+        self._prompt = prompt
+
+    def draft(self, tokens: list[int]) -> None:
+        """Proposals are not shown."""
+
+    def step(self, step: Step) -> None:
+        self.tokens += step.tokens
+
+    @property
+    def text(self) -> str:
+        return self._tokenizer.decode(self._prompt + self.tokens)
+
+
+class LivePanel:
+    """The story's tail with proposals, accepted and rejected tokens, and the running figures beside it.
+
+    Rendering is a pure function of what `begin`, `draft` and `step` have told; frames come when due, from this thread.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        console: Console,
+        statistics: Statistics,
+        max_tokens: int,
+        gamma: int,
+        title: str,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._stream, self._console, self._statistics = TextStream(tokenizer), console, statistics
+        self._max_tokens, self._gamma, self._title, self._clock = max_tokens, gamma, title, clock
+        self._styles = STYLES_NO_COLOR if console.no_color else STYLES
+        self._story: list[Piece] = []
+        self._recent: deque[Piece] = deque()
+        self._recent_length = 0
+        self._proposed: list[Piece] = []
+        self._next_frame = 0.0
+        self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
+
+    def __enter__(self) -> "LivePanel":
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._live.stop()
+        self._add(self._stream.end(), "target")
+        self._console.print(self._styled(self._story), soft_wrap=True)
+
+    def begin(self, prompt: list[int]) -> None:
+        for token in prompt:
+            self._add(self._stream.push(token), "prompt")
+        self._frame()
+
+    def draft(self, tokens: list[int]) -> None:
+        now = self._clock()
+        if now >= self._next_frame:
+            self._proposed = [Piece(text, "proposed", now) for text in self._stream.peek(tokens)]
+            self._frame()
+            self._proposed = []
+
+    def step(self, step: Step) -> None:
+        for token in step.tokens[: step.n_accepted]:
+            self._add(self._stream.push(token), "accepted")
+        for text in self._stream.peek(step.draft_tokens[step.n_accepted :]):
+            self._add(text, "rejected")
+        for token in step.tokens[step.n_accepted :]:
+            self._add(self._stream.push(token), "target")
+        if self._clock() >= self._next_frame:
+            self._frame()
+
+    def _add(self, text: str, kind: str) -> None:
+        piece = Piece(printable(text), kind, self._clock())
+        if kind != "rejected":
+            self._story.append(piece)
+        self._recent.append(piece)
+        self._recent_length += len(piece.text)
+        while self._recent_length - len(self._recent[0].text) > 2 * MAX_TEXT_ROWS * self._console.width:
+            self._recent_length -= len(self._recent.popleft().text)
+
+    def _frame(self) -> None:
+        begin = self._clock()
+        self._live.update(self, refresh=True)
+        end = self._clock()
+        self._next_frame = end + max(REFRESH_SECONDS, (end - begin) / RENDER_SHARE)
+
+    def _styled(self, pieces: list[Piece]) -> Text:
+        """One Text; neighbours of one kind become one span."""
+        text = Text()
+        run, kind = [], ""
+        for piece in pieces:
+            if piece.kind != kind and run:
+                text.append("".join(run), self._styles[kind])
+                run = []
+            run.append(piece.text)
+            kind = piece.kind
+        if run:
+            text.append("".join(run), self._styles[kind])
+        return text
+
+    def __rich__(self) -> RenderableType:
+        width, height = self._console.width, self._console.height
+        is_wide = width >= 64
+        inner = width - 4
+        text_rows = max(2, min(MAX_TEXT_ROWS, height - (4 if is_wide else 5)))
+        tail = self._tail(inner - SIDE_WIDTH - 3 if is_wide else inner, text_rows)
+        body: RenderableType
+        if is_wide:
+            columns = Table.grid(padding=(0, 3, 0, 0), expand=True)
+            columns.add_column(ratio=1)
+            columns.add_column(width=SIDE_WIDTH)
+            columns.add_row(tail, self._figures(text_rows))
+            body = columns
+        else:
+            body = Group(tail, self._figures_in_a_line())
+        return Panel(
+            Group(body, self._progress(inner)),
+            title=Text(self._title, "bold"),
+            subtitle=self._legend() if width >= 50 else None,
+            box=box.ROUNDED,
+            padding=(0, 1),
+        )
+
+    def _tail(self, width: int, rows: int) -> Text:
+        """The last rows of the text, proposals included, wrapped."""
+        oldest = self._clock() - REJECTED_SECONDS
+        pieces = [p for p in self._recent if p.kind != "rejected" or p.seconds >= oldest] + self._proposed
+        lines = self._styled(pieces).wrap(self._console, max(8, width))
+        tail = Text("\n").join(lines[-rows:])
+        tail.append("\n" * (rows - len(lines)))
+        return tail
+
+    def _figures(self, rows: int) -> Table:
+        figures = Table.grid(padding=(0, 1), expand=True)
+        figures.add_column(style="dim")
+        figures.add_column(justify="right")
+        s = self._statistics
+        figures.add_row("tok/s", Text(f"{s.tokens_per_second:.0f}", "bold"))
+        if self._gamma:
+            figures.add_row("accepted", f"{s.acceptance_rate:.0%}")
+            figures.add_row("tokens per pass", f"{s.tokens_per_pass:.2f}")
+            bins = self._bins()
+            if len(bins) + 4 <= rows:
+                figures.add_row("", "")
+                total = max(1, s.target_passes)
+                for label, count in bins:
+                    figures.add_row(label, Text(self._bar(count / total, 13) + f" {count / total:4.0%}"))
+            else:
+                figures.add_row("by length", self._sparkline())
+        return figures
+
+    def _figures_in_a_line(self) -> Text:
+        s = self._statistics
+        line = Text(f"{s.tokens_per_second:.0f} tok/s", "bold", no_wrap=True, overflow="crop")
+        if self._gamma:
+            line.append(f" {s.acceptance_rate:.0%} {s.tokens_per_pass:.1f}/pass ", "not bold")
+            line.append(self._sparkline())
+        return line
+
+    def _bins(self) -> list[tuple[str, int]]:
+        """Passes by accepted length, the long ones together."""
+        histogram = self._statistics.accepted_histogram
+        counts = histogram + [0] * (self._gamma + 1 - len(histogram))
+        if len(counts) <= 8:
+            return [(str(i), n) for i, n in enumerate(counts)]
+        return [(str(i), n) for i, n in enumerate(counts[:7])] + [("7+", sum(counts[7:]))]
+
+    def _bar(self, share: float, width: int) -> str:
+        return ("█" if self._console.encoding.startswith("utf") else "#") * round(share * width)
+
+    def _sparkline(self) -> str:
+        counts = [count for _, count in self._bins()]
+        levels = "▁▂▃▄▅▆▇█" if self._console.encoding.startswith("utf") else ".:-=+*#@"
+        return "".join(levels[round(7 * count / max(1, *counts))] for count in counts)
+
+    def _progress(self, width: int) -> Table:
+        done = self._statistics.n_generated
+        grid = Table.grid(padding=(0, 1), expand=True)
+        grid.add_column(ratio=1)
+        grid.add_column(justify="right")
+        grid.add_row(ProgressBar(total=max(1, self._max_tokens), completed=done), f"{done}/{self._max_tokens}")
+        return grid
+
+    def _legend(self) -> Text:
+        kinds = ("proposed", "accepted", "rejected") if self._gamma else ()
+        return Text(" ").join(Text(kind, self._styles[kind]) for kind in kinds)
+
+
+def print_summary(console: Console, statistics: Statistics, seed: int) -> None:
+    """The figures of a finished text, one a row."""
+    s = statistics
+    rows = [("prompt tokens", f"{s.n_prompt}"), ("generated", f"{s.n_generated}")]
+    if s.n_drafted:
+        rows += [
+            ("drafted", f"{s.n_drafted}"),
+            ("accepted", f"{s.n_accepted}"),
+            ("acceptance rate", f"{s.acceptance_rate:.1%}"),
+            ("tokens per pass", f"{s.tokens_per_pass:.2f}"),
+        ]
+    rows += [
+        ("prefill", f"{s.prefill_seconds:.3f} s"),
+        ("decode", f"{s.decode_seconds:.3f} s"),
+        ("speed", f"{s.tokens_per_second:.1f} tok/s"),
+        ("stopped by", f"{s.stop_reason}"),
+        ("seed", f"{seed}"),
+    ]
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    for label, value in rows:
+        table.add_row(label, value)
+    console.print(table)
+
+
+def to_json(statistics: Statistics, text: str, tokens: list[int], **extra: Any) -> str:
+    """One JSON object: the text, the tokens, every figure, and what the caller adds."""
+    s = statistics
+    return json.dumps(
+        {
+            "text": text,
+            "tokens": tokens,
+            "n_prompt": s.n_prompt,
+            "n_generated": s.n_generated,
+            "n_drafted": s.n_drafted,
+            "n_accepted": s.n_accepted,
+            "acceptance_rate": s.acceptance_rate,
+            "target_passes": s.target_passes,
+            "tokens_per_pass": s.tokens_per_pass,
+            "accepted_histogram": s.accepted_histogram,
+            "prefill_seconds": s.prefill_seconds,
+            "decode_seconds": s.decode_seconds,
+            "tokens_per_second": s.tokens_per_second,
+            "stop_reason": s.stop_reason,
+        }
+        | extra
+    )

@@ -1,0 +1,411 @@
+"""Speculative decoding of llama2.c models on CPU threads: the command line, and what `import specdec` offers as a library.
+
+python specdec.py -m stories42M.bin -d stories15M.bin -i "Once upon a time"
+"""
+
+import os
+import sys
+
+# This module is also the package `specdec`: its siblings import as specdec.kernels and so on, from a checkout and installed
+# alike, so that nothing called `kernels` or `tokenizer` is ever on anybody's path (see the README's rationale).
+__path__ = [os.path.dirname(os.path.abspath(__file__))]
+sys.modules.setdefault("specdec", sys.modules[__name__])
+
+import secrets  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
+from contextlib import nullcontext  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Annotated, Any, NamedTuple, cast  # noqa: E402
+
+import typer  # noqa: E402
+from rich.console import Console  # noqa: E402
+
+from specdec import bench as benchmark  # noqa: E402
+from specdec.checkpoint import Checkpoint, CheckpointError, load_checkpoint  # noqa: E402
+from specdec.decoding import (  # noqa: E402
+    MAX_GAMMA,
+    VERIFIERS,
+    ModelDrafter,
+    Sampling,
+    Statistics,
+    Step,
+    Verify,
+    decode,
+)
+from specdec.kernels import Transformer, available_threads, pack_weights  # noqa: E402
+from specdec.panel import LivePanel, PlainView, SilentView, View, print_summary, to_json  # noqa: E402
+from specdec.tokenizer import Tokenizer, TokenizerError  # noqa: E402
+
+__all__ = ["Generation", "Sampling", "SpeculativeDecoder", "Statistics", "Step"]
+__version__ = "0.1.0"
+
+MODELS = Path(__file__).resolve().parent / "models"
+DEFAULT_TARGET, DEFAULT_DRAFT = MODELS / "target.bin", MODELS / "draft.bin"
+DEFAULT_PROMPT = "Once upon a time"
+HUB = "https://huggingface.co/karpathy/tinyllamas"
+
+
+class Generation(NamedTuple):
+    """What `SpeculativeDecoder.generate` returns: the text, prompt included, and the figures."""
+
+    text: str
+    statistics: Statistics
+
+
+class SpeculativeDecoder:
+    """A target, a draft that proposes for it, and their tokenizer.
+
+    target, draft: paths of llama2.c checkpoints (also looked for in models/) or loaded `Transformer`s; without a draft, plain
+    decoding. tokenizer: a path or a `Tokenizer`; found beside the target or in models/ where not given. gamma: draft tokens a
+    step, 1 to 63. verify: "coupled" (the text is the plain run's of the same seed) or "rejection" (Leviathan et al. 2023).
+    n_threads: all cores by default.
+
+    Raises CheckpointError or TokenizerError for files that cannot be used, ValueError for values or models that do not fit.
+    """
+
+    def __init__(
+        self,
+        target: str | os.PathLike[str] | Transformer,
+        draft: str | os.PathLike[str] | Transformer | None = None,
+        tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
+        *,
+        gamma: int = 4,
+        verify: Verify = "coupled",
+        n_threads: int | None = None,
+    ) -> None:
+        if not 1 <= gamma <= MAX_GAMMA:
+            raise ValueError(f"gamma is {gamma}; expected 1 to {MAX_GAMMA} draft tokens a step")
+        if verify not in VERIFIERS:
+            raise ValueError(f"verify is {verify!r}; expected one of {', '.join(VERIFIERS)}")
+        self.gamma, self.verify = gamma, verify
+        target_path = None if isinstance(target, Transformer) else find(target)
+        self.target = target if isinstance(target, Transformer) else _load(find(target), n_threads)
+        config = self.target.config
+        self.tokenizer = _tokenizer(tokenizer, target_path, config.vocab_size)
+        if draft is None or isinstance(draft, Transformer):
+            self.draft = draft
+        else:
+            checkpoint = load_checkpoint(find(draft))
+            _same_vocabulary(checkpoint.path, checkpoint.config.vocab_size, config.vocab_size)
+            self.draft = _transformer(checkpoint, n_threads, self.target.n_positions)
+        if self.draft and self.draft.config.vocab_size != config.vocab_size:
+            raise ValueError(f"the draft has {self.draft.config.vocab_size} tokens, the target {config.vocab_size}")
+        if self.draft and self.draft.n_positions < self.target.n_positions:
+            raise ValueError(f"the draft has {self.draft.n_positions} positions, the target {self.target.n_positions}")
+
+    def encode(self, prompt: str) -> list[int]:
+        """The prompt's tokens, BOS first. Raises ValueError for one that the target's seq_len cannot hold."""
+        tokens = self.tokenizer.encode(prompt)
+        if len(tokens) > self.target.n_positions:
+            raise ValueError(f"the prompt has {len(tokens)} tokens; the target's seq_len is {self.target.n_positions}")
+        return tokens
+
+    def stream(
+        self,
+        prompt: str = "",
+        max_tokens: int = 256,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 0.9,
+        seed: int = 0,
+        on_draft: Callable[[list[int]], None] | None = None,
+    ) -> Iterator[Step]:
+        """Steps as they come, the prefill first; ends at BOS, EOS, max_tokens or the target's seq_len.
+
+        on_draft hears of each proposal before the target judges it. One stream at a time: the models' caches are the decoder's.
+        """
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        verifier = VERIFIERS[self.verify](self.target.config.vocab_size, sampling)
+        drafter = ModelDrafter(self.draft, sampling, verifier.draft_noise) if self.draft else None
+        return decode(self.target, drafter, verifier, self.encode(prompt), max_tokens, self.gamma, on_draft)
+
+    def generate(
+        self,
+        prompt: str = "",
+        max_tokens: int = 256,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 0.9,
+        seed: int = 0,
+    ) -> Generation:
+        """The whole text, prompt included, and its statistics."""
+        tokens = self.encode(prompt)
+        statistics = Statistics(n_prompt=len(tokens))
+        for step in self.stream(prompt, max_tokens, temperature, top_k, top_p, seed):
+            statistics.add(step)
+            tokens += step.tokens
+        return Generation(self.tokenizer.decode(tokens), statistics)
+
+    def warm_up(self) -> None:
+        """Compile, or load from numba's cache, whatever a text needs, and touch the weights once."""
+        for _ in self.stream("", max_tokens=2 * self.gamma + 2):
+            pass
+
+
+def find(name: str | os.PathLike[str]) -> Path:
+    """The file of that path, else of that name in models/."""
+    path = Path(name)
+    try:
+        return MODELS / path if not path.exists() and (MODELS / path).exists() else path
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _load(path: Path, n_threads: int | None) -> Transformer:
+    return _transformer(load_checkpoint(path), n_threads, None)
+
+
+def _transformer(checkpoint: Checkpoint, n_threads: int | None, n_positions: int | None) -> Transformer:
+    weights = pack_weights(checkpoint.config, checkpoint.tensors)
+    return Transformer(checkpoint.config, weights, n_threads, n_positions)
+
+
+def _same_vocabulary(path: Path, n: int, expected: int) -> None:
+    if n != expected:
+        raise CheckpointError(f"{path} has a vocabulary of {n} tokens, the target one of {expected}; they must agree")
+
+
+def _tokenizer(given: str | os.PathLike[str] | Tokenizer | None, target: Path | None, vocab_size: int) -> Tokenizer:
+    """The tokenizer that was given, else tok<vocab>.bin or tokenizer.bin beside the target, else in models/."""
+    if isinstance(given, Tokenizer):
+        tokenizer = given
+    elif given is not None:
+        tokenizer = Tokenizer(find(given))
+    else:
+        folders = ([target.parent] if target else []) + [MODELS]
+        names = [f"tok{vocab_size}.bin", "tokenizer.bin"]
+        found = [folder / name for folder in folders for name in names if (folder / name).exists()]
+        if not found:
+            where = " and ".join(str(folder) for folder in folders)
+            raise TokenizerError(f"no {' or '.join(names)} in {where}; name the tokenizer with -z")
+        tokenizer = Tokenizer(found[0])
+    if tokenizer.vocab_size != vocab_size:
+        raise TokenizerError(
+            f"{tokenizer.path} holds {tokenizer.vocab_size} tokens, the target has {vocab_size}; name its tokenizer with -z"
+        )
+    return tokenizer
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Command line
+# --------------------------------------------------------------------------------------------------------------------
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+UsageError = cast(type[Exception], next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"))
+INTERRUPTED, BROKEN_PIPE = 130, 141  # what a shell reports for SIGINT and SIGPIPE
+
+
+def option(*names: str, group: str, help: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=group, **more)
+
+
+@app.callback(invoke_without_command=True)
+def tell(
+    context: typer.Context,
+    model: Annotated[
+        str, option("-m", "--model", group="Models", help="Target checkpoint: a path, or a name in models/.", metavar="FILE")
+    ] = "",
+    draft: Annotated[
+        str, option("-d", "--draft", group="Models", help="Draft checkpoint. Without one, plain decoding.", metavar="FILE")
+    ] = "",
+    tokenizer: Annotated[
+        str,
+        option(
+            "-z", "--tokenizer", group="Models", metavar="FILE",
+            help="Tokenizer. By default tok<vocab>.bin or tokenizer.bin beside the model, else in models/.",
+        ),
+    ] = "",  # fmt: skip
+    prompt: Annotated[str, option("-i", "--prompt", group="Text", help="What the text begins with.")] = DEFAULT_PROMPT,
+    steps: Annotated[
+        int, option("-n", "--steps", group="Text", min=0, help="Tokens in all, prompt included. 0: up to the target's seq_len.")
+    ] = 256,
+    temperature: Annotated[
+        float, option("-t", "--temperature", group="Sampling", min=0.0, help="0 is greedy.")
+    ] = 1.0,
+    top_p: Annotated[
+        float,
+        option("-p", "--top-p", group="Sampling", min=0.0, max=1.0, help="Keep the smallest set heavier than this. 0, 1: off."),
+    ] = 0.9,
+    top_k: Annotated[int, option("-k", "--top-k", group="Sampling", min=0, help="Keep this many tokens. 0: off.")] = 0,
+    seed: Annotated[
+        int, option("-s", "--seed", group="Sampling", min=0, max=2**63 - 1, help="Same seed, same text. 0: a new one each time.")
+    ] = 0,
+    gamma: Annotated[
+        int, option("-g", "--gamma", group="Speculation", min=1, max=MAX_GAMMA, help="Draft tokens per step (γ).")
+    ] = 4,
+    verify: Annotated[
+        str,
+        option(
+            "--verify", group="Speculation", metavar="coupled|rejection",
+            help="coupled: the text is the plain run's of the same seed. rejection: same distribution (Leviathan et al. 2023).",
+        ),
+    ] = "coupled",  # fmt: skip
+    threads: Annotated[
+        int, option("-j", "--threads", group="Machine", min=0, help="CPU threads. 0: all cores.")
+    ] = 0,
+    plain: Annotated[
+        bool, option("--plain", group="Output", help="No panel: the text on stdout as it comes, the summary on stderr.")
+    ] = False,
+    as_json: Annotated[bool, option("--json", group="Output", help="One JSON object on stdout.")] = False,
+    version: Annotated[bool, option("--version", group="Output", help="Print the version and exit.")] = False,
+) -> None:
+    """Speculative decoding of llama2.c models on the CPU.
+
+    A small draft model proposes tokens, the target judges several of them in one pass, and you see which ones stood. The text
+    is the one that the target alone would have written with the same seed.
+    """
+    if context.invoked_subcommand:
+        return
+    if version:
+        print(__version__)
+        return
+    _check_arguments(prompt=prompt, verify=verify, threads=threads)
+    model, draft = _default_pair(model, draft)
+    sampling = Sampling(temperature, top_k, top_p, seed or secrets.randbits(32) or 1)
+    errors = Console(stderr=True)
+    out = Console()
+    live = not (plain or as_json) and out.is_terminal and not out.is_dumb_terminal
+    settings = {
+        "model": model, "draft": draft or None, "prompt": prompt, "steps": steps, "temperature": temperature, "top_p": top_p,
+        "top_k": top_k, "gamma": gamma if draft else 0, "verify": verify, "threads": threads or available_threads(),
+    }  # fmt: skip
+    with errors.status("loading; the first run on a machine compiles the kernels") if live else nullcontext():
+        begin = time.perf_counter()
+        decoder = SpeculativeDecoder(
+            model, draft or None, tokenizer or None, gamma=gamma, verify=cast(Verify, verify), n_threads=threads or None
+        )
+        prompt_tokens = decoder.encode(prompt)
+        loaded = time.perf_counter()
+        decoder.warm_up()
+        warm = time.perf_counter()
+    statistics = Statistics(len(prompt_tokens))
+    # llama2.c counts positions: n steps make n + 1 tokens, BOS included
+    total = min(steps or decoder.target.n_positions, decoder.target.n_positions)
+    max_tokens = max(0, total + 1 - len(prompt_tokens))
+    title = " + ".join(Path(name).stem for name in (model, draft) if name)
+    view: View
+    if as_json:
+        view = SilentView(decoder.tokenizer)
+    elif live:
+        view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, gamma if draft else 0, title)
+    else:
+        view = PlainView(decoder.tokenizer, sys.stdout)
+    interrupted = _run(view, decoder, prompt, prompt_tokens, max_tokens, sampling, statistics)
+    if isinstance(view, SilentView):
+        times = {"load_seconds": loaded - begin, "warmup_seconds": warm - loaded}
+        print(to_json(statistics, view.text, view.tokens, **times, seed=sampling.seed, settings=settings))
+    else:
+        print_summary(errors, statistics, sampling.seed)
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _run(
+    view: View,
+    decoder: SpeculativeDecoder,
+    prompt: str,
+    prompt_tokens: list[int],
+    max_tokens: int,
+    sampling: Sampling,
+    statistics: Statistics,
+) -> bool:
+    """Decode into the view; whether Ctrl-C ended it."""
+    try:
+        with view:
+            view.begin(prompt_tokens)
+            s = sampling
+            for step in decoder.stream(prompt, max_tokens, s.temperature, s.top_k, s.top_p, s.seed, view.draft):
+                statistics.add(step)
+                view.step(step)
+    except KeyboardInterrupt:
+        statistics.stop_reason = "interrupted"
+        return True
+    return False
+
+
+def _check_arguments(prompt: str, verify: str, threads: int) -> None:
+    """What Typer's own types do not check."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter("it is not valid UTF-8", param_hint="'-i' / '--prompt'") from None
+    if verify not in VERIFIERS:
+        raise typer.BadParameter(f"{verify!r} is not one of {', '.join(VERIFIERS)}.", param_hint="'--verify'")
+    if threads > available_threads():
+        raise typer.BadParameter(
+            f"{threads} threads; this machine has cores for {available_threads()}.", param_hint="'-j' / '--threads'"
+        )
+
+
+def _default_pair(model: str, draft: str) -> tuple[str, str]:
+    """The pair in models/ where no target is named."""
+    if model:
+        return model, draft
+    if not DEFAULT_TARGET.exists():
+        raise CheckpointError(
+            f"no -m, and no default model {DEFAULT_TARGET}; put a llama2.c checkpoint such as stories15M.bin from {HUB} "
+            "into models/ and name it: -m stories15M.bin"
+        )
+    return str(DEFAULT_TARGET), draft or (str(DEFAULT_DRAFT) if DEFAULT_DRAFT.exists() else "")
+
+
+@app.command("bench")
+def bench(
+    shape: Annotated[
+        str,
+        option(
+            "--shape", group="Bench", metavar="SHAPE",
+            help="15M, 42M, 110M, or dim,hidden,layers,heads,kv,vocab,seq.",
+        ),
+    ] = "42M",  # fmt: skip
+    threads: Annotated[int, option("-j", "--threads", group="Bench", min=0, help="CPU threads. 0: all cores.")] = 0,
+    as_json: Annotated[bool, option("--json", group="Bench", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Time passes over T tokens of a model with random weights, beside the memory bandwidth they are up against."""
+    _check_arguments(prompt="", verify="coupled", threads=threads)
+    try:
+        config = benchmark.parse_shape(shape)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="'--shape'") from None
+    result = benchmark.run(config, threads or None)
+    print(benchmark.to_json(result)) if as_json else Console().print(benchmark.to_table(result, shape))
+
+
+def main() -> None:
+    """The command line: one line on stderr and exit code 2 for whatever the person at the keyboard can mend."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a file name of no encoding, a story in an ASCII terminal
+    try:
+        code = app(standalone_mode=False)
+        sys.stdout.flush()
+    except typer.Exit as done:
+        code = done.exit_code
+    except UsageError as error:
+        code = _complain(error.format_message())  # type: ignore[attr-defined]
+    except (CheckpointError, TokenizerError, ValueError) as error:
+        code = _complain(str(error))
+    except MemoryError:
+        code = _complain("not enough memory for this model")
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    except BrokenPipeError:
+        # whoever read the output has seen enough; let the interpreter's last flush go nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = BROKEN_PIPE
+    sys.exit(code or 0)
+
+
+def _complain(message: str) -> int:
+    print(f"specdec: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    main()

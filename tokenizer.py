@@ -1,0 +1,145 @@
+"""Text to token ids and back, from a llama2.c tokenizer.bin. Knows nothing of models.
+
+The encoding is SentencePiece's byte-pair encoding with byte fallback, as in karpathy/llama2.c's run.c: BOS, a space in front
+of the text, one token a character (or one for each of its bytes), then the best-scoring merge of two neighbours, repeatedly.
+"""
+
+import codecs
+import heapq
+import os
+import re
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+BOS, EOS = 1, 2
+FIRST_BYTE = 3  # id of <0x00>
+_BYTE_PIECE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenizerError(ValueError):
+    """A file that cannot be used as a tokenizer: one line with the file, what is wrong and what would be right."""
+
+
+class Tokenizer:
+    """The pieces and scores of a tokenizer.bin, whose number of tokens is as many as the file holds."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.pieces, self.scores = _read(self.path)
+        self._ids: dict[bytes, int] = {}
+        for token, piece in enumerate(self.pieces):
+            self._ids.setdefault(piece, token)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.pieces)
+
+    def encode(self, text: str) -> list[int]:
+        """BOS and the ids of the text. Raises UnicodeEncodeError for lone surrogates."""
+        return [BOS, *self._merge(self._characters(" " + text))] if text else [BOS]
+
+    def _characters(self, text: str) -> list[int]:
+        tokens = []
+        for character in text:
+            raw = character.encode()
+            token = self._ids.get(raw)
+            tokens += [token] if token is not None else [FIRST_BYTE + byte for byte in raw]
+        return [token if token < self.vocab_size else 0 for token in tokens]
+
+    def _merge(self, tokens: list[int]) -> list[int]:
+        """Merge the best-scoring pair of neighbours, the leftmost of equals, until no two make a piece.
+
+        A heap holds every pair that can merge; an entry is stale once one of its two tokens has changed.
+        """
+        n = len(tokens)
+        left, right = list(range(-1, n - 1)), list(range(1, n + 1))
+        heap: list[tuple[float, int, int, int, int, int]] = []
+
+        def consider(i: int, j: int) -> None:
+            if i >= 0 and j < n:
+                merged = self._ids.get(self.pieces[tokens[i]] + self.pieces[tokens[j]])
+                if merged is not None:
+                    heapq.heappush(heap, (-self.scores[merged], i, j, tokens[i], tokens[j], merged))
+
+        for i in range(n - 1):
+            consider(i, i + 1)
+        while heap:
+            _, i, j, first, second, merged = heapq.heappop(heap)
+            if tokens[i] != first or tokens[j] != second or right[i] != j:
+                continue
+            tokens[i], tokens[j] = merged, -1
+            right[i] = right[j]
+            if right[i] < n:
+                left[right[i]] = i
+            consider(left[i], i)
+            consider(i, right[i])
+        return [token for token in tokens if token >= 0]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of a sequence that begins with BOS."""
+        stream = TextStream(self)
+        return "".join([stream.push(token) for token in tokens]) + stream.end()
+
+
+class TextStream:
+    """Tokens to text as they come; the bytes of an unfinished character wait for the next token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._previous = -1
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        """The text that this token completes. BOS and EOS are marks, not text."""
+        after_bos, self._previous = self._previous == BOS, token
+        if token in (BOS, EOS):
+            return ""
+        return self._utf8.decode(self._bytes(token, after_bos))
+
+    def peek(self, tokens: Iterable[int]) -> list[str]:
+        """The text of each of the tokens that may come next, the stream left as it is."""
+        state, previous = self._utf8.getstate(), self._previous
+        texts = [self.push(token) for token in tokens]
+        self._utf8.setstate(state)
+        self._previous = previous
+        return texts
+
+    def end(self) -> str:
+        """What is left of a character that never ended, as U+FFFD."""
+        return self._utf8.decode(b"", final=True)
+
+    def _bytes(self, token: int, after_bos: bool) -> bytes:
+        piece = self._tokenizer.pieces[token]
+        if after_bos and piece.startswith(b" "):
+            piece = piece[1:]
+        byte = _BYTE_PIECE.fullmatch(piece)
+        return bytes([int(byte[1], 16)]) if byte else piece
+
+
+def _read(path: Path) -> tuple[list[bytes], list[float]]:
+    """uint32 longest piece, then a float32 score, an int32 length and that many bytes for each token."""
+    if path.is_dir():
+        raise TokenizerError(f"{path} is a directory; expected a llama2.c tokenizer file")
+    try:
+        data = path.read_bytes()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise TokenizerError(f"cannot read {path}: {reason}") from None
+    if len(data) < 4:
+        raise TokenizerError(f"{path} {'is empty' if not data else 'is truncated'}; expected a llama2.c tokenizer file")
+    (longest,) = struct.unpack_from("<I", data)
+    pieces, scores, at = [], [], 4
+    while at < len(data):
+        if at + 8 > len(data):
+            raise TokenizerError(f"{path} is truncated or too long: {len(data) - at} bytes are left after token {len(pieces) - 1}")
+        score, length = struct.unpack_from("<fi", data, at)
+        at += 8
+        if not 0 <= length <= longest or at + length > len(data) or score != score:
+            raise TokenizerError(f"{path} is damaged or no llama2.c tokenizer file: token {len(pieces)} has length {length}")
+        pieces.append(data[at : at + length])
+        scores.append(score)
+        at += length
+    if len(pieces) < 3:
+        raise TokenizerError(f"{path} holds {len(pieces)} tokens; expected <unk>, BOS, EOS and more")
+    return pieces, scores
