@@ -18,7 +18,7 @@ SHAPES = {  # the public stories models: dim, hidden_dim, layers, heads, kv head
     "110M": (768, 2048, 12, 12, 12, 32000, 1024),
 }
 TOKENS = (1, 2, 4, 8, 16, 64)
-ROUNDS = 15  # each round times every T once, so that a change of the machine's speed meets them all
+ROUNDS = 15  # each times every T once, so that a change of the machine's speed meets them all
 READ_BYTES = 1 << 28  # far beyond any cache
 
 
@@ -34,7 +34,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """dram_gb_per_s: the best that `read_all` reached in the same run."""
+    """dram_gb_per_s: what `read_all` reached in the same run, the median of as many rounds."""
 
     dram_gb_per_s: float
     threads: int
@@ -51,7 +51,8 @@ def parse_shape(text: str) -> Config:
         numbers = []
     if len(numbers) != 7 or min(numbers) <= 0:
         raise ValueError(f"{text!r} is neither {', '.join(SHAPES)} nor dim,hidden,layers,heads,kv,vocab,seq.")
-    config = Config(*numbers)
+    dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len = numbers
+    config = Config(dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len)
     if config.dim % config.n_heads or config.n_heads % config.n_kv_heads or config.head_dim % 2:
         raise ValueError(f"{text!r}: dim must be divisible by heads into an even head size, and heads by kv heads.")
     if config.seq_len < MAX_TOKENS:
@@ -91,10 +92,11 @@ def run(config: Config, n_threads: int | None = None) -> Result:
         Row(n, seconds, 4 * n_weights / seconds / 1e9, 2 * n_weights * n / seconds / 1e9)
         for n, seconds in zip(TOKENS, map(statistics.median, passes), strict=True)
     ]
-    return Result(READ_BYTES / min(reads) / 1e9, n_threads or available_threads(), rows)
+    return Result(READ_BYTES / statistics.median(reads) / 1e9, n_threads or available_threads(), rows)
 
 
 def _seconds(job: Callable[[], object]) -> float:
+    job()  # what the job before left in the caches is not this one's merit
     begin = time.perf_counter()
     job()
     return time.perf_counter() - begin

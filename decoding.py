@@ -155,6 +155,9 @@ class Drafter(Protocol):
     def propose(self, tokens: list[int], n: int) -> Draft:
         """Up to n tokens that may follow tokens."""
 
+    def rollback(self, length: int) -> None:
+        """Forget what was seen from that position on: proposals that did not stand."""
+
 
 class ModelDrafter:
     """A smaller model that decodes n tokens one by one. Beyond its own seq_len it sees a sliding window."""
@@ -169,8 +172,6 @@ class ModelDrafter:
         self._model.forward(tokens[:-1], n_logits=0)
 
     def propose(self, tokens: list[int], n: int) -> Draft:
-        # The last proposals beyond what stood are still in the cache, and wrong.
-        self._model.cache.rollback(len(tokens) - 1)
         drafted: list[int] = []
         while len(self._probs) < n:
             self._probs.append(self._sampler.new_probs())
@@ -180,6 +181,9 @@ class ModelDrafter:
             pending = [self._sampler.draw(self._probs[i], logits[0], self._stream, len(tokens) + i)]
             drafted += pending
         return Draft(drafted, self._probs[:n])
+
+    def rollback(self, length: int) -> None:
+        self._model.cache.rollback(length)
 
 
 class CoupledVerifier:
@@ -207,9 +211,7 @@ class RejectionVerifier(CoupledVerifier):
         self._sampler.probabilities(self._probs, logits)
         seed, n = self._sampler.sampling.seed, self._sampler.vocab_size
         proposal, q = draft.tokens[i], draft.probs[i]
-        return int(
-            kernels.keep_or_redraw(self._probs, q, n, proposal, seed, ACCEPT_NOISE, TARGET_NOISE, position)
-        )
+        return int(kernels.keep_or_redraw(self._probs, q, n, proposal, seed, ACCEPT_NOISE, TARGET_NOISE, position))
 
 
 VERIFIERS: dict[str, type[CoupledVerifier]] = {"coupled": CoupledVerifier, "rejection": RejectionVerifier}
@@ -264,6 +266,8 @@ def decode(
         new, stop = _until_end(new)
         tokens += new
         target.cache.rollback(len(tokens) - 1)
+        if drafter:
+            drafter.rollback(len(tokens) - 1)
         if stop is None and len(tokens) == limit:
             stop = "seq_len" if limit > target.n_positions else "max_tokens"
         seconds = time.perf_counter() - resumed + drafted - begin

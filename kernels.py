@@ -30,13 +30,15 @@ from llvmlite import ir
 from numba import carray, cfunc, njit, prange, types
 from numba.core import cgutils
 from numba.core.registry import cpu_target
-from numba.np.unsafe.ndarray import to_fixed_tuple
 from numba.extending import intrinsic, models, register_model
+from numba.np.unsafe.ndarray import to_fixed_tuple
 
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
 
-LANES = 16  # floats of one vector on every machine, so that results do not depend on it; LLVM splits it where registers are shorter
+LANES = (
+    16  # floats of one vector on every machine, so that results do not depend on it; LLVM splits it where registers are shorter
+)
 PANEL_ROWS = 2 * LANES  # divides 288, 512, 768, 1376, 2048 and 32000, so the known models carry no padding
 MAX_TOKENS = 64  # tokens of one pass; longer prompts go in blocks
 RMS_EPS = np.float32(1e-5)
@@ -46,9 +48,12 @@ _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]  # what the cac
 TILE_TOKENS = 8 if "+avx512f" in _FEATURES else 3
 UNROLL = 2
 PREFETCH_BYTES = 4096  # a tile of 8 tokens from DRAM: 40 GB/s with, 33 without; one token is unchanged (2-core Zen 5)
-SPINS = 2000  # then yield: with both cores busy, a barrier that only spins costs a time slice
-
-ROLL_CALL_YIELDS = 20_000
+# A barrier spins for about 0.15 ms, then sleeps in turns: a thread that wakes up is scheduled at once, one that spins or yields
+# on a busy machine waits for its time slice. stories3M + 260K with both cores busy: 3300 tok/s, with sched_yield 11 to 76.
+SPINS = 200_000
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # likewise between regions, before libgomp starts: 2200 tok/s, else 75
+ROLL_CALL_SLEEPS = 2_000
 FOREVER = -1
 
 compiled = njit(cache=True, nogil=True, error_model="numpy")
@@ -165,7 +170,7 @@ def load(typingctx, array, index):
     """LANES floats of a C-contiguous float32 array, from a flat index."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(_element_pointer(context, builder, signature.args[0], *args, _vec), align=4)
+        return builder.load(_element_pointer(context, builder, signature.args[0], args[0], args[1], _vec), align=4)
 
     return vector(array, types.intp), codegen
 
@@ -329,10 +334,9 @@ def atomic_load(typingctx, array):
     return types.int64(array), codegen
 
 
-_libc = ctypes.windll.kernel32 if sys.platform == "win32" else ctypes.CDLL(None)
-_yield = _libc.SwitchToThread if sys.platform == "win32" else _libc.sched_yield
-llvmlite.binding.add_symbol("specdec_yield", ctypes.cast(_yield, ctypes.c_void_p).value)
-yield_thread = types.ExternalFunction("specdec_yield", types.int32())
+_sleep: Any = getattr(ctypes, "windll").kernel32.Sleep if sys.platform == "win32" else ctypes.CDLL(None).usleep  # noqa: B009
+llvmlite.binding.add_symbol("specdec_sleep", ctypes.cast(_sleep, ctypes.c_void_p).value)
+sleep = types.ExternalFunction("specdec_sleep", types.int32(types.uint32))  # the shortest there is, for 1
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -382,7 +386,7 @@ SLOT = 6  # an address and up to 5 dimensions
 
 def new_plan(state: State, weights: Weights) -> Int64:
     """The plan of a model, its numbers still zero."""
-    arrays = [*state, *weights]
+    arrays: list[npt.NDArray[Any]] = [*state, *weights]
     plan = np.zeros(N_NUMBERS + SLOT * len(arrays), np.int64)
     for i, array in enumerate(arrays):
         at = N_NUMBERS + SLOT * i
@@ -708,15 +712,15 @@ def run_phase(plan, state, weights, phase, thread):
 
 
 @compiled
-def wait_for(arrivals, n_arrivals, n_yields):
-    """Arrive at a barrier and wait for n_arrivals threads, giving the core away at most n_yields times; whether they came."""
+def wait_for(arrivals, n_arrivals, n_sleeps):
+    """Arrive at a barrier and wait for n_arrivals threads, sleeping at most n_sleeps times; whether they came."""
     atomic_add(arrivals, 1)
     spins = 0
     while atomic_load(arrivals) < n_arrivals:
         spins += 1
         if spins > SPINS:
-            yield_thread()
-            if spins == SPINS + n_yields:
+            sleep(1)
+            if spins == SPINS + n_sleeps:
                 return False
     return True
 
@@ -729,7 +733,7 @@ def run_phases(plan_pointer, thread):
     plan = carray(plan_pointer, N_NUMBERS + SLOT * 24)
     state, weights = state_of(plan), weights_of(plan)
     first, last, n_threads = plan[FIRST], plan[LAST], plan[N_THREADS]
-    if first == last and wait_for(state.arrivals, n_threads, ROLL_CALL_YIELDS):
+    if first == last and wait_for(state.arrivals, n_threads, ROLL_CALL_SLEEPS):
         atomic_add(state.arrivals, n_threads)
     for phase in range(first, last):
         run_phase(plan, state, weights, phase, thread)
@@ -1079,9 +1083,7 @@ class Transformer:
     Beyond its own seq_len a model sees a sliding window of that many positions.
     """
 
-    def __init__(
-        self, config: Config, weights: Weights, n_threads: int | None = None, n_positions: int | None = None
-    ) -> None:
+    def __init__(self, config: Config, weights: Weights, n_threads: int | None = None, n_positions: int | None = None) -> None:
         self.config, self.weights = config, weights
         self.n_threads = n_threads or numba.config.NUMBA_NUM_THREADS
         self.n_positions = n_positions or config.seq_len

@@ -21,15 +21,16 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec.decoding import Statistics, Step
-from specdec.tokenizer import Tokenizer, TextStream
+from specdec.tokenizer import TextStream, Tokenizer
 
 STYLES = {"prompt": "bold", "target": "", "accepted": "green", "rejected": "strike red", "proposed": "yellow"}
 # without colour, the words have to differ in something else
 STYLES_NO_COLOR = {"prompt": "bold", "target": "", "accepted": "underline", "rejected": "strike", "proposed": "italic"}
 REJECTED_SECONDS = 1.5  # how long a rejected token stays in sight
-REFRESH_SECONDS = 0.1
-RENDER_SHARE = 0.03  # of the time; a frame takes 2 to 6 ms, so slow machines get fewer frames
+REFRESH_SECONDS = 0.1, 0.5  # between frames, at the least and at the most
+RENDER_SHARE = 0.03  # of the time that frames may take: where one is slow, there are fewer
 SIDE_WIDTH = 24
+BAR_WIDTH = 16
 MAX_TEXT_ROWS = 14
 
 
@@ -183,12 +184,14 @@ class LivePanel:
         begin = self._clock()
         self._live.update(self, refresh=True)
         end = self._clock()
-        self._next_frame = end + max(REFRESH_SECONDS, (end - begin) / RENDER_SHARE)
+        shortest, longest = REFRESH_SECONDS
+        self._next_frame = end + min(max(shortest, (end - begin) / RENDER_SHARE), longest)
 
     def _styled(self, pieces: list[Piece]) -> Text:
         """One Text; neighbours of one kind become one span."""
         text = Text()
-        run, kind = [], ""
+        run: list[str] = []
+        kind = ""
         for piece in pieces:
             if piece.kind != kind and run:
                 text.append("".join(run), self._styles[kind])
@@ -231,24 +234,23 @@ class LivePanel:
         tail.append("\n" * (rows - len(lines)))
         return tail
 
-    def _figures(self, rows: int) -> Table:
-        figures = Table.grid(padding=(0, 1), expand=True)
-        figures.add_column(style="dim")
-        figures.add_column(justify="right")
+    def _figures(self, rows: int) -> RenderableType:
+        figures = Table.grid(expand=True)
+        figures.add_column(style="dim", no_wrap=True)
+        figures.add_column(justify="right", no_wrap=True)
         s = self._statistics
         figures.add_row("tok/s", Text(f"{s.tokens_per_second:.0f}", "bold"))
-        if self._gamma:
-            figures.add_row("accepted", f"{s.acceptance_rate:.0%}")
-            figures.add_row("tokens per pass", f"{s.tokens_per_pass:.2f}")
-            bins = self._bins()
-            if len(bins) + 4 <= rows:
-                figures.add_row("", "")
-                total = max(1, s.target_passes)
-                for label, count in bins:
-                    figures.add_row(label, Text(self._bar(count / total, 13) + f" {count / total:4.0%}"))
-            else:
-                figures.add_row("by length", self._sparkline())
-        return figures
+        if not self._gamma:
+            return figures
+        figures.add_row("accepted", f"{s.acceptance_rate:.0%}")
+        figures.add_row("tokens per pass", f"{s.tokens_per_pass:.2f}")
+        bins = self._bins()
+        if len(bins) + 4 > rows:
+            figures.add_row("by length", self._sparkline())
+            return figures
+        shares = [(label, count / max(1, s.target_passes)) for label, count in bins]
+        bars = [f"{label:<2} {self._bar(share):<{BAR_WIDTH}} {share:4.0%}" for label, share in shares]
+        return Group(figures, Text("\n" + "\n".join(bars), "dim"))
 
     def _figures_in_a_line(self) -> Text:
         s = self._statistics
@@ -266,8 +268,8 @@ class LivePanel:
             return [(str(i), n) for i, n in enumerate(counts)]
         return [(str(i), n) for i, n in enumerate(counts[:7])] + [("7+", sum(counts[7:]))]
 
-    def _bar(self, share: float, width: int) -> str:
-        return ("█" if self._console.encoding.startswith("utf") else "#") * round(share * width)
+    def _bar(self, share: float) -> str:
+        return ("█" if self._console.encoding.startswith("utf") else "#") * round(share * BAR_WIDTH)
 
     def _sparkline(self) -> str:
         counts = [count for _, count in self._bins()]

@@ -11,19 +11,19 @@ import sys
 __path__ = [os.path.dirname(os.path.abspath(__file__))]
 sys.modules.setdefault("specdec", sys.modules[__name__])
 
-import secrets  # noqa: E402
-import time  # noqa: E402
-from collections.abc import Callable, Iterator  # noqa: E402
-from contextlib import nullcontext  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Annotated, Any, NamedTuple, cast  # noqa: E402
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, cast
 
-import typer  # noqa: E402
-from rich.console import Console  # noqa: E402
+import typer
+from rich.console import Console
 
-from specdec import bench as benchmark  # noqa: E402
-from specdec.checkpoint import Checkpoint, CheckpointError, load_checkpoint  # noqa: E402
-from specdec.decoding import (  # noqa: E402
+from specdec import bench as benchmark
+from specdec.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from specdec.decoding import (
     MAX_GAMMA,
     VERIFIERS,
     ModelDrafter,
@@ -33,9 +33,9 @@ from specdec.decoding import (  # noqa: E402
     Verify,
     decode,
 )
-from specdec.kernels import Transformer, available_threads, pack_weights  # noqa: E402
-from specdec.panel import LivePanel, PlainView, SilentView, View, print_summary, to_json  # noqa: E402
-from specdec.tokenizer import Tokenizer, TokenizerError  # noqa: E402
+from specdec.kernels import Transformer, available_threads, pack_weights
+from specdec.panel import LivePanel, PlainView, SilentView, View, print_summary, to_json
+from specdec.tokenizer import Tokenizer, TokenizerError
 
 __all__ = ["Generation", "Sampling", "SpeculativeDecoder", "Statistics", "Step"]
 __version__ = "0.1.0"
@@ -217,17 +217,18 @@ def tell(
     tokenizer: Annotated[
         str,
         option(
-            "-z", "--tokenizer", group="Models", metavar="FILE",
+            "-z",
+            "--tokenizer",
+            group="Models",
+            metavar="FILE",
             help="Tokenizer. By default tok<vocab>.bin or tokenizer.bin beside the model, else in models/.",
         ),
-    ] = "",  # fmt: skip
+    ] = "",
     prompt: Annotated[str, option("-i", "--prompt", group="Text", help="What the text begins with.")] = DEFAULT_PROMPT,
     steps: Annotated[
         int, option("-n", "--steps", group="Text", min=0, help="Tokens in all, prompt included. 0: up to the target's seq_len.")
     ] = 256,
-    temperature: Annotated[
-        float, option("-t", "--temperature", group="Sampling", min=0.0, help="0 is greedy.")
-    ] = 1.0,
+    temperature: Annotated[float, option("-t", "--temperature", group="Sampling", min=0.0, help="0 is greedy.")] = 1.0,
     top_p: Annotated[
         float,
         option("-p", "--top-p", group="Sampling", min=0.0, max=1.0, help="Keep the smallest set heavier than this. 0, 1: off."),
@@ -242,13 +243,13 @@ def tell(
     verify: Annotated[
         str,
         option(
-            "--verify", group="Speculation", metavar="coupled|rejection",
+            "--verify",
+            group="Speculation",
+            metavar="coupled|rejection",
             help="coupled: the text is the plain run's of the same seed. rejection: same distribution (Leviathan et al. 2023).",
         ),
-    ] = "coupled",  # fmt: skip
-    threads: Annotated[
-        int, option("-j", "--threads", group="Machine", min=0, help="CPU threads. 0: all cores.")
-    ] = 0,
+    ] = "coupled",
+    threads: Annotated[int, option("-j", "--threads", group="Machine", min=0, help="CPU threads. 0: all cores.")] = 0,
     plain: Annotated[
         bool, option("--plain", group="Output", help="No panel: the text on stdout as it comes, the summary on stderr.")
     ] = False,
@@ -272,9 +273,17 @@ def tell(
     out = Console()
     live = not (plain or as_json) and out.is_terminal and not out.is_dumb_terminal
     settings = {
-        "model": model, "draft": draft or None, "prompt": prompt, "steps": steps, "temperature": temperature, "top_p": top_p,
-        "top_k": top_k, "gamma": gamma if draft else 0, "verify": verify, "threads": threads or available_threads(),
-    }  # fmt: skip
+        "model": model,
+        "draft": draft or None,
+        "prompt": prompt,
+        "steps": steps,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "gamma": gamma if draft else 0,
+        "verify": verify,
+        "threads": threads or available_threads(),
+    }
     with errors.status("loading; the first run on a machine compiles the kernels") if live else nullcontext():
         begin = time.perf_counter()
         decoder = SpeculativeDecoder(
@@ -360,10 +369,12 @@ def bench(
     shape: Annotated[
         str,
         option(
-            "--shape", group="Bench", metavar="SHAPE",
+            "--shape",
+            group="Bench",
+            metavar="SHAPE",
             help="15M, 42M, 110M, or dim,hidden,layers,heads,kv,vocab,seq.",
         ),
-    ] = "42M",  # fmt: skip
+    ] = "42M",
     threads: Annotated[int, option("-j", "--threads", group="Bench", min=0, help="CPU threads. 0: all cores.")] = 0,
     as_json: Annotated[bool, option("--json", group="Bench", help="One JSON object on stdout.")] = False,
 ) -> None:

@@ -6,6 +6,7 @@ of the text, one token a character (or one for each of its bytes), then the best
 
 import codecs
 import heapq
+import math
 import os
 import re
 import struct
@@ -129,13 +130,17 @@ def _read(path: Path) -> tuple[list[bytes], list[float]]:
     if len(data) < 4:
         raise TokenizerError(f"{path} {'is empty' if not data else 'is truncated'}; expected a llama2.c tokenizer file")
     (longest,) = struct.unpack_from("<I", data)
-    pieces, scores, at = [], [], 4
+    pieces: list[bytes] = []
+    scores: list[float] = []
+    at = 4
     while at < len(data):
         if at + 8 > len(data):
-            raise TokenizerError(f"{path} is truncated or too long: {len(data) - at} bytes are left after token {len(pieces) - 1}")
+            raise TokenizerError(
+                f"{path} is truncated or too long: {len(data) - at} bytes are left after token {len(pieces) - 1}"
+            )
         score, length = struct.unpack_from("<fi", data, at)
         at += 8
-        if not 0 <= length <= longest or at + length > len(data) or score != score:
+        if not 0 <= length <= longest or at + length > len(data) or math.isnan(score):
             raise TokenizerError(f"{path} is damaged or no llama2.c tokenizer file: token {len(pieces)} has length {length}")
         pieces.append(data[at : at + length])
         scores.append(score)

@@ -1,0 +1,62 @@
+"""Fixtures: a tiny random pair of models with its tokenizer on disk, so that no test downloads anything."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from specdec.kernels import Config
+from specdec.tokenizer import Tokenizer
+from tests.checkpoints import random_tensors, small_pieces, tame, write_checkpoint, write_tokenizer
+
+VOCAB = 300
+
+
+class Pair(NamedTuple):
+    """Paths of a target (version 0, 128 positions), a draft (version 1, 32 positions: it slides) and their tokenizer.
+
+    endless: the target with 100,000 positions. They write pieces alone (`tame`), so that a text ends by its length.
+    """
+
+    target: Path
+    draft: Path
+    endless: Path
+    tokenizer: Path
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Rich and Typer read, as on a machine where nobody has set anything."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+
+@pytest.fixture(scope="session")
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "small.bin", small_pieces())
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_path: Path) -> Tokenizer:
+    """300 tokens, with multi-byte characters and [brackets]."""
+    return Tokenizer(tokenizer_path)
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """The draft is the target's first layer, so that some of its proposals stand and some do not."""
+    folder = tmp_path_factory.mktemp("pair")
+    config = Config(64, 96, 3, 4, 2, VOCAB, 128, shared_classifier=False)
+    target = random_tensors(config, seed=1, scale=0.1)
+    target["tok_emb"] *= 10
+    target = tame(target)
+    per_layer = ("rms_att", "wq", "wk", "wv", "wo", "rms_ffn", "w1", "w2", "w3")
+    draft = {name: tensor[:1] if name in per_layer else tensor for name, tensor in target.items()}
+    return Pair(
+        target=write_checkpoint(folder / "big.bin", config, target, version=0),
+        draft=write_checkpoint(folder / "little.bin", replace(config, n_layers=1, seq_len=32), draft, version=1),
+        endless=write_checkpoint(folder / "endless.bin", replace(config, seq_len=100_000), target, version=1),
+        tokenizer=write_tokenizer(folder / f"tok{VOCAB}.bin", small_pieces()),
+    )

@@ -1,0 +1,213 @@
+"""checkpoint.py: what is read is what was written, and whatever is not a whole, finite model is refused by name."""
+
+import os
+import re
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specdec.checkpoint import CheckpointError, load_checkpoint
+from specdec.kernels import Config, Transformer, pack_weights
+from tests.checkpoints import DAMAGES, SHARED, Damage, checkpoint_bytes, random_tensors, write_checkpoint
+
+SHARED_GQA = Config(48, 40, 2, 4, 2, 105, 16)
+UNSHARED_GQA = Config(48, 40, 2, 4, 2, 105, 16, shared_classifier=False)
+MHA = Config(32, 24, 1, 4, 4, 7, 5)
+MQA = Config(32, 24, 3, 4, 1, 7, 5, shared_classifier=False)
+
+
+def message_of(path: Path) -> str:
+    """The refusal's text, which is a line and names the file."""
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("version", [0, 1])
+@pytest.mark.parametrize("config", [SHARED_GQA, UNSHARED_GQA, MHA, MQA], ids=["shared", "unshared", "mha", "mqa"])
+def test_what_is_loaded_is_what_was_written(tmp_path: Path, config: Config, version: int) -> None:
+    tensors = random_tensors(config, seed=version)
+    checkpoint = load_checkpoint(write_checkpoint(tmp_path / "model.bin", config, tensors, version))
+    assert checkpoint.config == config
+    assert checkpoint.path == tmp_path / "model.bin"
+    assert set(checkpoint.tensors) == set(tensors)
+    for name, tensor in tensors.items():
+        assert checkpoint.tensors[name].dtype == np.float32
+        np.testing.assert_array_equal(checkpoint.tensors[name], tensor, strict=True)
+
+
+def test_both_versions_of_a_model_are_one_model(tmp_path: Path) -> None:
+    tensors = random_tensors(UNSHARED_GQA, seed=3)
+    old, new = (load_checkpoint(write_checkpoint(tmp_path / f"{v}.bin", UNSHARED_GQA, tensors, v)) for v in (0, 1))
+    assert old.config == new.config
+    for name in tensors:
+        np.testing.assert_array_equal(old.tensors[name], new.tensors[name])
+
+
+def test_a_path_may_be_a_string(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "model.bin", MHA, random_tensors(MHA, 0))
+    assert load_checkpoint(str(path)).config == MHA
+
+
+def test_tensors_are_views_of_the_file_and_cannot_be_written(tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(write_checkpoint(tmp_path / "model.bin", MHA, random_tensors(MHA, 0)))
+    for tensor in checkpoint.tensors.values():
+        assert not tensor.flags.owndata
+        assert not tensor.flags.writeable
+
+
+def test_loading_copies_no_weights(tmp_path: Path) -> None:
+    config = Config(256, 512, 2, 4, 4, 1000, 16)
+    path = write_checkpoint(tmp_path / "model.bin", config, random_tensors(config, 0))
+    tracemalloc.start()
+    try:
+        load_checkpoint(path)
+        assert tracemalloc.get_traced_memory()[1] < path.stat().st_size / 10
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    version, damage = DAMAGES[name]
+    whole = checkpoint_bytes(UNSHARED_GQA, random_tensors(UNSHARED_GQA, 0), version)
+    path = tmp_path / "damaged.bin"
+    path.write_bytes(damage.spoil(whole))
+    assert damage.word in message_of(path).replace(str(path), "")
+
+
+@pytest.mark.parametrize("config", [SHARED_GQA, UNSHARED_GQA], ids=["shared", "unshared"])
+@pytest.mark.parametrize("version", [0, 1])
+def test_a_model_with_a_byte_more_or_less_is_refused(tmp_path: Path, config: Config, version: int) -> None:
+    whole = checkpoint_bytes(config, random_tensors(config, 0), version)
+    path = tmp_path / "model.bin"
+    for wrong, word in ((whole[:-1], "truncated"), (whole[:-4], "truncated"), (whole + b"\0", "too long")):
+        path.write_bytes(wrong)
+        message = message_of(path)
+        assert word in message
+        assert str(len(wrong)) in message
+        assert str(len(whole)) in message
+
+
+def test_a_classifier_that_is_missing_or_in_excess_is_refused(tmp_path: Path) -> None:
+    tensors = random_tensors(UNSHARED_GQA, 0)
+    shared, unshared = (checkpoint_bytes(config, tensors, 1) for config in (SHARED_GQA, UNSHARED_GQA))
+    path = tmp_path / "model.bin"
+    path.write_bytes(shared[:36] + b"\0" + shared[37:])
+    assert "truncated" in message_of(path)
+    path.write_bytes(unshared[:36] + b"\1" + unshared[37:])
+    assert "too long" in message_of(path)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("version", [0, 1])
+@pytest.mark.parametrize("name", UNSHARED_GQA.shapes())
+def test_one_weight_that_is_not_finite_is_found_in_any_tensor(
+    tmp_path: Path, name: str, version: int, value: float
+) -> None:
+    tensors = random_tensors(UNSHARED_GQA, 0)
+    middle = tuple(n // 2 for n in tensors[name].shape)
+    tensors[name][middle] = value
+    path = write_checkpoint(tmp_path / "model.bin", UNSHARED_GQA, tensors, version)
+    assert re.search(rf"\b{name}\b", message_of(path))
+
+
+def test_the_rope_tables_of_version_0_are_not_read(tmp_path: Path) -> None:
+    tensors = random_tensors(MHA, 0)
+    data = bytearray(checkpoint_bytes(MHA, tensors, 0))
+    n_bytes = 4 * MHA.seq_len * MHA.dim // MHA.n_heads
+    data[-n_bytes:] = np.full(n_bytes // 4, np.nan, np.float32).tobytes()
+    path = tmp_path / "model.bin"
+    path.write_bytes(data)
+    np.testing.assert_array_equal(load_checkpoint(path).tensors["rms_final"], tensors["rms_final"])
+
+
+def test_huge_numbers_in_a_header_are_refused_before_anything_is_allocated(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    for name, (version, damage) in DAMAGES.items():
+        if "huge" not in name:
+            continue
+        path.write_bytes(damage.spoil(checkpoint_bytes(UNSHARED_GQA, random_tensors(UNSHARED_GQA, 0), version)))
+        tracemalloc.start()
+        try:
+            message_of(path)
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20, name
+        finally:
+            tracemalloc.stop()
+
+
+def peak_bytes(path: Path) -> int:
+    """What numpy allocates at most to make that file into a model."""
+    tracemalloc.start()
+    try:
+        checkpoint = load_checkpoint(path)
+        Transformer(checkpoint.config, pack_weights(checkpoint.config, checkpoint.tensors), 1)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("config", "version"),
+    [
+        pytest.param(Config(1024, 1024, 1, 8, 8, 64, 64), 0, id="weights"),
+        pytest.param(Config(64, 64, 1, 2, 2, 64, 100_000), 1, id="context"),
+        pytest.param(Config(64, 64, 1, 32, 1, 64, 100_000), 1, id="context of small heads"),
+    ],
+)
+def test_a_model_of_twice_the_machines_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Config, version: int
+) -> None:
+    path = write_checkpoint(tmp_path / "model.bin", config, random_tensors(config, 0), version)
+    peak = peak_bytes(path)
+    sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": peak // 2 // 4096, "SC_AVPHYS_PAGES": peak // 2 // 4096}
+    real = os.sysconf
+    monkeypatch.setattr(os, "sysconf", lambda name: sizes[name] if name in sizes else real(name))
+    assert "GiB" in message_of(path)
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
+    assert "No such file" in message_of(tmp_path / "nowhere.bin")
+
+
+def test_a_directory_is_refused_by_name(tmp_path: Path) -> None:
+    assert "directory" in message_of(tmp_path)
+
+
+def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    assert "too long" in message_of(tmp_path / ("a" * 300))
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read_is_refused_by_name(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "model.bin", MHA, random_tensors(MHA, 0))
+    path.chmod(0)
+    assert "ermission" in message_of(path)
+
+
+def test_int8_is_named_and_the_versions_that_can_be_read_too(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    version, damage = DAMAGES["version 1, version 2"]
+    assert isinstance(damage, Damage)
+    path.write_bytes(damage.spoil(checkpoint_bytes(MHA, random_tensors(MHA, 0), version)))
+    message = message_of(path)
+    assert "version 2" in message
+    assert "int8" in message
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="needs the real weights of ../shared")
+def test_real_checkpoints_have_their_known_shapes() -> None:
+    small = load_checkpoint(SHARED / "models" / "stories260K.bin").config
+    assert small == Config(64, 172, 5, 8, 4, 512, 512)
+    assert load_checkpoint(SHARED / "models" / "stories3M.bin").config == Config(192, 512, 6, 6, 6, 512, 512)
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="needs the real weights of ../shared")
+def test_a_tokenizer_is_not_taken_for_a_checkpoint() -> None:
+    message_of(SHARED / "models" / "tok512.bin")
+    message_of(SHARED / "models" / "tokenizer.bin")

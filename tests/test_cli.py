@@ -1,0 +1,717 @@
+"""specdec.py as a person runs it: options, files, pipes, terminals, Ctrl-C, and every bad input end to end."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+
+import specdec
+from specdec.tokenizer import Tokenizer
+from tests.checkpoints import (
+    DAMAGES,
+    ROOT,
+    SHARED,
+    checkpoint_bytes,
+    random_tensors,
+    small_pieces,
+    tokenizer_bytes,
+    tokenizer_damages,
+    write_checkpoint,
+    write_tokenizer,
+)
+from tests.conftest import Pair
+
+COMMAND = [sys.executable, str(ROOT / "specdec.py")]
+PROMPT = "the then"
+JSON_FIELDS = {
+    "text", "tokens", "n_prompt", "n_generated", "n_drafted", "n_accepted", "acceptance_rate", "target_passes",
+    "tokens_per_pass", "accepted_histogram", "load_seconds", "warmup_seconds", "prefill_seconds", "decode_seconds",
+    "tokens_per_second", "stop_reason", "seed", "settings",
+}  # fmt: skip
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """The command line in this process, with an empty models/: exit code, stdout, stderr."""
+    models = tmp_path / "models"
+    models.mkdir()
+    monkeypatch.setattr(specdec, "MODELS", models)
+    monkeypatch.setattr(specdec, "DEFAULT_TARGET", models / "target.bin")
+    monkeypatch.setattr(specdec, "DEFAULT_DRAFT", models / "draft.bin")
+
+    def once(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["specdec", *map(str, arguments)])
+        with pytest.raises(SystemExit) as done:
+            specdec.main()
+        out, err = capsys.readouterr()
+        assert isinstance(done.value.code, int)
+        return done.value.code, out, err
+
+    return once
+
+
+def assert_refused(result: tuple[int, str, str], *words: object) -> str:
+    """Exit code 2, nothing on stdout, one line on stderr with all of these words and no traceback."""
+    code, out, err = result
+    assert (code, out) == (2, ""), err
+    assert err.endswith("\n")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    assert "Error" not in err
+    for word in words:
+        assert str(word) in err
+    return err
+
+
+def with_pair(pair: Pair, *more: object) -> list[object]:
+    """One thread, which is all that these models need."""
+    return ["-m", pair.target, "-d", pair.draft, "-i", PROMPT, "-s", 5, "-j", 1, *more]
+
+
+def endless(pair: Pair, *more: object) -> list[object]:
+    return with_pair(pair, "-m", pair.endless, *more)
+
+
+def from_json(result: tuple[int, str, str]) -> dict[str, Any]:
+    code, out, err = result
+    assert (code, err) == (0, "")
+    value = json.loads(out)
+    assert isinstance(value, dict)
+    return value
+
+
+# Bad files
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_target_is_refused_by_name(run: Run, pair: Pair, tmp_path: Path, name: str) -> None:
+    version, damage = DAMAGES[name]
+    config = specdec.load_checkpoint(pair.draft).config
+    path = tmp_path / "damaged.bin"
+    path.write_bytes(damage.spoil(checkpoint_bytes(config, random_tensors(config, 0), version)))
+    assert_refused(run("-m", path, "-z", pair.tokenizer), path)
+
+
+DRAFT_DAMAGES = [
+    "version 0, one byte short",
+    "version 0, one byte long",
+    "version 1, NaN",
+    "version 1, dim huge",
+    "version 1, version 2",
+]
+
+
+@pytest.mark.parametrize("name", DRAFT_DAMAGES)
+def test_a_damaged_draft_is_refused_by_name(run: Run, pair: Pair, tmp_path: Path, name: str) -> None:
+    version, damage = DAMAGES[name]
+    config = specdec.load_checkpoint(pair.draft).config
+    path = tmp_path / "damaged.bin"
+    path.write_bytes(damage.spoil(checkpoint_bytes(config, random_tensors(config, 0), version)))
+    assert_refused(run("-m", pair.target, "-d", path), path, damage.word)
+
+
+@pytest.mark.parametrize("name", tokenizer_damages())
+def test_a_damaged_tokenizer_is_refused_by_name(run: Run, pair: Pair, tmp_path: Path, name: str) -> None:
+    path = tmp_path / "damaged.bin"
+    path.write_bytes(tokenizer_damages()[name].spoil(tokenizer_bytes(small_pieces())))
+    assert_refused(run("-m", pair.target, "-z", path), path)
+
+
+@pytest.mark.parametrize("option", ["-m", "-d", "-z"])
+def test_a_missing_file_is_refused_by_name(run: Run, pair: Pair, tmp_path: Path, option: str) -> None:
+    path = tmp_path / "nowhere.bin"
+    assert_refused(run("-m", pair.target, option, path), path, "No such file")
+
+
+@pytest.mark.parametrize("option", ["-m", "-d", "-z"])
+def test_a_directory_in_place_of_a_file_is_refused_by_name(run: Run, pair: Pair, tmp_path: Path, option: str) -> None:
+    assert_refused(run("-m", pair.target, option, tmp_path), tmp_path, "directory")
+
+
+@pytest.mark.parametrize("option", ["-m", "-d", "-z"])
+def test_a_name_too_long_for_a_file_is_refused(run: Run, pair: Pair, option: str) -> None:
+    assert_refused(run("-m", pair.target, option, "a" * 5000), "aaa", "too long")
+
+
+@pytest.mark.parametrize("option", ["-m", "-d", "-z"])
+def test_a_file_below_a_file_is_refused_by_name(run: Run, pair: Pair, option: str) -> None:
+    path = pair.target / "x.bin"
+    assert_refused(run("-m", pair.target, option, path), path)
+
+
+def test_a_name_with_a_line_break_is_told_in_one_line(run: Run, tmp_path: Path) -> None:
+    assert_refused(run("-m", tmp_path / "a\nb.bin"), "b.bin")
+
+
+def test_a_draft_of_another_vocabulary_is_refused_by_name(run: Run, pair: Pair, tmp_path: Path) -> None:
+    config = specdec.kernels.Config(64, 96, 1, 4, 2, 299, 32)
+    path = write_checkpoint(tmp_path / "other.bin", config, random_tensors(config, 0))
+    assert_refused(run("-m", pair.target, "-d", path), path, "299", "300")
+
+
+@pytest.mark.parametrize("n", [299, 301])
+def test_a_tokenizer_of_another_vocabulary_is_refused_by_name(run: Run, pair: Pair, tmp_path: Path, n: int) -> None:
+    path = write_tokenizer(tmp_path / "other.bin", (small_pieces() * 2)[:n])
+    assert_refused(run("-m", pair.target, "-z", path), path, n, "300")
+
+
+def test_a_tokenizer_beside_the_model_of_another_vocabulary_is_refused_by_name(run: Run, tmp_path: Path) -> None:
+    config = specdec.kernels.Config(64, 96, 1, 4, 2, 290, 32)
+    path = write_checkpoint(tmp_path / "model.bin", config, random_tensors(config, 0))
+    write_tokenizer(tmp_path / "tokenizer.bin", small_pieces())
+    assert_refused(run("-m", path), tmp_path / "tokenizer.bin", "290", "300")
+
+
+def test_no_tokenizer_anywhere_is_told_with_the_names_that_would_do(run: Run, pair: Pair, tmp_path: Path) -> None:
+    alone = tmp_path / "alone.bin"
+    alone.write_bytes(pair.target.read_bytes())
+    assert_refused(run("-m", alone), "tok300.bin", "tokenizer.bin", tmp_path, "-z")
+
+
+def test_no_model_at_all_is_told_with_how_to_get_one(run: Run) -> None:
+    assert_refused(run(), "-m", "models", "https://huggingface.co/karpathy/tinyllamas")
+
+
+# Bad options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["-g", "0"], "--gamma"),
+        (["-g", "-1"], "--gamma"),
+        (["-g", "64"], "--gamma"),
+        (["-g", "99999999999999999999"], "--gamma"),
+        (["-g", "four"], "--gamma"),
+        (["-t", "-0.1"], "--temperature"),
+        (["-t", "nan"], "temperature"),
+        (["-t", "inf"], "temperature"),
+        (["-t", "-inf"], "temperature"),
+        (["-t", "hot"], "--temperature"),
+        (["-p", "-0.1"], "--top-p"),
+        (["-p", "1.01"], "--top-p"),
+        (["-p", "nan"], "--top-p"),
+        (["-k", "-1"], "--top-k"),
+        (["-k", "1.5"], "--top-k"),
+        (["-n", "-1"], "--steps"),
+        (["-n", "many"], "--steps"),
+        (["-s", "-1"], "--seed"),
+        (["-s", str(2**63)], "--seed"),
+        (["-j", "-1"], "--threads"),
+        (["-j", "100000"], "--threads"),
+        (["--verify", "never"], "--verify"),
+        (["--verify", "\udcff"], "--verify"),
+        (["-i", "a\udcffb"], "--prompt"),
+        (["-z", "\udcff"], "\\udcff"),
+        (["-d", "\udcff"], "\\udcff"),
+        (["-m", "\udcff"], "\\udcff"),
+        (["-s", "\udcff"], "--seed"),
+        (["--\udcff"], "\\udcff"),
+        (["-Q"], "-Q"),
+        (["--nonsense"], "--nonsense"),
+        (["--temperatur", "1"], "--temperature"),
+        (["--gama", "1"], "--gamma"),
+        (["--top_p", "1"], "--top-p"),
+        (["--promt", "x"], "--prompt"),
+        (["-g"], "-g"),
+        (["--prompt"], "--prompt"),
+        (["extra"], "extra"),
+    ],
+    ids=lambda value: " ".join(value).encode("ascii", "backslashreplace").decode() if isinstance(value, list) else None,
+)
+def test_a_bad_option_is_refused_by_name(run: Run, pair: Pair, arguments: list[str], word: str) -> None:
+    assert_refused(run("-m", pair.target, *arguments), word)
+
+
+@pytest.mark.parametrize("mode", ["--plain", "--json"])
+def test_a_prompt_longer_than_the_context_is_refused(run: Run, pair: Pair, mode: str) -> None:
+    assert_refused(run("-m", pair.target, "-i", "x" * 200, mode), "prompt", "202", "128")
+
+
+def test_a_prompt_that_just_fits_the_context_is_taken(run: Run, pair: Pair) -> None:
+    full = from_json(run(*with_pair(pair, "-i", "x" * 126, "-n", 0, "--json")))
+    assert (full["n_prompt"], full["n_generated"], full["stop_reason"]) == (128, 1, "seq_len")
+    assert_refused(run("-m", pair.target, "-i", "x" * 127), "129")
+
+
+@pytest.mark.parametrize(
+    "shape", ["1,2", "42", "0,1,1,1,1,3,64", "64,96,1,3,1,300,64", "64,96,1,4,3,300,64", "a,b,c,d,e,f,g"]
+)
+def test_a_bad_shape_to_measure_is_refused(run: Run, shape: str) -> None:
+    assert_refused(run("bench", "--shape", shape), "--shape")
+
+
+# What a good run says
+
+
+@pytest.mark.parametrize("extra", [[], ["--verify", "rejection"], ["-t", "0"], ["-g", "1"], ["-k", "5"]], ids=str)
+def test_json_is_one_object_whose_figures_agree(run: Run, pair: Pair, extra: list[str]) -> None:
+    code, out, err = run(*with_pair(pair, "-n", 60, "--json", *extra))
+    assert (code, err) == (0, "")
+    assert out.count("\n") == 1
+    result = json.loads(out)
+    assert set(result) == JSON_FIELDS
+    tokenizer = Tokenizer(pair.tokenizer)
+    prompt = tokenizer.encode(PROMPT)
+    assert result["text"] == tokenizer.decode(prompt + result["tokens"])
+    assert result["text"].startswith(PROMPT)
+    assert result["n_prompt"] == len(prompt)
+    assert result["n_generated"] == len(result["tokens"]) == 61 - len(prompt)
+    assert result["stop_reason"] == "max_tokens"
+    histogram = result["accepted_histogram"]
+    assert sum(histogram) == result["target_passes"]
+    assert sum(i * n for i, n in enumerate(histogram)) == result["n_accepted"]
+    assert result["n_generated"] == result["n_accepted"] + result["target_passes"]
+    assert 0 < result["n_accepted"] < result["n_drafted"]
+    assert result["acceptance_rate"] == pytest.approx(result["n_accepted"] / result["n_drafted"])
+    assert result["tokens_per_pass"] == pytest.approx(result["n_generated"] / result["target_passes"])
+    assert result["tokens_per_second"] == pytest.approx(result["n_generated"] / result["decode_seconds"])
+    for seconds in ("load_seconds", "warmup_seconds", "prefill_seconds", "decode_seconds"):
+        assert result[seconds] > 0
+    assert result["seed"] == 5
+    assert {"model", "draft", "gamma", "temperature", "top_p", "top_k", "verify"} <= set(result["settings"])
+
+
+def test_the_text_with_a_draft_is_the_text_without(run: Run, pair: Pair) -> None:
+    for more in (["-t", 0], ["-t", 1], ["-t", 1.5, "-p", 1], ["-k", 3]):
+        alone = from_json(run("-m", pair.target, "-i", PROMPT, "-s", 5, "-j", 1, "-n", 100, "--json", *more))
+        drafted = from_json(run(*with_pair(pair, "-n", 100, "--json", "-g", 3, *more)))
+        assert alone["tokens"] == drafted["tokens"]
+        assert (alone["n_drafted"], alone["acceptance_rate"]) == (0, 0)
+
+
+def test_the_same_seed_gives_the_same_text_and_another_one_another(run: Run, pair: Pair) -> None:
+    texts = [from_json(run(*with_pair(pair, "-n", 60, "--json", "-s", seed)))["text"] for seed in (7, 7, 8)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_seed_zero_is_a_new_one_each_time_and_is_told(run: Run, pair: Pair) -> None:
+    first, second = (from_json(run(*with_pair(pair, "-n", 60, "--json", "-s", 0))) for _ in range(2))
+    assert first["seed"] != second["seed"]
+    again = from_json(run(*with_pair(pair, "-n", 60, "--json", "-s", first["seed"])))
+    assert again["text"] == first["text"]
+
+
+def test_steps_count_the_prompt_and_zero_means_the_whole_context(run: Run, pair: Pair) -> None:
+    few, none, all_, more = (from_json(run(*with_pair(pair, "-n", n, "--json"))) for n in (9, 1, 0, 1000))
+    assert few["n_prompt"] + few["n_generated"] == 10
+    assert (none["n_generated"], none["text"], none["stop_reason"]) == (0, PROMPT, "max_tokens")
+    assert all_["n_prompt"] + all_["n_generated"] == 129
+    assert all_["stop_reason"] == "seq_len"
+    assert more["tokens"] == all_["tokens"]
+
+
+def test_ctrl_c_with_json_still_gives_one_object(run: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(specdec.SilentView):
+        def step(self, step: specdec.Step) -> None:
+            super().step(step)
+            if len(self.tokens) > 10:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(specdec, "SilentView", Interrupted)
+    code, out, err = run(*with_pair(pair, "-n", 60, "--json"))
+    assert (code, err) == (130, "")
+    result = json.loads(out)
+    assert result["stop_reason"] == "interrupted"
+    assert result["text"].startswith(PROMPT)
+    assert 10 < len(result["tokens"]) == result["n_generated"] < 20
+
+
+def test_ctrl_c_while_loading_ends_quietly(run: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(path: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(specdec, "load_checkpoint", interrupted)
+    code, out, err = run(*with_pair(pair))
+    assert (code, out) == (130, "")
+    assert "Traceback" not in err
+
+
+def test_an_empty_prompt_is_a_story_from_nothing(run: Run, pair: Pair) -> None:
+    result = from_json(run(*with_pair(pair, "-i", "", "-n", 20, "--json")))
+    assert (result["n_prompt"], result["n_generated"]) == (1, 20)
+    assert result["text"] == Tokenizer(pair.tokenizer).decode([1, *result["tokens"]])
+
+
+def test_a_measurement_has_a_row_for_every_number_of_tokens(run: Run) -> None:
+    result = from_json(run("bench", "--shape", "64,96,1,4,2,300,64", "-j", 1, "--json"))
+    assert result["dram_gb_per_s"] > 0
+    assert [row["tokens"] for row in result["rows"]] == [1, 2, 4, 8, 16, 64]
+    for row in result["rows"]:
+        assert {"tokens", "seconds", "gb_per_s", "gflop_per_s"} <= set(row)
+        assert min(row.values()) > 0
+
+
+def test_plain_text_is_alone_on_stdout_and_the_summary_on_stderr(run: Run, pair: Pair) -> None:
+    text = from_json(run(*with_pair(pair, "-n", 60, "--json")))["text"]
+    code, out, err = run(*with_pair(pair, "-n", 60, "--plain"))
+    assert (code, out) == (0, text + "\n")
+    for label in ("prompt tokens", "generated", "drafted", "accepted", "tokens per pass", "prefill", "decode", "tok/s"):
+        assert label in err
+    assert "\x1b" not in out + err
+
+
+def test_a_model_is_looked_for_at_its_path_and_then_in_models(
+    run: Run, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    files = {"t.bin": pair.target, "d.bin": pair.draft, "z.bin": pair.tokenizer, "tok300.bin": pair.tokenizer}
+    for name, path in files.items():
+        (specdec.MODELS / name).write_bytes(path.read_bytes())
+    expected = from_json(run(*with_pair(pair, "-n", 30, "--json")))["text"]
+    for more in ([], ["-z", "z.bin"]):
+        result = from_json(run(*with_pair(pair, "-m", "t.bin", "-d", "d.bin", "-n", 30, "--json", *more)))
+        assert result["text"] == expected
+    (elsewhere / "t.bin").write_bytes(b"")
+    assert_refused(run("-m", "t.bin"), "t.bin", "empty")
+
+
+def test_a_tokenizer_beside_the_model_comes_before_one_in_models(run: Run, pair: Pair) -> None:
+    for name in ("tok300.bin", "tokenizer.bin"):
+        (specdec.MODELS / name).write_bytes(b"")
+    assert from_json(run(*with_pair(pair, "-n", 10, "--json")))["n_generated"] > 0
+
+
+def test_the_default_pair_is_used_where_no_model_is_named(run: Run, pair: Pair) -> None:
+    (specdec.MODELS / "target.bin").write_bytes(pair.target.read_bytes())
+    (specdec.MODELS / "tok300.bin").write_bytes(pair.tokenizer.read_bytes())
+    assert from_json(run("-i", PROMPT, "-n", 20, "-j", 1, "--json"))["n_drafted"] == 0
+    (specdec.MODELS / "draft.bin").write_bytes(pair.draft.read_bytes())
+    assert from_json(run("-i", PROMPT, "-n", 20, "-j", 1, "--json"))["n_drafted"] > 0
+
+
+@pytest.mark.parametrize("command", [[], ["bench"]], ids=["main", "bench"])
+def test_help_fits_80_columns_and_names_every_option(
+    run: Run, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = run(*command, "--help")
+    assert (code, err) == (0, "")
+    assert max(map(cell_len, out.splitlines())) <= 80
+    names = ["--shape", "--json"] if command else [
+        "-m", "--model", "-d", "--draft", "-i", "--prompt", "-n", "--steps", "-t", "--temperature", "-p", "--top-p",
+        "-k", "--top-k", "-s", "--seed", "-g", "--gamma", "-z", "--tokenizer", "-j", "--threads", "--verify", "--plain",
+        "--json", "--help", "Models", "Sampling", "Speculation",
+    ]  # fmt: skip
+    for name in names:
+        assert re.search(rf"(?<![\w-]){name}(?![\w-])", out), name
+
+
+def test_the_version_is_told(run: Run) -> None:
+    assert run("--version") == (0, specdec.__version__ + "\n", "")
+
+
+# Real processes: pipes
+
+
+def shell(arguments: Sequence[object], **more: Any) -> "subprocess.CompletedProcess[bytes]":
+    command = [argument if isinstance(argument, bytes) else str(argument) for argument in (*COMMAND, *arguments)]
+    options = {"capture_output": True, "timeout": 120} | more
+    return subprocess.run(command, check=False, **options)  # type: ignore[call-overload, no-any-return]
+
+
+@contextlib.contextmanager
+def started(arguments: Sequence[object]) -> Iterator[Any]:
+    """A process with pipes that is gone at the end, whatever happened."""
+    command = [*COMMAND, *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+
+def test_through_a_pipe_stdout_is_the_text_alone(run: Run, pair: Pair) -> None:
+    text = from_json(run(*with_pair(pair, "-n", 60, "--json")))["text"]
+    done = shell(with_pair(pair, "-n", 60))
+    assert done.returncode == 0
+    assert done.stdout.decode() == text + "\n"
+    assert b"tok/s" in done.stderr
+    assert b"\x1b" not in done.stdout + done.stderr
+
+
+def test_a_pipe_stays_a_pipe_where_colour_is_forced(pair: Pair) -> None:
+    done = shell(with_pair(pair, "-n", 20), env=os.environ | {"FORCE_COLOR": "1"})
+    assert done.returncode == 0
+    assert b"\x1b" not in done.stdout
+    assert "│".encode() not in done.stdout
+
+
+def test_a_reader_that_has_seen_enough_ends_it_quietly(pair: Pair) -> None:
+    with started(endless(pair, "-n", 0)) as process:
+        assert process.stdout.read(10).decode().startswith(PROMPT)
+        process.stdout.close()
+        err = process.stderr.read()
+        code = process.wait(60)
+    assert err == b""
+    assert code in (0, 141, -signal.SIGPIPE)  # 141 is what a shell reports for SIGPIPE
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_a_full_disk_is_told_in_one_line(pair: Pair) -> None:
+    with open("/dev/full", "wb") as full:
+        done = shell(with_pair(pair, "-n", 20), stdout=full, stderr=subprocess.PIPE, capture_output=False)
+    assert done.returncode != 0
+    assert b"Traceback" not in done.stderr
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_bytes_that_are_no_text_are_refused_in_one_line(pair: Pair) -> None:
+    for arguments, word in (
+        (["-m", pair.target, "-i", b"caf\xe9"], "--prompt"),
+        (["-m", b"caf\xe9.bin"], "caf"),
+    ):
+        done = shell(arguments)
+        assert_refused((done.returncode, done.stdout.decode(), done.stderr.decode()), word)
+
+
+def test_ctrl_c_through_a_pipe_leaves_the_text_so_far(pair: Pair) -> None:
+    with started(endless(pair, "-n", 0)) as process:
+        start = process.stdout.read(100)
+        process.send_signal(signal.SIGINT)
+        out, err = start + process.stdout.read(), process.stderr.read()
+        code = process.wait(60)
+    assert code == 130
+    assert out.decode().startswith(PROMPT)
+    assert out.endswith(b"\n")
+    assert b"Traceback" not in err
+    assert b"interrupted" in err
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="needs the real weights of ../shared")
+def test_a_real_story_through_a_pipe(pair: Pair) -> None:
+    models = SHARED / "models"
+    done = shell(["-m", models / "stories3M.bin", "-d", models / "stories260K.bin", "-t", 0, "-n", 64, "--json"])
+    result = json.loads(done.stdout)
+    assert result["text"].startswith("Once upon a time")
+    assert result["acceptance_rate"] > 0.5
+    assert result["tokens_per_pass"] > 2
+
+
+# Real processes: terminals
+
+
+class Screen:
+    """A small terminal: rows that have scrolled out stay, and any escape code but the few that Rich needs is an error.
+
+    A row is a list of cells; the second cell of a wide character is empty. pictures: the window before each redrawing.
+    """
+
+    CODE = re.compile(r"\x1b\[(\??)([0-9;]*)([A-Za-z])")
+
+    def __init__(self, width: int, height: int) -> None:
+        self.width, self.height = width, height
+        self.rows: list[list[str]] = [[]]
+        self.wrapped = [False]
+        self.row = self.column = 0
+        self.cursor_hidden = self.hid_cursor = False
+        self.styles: set[int] = set()
+        self.pictures: list[str] = []
+
+    def feed(self, output: str) -> None:
+        at = 0
+        while at < len(output):
+            code = self.CODE.match(output, at)
+            if code:
+                self.control(*code.groups())
+                at = code.end()
+            else:
+                self.put(output[at])
+                at += 1
+
+    def control(self, private: str, numbers: str, letter: str) -> None:
+        if private == "?" and numbers == "25" and letter in "lh":
+            self.cursor_hidden = letter == "l"
+            self.hid_cursor |= self.cursor_hidden
+        elif (private, letter) == ("", "A"):
+            self.row = max(self.row - int(numbers or 1), self.top)
+        elif (private, numbers, letter) == ("", "2", "K"):
+            if any(self.rows[self.row]) and not any("".join(row) for row in self.rows[self.row + 1 :]):
+                self.pictures.append(self.window())
+            self.rows[self.row], self.wrapped[self.row] = [], False
+        elif (private, letter) == ("", "m"):
+            self.styles |= {int(n or 0) for n in numbers.split(";")}
+        else:
+            raise AssertionError(f"escape code {private}{numbers}{letter}")
+
+    @property
+    def top(self) -> int:
+        return max(0, len(self.rows) - self.height)
+
+    def put(self, character: str) -> None:
+        if character == "\n":
+            self.down()
+        elif character == "\r":
+            self.column = 0
+        else:
+            assert unicodedata.category(character) != "Cc", repr(character)
+            width = cell_len(character)
+            if self.column + width > self.width:
+                self.wrapped[self.row] = True
+                self.down()
+                self.column = 0
+            row = self.rows[self.row]
+            row += " " * (self.column + width - len(row))
+            row[self.column : self.column + width] = [character, ""][:width]
+            self.column += width
+
+    def down(self) -> None:
+        self.row += 1
+        if self.row == len(self.rows):
+            self.rows.append([])
+            self.wrapped.append(False)
+
+    def window(self) -> str:
+        return "\n".join(["".join(row) for row in self.rows[self.top :]])
+
+    def text(self) -> str:
+        """All that is left to see, with the rows joined that the terminal itself broke."""
+        pairs = zip(self.rows, self.wrapped, strict=True)
+        return "".join(["".join(row) + "\n" * (not wrapped) for row, wrapped in pairs])
+
+
+def in_terminal(
+    arguments: Sequence[object], width: int, height: int, interrupt_after: int | None = None, **environment: str
+) -> tuple[int, Screen, str]:
+    """Run in a pseudo-terminal of that size: exit code, screen, raw output. SIGINT after that many frames."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", height, width, 0, 0))
+    process = subprocess.Popen(
+        [*COMMAND, *map(str, arguments)], stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | environment
+    )
+    os.close(theirs)
+    raw, deadline = b"", time.monotonic() + 120
+    try:
+        while time.monotonic() < deadline:
+            if interrupt_after is not None and raw.count("╰".encode()) >= interrupt_after:
+                process.send_signal(signal.SIGINT)
+                interrupt_after = None
+            if select.select([ours], [], [], 0.05)[0]:
+                try:
+                    block = os.read(ours, 65536)
+                except OSError:  # how Linux says that the other side is closed
+                    break
+                if not block:
+                    break
+                raw += block
+        code = process.wait(max(1, deadline - time.monotonic()))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+        os.close(ours)
+    screen = Screen(width, height)
+    screen.feed(raw.decode())
+    return code, screen, raw.decode()
+
+
+def colours(screen: Screen) -> set[int]:
+    return {code for code in screen.styles if 30 <= code <= 49 or 90 <= code <= 107}
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10)])
+def test_a_terminal_shows_the_panel_and_then_the_story_once(run: Run, pair: Pair, width: int, height: int) -> None:
+    arguments = endless(pair, "-n", 2500)
+    result = from_json(run(*arguments, "--json"))
+    story = result["text"]
+    code, screen, raw = in_terminal(arguments, width, height)
+    assert code == 0
+    assert "loading" in raw
+    assert screen.hid_cursor
+    assert not screen.cursor_hidden
+    panels = [picture for picture in screen.pictures if "╰" in picture]
+    assert len(panels) > 1
+    for word in ("tok/s", "endless", f"/{result['n_generated']}", PROMPT):
+        assert any(word in picture for picture in panels), word
+    for picture in panels:
+        rows = picture.splitlines()
+        assert len(rows) <= height
+        assert sum("╭" in row for row in rows) == sum("╰" in row for row in rows) == 1
+    final = screen.text()
+    assert "╭" not in final
+    assert "╰" not in final
+    assert final.count(story) == 1
+    for label in ("prompt tokens", "acceptance rate", "tokens per pass", "tok/s"):
+        assert label in final[final.index(story) + len(story) :]
+    assert colours(screen)
+    assert raw.rindex("\x1b[?25h") > raw.rindex("\x1b[?25l")
+
+
+def test_without_colour_the_panel_is_there_and_has_none(pair: Pair) -> None:
+    code, screen, _ = in_terminal(with_pair(pair, "-n", 100), 80, 24, NO_COLOR="1")
+    assert code == 0
+    assert any("╭" in picture and "big + little" in picture for picture in screen.pictures)
+    assert not colours(screen)
+    assert 4 in screen.styles  # accepted tokens are underlined
+
+
+@pytest.mark.parametrize("arguments", [[], ["--plain"]], ids=["dumb", "plain"])
+def test_a_dumb_terminal_and_plain_get_the_text_alone(run: Run, pair: Pair, arguments: list[str]) -> None:
+    story = from_json(run(*with_pair(pair, "-n", 60, "--json")))["text"]
+    term = "xterm" if arguments else "dumb"
+    code, screen, raw = in_terminal(with_pair(pair, "-n", 60, *arguments), 80, 24, TERM=term)
+    assert code == 0
+    assert screen.text().startswith(story + "\n")
+    assert "╭" not in raw
+    assert "tok/s" in screen.text()
+    if not arguments:
+        assert "\x1b" not in raw
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10)])
+def test_ctrl_c_prints_what_there_is_and_restores_the_cursor(pair: Pair, width: int, height: int) -> None:
+    code, screen, raw = in_terminal(endless(pair, "-n", 0), width, height, interrupt_after=6)
+    assert code == 130
+    assert not screen.cursor_hidden
+    assert raw.rindex("\x1b[?25h") > raw.rindex("\x1b[?25l")
+    final = screen.text()
+    assert "╭" not in final
+    assert final.startswith(PROMPT)
+    assert len(final.split("prompt tokens")[0]) > 50
+    assert "interrupted" in final
+    assert "Traceback" not in final
+
+
+def test_a_bad_file_in_a_terminal_is_one_line_and_leaves_the_cursor(pair: Pair, tmp_path: Path) -> None:
+    (tmp_path / "empty.bin").touch()
+    code, screen, _ = in_terminal(["-m", tmp_path / "empty.bin"], 200, 24)
+    assert code == 2
+    assert not screen.cursor_hidden
+    assert re.fullmatch(r"specdec: \S+empty\.bin is empty.*", screen.text().strip())
+
+
+def test_a_model_that_writes_control_characters_cannot_move_the_cursor(run: Run, tmp_path: Path) -> None:
+    """`Screen` fails on any code that is not the panel's own."""
+    config = specdec.kernels.Config(64, 96, 1, 4, 2, 300, 20_000)
+    tensors = random_tensors(config, 3, 0.1)
+    tensors["tok_emb"][1:3] = 0
+    path = write_checkpoint(tmp_path / "wild.bin", config, tensors, version=1)
+    write_tokenizer(tmp_path / "tok300.bin", small_pieces())
+    prompt = "a\x1b[2J\x07"
+    arguments = ["-m", path, "-d", path, "-i", prompt, "-t", 1.5, "-k", 100, "-s", 2, "-n", 4000, "-j", 1]
+    assert from_json(run(*arguments, "--json"))["n_generated"] > 3000
+    code, screen, _ = in_terminal(arguments, 80, 24)
+    assert code == 0
+    assert screen.text().startswith("a[2J")

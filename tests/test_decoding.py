@@ -1,0 +1,309 @@
+"""The loop: the text is the target's own, the distribution is the target's, and the caches hold what they should."""
+
+import itertools
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from specdec import SpeculativeDecoder
+from specdec.decoding import (
+    MAX_GAMMA,
+    VERIFIERS,
+    CoupledVerifier,
+    Draft,
+    ModelDrafter,
+    Sampling,
+    Statistics,
+    decode,
+)
+from specdec.kernels import Config, Transformer, pack_weights
+from specdec.tokenizer import BOS, EOS
+from tests import reference
+from tests.checkpoints import SHARED, random_tensors
+
+real = pytest.mark.skipif(not SHARED.exists(), reason="needs the real pair in ../shared")
+SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
+
+
+def random_model(seed, vocab=105, seq_len=128, n_positions=None, layers=2, scale=None):
+    config = Config(40, 50, layers, 5, 1, vocab, seq_len)
+    tensors = random_tensors(config, seed) if scale is None else random_tensors(config, seed, scale)
+    return Transformer(config, pack_weights(config, tensors), 1, n_positions)
+
+
+def continuation(target, draft, sampling, gamma=4, verify="coupled", prompt=(BOS, 7, 9), max_tokens=60):
+    """The generated tokens and the statistics."""
+    verifier = VERIFIERS[verify](target.config.vocab_size, sampling)
+    drafter = ModelDrafter(draft, sampling, verifier.draft_noise) if draft else None
+    statistics, tokens = Statistics(len(prompt)), []
+    for step in decode(target, drafter, verifier, list(prompt), max_tokens, gamma):
+        statistics.add(step)
+        tokens += step.tokens
+    return tokens, statistics
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("seeds", [(0, 1), (2, 3)])
+def test_coupled_text_is_the_plain_text_for_every_gamma(sampling, seeds):
+    target, draft = random_model(seeds[0], layers=3), random_model(seeds[1])
+    plain, _ = continuation(target, None, sampling)
+    for gamma in range(1, 9):
+        assert continuation(target, draft, sampling, gamma)[0] == plain
+
+
+def test_a_draft_that_is_the_target_is_accepted_whole():
+    for sampling in SAMPLINGS:
+        target, twin = random_model(0), random_model(0)
+        plain, _ = continuation(target, None, sampling)
+        tokens, statistics = continuation(target, twin, sampling, gamma=4)
+        assert tokens == plain
+        assert statistics.n_accepted == statistics.n_drafted > 0
+
+
+class HostileDrafter:
+    """Proposes what the target will not say: always wrong, and of every length."""
+
+    def __init__(self, wrong):
+        self.wrong = wrong
+        self.lengths = itertools.cycle((3, 0, 1, 7))
+
+    def prefill(self, tokens):
+        pass
+
+    def propose(self, tokens, n):
+        return Draft([self.wrong] * min(n, next(self.lengths)), [])
+
+    def rollback(self, length):
+        pass
+
+
+def test_a_hostile_drafter_changes_nothing():
+    for sampling in SAMPLINGS:
+        target = random_model(0)
+        plain, _ = continuation(target, None, sampling)
+        wrong = next(token for token in range(3, 105) if token not in plain)
+        verifier = CoupledVerifier(105, sampling)
+        steps = list(decode(target, HostileDrafter(wrong), verifier, [BOS, 7, 9], 60, 8))
+        assert [token for step in steps for token in step.tokens] == plain
+        assert sum(step.n_accepted for step in steps) == 0 < sum(len(step.draft_tokens) for step in steps)
+
+
+@real
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.0])
+def test_coupled_text_of_the_real_pair_is_the_plain_text(temperature):
+    models = SHARED / "models"
+    plain = SpeculativeDecoder(models / "stories3M.bin")
+    for prompt, seed in (("Once upon a time", 1), ("The dragon was", 2)):
+        expected = plain.generate(prompt, 150, temperature, seed=seed).text
+        for gamma in range(1, 9):
+            decoder = SpeculativeDecoder(plain.target, models / "stories260K.bin", plain.tokenizer, gamma=gamma)
+            assert decoder.generate(prompt, 150, temperature, seed=seed).text == expected
+
+
+@real
+def test_stories260k_tells_its_golden_story():
+    golden = (SHARED / "golden" / "stories260K_t0_n257.txt").read_text()
+    decoder = SpeculativeDecoder(SHARED / "models" / "stories260K.bin")
+    assert decoder.generate("", 257, temperature=0).text == golden.rstrip("\n")
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("verify", VERIFIERS)
+def test_after_every_step_the_cache_holds_all_tokens_but_the_last(verify, sampling):
+    target, draft, fresh = random_model(0, layers=3), random_model(1), random_model(0, layers=3)
+    verifier = VERIFIERS[verify](105, sampling)
+    tokens = [BOS, 7, 9]
+    for step in decode(target, ModelDrafter(draft, sampling, verifier.draft_noise), verifier, [BOS, 7, 9], 40, 5):
+        tokens += step.tokens
+        if step.stop_reason in ("bos", "eos"):
+            break
+        n = len(tokens) - 1
+        assert target.cache.length == n
+        assert n - 1 <= draft.cache.length <= n  # one behind after a step whose proposals all stood
+        fresh.cache.rollback(0)
+        fresh.forward(tokens[:-1], 0)
+        panels = -(-n // 16)
+        keys = target.state.keys[:, :, :panels].swapaxes(3, 4).reshape(3, 1, -1, 8)[:, :, :n]
+        fresh_keys = fresh.state.keys[:, :, :panels].swapaxes(3, 4).reshape(3, 1, -1, 8)[:, :, :n]
+        np.testing.assert_array_equal(keys, fresh_keys)
+        np.testing.assert_array_equal(target.state.values[:, :, :, :n], fresh.state.values[:, :, :, :n])
+
+
+def sequences(target, draft, sampling_of, verify, n_runs, length):
+    """How often each continuation of `length` tokens came up in n_runs seeds."""
+    counts = {}
+    for seed in range(n_runs):
+        tokens, _ = continuation(target, draft, sampling_of(seed), 3, verify, [BOS, 3], length)
+        counts[tuple(tokens)] = counts.get(tuple(tokens), 0) + 1
+    return counts
+
+
+@pytest.mark.parametrize("verify", VERIFIERS)
+@pytest.mark.parametrize("filters", [(1.0, 0, 1.0), (0.8, 4, 0.9)])
+def test_continuations_follow_the_target_distribution_over_an_enumerated_vocabulary(verify, filters):
+    """All continuations of 3 tokens over 6, by the oracle's probabilities, an end mark ending one early.
+
+    Chi-square over 6,000 seeds, cells expected below 8 pooled; false alarm below 1e-6 a case, and the seeds are fixed.
+    """
+    temperature, top_k, top_p = filters
+    target, draft = (random_model(seed, vocab=6, seq_len=64, scale=0.05) for seed in (3, 4))
+    expected = {}
+
+    def enumerate_from(tokens, mass):
+        if len(tokens) == 5:
+            expected[tuple(tokens[2:])] = mass
+            return
+        logits = reference.forward(target.config, random_tensors(target.config, 3, 0.05), tokens)[-1]
+        for token, p in enumerate(reference.probabilities(logits, temperature, top_k, top_p)):
+            if p > 0 and token in (BOS, EOS):
+                ended = tuple(tokens[2:])
+                expected[ended] = expected.get(ended, 0) + mass * p
+            elif p > 0:
+                enumerate_from([*tokens, token], mass * p)
+
+    enumerate_from([BOS, 3], 1.0)
+    n_runs = 6000
+    counts = sequences(target, draft, lambda seed: Sampling(temperature, top_k, top_p, seed), verify, n_runs, 3)
+    assert set(counts) <= set(expected)
+    big = {cell: n_runs * p for cell, p in expected.items() if n_runs * p >= 8}
+    rest = n_runs - sum(big.values())
+    chi = sum((counts.get(cell, 0) - e) ** 2 / e for cell, e in big.items())
+    if rest >= 8:
+        chi += (sum(n for cell, n in counts.items() if cell not in big) - rest) ** 2 / rest
+    assert len(big) >= 12
+    assert chi < reference.chi_square_limit(len(big), 4.8)
+
+
+def test_rejection_mode_accepts_and_rejects_on_the_way():
+    _, statistics = continuation(random_model(0), random_model(1), Sampling(1.5, 0, 1.0, 3), verify="rejection")
+    assert 0 < statistics.n_accepted < statistics.n_drafted
+
+
+def test_a_short_draft_never_ends_the_story():
+    target, sampling = random_model(0, seq_len=128), Sampling(1.0, seed=11)
+    draft = random_model(0, seq_len=24, n_positions=128)  # the target's own weights, seen through a window of 24
+    plain, _ = continuation(target, None, sampling, max_tokens=200)
+    tokens, statistics = continuation(target, draft, sampling, max_tokens=200)
+    assert tokens == plain
+    assert len(tokens) > 60
+    assert statistics.n_accepted > 0
+
+
+def acceptance_by_position(target, draft, tokenizer, first):
+    """Accepted / drafted from position `first` on, over 24 sampled stories."""
+    accepted = drafted = 0
+    decoder = SpeculativeDecoder(target, draft, tokenizer)
+    for seed in range(1, 25):
+        position = len(decoder.encode("Once upon a time"))
+        for step in decoder.stream("Once upon a time", 495, temperature=0.8, seed=seed):
+            if position >= first:
+                accepted += step.n_accepted
+                drafted += len(step.draft_tokens)
+            position += len(step.tokens)
+    assert drafted > 3000
+    return accepted / drafted
+
+
+@real
+def test_a_window_of_128_keeps_nine_tenths_of_the_acceptance_of_the_whole_past():
+    """stories260K for stories3M from position 128 on: the stories are the same, only the draft's past is cut. Measured 0.99."""
+    models = SHARED / "models"
+    decoder = SpeculativeDecoder(models / "stories3M.bin", models / "stories260K.bin")
+    whole, tokenizer = decoder.draft, decoder.tokenizer
+    window = Transformer(replace(whole.config, seq_len=128), whole.weights, n_positions=512)
+    slid = acceptance_by_position(decoder.target, window, tokenizer, 128)
+    assert slid > 0.9 * acceptance_by_position(decoder.target, whole, tokenizer, 128)
+
+
+def test_generation_stops_at_an_end_mark_and_does_not_print_it():
+    stops = set()
+    for seed in range(40):
+        target, draft = random_model(3, vocab=6, scale=0.1), random_model(4, vocab=6, scale=0.1)
+        tokens, statistics = continuation(target, draft, Sampling(1.0, 0, 1.0, seed), prompt=(BOS, 5))
+        stops.add(statistics.stop_reason)
+        assert BOS not in tokens and EOS not in tokens
+        assert statistics.n_generated == len(tokens)
+        if statistics.stop_reason != "max_tokens":
+            assert len(tokens) < 60
+    assert {"bos", "eos"} <= stops
+
+
+def test_generation_stops_at_max_tokens_and_at_seq_len():
+    target, draft, greedy = random_model(0, seq_len=64), random_model(1, seq_len=64), Sampling(0.0)
+    for verify in VERIFIERS:
+        for n in (0, 1, 2, 5, 17):
+            tokens, statistics = continuation(target, draft, greedy, 4, verify, max_tokens=n)
+            assert (len(tokens), statistics.stop_reason) == (n, "max_tokens")
+        # the last of 65 tokens is never run, so 64 positions are enough for it
+        tokens, statistics = continuation(target, draft, greedy, 4, verify, max_tokens=1000)
+        assert (3 + len(tokens), statistics.stop_reason) == (65, "seq_len")
+
+
+def test_the_same_seed_gives_the_same_text_and_another_seed_another():
+    target, draft = random_model(0), random_model(1)
+    for verify in VERIFIERS:
+        first = continuation(target, draft, Sampling(1.0, 0, 1.0, 5), verify=verify)[0]
+        assert continuation(target, draft, Sampling(1.0, 0, 1.0, 5), verify=verify)[0] == first
+        assert continuation(target, draft, Sampling(1.0, 0, 1.0, 6), verify=verify)[0] != first
+
+
+def test_the_largest_gamma_fits_one_pass():
+    target, twin = random_model(0), random_model(0)
+    plain, _ = continuation(target, None, Sampling(0.0), max_tokens=100)
+    tokens, statistics = continuation(target, twin, Sampling(0.0), MAX_GAMMA, max_tokens=100)
+    assert tokens == plain
+    assert statistics.accepted_histogram[MAX_GAMMA] == 1
+
+
+def test_figures_of_the_statistics_agree_with_each_other():
+    tokens, s = continuation(random_model(0, layers=3), random_model(1), Sampling(0.0), max_tokens=12)
+    assert s.n_generated == len(tokens) == 12
+    assert s.n_generated == s.n_accepted + s.target_passes  # each pass adds one token of the target's own
+    assert sum(i * n for i, n in enumerate(s.accepted_histogram)) == s.n_accepted
+    assert sum(s.accepted_histogram) == s.target_passes
+    assert s.acceptance_rate == s.n_accepted / s.n_drafted
+    assert s.decode_seconds > s.draft_seconds > 0
+
+
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 1.1}, {"top_p": -0.1}, {"seed": -1}]
+)
+def test_sampling_out_of_range_is_refused_by_name(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Sampling(**bad)
+
+
+def test_the_library_gives_what_the_command_line_gives(pair):
+    decoder = SpeculativeDecoder(pair.target, pair.draft, gamma=3)
+    text, statistics = decoder.generate("ab", 30, temperature=0.9, top_k=50, top_p=0.95, seed=4)
+    plain = SpeculativeDecoder(pair.target).generate("ab", 30, temperature=0.9, top_k=50, top_p=0.95, seed=4)
+    assert text == plain.text
+    assert text.startswith("ab")
+    steps = list(decoder.stream("ab", 30, temperature=0.9, top_k=50, top_p=0.95, seed=4))
+    assert steps[0].is_prefill
+    assert sum(len(step.tokens) for step in steps) == statistics.n_generated
+
+
+def test_models_that_do_not_fit_are_refused(pair):
+    other = random_model(0, vocab=105)
+    with pytest.raises(ValueError, match="105"):
+        SpeculativeDecoder(pair.target, other)
+    with pytest.raises(ValueError, match="gamma"):
+        SpeculativeDecoder(pair.target, pair.draft, gamma=0)
+    with pytest.raises(ValueError, match="verify"):
+        SpeculativeDecoder(pair.target, pair.draft, verify="maybe")
+
+
+def test_a_consumer_that_stops_early_leaves_a_decoder_that_works(pair):
+    decoder = SpeculativeDecoder(pair.target, pair.draft)
+    expected = decoder.generate("ab", 30, seed=4).text
+    for _ in itertools.islice(decoder.stream("ab", 30, seed=9), 3):
+        pass
+    assert decoder.generate("ab", 30, seed=4).text == expected
+
+
+def test_the_suite_does_not_depend_on_the_working_directory(pair, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert SpeculativeDecoder(os.fspath(pair.target)).generate("a", 5, seed=1).statistics.n_prompt >= 1

@@ -1,0 +1,55 @@
+"""The house: who may import whom, and what the fresh clone promises."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# each room and the rooms below it that it may know
+MAY_IMPORT = {
+    "specdec": {"bench", "panel", "decoding", "checkpoint", "tokenizer", "kernels"},
+    "bench": {"kernels"},
+    "panel": {"decoding", "tokenizer"},
+    "decoding": {"kernels", "tokenizer"},
+    "checkpoint": {"kernels"},
+    "tokenizer": set(),
+    "kernels": set(),
+}
+OUTSIDE = {
+    "specdec": {"typer", "rich"},
+    "bench": {"numba", "numpy", "rich"},
+    "panel": {"rich"},
+    "decoding": {"numpy"},
+    "checkpoint": {"numpy"},
+    "tokenizer": set(),
+    "kernels": {"numba", "numpy", "llvmlite"},  # llvmlite is numba's own
+}
+
+
+def imports(room: str) -> list[str]:
+    tree = ast.parse((ROOT / f"{room}.py").read_text(encoding="utf-8"))
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            names += [f"specdec.{alias.name}" for alias in node.names] if module == "specdec" else [module]
+    return names
+
+
+def test_imports_point_one_way():
+    for room, below in MAY_IMPORT.items():
+        inside = {name.split(".")[1] for name in imports(room) if name.startswith("specdec.")}
+        assert inside <= below, f"{room} imports {inside - below}"
+
+
+def test_every_module_is_a_room_of_the_house():
+    assert {path.stem for path in ROOT.glob("*.py")} == set(MAY_IMPORT)
+
+
+def test_each_room_uses_only_the_packages_it_needs():
+    import sys
+
+    for room, packages in OUTSIDE.items():
+        outside = {name.split(".")[0] for name in imports(room)} - set(sys.stdlib_module_names) - {"specdec"}
+        assert outside <= packages, f"{room} imports {outside - packages}"
