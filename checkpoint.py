@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from specdec.kernels import Config, Float32
+from specdec.kernels import Config, Float32, memory_bytes
 
 MAGIC = 0x616B3432  # "ak42"
 V0_HEADER_BYTES, V1_HEADER_BYTES = 28, 256
@@ -64,14 +64,14 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _map(path: Path) -> Bytes:
-    if path.is_dir():
-        raise CheckpointError(f"{path} is a directory; expected a llama2.c checkpoint file")
     try:
+        if path.is_dir():
+            raise CheckpointError(f"{path} is a directory; expected a llama2.c checkpoint file")
         size = path.stat().st_size
         if size < V0_HEADER_BYTES:
             what = "is empty" if size == 0 else f"is truncated: {size} bytes cannot hold a header"
             raise CheckpointError(f"{path} {what}; expected a llama2.c checkpoint")
-        return np.memmap(path, np.uint8, mode="r")
+        return np.asarray(np.memmap(path, np.uint8, mode="r"))
     except (OSError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -127,15 +127,14 @@ def _check_size(path: Path, size: int, expected: int) -> None:
 
 
 def _check_memory(path: Path, config: Config) -> None:
-    """Refuse a seq_len that only costs memory once the KV cache is filled: version 1 says it without any bytes to show."""
-    needed = config.seq_len * 4 * (2 * config.n_layers * config.kv_dim + 4 * config.head_dim)
+    """Refuse what the machine cannot hold; a version 1 header may declare any seq_len without a byte to show for it."""
     if not hasattr(os, "sysconf"):
         return
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed, memory = memory_bytes(config), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
         raise CheckpointError(
-            f"{path} declares seq_len {config.seq_len}, whose KV cache takes {needed / 2**30:.0f} GiB; "
-            f"this machine has {memory / 2**30:.0f}"
+            f"{path} needs {needed / 2**30:.2f} GiB with its seq_len of {config.seq_len}; "
+            f"this machine has {memory / 2**30:.2f} GiB of memory"
         )
 
 

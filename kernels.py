@@ -31,7 +31,7 @@ from numba import carray, cfunc, njit, prange, types
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model
-from numba.np.unsafe.ndarray import to_fixed_tuple
+from numba.np.arrayobj import populate_array
 
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
@@ -389,51 +389,47 @@ def new_plan(state: State, weights: Weights) -> Int64:
     arrays: list[npt.NDArray[Any]] = [*state, *weights]
     plan = np.zeros(N_NUMBERS + SLOT * len(arrays), np.int64)
     for i, array in enumerate(arrays):
+        assert array.flags.c_contiguous  # the plan has no strides
         at = N_NUMBERS + SLOT * i
         plan[at] = array.ctypes.data
         plan[at + 1 : at + 1 + array.ndim] = array.shape
     return plan
 
 
-@intrinsic
-def pointer_to(typingctx, address, dtype):
-    """The address as a pointer to elements of that type."""
-    signature = types.CPointer(dtype.dtype)(types.intp, dtype)
+def _unpacker(named_tuple: Any, first: int, arrays: tuple[tuple[Any, int], ...]) -> Any:
+    """The intrinsic (plan) -> State or Weights: arrays (dtype, dimensions) from slot `first` on, as they lie in memory."""
+    array_types = [types.Array(dtype, n_dims, "C") for dtype, n_dims in arrays]
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+        def number(at: int) -> Any:
+            pointer = _element_pointer(context, builder, signature.args[0], args[0], ir.Constant(_i64, at), _i64)
+            return builder.load(pointer)
 
-    return signature, codegen
+        values = []
+        for i, kind in enumerate(array_types):
+            at = N_NUMBERS + SLOT * (first + i)
+            shape = [number(at + 1 + d) for d in range(kind.ndim)]
+            item_bytes = context.get_constant(types.intp, kind.dtype.bitwidth // 8)
+            strides = [item_bytes]
+            for size in reversed(shape[1:]):
+                strides.insert(0, builder.mul(strides[0], size))
+            array = context.make_array(kind)(context, builder)
+            data = builder.inttoptr(number(at), array.data.type)
+            populate_array(array, data, shape, strides, item_bytes, meminfo=None)
+            values.append(array._getvalue())
+        return context.make_tuple(builder, signature.return_type, values)
 
-
-@inlined
-def array_of(plan, i, dtype, n_dims):
-    """Array i of the plan, of n_dims dimensions."""
-    at = N_NUMBERS + SLOT * i
-    return carray(pointer_to(plan[at], dtype), to_fixed_tuple(plan[at + 1 : at + 1 + n_dims], n_dims))
-
-
-@inlined
-def state_of(plan):
-    return State(
-        array_of(plan, 0, np.int64, 1), array_of(plan, 1, np.int64, 1),
-        array_of(plan, 2, np.float32, 5), array_of(plan, 3, np.float32, 5),
-        array_of(plan, 4, np.float32, 2), array_of(plan, 5, np.float32, 2),
-        array_of(plan, 6, np.float32, 2), array_of(plan, 7, np.float32, 3),
-        array_of(plan, 8, np.float32, 2), array_of(plan, 9, np.float32, 2),
-        array_of(plan, 10, np.float32, 3), array_of(plan, 11, np.float32, 3),
-        array_of(plan, 12, np.float32, 2), array_of(plan, 13, np.float32, 2),
-        array_of(plan, 14, np.float32, 2),
-    )  # fmt: skip
+    return intrinsic(lambda typingctx, plan: (types.NamedTuple(array_types, named_tuple)(plan), codegen))
 
 
-@inlined
-def weights_of(plan):
-    return Weights(
-        array_of(plan, 15, np.float32, 3), array_of(plan, 16, np.float32, 2), array_of(plan, 17, np.float32, 4),
-        array_of(plan, 18, np.float32, 4), array_of(plan, 19, np.float32, 2), array_of(plan, 20, np.float32, 4),
-        array_of(plan, 21, np.float32, 4), array_of(plan, 22, np.float32, 1), array_of(plan, 23, np.float32, 3),
-    )  # fmt: skip
+_f, _i = types.float32, types.int64
+state_of = _unpacker(
+    State, 0,
+    ((_i, 1), (_i, 1), (_f, 5), (_f, 5), (_f, 2), (_f, 2), (_f, 2), (_f, 3), (_f, 2), (_f, 2), (_f, 3), (_f, 3), (_f, 2), (_f, 2), (_f, 2)),
+)  # fmt: skip
+weights_of = _unpacker(
+    Weights, len(State._fields), ((_f, 3), (_f, 2), (_f, 4), (_f, 4), (_f, 2), (_f, 4), (_f, 4), (_f, 1), (_f, 3))
+)
 
 
 @inlined
@@ -530,8 +526,10 @@ def softmax(scores, row, start, end, scale):
     """x = scores[row, start:end] becomes e^(scale (x - max x)) / sum; the rest of the vectors it touches becomes 0."""
     first = start // LANES * LANES
     last = (end + LANES - 1) // LANES * LANES
-    scores[row, first:start] = -np.inf
-    scores[row, end:last] = -np.inf
+    for s in range(first, start):
+        scores[row, s] = -np.inf
+    for s in range(end, last):
+        scores[row, s] = -np.inf
     base = row * scores.shape[1]
     top = splat(-np.inf)
     for s in range(first, last, LANES):
@@ -835,7 +833,7 @@ def partition(keys, first, last):
 @compiled
 def last_kept(keys, n, top_k, top_p):
     """The key that ends the shortest prefix, in rank order, of top_k tokens or a mass above top_p: a weighted quickselect."""
-    first, last, mass = 0, n, 0.0
+    first, last, mass = np.int64(0), n, 0.0
     while first < last:
         place, in_front = partition(keys, first, last)
         if place >= top_k or mass + in_front > top_p:
@@ -860,7 +858,8 @@ def probabilities(probs, logits, temperature, top_k, top_p, keys):
         probs[0] = 0.0
         probs[0, np.argmax(logits)] = 1.0
         return
-    probs[0, :n] = logits
+    for token in range(n):
+        probs[0, token] = logits[token]
     softmax(probs, 0, 0, n, np.float32(min(1.0 / temperature, 3e38)))
     limit_k = top_k if 0 < top_k < n else n
     limit_p = top_p if 0.0 < top_p < 1.0 else np.inf
@@ -868,7 +867,7 @@ def probabilities(probs, logits, temperature, top_k, top_p, keys):
         return
     # n - 1 tokens below this would not weigh 1 - top_p together, so none of them is in the set (run.c does the same)
     cutoff = np.float32((1.0 - limit_p) / (n - 1)) if limit_p < np.inf and n > 1 else np.float32(0.0)
-    m = 0
+    m = np.int64(0)  # a literal 0 would have the functions below compiled twice
     for token in range(n):
         if probs[0, token] >= cutoff:
             keys[m] = rank_key(probs[0, token], token)
@@ -981,25 +980,41 @@ def zeros(*shape: int) -> Float32:
     return buffer[start : start + n_bytes].view(np.float32).reshape(shape)
 
 
+@njit(parallel=True, cache=True, nogil=True)
+def fill_panels(panels, first, step, matrix, n_threads):
+    """panels[first + step i, k, r] = matrix[R i + r, k]: matrix (rows, k) into every step-th of panels (P, k, R)."""
+    rows, n = matrix.shape
+    n_panels = (rows + PANEL_ROWS - 1) // PANEL_ROWS
+    for i in prange(n_threads):
+        for panel in range(np.int64(i) * n_panels // n_threads, (np.int64(i) + 1) * n_panels // n_threads):
+            row = panel * PANEL_ROWS
+            for k in range(0, n, LANES):
+                for r in range(min(PANEL_ROWS, rows - row)):
+                    for j in range(k, min(k + LANES, n)):
+                        panels[first + step * panel, j, r] = matrix[row + r, j]
+
+
+def pack_matrix(panels: Float32, matrix: Float32, first: int = 0, step: int = 1) -> None:
+    """Fill every step-th of panels (P, k, R) from a matrix (rows, k); the rows that pad the last one stay zero."""
+    source = matrix.view()
+    source.flags.writeable = False  # as a mapped file is: one type, one compilation
+    fill_panels(panels, first, step, source, numba.get_num_threads())
+
+
+def _panels_of(rows: int) -> int:
+    return round_up(rows, PANEL_ROWS) // PANEL_ROWS
+
+
 def _pack(*layers: list[Float32]) -> Float32:
     """Panels (L, P, k, R) of the matrices (rows, k) of each layer, one below the other, each padded to whole panels."""
-    n_panels = [round_up(matrix.shape[0], PANEL_ROWS) // PANEL_ROWS for matrix in layers[0]]
-    packed = zeros(len(layers), sum(n_panels), layers[0][0].shape[1], PANEL_ROWS)
+    n_panels = sum(_panels_of(matrix.shape[0]) for matrix in layers[0])
+    packed = zeros(len(layers), n_panels, layers[0][0].shape[1], PANEL_ROWS)
     for panels, matrices in zip(packed, layers, strict=True):
         first = 0
-        for matrix, n in zip(matrices, n_panels, strict=True):
-            _pack_matrix(panels[first : first + n], matrix)
-            first += n
+        for matrix in matrices:
+            pack_matrix(panels, matrix, first)
+            first += _panels_of(matrix.shape[0])
     return packed
-
-
-def _pack_matrix(panels: Float32, matrix: Float32) -> None:
-    """Fill panels (P, k, R) from a matrix (rows, k); the rows that pad the last panel stay zero."""
-    rows, k = matrix.shape
-    whole = rows // PANEL_ROWS
-    panels[:whole] = matrix[: whole * PANEL_ROWS].reshape(whole, PANEL_ROWS, k).transpose(0, 2, 1)
-    if rows > whole * PANEL_ROWS:
-        panels[whole, :, : rows - whole * PANEL_ROWS] = matrix[whole * PANEL_ROWS :].T
 
 
 def _pad_rows(rows: Float32) -> Float32:
@@ -1013,10 +1028,10 @@ def pack_weights(config: Config, tensors: dict[str, Float32]) -> Weights:
     """The tensors of `Config.shapes` in the kernels' layout; w1 and w3 take turns, panel by panel."""
     t = tensors
     layers = range(config.n_layers)
-    gates = zeros(config.n_layers, 2 * round_up(config.hidden_dim, PANEL_ROWS) // PANEL_ROWS, config.dim, PANEL_ROWS)
+    gates = zeros(config.n_layers, 2 * _panels_of(config.hidden_dim), config.dim, PANEL_ROWS)
     for layer in layers:
-        _pack_matrix(gates[layer, 0::2], t["w1"][layer])
-        _pack_matrix(gates[layer, 1::2], t["w3"][layer])
+        pack_matrix(gates[layer], t["w1"][layer], 0, 2)
+        pack_matrix(gates[layer], t["w3"][layer], 1, 2)
     embedding = _pack([t["tok_emb"]])[0]
     return Weights(
         embedding=embedding,
@@ -1034,9 +1049,21 @@ def pack_weights(config: Config, tensors: dict[str, Float32]) -> Weights:
 def _rope_tables(head_dim: int, n_positions: int) -> tuple[Float32, Float32]:
     """cos and signed sin (S, K + LANES) of pos / 10000^(2i/K), periodic in K, so that a vector may begin in any row of a head."""
     rows = np.arange(head_dim + LANES) % head_dim
-    angles = np.arange(n_positions)[:, None] / 10000.0 ** (rows // 2 * 2 / head_dim)
-    sign = np.where(rows % 2 == 0, -1.0, 1.0)
-    return np.cos(angles).astype(np.float32), (np.sin(angles) * sign).astype(np.float32)
+    angles = np.arange(n_positions)[:, None] / 10000.0 ** (np.arange(0, head_dim, 2) / head_dim)
+    cos, sin = zeros(n_positions, rows.size), zeros(n_positions, rows.size)
+    cos[:] = np.cos(angles).astype(np.float32)[:, rows // 2]
+    sin[:] = np.sin(angles).astype(np.float32)[:, rows // 2] * np.where(rows % 2 == 0, -1, 1)
+    return cos, sin
+
+
+def memory_bytes(config: Config) -> int:
+    """About what the packed weights and a state of seq_len positions take."""
+    head_dim, groups = config.head_dim, config.n_layers * config.n_kv_heads
+    cache = groups * (head_dim + round_up(head_dim, LANES))
+    tables = 3 * (head_dim + LANES) + 4 * head_dim  # and what computing them takes for a moment
+    scores = available_threads() * TILE_TOKENS
+    n_weights = sum(math.prod(shape) for shape in config.shapes().values())
+    return 4 * (n_weights + config.seq_len * (cache + tables + scores))
 
 
 def new_state(config: Config, weights: Weights, n_positions: int, n_threads: int) -> State:
@@ -1090,10 +1117,10 @@ class Transformer:
         self.state = new_state(config, weights, self.n_positions, self.n_threads)
         self.cache = KVCache()
         self._plan = new_plan(self.state, weights)
-        self._plan_address, self._entry = self._plan.ctypes.data, entry_point()
-        self._one_region = self._threads_run_together()
+        self._plan_address = self._plan.ctypes.data
 
-    def _threads_run_together(self) -> bool:
+    @functools.cached_property
+    def _one_region(self) -> bool:
         """Whether barriers inside one parallel region are safe: TBB may run its tasks one after another, and limits from
         outside (OMP_THREAD_LIMIT) may leave fewer threads than asked for. A roll call of the threads tells."""
         self._run(0, 0)
@@ -1107,7 +1134,7 @@ class Transformer:
             first, last, n_tokens, self.cache.length, n_logits, self.config.seq_len, self.n_threads,
         )  # fmt: skip
         numba.set_num_threads(self.n_threads)
-        run_region(self._entry, self._plan_address, self.n_threads)
+        run_region(entry_point(), self._plan_address, self.n_threads)
 
     def forward(self, tokens: list[int], n_logits: int = 1) -> Float32:
         """Run tokens at the positions from cache.length on; logits (n_logits, V) of the last ones, valid until the next call.

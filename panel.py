@@ -157,7 +157,7 @@ class LivePanel:
     def draft(self, tokens: list[int]) -> None:
         now = self._clock()
         if now >= self._next_frame:
-            self._proposed = [Piece(text, "proposed", now) for text in self._stream.peek(tokens)]
+            self._proposed = [Piece(printable(text), "proposed", now) for text in self._stream.peek(tokens)]
             self._frame()
             self._proposed = []
 

@@ -14,7 +14,7 @@ sys.modules.setdefault("specdec", sys.modules[__name__])
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, cast
 
@@ -139,7 +139,7 @@ class SpeculativeDecoder:
 
     def warm_up(self) -> None:
         """Compile, or load from numba's cache, whatever a text needs, and touch the weights once."""
-        for _ in self.stream("", max_tokens=2 * self.gamma + 2):
+        for _ in self.stream("", max_tokens=2):
             pass
 
 
@@ -271,7 +271,7 @@ def tell(
     sampling = Sampling(temperature, top_k, top_p, seed or secrets.randbits(32) or 1)
     errors = Console(stderr=True)
     out = Console()
-    live = not (plain or as_json) and out.is_terminal and not out.is_dumb_terminal
+    live = not (plain or as_json) and sys.stdout.isatty() and not out.is_dumb_terminal
     settings = {
         "model": model,
         "draft": draft or None,
@@ -305,12 +305,13 @@ def tell(
         view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, gamma if draft else 0, title)
     else:
         view = PlainView(decoder.tokenizer, sys.stdout)
-    interrupted = _run(view, decoder, prompt, prompt_tokens, max_tokens, sampling, statistics)
-    if isinstance(view, SilentView):
-        times = {"load_seconds": loaded - begin, "warmup_seconds": warm - loaded}
-        print(to_json(statistics, view.text, view.tokens, **times, seed=sampling.seed, settings=settings))
-    else:
-        print_summary(errors, statistics, sampling.seed)
+    with writing():
+        interrupted = _run(view, decoder, prompt, prompt_tokens, max_tokens, sampling, statistics)
+        if isinstance(view, SilentView):
+            times = {"load_seconds": loaded - begin, "warmup_seconds": warm - loaded}
+            print(to_json(statistics, view.text, view.tokens, **times, seed=sampling.seed, settings=settings))
+        else:
+            print_summary(errors, statistics, sampling.seed)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
 
@@ -385,7 +386,21 @@ def bench(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="'--shape'") from None
     result = benchmark.run(config, threads or None)
-    print(benchmark.to_json(result)) if as_json else Console().print(benchmark.to_table(result, shape))
+    with writing():
+        print(benchmark.to_json(result)) if as_json else Console().print(benchmark.to_table(result, shape))
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Around all output: a reader that has seen enough ends it quietly, a full disk is told in one line."""
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        # let the interpreter's last flush go nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = BROKEN_PIPE if isinstance(error, BrokenPipeError) else _complain(f"cannot write the output: {error.strerror}")
+        raise typer.Exit(code) from None
 
 
 def main() -> None:
@@ -395,7 +410,6 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")  # a file name of no encoding, a story in an ASCII terminal
     try:
         code = app(standalone_mode=False)
-        sys.stdout.flush()
     except typer.Exit as done:
         code = done.exit_code
     except UsageError as error:
@@ -406,10 +420,6 @@ def main() -> None:
         code = _complain("not enough memory for this model")
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
-    except BrokenPipeError:
-        # whoever read the output has seen enough; let the interpreter's last flush go nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = BROKEN_PIPE
     sys.exit(code or 0)
 
 

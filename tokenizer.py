@@ -120,10 +120,12 @@ class TextStream:
 
 def _read(path: Path) -> tuple[list[bytes], list[float]]:
     """uint32 longest piece, then a float32 score, an int32 length and that many bytes for each token."""
-    if path.is_dir():
-        raise TokenizerError(f"{path} is a directory; expected a llama2.c tokenizer file")
     try:
+        if path.is_dir():
+            raise TokenizerError(f"{path} is a directory; expected a llama2.c tokenizer file")
         data = path.read_bytes()
+    except TokenizerError:
+        raise
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise TokenizerError(f"cannot read {path}: {reason}") from None

@@ -122,7 +122,7 @@ def damages(version: int) -> dict[str, Damage]:
         "one byte long": Damage(lambda data: data + b"\0", "too long"),
         "twice": Damage(lambda data: data + data, "too long"),
         "text": Damage(lambda data: b"Once upon a time, there was a little girl named Lily. " * 20, ""),
-        "dim not divisible by heads": Damage(field("n_heads", 3), "n_heads"),
+        "dim not divisible by heads": Damage(field("n_heads", 10), "n_heads 10"),
         "heads not divisible by kv heads": Damage(field("n_kv_heads", 3), "n_kv_heads"),
         "odd head size": Damage(field("n_heads", 16), "head_dim"),
         "NaN": Damage(with_last_float(float("nan")), "NaN"),

@@ -10,7 +10,7 @@ import pytest
 
 from specdec.checkpoint import CheckpointError, load_checkpoint
 from specdec.kernels import Config, Transformer, pack_weights
-from tests.checkpoints import DAMAGES, SHARED, Damage, checkpoint_bytes, random_tensors, write_checkpoint
+from tests.checkpoints import DAMAGES, SHARED, checkpoint_bytes, random_tensors, write_checkpoint
 
 SHARED_GQA = Config(48, 40, 2, 4, 2, 105, 16)
 UNSHARED_GQA = Config(48, 40, 2, 4, 2, 105, 16, shared_classifier=False)
@@ -107,9 +107,7 @@ def test_a_classifier_that_is_missing_or_in_excess_is_refused(tmp_path: Path) ->
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("version", [0, 1])
 @pytest.mark.parametrize("name", UNSHARED_GQA.shapes())
-def test_one_weight_that_is_not_finite_is_found_in_any_tensor(
-    tmp_path: Path, name: str, version: int, value: float
-) -> None:
+def test_one_weight_that_is_not_finite_is_found_in_any_tensor(tmp_path: Path, name: str, version: int, value: float) -> None:
     tensors = random_tensors(UNSHARED_GQA, 0)
     middle = tuple(n // 2 for n in tensors[name].shape)
     tensors[name][middle] = value
@@ -180,7 +178,7 @@ def test_a_directory_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
-    assert "too long" in message_of(tmp_path / ("a" * 300))
+    assert "name too long" in message_of(tmp_path / ("a" * 300))
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
@@ -190,12 +188,11 @@ def test_a_file_that_may_not_be_read_is_refused_by_name(tmp_path: Path) -> None:
     assert "ermission" in message_of(path)
 
 
-def test_int8_is_named_and_the_versions_that_can_be_read_too(tmp_path: Path) -> None:
+def test_int8_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.bin"
     version, damage = DAMAGES["version 1, version 2"]
-    assert isinstance(damage, Damage)
     path.write_bytes(damage.spoil(checkpoint_bytes(MHA, random_tensors(MHA, 0), version)))
-    message = message_of(path)
+    message = message_of(path).replace(str(path), "")
     assert "version 2" in message
     assert "int8" in message
 

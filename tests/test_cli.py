@@ -253,9 +253,7 @@ def test_a_prompt_that_just_fits_the_context_is_taken(run: Run, pair: Pair) -> N
     assert_refused(run("-m", pair.target, "-i", "x" * 127), "129")
 
 
-@pytest.mark.parametrize(
-    "shape", ["1,2", "42", "0,1,1,1,1,3,64", "64,96,1,3,1,300,64", "64,96,1,4,3,300,64", "a,b,c,d,e,f,g"]
-)
+@pytest.mark.parametrize("shape", ["1,2", "42", "0,1,1,1,1,3,64", "64,96,1,3,1,300,64", "64,96,1,4,3,300,64", "a,b,c,d,e,f,g"])
 def test_a_bad_shape_to_measure_is_refused(run: Run, shape: str) -> None:
     assert_refused(run("bench", "--shape", shape), "--shape")
 
@@ -402,9 +400,7 @@ def test_the_default_pair_is_used_where_no_model_is_named(run: Run, pair: Pair) 
 
 
 @pytest.mark.parametrize("command", [[], ["bench"]], ids=["main", "bench"])
-def test_help_fits_80_columns_and_names_every_option(
-    run: Run, monkeypatch: pytest.MonkeyPatch, command: list[str]
-) -> None:
+def test_help_fits_80_columns_and_names_every_option(run: Run, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     code, out, err = run(*command, "--help")
     assert (code, err) == (0, "")

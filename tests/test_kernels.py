@@ -230,7 +230,7 @@ def test_a_product_is_one_chain_of_fused_multiply_adds_in_ascending_k():
     rng = np.random.default_rng(0)
     w, x = rng.standard_normal((64, 33)).astype(np.float32), rng.standard_normal((17, 33)).astype(np.float32)
     panels = kernels.zeros(2, 33, kernels.PANEL_ROWS)
-    kernels._pack_matrix(panels, w)
+    kernels.pack_matrix(panels, w)
     out = kernels.zeros(17, 64)
     kernels.matmul(out, panels, x, 17, 0, 2, False)
     for t, r in ((0, 0), (3, 17), (8, 40), (16, 63)):

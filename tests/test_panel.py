@@ -55,9 +55,7 @@ class Stage:
             )
             for _ in range(2)
         )  # fmt: skip
-        self.panel = LivePanel(
-            tokenizer, self.console, self.statistics, MAX_TOKENS, gamma, "big + little", clock=self.clock
-        )
+        self.panel = LivePanel(tokenizer, self.console, self.statistics, MAX_TOKENS, gamma, "big + little", clock=self.clock)
 
     def __enter__(self) -> "Stage":
         self.panel.__enter__()
@@ -148,9 +146,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("size", SIZES + OTHER_SIZES, ids=str)
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_panel_is_never_wider_or_taller_than_the_terminal(
-    tokenizer: Tokenizer, size: tuple[int, int], text: str
-) -> None:
+def test_the_panel_is_never_wider_or_taller_than_the_terminal(tokenizer: Tokenizer, size: tuple[int, int], text: str) -> None:
     with Stage(tokenizer, *size) as stage:
         stage.assert_fits()
         stage.begin("Once")
@@ -408,6 +404,15 @@ def test_plain_text_comes_as_it_is_written_and_characters_come_whole(tokenizer: 
         assert out.getvalue() == "theé!"
         view.step(Step([FIRST_BYTE + 27, FIRST_BYTE + 91, FIRST_BYTE + first], [], 0, 0.0, 0.0))
     assert out.getvalue() == "theé![\ufffd\n"
+
+
+def test_plain_text_waits_in_no_buffer(tokenizer: Tokenizer) -> None:
+    written = io.BytesIO()
+    with PlainView(tokenizer, io.TextIOWrapper(written, encoding="utf-8", newline="")) as view:
+        view.begin(tokenizer.encode("the"))
+        assert written.getvalue() == b"the"
+        view.step(Step([FIRST_BYTE + 33], [], 0, 0.0, 0.0))
+        assert written.getvalue() == b"the!"
 
 
 def test_plain_text_ends_with_a_line_break_after_an_interrupt_too(tokenizer: Tokenizer) -> None:
