@@ -425,7 +425,8 @@ def _unpacker(named_tuple: Any, first: int, arrays: tuple[tuple[Any, int], ...])
 _f, _i = types.float32, types.int64
 state_of = _unpacker(
     State, 0,
-    ((_i, 1), (_i, 1), (_f, 5), (_f, 5), (_f, 2), (_f, 2), (_f, 2), (_f, 3), (_f, 2), (_f, 2), (_f, 3), (_f, 3), (_f, 2), (_f, 2), (_f, 2)),
+    ((_i, 1), (_i, 1), (_f, 5), (_f, 5), (_f, 2), (_f, 2), (_f, 2), (_f, 3),
+     (_f, 2), (_f, 2), (_f, 3), (_f, 3), (_f, 2), (_f, 2), (_f, 2)),
 )  # fmt: skip
 weights_of = _unpacker(
     Weights, len(State._fields), ((_f, 3), (_f, 2), (_f, 4), (_f, 4), (_f, 2), (_f, 4), (_f, 4), (_f, 1), (_f, 3))
