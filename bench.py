@@ -10,7 +10,7 @@ import numba
 import numpy as np
 from rich.table import Table
 
-from specdec.kernels import MAX_TOKENS, Config, Transformer, available_threads, pack_weights, read_all, zeros
+from specdec.kernels import MAX_TOKENS, Config, Transformer, all_finite, available_threads, pack_weights, zeros
 
 SHAPES = {  # the public stories models: dim, hidden_dim, layers, heads, kv heads, vocabulary, seq_len
     "15M": (288, 768, 6, 6, 6, 32000, 256),
@@ -34,7 +34,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """dram_gb_per_s: what `read_all` reached in the same run, the median of as many rounds."""
+    """dram_gb_per_s: what reading a block reached in the same run, the median of as many rounds."""
 
     dram_gb_per_s: float
     threads: int
@@ -69,7 +69,7 @@ def run(config: Config, n_threads: int | None = None) -> Result:
     n_weights = sum(tensor.size for tensor in tensors.values())
     model = Transformer(config, pack_weights(config, tensors), n_threads)
     del tensors
-    block, sums = zeros(READ_BYTES // 4), zeros(model.n_threads)
+    block = zeros(READ_BYTES // 4)
     block[:] = 1.0
 
     def forward(n_tokens: int) -> Callable[[], object]:
@@ -81,7 +81,7 @@ def run(config: Config, n_threads: int | None = None) -> Result:
 
     def read() -> object:
         numba.set_num_threads(model.n_threads)
-        return read_all(block, sums, model.n_threads)
+        return all_finite(block)
 
     jobs = [read, *(forward(n) for n in TOKENS)]
     for job in jobs:

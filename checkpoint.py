@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from specdec.kernels import Config, Float32, memory_bytes
+from specdec.kernels import Config, Float32, all_finite, memory_bytes
 
 MAGIC = 0x616B3432  # "ak42"
 V0_HEADER_BYTES, V1_HEADER_BYTES = 28, 256
@@ -140,7 +140,5 @@ def _check_memory(path: Path, config: Config) -> None:
 
 def _check_finite(path: Path, tensors: dict[str, Float32]) -> None:
     for name, tensor in tensors.items():
-        for part in tensor if tensor.ndim > 1 else [tensor]:
-            # a NaN is its array's minimum and its maximum
-            if not (math.isfinite(part.min()) and math.isfinite(part.max())):
-                raise CheckpointError(f"{path} is damaged: {name} holds NaN or infinite weights")
+        if not all_finite(tensor):
+            raise CheckpointError(f"{path} is damaged: {name} holds NaN or infinite weights")

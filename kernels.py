@@ -1166,12 +1166,26 @@ def available_threads() -> int:
 
 
 @njit(parallel=True, cache=True, nogil=True)
-def read_all(array, sums, n_threads):
-    """sums[thread] = the sum of that thread's share of the array: what memory bandwidth is measured with."""
+def read_all(sums, array, n_threads):
+    """sums[thread] = the sum of 0 x over that thread's share of the array (n,): NaN if and only if it holds NaN or infinity."""
+    zero = np.float32(0.0)
     for i in prange(n_threads):
         first, last = np.int64(i) * array.size // n_threads, (np.int64(i) + 1) * array.size // n_threads
-        a, b, c, d = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
-        for at in range(first, last - 4 * LANES + 1, 4 * LANES):
-            a, b = add(a, load(array, at)), add(b, load(array, at + LANES))
-            c, d = add(c, load(array, at + 2 * LANES)), add(d, load(array, at + 3 * LANES))
-        sums[i] = reduce_add(add(add(a, b), add(c, d)))
+        a, b, c, d = splat(zero), splat(zero), splat(zero), splat(zero)
+        whole = first + (last - first) // (4 * LANES) * (4 * LANES)
+        for at in range(first, whole, 4 * LANES):
+            a, b = fma(load(array, at), splat(zero), a), fma(load(array, at + LANES), splat(zero), b)
+            c, d = fma(load(array, at + 2 * LANES), splat(zero), c), fma(load(array, at + 3 * LANES), splat(zero), d)
+        total = reduce_add(add(add(a, b), add(c, d)))
+        for at in range(whole, last):
+            total += zero * array[at]
+        sums[i] = total
+
+
+def all_finite(array: Float32) -> bool:
+    """Whether no element of a C-contiguous array is NaN or infinite, at the speed of memory."""
+    flat = array.reshape(-1)
+    flat.flags.writeable = False  # as a mapped file is: one type, one compilation
+    sums = zeros(numba.get_num_threads())
+    read_all(sums, flat, sums.size)
+    return not np.isnan(sums).any()
