@@ -67,6 +67,8 @@ def _map(path: Path) -> Bytes:
     try:
         if path.is_dir():
             raise CheckpointError(f"{path} is a directory; expected a llama2.c checkpoint file")
+        if path.exists() and not path.is_file():
+            raise CheckpointError(f"{path} is no regular file; expected a llama2.c checkpoint file")
         size = path.stat().st_size
         if size < V0_HEADER_BYTES:
             what = "is empty" if size == 0 else f"is truncated: {size} bytes cannot hold a header"

@@ -26,6 +26,7 @@ from specdec.tokenizer import BOS, EOS
 
 Verify = Literal["coupled", "rejection"]
 StopReason = Literal["bos", "eos", "max_tokens", "seq_len", "interrupted"]
+END_MARKS = (BOS, EOS)
 MAX_GAMMA = kernels.MAX_TOKENS - 1
 TARGET_NOISE, DRAFT_NOISE, ACCEPT_NOISE = range(3)
 
@@ -218,16 +219,19 @@ VERIFIERS: dict[str, type[CoupledVerifier]] = {"coupled": CoupledVerifier, "reje
 
 
 def verify(logits: Float32, draft: Draft, verifier: CoupledVerifier, position: int) -> tuple[list[int], int]:
-    """The target's tokens from `position` on, up to and with the first that is not the proposal; how many proposals stood.
+    """The target's tokens from `position` on, up to and with an end mark or the first that is not the proposal; how many stood.
 
     logits: (len(draft.tokens) + 1, V).
     """
     tokens: list[int] = []
+    n_accepted = 0
     for i, row in enumerate(logits):
         tokens.append(verifier.token(row, draft, i, position + i))
-        if i == len(draft.tokens) or tokens[i] != draft.tokens[i]:
+        stands = i < len(draft.tokens) and tokens[i] == draft.tokens[i]
+        n_accepted += stands
+        if not stands or tokens[i] in END_MARKS:
             break
-    return tokens, len(tokens) - 1
+    return tokens, n_accepted
 
 
 def decode(
@@ -263,7 +267,8 @@ def decode(
         resumed = time.perf_counter()
         logits = target.forward(tokens[target.cache.length :] + draft.tokens, n_logits=len(draft.tokens) + 1)
         new, n_accepted = verify(logits, draft, verifier, len(tokens))
-        new, stop = _until_end(new)
+        if new[-1] in END_MARKS:
+            stop = "bos" if new.pop() == BOS else "eos"
         tokens += new
         target.cache.rollback(len(tokens) - 1)
         if drafter:
@@ -272,11 +277,3 @@ def decode(
             stop = "seq_len" if limit > target.n_positions else "max_tokens"
         seconds = time.perf_counter() - resumed + drafted - begin
         yield Step(new, draft.tokens, n_accepted, seconds, drafted - begin, stop_reason=stop)
-
-
-def _until_end(tokens: list[int]) -> tuple[list[int], StopReason | None]:
-    """The tokens before the first end mark, and which mark it was."""
-    for i, token in enumerate(tokens):
-        if token in (BOS, EOS):
-            return tokens[:i], "bos" if token == BOS else "eos"
-    return tokens, None

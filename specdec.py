@@ -3,6 +3,7 @@
 python specdec.py -m stories42M.bin -d stories15M.bin -i "Once upon a time"
 """
 
+import io
 import os
 import sys
 
@@ -34,7 +35,7 @@ from specdec.decoding import (
     decode,
 )
 from specdec.kernels import Transformer, available_threads, pack_weights
-from specdec.panel import LivePanel, PlainView, SilentView, View, print_summary, to_json
+from specdec.panel import LivePanel, PlainView, SilentView, View, print_summary, printable, to_json
 from specdec.tokenizer import Tokenizer, TokenizerError
 
 __all__ = ["Generation", "Sampling", "SpeculativeDecoder", "Statistics", "Step"]
@@ -405,9 +406,11 @@ def writing() -> Iterator[None]:
 
 def main() -> None:
     """The command line: one line on stderr and exit code 2 for whatever the person at the keyboard can mend."""
+    # a closed stream is None: what goes there is lost; a file name of no encoding, or a story in an ASCII terminal, still prints
+    sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # a file name of no encoding, a story in an ASCII terminal
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = app(standalone_mode=False)
     except typer.Exit as done:
@@ -424,7 +427,7 @@ def main() -> None:
 
 
 def _complain(message: str) -> int:
-    print(f"specdec: {' '.join(message.split())}", file=sys.stderr)
+    print(f"specdec: {printable(' '.join(message.split()))}", file=sys.stderr)
     return 2
 
 

@@ -123,6 +123,8 @@ def _read(path: Path) -> tuple[list[bytes], list[float]]:
     try:
         if path.is_dir():
             raise TokenizerError(f"{path} is a directory; expected a llama2.c tokenizer file")
+        if path.exists() and not path.is_file():
+            raise TokenizerError(f"{path} is no regular file; expected a llama2.c tokenizer file")
         data = path.read_bytes()
     except TokenizerError:
         raise

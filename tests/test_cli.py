@@ -474,6 +474,12 @@ def test_a_full_disk_is_told_in_one_line(pair: Pair) -> None:
     assert done.stderr.count(b"\n") == 1
 
 
+def test_a_closed_stdout_is_no_traceback(pair: Pair) -> None:
+    command = ["sh", "-c", 'exec "$0" "$@" >&-', *COMMAND, *map(str, with_pair(pair, "-n", 20))]
+    done = subprocess.run(command, check=False, stderr=subprocess.PIPE, timeout=120)
+    assert b"Traceback" not in done.stderr
+
+
 def test_bytes_that_are_no_text_are_refused_in_one_line(pair: Pair) -> None:
     for arguments, word in (
         (["-m", pair.target, "-i", b"caf\xe9"], "--prompt"),

@@ -57,9 +57,11 @@ def test_a_draft_that_is_the_target_is_accepted_whole():
     for sampling in SAMPLINGS:
         target, twin = random_model(0), random_model(0)
         plain, _ = continuation(target, None, sampling)
-        tokens, statistics = continuation(target, twin, sampling, gamma=4)
-        assert tokens == plain
-        assert statistics.n_accepted == statistics.n_drafted > 0
+        drafter = ModelDrafter(twin, sampling, CoupledVerifier.draft_noise)
+        steps = list(decode(target, drafter, CoupledVerifier(105, sampling), [BOS, 7, 9], 60, 4))
+        assert [token for step in steps for token in step.tokens] == plain
+        # behind an end mark nothing is judged any more
+        assert all(step.n_accepted == len(step.draft_tokens) for step in steps if step.stop_reason not in ("bos", "eos"))
 
 
 class HostileDrafter:
@@ -227,6 +229,8 @@ def test_generation_stops_at_an_end_mark_and_does_not_print_it():
         assert statistics.n_generated == len(tokens)
         if statistics.stop_reason != "max_tokens":
             assert len(tokens) < 60
+            # an accepted end mark counts as accepted, and nothing behind it does
+            assert statistics.n_accepted <= len(tokens) + 1
     assert {"bos", "eos"} <= stops
 
 
