@@ -225,21 +225,51 @@ def tell(
             help="Tokenizer. By default tok<vocab>.bin or tokenizer.bin beside the model, else in models/.",
         ),
     ] = "",
-    prompt: Annotated[str, option("-i", "--prompt", group="Text", help="What the text begins with.")] = DEFAULT_PROMPT,
+    prompt: Annotated[
+        str, option("-i", "--prompt", group="Text", metavar="TEXT", help="What the text begins with.")
+    ] = DEFAULT_PROMPT,
     steps: Annotated[
-        int, option("-n", "--steps", group="Text", min=0, help="Tokens in all, prompt included. 0: up to the target's seq_len.")
+        int,
+        option(
+            "-n",
+            "--steps",
+            group="Text",
+            metavar="N",
+            min=0,
+            help="Tokens in all, prompt included. 0: up to the target's seq_len.",
+        ),
     ] = 256,
-    temperature: Annotated[float, option("-t", "--temperature", group="Sampling", min=0.0, help="0 is greedy.")] = 1.0,
+    temperature: Annotated[
+        float, option("-t", "--temperature", group="Sampling", metavar="X", min=0.0, help="0 is greedy.")
+    ] = 1.0,
     top_p: Annotated[
         float,
-        option("-p", "--top-p", group="Sampling", min=0.0, max=1.0, help="Keep the smallest set heavier than this. 0, 1: off."),
+        option(
+            "-p",
+            "--top-p",
+            group="Sampling",
+            metavar="X",
+            min=0.0,
+            max=1.0,
+            help="Keep the smallest set heavier than this. 0, 1: off.",
+        ),
     ] = 0.9,
-    top_k: Annotated[int, option("-k", "--top-k", group="Sampling", min=0, help="Keep this many tokens. 0: off.")] = 0,
+    top_k: Annotated[
+        int, option("-k", "--top-k", group="Sampling", metavar="N", min=0, help="Keep this many tokens. 0: off.")
+    ] = 0,
     seed: Annotated[
-        int, option("-s", "--seed", group="Sampling", min=0, max=2**63 - 1, help="Same seed, same text. 0: a new one each time.")
+        int,
+        option(
+            "-s",
+            "--seed",
+            group="Sampling",
+            metavar="N",
+            min=0,
+            help="Same seed, same text. 0: a new one each time.",
+        ),
     ] = 0,
     gamma: Annotated[
-        int, option("-g", "--gamma", group="Speculation", min=1, max=MAX_GAMMA, help="Draft tokens per step (γ).")
+        int, option("-g", "--gamma", group="Speculation", metavar="N", min=1, max=MAX_GAMMA, help="Draft tokens per step (γ).")
     ] = 4,
     verify: Annotated[
         str,
@@ -250,7 +280,9 @@ def tell(
             help="coupled: the text is the plain run's of the same seed. rejection: same distribution (Leviathan et al. 2023).",
         ),
     ] = "coupled",
-    threads: Annotated[int, option("-j", "--threads", group="Machine", min=0, help="CPU threads. 0: all cores.")] = 0,
+    threads: Annotated[
+        int, option("-j", "--threads", group="Machine", metavar="N", min=0, help="CPU threads. 0: all cores.")
+    ] = 0,
     plain: Annotated[
         bool, option("--plain", group="Output", help="No panel: the text on stdout as it comes, the summary on stderr.")
     ] = False,
@@ -259,8 +291,9 @@ def tell(
 ) -> None:
     """Speculative decoding of llama2.c models on the CPU.
 
-    A small draft model proposes tokens, the target judges several of them in one pass, and you see which ones stood. The text
-    is the one that the target alone would have written with the same seed.
+    A small draft model proposes tokens, the target judges several of them in
+    one pass, and you see which ones stood. The text is the one that the target
+    alone would have written with the same seed.
     """
     if context.invoked_subcommand:
         return
@@ -377,7 +410,7 @@ def bench(
             help="15M, 42M, 110M, or dim,hidden,layers,heads,kv,vocab,seq.",
         ),
     ] = "42M",
-    threads: Annotated[int, option("-j", "--threads", group="Bench", min=0, help="CPU threads. 0: all cores.")] = 0,
+    threads: Annotated[int, option("-j", "--threads", group="Bench", metavar="N", min=0, help="CPU threads. 0: all cores.")] = 0,
     as_json: Annotated[bool, option("--json", group="Bench", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Time passes over T tokens of a model with random weights, beside the memory bandwidth they are up against."""
@@ -416,7 +449,8 @@ def main() -> None:
     except typer.Exit as done:
         code = done.exit_code
     except UsageError as error:
-        code = _complain(error.format_message())  # type: ignore[attr-defined]
+        message = error.format_message()  # type: ignore[attr-defined]
+        code = _complain(f"{message} A model is named with -m." if message.startswith("No such command") else message)
     except (CheckpointError, TokenizerError, ValueError) as error:
         code = _complain(str(error))
     except MemoryError:

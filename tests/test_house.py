@@ -1,7 +1,11 @@
 """The house: who may import whom, and what the fresh clone promises."""
 
 import ast
+import sys
+from importlib import metadata
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 # each room and the rooms below it that it may know
@@ -48,8 +52,16 @@ def test_every_module_is_a_room_of_the_house():
 
 
 def test_each_room_uses_only_the_packages_it_needs():
-    import sys
-
     for room, packages in OUTSIDE.items():
         outside = {name.split(".")[0] for name in imports(room)} - set(sys.stdlib_module_names) - {"specdec"}
         assert outside <= packages, f"{room} imports {outside - packages}"
+
+
+def test_an_installation_puts_one_package_on_the_path():
+    """Hugging Face publishes a top-level package `kernels`; nothing of ours may lie where it is looked for."""
+    try:
+        files = metadata.files("specdec") or []
+    except metadata.PackageNotFoundError:
+        pytest.skip("specdec is not installed")
+    tops = {file.parts[0] for file in files}
+    assert {top for top in tops if not top.endswith(".dist-info") and top != ".."} == {"specdec"}
