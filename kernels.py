@@ -30,15 +30,13 @@ from llvmlite import ir
 from numba import carray, cfunc, njit, prange, types
 from numba.core import cgutils
 from numba.core.registry import cpu_target
-from numba.extending import intrinsic, models, register_model
+from numba.extending import intrinsic, models, register_jitable, register_model
 from numba.np.arrayobj import populate_array
 
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
 
-LANES = (
-    16  # floats of one vector on every machine, so that results do not depend on it; LLVM splits it where registers are shorter
-)
+LANES = 16  # floats of a vector, on every machine alike for the sake of the bits; LLVM splits it where registers are shorter
 PANEL_ROWS = 2 * LANES  # divides 288, 512, 768, 1376, 2048 and 32000, so the known models carry no padding
 MAX_TOKENS = 64  # tokens of one pass; longer prompts go in blocks
 RMS_EPS = np.float32(1e-5)
@@ -58,6 +56,13 @@ FOREVER = -1
 
 compiled = njit(cache=True, nogil=True, error_model="numpy")
 inlined = njit(inline="always", error_model="numpy")
+
+
+@register_jitable
+def round_up(n: int, multiple: int) -> int:
+    """n, or the next multiple above it."""
+    return (n + multiple - 1) // multiple * multiple
+
 
 # --------------------------------------------------------------------------------------------------------------------
 # Intrinsics: vectors of LANES floats, the tile, and what a barrier needs
@@ -382,12 +387,13 @@ class State(NamedTuple):
 # of State and Weights. Handing 24 arrays to a parallel region instead costs 8 us a call and seconds of compilation.
 FIRST, LAST, N_TOKENS, POS, N_LOGITS, WINDOW, N_THREADS, N_NUMBERS = range(8)
 SLOT = 6  # an address and up to 5 dimensions
+PLAN_SIZE = N_NUMBERS + SLOT * (len(State._fields) + len(Weights._fields))
 
 
 def new_plan(state: State, weights: Weights) -> Int64:
     """The plan of a model, its numbers still zero."""
     arrays: list[npt.NDArray[Any]] = [*state, *weights]
-    plan = np.zeros(N_NUMBERS + SLOT * len(arrays), np.int64)
+    plan = np.zeros(PLAN_SIZE, np.int64)
     for i, array in enumerate(arrays):
         assert array.flags.c_contiguous  # the plan has no strides
         at = N_NUMBERS + SLOT * i
@@ -431,12 +437,6 @@ state_of = _unpacker(
 weights_of = _unpacker(
     Weights, len(State._fields), ((_f, 3), (_f, 2), (_f, 4), (_f, 4), (_f, 2), (_f, 4), (_f, 4), (_f, 1), (_f, 3))
 )
-
-
-@inlined
-def padded(n, multiple):
-    """n rounded up to a multiple."""
-    return (n + multiple - 1) // multiple * multiple
 
 
 @compiled
@@ -625,8 +625,8 @@ def project_qkv(state, weights, layer, pos, n_tokens, thread, n_threads):
     keys, values = state.keys[layer], state.values[layer]
     dim, head_dim = w.shape[1], keys.shape[2]
     kv_rows = keys.shape[0] * head_dim
-    first_k = padded(dim, PANEL_ROWS)
-    first_v = first_k + padded(kv_rows, PANEL_ROWS)
+    first_k = round_up(dim, PANEL_ROWS)
+    first_v = first_k + round_up(kv_rows, PANEL_ROWS)
     rms_norm(state.normed[thread], state.x, weights.rms_att[layer], dim, n_tokens)
     first, last = share(w.shape[0], thread, n_threads)
     matmul(state.qkv, w, state.normed[thread], n_tokens, first, last, False)
@@ -664,7 +664,7 @@ def attention(state, weights, layer, pos, n_tokens, window, thread, n_threads):
 
 @inlined
 def residual(state, w, x, n_tokens, thread, n_threads):
-    """x += W input: the residual is where the chains of products start."""
+    """state.x += W x: the residual is where the chains of products start."""
     first, last = share(w.shape[0], thread, n_threads)
     matmul(state.x, w, x, n_tokens, first, last, True)
 
@@ -702,10 +702,10 @@ def run_phase(plan, state, weights, phase, thread):
         project_qkv(state, weights, layer, pos, n_tokens, thread, n_threads)
     elif step == 1:
         attention(state, weights, layer, pos, n_tokens, plan[WINDOW], thread, n_threads)
-    elif step == 3:
-        feed_forward(state, weights, layer, n_tokens, thread, n_threads)
     elif step == 2:
         residual(state, weights.wo[layer], state.heads, n_tokens, thread, n_threads)
+    elif step == 3:
+        feed_forward(state, weights, layer, n_tokens, thread, n_threads)
     else:
         residual(state, weights.w2[layer], state.hidden, n_tokens, thread, n_threads)
 
@@ -729,7 +729,7 @@ def run_phases(plan_pointer, thread):
 
     With no phases, a roll call: a thread that meets all others before it loses patience adds N_THREADS to the arrivals.
     """
-    plan = carray(plan_pointer, N_NUMBERS + SLOT * 24)
+    plan = carray(plan_pointer, PLAN_SIZE)
     state, weights = state_of(plan), weights_of(plan)
     first, last, n_threads = plan[FIRST], plan[LAST], plan[N_THREADS]
     if first == last and wait_for(state.arrivals, n_threads, ROLL_CALL_SLEEPS):
@@ -967,10 +967,6 @@ class Config:
             "rms_final": (dim,),
         }
         return shapes if self.shared_classifier else shapes | {"wcls": (self.vocab_size, dim)}
-
-
-def round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 def zeros(*shape: int) -> Float32:
