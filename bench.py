@@ -10,7 +10,17 @@ import numba
 import numpy as np
 from rich.table import Table
 
-from specdec.kernels import MAX_TOKENS, Config, Transformer, all_finite, available_threads, pack_weights, zeros
+from specdec.kernels import (
+    MAX_TOKENS,
+    Config,
+    Transformer,
+    all_finite,
+    available_threads,
+    memory_bytes,
+    pack_weights,
+    physical_memory_bytes,
+    zeros,
+)
 
 SHAPES = {  # the public stories models: dim, hidden_dim, layers, heads, kv heads, vocabulary, seq_len
     "15M": (288, 768, 6, 6, 6, 32000, 256),
@@ -55,6 +65,8 @@ def parse_shape(text: str) -> Config:
     config = Config(dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len)
     if config.dim % config.n_heads or config.n_heads % config.n_kv_heads or config.head_dim % 2:
         raise ValueError(f"{text!r}: dim must be divisible by heads into an even head size, and heads by kv heads.")
+    if 2 * memory_bytes(config) > physical_memory_bytes():
+        raise ValueError(f"{text!r}: making and packing it takes {2 * memory_bytes(config) / 2**30:.0f} GiB, more than there is.")
     if config.seq_len < MAX_TOKENS:
         raise ValueError(f"{text!r}: seq must be {MAX_TOKENS} or more, the longest pass that is timed.")
     return config

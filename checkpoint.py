@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from specdec.kernels import Config, Float32, all_finite, memory_bytes
+from specdec.kernels import Config, Float32, all_finite, memory_bytes, physical_memory_bytes
 
 MAGIC = 0x616B3432  # "ak42"
 V0_HEADER_BYTES, V1_HEADER_BYTES = 28, 256
@@ -130,9 +130,7 @@ def _check_size(path: Path, size: int, expected: int) -> None:
 
 def _check_memory(path: Path, config: Config) -> None:
     """Refuse what the machine cannot hold; a version 1 header may declare any seq_len without a byte to show for it."""
-    if not hasattr(os, "sysconf"):
-        return
-    needed, memory = memory_bytes(config), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed, memory = memory_bytes(config), physical_memory_bytes()
     if needed > memory:
         raise CheckpointError(
             f"{path} needs {needed / 2**30:.2f} GiB with its seq_len of {config.seq_len}; "

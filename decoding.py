@@ -84,7 +84,6 @@ class Statistics:
     accepted_histogram: list[int] = field(default_factory=list)  # passes by how many proposals they accepted
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    draft_seconds: float = 0.0
     stop_reason: StopReason | None = None
 
     def add(self, step: Step) -> None:
@@ -99,7 +98,6 @@ class Statistics:
         self.accepted_histogram += [0] * (step.n_accepted + 1 - len(self.accepted_histogram))
         self.accepted_histogram[step.n_accepted] += 1
         self.decode_seconds += step.seconds
-        self.draft_seconds += step.draft_seconds
 
     @property
     def acceptance_rate(self) -> float:
@@ -181,7 +179,9 @@ class ModelDrafter:
             logits = self._model.forward(pending)
             pending = [self._sampler.draw(self._probs[i], logits[0], self._stream, len(tokens) + i)]
             drafted += pending
-        return Draft(drafted, self._probs[:n])
+            if pending[0] in END_MARKS:
+                break
+        return Draft(drafted, self._probs[: len(drafted)])
 
     def rollback(self, length: int) -> None:
         self._model.cache.rollback(length)

@@ -47,7 +47,7 @@ TILE_TOKENS = 8 if "+avx512f" in _FEATURES else 3
 UNROLL = 2
 PREFETCH_BYTES = 4096  # a tile of 8 tokens from DRAM: 40 GB/s with, 33 without; one token is unchanged (2-core Zen 5)
 # A barrier spins for about 0.15 ms, then sleeps in turns: a thread that wakes up is scheduled at once, one that spins or yields
-# on a busy machine waits for its time slice. stories3M + 260K with both cores busy: 3300 tok/s, with sched_yield 11 to 76.
+# on a busy machine waits for its time slice. Two busy loops beside stories3M + 260K: 200 to 3300 tok/s, sched_yield 11 to 76.
 SPINS = 200_000
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # likewise between regions, before libgomp starts: 2200 tok/s, else 75
@@ -793,7 +793,7 @@ def noise_key(seed, stream, position):
 def uniform(key, token):
     """A float64 in (0, 1) for (seed, stream, position) and token: computed, not drawn from a stream."""
     bits = mix_bits(key + np.uint64(0x9E3779B97F4A7C15) * np.uint64(token + 1))
-    return (np.float64(bits >> np.uint64(11)) + 0.5) * 2.0**-53
+    return (np.float64(bits >> np.uint64(12)) + 0.5) * 2.0**-52
 
 
 @compiled
@@ -919,9 +919,12 @@ def keep_or_redraw(p, q, n, token, seed, accept_stream, target_stream, position)
     """
     if uniform(noise_key(seed, accept_stream, position), token) * q[0, token] < p[0, token]:
         return token
+    total = 0.0
     for i in range(n):
         p[0, i] = max(np.float32(0.0), p[0, i] - q[0, i])
-    return race(p, n, seed, target_stream, position)
+        total += p[0, i]
+    # where rounding leaves no residual, p and q are one distribution
+    return race(p, n, seed, target_stream, position) if total > 0.0 else token
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -999,7 +1002,7 @@ def pack_matrix(panels: Float32, matrix: Float32, first: int = 0, step: int = 1)
 
 
 def _panels_of(rows: int) -> int:
-    return round_up(rows, PANEL_ROWS) // PANEL_ROWS
+    return int(round_up(rows, PANEL_ROWS)) // PANEL_ROWS
 
 
 def _pack(*layers: list[Float32]) -> Float32:
@@ -1060,7 +1063,12 @@ def memory_bytes(config: Config) -> int:
     tables = 3 * (head_dim + LANES) + 4 * head_dim  # and what computing them takes for a moment
     scores = available_threads() * TILE_TOKENS
     n_weights = sum(math.prod(shape) for shape in config.shapes().values())
-    return 4 * (n_weights + config.seq_len * (cache + tables + scores))
+    return int(4 * (n_weights + config.seq_len * (cache + tables + scores)))
+
+
+def physical_memory_bytes() -> float:
+    """The machine's memory; infinite where the system does not tell."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
 
 
 def new_state(config: Config, weights: Weights, n_positions: int, n_threads: int) -> State:
@@ -1069,7 +1077,7 @@ def new_state(config: Config, weights: Weights, n_positions: int, n_threads: int
     positions = round_up(n_positions, LANES)
     dim = round_up(config.dim, PANEL_ROWS)
     head_panels = round_up(head_dim, LANES) // LANES
-    cos, sin = _rope_tables(head_dim, n_positions + 1)
+    cos, sin = _rope_tables(head_dim, n_positions)
     return State(
         tokens=np.zeros(MAX_TOKENS, np.int64),
         arrivals=np.zeros(1, np.int64),
@@ -1109,7 +1117,9 @@ class Transformer:
 
     def __init__(self, config: Config, weights: Weights, n_threads: int | None = None, n_positions: int | None = None) -> None:
         self.config, self.weights = config, weights
-        self.n_threads = n_threads or numba.config.NUMBA_NUM_THREADS
+        self.n_threads = available_threads() if n_threads is None else n_threads
+        if not 1 <= self.n_threads <= available_threads():
+            raise ValueError(f"{n_threads} threads; expected 1 to {available_threads()} on this machine")
         self.n_positions = n_positions or config.seq_len
         self.state = new_state(config, weights, self.n_positions, self.n_threads)
         self.cache = KVCache()
@@ -1138,8 +1148,10 @@ class Transformer:
 
         Prompts longer than MAX_TOKENS go in blocks. Raises ValueError for n_logits > MAX_TOKENS or a token out of range.
         """
-        if n_logits > min(len(tokens), MAX_TOKENS) or self.cache.length + len(tokens) > self.n_positions:
-            raise ValueError(f"{n_logits} logits of {len(tokens)} tokens at {self.cache.length} of {self.n_positions}")
+        if n_logits > min(len(tokens), MAX_TOKENS):
+            raise ValueError(f"{n_logits} logits asked for; the tokens are {len(tokens)}, and a pass holds {MAX_TOKENS}")
+        if self.cache.length + len(tokens) > self.n_positions:
+            raise ValueError(f"{len(tokens)} tokens do not fit after {self.cache.length} of {self.n_positions} positions")
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.config.vocab_size:
             raise ValueError(f"token out of range 0..{self.config.vocab_size - 1}")
         n_phases = 5 * self.config.n_layers + 1

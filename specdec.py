@@ -5,17 +5,21 @@ python specdec.py -m stories42M.bin -d stories15M.bin -i "Once upon a time"
 
 import io
 import os
+import signal
 import sys
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until `main` can catch it: the imports below take a while
+
 # This module is also the package `specdec`: its siblings import as specdec.kernels and so on, from a checkout and installed
-# alike, so that nothing called `kernels` or `tokenizer` is ever on anybody's path (see the README's rationale).
+# alike, so that an installation puts nothing called `kernels` or `tokenizer` on the path (see the README's rationale).
 __path__ = [os.path.dirname(os.path.abspath(__file__))]
 sys.modules.setdefault("specdec", sys.modules[__name__])
 
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, cast
 
@@ -42,7 +46,7 @@ __all__ = ["Generation", "Sampling", "SpeculativeDecoder", "Statistics", "Step"]
 __version__ = "0.1.0"
 
 MODELS = Path(__file__).resolve().parent / "models"
-DEFAULT_TARGET, DEFAULT_DRAFT = MODELS / "target.bin", MODELS / "draft.bin"
+DEFAULT_TARGET, DEFAULT_DRAFT = MODELS / "stories6M.bin", MODELS / "stories650K.bin"
 DEFAULT_PROMPT = "Once upon a time"
 HUB = "https://huggingface.co/karpathy/tinyllamas"
 
@@ -81,7 +85,7 @@ class SpeculativeDecoder:
             raise ValueError(f"verify is {verify!r}; expected one of {', '.join(VERIFIERS)}")
         self.gamma, self.verify = gamma, verify
         target_path = None if isinstance(target, Transformer) else find(target)
-        self.target = target if isinstance(target, Transformer) else _load(find(target), n_threads)
+        self.target = target if isinstance(target, Transformer) else _transformer(load_checkpoint(find(target)), n_threads, None)
         config = self.target.config
         self.tokenizer = _tokenizer(tokenizer, target_path, config.vocab_size)
         if draft is None or isinstance(draft, Transformer):
@@ -92,8 +96,11 @@ class SpeculativeDecoder:
             self.draft = _transformer(checkpoint, n_threads, self.target.n_positions)
         if self.draft and self.draft.config.vocab_size != config.vocab_size:
             raise ValueError(f"the draft has {self.draft.config.vocab_size} tokens, the target {config.vocab_size}")
+        if self.draft is self.target:
+            raise ValueError("target and draft are one object; they need a KV cache each")
         if self.draft and self.draft.n_positions < self.target.n_positions:
-            raise ValueError(f"the draft has {self.draft.n_positions} positions, the target {self.target.n_positions}")
+            self.draft = Transformer(self.draft.config, self.draft.weights, self.draft.n_threads, self.target.n_positions)
+        self._is_warm = False
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's tokens, BOS first. Raises ValueError for one that the target's seq_len cannot hold."""
@@ -116,6 +123,8 @@ class SpeculativeDecoder:
 
         on_draft hears of each proposal before the target judges it. One stream at a time: the models' caches are the decoder's.
         """
+        if not self._is_warm:
+            self.warm_up()
         sampling = Sampling(temperature, top_k, top_p, seed)
         verifier = VERIFIERS[self.verify](self.target.config.vocab_size, sampling)
         drafter = ModelDrafter(self.draft, sampling, verifier.draft_noise) if self.draft else None
@@ -139,22 +148,24 @@ class SpeculativeDecoder:
         return Generation(self.tokenizer.decode(tokens), statistics)
 
     def warm_up(self) -> None:
-        """Compile, or load from numba's cache, whatever a text needs, and touch the weights once."""
+        """Compile, or load from numba's cache, whatever a text needs; the first text does it where nobody has."""
+        self._is_warm = True
         for _ in self.stream("", max_tokens=2):
             pass
+
+
+def _folders() -> tuple[Path, Path]:
+    """Where names are looked for: models/ here, then the one beside this file."""
+    return Path("models"), MODELS
 
 
 def find(name: str | os.PathLike[str]) -> Path:
     """The file of that path, else of that name in models/."""
     path = Path(name)
     try:
-        return MODELS / path if not path.exists() and (MODELS / path).exists() else path
+        return next((place for place in (path, *(folder / path for folder in _folders())) if place.exists()), path)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
-
-
-def _load(path: Path, n_threads: int | None) -> Transformer:
-    return _transformer(load_checkpoint(path), n_threads, None)
 
 
 def _transformer(checkpoint: Checkpoint, n_threads: int | None, n_positions: int | None) -> Transformer:
@@ -174,12 +185,12 @@ def _tokenizer(given: str | os.PathLike[str] | Tokenizer | None, target: Path | 
     elif given is not None:
         tokenizer = Tokenizer(find(given))
     else:
-        folders = ([target.parent] if target else []) + [MODELS]
+        folders = [*([target.parent] if target else []), *_folders()]
         names = [f"tok{vocab_size}.bin", "tokenizer.bin"]
         found = [folder / name for folder in folders for name in names if (folder / name).exists()]
         if not found:
-            where = " and ".join(str(folder) for folder in folders)
-            raise TokenizerError(f"no {' or '.join(names)} in {where}; name the tokenizer with -z")
+            where = ", ".join(str(folder) for folder in folders)
+            raise TokenizerError(f"no {' or '.join(names)} in any of {where}; name the tokenizer with -z")
         tokenizer = Tokenizer(found[0])
     if tokenizer.vocab_size != vocab_size:
         raise TokenizerError(
@@ -236,7 +247,7 @@ def tell(
             group="Text",
             metavar="N",
             min=0,
-            help="Tokens in all, prompt included. 0: up to the target's seq_len.",
+            help="Tokens in all, prompt included, BOS not. 0: up to the target's seq_len.",
         ),
     ] = 256,
     temperature: Annotated[
@@ -300,7 +311,7 @@ def tell(
     if version:
         print(__version__)
         return
-    _check_arguments(prompt=prompt, verify=verify, threads=threads)
+    _check_arguments(prompt=prompt, seed=seed, verify=verify, threads=threads)
     model, draft = _default_pair(model, draft)
     sampling = Sampling(temperature, top_k, top_p, seed or secrets.randbits(32) or 1)
     errors = Console(stderr=True)
@@ -373,12 +384,14 @@ def _run(
     return False
 
 
-def _check_arguments(prompt: str, verify: str, threads: int) -> None:
+def _check_arguments(prompt: str, seed: int, verify: str, threads: int) -> None:
     """What Typer's own types do not check."""
     try:
         prompt.encode()
     except UnicodeEncodeError:
         raise typer.BadParameter("it is not valid UTF-8", param_hint="'-i' / '--prompt'") from None
+    if seed >= 2**63:
+        raise typer.BadParameter(f"{seed} is not below 2^63.", param_hint="'-s' / '--seed'")
     if verify not in VERIFIERS:
         raise typer.BadParameter(f"{verify!r} is not one of {', '.join(VERIFIERS)}.", param_hint="'--verify'")
     if threads > available_threads():
@@ -388,15 +401,16 @@ def _check_arguments(prompt: str, verify: str, threads: int) -> None:
 
 
 def _default_pair(model: str, draft: str) -> tuple[str, str]:
-    """The pair in models/ where no target is named."""
+    """The embedded pair where no target is named."""
     if model:
         return model, draft
-    if not DEFAULT_TARGET.exists():
+    missing = [str(path) for path in (DEFAULT_TARGET, DEFAULT_DRAFT) if not path.exists()]
+    if missing:
         raise CheckpointError(
-            f"no -m, and no default model {DEFAULT_TARGET}; put a llama2.c checkpoint such as stories15M.bin from {HUB} "
-            "into models/ and name it: -m stories15M.bin"
+            f"no -m, and the default pair lacks {' and '.join(missing)}; restore it with 'git checkout models' or by installing "
+            f"again, or get stories15M.bin and llama2.c's tokenizer.bin from {HUB} and name the model: -m stories15M.bin"
         )
-    return str(DEFAULT_TARGET), draft or (str(DEFAULT_DRAFT) if DEFAULT_DRAFT.exists() else "")
+    return str(DEFAULT_TARGET), draft or str(DEFAULT_DRAFT)
 
 
 @app.command("bench")
@@ -414,7 +428,7 @@ def bench(
     as_json: Annotated[bool, option("--json", group="Bench", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Time passes over T tokens of a model with random weights, beside the memory bandwidth they are up against."""
-    _check_arguments(prompt="", verify="coupled", threads=threads)
+    _check_arguments(prompt="", seed=0, verify="coupled", threads=threads)
     try:
         config = benchmark.parse_shape(shape)
     except ValueError as error:
@@ -439,13 +453,15 @@ def writing() -> Iterator[None]:
 
 def main() -> None:
     """The command line: one line on stderr and exit code 2 for whatever the person at the keyboard can mend."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # a closed stream is None: what goes there is lost; a file name of no encoding, or a story in an ASCII terminal, still prints
     sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = app(standalone_mode=False)
+        with writing():
+            code = app(standalone_mode=False)
     except typer.Exit as done:
         code = done.exit_code
     except UsageError as error:
@@ -461,7 +477,8 @@ def main() -> None:
 
 
 def _complain(message: str) -> int:
-    print(f"specdec: {printable(' '.join(message.split()))}", file=sys.stderr)
+    with suppress(OSError):
+        print(f"specdec: {printable(' '.join(message.split()))}", file=sys.stderr)
     return 2
 
 

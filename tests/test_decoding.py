@@ -268,7 +268,7 @@ def test_figures_of_the_statistics_agree_with_each_other():
     assert sum(i * n for i, n in enumerate(s.accepted_histogram)) == s.n_accepted
     assert sum(s.accepted_histogram) == s.target_passes
     assert s.acceptance_rate == s.n_accepted / s.n_drafted
-    assert s.decode_seconds > s.draft_seconds > 0
+    assert s.decode_seconds > 0
 
 
 @pytest.mark.parametrize(
