@@ -7,7 +7,7 @@ import numba
 import numpy as np
 import pytest
 
-from specdec import kernels
+from specdec import DEFAULT_DRAFT, DEFAULT_TARGET, kernels
 from specdec.checkpoint import load_checkpoint
 from specdec.kernels import Config, Transformer, pack_weights
 from tests import reference
@@ -59,15 +59,14 @@ def test_logits_do_not_depend_on_the_batch_or_the_threads_bit_for_bit(name):
             np.testing.assert_array_equal(run_in_blocks(transformer, tokens, block).view(np.int32), alone.view(np.int32))
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="needs ../shared")
 def test_real_logits_do_not_depend_on_the_batch_or_the_threads_bit_for_bit():
-    for name in ("stories260K.bin", "stories3M.bin"):
-        checkpoint = load_checkpoint(SHARED / "models" / name)
+    for path in (DEFAULT_TARGET, DEFAULT_DRAFT, *sorted(SHARED.glob("models/stories*.bin"))):
+        checkpoint = load_checkpoint(path)
         weights = pack_weights(checkpoint.config, checkpoint.tensors)
         tokens = tokens_for(checkpoint.config, 130)
-        alone = run_in_blocks(Transformer(checkpoint.config, weights, 1), tokens, 1)
+        alone = run_in_blocks(Transformer(checkpoint.config, weights, 1, n_positions=130), tokens, 1)
         for n_threads in THREADS:
-            transformer = Transformer(checkpoint.config, weights, n_threads)
+            transformer = Transformer(checkpoint.config, weights, n_threads, n_positions=130)
             for block in [*range(2, 18), 64]:
                 np.testing.assert_array_equal(run_in_blocks(transformer, tokens, block).view(np.int32), alone.view(np.int32))
 
