@@ -15,12 +15,11 @@ from specdec.kernels import (
     Config,
     Transformer,
     all_finite,
-    available_threads,
     memory_bytes,
-    pack_weights,
     physical_memory_bytes,
     zeros,
 )
+from specdec.packing import pack_weights
 
 SHAPES = {  # the public stories models: dim, hidden_dim, layers, heads, kv heads, vocabulary, seq_len
     "15M": (288, 768, 6, 6, 6, 32000, 256),
@@ -29,6 +28,7 @@ SHAPES = {  # the public stories models: dim, hidden_dim, layers, heads, kv head
 }
 TOKENS = (1, 2, 4, 8, 16, 64)
 ROUNDS = 15  # each times every T once, so that a change of the machine's speed meets them all
+RUNS = 3
 READ_BYTES = 1 << 28  # far beyond any cache
 
 
@@ -48,6 +48,7 @@ class Result:
 
     dram_gb_per_s: float
     threads: int
+    weights: str
     rows: list[Row]
 
 
@@ -72,14 +73,16 @@ def parse_shape(text: str) -> Config:
     return config
 
 
-def run(config: Config, n_threads: int | None = None) -> Result:
+def run(config: Config, n_threads: int | None = None, int8: bool = False) -> Result:
     """Passes from an empty cache, every token's logits computed; medians of ROUNDS, the shapes interleaved."""
     rng = np.random.default_rng(0)
     tensors = {
         name: rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5) for name, shape in config.shapes().items()
     }
     n_weights = sum(tensor.size for tensor in tensors.values())
-    model = Transformer(config, pack_weights(config, tensors), n_threads)
+    weights = pack_weights(config, tensors, int8)
+    n_bytes = sum({id(array): array.nbytes for array in weights}.values())
+    model = Transformer(config, weights, n_threads)
     del tensors
     block = zeros(READ_BYTES // 4)
     block[:] = 1.0
@@ -101,17 +104,20 @@ def run(config: Config, n_threads: int | None = None) -> Result:
     times = [[_seconds(job) for job in jobs] for _ in range(ROUNDS)]
     reads, *passes = zip(*times, strict=True)
     rows = [
-        Row(n, seconds, 4 * n_weights / seconds / 1e9, 2 * n_weights * n / seconds / 1e9)
+        Row(n, seconds, n_bytes / seconds / 1e9, 2 * n_weights * n / seconds / 1e9)
         for n, seconds in zip(TOKENS, map(statistics.median, passes), strict=True)
     ]
-    return Result(READ_BYTES / statistics.median(reads) / 1e9, n_threads or available_threads(), rows)
+    return Result(READ_BYTES / statistics.median(reads) / 1e9, model.n_threads, "int8" if int8 else "fp32", rows)
 
 
 def _seconds(job: Callable[[], object]) -> float:
-    job()  # what the job before left in the caches is not this one's merit
+    """Of one run of the job, as it goes when it comes again and again: after as many runs as fill the caches with its data."""
+    for _ in range(RUNS):
+        job()
     begin = time.perf_counter()
-    job()
-    return time.perf_counter() - begin
+    for _ in range(RUNS):
+        job()
+    return (time.perf_counter() - begin) / RUNS
 
 
 def to_json(result: Result) -> str:
@@ -119,7 +125,7 @@ def to_json(result: Result) -> str:
 
 
 def to_table(result: Result, shape: str) -> Table:
-    title = f"{shape}, fp32, {result.threads} threads, DRAM {result.dram_gb_per_s:.1f} GB/s"
+    title = f"{shape}, {result.weights}, {result.threads} threads, DRAM {result.dram_gb_per_s:.1f} GB/s"
     table = Table("tokens", "ms", "x one", "GB/s", "of DRAM", "GFLOP/s", title=title)
     for column in table.columns:
         column.justify = "right"

@@ -4,15 +4,19 @@ Layouts as in karpathy/llama2.c: run.c reads version 0, export.py writes version
 """
 
 import math
+import mmap
 import os
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from specdec.kernels import Config, Float32, all_finite, memory_bytes, physical_memory_bytes
+from specdec.packing import Int8Matrix, Tensors
 
 MAGIC = 0x616B3432  # "ak42"
 V0_HEADER_BYTES, V1_HEADER_BYTES = 28, 256
@@ -20,6 +24,7 @@ FIELDS = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size"
 ROPE = "rope"  # the tables of version 0, which are skipped
 V0_ORDER = ("tok_emb", "rms_att", "wq", "wk", "wv", "wo", "rms_ffn", "w1", "w2", "w3", "rms_final", ROPE, "wcls")
 V1_ORDER = ("rms_att", "rms_ffn", "rms_final", "tok_emb", "wq", "wk", "wv", "wo", "w1", "w2", "w3", "wcls")
+NORMS = ("rms_att", "rms_ffn", "rms_final")  # fp32 in every version
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -31,39 +36,79 @@ class CheckpointError(ValueError):
 class Checkpoint:
     """A model as it lies in its file.
 
-    config: the header's numbers; tensors: by llama2.c's names, in the shapes of `Config.shapes`, float32 views of the file.
+    config: the header's numbers; tensors: by llama2.c's names, in the shapes of `Config.shapes`, float32 views of the file; in
+    version 2 the matrices are `Int8Matrix`, with a list of them for those that each layer has. release lets the part of the file
+    that has been read leave the memory until it is read again.
     """
 
     path: Path
     config: Config
-    tensors: dict[str, Float32]
+    tensors: Tensors
+    release: Callable[[], None]
+
+    @property
+    def is_int8(self) -> bool:
+        return isinstance(self.tensors["tok_emb"], Int8Matrix)
 
 
-def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Map a checkpoint of version 0 or 1 into memory, after checking all that its bytes can tell.
+class Header(NamedTuple):
+    """The config, the order of the tensors, where the first one begins, and how many weights share a scale (0: fp32)."""
 
+    config: Config
+    order: tuple[str, ...]
+    start: int
+    group: int = 0
+
+
+def load_checkpoint(path: str | os.PathLike[str], int8: bool = False) -> Checkpoint:
+    """Map a checkpoint of version 0, 1 or 2 into memory, after checking all that its bytes can tell.
+
+    int8: whether fp32 weights are to be quantized, for what the machine has to hold.
     Raises CheckpointError for anything but a complete, consistent and finite model.
     """
     path = Path(path)
-    data = _map(path)
-    config, order, start = _read_header(path, data)
+    mapped = _map(path)
+    data: Bytes = np.frombuffer(mapped, np.uint8)
+    config, order, at, group = _read_header(path, data)
     shapes = config.shapes()
     if ROPE in order:
         shapes[ROPE] = (config.seq_len, config.head_dim)
     names = [name for name in order if name in shapes]
-    _check_size(path, data.size, start + 4 * sum(math.prod(shapes[name]) for name in names))
-    _check_memory(path, config)
-    tensors = {}
+    if group:
+        _check_group(path, group, {name: shapes[name] for name in names if name not in NORMS})
+    _check_size(path, data.size, at + sum(_n_bytes(name, math.prod(shapes[name]), group) for name in names))
+    _check_memory(path, config, int8 or group > 0)
+
+    def release() -> None:
+        if hasattr(mapped, "madvise"):
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+    def take(dtype: str, shape: tuple[int, ...]) -> Any:
+        nonlocal at
+        start, at = at, at + math.prod(shape) * np.dtype(dtype).itemsize
+        return data[start:at].view(dtype).reshape(shape)
+
+    def take_int8(shape: tuple[int, ...]) -> Int8Matrix:
+        return Int8Matrix(take("i1", shape), take("<f4", (math.prod(shape) // group,)).copy())  # aligned
+
+    tensors: dict[str, Any] = {}
     for name in names:
-        end = start + 4 * math.prod(shapes[name])
-        tensors[name] = data[start:end].view("<f4").reshape(shapes[name])
-        start = end
+        shape = shapes[name]
+        if not group or name in NORMS:
+            tensors[name] = take("<f4", shape)
+        else:
+            tensors[name] = take_int8(shape) if len(shape) == 2 else [take_int8(shape[1:]) for _ in range(shape[0])]
     tensors.pop(ROPE, None)
-    _check_finite(path, tensors)
-    return Checkpoint(path, config, tensors)
+    _check_finite(path, tensors, release)
+    return Checkpoint(path, config, tensors, release)
 
 
-def _map(path: Path) -> Bytes:
+def _n_bytes(name: str, n: int, group: int) -> int:
+    """Bytes of a tensor of n weights in the file."""
+    return 4 * n if not group or name in NORMS else n + 4 * n // group
+
+
+def _map(path: Path) -> mmap.mmap:
     try:
         if path.is_dir():
             raise CheckpointError(f"{path} is a directory; expected a llama2.c checkpoint file")
@@ -73,7 +118,8 @@ def _map(path: Path) -> Bytes:
         if size < V0_HEADER_BYTES:
             what = "is empty" if size == 0 else f"is truncated: {size} bytes cannot hold a header"
             raise CheckpointError(f"{path} {what}; expected a llama2.c checkpoint")
-        return np.asarray(np.memmap(path, np.uint8, mode="r"))
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -81,26 +127,36 @@ def _map(path: Path) -> Bytes:
         raise CheckpointError(f"cannot read {path}: {reason}") from None
 
 
-def _read_header(path: Path, data: Bytes) -> tuple[Config, tuple[str, ...], int]:
-    """The config, the order of the tensors, and where the first one begins."""
+def _read_header(path: Path, data: Bytes) -> Header:
     head = data[:V1_HEADER_BYTES].tobytes()
     magic, version = struct.unpack_from("<Ii", head)
     if magic != MAGIC:
         numbers = dict(zip(FIELDS, struct.unpack_from("<7i", head), strict=True))
         shared = numbers["vocab_size"] > 0
         numbers["vocab_size"] = abs(numbers["vocab_size"])
-        return _check_config(path, numbers, shared), V0_ORDER, V0_HEADER_BYTES
-    if version == 2:
-        raise CheckpointError(f"{path} is a version 2 (int8) checkpoint; only the fp32 versions 0 and 1 can be read")
-    if version != 1:
-        raise CheckpointError(f"{path} is a checkpoint of unknown version {version}; only 0 and 1 can be read")
+        return Header(_check_config(path, numbers, shared), V0_ORDER, V0_HEADER_BYTES)
+    if version not in (1, 2):
+        raise CheckpointError(f"{path} is a checkpoint of unknown version {version}; only 0, 1 and 2 can be read")
     if len(head) < V1_HEADER_BYTES:
-        raise CheckpointError(f"{path} is truncated: {len(head)} bytes, a version 1 header alone has {V1_HEADER_BYTES}")
-    *numbers_v1, shared_flag = struct.unpack_from("<7iB", head, 8)
+        raise CheckpointError(f"{path} is truncated: {len(head)} bytes, a version {version} header alone has {V1_HEADER_BYTES}")
+    *numbers_v1, shared_flag, group = struct.unpack_from("<7iBi", head, 8)
     if shared_flag > 1:
         raise CheckpointError(f"{path} has a shared-classifier flag of {shared_flag}; expected 0 or 1")
-    numbers = dict(zip(FIELDS, numbers_v1, strict=True))
-    return _check_config(path, numbers, bool(shared_flag)), V1_ORDER, V1_HEADER_BYTES
+    config = _check_config(path, dict(zip(FIELDS, numbers_v1, strict=True)), bool(shared_flag))
+    return Header(config, V1_ORDER, V1_HEADER_BYTES, _check_positive_group(path, group) if version == 2 else 0)
+
+
+def _check_positive_group(path: Path, group: int) -> int:
+    if group <= 0:
+        raise CheckpointError(f"{path} has a group size of {group}; expected a positive number of weights that share a scale")
+    return group
+
+
+def _check_group(path: Path, group: int, matrices: dict[str, tuple[int, ...]]) -> None:
+    for name, shape in matrices.items():
+        n = math.prod(shape[-2:])
+        if n % group:
+            raise CheckpointError(f"{path} has a group size of {group}, which does not divide the {n} weights of {name}")
 
 
 def _check_config(path: Path, numbers: dict[str, int], shared: bool) -> Config:
@@ -128,9 +184,9 @@ def _check_size(path: Path, size: int, expected: int) -> None:
         raise CheckpointError(f"{path} is {what}: {size} bytes, its header describes {expected}")
 
 
-def _check_memory(path: Path, config: Config) -> None:
+def _check_memory(path: Path, config: Config, int8: bool) -> None:
     """Refuse what the machine cannot hold; a version 1 header may declare any seq_len without a byte to show for it."""
-    needed, memory = memory_bytes(config), physical_memory_bytes()
+    needed, memory = memory_bytes(config, int8), physical_memory_bytes()
     if needed > memory:
         raise CheckpointError(
             f"{path} needs {needed / 2**30:.2f} GiB with its seq_len of {config.seq_len}; "
@@ -138,7 +194,11 @@ def _check_memory(path: Path, config: Config) -> None:
         )
 
 
-def _check_finite(path: Path, tensors: dict[str, Float32]) -> None:
+def _check_finite(path: Path, tensors: Tensors, done: Callable[[], None]) -> None:
     for name, tensor in tensors.items():
-        if not all_finite(tensor):
-            raise CheckpointError(f"{path} is damaged: {name} holds NaN or infinite weights")
+        parts = tensor if isinstance(tensor, list) else [tensor]
+        numbers: list[Float32] = [part.scales if isinstance(part, Int8Matrix) else part for part in parts]
+        if not all(map(all_finite, numbers)):
+            what = "scales" if isinstance(parts[0], Int8Matrix) else "weights"
+            raise CheckpointError(f"{path} is damaged: {name} holds NaN or infinite {what}")
+        done()

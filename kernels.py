@@ -45,6 +45,18 @@ _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]  # what the cac
 # Accumulators of a tile are PANEL_ROWS x TILE_TOKENS floats and have to stay in registers: 16 of 32 with AVX-512, else 12 of 16.
 TILE_TOKENS = 8 if "+avx512f" in _FEATURES else 3
 UNROLL = 2
+
+
+def best_dot4(features: str) -> str:
+    """The instruction for sums of 4 products of bytes that a CPU of those LLVM features has, or "portable"."""
+    known = {"avx512vnni": "+avx512vnni", "avxvnni": "+avxvnni", "sdot": "+dotprod"}
+    return next((name for name, feature in known.items() if feature in features.split(",")), "portable")
+
+
+DOT4 = best_dot4(_FEATURES)
+FORCE_PORTABLE = os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0")
+QUADS = 4  # bytes in a word
+GROUP_HEAD = 2  # words in front of a group of activations: its scale, and the correction for unsigned weights
 PREFETCH_BYTES = 4096  # a tile of 8 tokens from DRAM: 40 GB/s with, 33 without; one token is unchanged (2-core Zen 5)
 # A barrier spins for about 0.15 ms, then sleeps in turns: a thread that wakes up is scheduled at once, one that spins or yields
 # on a busy machine waits for its time slice. Two busy loops beside stories3M + 260K: 200 to 3300 tok/s, sched_yield 11 to 76.
@@ -143,6 +155,8 @@ div = _vector_op(2, lambda b, x, y: b.fdiv(x, y))
 maximum = _vector_op(2, _maximum)
 minimum = _vector_op(2, lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y))
 fma = _vector_op(3, lambda b, x, y, z: _llvm(b, "llvm.fma.v16f32", _vec, x, y, z))
+absolute = _vector_op(1, lambda b, x: _llvm(b, "llvm.fabs.v16f32", _vec, x))
+round_half_away = _vector_op(1, lambda b, x: _llvm(b, "llvm.round.v16f32", _vec, x))
 rint = _vector_op(1, lambda b, x: _llvm(b, "llvm.rint.v16f32", _vec, x))
 exp2_of_integer = _vector_op(1, _exp2_of_integer)
 keep_if_positive = _vector_op(
@@ -153,14 +167,18 @@ reduce_add = _reduce(lambda b, x, y: b.fadd(x, y))
 reduce_max = _reduce(_maximum)
 
 
+def _broadcast(builder: Any, scalar: Any, vector_type: Any) -> Any:
+    lane0 = builder.insert_element(ir.Constant(vector_type, ir.Undefined), scalar, ir.Constant(_i32, 0))
+    return _shuffle(builder, lane0, [0] * LANES)
+
+
 @intrinsic
 def splat(typingctx, a):
     """A vector whose lanes all hold the scalar a."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         scalar = context.cast(builder, args[0], signature.args[0], types.float32)
-        lane0 = builder.insert_element(ir.Constant(_vec, ir.Undefined), scalar, ir.Constant(_i32, 0))
-        return _shuffle(builder, lane0, [0] * LANES)
+        return _broadcast(builder, scalar, _vec)
 
     return vector(a), codegen
 
@@ -192,8 +210,162 @@ def store(typingctx, array, index, value):
     return types.void(array, types.intp, vector), codegen
 
 
+def _byte_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    start = _element_pointer(context, builder, array_type, array, ir.Constant(_i64, 0), ir.IntType(8))
+    return builder.gep(start, [index])
+
+
+def _store_as(convert: Any) -> Any:
+    """An intrinsic (array, index, value): value, converted, to a float32 array's memory at an index in bytes."""
+
+    @intrinsic
+    def store_as(typingctx, array, index, value):
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            converted = convert(builder, args[2])
+            pointer = _byte_pointer(context, builder, signature.args[0], args[0], args[1])
+            builder.store(converted, builder.bitcast(pointer, converted.type.as_pointer()), align=1)
+            return context.get_dummy_value()
+
+        return types.void(array, types.intp, value), codegen
+
+    return store_as
+
+
+_bytes = ir.VectorType(ir.IntType(8), LANES)
+store_bytes = _store_as(lambda b, v: b.trunc(b.fptosi(v, _ivec), _bytes))  # a vector of integral floats
+store_byte = _store_as(lambda b, v: b.fptosi(v, ir.IntType(8)))  # an integral float32
+store_int = _store_as(lambda b, v: b.fptosi(v, _i32))  # likewise
+
+
+@intrinsic
+def load_byte(typingctx, array, index):
+    """The unsigned byte of a float32 array's memory at an index in bytes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.zext(builder.load(_byte_pointer(context, builder, signature.args[0], *args)), _i64)
+
+    return types.int64(array, types.intp), codegen
+
+
 def _offset(builder: Any, pointer: Any, n_floats: Any, pointee: Any) -> Any:
     return builder.bitcast(builder.gep(pointer, [n_floats]), pointee.as_pointer())
+
+
+def _pieces(builder: Any, lanes: int, emit: Any, *vectors: Any) -> Any:
+    """emit(builder, *pieces) over pieces of so many lanes of vectors of LANES integers, joined again."""
+    parts = [emit(builder, *(_shuffle(builder, v, list(range(i, i + lanes))) for v in vectors)) for i in range(0, LANES, lanes)]
+    while len(parts) > 1:
+        lanes *= 2
+        joined = ir.Constant(ir.VectorType(_i32, lanes), list(range(lanes)))
+        parts = [builder.shuffle_vector(a, b, joined) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def _dot4_portable(builder: Any, acc: Any, w: Any, x: Any) -> Any:
+    """Bytes 0 and 2, then 1 and 3 of each lane, as two products of int16 pairs: what x86 calls pmaddwd."""
+    shorts = ir.VectorType(ir.IntType(16), 2 * LANES)
+    eight = ir.Constant(shorts, [8] * (2 * LANES))
+    w, x = builder.bitcast(w, shorts), builder.bitcast(x, shorts)
+    for w_half, x_half in (
+        (builder.and_(w, ir.Constant(shorts, [255] * (2 * LANES))), builder.ashr(builder.shl(x, eight), eight)),
+        (builder.lshr(w, eight), builder.ashr(x, eight)),
+    ):
+        for odd in (0, 1):
+            lanes = list(range(odd, 2 * LANES, 2))
+            a, b = (builder.sext(_shuffle(builder, v, lanes), _ivec) for v in (w_half, x_half))
+            acc = builder.add(acc, builder.mul(a, b))
+    return acc
+
+
+def _dot4(path: str) -> Any:
+    """(builder, acc, w, x) -> acc + the 4 products of bytes of each lane: LANES int32 each, w unsigned, x signed, exact."""
+
+    def by_name(name: str) -> Any:
+        return lambda builder, acc, w, x: _llvm(builder, name, acc.type, acc, w, x)
+
+    def sdot(builder: Any, acc: Any, w: Any, x: Any) -> Any:
+        # signed by signed: w - 128; the tile leaves out the correction for the 128
+        bytes_type = ir.VectorType(ir.IntType(8), 16)
+        w = builder.xor(w, ir.Constant(w.type, [-0x7F7F7F80] * 4))
+        args = [acc, builder.bitcast(w, bytes_type), builder.bitcast(x, bytes_type)]
+        return _llvm(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", acc.type, *args)
+
+    if path == "avx512vnni":
+        return by_name("llvm.x86.avx512.vpdpbusd.512")
+    if path == "avxvnni":
+        return lambda builder, *args: _pieces(builder, 8, by_name("llvm.x86.avx512.vpdpbusd.256"), *args)
+    if path == "sdot":
+        return lambda builder, *args: _pieces(builder, 4, sdot, *args)
+    return _dot4_portable
+
+
+def _prefetch(builder: Any, pointer: Any) -> None:
+    read, keep, data = (ir.Constant(_i32, c) for c in (0, 3, 1))
+    _llvm(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, read, keep, data)
+
+
+def _int8_tile_function(module: Any, path: str, n_vectors: int, n_tokens: int) -> Any:
+    """The LLVM function of one int8 tile shape: n_vectors * LANES rows x n_tokens.
+
+    The integer sums of a group are exact, so their order is free; a group's float enters its row's chain at its place.
+    """
+    name = f"specdec_int8_tile_{path}_{n_vectors}x{n_tokens}"
+    if name in module.globals:
+        return module.globals[name]
+    words = _f32.as_pointer()
+    signature = ir.FunctionType(ir.VoidType(), [words, _i64, words, words, _i64, _i64, _i64, ir.IntType(1)])
+    fn = ir.Function(module, signature, name)
+    fn.linkage = "internal"
+    fn.attributes.add("noinline")
+    out, out_stride, w, x, x_stride, n_groups, n_quads, accumulate = fn.args
+    dot4 = _dot4(path)
+    cells = [(t, v) for t in range(n_tokens) for v in range(n_vectors)]
+    panel_words = n_vectors * LANES
+
+    def const(value: int) -> Any:
+        return ir.Constant(_i64, value)
+
+    builder = ir.IRBuilder(fn.append_basic_block("entry"))
+    places = {
+        (t, v): _offset(builder, out, builder.add(builder.mul(out_stride, const(t)), const(LANES * v)), _vec) for t, v in cells
+    }
+    zero = ir.Constant(_vec, [0.0] * LANES)
+    totals = {cell: cgutils.alloca_once(builder, _vec) for cell in cells}
+    sums = {cell: cgutils.alloca_once(builder, _ivec) for cell in cells}
+    for cell in cells:
+        builder.store(builder.select(accumulate, builder.load(places[cell], align=4), zero), totals[cell])
+    group_words = builder.mul(builder.add(n_quads, const(1)), const(panel_words))
+    x_group_words = builder.add(n_quads, const(GROUP_HEAD))
+    with cgutils.for_range(builder, n_groups) as groups:
+        weights = builder.gep(w, [builder.mul(groups.index, group_words)])
+        start = builder.mul(groups.index, x_group_words)
+        rows = [builder.gep(x, [builder.add(builder.mul(x_stride, const(t)), start)]) for t in range(n_tokens)]
+        for t, v in cells:
+            correction = builder.load(_offset(builder, rows[t], const(1), _i32))
+            first = ir.Constant(_ivec, [0] * LANES) if path == "sdot" else _broadcast(builder, correction, _ivec)
+            builder.store(first, sums[t, v])
+        with cgutils.for_range(builder, n_quads) as quads:
+            at = builder.mul(builder.add(quads.index, const(1)), const(panel_words))
+            loaded = []
+            for v in range(n_vectors):
+                place = builder.add(at, const(LANES * v))
+                loaded.append(builder.load(_offset(builder, weights, place, _ivec), align=64))
+                _prefetch(builder, _offset(builder, weights, builder.add(place, const(PREFETCH_BYTES // 4)), ir.IntType(8)))
+            for t in range(n_tokens):
+                quad = builder.load(_offset(builder, rows[t], builder.add(quads.index, const(GROUP_HEAD)), _i32))
+                for v in range(n_vectors):
+                    new = dot4(builder, builder.load(sums[t, v]), loaded[v], _broadcast(builder, quad, _ivec))
+                    builder.store(new, sums[t, v])
+        scales = [builder.load(_offset(builder, weights, const(LANES * v), _vec), align=64) for v in range(n_vectors)]
+        for t, v in cells:
+            scale = builder.fmul(scales[v], _broadcast(builder, builder.load(rows[t]), _vec))
+            number = builder.sitofp(builder.load(sums[t, v]), _vec)
+            total = _llvm(builder, "llvm.fma.v16f32", _vec, number, scale, builder.load(totals[t, v]))
+            builder.store(total, totals[t, v])
+    for cell in cells:
+        builder.store(builder.load(totals[cell]), places[cell], align=4)
+    builder.ret_void()
+    return fn
 
 
 def _tile_function(module: Any, n_vectors: int, n_tokens: int) -> Any:
@@ -230,14 +402,10 @@ def _tile_function(module: Any, n_vectors: int, n_tokens: int) -> Any:
             builder.load(_offset(builder, w, builder.add(panel, const(LANES * v)), _vec), align=64) for v in range(n_vectors)
         ]
         for v in range(n_vectors):
-            ahead = _offset(builder, w, builder.add(panel, const(PREFETCH_BYTES // 4 + LANES * v)), ir.IntType(8))
-            read, keep, data = (ir.Constant(_i32, c) for c in (0, 3, 1))
-            _llvm(builder, "llvm.prefetch.p0", ir.VoidType(), ahead, read, keep, data)
+            _prefetch(builder, _offset(builder, w, builder.add(panel, const(PREFETCH_BYTES // 4 + LANES * v)), ir.IntType(8)))
         result = []
         for t in range(n_tokens):
-            scalar = builder.load(builder.gep(rows[t], [k]))
-            lane0 = builder.insert_element(ir.Constant(_vec, ir.Undefined), scalar, ir.Constant(_i32, 0))
-            broadcast = _shuffle(builder, lane0, [0] * LANES)
+            broadcast = _broadcast(builder, builder.load(builder.gep(rows[t], [k])), _vec)
             for v in range(n_vectors):
                 result.append(_llvm(builder, "llvm.fma.v16f32", _vec, weights[v], broadcast, acc[t * n_vectors + v]))
         return result
@@ -279,6 +447,19 @@ def _tile_function(module: Any, n_vectors: int, n_tokens: int) -> Any:
     return fn
 
 
+def _switch_tokens(builder: Any, n_tokens: Any, function_of: Any, call_args: list[Any]) -> None:
+    """Call the tile function that function_of gives for that many tokens, 1 to TILE_TOKENS."""
+    end = builder.append_basic_block("tile.end")
+    switch = builder.switch(n_tokens, end)
+    for t in range(1, TILE_TOKENS + 1):
+        block = builder.append_basic_block(f"tile.{t}")
+        switch.add_case(ir.Constant(_i64, t), block)
+        builder.position_at_end(block)
+        builder.call(function_of(t), call_args)
+        builder.branch(end)
+    builder.position_at_end(end)
+
+
 def _tile(n_vectors: int) -> Any:
     """A tile over panels of n_vectors * LANES rows, for 1 to TILE_TOKENS tokens.
 
@@ -297,15 +478,36 @@ def _tile(n_vectors: int) -> Any:
                 for i, array, at in ((0, out, out_index), (3, w, w_index), (5, x, x_index))
             ]
             call_args = [pointers[0], out_stride, pointers[1], pointers[2], x_stride, n, accumulate]
-            end = builder.append_basic_block("tile.end")
-            switch = builder.switch(n_tokens, end)
-            for t in range(1, TILE_TOKENS + 1):
-                block = builder.append_basic_block(f"tile.{t}")
-                switch.add_case(ir.Constant(_i64, t), block)
-                builder.position_at_end(block)
-                builder.call(_tile_function(builder.module, n_vectors, t), call_args)
-                builder.branch(end)
-            builder.position_at_end(end)
+            _switch_tokens(builder, n_tokens, lambda t: _tile_function(builder.module, n_vectors, t), call_args)
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return tile
+
+
+def _int8_tile(path: str) -> Any:
+    """A tile over panels of int8 weights, for 1 to TILE_TOKENS tokens: see `pack_int8` and `quantize` for their layouts.
+
+    out[t, r] (+)= sum over groups of (sum_k w[r, k] x[t, k]) (scale of w[r]) (scale of x[t]); indexes are flat, in words.
+    """
+
+    @intrinsic
+    def tile(typingctx, out, out_index, out_stride, w, w_index, x, x_index, x_stride, n_groups, n_quads, n_tokens, accumulate):
+        index = types.intp
+        signature = types.void(
+            out, index, index, w, index, x, index, index, index, index, index, types.boolean
+        )  # fmt: skip
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            out, out_index, out_stride, w, w_index, x, x_index, x_stride, n_groups, n_quads, n_tokens, accumulate = args
+            pointers = [
+                _element_pointer(context, builder, signature.args[i], array, at, _f32)
+                for i, array, at in ((0, out, out_index), (3, w, w_index), (5, x, x_index))
+            ]
+            call_args = [pointers[0], out_stride, pointers[1], pointers[2], x_stride, n_groups, n_quads, accumulate]
+            n_vectors = PANEL_ROWS // LANES
+            _switch_tokens(builder, n_tokens, lambda t: _int8_tile_function(builder.module, path, n_vectors, t), call_args)
             return context.get_dummy_value()
 
         return signature, codegen
@@ -315,6 +517,8 @@ def _tile(n_vectors: int) -> Any:
 
 weights_tile = _tile(PANEL_ROWS // LANES)
 cache_tile = _tile(1)
+int8_tile = _int8_tile(DOT4)
+portable_int8_tile = _int8_tile("portable")
 
 
 @intrinsic
@@ -350,7 +554,11 @@ sleep = types.ExternalFunction("specdec_sleep", types.int32(types.uint32))  # th
 
 
 class Weights(NamedTuple):
-    """A model's tensors, matrices as panels of R = PANEL_ROWS output rows (P panels), rows innermost."""
+    """A model's tensors, matrices as panels of R = PANEL_ROWS output rows (P panels).
+
+    A panel of fp32 weights is (k, R), rows innermost. A panel of int8 weights is (groups, words): for each group of k the R
+    rows' scales, then quads of k, the rows of each innermost, a row's 4 weights as the bytes w + 128 of one word.
+    """
 
     embedding: Float32  # (P, D, R) over V rows; the same array as wcls where the classifier is shared
     rms_att: Float32  # (L, D padded to whole panels)
@@ -361,6 +569,11 @@ class Weights(NamedTuple):
     w2: Float32  # (L, P, F, R)
     rms_final: Float32  # (D padded,)
     wcls: Float32  # (P, D, R)
+    groups: Int64  # (2,): weights that share a scale along D, and along F; 0 for fp32
+
+    @property
+    def is_int8(self) -> bool:
+        return bool(self.groups[0])
 
 
 class State(NamedTuple):
@@ -374,6 +587,7 @@ class State(NamedTuple):
     rope_sin: Float32  # (S, K + LANES), negative for the first row of a pair
     x: Float32  # (T, D padded): the residual stream
     normed: Float32  # (threads, T, D padded)
+    codes: Float32  # (threads, T, words): int8 activations, see `quantize`
     qkv: Float32  # (T, rows of wqkv)
     heads: Float32  # (T, D padded): what attention hands to wo
     scores: Float32  # (threads, TILE_TOKENS, S)
@@ -385,7 +599,7 @@ class State(NamedTuple):
 
 # A pass reaches its threads as the address of one int64 array, the plan: numbers first, then address and shape of each array
 # of State and Weights. Handing 24 arrays to a parallel region instead costs 8 us a call and seconds of compilation.
-FIRST, LAST, N_TOKENS, POS, N_LOGITS, WINDOW, N_THREADS, N_NUMBERS = range(8)
+FIRST, LAST, N_TOKENS, POS, N_LOGITS, WINDOW, DIM, HIDDEN_DIM, N_THREADS, PORTABLE, N_NUMBERS = range(11)
 SLOT = 6  # an address and up to 5 dimensions
 PLAN_SIZE = N_NUMBERS + SLOT * (len(State._fields) + len(Weights._fields))
 
@@ -431,11 +645,11 @@ def _unpacker(named_tuple: Any, first: int, arrays: tuple[tuple[Any, int], ...])
 _f, _i = types.float32, types.int64
 state_of = _unpacker(
     State, 0,
-    ((_i, 1), (_i, 1), (_f, 5), (_f, 5), (_f, 2), (_f, 2), (_f, 2), (_f, 3),
+    ((_i, 1), (_i, 1), (_f, 5), (_f, 5), (_f, 2), (_f, 2), (_f, 2), (_f, 3), (_f, 3),
      (_f, 2), (_f, 2), (_f, 3), (_f, 3), (_f, 2), (_f, 2), (_f, 2)),
 )  # fmt: skip
 weights_of = _unpacker(
-    Weights, len(State._fields), ((_f, 3), (_f, 2), (_f, 4), (_f, 4), (_f, 2), (_f, 4), (_f, 4), (_f, 1), (_f, 3))
+    Weights, len(State._fields), ((_f, 3), (_f, 2), (_f, 4), (_f, 4), (_f, 2), (_f, 4), (_f, 4), (_f, 1), (_f, 3), (_i, 1))
 )
 
 
@@ -487,6 +701,82 @@ def matmul(out, w, x, n_tokens, first, last, accumulate):
                 out, t * out.shape[1] + p * PANEL_ROWS, out.shape[1], w, p * n * PANEL_ROWS,
                 x, t * x.shape[1], x.shape[1], n, end - t, accumulate,
             )  # fmt: skip
+
+
+@compiled
+def quantize(codes, x, n, group, n_tokens):
+    """Rows x[t, :n] as int8 (runq.c's rule): codes = round(x / scale), scale = max |x| / 127 of a group, halves away from 0.
+
+    codes (T, words) holds for each group its scale, the correction -128 * sum of codes for weights that are stored as w + 128,
+    and the codes, 4 to a word, zeros after the last.
+    """
+    n_quads = (group + QUADS - 1) // QUADS
+    minus, limit = splat(-1.0), splat(127.0)
+    for t in range(n_tokens):
+        at = t * codes.shape[1]
+        for start in range(0, n, group):
+            end = min(start + group, n)
+            whole = start + (end - start) // LANES * LANES
+            row = t * x.shape[1]
+            top = splat(0.0)
+            for i in range(start, whole, LANES):
+                top = maximum(absolute(load(x, row + i)), top)
+            for i in range(whole, end):
+                top = maximum(absolute(splat(x[t, i])), top)
+            scale = np.float32(reduce_max(top) / np.float32(127.0))
+            divisor = splat(scale if scale > 0.0 else np.float32(1.0))
+            total = splat(0.0)
+            first = at + GROUP_HEAD
+            for i in range(start, whole, LANES):
+                code = round_half_away(div(load(x, row + i), divisor))
+                code = maximum(minimum(code, limit), mul(limit, minus))
+                total = add(total, code)
+                store_bytes(codes, first * QUADS + i - start, code)
+            total_of_group = reduce_add(total)
+            for i in range(whole, start + n_quads * QUADS):
+                code = splat(x[t, i] if i < end else np.float32(0.0))
+                code = reduce_max(maximum(minimum(round_half_away(div(code, divisor)), limit), mul(limit, minus)))
+                total_of_group += code
+                store_byte(codes, first * QUADS + i - start, code)
+            codes[t, at - t * codes.shape[1]] = scale
+            store_int(codes, (at + 1) * QUADS, np.float32(-128.0) * total_of_group)
+            at += GROUP_HEAD + n_quads
+
+
+@compiled
+def int8_matmul(out, w, codes, n_tokens, first, last, accumulate, portable):
+    """out[t, r] (+)= sum_k w[r, k] x[t, k] for the rows of int8 panels first to last (P, groups, words), x in codes."""
+    n_groups, n_quads = w.shape[1], w.shape[2] // PANEL_ROWS - 1
+    n_parts = (n_tokens + TILE_TOKENS - 1) // TILE_TOKENS
+    for p in range(first, last):
+        panel = p * n_groups * w.shape[2]
+        for part in range(n_parts):
+            t = part * n_tokens // n_parts
+            n = (part + 1) * n_tokens // n_parts - t
+            at = t * out.shape[1] + p * PANEL_ROWS
+            x = t * codes.shape[1]
+            if portable:
+                portable_int8_tile(
+                    out, at, out.shape[1], w, panel, codes, x, codes.shape[1], n_groups, n_quads, n, accumulate
+                )  # fmt: skip
+            else:
+                int8_tile(out, at, out.shape[1], w, panel, codes, x, codes.shape[1], n_groups, n_quads, n, accumulate)
+
+
+@inlined
+def ready(state, x, n, group, n_tokens, thread):
+    """What this thread multiplies int8 weights with: x (T, n), quantized in groups."""
+    if group > 0:
+        quantize(state.codes[thread], x, n, group, n_tokens)
+
+
+@inlined
+def multiply(plan, out, w, x, codes, group, n_tokens, first, last, accumulate):
+    """out[t] (+)= W x[t] for the rows of panels first to last, fp32 or int8."""
+    if group > 0:
+        int8_matmul(out, w, codes, n_tokens, first, last, accumulate, plan[PORTABLE] != 0)
+    else:
+        matmul(out, w, x, n_tokens, first, last, accumulate)
 
 
 @compiled
@@ -609,27 +899,36 @@ def share(n, thread, n_threads):
 
 
 @inlined
-def embed(state, weights, n_tokens, thread, n_threads):
+def embed(state, weights, n_tokens, dim, thread, n_threads):
     """x[t] = embedding[tokens[t]]: this thread's columns."""
-    first, last = share(weights.embedding.shape[1], thread, n_threads)
+    w, group = weights.embedding, weights.groups[0]
+    first, last = share(dim, thread, n_threads)
     for t in range(n_tokens):
         panel, row = divmod(state.tokens[t], PANEL_ROWS)
         for k in range(first, last):
-            state.x[t, k] = weights.embedding[panel, k, row]
+            if group > 0:
+                place, i = divmod(k, group)
+                word = (panel * w.shape[1] + place) * w.shape[2] + (1 + i // QUADS) * PANEL_ROWS + row
+                code = load_byte(w, word * QUADS + i % QUADS) - 128
+                state.x[t, k] = np.float32(code) * w[panel, place, row]
+            else:
+                state.x[t, k] = w[panel, k, row]
 
 
 @inlined
-def project_qkv(state, weights, layer, pos, n_tokens, thread, n_threads):
+def project_qkv(plan, state, weights, layer, thread):
     """q, k, v = W rmsnorm(x); q and k turn by their position, k and v go into the cache: this thread's panels."""
+    n_tokens, pos, dim, group = plan[N_TOKENS], plan[POS], plan[DIM], weights.groups[0]
     w = weights.wqkv[layer]
     keys, values = state.keys[layer], state.values[layer]
-    dim, head_dim = w.shape[1], keys.shape[2]
+    head_dim = keys.shape[2]
     kv_rows = keys.shape[0] * head_dim
     first_k = round_up(dim, PANEL_ROWS)
     first_v = first_k + round_up(kv_rows, PANEL_ROWS)
     rms_norm(state.normed[thread], state.x, weights.rms_att[layer], dim, n_tokens)
-    first, last = share(w.shape[0], thread, n_threads)
-    matmul(state.qkv, w, state.normed[thread], n_tokens, first, last, False)
+    ready(state, state.normed[thread], dim, group, n_tokens, thread)
+    first, last = share(w.shape[0], thread, plan[N_THREADS])
+    multiply(plan, state.qkv, w, state.normed[thread], state.codes[thread], group, n_tokens, first, last, False)
     for panel in range(first, last):
         row = panel * PANEL_ROWS
         if row < first_v:
@@ -647,10 +946,10 @@ def project_qkv(state, weights, layer, pos, n_tokens, thread, n_threads):
 
 
 @inlined
-def attention(state, weights, layer, pos, n_tokens, window, thread, n_threads):
+def attention(state, layer, pos, n_tokens, window, dim, thread, n_threads):
     """Every head over groups of up to TILE_TOKENS tokens: this thread's share of the pairs."""
     keys, values = state.keys[layer], state.values[layer]
-    n_heads = weights.wqkv.shape[2] // keys.shape[2]
+    n_heads = dim // keys.shape[2]
     n_groups = (n_tokens + TILE_TOKENS - 1) // TILE_TOKENS
     first, last = share(n_heads * n_groups, thread, n_threads)
     for unit in range(first, last):
@@ -663,51 +962,57 @@ def attention(state, weights, layer, pos, n_tokens, window, thread, n_threads):
 
 
 @inlined
-def residual(state, w, x, n_tokens, thread, n_threads):
-    """state.x += W x: the residual is where the chains of products start."""
-    first, last = share(w.shape[0], thread, n_threads)
-    matmul(state.x, w, x, n_tokens, first, last, True)
+def residual(plan, state, w, x, n, group, thread):
+    """state.x += W x, x (T, n): the residual is where the chains of products start."""
+    n_tokens = plan[N_TOKENS]
+    ready(state, x, n, group, n_tokens, thread)
+    first, last = share(w.shape[0], thread, plan[N_THREADS])
+    multiply(plan, state.x, w, x, state.codes[thread], group, n_tokens, first, last, True)
 
 
 @inlined
-def feed_forward(state, weights, layer, n_tokens, thread, n_threads):
+def feed_forward(plan, state, weights, layer, thread):
     """hidden = silu(w1 rmsnorm(x)) * (w3 rmsnorm(x)): this thread's pairs of panels."""
-    w = weights.w13[layer]
-    rms_norm(state.normed[thread], state.x, weights.rms_ffn[layer], w.shape[1], n_tokens)
-    first, last = share(w.shape[0] // 2, thread, n_threads)
+    n_tokens, dim, group = plan[N_TOKENS], plan[DIM], weights.groups[0]
+    w, normed, codes = weights.w13[layer], state.normed[thread], state.codes[thread]
+    rms_norm(normed, state.x, weights.rms_ffn[layer], dim, n_tokens)
+    ready(state, normed, dim, group, n_tokens, thread)
+    first, last = share(w.shape[0] // 2, thread, plan[N_THREADS])
     for panel in range(first, last):
-        matmul(state.gate, w, state.normed[thread], n_tokens, 2 * panel, 2 * panel + 2, False)
+        multiply(plan, state.gate, w, normed, codes, group, n_tokens, 2 * panel, 2 * panel + 2, False)
         swiglu(state.hidden, state.gate, panel, n_tokens)
 
 
 @inlined
-def classify(state, weights, n_tokens, n_logits, thread, n_threads):
+def classify(plan, state, weights, thread):
     """logits = wcls rmsnorm(x) for the last n_logits tokens: this thread's panels."""
-    x, normed = state.x[n_tokens - n_logits :], state.normed[thread]
-    rms_norm(normed, x, weights.rms_final, weights.wcls.shape[1], n_logits)
-    first, last = share(weights.wcls.shape[0], thread, n_threads)
-    matmul(state.logits, weights.wcls, normed, n_logits, first, last, False)
+    n_logits, dim, group = plan[N_LOGITS], plan[DIM], weights.groups[0]
+    x, normed = state.x[plan[N_TOKENS] - n_logits :], state.normed[thread]
+    rms_norm(normed, x, weights.rms_final, dim, n_logits)
+    ready(state, normed, dim, group, n_logits, thread)
+    first, last = share(weights.wcls.shape[0], thread, plan[N_THREADS])
+    multiply(plan, state.logits, weights.wcls, normed, state.codes[thread], group, n_logits, first, last, False)
 
 
 @inlined
 def run_phase(plan, state, weights, phase, thread):
     """One step of a forward pass, between two barriers: the embedding, five for each layer, the classifier."""
-    n_tokens, pos, n_threads = plan[N_TOKENS], plan[POS], plan[N_THREADS]
+    n_tokens, dim, n_threads = plan[N_TOKENS], plan[DIM], plan[N_THREADS]
     layer, step = divmod(phase - 1, 5)
     if phase == 0:
-        embed(state, weights, n_tokens, thread, n_threads)
+        embed(state, weights, n_tokens, dim, thread, n_threads)
     elif layer == weights.wqkv.shape[0]:
-        classify(state, weights, n_tokens, plan[N_LOGITS], thread, n_threads)
+        classify(plan, state, weights, thread)
     elif step == 0:
-        project_qkv(state, weights, layer, pos, n_tokens, thread, n_threads)
+        project_qkv(plan, state, weights, layer, thread)
     elif step == 1:
-        attention(state, weights, layer, pos, n_tokens, plan[WINDOW], thread, n_threads)
+        attention(state, layer, plan[POS], n_tokens, plan[WINDOW], dim, thread, n_threads)
     elif step == 2:
-        residual(state, weights.wo[layer], state.heads, n_tokens, thread, n_threads)
+        residual(plan, state, weights.wo[layer], state.heads, dim, weights.groups[0], thread)
     elif step == 3:
-        feed_forward(state, weights, layer, n_tokens, thread, n_threads)
+        feed_forward(plan, state, weights, layer, thread)
     else:
-        residual(state, weights.w2[layer], state.hidden, n_tokens, thread, n_threads)
+        residual(plan, state, weights.w2[layer], state.hidden, plan[HIDDEN_DIM], weights.groups[1], thread)
 
 
 @compiled
@@ -1001,51 +1306,6 @@ def pack_matrix(panels: Float32, matrix: Float32, first: int = 0, step: int = 1)
     fill_panels(panels, first, step, source, numba.get_num_threads())
 
 
-def _panels_of(rows: int) -> int:
-    return int(round_up(rows, PANEL_ROWS)) // PANEL_ROWS
-
-
-def _pack(*layers: list[Float32]) -> Float32:
-    """Panels (L, P, k, R) of the matrices (rows, k) of each layer, one below the other, each padded to whole panels."""
-    n_panels = sum(_panels_of(matrix.shape[0]) for matrix in layers[0])
-    packed = zeros(len(layers), n_panels, layers[0][0].shape[1], PANEL_ROWS)
-    for panels, matrices in zip(packed, layers, strict=True):
-        first = 0
-        for matrix in matrices:
-            pack_matrix(panels, matrix, first)
-            first += _panels_of(matrix.shape[0])
-    return packed
-
-
-def _pad_rows(rows: Float32) -> Float32:
-    """rows (..., D) with zeros up to a whole vector."""
-    padded_rows = zeros(*rows.shape[:-1], round_up(rows.shape[-1], PANEL_ROWS))
-    padded_rows[..., : rows.shape[-1]] = rows
-    return padded_rows
-
-
-def pack_weights(config: Config, tensors: dict[str, Float32]) -> Weights:
-    """The tensors of `Config.shapes` in the kernels' layout; w1 and w3 take turns, panel by panel."""
-    t = tensors
-    layers = range(config.n_layers)
-    gates = zeros(config.n_layers, 2 * _panels_of(config.hidden_dim), config.dim, PANEL_ROWS)
-    for layer in layers:
-        pack_matrix(gates[layer], t["w1"][layer], 0, 2)
-        pack_matrix(gates[layer], t["w3"][layer], 1, 2)
-    embedding = _pack([t["tok_emb"]])[0]
-    return Weights(
-        embedding=embedding,
-        rms_att=_pad_rows(t["rms_att"]),
-        wqkv=_pack(*([t["wq"][i], t["wk"][i], t["wv"][i]] for i in layers)),
-        wo=_pack(*([t["wo"][i]] for i in layers)),
-        rms_ffn=_pad_rows(t["rms_ffn"]),
-        w13=gates,
-        w2=_pack(*([t["w2"][i]] for i in layers)),
-        rms_final=_pad_rows(t["rms_final"]),
-        wcls=embedding if config.shared_classifier else _pack([t["wcls"]])[0],
-    )
-
-
 def _rope_tables(head_dim: int, n_positions: int) -> tuple[Float32, Float32]:
     """cos and signed sin (S, K + LANES) of pos / 10000^(2i/K), periodic in K, so that a vector may begin in any row of a head."""
     rows = np.arange(head_dim + LANES) % head_dim
@@ -1056,14 +1316,14 @@ def _rope_tables(head_dim: int, n_positions: int) -> tuple[Float32, Float32]:
     return cos, sin
 
 
-def memory_bytes(config: Config) -> int:
+def memory_bytes(config: Config, int8: bool = False) -> int:
     """About what the packed weights and a state of seq_len positions take."""
     head_dim, groups = config.head_dim, config.n_layers * config.n_kv_heads
     cache = groups * (head_dim + round_up(head_dim, LANES))
     tables = 3 * (head_dim + LANES) + 4 * head_dim  # and what computing them takes for a moment
     scores = available_threads() * TILE_TOKENS
     n_weights = sum(math.prod(shape) for shape in config.shapes().values())
-    return int(4 * (n_weights + config.seq_len * (cache + tables + scores)))
+    return int(n_weights * (1.125 if int8 else 4) + 4 * config.seq_len * (cache + tables + scores))
 
 
 def physical_memory_bytes() -> float:
@@ -1077,6 +1337,8 @@ def new_state(config: Config, weights: Weights, n_positions: int, n_threads: int
     positions = round_up(n_positions, LANES)
     dim = round_up(config.dim, PANEL_ROWS)
     head_panels = round_up(head_dim, LANES) // LANES
+    lengths = zip((config.dim, config.hidden_dim), weights.groups.tolist(), strict=True)
+    code_words = max(-(-n // group) * (GROUP_HEAD + -(-group // QUADS)) if group else 1 for n, group in lengths)
     cos, sin = _rope_tables(head_dim, n_positions)
     return State(
         tokens=np.zeros(MAX_TOKENS, np.int64),
@@ -1087,6 +1349,7 @@ def new_state(config: Config, weights: Weights, n_positions: int, n_threads: int
         rope_sin=sin,
         x=zeros(MAX_TOKENS, dim),
         normed=zeros(n_threads, MAX_TOKENS, dim),
+        codes=zeros(n_threads, MAX_TOKENS, code_words),
         qkv=zeros(MAX_TOKENS, weights.wqkv.shape[1] * PANEL_ROWS),
         heads=zeros(MAX_TOKENS, dim),
         scores=zeros(n_threads, TILE_TOKENS, positions),
@@ -1111,8 +1374,8 @@ class KVCache:
 class Transformer:
     """A llama2 model on CPU threads.
 
-    weights: packed (`pack_weights`); n_threads: all cores by default; n_positions: how far a story may go, seq_len by default.
-    Beyond its own seq_len a model sees a sliding window of that many positions.
+    weights: packed (`packing.pack_weights`); n_threads: all cores by default; n_positions: how far a story may go, by default
+    seq_len. Beyond its own seq_len a model sees a sliding window of that many positions.
     """
 
     def __init__(self, config: Config, weights: Weights, n_threads: int | None = None, n_positions: int | None = None) -> None:
@@ -1121,6 +1384,7 @@ class Transformer:
         if not 1 <= self.n_threads <= available_threads():
             raise ValueError(f"{n_threads} threads; expected 1 to {available_threads()} on this machine")
         self.n_positions = n_positions or config.seq_len
+        self.portable = FORCE_PORTABLE  # int8 products without the CPU's own instruction for them; the same bits
         self.state = new_state(config, weights, self.n_positions, self.n_threads)
         self.cache = KVCache()
         self._plan = new_plan(self.state, weights)
@@ -1138,7 +1402,8 @@ class Transformer:
         """Phases first to last over state.tokens[:n_tokens] at the end of the cache."""
         self.state.arrivals[0] = 0
         self._plan[:N_NUMBERS] = (
-            first, last, n_tokens, self.cache.length, n_logits, self.config.seq_len, self.n_threads,
+            first, last, n_tokens, self.cache.length, n_logits, self.config.seq_len, self.config.dim, self.config.hidden_dim,
+            self.n_threads, self.portable,
         )  # fmt: skip
         numba.set_num_threads(self.n_threads)
         run_region(entry_point(), self._plan_address, self.n_threads)

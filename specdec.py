@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
 
 import typer
 from rich.console import Console
@@ -38,7 +38,8 @@ from specdec.decoding import (
     Verify,
     decode,
 )
-from specdec.kernels import Transformer, available_threads, pack_weights
+from specdec.kernels import Transformer, available_threads
+from specdec.packing import int8_copy, pack_weights
 from specdec.panel import LivePanel, PlainView, SilentView, View, print_summary, printable, to_json
 from specdec.tokenizer import Tokenizer, TokenizerError
 
@@ -49,6 +50,8 @@ MODELS = Path(__file__).resolve().parent / "models"
 DEFAULT_TARGET, DEFAULT_DRAFT = MODELS / "stories6M.bin", MODELS / "stories650K.bin"
 DEFAULT_PROMPT = "Once upon a time"
 HUB = "https://huggingface.co/karpathy/tinyllamas"
+SELF = "self"  # as a draft: an int8 copy of the target
+Quantize = Literal["target", "draft", "both", "none"]
 
 
 class Generation(NamedTuple):
@@ -62,9 +65,10 @@ class SpeculativeDecoder:
     """A target, a draft that proposes for it, and their tokenizer.
 
     target, draft: paths of llama2.c checkpoints (also looked for in models/) or loaded `Transformer`s; without a draft, plain
-    decoding. tokenizer: a path or a `Tokenizer`; found beside the target or in models/ where not given. gamma: draft tokens a
-    step, 1 to 63. verify: "coupled" (the text is the plain run's of the same seed) or "rejection" (Leviathan et al. 2023).
-    n_threads: all cores by default.
+    decoding; the draft "self" is an int8 copy of the target. tokenizer: a path or a `Tokenizer`; found beside the target or in
+    models/ where not given. gamma: draft tokens a step, 1 to 63. verify: "coupled" (the text is the plain run's of the same seed)
+    or "rejection" (Leviathan et al. 2023). n_threads: all cores by default. quantize: which of the fp32 checkpoints that are
+    named by path become int8: "target", "draft", "both" or "none"; an int8 draft changes no text, an int8 target does.
 
     Raises CheckpointError or TokenizerError for files that cannot be used, ValueError for values or models that do not fit.
     """
@@ -78,22 +82,35 @@ class SpeculativeDecoder:
         gamma: int = 4,
         verify: Verify = "coupled",
         n_threads: int | None = None,
+        quantize: Quantize = "draft",
     ) -> None:
+        if quantize not in get_args(Quantize):
+            raise ValueError(f"quantize is {quantize!r}; expected one of {', '.join(get_args(Quantize))}")
         if not 1 <= gamma <= MAX_GAMMA:
             raise ValueError(f"gamma is {gamma}; expected 1 to {MAX_GAMMA} draft tokens a step")
         if verify not in VERIFIERS:
             raise ValueError(f"verify is {verify!r}; expected one of {', '.join(VERIFIERS)}")
         self.gamma, self.verify = gamma, verify
-        target_path = None if isinstance(target, Transformer) else find(target)
-        self.target = target if isinstance(target, Transformer) else _transformer(load_checkpoint(find(target)), n_threads, None)
+        path = None
+        if isinstance(target, Transformer):
+            self.target = target
+        else:
+            path = find(target)
+            int8 = quantize in ("target", "both")
+            self.target = _transformer(load_checkpoint(path, int8), n_threads, None, int8)
         config = self.target.config
-        self.tokenizer = _tokenizer(tokenizer, target_path, config.vocab_size)
+        self.tokenizer = _tokenizer(tokenizer, path, config.vocab_size)
         if draft is None or isinstance(draft, Transformer):
             self.draft = draft
+        elif draft == SELF:
+            if self.target.weights.is_int8:
+                raise ValueError("the target is int8 already, so an int8 copy of it is no faster draft; name another one")
+            self.draft = Transformer(config, int8_copy(config, self.target.weights), n_threads, self.target.n_positions)
         else:
-            checkpoint = load_checkpoint(find(draft))
+            int8 = quantize in ("draft", "both")
+            checkpoint = load_checkpoint(find(draft), int8)
             _same_vocabulary(checkpoint.path, checkpoint.config.vocab_size, config.vocab_size)
-            self.draft = _transformer(checkpoint, n_threads, self.target.n_positions)
+            self.draft = _transformer(checkpoint, n_threads, self.target.n_positions, int8)
         if self.draft and self.draft.config.vocab_size != config.vocab_size:
             raise ValueError(f"the draft has {self.draft.config.vocab_size} tokens, the target {config.vocab_size}")
         if self.draft is self.target:
@@ -147,6 +164,12 @@ class SpeculativeDecoder:
             tokens += step.tokens
         return Generation(self.tokenizer.decode(tokens), statistics)
 
+    @property
+    def weights(self) -> str:
+        """What the weights are, in words: "target fp32, draft int8"."""
+        models = {"target": self.target, "draft": self.draft}
+        return ", ".join(f"{name} {'int8' if model.weights.is_int8 else 'fp32'}" for name, model in models.items() if model)
+
     def warm_up(self) -> None:
         """Compile, or load from numba's cache, whatever a text needs; the first text does it where nobody has."""
         self._is_warm = True
@@ -168,8 +191,8 @@ def find(name: str | os.PathLike[str]) -> Path:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
 
 
-def _transformer(checkpoint: Checkpoint, n_threads: int | None, n_positions: int | None) -> Transformer:
-    weights = pack_weights(checkpoint.config, checkpoint.tensors)
+def _transformer(checkpoint: Checkpoint, n_threads: int | None, n_positions: int | None, int8: bool) -> Transformer:
+    weights = pack_weights(checkpoint.config, checkpoint.tensors, int8, checkpoint.release)
     return Transformer(checkpoint.config, weights, n_threads, n_positions)
 
 
@@ -224,8 +247,24 @@ def tell(
         str, option("-m", "--model", group="Models", help="Target checkpoint: a path, or a name in models/.", metavar="FILE")
     ] = "",
     draft: Annotated[
-        str, option("-d", "--draft", group="Models", help="Draft checkpoint. Without one, plain decoding.", metavar="FILE")
+        str,
+        option(
+            "-d",
+            "--draft",
+            group="Models",
+            metavar="FILE|self",
+            help="Draft checkpoint; self: an int8 copy of the target. Without one, plain decoding.",
+        ),
     ] = "",
+    quantize: Annotated[
+        str,
+        option(
+            "--quantize",
+            group="Models",
+            metavar="WHAT",
+            help="Make int8 while loading: draft, target, both or none. An int8 draft changes the speed, never the text.",
+        ),
+    ] = "draft",
     tokenizer: Annotated[
         str,
         option(
@@ -311,7 +350,7 @@ def tell(
     if version:
         print(__version__)
         return
-    _check_arguments(prompt=prompt, seed=seed, verify=verify, threads=threads)
+    _check_arguments(prompt, seed, threads, verify=verify, quantize=quantize)
     model, draft = _default_pair(model, draft)
     sampling = Sampling(temperature, top_k, top_p, seed or secrets.randbits(32) or 1)
     errors = Console(stderr=True)
@@ -327,17 +366,25 @@ def tell(
         "top_k": top_k,
         "gamma": gamma if draft else 0,
         "verify": verify,
+        "quantize": quantize,
         "threads": threads or available_threads(),
     }
     with errors.status("loading; the first run on a machine compiles the kernels") if live else nullcontext():
         begin = time.perf_counter()
         decoder = SpeculativeDecoder(
-            model, draft or None, tokenizer or None, gamma=gamma, verify=cast(Verify, verify), n_threads=threads or None
+            model,
+            draft or None,
+            tokenizer or None,
+            gamma=gamma,
+            verify=cast(Verify, verify),
+            n_threads=threads or None,
+            quantize=cast(Quantize, quantize),
         )
         prompt_tokens = decoder.encode(prompt)
         loaded = time.perf_counter()
         decoder.warm_up()
         warm = time.perf_counter()
+    settings |= {"tokenizer": str(decoder.tokenizer.path), "weights": decoder.weights}
     statistics = Statistics(len(prompt_tokens))
     # llama2.c counts positions: n steps make n + 1 tokens, BOS included
     total = min(steps or decoder.target.n_positions, decoder.target.n_positions)
@@ -356,7 +403,7 @@ def tell(
             times = {"load_seconds": loaded - begin, "warmup_seconds": warm - loaded}
             print(to_json(statistics, view.text, view.tokens, **times, seed=sampling.seed, settings=settings))
         else:
-            print_summary(errors, statistics, sampling.seed)
+            print_summary(errors, statistics, sampling.seed, decoder.weights)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
 
@@ -384,7 +431,7 @@ def _run(
     return False
 
 
-def _check_arguments(prompt: str, seed: int, verify: str, threads: int) -> None:
+def _check_arguments(prompt: str, seed: int, threads: int, verify: str, quantize: str) -> None:
     """What Typer's own types do not check."""
     try:
         prompt.encode()
@@ -392,8 +439,13 @@ def _check_arguments(prompt: str, seed: int, verify: str, threads: int) -> None:
         raise typer.BadParameter("it is not valid UTF-8", param_hint="'-i' / '--prompt'") from None
     if seed >= 2**63:
         raise typer.BadParameter(f"{seed} is not below 2^63.", param_hint="'-s' / '--seed'")
-    if verify not in VERIFIERS:
-        raise typer.BadParameter(f"{verify!r} is not one of {', '.join(VERIFIERS)}.", param_hint="'--verify'")
+    for name, value, choices in (("verify", verify, tuple(VERIFIERS)), ("quantize", quantize, get_args(Quantize))):
+        if value not in choices:
+            raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}.", param_hint=f"'--{name}'")
+    _check_threads(threads)
+
+
+def _check_threads(threads: int) -> None:
     if threads > available_threads():
         raise typer.BadParameter(
             f"{threads} threads; this machine has cores for {available_threads()}.", param_hint="'-j' / '--threads'"
@@ -425,15 +477,16 @@ def bench(
         ),
     ] = "42M",
     threads: Annotated[int, option("-j", "--threads", group="Bench", metavar="N", min=0, help="CPU threads. 0: all cores.")] = 0,
+    int8: Annotated[bool, option("--int8", group="Bench", help="Weights quantized to int8, as --quantize does.")] = False,
     as_json: Annotated[bool, option("--json", group="Bench", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Time passes over T tokens of a model with random weights, beside the memory bandwidth they are up against."""
-    _check_arguments(prompt="", seed=0, verify="coupled", threads=threads)
+    _check_threads(threads)
     try:
         config = benchmark.parse_shape(shape)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="'--shape'") from None
-    result = benchmark.run(config, threads or None)
+    result = benchmark.run(config, threads or None, int8)
     with writing():
         print(benchmark.to_json(result)) if as_json else Console().print(benchmark.to_table(result, shape))
 

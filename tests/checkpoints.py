@@ -3,11 +3,12 @@
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specdec.kernels import Config, Float32
+from tests.reference import quantized
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"  # real weights and texts; tests that need them skip where it is absent
@@ -47,6 +48,37 @@ def checkpoint_bytes(config: Config, tensors: Mapping[str, Float32], version: in
 
 def write_checkpoint(path: Path, config: Config, tensors: Mapping[str, Float32], version: int = 0) -> Path:
     path.write_bytes(checkpoint_bytes(config, tensors, version))
+    return path
+
+
+def quantized_tensors(config: Config, tensors: Mapping[str, Float32], group: int) -> dict[str, Any]:
+    """The tensors of a version 2 file: norms as they are, `reference.Quantized` matrices, a list where layers have one each."""
+    result: dict[str, Any] = {}
+    for name, shape in config.shapes().items():
+        if name.startswith("rms"):
+            result[name] = tensors[name]
+        elif len(shape) == 2:
+            result[name] = quantized(tensors[name], group)
+        else:
+            result[name] = [quantized(matrix, group) for matrix in tensors[name]]
+    return result
+
+
+def int8_checkpoint_bytes(config: Config, tensors: Mapping[str, Any], group: int) -> bytes:
+    """The version 2 file of `quantized_tensors`."""
+    numbers = [getattr(config, field) for field in FIELDS]
+    data = struct.pack("<4si7iBi", b"24ka", 2, *numbers, config.shared_classifier, group).ljust(V1_HEADER, b"\0")
+    for name in V1_NAMES:
+        if name.startswith("rms"):
+            data += tensors[name].astype("<f4").tobytes()
+        elif name in tensors:
+            matrices = tensors[name] if isinstance(tensors[name], list) else [tensors[name]]
+            data += b"".join(m.values.tobytes() + m.scales.astype("<f4").tobytes() for m in matrices)
+    return data
+
+
+def write_int8_checkpoint(path: Path, config: Config, tensors: Mapping[str, Float32], group: int) -> Path:
+    path.write_bytes(int8_checkpoint_bytes(config, quantized_tensors(config, tensors, group), group))
     return path
 
 
@@ -106,7 +138,7 @@ def with_last_float(value: float) -> Callable[[bytes], bytes]:
 
 
 def damages(version: int) -> dict[str, Damage]:
-    """Whatever can be wrong with the bytes of a file that was a version 0 or 1 checkpoint, unshared, GQA."""
+    """Whatever can be wrong with the bytes of a checkpoint file, unshared, GQA."""
     first = 0 if version == 0 else 8
 
     def field(name: str, value: int) -> Callable[[bytes], bytes]:
@@ -136,12 +168,23 @@ def damages(version: int) -> dict[str, Damage]:
             cases[f"{name} negative"] = Damage(field(name, -7), name)
             cases[f"{name} lowest"] = Damage(field(name, -(2**31)), name)
         cases[f"{name} huge"] = Damage(field(name, 2**31 - 1), "")
+    if version == 2:
+        cases |= {
+            "half a version 2 header": Damage(lambda data: data[:40], "truncated"),
+            "flag": Damage(lambda data: data[:36] + b"\x02" + data[37:], "flag"),
+            "group size zero": Damage(with_int(37, 0), "group size"),
+            "group size negative": Damage(with_int(37, -8), "group size"),
+            "group size that divides nothing": Damage(with_int(37, 7), "group size of 7"),
+            "group size huge": Damage(with_int(37, 2**31 - 1), "group size"),
+            "another group size": Damage(with_int(37, 4), "truncated"),
+            "claims to be version 1": Damage(with_int(4, 1), "truncated"),
+        }
     if version == 1:
         cases |= {
             "half a version 1 header": Damage(lambda data: data[:100], "truncated"),
             "wrong magic": Damage(lambda data: b"ak42" + data[4:], ""),
             "version 0 with a magic": Damage(with_int(4, 0), "version 0"),
-            "version 2": Damage(with_int(4, 2), "version 2"),
+            "claims to be version 2": Damage(with_int(4, 2), "group size of 0"),
             "version 3": Damage(with_int(4, 3), "version 3"),
             "version -1": Damage(with_int(4, -1), "version -1"),
             "flag": Damage(lambda data: data[:36] + b"\x07" + data[37:], "flag"),
@@ -149,7 +192,16 @@ def damages(version: int) -> dict[str, Damage]:
     return cases
 
 
-DAMAGES = {f"version {v}, {name}": (v, damage) for v in (0, 1) for name, damage in damages(v).items()}
+DAMAGES = {f"version {v}, {name}": (v, damage) for v in (0, 1, 2) for name, damage in damages(v).items()}
+DAMAGED_GROUP = 8  # of the version 2 file that is damaged
+
+
+def sound_bytes(config: Config, version: int) -> bytes:
+    """A file of random weights for `DAMAGES` to spoil."""
+    tensors = random_tensors(config, 0)
+    if version < 2:
+        return checkpoint_bytes(config, tensors, version)
+    return int8_checkpoint_bytes(config, quantized_tensors(config, tensors, DAMAGED_GROUP), DAMAGED_GROUP)
 
 
 def tokenizer_damages() -> dict[str, Damage]:

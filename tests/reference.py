@@ -1,6 +1,7 @@
 """Slow numpy oracles in float64: what the kernels compute, written for the reader."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,17 +28,60 @@ def rope(x, pos):
     return out
 
 
-def forward(config: Config, tensors: dict[str, Float32], tokens: list[int], window: int | None = None) -> np.ndarray:
-    """Logits (T, V) of a whole sequence, each token seeing the last `window` positions up to its own."""
-    t = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+class Quantized(NamedTuple):
+    """A matrix (rows, k) of int8 values with a float32 scale for each `group` of them, in the order of a version 2 file."""
+
+    values: np.ndarray
+    scales: np.ndarray
+    group: int
+
+    def floats(self) -> np.ndarray:
+        return (self.values.reshape(-1, self.group) * self.scales.astype(np.float64)[:, None]).reshape(self.values.shape)
+
+
+def quantized(matrix: Float32, group: int) -> Quantized:
+    """Symmetric: the largest of a group becomes 127 (llama2.c's export.py)."""
+    parts = matrix.reshape(-1, group)
+    scales = np.abs(parts).max(1) / np.float32(127)
+    values = np.rint(parts / np.where(scales > 0, scales, 1)[:, None])
+    return Quantized(values.astype(np.int8).reshape(matrix.shape), scales, group)
+
+
+def quantized_activations(x: Float32, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """Codes (k,) and scales (groups,) of x (k,): runq.c's rule, which rounds halves away from zero."""
+    parts = np.concatenate([x, np.zeros(-len(x) % group, np.float32)]).reshape(-1, group)
+    scales = np.abs(parts).max(1) / np.float32(127)
+    ratio = parts / np.where(scales > 0, scales, np.float32(1))[:, None]
+    return (np.sign(ratio) * np.floor(np.abs(ratio.astype(np.float64)) + 0.5)).reshape(-1)[: len(x)].astype(np.int64), scales
+
+
+def product(x: np.ndarray, w: np.ndarray | Quantized) -> np.ndarray:
+    """x (T, k) times w (rows, k); with int8 weights x is quantized first, in the largest groups that do not cross rows of w."""
+    if not isinstance(w, Quantized):
+        return x @ w.T
+    group = math.gcd(w.group, x.shape[1])
+    seen = np.empty(x.shape)
+    for t, row in enumerate(x.astype(np.float32)):
+        codes, scales = quantized_activations(row, group)
+        seen[t] = codes * np.repeat(scales.astype(np.float64), group)
+    return seen @ w.floats().T
+
+
+def forward(config: Config, tensors: dict, tokens: list[int], window: int | None = None) -> np.ndarray:
+    """Logits (T, V) of a whole sequence, each token seeing the last `window` positions up to its own.
+
+    Matrices may be `Quantized` (a list of them where layers have one each): then it is runq.c's forward.
+    """
+    t = {name: tensor.astype(np.float64) if isinstance(tensor, np.ndarray) else tensor for name, tensor in tensors.items()}
     heads, groups, k = config.n_heads, config.n_kv_heads, config.head_dim
     n = len(tokens)
-    x = t["tok_emb"][tokens]
+    embedding = t["tok_emb"]
+    x = (embedding.floats() if isinstance(embedding, Quantized) else embedding)[tokens]
     for layer in range(config.n_layers):
         h = rms_norm(x, t["rms_att"][layer])
-        q = (h @ t["wq"][layer].T).reshape(n, heads, k)
-        keys = (h @ t["wk"][layer].T).reshape(n, groups, k)
-        values = (h @ t["wv"][layer].T).reshape(n, groups, k)
+        q = product(h, t["wq"][layer]).reshape(n, heads, k)
+        keys = product(h, t["wk"][layer]).reshape(n, groups, k)
+        values = product(h, t["wv"][layer]).reshape(n, groups, k)
         q = np.stack([rope(q[i], i) for i in range(n)])
         keys = np.stack([rope(keys[i], i) for i in range(n)])
         mixed = np.zeros((n, heads, k))
@@ -47,12 +91,11 @@ def forward(config: Config, tensors: dict[str, Float32], tokens: list[int], wind
                 g = head // (heads // groups)
                 p = softmax(keys[first : i + 1, g] @ q[i, head] / math.sqrt(k))
                 mixed[i, head] = p @ values[first : i + 1, g]
-        x = x + mixed.reshape(n, -1) @ t["wo"][layer].T
+        x = x + product(mixed.reshape(n, -1), t["wo"][layer])
         h = rms_norm(x, t["rms_ffn"][layer])
-        a, b = h @ t["w1"][layer].T, h @ t["w3"][layer].T
-        x = x + (a / (1 + np.exp(-a)) * b) @ t["w2"][layer].T
-    classifier = t["tok_emb"] if config.shared_classifier else t["wcls"]
-    return rms_norm(x, t["rms_final"]) @ classifier.T
+        a, b = product(h, t["w1"][layer]), product(h, t["w3"][layer])
+        x = x + product(a / (1 + np.exp(-a)) * b, t["w2"][layer])
+    return product(rms_norm(x, t["rms_final"]), embedding if config.shared_classifier else t["wcls"])
 
 
 def probabilities(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:

@@ -27,12 +27,13 @@ from tests.checkpoints import (
     DAMAGES,
     ROOT,
     SHARED,
-    checkpoint_bytes,
     random_tensors,
     small_pieces,
+    sound_bytes,
     tokenizer_bytes,
     tokenizer_damages,
     write_checkpoint,
+    write_int8_checkpoint,
     write_tokenizer,
 )
 from tests.conftest import Pair
@@ -107,7 +108,7 @@ def test_a_damaged_target_is_refused_by_name(run: Run, pair: Pair, tmp_path: Pat
     version, damage = DAMAGES[name]
     config = specdec.load_checkpoint(pair.draft).config
     path = tmp_path / "damaged.bin"
-    path.write_bytes(damage.spoil(checkpoint_bytes(config, random_tensors(config, 0), version)))
+    path.write_bytes(damage.spoil(sound_bytes(config, version)))
     assert_refused(run("-m", path, "-z", pair.tokenizer), path)
 
 
@@ -116,7 +117,8 @@ DRAFT_DAMAGES = [
     "version 0, one byte long",
     "version 1, NaN",
     "version 1, dim huge",
-    "version 1, version 2",
+    "version 2, one byte short",
+    "version 2, group size zero",
 ]
 
 
@@ -125,7 +127,7 @@ def test_a_damaged_draft_is_refused_by_name(run: Run, pair: Pair, tmp_path: Path
     version, damage = DAMAGES[name]
     config = specdec.load_checkpoint(pair.draft).config
     path = tmp_path / "damaged.bin"
-    path.write_bytes(damage.spoil(checkpoint_bytes(config, random_tensors(config, 0), version)))
+    path.write_bytes(damage.spoil(sound_bytes(config, version)))
     assert_refused(run("-m", pair.target, "-d", path), path, damage.word)
 
 
@@ -226,6 +228,8 @@ def test_no_model_at_all_is_told_with_how_to_get_one(run: Run) -> None:
         (["-m", "\udcff"], "\\udcff"),
         (["-s", "\udcff"], "--seed"),
         (["--\udcff"], "\\udcff"),
+        (["--quantize", "int4"], "draft"),
+        (["-d", "self", "--quantize", "both"], "int8 already"),
         (["-Q"], "-Q"),
         (["--nonsense"], "--nonsense"),
         (["--temperatur", "1"], "--temperature"),
@@ -286,7 +290,45 @@ def test_json_is_one_object_whose_figures_agree(run: Run, pair: Pair, extra: lis
     for seconds in ("load_seconds", "warmup_seconds", "prefill_seconds", "decode_seconds"):
         assert result[seconds] > 0
     assert result["seed"] == 5
-    assert {"model", "draft", "gamma", "temperature", "top_p", "top_k", "verify"} <= set(result["settings"])
+    told = {"model", "draft", "tokenizer", "gamma", "temperature", "top_p", "top_k", "verify", "quantize", "weights"}
+    assert told <= set(result["settings"])
+
+
+@pytest.mark.parametrize(
+    ("more", "weights"),
+    [
+        ([], "target fp32, draft int8"),
+        (["--quantize", "draft"], "target fp32, draft int8"),
+        (["--quantize", "none"], "target fp32, draft fp32"),
+        (["--quantize", "target"], "target int8, draft fp32"),
+        (["--quantize", "both"], "target int8, draft int8"),
+        (["-d", "self"], "target fp32, draft int8"),
+        (["-d", "self", "--quantize", "none"], "target fp32, draft int8"),
+    ],
+    ids=str,
+)
+def test_what_is_int8_is_told_and_an_fp32_target_keeps_its_text(run: Run, pair: Pair, more: list[str], weights: str) -> None:
+    alone = from_json(run("-m", pair.target, "-i", PROMPT, "-s", 5, "-j", 1, "-n", 100, "--json"))
+    result = from_json(run(*with_pair(pair, "-n", 100, "--json", *more)))
+    assert result["settings"]["weights"] == weights
+    if weights.startswith("target fp32"):
+        assert result["tokens"] == alone["tokens"]
+    assert result["n_accepted"] > 0
+    _, _, summary = run(*with_pair(pair, "-n", 20, "--plain", *more))
+    assert weights in summary
+
+
+def test_version_2_files_are_target_and_draft_as_they_are(run: Run, pair: Pair, tmp_path: Path) -> None:
+    checkpoint = specdec.load_checkpoint(pair.target)
+    path = write_int8_checkpoint(tmp_path / "int8.bin", checkpoint.config, checkpoint.tensors, 32)
+    alone = from_json(run("-m", path, "-z", pair.tokenizer, "-i", PROMPT, "-s", 5, "-n", 100, "--json", "--quantize", "none"))
+    assert alone["settings"]["weights"] == "target int8"
+    for draft in (path, pair.draft):
+        drafted = from_json(run("-m", path, "-d", draft, "-z", pair.tokenizer, "-i", PROMPT, "-s", 5, "-n", 100, "--json"))
+        assert drafted["tokens"] == alone["tokens"]
+        assert drafted["settings"]["weights"] == "target int8, draft int8"
+    for more in ([], ["--quantize", "none"]):
+        assert_refused(run("-m", path, "-d", "self", "-z", pair.tokenizer, *more), "int8 already")
 
 
 def test_the_text_with_a_draft_is_the_text_without(run: Run, pair: Pair) -> None:
@@ -335,7 +377,7 @@ def test_ctrl_c_with_json_still_gives_one_object(run: Run, pair: Pair, monkeypat
 
 
 def test_ctrl_c_while_loading_ends_quietly(run: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(path: object) -> None:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(specdec, "load_checkpoint", interrupted)
@@ -350,9 +392,11 @@ def test_an_empty_prompt_is_a_story_from_nothing(run: Run, pair: Pair) -> None:
     assert result["text"] == Tokenizer(pair.tokenizer).decode([1, *result["tokens"]])
 
 
-def test_a_measurement_has_a_row_for_every_number_of_tokens(run: Run) -> None:
-    result = from_json(run("bench", "--shape", "64,96,1,4,2,300,64", "-j", 1, "--json"))
+@pytest.mark.parametrize("more", [[], ["--int8"]])
+def test_a_measurement_has_a_row_for_every_number_of_tokens(run: Run, more: list[str]) -> None:
+    result = from_json(run("bench", "--shape", "64,96,1,4,2,300,64", "-j", 1, "--json", *more))
     assert result["dram_gb_per_s"] > 0
+    assert result["weights"] == ("int8" if more else "fp32")
     assert [row["tokens"] for row in result["rows"]] == [1, 2, 4, 8, 16, 64]
     for row in result["rows"]:
         assert {"tokens", "seconds", "gb_per_s", "gflop_per_s"} <= set(row)

@@ -18,7 +18,8 @@ from specdec.decoding import (
     Statistics,
     decode,
 )
-from specdec.kernels import Config, Transformer, pack_weights
+from specdec.kernels import Config, Transformer
+from specdec.packing import pack_weights
 from specdec.tokenizer import BOS, EOS
 from tests import reference
 from tests.checkpoints import SHARED, random_tensors

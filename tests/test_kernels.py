@@ -9,7 +9,8 @@ import pytest
 
 from specdec import DEFAULT_DRAFT, DEFAULT_TARGET, kernels
 from specdec.checkpoint import load_checkpoint
-from specdec.kernels import Config, Transformer, pack_weights
+from specdec.kernels import Config, Transformer
+from specdec.packing import pack_weights
 from tests import reference
 from tests.checkpoints import SHARED, random_tensors
 

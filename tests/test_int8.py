@@ -1,0 +1,283 @@
+"""int8: the layout, the products, the promises about bits, and what it costs in accuracy and memory."""
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from specdec import DEFAULT_DRAFT, DEFAULT_TARGET, SpeculativeDecoder, kernels
+from specdec.checkpoint import load_checkpoint
+from specdec.kernels import Config, Transformer
+from specdec.packing import int8_copy, pack_weights
+from tests import reference
+from tests.checkpoints import (
+    ROOT,
+    SHARED,
+    quantized_tensors,
+    random_tensors,
+    write_checkpoint,
+    write_int8_checkpoint,
+)
+from tests.test_kernels import CONFIGS, THREADS, round_to_float32, run_in_blocks, tokens_for
+
+# what a story of the kind that the embedded pair knows looks like; neither model saw it
+STORY = """Once upon a time, there was a small boat named Pip. Pip lived near a quiet beach with his friend Sara. Every morning, \
+Sara came to the water and said, "Good morning, Pip! Where will we go today?" One day, the wind was very strong. Pip was scared \
+and did not want to leave. Sara sat down next to him and told him a funny story about a fish that could sing. Pip laughed so \
+hard that he forgot to be afraid. They went out on the sea together and saw three big birds. When the sun went down, they came \
+home and were happy. Sara hugged Pip and said, "You are the bravest boat I know." """
+RUNQ = Config(48, 40, 2, 4, 2, 112, 96)
+RUNQ_UNSHARED = Config(64, 96, 2, 8, 2, 64, 96, shared_classifier=False)
+
+
+def int8_model(config: Config, n_threads: int = 1, portable: bool = False, n_positions: int | None = None) -> Transformer:
+    model = Transformer(config, pack_weights(config, random_tensors(config, 0, 0.1), int8=True), n_threads, n_positions)
+    model.portable = portable
+    return model
+
+
+def activations(n_tokens: int, n: int) -> np.ndarray:
+    """Rows with a group of zeros, one of halves, and one too small for its scale."""
+    x = np.random.default_rng(n).standard_normal((n_tokens, n)).astype(np.float32)
+    x[0, : n // 2] = 0
+    x[1] = np.resize(np.array([127, 0.5, -0.5, 1.5, -1.5, 2.5], np.float32), n)
+    x[2] = 189 * np.finfo(np.float32).smallest_subnormal
+    rows = kernels.zeros(n_tokens, kernels.round_up(n, kernels.PANEL_ROWS))
+    rows[:, :n] = x
+    return rows
+
+
+def quantized_rows(x: np.ndarray, n: int, group: int) -> np.ndarray:
+    """What `kernels.quantize` writes: (T, groups, words)."""
+    n_groups, n_quads = -(-n // group), -(-group // kernels.QUADS)
+    codes = kernels.zeros(len(x), n_groups * (kernels.GROUP_HEAD + n_quads))
+    codes[:] = np.nan
+    kernels.quantize(codes, x, n, group, len(x))
+    return codes.reshape(len(x), n_groups, -1)
+
+
+@pytest.mark.parametrize(("n", "group"), [(64, 64), (96, 32), (172, 32), (50, 25), (33, 11), (36, 4), (40, 2), (7, 1)])
+def test_activations_are_quantized_as_runq_does(n, group):
+    x = activations(5, n)
+    packed = quantized_rows(x, n, group)
+    for t in (0, 1, 3, 4):  # the third has no codes within int8 by runq's rule
+        codes, scales = reference.quantized_activations(x[t, :n], group)
+        got = packed[t].view(np.int8).reshape(len(scales), -1)[:, 4 * kernels.GROUP_HEAD :]
+        np.testing.assert_array_equal(got[:, :group].reshape(-1)[:n], codes)
+        assert not got[:, group:].any()
+        assert not got[:, :group].reshape(-1)[n:].any()
+        np.testing.assert_array_equal(packed[t, :, 0], scales)
+        np.testing.assert_array_equal(packed[t, :, 1].view(np.int32), -128 * got.sum(1, np.int32))
+    assert np.abs(packed[2].view(np.int8)[:, 4 * kernels.GROUP_HEAD :].astype(int)).max() == 127
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize(("n", "group"), [(96, 32), (172, 32), (128, 64), (50, 25), (40, 2)])
+def test_an_int8_product_is_exact_in_a_group_and_one_chain_over_the_groups(n, group, portable):
+    """Against exact arithmetic rounded after every group."""
+    rng = np.random.default_rng(0)
+    config = Config(n, n, 1, 1, 1, 40, 8)
+    tensors = random_tensors(config, 0)
+    if group in (32, 64):
+        weights = pack_weights(config, tensors, int8=True)
+        assert weights.groups.tolist() == [group, group]
+    else:
+        weights = pack_weights(config, as_loaded(quantized_tensors(config, tensors, group)))
+    x = activations(17, n)
+    codes = quantized_rows(x, n, group).reshape(17, -1)
+    out = kernels.zeros(17, kernels.round_up(n, kernels.PANEL_ROWS))
+    out[:] = start = rng.standard_normal(out.shape).astype(np.float32)
+    w = weights.w2[0]
+    kernels.int8_matmul(out, w, codes, 17, 0, len(w), True, portable)
+    values, scales = padded_quantized(tensors["w2"][0], group)
+    for t, r in ((0, 0), (1, 3), (3, n // 2), (8, n - 1), (16, 1)):
+        acc = Fraction(float(start[t, r]))
+        x_codes, x_scales = reference.quantized_activations(x[t, :n], group)
+        x_codes = np.concatenate([x_codes, np.zeros(-n % group, np.int64)]).reshape(-1, group)
+        for g, x_scale in enumerate(x_scales):
+            total = int(values[r, g].astype(int) @ x_codes[g])
+            acc = Fraction(float(round_to_float32(total * Fraction(float(scales[r, g] * x_scale)) + acc)))
+        assert float(out[t, r]) == float(acc)
+
+
+def as_loaded(tensors):
+    """Tensors of `quantized_tensors` as the loader hands them over."""
+    from specdec.packing import Int8Matrix
+
+    def convert(tensor):
+        if isinstance(tensor, list):
+            return [convert(one) for one in tensor]
+        return Int8Matrix(tensor.values, tensor.scales) if isinstance(tensor, reference.Quantized) else tensor
+
+    return {name: convert(tensor) for name, tensor in tensors.items()}
+
+
+def padded_quantized(matrix, group):
+    """values (rows, groups, group) and scales (rows, groups) by the oracle, each row filled up with zeros."""
+    rows = len(matrix)
+    padded = np.concatenate([matrix, np.zeros((rows, -matrix.shape[1] % group), np.float32)], 1)
+    values, scales, _ = reference.quantized(padded, group)
+    return values.reshape(rows, -1, group), scales.reshape(rows, -1)
+
+
+def test_every_instruction_is_chosen_by_the_feature_that_promises_it():
+    assert kernels.best_dot4("+sse2,+avx2,-avx512vnni,-avxvnni") == "portable"
+    assert kernels.best_dot4("+avx2,+avxvnni,-avxvnniint8") == "avxvnni"
+    assert kernels.best_dot4("+avx512f,+avx512vnni,+avxvnni") == "avx512vnni"
+    assert kernels.best_dot4("+neon,+dotprod") == "sdot"
+    assert kernels.best_dot4("") == "portable"
+
+
+@pytest.mark.parametrize(
+    ("config", "group"),
+    [(RUNQ, 2), (RUNQ, 3), (RUNQ, 24), (RUNQ, 64), (RUNQ_UNSHARED, 4), (RUNQ_UNSHARED, 32), (RUNQ_UNSHARED, 64)],
+)
+def test_a_version_2_model_is_runq(tmp_path, config, group):
+    """The whole forward against the numpy oracle: parts of a quad, an odd group, whole vectors, groups that cross rows."""
+    tensors = random_tensors(config, 0, 0.1)
+    checkpoint = load_checkpoint(write_int8_checkpoint(tmp_path / "model.bin", config, tensors, group))
+    weights = pack_weights(config, checkpoint.tensors)
+    tokens = tokens_for(config, 30)
+    got = run_in_blocks(Transformer(config, weights), tokens, 7)
+    expected = reference.forward(config, quantized_tensors(config, tensors, group), tokens)
+    fp32 = reference.forward(config, tensors, tokens)
+    # rounding of float32, but where a code at the edge between two integers falls the other way: rarely, and by less than
+    # int8's own error, which a wrong formula could not stay below
+    error, own_error = np.abs(got - expected), np.abs(fp32 - expected)
+    assert np.median(error) < 1e-5 * np.abs(expected).max() < np.median(own_error) / 5
+    assert error.max() < own_error.max() / 3
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_int8_logits_do_not_depend_on_the_batch_the_threads_or_the_path_bit_for_bit(name):
+    config = CONFIGS[name]
+    tokens = tokens_for(config, 70)
+    alone = run_in_blocks(int8_model(config, portable=True), tokens, 1).view(np.int32)
+    for n_threads in THREADS:
+        for portable in (False, True):
+            model = int8_model(config, n_threads, portable)
+            for block in [*range(1, 18), 64]:
+                np.testing.assert_array_equal(run_in_blocks(model, tokens, block).view(np.int32), alone)
+
+
+def test_real_int8_logits_do_not_depend_on_the_batch_the_threads_or_the_path_bit_for_bit():
+    for path in (DEFAULT_TARGET, DEFAULT_DRAFT, *sorted(SHARED.glob("models/stories*.bin"))):
+        checkpoint = load_checkpoint(path)
+        weights = pack_weights(checkpoint.config, checkpoint.tensors, int8=True)
+        tokens = tokens_for(checkpoint.config, 130)
+        alone = run_in_blocks(Transformer(checkpoint.config, weights, 1, n_positions=130), tokens, 1)
+        for n_threads in THREADS:
+            model = Transformer(checkpoint.config, weights, n_threads, n_positions=130)
+            for model.portable in (False, True):
+                for block in (2, 5, 8, 9, 17, 64):
+                    np.testing.assert_array_equal(run_in_blocks(model, tokens, block).view(np.int32), alone.view(np.int32))
+
+
+def test_an_int8_copy_of_a_model_is_the_model_quantized_while_loading():
+    for config in CONFIGS.values():
+        tensors = random_tensors(config, 0)
+        loaded = pack_weights(config, tensors, int8=True)
+        fp32 = pack_weights(config, tensors)
+        copied = int8_copy(config, fp32)
+        for a, b in zip(loaded, copied, strict=True):
+            np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
+        assert copied.rms_att is fp32.rms_att
+        assert (copied.embedding is copied.wcls) == config.shared_classifier
+
+
+def test_an_int8_model_takes_at_most_a_quarter_more_than_its_file():
+    """Everything that stays with a model of the public shapes, beside caches and activations."""
+    for shape in ((288, 768, 6, 6, 6, 32000, 256), (512, 1376, 8, 8, 8, 32000, 1024), (768, 2048, 12, 12, 12, 32000, 1024)):
+        config = replace(Config(*shape), n_layers=1, vocab_size=4000)
+        tensors = {name: np.zeros(shape, np.float32) for name, shape in config.shapes().items()}
+        weights = pack_weights(config, tensors, int8=True)
+        n = sum(tensor.size for tensor in tensors.values())
+        file_bytes = n + 4 * n // 64  # version 2 at its default group size
+        assert sum({id(array): array.nbytes for array in weights}.values()) <= 1.25 * file_bytes
+
+
+LOADING = """
+import resource, sys
+from pathlib import Path
+from specdec.checkpoint import load_checkpoint
+from specdec.kernels import Transformer
+from specdec.packing import pack_weights
+def load(path):
+    checkpoint = load_checkpoint(path, int8=True)
+    return Transformer(checkpoint.config, pack_weights(checkpoint.config, checkpoint.tensors, True, checkpoint.release), 1)
+small, big = sys.argv[1:]
+load(small).forward([1])
+status = lambda name: int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1]) * 1024
+before = status("VmRSS")
+model = load(big)
+model.forward([1] * 8)
+print(status("VmRSS") - before, status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads Linux's /proc")
+@pytest.mark.parametrize("version", [1, 2])
+def test_loading_never_holds_the_whole_model_twice(tmp_path, version):
+    """VmRSS and VmHWM of a process of its own. Slack: 12 MiB for the allocator, activations and one block."""
+    config = Config(512, 1376, 10, 8, 8, 4000, 64)
+    tensors = {name: np.full(shape, 0.5, np.float32) for name, shape in config.shapes().items()}
+    big = tmp_path / "big.bin"
+    write_checkpoint(big, config, tensors, 1) if version == 1 else write_int8_checkpoint(big, config, tensors, 64)
+    small = write_checkpoint(tmp_path / "small.bin", CONFIGS["gqa"], random_tensors(CONFIGS["gqa"], 0))
+    command = [sys.executable, "-c", LOADING, str(small), str(big)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    resident, peak = map(int, done.stdout.split())
+    n = sum(tensor.size for tensor in tensors.values())
+    slack, file_bytes = 12 << 20, n + 4 * n // 64
+    assert resident < 1.25 * file_bytes + slack / 2
+    assert peak < (1.25 * file_bytes + slack if version == 2 else 4 * n)
+
+
+def perplexity(model: Transformer, tokens: list[int]) -> float:
+    logits = run_in_blocks(model, tokens, 64)[:-1].astype(np.float64)
+    logits -= logits.max(1, keepdims=True)
+    losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(tokens) - 1), tokens[1:]]
+    return math.exp(losses.mean())
+
+
+def test_int8_costs_less_than_one_percent_of_perplexity_on_real_weights():
+    decoder = SpeculativeDecoder(DEFAULT_TARGET, "self")
+    tokens = decoder.encode(STORY)
+    assert perplexity(decoder.draft, tokens) == pytest.approx(perplexity(decoder.target, tokens), rel=0.01)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("draft", ["self", DEFAULT_DRAFT])
+@pytest.mark.parametrize("quantize", ["draft", "none"])
+def test_the_text_does_not_change_by_one_bit_whatever_the_draft_is_made_of(draft, quantize, temperature):
+    plain = SpeculativeDecoder(DEFAULT_TARGET)
+    decoder = SpeculativeDecoder(plain.target, draft, plain.tokenizer, quantize=quantize)
+    assert decoder.draft.weights.is_int8 == (draft == "self" or quantize == "draft")
+    text, statistics = decoder.generate("Once upon a time", 150, temperature, seed=3)
+    assert text == plain.generate("Once upon a time", 150, temperature, seed=3).text
+    assert statistics.acceptance_rate > (0.9 if draft == "self" else 0.4)
+
+
+def test_an_int8_target_has_its_own_text_with_any_draft():
+    texts = {
+        SpeculativeDecoder(DEFAULT_TARGET, draft, quantize=quantize).generate("Once upon a time", 150, 1.0, seed=3).text
+        for draft, quantize in ((None, "target"), (DEFAULT_DRAFT, "target"), (DEFAULT_DRAFT, "both"))
+    }
+    assert len(texts) == 1
+
+
+def test_an_int8_target_is_no_draft_of_itself():
+    with pytest.raises(ValueError, match="int8 already"):
+        SpeculativeDecoder(DEFAULT_TARGET, "self", quantize="target")
+
+
+def test_the_environment_forces_the_portable_path():
+    command = [sys.executable, "-c", "from specdec.kernels import FORCE_PORTABLE; print(FORCE_PORTABLE)"]
+    for value, expected in (("1", "True"), ("0", "False"), ("", "False")):
+        environment = os.environ | {"SPECDEC_PORTABLE": value}
+        assert subprocess.check_output(command, cwd=ROOT, env=environment, text=True).strip() == expected
