@@ -27,6 +27,7 @@ SHAPES = {  # the public stories models: dim, hidden_dim, layers, heads, kv head
     "110M": (768, 2048, 12, 12, 12, 32000, 1024),
 }
 TOKENS = (1, 2, 4, 8, 16, 64)
+PREFILL_TOKENS = 128
 ROUNDS = 15  # each times every T once, so that a change of the machine's speed meets them all
 RUNS = 3
 READ_BYTES = 1 << 28  # far beyond any cache
@@ -44,12 +45,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """dram_gb_per_s: what reading a block reached in the same run, the median of as many rounds."""
+    """dram_gb_per_s: what reading a block reached in the same run, the median of as many rounds.
+
+    rows: passes that compute every token's logits, as a verification does; prefill: a prompt, which needs the last one's alone.
+    """
 
     dram_gb_per_s: float
     threads: int
     weights: str
     rows: list[Row]
+    prefill_tokens: int
+    prefill_seconds: float
 
 
 def parse_shape(text: str) -> Config:
@@ -74,7 +80,7 @@ def parse_shape(text: str) -> Config:
 
 
 def run(config: Config, n_threads: int | None = None, int8: bool = False) -> Result:
-    """Passes from an empty cache, every token's logits computed; medians of ROUNDS, the shapes interleaved."""
+    """Passes from an empty cache; medians of ROUNDS, everything interleaved."""
     rng = np.random.default_rng(0)
     tensors = {
         name: rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5) for name, shape in config.shapes().items()
@@ -87,10 +93,10 @@ def run(config: Config, n_threads: int | None = None, int8: bool = False) -> Res
     block = zeros(READ_BYTES // 4)
     block[:] = 1.0
 
-    def forward(n_tokens: int) -> Callable[[], object]:
+    def forward(n_tokens: int, n_logits: int) -> Callable[[], object]:
         def once() -> object:
             model.cache.rollback(0)
-            return model.forward([1] * n_tokens, n_logits=n_tokens)
+            return model.forward([1] * n_tokens, n_logits)
 
         return once
 
@@ -98,16 +104,18 @@ def run(config: Config, n_threads: int | None = None, int8: bool = False) -> Res
         numba.set_num_threads(model.n_threads)
         return all_finite(block)
 
-    jobs = [read, *(forward(n) for n in TOKENS)]
+    n_prefill = min(PREFILL_TOKENS, config.seq_len)
+    jobs = [read, forward(n_prefill, 1), *(forward(n, n) for n in TOKENS)]
     for job in jobs:
         job()
     times = [[_seconds(job) for job in jobs] for _ in range(ROUNDS)]
-    reads, *passes = zip(*times, strict=True)
+    reads, prefills, *passes = zip(*times, strict=True)
     rows = [
         Row(n, seconds, n_bytes / seconds / 1e9, 2 * n_weights * n / seconds / 1e9)
         for n, seconds in zip(TOKENS, map(statistics.median, passes), strict=True)
     ]
-    return Result(READ_BYTES / statistics.median(reads) / 1e9, model.n_threads, "int8" if int8 else "fp32", rows)
+    dram, kind = READ_BYTES / statistics.median(reads) / 1e9, "int8" if int8 else "fp32"
+    return Result(dram, model.n_threads, kind, rows, n_prefill, statistics.median(prefills))
 
 
 def _seconds(job: Callable[[], object]) -> float:
@@ -126,7 +134,9 @@ def to_json(result: Result) -> str:
 
 def to_table(result: Result, shape: str) -> Table:
     title = f"{shape}, {result.weights}, {result.threads} threads, DRAM {result.dram_gb_per_s:.1f} GB/s"
-    table = Table("tokens", "ms", "x one", "GB/s", "of DRAM", "GFLOP/s", title=title)
+    speed = result.prefill_tokens / result.prefill_seconds
+    caption = f"a prompt of {result.prefill_tokens} tokens: {result.prefill_seconds * 1e3:.1f} ms, {speed:.0f} tok/s"
+    table = Table("tokens", "ms", "x one", "GB/s", "of DRAM", "GFLOP/s", title=title, caption=caption)
     for column in table.columns:
         column.justify = "right"
     for row in result.rows:

@@ -57,7 +57,8 @@ DOT4 = best_dot4(_FEATURES)
 FORCE_PORTABLE = os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0")
 QUADS = 4  # bytes in a word
 GROUP_HEAD = 2  # words in front of a group of activations: its scale, and the correction for unsigned weights
-PREFETCH_BYTES = 8192  # 15M int8 from L3, 8 tokens: 0.53 ms with, 0.61 with 4096; fp32 from DRAM 40 GB/s with, 33 without (2-core Zen 5)
+# Of 4096, 8192 and 16384 the best: 15M int8 from L3, 8 tokens 0.53 ms, else 0.61 and 0.56; fp32 from DRAM 40 GB/s, 33 without.
+PREFETCH_BYTES = 8192
 # A barrier spins for about 0.15 ms, then sleeps in turns: a thread that wakes up is scheduled at once, one that spins or yields
 # on a busy machine waits for its time slice. Two busy loops beside stories3M + 260K: 200 to 3300 tok/s, sched_yield 11 to 76.
 SPINS = 200_000

@@ -397,6 +397,8 @@ def test_a_measurement_has_a_row_for_every_number_of_tokens(run: Run, more: list
     result = from_json(run("bench", "--shape", "64,96,1,4,2,300,64", "-j", 1, "--json", *more))
     assert result["dram_gb_per_s"] > 0
     assert result["weights"] == ("int8" if more else "fp32")
+    assert result["prefill_tokens"] == 64
+    assert result["prefill_seconds"] > 0
     assert [row["tokens"] for row in result["rows"]] == [1, 2, 4, 8, 16, 64]
     for row in result["rows"]:
         assert {"tokens", "seconds", "gb_per_s", "gflop_per_s"} <= set(row)
