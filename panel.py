@@ -118,6 +118,7 @@ class LivePanel:
     """The story's tail with proposals, accepted and rejected tokens, and the running figures beside it.
 
     Rendering is a pure function of what `begin`, `draft` and `step` have told; frames come when due, from this thread.
+    pace: steps a second at most, each shown proposed and then judged; 0 is full speed.
     """
 
     def __init__(
@@ -128,10 +129,13 @@ class LivePanel:
         max_tokens: int,
         gamma: int,
         title: str,
+        pace: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._stream, self._console, self._statistics = TextStream(tokenizer), console, statistics
         self._max_tokens, self._gamma, self._title, self._clock = max_tokens, gamma, title, clock
+        self._sleep, self._hold_seconds = sleep, 0.5 / pace if pace else 0.0
         self._styles = STYLES_NO_COLOR if console.no_color else STYLES
         self._story: list[Piece] = []
         self._recent: deque[Piece] = deque()
@@ -156,7 +160,7 @@ class LivePanel:
 
     def draft(self, tokens: list[int]) -> None:
         now = self._clock()
-        if now >= self._next_frame:
+        if now >= self._next_frame or self._hold_seconds:
             self._proposed = [Piece(printable(text), "proposed", now) for text in self._stream.peek(tokens)]
             self._frame()
             self._proposed = []
@@ -168,7 +172,7 @@ class LivePanel:
             self._add(text, "rejected")
         for token in step.tokens[step.n_accepted :]:
             self._add(self._stream.push(token), "target")
-        if self._clock() >= self._next_frame:
+        if self._clock() >= self._next_frame or self._hold_seconds:
             self._frame()
 
     def _add(self, text: str, kind: str) -> None:
@@ -186,6 +190,8 @@ class LivePanel:
         end = self._clock()
         shortest, longest = REFRESH_SECONDS
         self._next_frame = end + min(max(shortest, (end - begin) / RENDER_SHARE), longest)
+        if self._hold_seconds:
+            self._sleep(max(0.0, self._hold_seconds - (end - begin)))
 
     def _styled(self, pieces: list[Piece]) -> Text:
         """One Text; neighbours of one kind become one span."""

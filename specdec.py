@@ -48,6 +48,8 @@ __version__ = "0.1.0"
 
 MODELS = Path(__file__).resolve().parent / "models"
 DEFAULT_TARGET, DEFAULT_DRAFT = MODELS / "stories6M.bin", MODELS / "stories650K.bin"
+DEFAULT_TOKENIZER = MODELS / "tok1024.bin"
+RESTORE = "restore it with 'git checkout models' or by installing again"
 DEFAULT_PROMPT = "Once upon a time"
 HUB = "https://huggingface.co/karpathy/tinyllamas"
 SELF = "self"  # as a draft: an int8 copy of the target
@@ -118,6 +120,7 @@ class SpeculativeDecoder:
         if self.draft and self.draft.n_positions < self.target.n_positions:
             self.draft = Transformer(self.draft.config, self.draft.weights, self.draft.n_threads, self.target.n_positions)
         self._is_warm = False
+        self._running: Iterator[Step] | None = None
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's tokens, BOS first. Raises ValueError for one that the target's seq_len cannot hold."""
@@ -138,14 +141,26 @@ class SpeculativeDecoder:
     ) -> Iterator[Step]:
         """Steps as they come, the prefill first; ends at BOS, EOS, max_tokens or the target's seq_len.
 
-        on_draft hears of each proposal before the target judges it. One stream at a time: the models' caches are the decoder's.
+        on_draft hears of each proposal before the target judges it. One stream at a time, since the models' caches are the
+        decoder's: going on with one after another has begun raises RuntimeError.
         """
         if not self._is_warm:
             self.warm_up()
         sampling = Sampling(temperature, top_k, top_p, seed)
         verifier = VERIFIERS[self.verify](self.target.config.vocab_size, sampling)
         drafter = ModelDrafter(self.draft, sampling, verifier.draft_noise) if self.draft else None
-        return decode(self.target, drafter, verifier, self.encode(prompt), max_tokens, self.gamma, on_draft)
+        return self._alone(decode(self.target, drafter, verifier, self.encode(prompt), max_tokens, self.gamma, on_draft))
+
+    def _alone(self, steps: Iterator[Step]) -> Iterator[Step]:
+        """The steps, as long as no other stream has taken over the caches."""
+        self._running = steps
+        while self._running is steps:
+            try:
+                step = next(steps)
+            except StopIteration:
+                return
+            yield step
+        raise RuntimeError("another stream of this decoder has begun; the models' caches hold its text now")
 
     def generate(
         self,
@@ -336,6 +351,16 @@ def tell(
     plain: Annotated[
         bool, option("--plain", group="Output", help="No panel: the text on stdout as it comes, the summary on stderr.")
     ] = False,
+    pace: Annotated[
+        float,
+        option(
+            "--pace",
+            group="Output",
+            metavar="X",
+            min=0.0,
+            help="Steps a second at most, to watch the panel; not in the rates. 0: full speed.",
+        ),
+    ] = 0.0,
     as_json: Annotated[bool, option("--json", group="Output", help="One JSON object on stdout.")] = False,
     version: Annotated[bool, option("--version", group="Output", help="Print the version and exit.")] = False,
 ) -> None:
@@ -371,15 +396,16 @@ def tell(
     }
     with errors.status("loading; the first run on a machine compiles the kernels") if live else nullcontext():
         begin = time.perf_counter()
-        decoder = SpeculativeDecoder(
-            model,
-            draft or None,
-            tokenizer or None,
-            gamma=gamma,
-            verify=cast(Verify, verify),
-            n_threads=threads or None,
-            quantize=cast(Quantize, quantize),
-        )
+        with default_models():
+            decoder = SpeculativeDecoder(
+                model,
+                draft or None,
+                tokenizer or None,
+                gamma=gamma,
+                verify=cast(Verify, verify),
+                n_threads=threads or None,
+                quantize=cast(Quantize, quantize),
+            )
         prompt_tokens = decoder.encode(prompt)
         loaded = time.perf_counter()
         decoder.warm_up()
@@ -394,7 +420,7 @@ def tell(
     if as_json:
         view = SilentView(decoder.tokenizer)
     elif live:
-        view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, gamma if draft else 0, title)
+        view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, gamma if draft else 0, title, pace)
     else:
         view = PlainView(decoder.tokenizer, sys.stdout)
     with writing():
@@ -452,15 +478,29 @@ def _check_threads(threads: int) -> None:
         )
 
 
+@contextmanager
+def default_models() -> Iterator[None]:
+    """Around loading: a file of ours that is damaged is told with the way to get it again."""
+    try:
+        yield
+    except (CheckpointError, TokenizerError) as error:
+        ours = str(error).startswith(tuple(map(str, _defaults())))
+        raise type(error)(f"{error}; {RESTORE}" if ours else str(error)) from None
+
+
+def _defaults() -> tuple[Path, Path, Path]:
+    return DEFAULT_TARGET, DEFAULT_DRAFT, DEFAULT_TOKENIZER
+
+
 def _default_pair(model: str, draft: str) -> tuple[str, str]:
     """The embedded pair where no target is named."""
     if model:
         return model, draft
-    missing = [str(path) for path in (DEFAULT_TARGET, DEFAULT_DRAFT) if not path.exists()]
+    missing = [str(path) for path in _defaults() if not path.exists()]
     if missing:
         raise CheckpointError(
-            f"no -m, and the default pair lacks {' and '.join(missing)}; restore it with 'git checkout models' or by installing "
-            f"again, or get stories15M.bin and llama2.c's tokenizer.bin from {HUB} and name the model: -m stories15M.bin"
+            f"no -m, and the default pair lacks {' and '.join(missing)}; {RESTORE}, "
+            f"or get stories15M.bin and llama2.c's tokenizer.bin from {HUB} and name the model: -m stories15M.bin"
         )
     return str(DEFAULT_TARGET), draft or str(DEFAULT_DRAFT)
 

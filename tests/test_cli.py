@@ -57,6 +57,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     monkeypatch.setattr(specdec, "MODELS", models)
     monkeypatch.setattr(specdec, "DEFAULT_TARGET", models / "target.bin")
     monkeypatch.setattr(specdec, "DEFAULT_DRAFT", models / "draft.bin")
+    monkeypatch.setattr(specdec, "DEFAULT_TOKENIZER", models / "tok300.bin")
 
     def once(*arguments: object) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -443,6 +444,12 @@ def test_the_default_pair_is_used_where_no_model_is_named(run: Run, pair: Pair) 
     assert_refused(run("-i", PROMPT, "-n", 20), "draft.bin", "git checkout models")
     (specdec.MODELS / "draft.bin").write_bytes(pair.draft.read_bytes())
     assert from_json(run("-i", PROMPT, "-n", 20, "-j", 1, "--json"))["n_drafted"] > 0
+    for name in ("target.bin", "draft.bin", "tok300.bin"):
+        path = specdec.MODELS / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1])
+        assert_refused(run("-i", PROMPT), path, "git checkout models")
+        path.write_bytes(whole)
 
 
 @pytest.mark.parametrize("command", [[], ["bench"]], ids=["main", "bench"])

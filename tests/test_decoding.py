@@ -310,6 +310,17 @@ def test_a_consumer_that_stops_early_leaves_a_decoder_that_works(pair):
     assert decoder.generate("ab", 30, seed=4).text == expected
 
 
+def test_going_on_with_a_stream_after_another_has_begun_is_refused(pair):
+    decoder = SpeculativeDecoder(pair.target, pair.draft)
+    first = decoder.stream("Once", 40, seed=1)
+    begun = [next(first), next(first)]
+    second = list(decoder.stream("Then", 40, seed=2))
+    with pytest.raises(RuntimeError, match="another stream"):
+        next(first)
+    assert begun[1].tokens
+    assert second[-1].stop_reason is not None
+
+
 def test_the_suite_does_not_depend_on_the_working_directory(pair, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert SpeculativeDecoder(os.fspath(pair.target)).generate("a", 5, seed=1).statistics.n_prompt >= 1

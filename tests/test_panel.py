@@ -31,6 +31,9 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
 
 class Stage:
     """A panel on a console of a given size, whose output is kept."""
@@ -43,6 +46,7 @@ class Stage:
         gamma: int = 4,
         no_color: bool = False,
         ascii: bool = False,
+        pace: float = 0,
     ) -> None:
         self.tokenizer, self.clock, self.statistics = tokenizer, Clock(), Statistics(n_prompt=5)
         self.bytes = io.BytesIO()
@@ -55,7 +59,9 @@ class Stage:
             )
             for _ in range(2)
         )  # fmt: skip
-        self.panel = LivePanel(tokenizer, self.console, self.statistics, MAX_TOKENS, gamma, "big + little", clock=self.clock)
+        self.panel = LivePanel(
+            tokenizer, self.console, self.statistics, MAX_TOKENS, gamma, "big + little", pace, self.clock, self.clock.sleep
+        )
 
     def __enter__(self) -> "Stage":
         self.panel.__enter__()
@@ -477,3 +483,22 @@ def test_nothing_generated_divides_nothing_by_zero(tokenizer: Tokenizer) -> None
     with Stage(tokenizer, gamma=4) as stage:
         stage.panel.begin([BOS])
         stage.assert_fits()
+
+
+def test_at_a_pace_every_step_is_seen_proposed_and_then_judged(tokenizer: Tokenizer) -> None:
+    """The steps come as fast as they can; the panel makes them last."""
+    with Stage(tokenizer, pace=4) as stage:
+        stage.begin()
+        for _ in range(5):
+            begin, start = stage.clock.now, len(stage.output)
+            stage.panel.draft([stage.token(" the"), stage.token(" o")])
+            assert stage.clock.now - begin == pytest.approx(1 / 8)
+            proposed, start = stage.output[start:], len(stage.output)
+            stage.panel.step(
+                Step([stage.token(" the"), stage.token(" a")], [stage.token(" the"), stage.token(" o")], 1, 0.01, 0.004)
+            )
+            judged = stage.output[start:]
+            assert stage.clock.now - begin == pytest.approx(1 / 4)
+            assert proposed
+            assert judged
+            assert proposed != judged
