@@ -600,7 +600,7 @@ class State(NamedTuple):
 
 # A pass reaches its threads as the address of one int64 array, the plan: numbers first, then address and shape of each array
 # of State and Weights. Handing 24 arrays to a parallel region instead costs 8 us a call and seconds of compilation.
-FIRST, LAST, N_TOKENS, POS, N_LOGITS, WINDOW, DIM, HIDDEN_DIM, N_THREADS, PORTABLE, N_NUMBERS = range(11)
+FIRST, LAST, N_TOKENS, POS, N_LOGITS, WINDOW, DIM, HIDDEN_DIM, N_THREADS, MULTIPLIER, N_NUMBERS = range(11)
 SLOT = 6  # an address and up to 5 dimensions
 PLAN_SIZE = N_NUMBERS + SLOT * (len(State._fields) + len(Weights._fields))
 
@@ -690,21 +690,6 @@ def rms_norm(out, x, weight, dim, n_tokens):
 
 
 @compiled
-def matmul(out, w, x, n_tokens, first, last, accumulate):
-    """out[t, r] (+)= sum_k w[r, k] x[t, k] for the rows of panels first to last: W (P, k, R), x (T, k), out (T, P R)."""
-    n = w.shape[1]
-    n_groups = (n_tokens + TILE_TOKENS - 1) // TILE_TOKENS
-    for p in range(first, last):
-        for g in range(n_groups):
-            t = g * n_tokens // n_groups
-            end = (g + 1) * n_tokens // n_groups
-            weights_tile(
-                out, t * out.shape[1] + p * PANEL_ROWS, out.shape[1], w, p * n * PANEL_ROWS,
-                x, t * x.shape[1], x.shape[1], n, end - t, accumulate,
-            )  # fmt: skip
-
-
-@compiled
 def quantize(codes, x, n, group, n_tokens):
     """Rows x[t, :n] as int8 (runq.c's rule): codes = round(x / scale), scale = max |x| / 127 of a group, halves away from 0.
 
@@ -744,40 +729,94 @@ def quantize(codes, x, n, group, n_tokens):
             at += GROUP_HEAD + n_quads
 
 
-@compiled
-def int8_matmul(out, w, codes, n_tokens, first, last, accumulate, portable):
-    """out[t, r] (+)= sum_k w[r, k] x[t, k] for the rows of int8 panels first to last (P, groups, words), x in codes."""
-    n_groups, n_quads = w.shape[1], w.shape[2] // PANEL_ROWS - 1
+@intrinsic
+def address(typingctx, array):
+    """Where a float32 array lies."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _element_pointer(context, builder, signature.args[0], args[0], ir.Constant(_i64, 0), _f32)
+        return builder.ptrtoint(pointer, _i64)
+
+    return types.int64(array), codegen
+
+
+@intrinsic
+def call(typingctx, function, args):
+    """function(*args) for the address of a function of int64 numbers, addresses among them."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        numbers = cgutils.unpack_tuple(builder, values[1])
+        signature = ir.FunctionType(ir.VoidType(), [_i64] * len(numbers))
+        builder.call(builder.inttoptr(values[0], signature.as_pointer()), numbers)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, args), codegen
+
+
+def multiply_fp32(out, out_stride, w, x, x_stride, n, n_quads, n_tokens, first, last, accumulate):
+    """out[t, r] (+)= sum_k w[r, k] x[t, k] for the rows of panels first to last (k, R), k < n; n_quads is of no meaning."""
+    out, w, x = carray(out, 1), carray(w, 1), carray(x, 1)
     n_parts = (n_tokens + TILE_TOKENS - 1) // TILE_TOKENS
-    for p in range(first, last):
-        panel = p * n_groups * w.shape[2]
+    for panel in range(first, last):
         for part in range(n_parts):
             t = part * n_tokens // n_parts
-            n = (part + 1) * n_tokens // n_parts - t
-            at = t * out.shape[1] + p * PANEL_ROWS
-            x = t * codes.shape[1]
-            if portable:
-                portable_int8_tile(
-                    out, at, out.shape[1], w, panel, codes, x, codes.shape[1], n_groups, n_quads, n, accumulate
-                )  # fmt: skip
-            else:
-                int8_tile(out, at, out.shape[1], w, panel, codes, x, codes.shape[1], n_groups, n_quads, n, accumulate)
+            end = (part + 1) * n_tokens // n_parts
+            at = t * out_stride + panel * PANEL_ROWS
+            weights_tile(
+                out, at, out_stride, w, panel * n * PANEL_ROWS, x, t * x_stride, x_stride, n, end - t, accumulate != 0
+            )  # fmt: skip
 
 
 @inlined
-def ready(state, x, n, group, n_tokens, thread):
-    """What this thread multiplies int8 weights with: x (T, n), quantized in groups."""
-    if group > 0:
-        quantize(state.codes[thread], x, n, group, n_tokens)
+def multiply_groups(tile, out, out_stride, w, x, x_stride, n, n_quads, n_tokens, first, last, accumulate):
+    """As `multiply_fp32` with x of `quantize` and panels of n groups of n_quads quads."""
+    out, w, x = carray(out, 1), carray(w, 1), carray(x, 1)
+    n_parts = (n_tokens + TILE_TOKENS - 1) // TILE_TOKENS
+    for panel in range(first, last):
+        words = panel * n * (1 + n_quads) * PANEL_ROWS
+        for part in range(n_parts):
+            t = part * n_tokens // n_parts
+            end = (part + 1) * n_tokens // n_parts
+            at = t * out_stride + panel * PANEL_ROWS
+            tile(out, at, out_stride, w, words, x, t * x_stride, x_stride, n, n_quads, end - t, accumulate != 0)
 
 
-@inlined
-def multiply(plan, out, w, x, codes, group, n_tokens, first, last, accumulate):
-    """out[t] (+)= W x[t] for the rows of panels first to last, fp32 or int8."""
+def multiply_int8(out, out_stride, w, x, x_stride, n, n_quads, n_tokens, first, last, accumulate):
+    """`multiply_groups` with the CPU's best instruction."""
+    multiply_groups(int8_tile, out, out_stride, w, x, x_stride, n, n_quads, n_tokens, first, last, accumulate)
+
+
+def multiply_int8_portable(out, out_stride, w, x, x_stride, n, n_quads, n_tokens, first, last, accumulate):
+    """`multiply_groups` for any CPU: the same bits."""
+    multiply_groups(portable_int8_tile, out, out_stride, w, x, x_stride, n, n_quads, n_tokens, first, last, accumulate)
+
+
+@functools.cache
+def multiplier(int8: bool, portable: bool) -> Any:
+    """The compiled product for weights of a kind, reached by its address: a model compiles no other, and none of them twice."""
+    words, number = types.CPointer(types.float32), types.int64
+    signature = types.void(words, number, words, words, *[number] * 7)
+    function = (multiply_int8_portable if portable else multiply_int8) if int8 else multiply_fp32
+    return cfunc(signature, cache=True, nogil=True, error_model="numpy")(function)
+
+
+@compiled
+def multiply(multiplier, out, w, x, n_tokens, first, last, accumulate):
+    """out[t] (+)= W x[t] for the rows of panels first to last, by the address of the product for the kind of weights."""
+    n_quads = w.shape[2] // PANEL_ROWS - 1
+    call(multiplier, (
+        address(out), out.shape[1], address(w), address(x), x.shape[1],
+        w.shape[1], n_quads, n_tokens, first, last, accumulate,
+    ))  # fmt: skip
+
+
+@compiled
+def ready(codes, x, n, group, n_tokens):
+    """What weights are multiplied with: x (T, n) itself, or for int8 weights codes, which receive x quantized in groups."""
     if group > 0:
-        int8_matmul(out, w, codes, n_tokens, first, last, accumulate, plan[PORTABLE] != 0)
-    else:
-        matmul(out, w, x, n_tokens, first, last, accumulate)
+        quantize(codes, x, n, group, n_tokens)
+        return codes
+    return x
 
 
 @compiled
@@ -930,9 +969,9 @@ def project_qkv(plan, state, weights, layer, thread):
     first_k = round_up(dim, PANEL_ROWS)
     first_v = first_k + round_up(kv_rows, PANEL_ROWS)
     rms_norm(state.normed[thread], state.x, weights.rms_att[layer], dim, n_tokens)
-    ready(state, state.normed[thread], dim, group, n_tokens, thread)
+    x = ready(state.codes[thread], state.normed[thread], dim, group, n_tokens)
     first, last = share(w.shape[0], thread, plan[N_THREADS])
-    multiply(plan, state.qkv, w, state.normed[thread], state.codes[thread], group, n_tokens, first, last, False)
+    multiply(plan[MULTIPLIER], state.qkv, w, x, n_tokens, first, last, 0)
     for panel in range(first, last):
         row = panel * PANEL_ROWS
         if row < first_v:
@@ -969,21 +1008,20 @@ def attention(state, layer, pos, n_tokens, window, dim, thread, n_threads):
 def residual(plan, state, w, x, n, group, thread):
     """state.x += W x, x (T, n): the residual is where the chains of products start."""
     n_tokens = plan[N_TOKENS]
-    ready(state, x, n, group, n_tokens, thread)
     first, last = share(w.shape[0], thread, plan[N_THREADS])
-    multiply(plan, state.x, w, x, state.codes[thread], group, n_tokens, first, last, True)
+    multiply(plan[MULTIPLIER], state.x, w, ready(state.codes[thread], x, n, group, n_tokens), n_tokens, first, last, 1)
 
 
 @inlined
 def feed_forward(plan, state, weights, layer, thread):
     """hidden = silu(w1 rmsnorm(x)) * (w3 rmsnorm(x)): this thread's pairs of panels."""
     n_tokens, dim, group = plan[N_TOKENS], plan[DIM], weights.groups[0]
-    w, normed, codes = weights.w13[layer], state.normed[thread], state.codes[thread]
+    w, normed = weights.w13[layer], state.normed[thread]
     rms_norm(normed, state.x, weights.rms_ffn[layer], dim, n_tokens)
-    ready(state, normed, dim, group, n_tokens, thread)
+    x = ready(state.codes[thread], normed, dim, group, n_tokens)
     first, last = share(w.shape[0] // 2, thread, plan[N_THREADS])
     for panel in range(first, last):
-        multiply(plan, state.gate, w, normed, codes, group, n_tokens, 2 * panel, 2 * panel + 2, False)
+        multiply(plan[MULTIPLIER], state.gate, w, x, n_tokens, 2 * panel, 2 * panel + 2, 0)
         swiglu(state.hidden, state.gate, panel, n_tokens)
 
 
@@ -993,9 +1031,9 @@ def classify(plan, state, weights, thread):
     n_logits, dim, group = plan[N_LOGITS], plan[DIM], weights.groups[0]
     x, normed = state.x[plan[N_TOKENS] - n_logits :], state.normed[thread]
     rms_norm(normed, x, weights.rms_final, dim, n_logits)
-    ready(state, normed, dim, group, n_logits, thread)
+    x = ready(state.codes[thread], normed, dim, group, n_logits)
     first, last = share(weights.wcls.shape[0], thread, plan[N_THREADS])
-    multiply(plan, state.logits, weights.wcls, normed, state.codes[thread], group, n_logits, first, last, False)
+    multiply(plan[MULTIPLIER], state.logits, weights.wcls, x, n_logits, first, last, 0)
 
 
 @inlined
@@ -1056,23 +1094,11 @@ def entry_point() -> int:
     return int(cfunc(signature, cache=True, nogil=True, error_model="numpy")(run_phases).address)
 
 
-@intrinsic
-def call(typingctx, function, plan, thread):
-    """function(plan, thread), both pointers given as addresses."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        signature = ir.FunctionType(ir.VoidType(), [_i64, _i64])
-        builder.call(builder.inttoptr(args[0], signature.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
-
-
 @njit(parallel=True, cache=True, nogil=True)
 def run_region(function, plan, n_threads):
     """function(plan, thread) on every thread: the one parallel region of a forward pass."""
     for i in prange(n_threads):
-        call(function, plan, np.int64(i))
+        call(function, (plan, np.int64(i)))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -1407,7 +1433,7 @@ class Transformer:
         self.state.arrivals[0] = 0
         self._plan[:N_NUMBERS] = (
             first, last, n_tokens, self.cache.length, n_logits, self.config.seq_len, self.config.dim, self.config.hidden_dim,
-            self.n_threads, self.portable,
+            self.n_threads, multiplier(self.weights.is_int8, self.portable).address,
         )  # fmt: skip
         numba.set_num_threads(self.n_threads)
         run_region(entry_point(), self._plan_address, self.n_threads)

@@ -93,7 +93,7 @@ def test_an_int8_product_is_exact_in_a_group_and_one_chain_over_the_groups(n, gr
     out = kernels.zeros(17, kernels.round_up(n, kernels.PANEL_ROWS))
     out[:] = start = rng.standard_normal(out.shape).astype(np.float32)
     w = weights.w2[0]
-    kernels.int8_matmul(out, w, codes, 17, 0, len(w), True, portable)
+    kernels.multiply(kernels.multiplier(True, portable).address, out, w, codes, 17, 0, len(w), 1)
     values, scales = padded_quantized(tensors["w2"][0], group)
     for t, r in ((0, 0), (1, 3), (3, n // 2), (8, n - 1), (16, 1)):
         acc = Fraction(float(start[t, r]))

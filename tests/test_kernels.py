@@ -232,7 +232,7 @@ def test_a_product_is_one_chain_of_fused_multiply_adds_in_ascending_k():
     panels = kernels.zeros(2, 33, kernels.PANEL_ROWS)
     kernels.pack_matrix(panels, w)
     out = kernels.zeros(17, 64)
-    kernels.matmul(out, panels, x, 17, 0, 2, False)
+    kernels.multiply(kernels.multiplier(False, False).address, out, panels, x, 17, 0, 2, 0)
     for t, r in ((0, 0), (3, 17), (8, 40), (16, 63)):
         acc = Fraction(0)
         for k in range(33):
