@@ -477,13 +477,45 @@ def cross_entropy(model: Transformer, rows: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
 
 
+def seen_by_draft(n_windows: int, length: int) -> Tensor:
+    """(n_windows, length): 1 where a draft whose window starts anew every length tokens has seen enough to be asked."""
+    seen = torch.ones(n_windows, length)
+    seen[1:, :BLIND_TOKENS] = 0.0
+    return seen
+
+
+def next_to_draft(model: Transformer, draft_probs: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean nats per token of rows (B, T + 1), and the total variation from draft_probs (B, T, V) where it has seen enough.
+
+    The second as a penalty spends what little the target gains by disagreeing with its draft where text is a toss-up.
+    """
+    logits = model(rows[:, :-1]).float()
+    nats = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+    seen = seen_by_draft(rows.shape[1] // DRAFT.seq_len, DRAFT.seq_len).flatten()
+    tv = 0.5 * (torch.softmax(logits, -1) - draft_probs.float()).abs().sum(-1)
+    return nats, (tv * seen).sum() / (seen.sum() * len(rows))
+
+
 @torch.no_grad()
-def dev_loss(model: Transformer, rows: Tensor) -> float:
+def probs_of_draft(draft: Transformer, rows: Tensor) -> Tensor:
+    """The draft's probabilities (B, T, V) after rows (B, T), its window starting anew every seq_len tokens."""
+    return torch.softmax(draft(rows.reshape(-1, DRAFT.seq_len)).float(), -1).bfloat16().view(*rows.shape, -1)
+
+
+@torch.no_grad()
+def dev_losses(model: Transformer, draft: Transformer | None, rows: Tensor) -> dict[str, float]:
     model.eval()
+    losses = []
     with bf16():
-        losses = [cross_entropy(model, part).item() * len(part) for part in rows.split(8)]
+        for part in rows.split(8):
+            if draft is None:
+                losses += [(cross_entropy(model, part).item(), 1.0)] * len(part)
+            else:
+                nats, tv = next_to_draft(model, probs_of_draft(draft, part[:, :-1]), part)
+                losses += [(nats.item(), tv.item())] * len(part)
     model.train()
-    return sum(losses) / len(rows)
+    nats, tv = np.mean(losses, 0).tolist()
+    return {"dev": nats} if draft is None else {"dev": nats, "dev_accepted": 1 - tv}
 
 
 def target_command(args: argparse.Namespace) -> None:
@@ -494,18 +526,26 @@ def target_command(args: argparse.Namespace) -> None:
     dev = as_batch(pack_rows(encode_stories(processor, stories.dev), length, np.random.default_rng(0)))
     torch.manual_seed(args.seed)
     trainer = Trainer(Transformer(TARGET, args.dropout), "target", args)
-    loss_of = torch.compile(cross_entropy) if args.compile else cross_entropy
+    draft = Transformer.load(args.draft) if args.draft else None
+    loss_of, penalized, probs_of = cross_entropy, next_to_draft, probs_of_draft
+    if args.compile:
+        loss_of, penalized, probs_of = torch.compile(loss_of), torch.compile(penalized), torch.compile(probs_of)
     running: list[float] = []
     for rows in batches(train, length, args.batch, trainer.step, args.seed):
         if trainer.step >= args.steps:
             break
+        tokens = as_batch(rows)
         with bf16():
-            loss = loss_of(trainer.model, as_batch(rows))
+            if draft is None:
+                loss = nats = loss_of(trainer.model, tokens)
+            else:
+                nats, tv = penalized(trainer.model, probs_of(draft, tokens[:, :-1]), tokens)
+                loss = nats + args.tv * tv
         trainer.update(loss)
-        running.append(loss.item())
+        running.append(nats.item())
         if trainer.step % args.log_every == 0 or trainer.step == args.steps:
-            tokens = trainer.step * args.batch * TARGET.seq_len
-            trainer.log(train=float(np.mean(running)), dev=dev_loss(trainer.model, dev), tokens=tokens)
+            n_tokens = trainer.step * args.batch * TARGET.seq_len
+            trainer.log(train=float(np.mean(running)), **dev_losses(trainer.model, draft, dev), tokens=n_tokens)
             running.clear()
             trainer.save()
 
@@ -794,6 +834,8 @@ def parser() -> argparse.ArgumentParser:
     sub = command("target", target_command, "train the target")
     schedule(sub, steps=4350, decay_steps=1550, lr=2e-3, batch=8)
     sub.add_argument("--dropout", type=float, default=0.0)
+    sub.add_argument("--draft", type=Path, help="a draft.bin to stay close to: fewer rejections for a little loss")
+    sub.add_argument("--tv", type=float, default=0.7, help="with --draft: weight of the total variation from it")
     sub = command("write", write_command, "let the target write text for the draft to learn from")
     sub.add_argument("--rows", type=int, default=1024, help="of 513 tokens")
     sub.add_argument("--batch", type=int, default=256)
