@@ -133,6 +133,29 @@ def test_every_instruction_is_chosen_by_the_feature_that_promises_it():
     assert kernels.best_dot4("") == "portable"
 
 
+INT8_LOGITS = """
+from specdec import DEFAULT_DRAFT
+from specdec.checkpoint import load_checkpoint
+from specdec.kernels import DOT4, Transformer
+from specdec.packing import pack_weights
+checkpoint = load_checkpoint(DEFAULT_DRAFT, int8=True)
+model = Transformer(checkpoint.config, pack_weights(checkpoint.config, checkpoint.tensors, True), 1)
+print(DOT4, model.forward([1, 2, 3, 4, 5]).tobytes().hex())
+"""
+
+
+@pytest.mark.skipif("+avx2" not in kernels._FEATURES or "+fma" not in kernels._FEATURES, reason="plays an x86 CPU with AVX2")
+def test_a_cpu_never_runs_what_was_cached_for_another_and_says_the_same():
+    """This CPU, then one with AVX2 as its widest instructions, which finds the first one's machine code in the cache."""
+    older = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma,+bmi,+bmi2,+lzcnt,+popcnt"}
+    here, there = (
+        subprocess.check_output([sys.executable, "-c", INT8_LOGITS], cwd=ROOT, env=os.environ | cpu, text=True).split()
+        for cpu in ({}, older)
+    )
+    assert (here[0], there[0]) == (kernels.DOT4, "portable")
+    assert here[1] == there[1]
+
+
 @pytest.mark.parametrize(
     ("config", "group"),
     [(RUNQ, 2), (RUNQ, 3), (RUNQ, 24), (RUNQ, 64), (RUNQ_UNSHARED, 4), (RUNQ_UNSHARED, 32), (RUNQ_UNSHARED, 64)],
