@@ -29,7 +29,7 @@ SHAPES = {  # the public stories models: dim, hidden_dim, layers, heads, kv head
 TOKENS = (1, 2, 4, 8, 16, 64)
 PREFILL_TOKENS = 128
 ROUNDS = 15  # each times every T once, so that a change of the machine's speed meets them all
-RUNS = 3
+MIN_RUNS, MIN_SECONDS = 3, 0.01  # of a job in a row, before and while it is timed
 READ_BYTES = 1 << 28  # far beyond any cache
 
 
@@ -119,13 +119,15 @@ def run(config: Config, n_threads: int | None = None, int8: bool = False) -> Res
 
 
 def _seconds(job: Callable[[], object]) -> float:
-    """Of one run of the job, as it goes when it comes again and again: after as many runs as fill the caches with its data."""
-    for _ in range(RUNS):
+    """Of one run of the job among many: as many go before, and fill the caches with its data."""
+    begin, n = time.perf_counter(), 0
+    while n < MIN_RUNS or time.perf_counter() < begin + MIN_SECONDS:
         job()
+        n += 1
     begin = time.perf_counter()
-    for _ in range(RUNS):
+    for _ in range(n):
         job()
-    return (time.perf_counter() - begin) / RUNS
+    return (time.perf_counter() - begin) / n
 
 
 def to_json(result: Result) -> str:
