@@ -14,7 +14,7 @@ from specdec.panel import LivePanel
 STEPS = 40  # of the run before the picture is taken
 
 
-def main(target: str, draft: str, seed: str = "4") -> None:
+def main(target: str, draft: str, seed: str = "1") -> None:
     decoder = SpeculativeDecoder(target, draft)
     decoder.warm_up()
     console = Console(record=True, width=92, height=20, file=io.StringIO(), force_terminal=True)

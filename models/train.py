@@ -627,6 +627,11 @@ def teach(target: Transformer, rows: np.ndarray, path: Path, compiled: bool) -> 
     os.replace(part, path)
 
 
+def is_stale(path: Path, *sources: Path) -> bool:
+    """Whether path has still to be made, or was made before one of its sources was last written."""
+    return not path.exists() or any(source.stat().st_mtime > path.stat().st_mtime for source in sources)
+
+
 def draft_windows(
     rows: np.ndarray, taught: np.ndarray, n_written: int, length: int, batch: int, step: int, seed: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -670,7 +675,7 @@ def draft_command(args: argparse.Namespace) -> None:
     written = np.load(args.out / "written.npy")
     rows = np.concatenate([rows, written])
     taught_path = args.out / "taught.npy"
-    if not taught_path.exists():
+    if is_stale(taught_path, args.out / "target.bin", args.out / "written.npy"):
         teach(Transformer.load(args.out / "target.bin"), rows, taught_path, args.compile)
         print(f"taught {len(rows)} rows, {time.process_time():.0f} CPU seconds", flush=True)
     taught = np.load(taught_path, mmap_mode="r")
