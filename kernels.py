@@ -17,8 +17,10 @@ draft's (Leviathan et al. 2023, arXiv:2211.17192).
 import ctypes
 import functools
 import math
+import mmap
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -1315,6 +1317,18 @@ def zeros(*shape: int) -> Float32:
     return buffer[start : start + n_bytes].view(np.float32).reshape(shape)
 
 
+def lazy_zeros(*shape: int) -> Float32:
+    """As `zeros`, of which only what is written becomes resident: numpy would ask for pages of 2 MB. Raises MemoryError."""
+    try:
+        buffer = mmap.mmap(-1, math.prod(shape) * 4)
+    except OSError as error:
+        raise MemoryError(error.strerror) from None
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):  # a kernel that has no huge pages
+            buffer.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(buffer, np.float32).reshape(shape)
+
+
 @njit(parallel=True, cache=True, nogil=True)
 def fill_panels(panels, first, step, matrix, n_threads):
     """panels[first + step i, k, r] = matrix[R i + r, k]: matrix (rows, k) into every step-th of panels (P, k, R)."""
@@ -1362,7 +1376,7 @@ def physical_memory_bytes() -> float:
 
 
 def new_state(config: Config, weights: Weights, n_positions: int, n_threads: int) -> State:
-    """Buffers for n_positions positions; memory that is never touched is never resident."""
+    """Buffers for n_positions positions; a position's share of the cache becomes resident when a token fills it."""
     head_dim, layers, groups = config.head_dim, config.n_layers, config.n_kv_heads
     positions = round_up(n_positions, LANES)
     dim = round_up(config.dim, PANEL_ROWS)
@@ -1373,8 +1387,8 @@ def new_state(config: Config, weights: Weights, n_positions: int, n_threads: int
     return State(
         tokens=np.zeros(MAX_TOKENS, np.int64),
         arrivals=np.zeros(1, np.int64),
-        keys=zeros(layers, groups, positions // LANES, head_dim, LANES),
-        values=zeros(layers, groups, head_panels, positions, LANES),
+        keys=lazy_zeros(layers, groups, positions // LANES, head_dim, LANES),
+        values=lazy_zeros(layers, groups, head_panels, positions, LANES),
         rope_cos=cos,
         rope_sin=sin,
         x=zeros(MAX_TOKENS, dim),

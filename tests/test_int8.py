@@ -246,8 +246,9 @@ print(status("VmRSS") - before, status("VmHWM") - before)
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads Linux's /proc")
 @pytest.mark.parametrize("version", [1, 2])
 def test_loading_never_holds_the_whole_model_twice(tmp_path, version):
-    """VmRSS and VmHWM of a process of its own. Slack: 12 MiB for the allocator, activations and one block."""
-    config = Config(512, 1376, 10, 8, 8, 4000, 64)
+    """VmRSS and VmHWM of a process of its own; a cache of 80 MB is there, and empty. Slack: 12 MiB for the allocator,
+    activations and one block."""
+    config = Config(512, 1376, 10, 8, 8, 4000, 2048)
     tensors = {name: np.full(shape, 0.5, np.float32) for name, shape in config.shapes().items()}
     big = tmp_path / "big.bin"
     write_checkpoint(big, config, tensors, 1) if version == 1 else write_int8_checkpoint(big, config, tensors, 64)

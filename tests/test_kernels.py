@@ -246,3 +246,8 @@ def round_to_float32(exact: Fraction) -> np.float32:
     near = np.float32(float(exact))
     candidates = [near, np.nextafter(near, np.float32(-np.inf)), np.nextafter(near, np.float32(np.inf))]
     return min(candidates, key=lambda c: abs(Fraction(float(c)) - exact))
+
+
+def test_a_cache_beyond_all_memory_is_a_memory_error():
+    with pytest.raises(MemoryError):
+        kernels.lazy_zeros(1 << 50)
