@@ -28,7 +28,7 @@ SHAPES = {  # the public stories models: dim, hidden_dim, layers, heads, kv head
 }
 TOKENS = (1, 2, 4, 8, 16, 64)
 PREFILL_TOKENS = 128
-ROUNDS = 15  # each times every T once, so that a change of the machine's speed meets them all
+ROUNDS = 15  # each with every T, so that a change of the machine's speed meets them all
 MIN_RUNS, MIN_SECONDS = 3, 0.01  # of a job in a row, before and while it is timed
 READ_BYTES = 1 << 28  # far beyond any cache
 
@@ -66,12 +66,12 @@ def parse_shape(text: str) -> Config:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
         numbers = []
-    if len(numbers) != 7 or min(numbers) <= 0:
+    if len(numbers) != 7:
         raise ValueError(f"{text!r} is neither {', '.join(SHAPES)} nor dim,hidden,layers,heads,kv,vocab,seq.")
     dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len = numbers
     config = Config(dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len)
-    if config.dim % config.n_heads or config.n_heads % config.n_kv_heads or config.head_dim % 2:
-        raise ValueError(f"{text!r}: dim must be divisible by heads into an even head size, and heads by kv heads.")
+    if flaw := config.flaw():
+        raise ValueError(f"{text!r}: {flaw}.")
     if 2 * memory_bytes(config) > physical_memory_bytes():
         raise ValueError(f"{text!r}: making and packing it takes {2 * memory_bytes(config) / 2**30:.0f} GiB, more than there is.")
     if config.seq_len < MAX_TOKENS:

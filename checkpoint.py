@@ -46,10 +46,6 @@ class Checkpoint:
     tensors: Tensors
     release: Callable[[], None]
 
-    @property
-    def is_int8(self) -> bool:
-        return isinstance(self.tensors["tok_emb"], Int8Matrix)
-
 
 class Header(NamedTuple):
     """The config, the order of the tensors, where the first one begins, and how many weights share a scale (0: fp32)."""
@@ -63,7 +59,7 @@ class Header(NamedTuple):
 def load_checkpoint(path: str | os.PathLike[str], int8: bool = False) -> Checkpoint:
     """Map a checkpoint of version 0, 1 or 2 into memory, after checking all that its bytes can tell.
 
-    int8: whether fp32 weights are to be quantized, for what the machine has to hold.
+    int8: whether fp32 weights are to be quantized, on which depends whether the machine can hold them.
     Raises CheckpointError for anything but a complete, consistent and finite model.
     """
     path = Path(path)
@@ -160,22 +156,10 @@ def _check_group(path: Path, group: int, matrices: dict[str, tuple[int, ...]]) -
 
 
 def _check_config(path: Path, numbers: dict[str, int], shared: bool) -> Config:
-    def refuse(what: str) -> CheckpointError:
-        return CheckpointError(f"{path} is not a llama2.c checkpoint, or a damaged one: {what}")
-
-    for name, value in numbers.items():
-        if value <= 0:
-            raise refuse(f"{name} is {value}; expected a positive number")
-    dim, n_heads, n_kv_heads = numbers["dim"], numbers["n_heads"], numbers["n_kv_heads"]
-    if dim % n_heads:
-        raise refuse(f"dim {dim} is not divisible by n_heads {n_heads}")
-    if n_heads % n_kv_heads:
-        raise refuse(f"n_heads {n_heads} is not divisible by n_kv_heads {n_kv_heads}")
-    if dim // n_heads % 2:
-        raise refuse(f"head_dim {dim // n_heads} (dim / n_heads) is odd; RoPE turns pairs")
-    if numbers["vocab_size"] < 3:
-        raise refuse(f"vocab_size is {numbers['vocab_size']}; BOS and EOS are the ids 1 and 2")
-    return Config(**numbers, shared_classifier=shared)
+    config = Config(**numbers, shared_classifier=shared)
+    if flaw := config.flaw():
+        raise CheckpointError(f"{path} is not a llama2.c checkpoint, or a damaged one: {flaw}")
+    return config
 
 
 def _check_size(path: Path, size: int, expected: int) -> None:

@@ -35,7 +35,7 @@ TARGET_NOISE, DRAFT_NOISE, ACCEPT_NOISE = range(3)
 class Sampling:
     """How a token is drawn: temperature, then softmax, then top_k, then the smallest set whose mass exceeds top_p.
 
-    temperature 0 is greedy; top_k 0 and top_p 0 or 1 are off; seed is any integer of 64 bits.
+    temperature 0 is greedy; top_k 0 and top_p 0 or 1 are off; seed is 0 to 2^63 - 1.
     Raises ValueError for a value out of range.
     """
 
@@ -74,7 +74,11 @@ class Step:
 
 @dataclass
 class Statistics:
-    """Sums over the steps of one text; seconds without loading and compiling."""
+    """Sums over the steps of one text.
+
+    n_prompt: tokens of the prompt, BOS included; n_generated, n_drafted, n_accepted: tokens; target_passes: the prefill's not
+    counted; prefill_seconds and decode_seconds: without loading and compiling.
+    """
 
     n_prompt: int
     n_generated: int = 0
@@ -187,6 +191,15 @@ class ModelDrafter:
         self._model.cache.rollback(length)
 
 
+class Verifier(Protocol):
+    """Whatever says the target's token; draft_noise is the noise stream that its drafts are drawn with."""
+
+    draft_noise: int
+
+    def token(self, logits: Float32, draft: Draft, i: int, position: int) -> int:
+        """The token at a position from the target's logits (V,), where proposal i of the draft stands to be judged."""
+
+
 class CoupledVerifier:
     """The target's own token, whatever was proposed."""
 
@@ -197,28 +210,31 @@ class CoupledVerifier:
         self._probs = self._sampler.new_probs()
 
     def token(self, logits: Float32, draft: Draft, i: int, position: int) -> int:
-        """The token at a position from the target's logits (V,), where proposal i of the draft stands to be judged."""
         return self._sampler.draw(self._probs, logits, TARGET_NOISE, position)
 
 
-class RejectionVerifier(CoupledVerifier):
+class RejectionVerifier:
     """The proposal with probability min(1, p / q), else a draw from the residual; past the proposals, a draw from p."""
 
     draft_noise = DRAFT_NOISE
 
+    def __init__(self, vocab_size: int, sampling: Sampling) -> None:
+        self._sampler = Sampler(vocab_size, sampling)
+        self._probs = self._sampler.new_probs()
+
     def token(self, logits: Float32, draft: Draft, i: int, position: int) -> int:
         if i == len(draft.tokens):
-            return super().token(logits, draft, i, position)
+            return self._sampler.draw(self._probs, logits, TARGET_NOISE, position)
         self._sampler.probabilities(self._probs, logits)
         seed, n = self._sampler.sampling.seed, self._sampler.vocab_size
         proposal, q = draft.tokens[i], draft.probs[i]
         return int(kernels.keep_or_redraw(self._probs, q, n, proposal, seed, ACCEPT_NOISE, TARGET_NOISE, position))
 
 
-VERIFIERS: dict[str, type[CoupledVerifier]] = {"coupled": CoupledVerifier, "rejection": RejectionVerifier}
+VERIFIERS: dict[str, Callable[[int, Sampling], Verifier]] = {"coupled": CoupledVerifier, "rejection": RejectionVerifier}
 
 
-def verify(logits: Float32, draft: Draft, verifier: CoupledVerifier, position: int) -> tuple[list[int], int]:
+def verify(logits: Float32, draft: Draft, verifier: Verifier, position: int) -> tuple[list[int], int]:
     """The target's tokens from `position` on, up to and with an end mark or the first that is not the proposal; how many stood.
 
     logits: (len(draft.tokens) + 1, V).
@@ -237,7 +253,7 @@ def verify(logits: Float32, draft: Draft, verifier: CoupledVerifier, position: i
 def decode(
     target: Transformer,
     drafter: Drafter | None,
-    verifier: CoupledVerifier,
+    verifier: Verifier,
     prompt: list[int],
     max_tokens: int,
     gamma: int,

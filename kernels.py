@@ -69,7 +69,18 @@ if "OMP_WAIT_POLICY" not in os.environ:
 ROLL_CALL_SLEEPS = 2_000
 FOREVER = -1
 
-compiled = njit(cache=True, nogil=True, error_model="numpy")
+
+def _can_cache() -> bool:
+    """Whether numba finds a folder for machine code that it may write: beside this file, the user's, or NUMBA_CACHE_DIR."""
+    try:
+        njit(cache=True)(_can_cache)
+    except RuntimeError:
+        return False
+    return True
+
+
+CACHE = _can_cache()  # without one, every run compiles
+compiled = njit(cache=CACHE, nogil=True, error_model="numpy")
 inlined = njit(inline="always", error_model="numpy")
 
 
@@ -490,7 +501,7 @@ def _tile(n_vectors: int) -> Any:
 
 
 def _int8_tile(path: str) -> Any:
-    """A tile over panels of int8 weights, for 1 to TILE_TOKENS tokens: see `pack_int8` and `quantize` for their layouts.
+    """A tile over panels of int8 weights, for 1 to TILE_TOKENS tokens: see `Weights` and `quantize` for the layouts.
 
     out[t, r] (+)= sum over groups of (sum_k w[r, k] x[t, k]) (scale of w[r]) (scale of x[t]); indexes are flat, in words.
     """
@@ -658,7 +669,7 @@ weights_of = _unpacker(
 
 @compiled
 def exp(x):
-    """e^x of a vector, within 2 units in the last place; exactly 0 below -87.
+    """e^x of a vector, within 2 units in the last place; exactly 0 below -87, e^88 above 88.
 
     x = n log 2 + r (Cody and Waite 1980), 2^n through the exponent field, e^r by its Taylor polynomial of degree 7.
     """
@@ -793,13 +804,15 @@ def multiply_int8_portable(out, out_stride, w, x, x_stride, n, n_quads, n_tokens
     multiply_groups(portable_int8_tile, out, out_stride, w, x, x_stride, n, n_quads, n_tokens, first, last, accumulate)
 
 
+_words, _number = types.CPointer(types.float32), types.int64
+PRODUCT = types.void(_words, _number, _words, _words, *[_number] * 7)  # the signature of a product
+
+
 @functools.cache
 def multiplier(int8: bool, portable: bool) -> Any:
     """The compiled product for weights of a kind, reached by its address: a model compiles no other, and none of them twice."""
-    words, number = types.CPointer(types.float32), types.int64
-    signature = types.void(words, number, words, words, *[number] * 7)
     function = (multiply_int8_portable if portable else multiply_int8) if int8 else multiply_fp32
-    return cfunc(signature, cache=True, nogil=True, error_model="numpy")(function)
+    return cfunc(PRODUCT, cache=CACHE, nogil=True, error_model="numpy")(function)
 
 
 @compiled
@@ -1093,10 +1106,10 @@ def run_phases(plan_pointer, thread):
 def entry_point() -> int:
     """The address of `run_phases`, compiled once: numba would compile it again into each of a parallel region's wrappers."""
     signature = types.void(types.CPointer(types.int64), types.int64)
-    return int(cfunc(signature, cache=True, nogil=True, error_model="numpy")(run_phases).address)
+    return int(cfunc(signature, cache=CACHE, nogil=True, error_model="numpy")(run_phases).address)
 
 
-@njit(parallel=True, cache=True, nogil=True)
+@njit(parallel=True, cache=CACHE, nogil=True)
 def run_region(function, plan, n_threads):
     """function(plan, thread) on every thread: the one parallel region of a forward pass."""
     for i in prange(n_threads):
@@ -1106,6 +1119,9 @@ def run_region(function, plan, n_threads):
 # --------------------------------------------------------------------------------------------------------------------
 # Sampling: logits to probabilities to a token
 # --------------------------------------------------------------------------------------------------------------------
+
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / the golden ratio, SplitMix64's step
 
 
 @compiled
@@ -1121,15 +1137,14 @@ def mix_bits(x):
 @compiled
 def noise_key(seed, stream, position):
     """What the noise of one position's tokens is computed from."""
-    golden = np.uint64(0x9E3779B97F4A7C15)
-    key = mix_bits(np.uint64(seed) + golden * np.uint64(stream + 1))
-    return mix_bits(key + golden * np.uint64(position + 1))
+    key = mix_bits(np.uint64(seed) + GOLDEN * np.uint64(stream + 1))
+    return mix_bits(key + GOLDEN * np.uint64(position + 1))
 
 
 @compiled
 def uniform(key, token):
     """A float64 in (0, 1) for (seed, stream, position) and token: computed, not drawn from a stream."""
-    bits = mix_bits(key + np.uint64(0x9E3779B97F4A7C15) * np.uint64(token + 1))
+    bits = mix_bits(key + GOLDEN * np.uint64(token + 1))
     return (np.float64(bits >> np.uint64(12)) + 0.5) * 2.0**-52
 
 
@@ -1142,6 +1157,7 @@ def rank_key(prob, token):
 
 @compiled
 def rank_key_probability(key):
+    """The probability that went into a `rank_key`."""
     return np.uint32(~(key >> np.uint64(32)) & np.uint64(0xFFFFFFFF)).view(np.float32)
 
 
@@ -1282,6 +1298,21 @@ class Config:
     seq_len: int
     shared_classifier: bool = True
 
+    def flaw(self) -> str:
+        """What keeps these numbers from being a llama2 model; empty where nothing does."""
+        for name, value in vars(self).items():
+            if value <= 0 and name != "shared_classifier":
+                return f"{name} is {value}; expected a positive number"
+        if self.dim % self.n_heads:
+            return f"dim {self.dim} is not divisible by n_heads {self.n_heads}"
+        if self.n_heads % self.n_kv_heads:
+            return f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
+        if self.head_dim % 2:
+            return f"head_dim {self.head_dim} (dim / n_heads) is odd; RoPE turns pairs"
+        if self.vocab_size < 3:
+            return f"vocab_size is {self.vocab_size}; BOS and EOS are the ids 1 and 2"
+        return ""
+
     @property
     def head_dim(self) -> int:
         return self.dim // self.n_heads
@@ -1329,7 +1360,7 @@ def lazy_zeros(*shape: int) -> Float32:
     return np.frombuffer(buffer, np.float32).reshape(shape)
 
 
-@njit(parallel=True, cache=True, nogil=True)
+@njit(parallel=True, cache=CACHE, nogil=True)
 def fill_panels(panels, first, step, matrix, n_threads):
     """panels[first + step i, k, r] = matrix[R i + r, k]: matrix (rows, k) into every step-th of panels (P, k, R)."""
     rows, n = matrix.shape
@@ -1419,7 +1450,8 @@ class Transformer:
     """A llama2 model on CPU threads.
 
     weights: packed (`packing.pack_weights`); n_threads: all cores by default; n_positions: how far a story may go, by default
-    seq_len. Beyond its own seq_len a model sees a sliding window of that many positions.
+    seq_len. Beyond its own seq_len a model sees a sliding window of that many positions. Raises ValueError for n_threads that
+    the machine does not give, MemoryError where the cache does not fit.
     """
 
     def __init__(self, config: Config, weights: Weights, n_threads: int | None = None, n_positions: int | None = None) -> None:
@@ -1455,7 +1487,8 @@ class Transformer:
     def forward(self, tokens: list[int], n_logits: int = 1) -> Float32:
         """Run tokens at the positions from cache.length on; logits (n_logits, V) of the last ones, valid until the next call.
 
-        Prompts longer than MAX_TOKENS go in blocks. Raises ValueError for n_logits > MAX_TOKENS or a token out of range.
+        Prompts longer than MAX_TOKENS go in blocks. Raises ValueError for n_logits > MAX_TOKENS or more than the tokens, a token
+        out of range, or tokens beyond n_positions.
         """
         if n_logits > min(len(tokens), MAX_TOKENS):
             raise ValueError(f"{n_logits} logits asked for; the tokens are {len(tokens)}, and a pass holds {MAX_TOKENS}")
@@ -1482,7 +1515,7 @@ def available_threads() -> int:
     return int(numba.config.NUMBA_NUM_THREADS)
 
 
-@njit(parallel=True, cache=True, nogil=True)
+@njit(parallel=True, cache=CACHE, nogil=True)
 def read_all(sums, array, n_threads):
     """sums[thread] = the sum of 0 x over that thread's share of the array (n,): NaN if and only if it holds NaN or infinity."""
     zero = np.float32(0.0)

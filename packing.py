@@ -33,7 +33,8 @@ Tensors = Mapping[str, Any]  # by the names of `Config.shapes`; a matrix of int8
 def pack_weights(config: Config, tensors: Tensors, int8: bool = False, done: Callable[[], object] = lambda: None) -> Weights:
     """The tensors in the kernels' layout; w1 and w3 take turns, panel by panel.
 
-    int8: quantize fp32 matrices. done is called after each matrix: a mapped file may leave the memory again.
+    tensors: by the names and in the shapes of `config.shapes()`, float32, or int8 as `Tensors` says; int8: quantize the matrices
+    among float32 ones. done is called after each matrix: a mapped file may leave the memory again.
     """
     t = tensors
     dim_group, hidden_group = _groups(config, t, int8)
@@ -77,7 +78,7 @@ def pack_weights(config: Config, tensors: Tensors, int8: bool = False, done: Cal
 
 
 def int8_copy(config: Config, weights: Weights) -> Weights:
-    """fp32 weights, packed, in int8; the norms are shared."""
+    """Weights of `pack_weights` that are fp32, in int8: new matrices beside the same norms."""
     dim_group, hidden_group = _own_group(config.dim), _own_group(config.hidden_dim)
 
     def copy(panels: Float32, group: int) -> Float32:
@@ -88,7 +89,7 @@ def int8_copy(config: Config, weights: Weights) -> Weights:
         ):
             for block in _blocks(n_panels):
                 rows = source[block].transpose(0, 2, 1).reshape(-1, n)
-                _pack_int8(target[block], *quantize(rows, group))
+                _pack_int8(target[block], *quantize_rows(rows, group))
         return packed
 
     embedding = copy(weights.embedding, dim_group)
@@ -103,7 +104,7 @@ def int8_copy(config: Config, weights: Weights) -> Weights:
     )
 
 
-def quantize(rows: Float32, group: int) -> tuple[Int8, Float32]:
+def quantize_rows(rows: Float32, group: int) -> tuple[Int8, Float32]:
     """Values (n, groups, group) and scales (n, groups) of rows (n, k); zeros fill up a row's last group."""
     groups = np.zeros((rows.shape[0], round_up(rows.shape[1], group)), np.float32)
     groups[:, : rows.shape[1]] = rows
@@ -121,7 +122,7 @@ def _own_group(n: int) -> int:
 def _groups(config: Config, tensors: Tensors, int8: bool) -> tuple[int, int]:
     """How many weights share a scale along dim and along hidden_dim; 0 for fp32.
 
-    A file's groups may cross the rows of w2; the parts that do not are groups as good.
+    A file's groups may cross the rows of w2; each is cut at the rows' ends, into groups of one scale.
     """
     if isinstance(tensors["tok_emb"], Int8Matrix):
         values, scales = tensors["tok_emb"]
@@ -153,12 +154,12 @@ def _pack(panels: Float32, matrix: Any, group: int, first: int = 0, step: int = 
     panels = panels[first::step][: _panels_of(matrix.shape[0])]
     for block in _blocks(len(panels)):
         rows = slice(block.start * PANEL_ROWS, min(block.stop * PANEL_ROWS, matrix.shape[0]))
-        quantized = _split(matrix, rows, group) if isinstance(matrix, Int8Matrix) else quantize(matrix[rows], group)
+        quantized = _split(matrix, rows, group) if isinstance(matrix, Int8Matrix) else quantize_rows(matrix[rows], group)
         _pack_int8(panels[block], *quantized)
 
 
 def _split(matrix: Int8Matrix, rows: slice, group: int) -> tuple[Int8, Float32]:
-    """Rows of a file's matrix as `quantize` gives them, in groups that divide the file's."""
+    """Rows of a file's matrix as `quantize_rows` gives them, in groups that divide the file's."""
     n = matrix.shape[1]
     size = matrix.values.size // matrix.scales.size
     first_values = np.arange(rows.start, rows.stop)[:, None] * n + np.arange(0, n, group)

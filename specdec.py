@@ -43,7 +43,17 @@ from specdec.packing import int8_copy, pack_weights
 from specdec.panel import LivePanel, PlainView, SilentView, View, print_summary, printable, to_json
 from specdec.tokenizer import Tokenizer, TokenizerError
 
-__all__ = ["Generation", "Sampling", "SpeculativeDecoder", "Statistics", "Step"]
+__all__ = [
+    "CheckpointError",
+    "Generation",
+    "Sampling",
+    "SpeculativeDecoder",
+    "Statistics",
+    "Step",
+    "Tokenizer",
+    "TokenizerError",
+    "Transformer",
+]
 __version__ = "0.1.0"
 
 MODELS = Path(__file__).resolve().parent / "models"
@@ -106,15 +116,19 @@ class SpeculativeDecoder:
             self.draft = draft
         elif draft == SELF:
             if self.target.weights.is_int8:
-                raise ValueError("the target is int8 already, so an int8 copy of it is no faster draft; name another one")
+                raise ValueError(
+                    "the target is int8 already, so an int8 copy of it is no faster draft; "
+                    "give an fp32 target with --quantize draft, or another draft"
+                )
             self.draft = Transformer(config, int8_copy(config, self.target.weights), n_threads, self.target.n_positions)
         else:
             int8 = quantize in ("draft", "both")
             checkpoint = load_checkpoint(find(draft), int8)
-            _same_vocabulary(checkpoint.path, checkpoint.config.vocab_size, config.vocab_size)
             self.draft = _transformer(checkpoint, n_threads, self.target.n_positions, int8)
         if self.draft and self.draft.config.vocab_size != config.vocab_size:
-            raise ValueError(f"the draft has {self.draft.config.vocab_size} tokens, the target {config.vocab_size}")
+            name = "the draft" if isinstance(draft, Transformer) else f"the draft {draft}"
+            n = self.draft.config.vocab_size
+            raise ValueError(f"{name} has a vocabulary of {n} tokens, the target one of {config.vocab_size}; they must agree")
         if self.draft is self.target:
             raise ValueError("target and draft are one object; they need a KV cache each")
         if self.draft and self.draft.n_positions < self.target.n_positions:
@@ -141,8 +155,9 @@ class SpeculativeDecoder:
     ) -> Iterator[Step]:
         """Steps as they come, the prefill first; ends at BOS, EOS, max_tokens or the target's seq_len.
 
-        on_draft hears of each proposal before the target judges it. One stream at a time, since the models' caches are the
-        decoder's: going on with one after another has begun raises RuntimeError.
+        max_tokens: beyond the prompt; temperature, top_k, top_p, seed: see `Sampling`; on_draft hears of each proposal before the
+        target judges it. Raises ValueError for a value out of range or a prompt longer than the target's seq_len. One stream at
+        a time, since the models' caches are the decoder's: going on with one after another has begun raises RuntimeError.
         """
         if not self._is_warm:
             self.warm_up()
@@ -171,7 +186,7 @@ class SpeculativeDecoder:
         top_p: float = 0.9,
         seed: int = 0,
     ) -> Generation:
-        """The whole text, prompt included, and its statistics."""
+        """The whole text, prompt included, and its statistics; parameters and errors are those of `stream`."""
         tokens = self.encode(prompt)
         statistics = Statistics(n_prompt=len(tokens))
         for step in self.stream(prompt, max_tokens, temperature, top_k, top_p, seed):
@@ -198,22 +213,25 @@ def _folders() -> tuple[Path, Path]:
 
 
 def find(name: str | os.PathLike[str]) -> Path:
-    """The file of that path, else of that name in models/."""
+    """The file of that path, else of that name in models/. Raises CheckpointError."""
     path = Path(name)
-    try:
-        return next((place for place in (path, *(folder / path for folder in _folders())) if place.exists()), path)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    return _first([path, *(folder / path for folder in _folders())]) or path
+
+
+def _first(paths: list[Path]) -> Path | None:
+    """The first that exists. Raises CheckpointError for one that cannot be looked for."""
+    for path in paths:
+        try:
+            if path.exists():
+                return path
+        except OSError as error:
+            raise CheckpointError(f"cannot look for {path}: {error.strerror}") from None
+    return None
 
 
 def _transformer(checkpoint: Checkpoint, n_threads: int | None, n_positions: int | None, int8: bool) -> Transformer:
     weights = pack_weights(checkpoint.config, checkpoint.tensors, int8, checkpoint.release)
     return Transformer(checkpoint.config, weights, n_threads, n_positions)
-
-
-def _same_vocabulary(path: Path, n: int, expected: int) -> None:
-    if n != expected:
-        raise CheckpointError(f"{path} has a vocabulary of {n} tokens, the target one of {expected}; they must agree")
 
 
 def _tokenizer(given: str | os.PathLike[str] | Tokenizer | None, target: Path | None, vocab_size: int) -> Tokenizer:
@@ -225,13 +243,13 @@ def _tokenizer(given: str | os.PathLike[str] | Tokenizer | None, target: Path | 
     else:
         folders = [*([target.parent] if target else []), *_folders()]
         names = [f"tok{vocab_size}.bin", "tokenizer.bin"]
-        found = [folder / name for folder in folders for name in names if (folder / name).exists()]
+        found = _first([folder / name for folder in folders for name in names])
         if not found:
             where = ", ".join(str(folder) for folder in folders)
             raise TokenizerError(f"no {' or '.join(names)} in any of {where}; name the tokenizer with -z")
-        tokenizer = Tokenizer(found[0])
+        tokenizer = Tokenizer(found)
     if tokenizer.vocab_size != vocab_size:
-        raise TokenizerError(
+        raise ValueError(
             f"{tokenizer.path} holds {tokenizer.vocab_size} tokens, the target has {vocab_size}; name its tokenizer with -z"
         )
     return tokenizer
@@ -268,7 +286,7 @@ def tell(
             "--draft",
             group="Models",
             metavar="FILE|self",
-            help="Draft checkpoint; self: an int8 copy of the target. Without one, plain decoding.",
+            help="Draft checkpoint; self: an int8 copy of the target. Without -d a named target decodes alone.",
         ),
     ] = "",
     quantize: Annotated[
@@ -484,7 +502,7 @@ def default_models() -> Iterator[None]:
     try:
         yield
     except (CheckpointError, TokenizerError) as error:
-        ours = str(error).startswith(tuple(map(str, _defaults())))
+        ours = any(str(path) in str(error) for path in _defaults())
         raise type(error)(f"{error}; {RESTORE}" if ours else str(error)) from None
 
 

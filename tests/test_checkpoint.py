@@ -11,7 +11,7 @@ import pytest
 
 from specdec.checkpoint import CheckpointError, load_checkpoint
 from specdec.kernels import Config, Transformer
-from specdec.packing import pack_weights
+from specdec.packing import Int8Matrix, pack_weights
 from tests.checkpoints import (
     DAMAGES,
     SHARED,
@@ -70,7 +70,7 @@ def test_what_is_loaded_of_version_2_is_what_was_written(tmp_path: Path, config:
     path.write_bytes(int8_checkpoint_bytes(config, written, group))
     checkpoint = load_checkpoint(path)
     assert checkpoint.config == config
-    assert checkpoint.is_int8
+    assert isinstance(checkpoint.tensors["tok_emb"], Int8Matrix)
     assert set(checkpoint.tensors) == set(written)
     for name, tensor in written.items():
         if isinstance(tensor, np.ndarray):

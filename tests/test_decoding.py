@@ -1,7 +1,6 @@
 """The loop: the text is the target's own, the distribution is the target's, and the caches hold what they should."""
 
 import itertools
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -281,7 +280,7 @@ def test_sampling_out_of_range_is_refused_by_name(bad):
         Sampling(**bad)
 
 
-def test_the_library_gives_what_the_command_line_gives(pair):
+def test_the_library_streams_what_it_generates_with_a_draft_or_without(pair):
     decoder = SpeculativeDecoder(pair.target, pair.draft, gamma=3)
     text, statistics = decoder.generate("ab", 30, temperature=0.9, top_k=50, top_p=0.95, seed=4)
     plain = SpeculativeDecoder(pair.target).generate("ab", 30, temperature=0.9, top_k=50, top_p=0.95, seed=4)
@@ -319,8 +318,3 @@ def test_going_on_with_a_stream_after_another_has_begun_is_refused(pair):
         next(first)
     assert begun[1].tokens
     assert second[-1].stop_reason is not None
-
-
-def test_the_suite_does_not_depend_on_the_working_directory(pair, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert SpeculativeDecoder(os.fspath(pair.target)).generate("a", 5, seed=1).statistics.n_prompt >= 1

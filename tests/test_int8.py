@@ -1,5 +1,6 @@
 """int8: the layout, the products, the promises about bits, and what it costs in accuracy and memory."""
 
+import functools
 import math
 import os
 import subprocess
@@ -7,13 +8,15 @@ import sys
 from dataclasses import replace
 from fractions import Fraction
 
+import numba
 import numpy as np
 import pytest
 
 from specdec import DEFAULT_DRAFT, DEFAULT_TARGET, SpeculativeDecoder, kernels
+from specdec.bench import SHAPES
 from specdec.checkpoint import load_checkpoint
 from specdec.kernels import Config, Transformer
-from specdec.packing import int8_copy, pack_weights
+from specdec.packing import Int8Matrix, int8_copy, pack_weights
 from tests import reference
 from tests.checkpoints import (
     ROOT,
@@ -76,10 +79,34 @@ def test_activations_are_quantized_as_runq_does(n, group):
     assert np.abs(packed[2].view(np.int8)[:, 4 * kernels.GROUP_HEAD :].astype(int)).max() == 127
 
 
-@pytest.mark.parametrize("portable", [False, True])
+@functools.cache
+def product_with(path: str) -> int:
+    """The address of the product by that instruction, also where it is not the one that the CPU would choose."""
+    if path in ("portable", kernels.DOT4):
+        return kernels.multiplier(True, path == "portable").address
+    tile = kernels._int8_tile(path)
+
+    def product(out, out_stride, w, x, x_stride, n, n_quads, n_tokens, first, last, accumulate):
+        kernels.multiply_groups(tile, out, out_stride, w, x, x_stride, n, n_quads, n_tokens, first, last, accumulate)
+
+    return numba.cfunc(kernels.PRODUCT)(product).address
+
+
+FEATURES = kernels._FEATURES.split(",")
+RUNS_HERE = {
+    "portable": True,
+    "avx512vnni": "+avx512vnni" in FEATURES,
+    "avxvnni": "+avxvnni" in FEATURES or {"+avx512vnni", "+avx512vl"} <= set(FEATURES),
+    "sdot": "+dotprod" in FEATURES,
+}
+
+
+@pytest.mark.parametrize("path", RUNS_HERE)
 @pytest.mark.parametrize(("n", "group"), [(96, 32), (172, 32), (128, 64), (50, 25), (40, 2)])
-def test_an_int8_product_is_exact_in_a_group_and_one_chain_over_the_groups(n, group, portable):
+def test_an_int8_product_is_exact_in_a_group_and_one_chain_over_the_groups(n, group, path):
     """Against exact arithmetic rounded after every group."""
+    if not RUNS_HERE[path]:
+        pytest.skip(f"this CPU has no {path}")
     rng = np.random.default_rng(0)
     config = Config(n, n, 1, 1, 1, 40, 8)
     tensors = random_tensors(config, 0)
@@ -93,7 +120,7 @@ def test_an_int8_product_is_exact_in_a_group_and_one_chain_over_the_groups(n, gr
     out = kernels.zeros(17, kernels.round_up(n, kernels.PANEL_ROWS))
     out[:] = start = rng.standard_normal(out.shape).astype(np.float32)
     w = weights.w2[0]
-    kernels.multiply(kernels.multiplier(True, portable).address, out, w, codes, 17, 0, len(w), 1)
+    kernels.multiply(product_with(path), out, w, codes, 17, 0, len(w), 1)
     values, scales = padded_quantized(tensors["w2"][0], group)
     for t, r in ((0, 0), (1, 3), (3, n // 2), (8, n - 1), (16, 1)):
         acc = Fraction(float(start[t, r]))
@@ -107,7 +134,6 @@ def test_an_int8_product_is_exact_in_a_group_and_one_chain_over_the_groups(n, gr
 
 def as_loaded(tensors):
     """Tensors of `quantized_tensors` as the loader hands them over."""
-    from specdec.packing import Int8Matrix
 
     def convert(tensor):
         if isinstance(tensor, list):
@@ -135,6 +161,7 @@ def test_every_instruction_is_chosen_by_the_feature_that_promises_it():
 
 INT8_LOGITS = """
 from specdec import DEFAULT_DRAFT
+from specdec.bench import SHAPES
 from specdec.checkpoint import load_checkpoint
 from specdec.kernels import DOT4, Transformer
 from specdec.packing import pack_weights
@@ -144,7 +171,7 @@ print(DOT4, model.forward([1, 2, 3, 4, 5]).tobytes().hex())
 """
 
 
-@pytest.mark.skipif("+avx2" not in kernels._FEATURES or "+fma" not in kernels._FEATURES, reason="plays an x86 CPU with AVX2")
+@pytest.mark.skipif(not {"+avx2", "+fma"} <= set(FEATURES), reason="plays an x86 CPU with AVX2")
 def test_a_cpu_never_runs_what_was_cached_for_another_and_says_the_same():
     """This CPU, then one with AVX2 as its widest instructions, which finds the first one's machine code in the cache."""
     older = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma,+bmi,+bmi2,+lzcnt,+popcnt"}
@@ -215,7 +242,7 @@ def test_an_int8_copy_of_a_model_is_the_model_quantized_while_loading():
 
 def test_an_int8_model_takes_at_most_a_quarter_more_than_its_file():
     """Everything that stays with a model of the public shapes, beside caches and activations."""
-    for shape in ((288, 768, 6, 6, 6, 32000, 256), (512, 1376, 8, 8, 8, 32000, 1024), (768, 2048, 12, 12, 12, 32000, 1024)):
+    for shape in SHAPES.values():
         config = replace(Config(*shape), n_layers=1, vocab_size=4000)
         tensors = {name: np.zeros(shape, np.float32) for name, shape in config.shapes().items()}
         weights = pack_weights(config, tensors, int8=True)
@@ -227,6 +254,7 @@ def test_an_int8_model_takes_at_most_a_quarter_more_than_its_file():
 LOADING = """
 import resource, sys
 from pathlib import Path
+from specdec.bench import SHAPES
 from specdec.checkpoint import load_checkpoint
 from specdec.kernels import Transformer
 from specdec.packing import pack_weights

@@ -1,6 +1,8 @@
 """The forward pass and the sampling kernels: against float64 oracles within rounding, and bit for bit where bits are promised."""
 
 import math
+import subprocess
+import sys
 from fractions import Fraction
 
 import numba
@@ -12,7 +14,7 @@ from specdec.checkpoint import load_checkpoint
 from specdec.kernels import Config, Transformer
 from specdec.packing import pack_weights
 from tests import reference
-from tests.checkpoints import SHARED, random_tensors
+from tests.checkpoints import ROOT, SHARED, random_tensors
 
 # dim, hidden, layers, heads, kv heads, vocab, seq_len: GQA, odd sizes, head_dim 8 and 12, more than one panel of positions
 CONFIGS = {
@@ -246,6 +248,19 @@ def round_to_float32(exact: Fraction) -> np.float32:
     near = np.float32(float(exact))
     candidates = [near, np.nextafter(near, np.float32(-np.inf)), np.nextafter(near, np.float32(np.inf))]
     return min(candidates, key=lambda c: abs(Fraction(float(c)) - exact))
+
+
+def test_where_nothing_can_be_cached_everything_still_compiles():
+    """Numba, made to find no folder that it may write to."""
+    code = """
+from numba.core import caching
+for implementation in (caching.CompileResultCacheImpl, caching.CodeLibraryCacheImpl):
+    implementation._locator_classes = []
+from specdec import kernels
+print(kernels.CACHE, kernels.mix_bits(1))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == f"False {kernels.mix_bits(1)}\n"
 
 
 def test_a_cache_beyond_all_memory_is_a_memory_error():

@@ -22,9 +22,9 @@ def test_the_draft_reads_a_tenth_of_the_targets_weights_and_sees_less():
     assert target.config.n_kv_heads < target.config.n_heads
 
 
-@pytest.mark.parametrize(("temperature", "at_least"), [(0.0, 0.7), (1.0, 0.6)])
+@pytest.mark.parametrize(("temperature", "at_least"), [(0.0, 0.8), (1.0, 0.7)])
 def test_a_single_proposal_of_the_draft_is_mostly_right(temperature, at_least):
-    """gamma 1 judges every proposal alone; measured 0.83 and 0.72 over 50 held-out prompts, here over 5 of our own."""
+    """gamma 1 judges every proposal alone; measured 0.88 and 0.77 over 50 held-out prompts, here over 5 of our own."""
     decoder = SpeculativeDecoder(DEFAULT_TARGET, DEFAULT_DRAFT, gamma=1)
     accepted = drafted = 0
     for seed, prompt in enumerate(PROMPTS, 1):
