@@ -45,11 +45,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """dram_gb_per_s: what reading a block reached in the same run, the median of as many rounds.
+    """shape: of the model; dram_gb_per_s: what reading a block reached in the same run, the median of as many rounds.
 
     rows: passes that compute every token's logits, as a verification does; prefill: a prompt, which needs the last one's alone.
     """
 
+    shape: Config
     dram_gb_per_s: float
     threads: int
     weights: str
@@ -115,7 +116,7 @@ def run(config: Config, n_threads: int | None = None, int8: bool = False) -> Res
         for n, seconds in zip(TOKENS, map(statistics.median, passes), strict=True)
     ]
     dram, kind = READ_BYTES / statistics.median(reads) / 1e9, "int8" if int8 else "fp32"
-    return Result(dram, model.n_threads, kind, rows, n_prefill, statistics.median(prefills))
+    return Result(config, dram, model.n_threads, kind, rows, n_prefill, statistics.median(prefills))
 
 
 def _seconds(job: Callable[[], object]) -> float:

@@ -5,10 +5,12 @@ also by Ctrl-C, it shows all text there is. The summary is `print_summary`'s, on
 """
 
 import json
+import sys
 import time
 import unicodedata
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TextIO
 
@@ -19,6 +21,11 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+try:
+    import termios
+except ImportError:  # Windows
+    termios = None  # type: ignore[assignment]
 
 from specdec.decoding import Statistics, Step
 from specdec.tokenizer import TextStream, Tokenizer
@@ -32,6 +39,7 @@ RENDER_SHARE = 0.03  # of the time that frames may take: where one is slow, ther
 SIDE_WIDTH = 24
 BAR_WIDTH = 16
 MAX_TEXT_ROWS = 14
+MIN_ROWS = 8  # of a terminal: two of text, one line of figures, the progress, the frame, and the line of the cursor
 
 
 class Piece(NamedTuple):
@@ -57,6 +65,23 @@ class View(Protocol):
 def printable(text: str) -> str:
     """Text without the control characters that could move a cursor or worse; line breaks and tabs stay."""
     return "".join([c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc"])
+
+
+@contextmanager
+def no_echo_of_control_keys() -> Iterator[None]:
+    """Ctrl-C shows no ^C, which would push the panel one row down; where there is no such terminal, nothing happens."""
+    if termios is None or not (sys.stdin and sys.stdin.isatty()):
+        yield
+        return
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+    quiet = [*before]
+    quiet[3] &= ~termios.ECHOCTL
+    termios.tcsetattr(keyboard, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSANOW, before)
 
 
 class PlainView:
@@ -143,15 +168,23 @@ class LivePanel:
         self._proposed: list[Piece] = []
         self._next_frame = 0.0
         self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
+        self._resources = ExitStack()
+
+    @staticmethod
+    def fits(console: Console) -> bool:
+        """Whether the console is a terminal that can hold the panel."""
+        return console.is_terminal and console.file.isatty() and not console.is_dumb_terminal and console.height >= MIN_ROWS
 
     def __enter__(self) -> "LivePanel":
+        self._resources.enter_context(no_echo_of_control_keys())
         self._live.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._live.stop()
+        self._resources.close()
         self._add(self._stream.end(), "target")
-        self._console.print(self._styled(self._story), soft_wrap=True)
+        self._console.print(self._styled(self._story))
 
     def begin(self, prompt: list[int]) -> None:
         for token in prompt:
@@ -256,7 +289,7 @@ class LivePanel:
             return figures
         shares = [(label, count / max(1, s.target_passes)) for label, count in bins]
         bars = [f"{label:<2} {self._bar(share):<{BAR_WIDTH}} {share:4.0%}" for label, share in shares]
-        return Group(figures, Text("\n" + "\n".join(bars), "dim"))
+        return Group(figures, Text("accepted in a pass\n" + "\n".join(bars), "dim"))
 
     def _figures_in_a_line(self) -> Text:
         s = self._statistics
@@ -291,7 +324,7 @@ class LivePanel:
         return grid
 
     def _legend(self) -> Text:
-        kinds = ("proposed", "accepted", "rejected") if self._gamma else ()
+        kinds = ("proposed", "accepted", "rejected", "target") if self._gamma else ()
         return Text(" ").join(Text(kind, self._styles[kind]) for kind in kinds)
 
 

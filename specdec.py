@@ -61,7 +61,7 @@ DEFAULT_TARGET, DEFAULT_DRAFT = MODELS / "stories6M.bin", MODELS / "stories650K.
 DEFAULT_TOKENIZER = MODELS / "tok1024.bin"
 RESTORE = "restore it with 'git checkout models' or by installing again"
 DEFAULT_PROMPT = "Once upon a time"
-HUB = "https://huggingface.co/karpathy/tinyllamas"
+HUB, LLAMA2C = "https://huggingface.co/karpathy/tinyllamas", "https://github.com/karpathy/llama2.c"
 SELF = "self"  # as a draft: an int8 copy of the target
 Quantize = Literal["target", "draft", "both", "none"]
 
@@ -212,10 +212,13 @@ def _folders() -> tuple[Path, Path]:
     return Path("models"), MODELS
 
 
-def find(name: str | os.PathLike[str]) -> Path:
-    """The file of that path, else of that name in models/. Raises CheckpointError."""
+def find(name: str | os.PathLike[str], source: str = f"the stories models are at {HUB}") -> Path:
+    """The file of that path, else of that name in models/. Raises CheckpointError, which tells the source."""
     path = Path(name)
-    return _first([path, *(folder / path for folder in _folders())]) or path
+    found = _first([path, *(folder / path for folder in _folders())])
+    if not found and not path.is_absolute():
+        raise CheckpointError(f"{path} is neither here nor in {' or '.join(map(str, _folders()))}; {source}")
+    return found or path
 
 
 def _first(paths: list[Path]) -> Path | None:
@@ -239,7 +242,7 @@ def _tokenizer(given: str | os.PathLike[str] | Tokenizer | None, target: Path | 
     if isinstance(given, Tokenizer):
         tokenizer = given
     elif given is not None:
-        tokenizer = Tokenizer(find(given))
+        tokenizer = Tokenizer(find(given, f"llama2.c's tokenizer.bin is at {LLAMA2C}"))
     else:
         folders = [*([target.parent] if target else []), *_folders()]
         names = [f"tok{vocab_size}.bin", "tokenizer.bin"]
@@ -250,7 +253,7 @@ def _tokenizer(given: str | os.PathLike[str] | Tokenizer | None, target: Path | 
         tokenizer = Tokenizer(found)
     if tokenizer.vocab_size != vocab_size:
         raise ValueError(
-            f"{tokenizer.path} holds {tokenizer.vocab_size} tokens, the target has {vocab_size}; name its tokenizer with -z"
+            f"{tokenizer.path} holds {tokenizer.vocab_size} tokens, the target has {vocab_size}; name the target's own with -z"
         )
     return tokenizer
 
@@ -271,6 +274,10 @@ INTERRUPTED, BROKEN_PIPE = 130, 141  # what a shell reports for SIGINT and SIGPI
 
 def option(*names: str, group: str, help: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=group, **more)
+
+
+def flag(*names: str, group: str, help: str) -> Any:
+    return option(*names, group=group, help=help, metavar="")
 
 
 @app.callback(invoke_without_command=True)
@@ -367,7 +374,7 @@ def tell(
         int, option("-j", "--threads", group="Machine", metavar="N", min=0, help="CPU threads. 0: all cores.")
     ] = 0,
     plain: Annotated[
-        bool, option("--plain", group="Output", help="No panel: the text on stdout as it comes, the summary on stderr.")
+        bool, flag("--plain", group="Output", help="No panel: the text on stdout as it comes, the summary on stderr.")
     ] = False,
     pace: Annotated[
         float,
@@ -376,11 +383,11 @@ def tell(
             group="Output",
             metavar="X",
             min=0.0,
-            help="Steps a second at most, to watch the panel; not in the rates. 0: full speed.",
+            help="Steps a second at most, to watch the panel; the pauses are not in the rates. 0: full speed.",
         ),
     ] = 0.0,
-    as_json: Annotated[bool, option("--json", group="Output", help="One JSON object on stdout.")] = False,
-    version: Annotated[bool, option("--version", group="Output", help="Print the version and exit.")] = False,
+    as_json: Annotated[bool, flag("--json", group="Output", help="One JSON object on stdout.")] = False,
+    version: Annotated[bool, flag("--version", group="Output", help="Print the version and exit.")] = False,
 ) -> None:
     """Speculative decoding of llama2.c models on the CPU.
 
@@ -398,7 +405,7 @@ def tell(
     sampling = Sampling(temperature, top_k, top_p, seed or secrets.randbits(32) or 1)
     errors = Console(stderr=True)
     out = Console()
-    live = not (plain or as_json) and sys.stdout.isatty() and not out.is_dumb_terminal
+    live = not (plain or as_json) and LivePanel.fits(out)
     settings = {
         "model": model,
         "draft": draft or None,
@@ -412,7 +419,7 @@ def tell(
         "quantize": quantize,
         "threads": threads or available_threads(),
     }
-    with errors.status("loading; the first run on a machine compiles the kernels") if live else nullcontext():
+    with errors.status("loading; a first run compiles the kernels, 10 to 20 seconds") if errors.is_terminal else nullcontext():
         begin = time.perf_counter()
         with default_models():
             decoder = SpeculativeDecoder(
@@ -518,7 +525,7 @@ def _default_pair(model: str, draft: str) -> tuple[str, str]:
     if missing:
         raise CheckpointError(
             f"no -m, and the default pair lacks {' and '.join(missing)}; {RESTORE}, "
-            f"or get stories15M.bin and llama2.c's tokenizer.bin from {HUB} and name the model: -m stories15M.bin"
+            f"or get stories15M.bin from {HUB} and tokenizer.bin from {LLAMA2C}, and name the model: -m stories15M.bin"
         )
     return str(DEFAULT_TARGET), draft or str(DEFAULT_DRAFT)
 
@@ -535,8 +542,8 @@ def bench(
         ),
     ] = "42M",
     threads: Annotated[int, option("-j", "--threads", group="Bench", metavar="N", min=0, help="CPU threads. 0: all cores.")] = 0,
-    int8: Annotated[bool, option("--int8", group="Bench", help="Weights quantized to int8, as --quantize does.")] = False,
-    as_json: Annotated[bool, option("--json", group="Bench", help="One JSON object on stdout.")] = False,
+    int8: Annotated[bool, flag("--int8", group="Bench", help="Weights quantized to int8, as --quantize does.")] = False,
+    as_json: Annotated[bool, flag("--json", group="Bench", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Time passes over T tokens of a model with random weights, beside the memory bandwidth they are up against."""
     _check_threads(threads)
@@ -584,6 +591,8 @@ def main() -> None:
         code = _complain("not enough memory for this model")
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
+    except SystemExit:  # Rich's, where the reader of its output has left
+        code = BROKEN_PIPE
     sys.exit(code or 0)
 
 

@@ -332,7 +332,7 @@ def test_on_leaving_the_whole_story_stands_once_in_its_colours(tokenizer: Tokeni
     last = stage.output[stage.output.rindex("\x1b[?25h") :]
     plain = ESCAPE.sub("", last)
     story = "the " + " ".join(f"{word}." for word in words)
-    assert story in plain.replace("\r\n", "\n")
+    assert story in " ".join(plain.split())  # wrapped between words
     assert plain.count("word50.") == 1
     assert style_of("word7", last.split(".", 8)[7], stage.console).color is not None
 
