@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specdec.kernels import Config, Float32, all_finite, memory_bytes, physical_memory_bytes
-from specdec.packing import Int8Matrix, Tensors
+from specdec.packing import Int8Matrix, Tensors, weight_bytes
 
 MAGIC = 0x616B3432  # "ak42"
 V0_HEADER_BYTES, V1_HEADER_BYTES = 28, 256
@@ -73,7 +73,7 @@ def load_checkpoint(path: str | os.PathLike[str], int8: bool = False) -> Checkpo
     if group:
         _check_group(path, group, {name: shapes[name] for name in names if name not in NORMS})
     _check_size(path, data.size, at + sum(_n_bytes(name, math.prod(shapes[name]), group) for name in names))
-    _check_memory(path, config, int8 or group > 0)
+    _check_memory(path, config, weight_bytes(config, group, int8))
 
     def release() -> None:
         if hasattr(mapped, "madvise"):
@@ -132,7 +132,7 @@ def _read_header(path: Path, data: Bytes) -> Header:
         numbers["vocab_size"] = abs(numbers["vocab_size"])
         return Header(_check_config(path, numbers, shared), V0_ORDER, V0_HEADER_BYTES)
     if version not in (1, 2):
-        raise CheckpointError(f"{path} is a checkpoint of unknown version {version}; only 0, 1 and 2 can be read")
+        raise CheckpointError(f"{path} is a checkpoint of unknown version {version}; behind its magic number only 1 and 2 can be")
     if len(head) < V1_HEADER_BYTES:
         raise CheckpointError(f"{path} is truncated: {len(head)} bytes, a version {version} header alone has {V1_HEADER_BYTES}")
     *numbers_v1, shared_flag, group = struct.unpack_from("<7iBi", head, 8)
@@ -168,9 +168,9 @@ def _check_size(path: Path, size: int, expected: int) -> None:
         raise CheckpointError(f"{path} is {what}: {size} bytes, its header describes {expected}")
 
 
-def _check_memory(path: Path, config: Config, int8: bool) -> None:
+def _check_memory(path: Path, config: Config, bytes_each: float) -> None:
     """Refuse what the machine cannot hold; a version 1 header may declare any seq_len without a byte to show for it."""
-    needed, memory = memory_bytes(config, int8), physical_memory_bytes()
+    needed, memory = memory_bytes(config, bytes_each), physical_memory_bytes()
     if needed > memory:
         raise CheckpointError(
             f"{path} needs {needed / 2**30:.2f} GiB with its seq_len of {config.seq_len}; "
@@ -182,7 +182,9 @@ def _check_finite(path: Path, tensors: Tensors, done: Callable[[], None]) -> Non
     for name, tensor in tensors.items():
         parts = tensor if isinstance(tensor, list) else [tensor]
         numbers: list[Float32] = [part.scales if isinstance(part, Int8Matrix) else part for part in parts]
+        is_int8 = isinstance(parts[0], Int8Matrix)
         if not all(map(all_finite, numbers)):
-            what = "scales" if isinstance(parts[0], Int8Matrix) else "weights"
-            raise CheckpointError(f"{path} is damaged: {name} holds NaN or infinite {what}")
+            raise CheckpointError(f"{path} is damaged: {name} holds NaN or infinite {'scales' if is_int8 else 'weights'}")
+        if is_int8 and any((scales < 0).any() for scales in numbers):
+            raise CheckpointError(f"{path} is damaged: {name} holds negative scales")
         done()

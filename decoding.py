@@ -129,16 +129,16 @@ class Sampler:
         return kernels.zeros(1, kernels.round_up(self.vocab_size, kernels.LANES))
 
     def draw(self, probs: Float32, logits: Float32, stream: int, position: int) -> int:
-        """The token of that noise; fills probs (1, V padded) from logits (V,)."""
+        """The token of that noise, -1 where the logits (V,) are not finite; fills probs (1, V padded) from them."""
         s = self.sampling
-        return int(
-            kernels.draw(probs, logits, float(s.temperature), s.top_k, float(s.top_p), s.seed, stream, position, self._keys)
-        )
+        k = min(s.top_k, self.vocab_size)
+        return int(kernels.draw(probs, logits, float(s.temperature), k, float(s.top_p), s.seed, stream, position, self._keys))
 
     def probabilities(self, probs: Float32, logits: Float32) -> None:
         """Fill probs (1, V padded) from logits (V,)."""
         s = self.sampling
-        kernels.probabilities(probs, logits, float(s.temperature), s.top_k, float(s.top_p), self._keys)
+        k = min(s.top_k, self.vocab_size)
+        kernels.probabilities(probs, logits, float(s.temperature), k, float(s.top_p), self._keys)
 
 
 @dataclass(frozen=True)
@@ -181,9 +181,12 @@ class ModelDrafter:
         pending = tokens[self._model.cache.length :]
         for i in range(n):
             logits = self._model.forward(pending)
-            pending = [self._sampler.draw(self._probs[i], logits[0], self._stream, len(tokens) + i)]
-            drafted += pending
-            if pending[0] in END_MARKS:
+            token = self._sampler.draw(self._probs[i], logits[0], self._stream, len(tokens) + i)
+            if token < 0:
+                break
+            drafted.append(token)
+            pending = [token]
+            if token in END_MARKS:
                 break
         return Draft(drafted, self._probs[: len(drafted)])
 
@@ -197,7 +200,7 @@ class Verifier(Protocol):
     draft_noise: int
 
     def token(self, logits: Float32, draft: Draft, i: int, position: int) -> int:
-        """The token at a position from the target's logits (V,), where proposal i of the draft stands to be judged."""
+        """The token at a position from the target's logits (V,), where proposal i of the draft is to be judged; or -1."""
 
 
 class CoupledVerifier:
@@ -237,12 +240,15 @@ VERIFIERS: dict[str, Callable[[int, Sampling], Verifier]] = {"coupled": CoupledV
 def verify(logits: Float32, draft: Draft, verifier: Verifier, position: int) -> tuple[list[int], int]:
     """The target's tokens from `position` on, up to and with an end mark or the first that is not the proposal; how many stood.
 
-    logits: (len(draft.tokens) + 1, V).
+    logits: (len(draft.tokens) + 1, V). Raises ValueError for logits that no token can be drawn from.
     """
     tokens: list[int] = []
     n_accepted = 0
     for i, row in enumerate(logits):
-        tokens.append(verifier.token(row, draft, i, position + i))
+        token = verifier.token(row, draft, i, position + i)
+        if token < 0:
+            raise ValueError("the target's logits are not finite: its weights are damaged, or too large to compute with")
+        tokens.append(token)
         stands = i < len(draft.tokens) and tokens[i] == draft.tokens[i]
         n_accepted += stands
         if not stands or tokens[i] in END_MARKS:
@@ -262,7 +268,8 @@ def decode(
     """Continue the prompt by up to max_tokens tokens; the first step is the prefill.
 
     gamma: proposals a step; on_draft is told of each proposal before the target sees it. The target's cache always holds all
-    tokens but the last, so that a step runs `tokens[cache.length:]` and the proposals.
+    tokens but the last, so that a step runs `tokens[cache.length:]` and the proposals. Raises ValueError where the target's
+    logits are not finite.
     """
     begin = time.perf_counter()
     tokens = list(prompt)

@@ -1205,12 +1205,15 @@ def probabilities(probs, logits, temperature, top_k, top_p, keys):
     """probs (1, V padded) from logits (V,): temperature, softmax, the top_k, of those the smallest set heavier than top_p.
 
     The mass that top_p speaks of is the softmax's. What is left is scaled to sum 1. Temperature 0 leaves the most likely
-    token alone; top_k 0 and a top_p of 0 or 1 keep every token. `keys` is scratch of V uint64.
+    token alone; top_k 0 and a top_p of 0 or 1 keep every token. `keys` is scratch of V uint64. No probability is above 0 where
+    the largest logit is not finite.
     """
     n = logits.size
     if temperature == 0.0:
         probs[0] = 0.0
-        probs[0, np.argmax(logits)] = 1.0
+        best = np.argmax(logits)
+        if np.isfinite(logits[best]):
+            probs[0, best] = 1.0
         return
     for token in range(n):
         probs[0, token] = logits[token]
@@ -1241,10 +1244,11 @@ def probabilities(probs, logits, temperature, top_k, top_p, keys):
 def race(probs, n, seed, stream, position):
     """A token with probability proportional to probs[0, :n]: argmin E / p for exponential E, that is argmax log p + Gumbel.
 
-    E = -log u is at least 1 - u, which spares the logarithm of tokens that cannot win. Ties go to the lower id.
+    E = -log u is at least 1 - u, which spares the logarithm of tokens that cannot win. Ties go to the lower id. -1 where no
+    probability is above 0.
     """
     key = noise_key(seed, stream, position)
-    best, winner = np.inf, 0
+    best, winner = np.inf, -1
     for token in range(n):
         p = np.float64(probs[0, token])
         if p > 0.0:
@@ -1268,8 +1272,10 @@ def keep_or_redraw(p, q, n, token, seed, accept_stream, target_stream, position)
     """The target's token where the draft proposed `token`: rejection sampling (Leviathan et al. 2023, section 2.3).
 
     The proposal is kept with probability min(1, p / q); else the token comes from the residual max(0, p - q), which never
-    holds the proposal: it was accepted exactly if it is what this returns. p (1, V padded) is overwritten.
+    holds the proposal: it was accepted exactly if it is what this returns. p (1, V padded) is overwritten. -1 where p is NaN.
     """
+    if np.isnan(p[0, token]):
+        return -1
     if uniform(noise_key(seed, accept_stream, position), token) * q[0, token] < p[0, token]:
         return token
     total = 0.0
@@ -1391,14 +1397,14 @@ def _rope_tables(head_dim: int, n_positions: int) -> tuple[Float32, Float32]:
     return cos, sin
 
 
-def memory_bytes(config: Config, int8: bool = False) -> int:
-    """About what the packed weights and a state of seq_len positions take."""
+def memory_bytes(config: Config, weight_bytes: float = 4.0) -> int:
+    """About what the packed weights, of so many bytes each, and a state of seq_len positions take."""
     head_dim, groups = config.head_dim, config.n_layers * config.n_kv_heads
     cache = groups * (head_dim + round_up(head_dim, LANES))
     tables = 3 * (head_dim + LANES) + 4 * head_dim  # and what computing them takes for a moment
     scores = available_threads() * TILE_TOKENS
     n_weights = sum(math.prod(shape) for shape in config.shapes().values())
-    return int(n_weights * (1.125 if int8 else 4) + 4 * config.seq_len * (cache + tables + scores))
+    return int(n_weights * weight_bytes + 4 * config.seq_len * (cache + tables + scores))
 
 
 def physical_memory_bytes() -> float:
@@ -1436,10 +1442,14 @@ def new_state(config: Config, weights: Weights, n_positions: int, n_threads: int
 
 
 class KVCache:
-    """How many positions of a model's cache hold the tokens it ran: it always runs `tokens[cache.length:]` next."""
+    """How many positions of a model's cache hold the tokens it ran: it always runs `tokens[cache.length:]` next.
+
+    user: whose tokens they are, so that somebody else can tell.
+    """
 
     def __init__(self) -> None:
         self.length = 0
+        self.user: object = None
 
     def rollback(self, length: int) -> None:
         """Forget the positions from `length` on, where there are any."""

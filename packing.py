@@ -37,7 +37,9 @@ def pack_weights(config: Config, tensors: Tensors, int8: bool = False, done: Cal
     among float32 ones. done is called after each matrix: a mapped file may leave the memory again.
     """
     t = tensors
-    dim_group, hidden_group = _groups(config, t, int8)
+    embedded = t["tok_emb"]
+    file_group = embedded.values.size // embedded.scales.size if isinstance(embedded, Int8Matrix) else 0
+    dim_group, hidden_group = groups(config, file_group, int8)
     layers = range(config.n_layers)
 
     def stack(group: int, *names: str) -> Float32:
@@ -79,7 +81,7 @@ def pack_weights(config: Config, tensors: Tensors, int8: bool = False, done: Cal
 
 def int8_copy(config: Config, weights: Weights) -> Weights:
     """Weights of `pack_weights` that are fp32, in int8: new matrices beside the same norms."""
-    dim_group, hidden_group = _own_group(config.dim), _own_group(config.hidden_dim)
+    dim_group, hidden_group = groups(config, 0, int8=True)
 
     def copy(panels: Float32, group: int) -> Float32:
         *layers, n_panels, n, _ = panels.shape
@@ -119,16 +121,19 @@ def _own_group(n: int) -> int:
     return 64 if n % 64 == 0 else 32
 
 
-def _groups(config: Config, tensors: Tensors, int8: bool) -> tuple[int, int]:
-    """How many weights share a scale along dim and along hidden_dim; 0 for fp32.
+def groups(config: Config, file_group: int, int8: bool) -> tuple[int, int]:
+    """How many weights share a scale along dim and along hidden_dim, of a file's groups (0: fp32) or our own; 0 for fp32.
 
     A file's groups may cross the rows of w2; each is cut at the rows' ends, into groups of one scale.
     """
-    if isinstance(tensors["tok_emb"], Int8Matrix):
-        values, scales = tensors["tok_emb"]
-        size = values.size // scales.size
-        return math.gcd(size, config.dim), math.gcd(size, config.hidden_dim)
+    if file_group:
+        return math.gcd(file_group, config.dim), math.gcd(file_group, config.hidden_dim)
     return (_own_group(config.dim), _own_group(config.hidden_dim)) if int8 else (0, 0)
+
+
+def weight_bytes(config: Config, file_group: int, int8: bool) -> float:
+    """Bytes that a packed weight takes, at most."""
+    return max(4 * (1 + -(-group // QUADS)) / group if group else 4.0 for group in groups(config, file_group, int8))
 
 
 def _panels_of(rows: int) -> int:

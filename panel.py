@@ -36,6 +36,7 @@ STYLES_NO_COLOR = {"prompt": "bold", "target": "", "accepted": "underline", "rej
 REJECTED_SECONDS = 1.5  # how long a rejected token stays in sight
 REFRESH_SECONDS = 0.1, 0.5  # between frames, at the least and at the most
 RENDER_SHARE = 0.03  # of the time that frames may take: where one is slow, there are fewer
+LONGEST_HOLD_SECONDS = 3600.0  # at a pace
 SIDE_WIDTH = 24
 BAR_WIDTH = 16
 MAX_TEXT_ROWS = 14
@@ -160,7 +161,7 @@ class LivePanel:
     ) -> None:
         self._stream, self._console, self._statistics = TextStream(tokenizer), console, statistics
         self._max_tokens, self._gamma, self._title, self._clock = max_tokens, gamma, title, clock
-        self._sleep, self._hold_seconds = sleep, 0.5 / pace if pace else 0.0
+        self._sleep, self._hold_seconds = sleep, min(0.5 / pace, LONGEST_HOLD_SECONDS) if pace else 0.0
         self._styles = STYLES_NO_COLOR if console.no_color else STYLES
         self._story: list[Piece] = []
         self._recent: deque[Piece] = deque()

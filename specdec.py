@@ -117,8 +117,8 @@ class SpeculativeDecoder:
         elif draft == SELF:
             if self.target.weights.is_int8:
                 raise ValueError(
-                    "the target is int8 already, so an int8 copy of it is no faster draft; "
-                    "give an fp32 target with --quantize draft, or another draft"
+                    "the target is int8 already, from its file or by --quantize, so an int8 copy of it is no faster draft; "
+                    "leave it fp32 or name another draft"
                 )
             self.draft = Transformer(config, int8_copy(config, self.target.weights), n_threads, self.target.n_positions)
         else:
@@ -134,7 +134,6 @@ class SpeculativeDecoder:
         if self.draft and self.draft.n_positions < self.target.n_positions:
             self.draft = Transformer(self.draft.config, self.draft.weights, self.draft.n_threads, self.target.n_positions)
         self._is_warm = False
-        self._running: Iterator[Step] | None = None
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's tokens, BOS first. Raises ValueError for one that the target's seq_len cannot hold."""
@@ -156,8 +155,9 @@ class SpeculativeDecoder:
         """Steps as they come, the prefill first; ends at BOS, EOS, max_tokens or the target's seq_len.
 
         max_tokens: beyond the prompt; temperature, top_k, top_p, seed: see `Sampling`; on_draft hears of each proposal before the
-        target judges it. Raises ValueError for a value out of range or a prompt longer than the target's seq_len. One stream at
-        a time, since the models' caches are the decoder's: going on with one after another has begun raises RuntimeError.
+        target judges it. Raises ValueError for a value out of range, a prompt longer than the target's seq_len, or a target whose
+        logits are not finite. A model's cache holds one text: going on with a stream after another has begun on one of its
+        models raises RuntimeError.
         """
         if not self._is_warm:
             self.warm_up()
@@ -167,15 +167,17 @@ class SpeculativeDecoder:
         return self._alone(decode(self.target, drafter, verifier, self.encode(prompt), max_tokens, self.gamma, on_draft))
 
     def _alone(self, steps: Iterator[Step]) -> Iterator[Step]:
-        """The steps, as long as no other stream has taken over the caches."""
-        self._running = steps
-        while self._running is steps:
+        """The steps, as long as no other stream has taken over a cache."""
+        caches = [model.cache for model in (self.target, self.draft) if model]
+        for cache in caches:
+            cache.user = steps
+        while all(cache.user is steps for cache in caches):
             try:
                 step = next(steps)
             except StopIteration:
                 return
             yield step
-        raise RuntimeError("another stream of this decoder has begun; the models' caches hold its text now")
+        raise RuntimeError("another stream has begun on a model of this one; the model's cache holds its text now")
 
     def generate(
         self,

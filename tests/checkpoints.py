@@ -178,12 +178,13 @@ def damages(version: int) -> dict[str, Damage]:
             "group size huge": Damage(with_int(37, 2**31 - 1), "group size"),
             "another group size": Damage(with_int(37, 4), "truncated"),
             "claims to be version 1": Damage(with_int(4, 1), "truncated"),
+            "negative scale": Damage(with_last_float(-1.0), "negative scales"),
         }
     if version == 1:
         cases |= {
             "half a version 1 header": Damage(lambda data: data[:100], "truncated"),
             "wrong magic": Damage(lambda data: b"ak42" + data[4:], ""),
-            "version 0 with a magic": Damage(with_int(4, 0), "version 0"),
+            "version 0 with a magic": Damage(with_int(4, 0), "only 1 and 2"),
             "claims to be version 2": Damage(with_int(4, 2), "group size of 0"),
             "version 3": Damage(with_int(4, 3), "version 3"),
             "version -1": Damage(with_int(4, -1), "version -1"),

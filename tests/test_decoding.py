@@ -184,6 +184,37 @@ def test_rejection_mode_accepts_and_rejects_on_the_way():
     assert 0 < statistics.n_accepted < statistics.n_drafted
 
 
+def broken_model(seed):
+    """Finite weights whose logits are not: the last step of a forward overflows."""
+    config = Config(40, 50, 2, 5, 1, 105, 128)
+    tensors = random_tensors(config, seed)
+    tensors["rms_final"][:] = 3e38
+    return Transformer(config, pack_weights(config, tensors), 1)
+
+
+@pytest.mark.parametrize("verify", VERIFIERS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_whose_logits_are_not_finite_proposes_nothing(verify, temperature):
+    sampling = Sampling(temperature, seed=5)
+    plain, _ = continuation(random_model(0), None, sampling, verify=verify)
+    tokens, statistics = continuation(random_model(0), broken_model(1), sampling, verify=verify)
+    assert tokens == plain
+    assert statistics.n_drafted == 0
+
+
+@pytest.mark.parametrize("verify", VERIFIERS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_target_whose_logits_are_not_finite_is_refused(verify, temperature):
+    for draft in (None, random_model(1)):
+        with pytest.raises(ValueError, match="not finite"):
+            continuation(broken_model(0), draft, Sampling(temperature, seed=5), verify=verify)
+
+
+def test_any_top_k_above_the_vocabulary_keeps_all_of_it():
+    plain, _ = continuation(random_model(0), None, Sampling(1.0, 0, 0.9, 5))
+    assert continuation(random_model(0), None, Sampling(1.0, 2**80, 0.9, 5))[0] == plain
+
+
 def test_a_short_draft_never_ends_the_story():
     target, sampling = random_model(0, seq_len=128), Sampling(1.0, seed=11)
     draft = random_model(0, seq_len=24, n_positions=128)  # the target's own weights, seen through a window of 24
@@ -318,3 +349,14 @@ def test_going_on_with_a_stream_after_another_has_begun_is_refused(pair):
         next(first)
     assert begun[1].tokens
     assert second[-1].stop_reason is not None
+
+
+def test_so_it_is_refused_where_another_decoder_has_used_one_of_its_models(pair):
+    decoder = SpeculativeDecoder(pair.target, pair.draft)
+    for model in (decoder.target, decoder.draft):
+        other = SpeculativeDecoder(model, None, decoder.tokenizer)
+        first = decoder.stream("Once", 40, seed=1)
+        next(first)
+        next(other.stream("Then", 40, seed=2))
+        with pytest.raises(RuntimeError, match="another stream"):
+            next(first)

@@ -502,3 +502,11 @@ def test_at_a_pace_every_step_is_seen_proposed_and_then_judged(tokenizer: Tokeni
             assert proposed
             assert judged
             assert proposed != judged
+
+
+def test_a_pace_near_zero_waits_no_longer_than_a_clock_can_tell(tokenizer: Tokenizer) -> None:
+    with Stage(tokenizer, pace=1e-300) as stage:
+        stage.begin()
+        begin = stage.clock.now
+        stage.panel.draft([stage.token(" the")])
+        assert 0 < stage.clock.now - begin <= 86_400
