@@ -3,6 +3,7 @@
 Symmetric int8 as llama2.c's export.py has it: scale = max |w| / 127 over a group of consecutive weights, w about value * scale.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -47,7 +48,7 @@ def pack_weights(config: Config, tensors: Tensors, int8: bool = False, done: Cal
         sizes = [_panels_of(config.shapes()[name][1]) for name in names]
         packed = _new_panels(config.shapes()[names[0]][2], group, config.n_layers, sum(sizes))
         for layer in layers:
-            for name, end, size in zip(names, np.cumsum(sizes), sizes, strict=True):
+            for name, end, size in zip(names, itertools.accumulate(sizes), sizes, strict=True):
                 _pack(packed[layer], t[name][layer], group, end - size)
                 done()
         return packed
