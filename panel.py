@@ -329,8 +329,8 @@ class LivePanel:
         return Text(" ").join(Text(kind, self._styles[kind]) for kind in kinds)
 
 
-def print_summary(console: Console, statistics: Statistics, seed: int, weights: str) -> None:
-    """The figures of a finished text, one a row; weights: what the models' are, in words."""
+def print_summary(console: Console, statistics: Statistics, **more: object) -> None:
+    """The figures of a finished text, one a row, and what the caller adds."""
     s = statistics
     rows = [("prompt tokens", f"{s.n_prompt}"), ("generated", f"{s.n_generated}")]
     if s.n_drafted:
@@ -345,8 +345,7 @@ def print_summary(console: Console, statistics: Statistics, seed: int, weights: 
         ("decode", f"{s.decode_seconds:.3f} s"),
         ("speed", f"{s.tokens_per_second:.1f} tok/s"),
         ("stopped by", f"{s.stop_reason}"),
-        ("seed", f"{seed}"),
-        ("weights", weights),
+        *((label, f"{value}") for label, value in more.items()),
     ]
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")

@@ -200,13 +200,17 @@ class SpeculativeDecoder:
     def weights(self) -> str:
         """What the weights are, in words: "target fp32, draft int8"."""
         models = {"target": self.target, "draft": self.draft}
-        return ", ".join(f"{name} {'int8' if model.weights.is_int8 else 'fp32'}" for name, model in models.items() if model)
+        return ", ".join(f"{name} {_kind(model)}" for name, model in models.items() if model)
 
     def warm_up(self) -> None:
         """Compile, or load from numba's cache, whatever a text needs; the first text does it where nobody has."""
         self._is_warm = True
         for _ in self.stream("", max_tokens=2):
             pass
+
+
+def _kind(model: Transformer) -> str:
+    return "int8" if model.weights.is_int8 else "fp32"
 
 
 def _folders() -> tuple[Path, Path]:
@@ -456,9 +460,16 @@ def tell(
             times = {"load_seconds": loaded - begin, "warmup_seconds": warm - loaded}
             print(to_json(statistics, view.text, view.tokens, **times, seed=sampling.seed, settings=settings))
         else:
-            print_summary(errors, statistics, sampling.seed, decoder.weights)
+            print_summary(errors, statistics, seed=sampling.seed, weights=decoder.weights, **_whose(decoder))
     if interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+def _whose(decoder: SpeculativeDecoder) -> dict[str, str]:
+    """What the draft has no part in, for the summary."""
+    if not decoder.draft:
+        return {}
+    return {"text" if decoder.verify == "coupled" else "distribution": f"the {_kind(decoder.target)} target's own"}
 
 
 def _run(

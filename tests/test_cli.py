@@ -315,8 +315,10 @@ def test_what_is_int8_is_told_and_an_fp32_target_keeps_its_text(run: Run, pair: 
     if weights.startswith("target fp32"):
         assert result["tokens"] == alone["tokens"]
     assert result["n_accepted"] > 0
-    _, _, summary = run(*with_pair(pair, "-n", 20, "--plain", *more))
-    assert weights in summary
+    for verify, what in (("coupled", "text"), ("rejection", "distribution")):
+        _, _, summary = run(*with_pair(pair, "-n", 20, "--plain", "--verify", verify, *more))
+        assert weights in summary
+        assert re.search(rf"^{what} +the {weights[7:11]} target's own$", summary, re.MULTILINE)
 
 
 def test_version_2_files_are_target_and_draft_as_they_are(run: Run, pair: Pair, tmp_path: Path) -> None:

@@ -449,7 +449,7 @@ def some_statistics() -> Statistics:
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_the_summary_has_every_figure_and_fits(width: int) -> None:
     console = Console(file=io.StringIO(), width=width)
-    print_summary(console, some_statistics(), 17, "target fp32")
+    print_summary(console, some_statistics(), seed=17, weights="target fp32")
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert max(map(len, text.splitlines())) <= width
     figures = dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in text.splitlines())
@@ -462,7 +462,7 @@ def test_the_summary_has_every_figure_and_fits(width: int) -> None:
 
 def test_the_right_edges_of_the_summary_are_one() -> None:
     console = Console(file=io.StringIO(), width=80)
-    print_summary(console, some_statistics(), 17, "target fp32")
+    print_summary(console, some_statistics(), seed=17, weights="target fp32")
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert all(len(a) == len(b) for a, b in pairwise(lines))
 
@@ -479,7 +479,7 @@ def test_json_says_the_figures_and_what_is_added() -> None:
 def test_nothing_generated_divides_nothing_by_zero(tokenizer: Tokenizer) -> None:
     statistics = Statistics(n_prompt=1)
     assert json.loads(to_json(statistics, "", []))["tokens_per_second"] == 0
-    print_summary(Console(file=io.StringIO()), statistics, 1, "target fp32")
+    print_summary(Console(file=io.StringIO()), statistics)
     with Stage(tokenizer, gamma=4) as stage:
         stage.panel.begin([BOS])
         stage.assert_fits()
