@@ -286,114 +286,97 @@ def flag(*names: str, group: str, help: str) -> Any:
     return option(*names, group=group, help=help, metavar="")
 
 
+ModelFile = Annotated[
+    str, option("-m", "--model", group="Models", metavar="FILE", help="Target checkpoint: a path, or a name in models/.")
+]
+DraftFile = Annotated[
+    str,
+    option(
+        *("-d", "--draft"), group="Models", metavar="FILE|self",
+        help="Draft checkpoint; self: an int8 copy of the target. Without -d a named target decodes alone.",
+    ),
+]  # fmt: skip
+WhatToQuantize = Annotated[
+    str,
+    option(
+        "--quantize", group="Models", metavar="WHAT",
+        help="Make int8 while loading: draft, target, both or none. An int8 draft changes the speed, never the text.",
+    ),
+]  # fmt: skip
+TokenizerFile = Annotated[
+    str,
+    option(
+        *("-z", "--tokenizer"), group="Models", metavar="FILE",
+        help="Tokenizer. By default tok<vocab>.bin or tokenizer.bin beside the model, else in models/.",
+    ),
+]  # fmt: skip
+Prompt = Annotated[str, option("-i", "--prompt", group="Text", metavar="TEXT", help="What the text begins with.")]
+Steps = Annotated[
+    int,
+    option(
+        *("-n", "--steps"), group="Text", metavar="N", min=0,
+        help="Tokens in all, prompt included, BOS not. 0: up to the target's seq_len.",
+    ),
+]  # fmt: skip
+Temperature = Annotated[float, option("-t", "--temperature", group="Sampling", metavar="X", min=0.0, help="0 is greedy.")]
+TopP = Annotated[
+    float,
+    option(
+        *("-p", "--top-p"), group="Sampling", metavar="X", min=0.0, max=1.0,
+        help="Keep the smallest set heavier than this. 0, 1: off.",
+    ),
+]  # fmt: skip
+TopK = Annotated[int, option("-k", "--top-k", group="Sampling", metavar="N", min=0, help="Keep this many tokens. 0: off.")]
+Seed = Annotated[
+    int, option("-s", "--seed", group="Sampling", metavar="N", min=0, help="Same seed, same text. 0: a new one each time.")
+]
+Gamma = Annotated[
+    int, option("-g", "--gamma", group="Speculation", metavar="N", min=1, max=MAX_GAMMA, help="Draft tokens per step (γ).")
+]
+VerifyMode = Annotated[
+    str,
+    option(
+        "--verify", group="Speculation", metavar="coupled|rejection",
+        help="coupled: the text is the plain run's of the same seed. rejection: same distribution (Leviathan et al. 2023).",
+    ),
+]  # fmt: skip
+Threads = Annotated[int, option("-j", "--threads", group="Machine", metavar="N", min=0, help="CPU threads. 0: all cores.")]
+Plain = Annotated[bool, flag("--plain", group="Output", help="No panel: the text on stdout as it comes, the summary on stderr.")]
+Pace = Annotated[
+    float,
+    option(
+        "--pace", group="Output", metavar="X", min=0.0,
+        help="Steps a second at most, to watch the panel; the pauses are not in the rates. 0: full speed.",
+    ),
+]  # fmt: skip
+AsJson = Annotated[bool, flag("--json", group="Output", help="One JSON object on stdout.")]
+ShowVersion = Annotated[bool, flag("--version", group="Output", help="Print the version and exit.")]
+Shape = Annotated[
+    str, option("--shape", group="Model", metavar="SHAPE", help="15M, 42M, 110M, or dim,hidden,layers,heads,kv,vocab,seq.")
+]
+Int8 = Annotated[bool, flag("--int8", group="Model", help="Weights quantized to int8, as --quantize does.")]
+
+
 @app.callback(invoke_without_command=True)
 def tell(
     context: typer.Context,
-    model: Annotated[
-        str, option("-m", "--model", group="Models", help="Target checkpoint: a path, or a name in models/.", metavar="FILE")
-    ] = "",
-    draft: Annotated[
-        str,
-        option(
-            "-d",
-            "--draft",
-            group="Models",
-            metavar="FILE|self",
-            help="Draft checkpoint; self: an int8 copy of the target. Without -d a named target decodes alone.",
-        ),
-    ] = "",
-    quantize: Annotated[
-        str,
-        option(
-            "--quantize",
-            group="Models",
-            metavar="WHAT",
-            help="Make int8 while loading: draft, target, both or none. An int8 draft changes the speed, never the text.",
-        ),
-    ] = "draft",
-    tokenizer: Annotated[
-        str,
-        option(
-            "-z",
-            "--tokenizer",
-            group="Models",
-            metavar="FILE",
-            help="Tokenizer. By default tok<vocab>.bin or tokenizer.bin beside the model, else in models/.",
-        ),
-    ] = "",
-    prompt: Annotated[
-        str, option("-i", "--prompt", group="Text", metavar="TEXT", help="What the text begins with.")
-    ] = DEFAULT_PROMPT,
-    steps: Annotated[
-        int,
-        option(
-            "-n",
-            "--steps",
-            group="Text",
-            metavar="N",
-            min=0,
-            help="Tokens in all, prompt included, BOS not. 0: up to the target's seq_len.",
-        ),
-    ] = 256,
-    temperature: Annotated[
-        float, option("-t", "--temperature", group="Sampling", metavar="X", min=0.0, help="0 is greedy.")
-    ] = 1.0,
-    top_p: Annotated[
-        float,
-        option(
-            "-p",
-            "--top-p",
-            group="Sampling",
-            metavar="X",
-            min=0.0,
-            max=1.0,
-            help="Keep the smallest set heavier than this. 0, 1: off.",
-        ),
-    ] = 0.9,
-    top_k: Annotated[
-        int, option("-k", "--top-k", group="Sampling", metavar="N", min=0, help="Keep this many tokens. 0: off.")
-    ] = 0,
-    seed: Annotated[
-        int,
-        option(
-            "-s",
-            "--seed",
-            group="Sampling",
-            metavar="N",
-            min=0,
-            help="Same seed, same text. 0: a new one each time.",
-        ),
-    ] = 0,
-    gamma: Annotated[
-        int, option("-g", "--gamma", group="Speculation", metavar="N", min=1, max=MAX_GAMMA, help="Draft tokens per step (γ).")
-    ] = 4,
-    verify: Annotated[
-        str,
-        option(
-            "--verify",
-            group="Speculation",
-            metavar="coupled|rejection",
-            help="coupled: the text is the plain run's of the same seed. rejection: same distribution (Leviathan et al. 2023).",
-        ),
-    ] = "coupled",
-    threads: Annotated[
-        int, option("-j", "--threads", group="Machine", metavar="N", min=0, help="CPU threads. 0: all cores.")
-    ] = 0,
-    plain: Annotated[
-        bool, flag("--plain", group="Output", help="No panel: the text on stdout as it comes, the summary on stderr.")
-    ] = False,
-    pace: Annotated[
-        float,
-        option(
-            "--pace",
-            group="Output",
-            metavar="X",
-            min=0.0,
-            help="Steps a second at most, to watch the panel; the pauses are not in the rates. 0: full speed.",
-        ),
-    ] = 0.0,
-    as_json: Annotated[bool, flag("--json", group="Output", help="One JSON object on stdout.")] = False,
-    version: Annotated[bool, flag("--version", group="Output", help="Print the version and exit.")] = False,
+    model: ModelFile = "",
+    draft: DraftFile = "",
+    quantize: WhatToQuantize = "draft",
+    tokenizer: TokenizerFile = "",
+    prompt: Prompt = DEFAULT_PROMPT,
+    steps: Steps = 256,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 0.9,
+    top_k: TopK = 0,
+    seed: Seed = 0,
+    gamma: Gamma = 4,
+    verify: VerifyMode = "coupled",
+    threads: Threads = 0,
+    plain: Plain = False,
+    pace: Pace = 0.0,
+    as_json: AsJson = False,
+    version: ShowVersion = False,
 ) -> None:
     """Speculative decoding of llama2.c models on the CPU.
 
@@ -410,21 +393,6 @@ def tell(
     model, draft = _default_pair(model, draft)
     sampling = Sampling(temperature, top_k, top_p, seed or secrets.randbits(32) or 1)
     errors = Console(stderr=True)
-    out = Console()
-    live = not (plain or as_json) and LivePanel.fits(out)
-    settings = {
-        "model": model,
-        "draft": draft or None,
-        "prompt": prompt,
-        "steps": steps,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "gamma": gamma if draft else 0,
-        "verify": verify,
-        "quantize": quantize,
-        "threads": threads or available_threads(),
-    }
     with errors.status("loading; a first run compiles the kernels, 10 to 20 seconds") if errors.is_terminal else nullcontext():
         begin = time.perf_counter()
         with default_models():
@@ -440,24 +408,38 @@ def tell(
         prompt_tokens = decoder.encode(prompt)
         loaded = time.perf_counter()
         decoder.warm_up()
-        warm = time.perf_counter()
-    settings |= {"tokenizer": str(decoder.tokenizer.path), "weights": decoder.weights}
+        times = {"load_seconds": loaded - begin, "warmup_seconds": time.perf_counter() - loaded}
     statistics = Statistics(len(prompt_tokens))
     # llama2.c counts positions: n steps make n + 1 tokens, BOS included
     total = min(steps or decoder.target.n_positions, decoder.target.n_positions)
     max_tokens = max(0, total + 1 - len(prompt_tokens))
-    title = " + ".join(Path(name).stem for name in (model, draft) if name)
+    out = Console()
     view: View
     if as_json:
         view = SilentView(decoder.tokenizer)
-    elif live:
+    elif not plain and LivePanel.fits(out):
+        title = " + ".join(Path(name).stem for name in (model, draft) if name)
         view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, gamma if draft else 0, title, pace)
     else:
         view = PlainView(decoder.tokenizer, sys.stdout)
     with writing():
         interrupted = _run(view, decoder, prompt, prompt_tokens, max_tokens, sampling, statistics)
         if isinstance(view, SilentView):
-            times = {"load_seconds": loaded - begin, "warmup_seconds": warm - loaded}
+            settings = {
+                "model": model,
+                "draft": draft or None,
+                "prompt": prompt,
+                "steps": steps,
+                "temperature": temperature,
+                "top_p": top_p,
+                "top_k": top_k,
+                "gamma": gamma if draft else 0,
+                "verify": verify,
+                "quantize": quantize,
+                "threads": threads or available_threads(),
+                "tokenizer": str(decoder.tokenizer.path),
+                "weights": decoder.weights,
+            }
             print(to_json(statistics, view.text, view.tokens, **times, seed=sampling.seed, settings=settings))
         else:
             print_summary(errors, statistics, seed=sampling.seed, weights=decoder.weights, **_whose(decoder))
@@ -544,20 +526,7 @@ def _default_pair(model: str, draft: str) -> tuple[str, str]:
 
 
 @app.command("bench")
-def bench(
-    shape: Annotated[
-        str,
-        option(
-            "--shape",
-            group="Bench",
-            metavar="SHAPE",
-            help="15M, 42M, 110M, or dim,hidden,layers,heads,kv,vocab,seq.",
-        ),
-    ] = "42M",
-    threads: Annotated[int, option("-j", "--threads", group="Bench", metavar="N", min=0, help="CPU threads. 0: all cores.")] = 0,
-    int8: Annotated[bool, flag("--int8", group="Bench", help="Weights quantized to int8, as --quantize does.")] = False,
-    as_json: Annotated[bool, flag("--json", group="Bench", help="One JSON object on stdout.")] = False,
-) -> None:
+def bench(shape: Shape = "42M", threads: Threads = 0, int8: Int8 = False, as_json: AsJson = False) -> None:
     """Time passes over T tokens of a model with random weights, beside the memory bandwidth they are up against."""
     _check_threads(threads)
     try:
