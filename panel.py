@@ -290,7 +290,8 @@ class LivePanel:
             return figures
         shares = [(label, count / max(1, s.target_passes)) for label, count in bins]
         bars = [f"{label:<2} {self._bar(share):<{BAR_WIDTH}} {share:4.0%}" for label, share in shares]
-        return Group(figures, Text("accepted in a pass\n" + "\n".join(bars), "dim"))
+        gap = "\n" * (len(bins) + 5 <= rows)
+        return Group(figures, Text(gap + "accepted in a pass\n" + "\n".join(bars), "dim"))
 
     def _figures_in_a_line(self) -> Text:
         s = self._statistics
