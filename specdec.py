@@ -64,6 +64,7 @@ DEFAULT_PROMPT = "Once upon a time"
 HUB, LLAMA2C = "https://huggingface.co/karpathy/tinyllamas", "https://github.com/karpathy/llama2.c"
 SELF = "self"  # as a draft: an int8 copy of the target
 Quantize = Literal["target", "draft", "both", "none"]
+TRIAL_SECONDS, TRIAL_TOKENS, TRIAL_MARGIN = 0.05, 4, 1.25  # of the choice of threads; all of them unless so much slower
 
 
 class Generation(NamedTuple):
@@ -79,8 +80,9 @@ class SpeculativeDecoder:
     target, draft: paths of llama2.c checkpoints (also looked for in models/) or loaded `Transformer`s; without a draft, plain
     decoding; the draft "self" is an int8 copy of the target. tokenizer: a path or a `Tokenizer`; found beside the target or in
     models/ where not given. gamma: draft tokens a step, 1 to 63. verify: "coupled" (the text is the plain run's of the same seed)
-    or "rejection" (Leviathan et al. 2023). n_threads: all cores by default. quantize: which of the fp32 checkpoints that are
-    named by path become int8: "target", "draft", "both" or "none"; an int8 draft changes no text, an int8 target does.
+    or "rejection" (Leviathan et al. 2023). n_threads: by default all cores, or fewer where a trial shows that they are
+    faster; it changes no text. quantize: which of the fp32 checkpoints that are named by path become int8: "target", "draft",
+    "both" or "none"; an int8 draft changes no text, an int8 target does.
 
     Raises CheckpointError or TokenizerError for files that cannot be used, ValueError for values or models that do not fit.
     """
@@ -134,6 +136,10 @@ class SpeculativeDecoder:
         if self.draft and self.draft.n_positions < self.target.n_positions:
             self.draft = Transformer(self.draft.config, self.draft.weights, self.draft.n_threads, self.target.n_positions)
         self._is_warm = False
+        self._models = [model for model in (self.target, self.draft) if model]
+        loaded = any(isinstance(model, Transformer) for model in (target, draft))
+        self._most_threads = self.target.n_threads
+        self._is_free_to_choose_threads = n_threads is None and not loaded and self._most_threads > 1
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's tokens, BOS first. Raises ValueError for one that the target's seq_len cannot hold."""
@@ -168,7 +174,7 @@ class SpeculativeDecoder:
 
     def _alone(self, steps: Iterator[Step]) -> Iterator[Step]:
         """The steps, as long as no other stream has taken over a cache."""
-        caches = [model.cache for model in (self.target, self.draft) if model]
+        caches = [model.cache for model in self._models]
         for cache in caches:
             cache.user = steps
         while all(cache.user is steps for cache in caches):
@@ -203,10 +209,34 @@ class SpeculativeDecoder:
         return ", ".join(f"{name} {_kind(model)}" for name, model in models.items() if model)
 
     def warm_up(self) -> None:
-        """Compile, or load from numba's cache, whatever a text needs; the first text does it where nobody has."""
+        """Compile, or load from numba's cache, whatever a text needs; the first text does it where nobody has.
+
+        Then choose the number of threads, unless it was given: the barriers of a pass cost a small model or a busy machine more
+        than another thread gains, and a text is the same with any number.
+        """
         self._is_warm = True
-        for _ in self.stream("", max_tokens=2):
-            pass
+        self._seconds(2)
+        if self._is_free_to_choose_threads:
+            self._choose_threads()
+
+    def _seconds(self, max_tokens: int) -> float:
+        """What that many tokens take."""
+        return sum(step.seconds for step in self.stream("", max_tokens))
+
+    def _choose_threads(self) -> None:
+        """All threads, or 1, 2, 4, ... if clearly faster; each is tried in turn until the trial has taken TRIAL_SECONDS."""
+        most = self._most_threads
+        seconds = {min(2**i, most): 0.0 for i in range(most.bit_length() + 1)}
+        while sum(seconds.values()) < TRIAL_SECONDS:
+            for n in seconds:
+                self._use_threads(n)
+                seconds[n] += self._seconds(TRIAL_TOKENS)
+        best = min(seconds, key=seconds.__getitem__)
+        self._use_threads(best if TRIAL_MARGIN * seconds[best] < seconds[most] else most)
+
+    def _use_threads(self, n: int) -> None:
+        for model in self._models:
+            model.n_threads = n
 
 
 def _kind(model: Transformer) -> str:
@@ -340,7 +370,11 @@ VerifyMode = Annotated[
         help="coupled: the text is the plain run's of the same seed. rejection: same distribution (Leviathan et al. 2023).",
     ),
 ]  # fmt: skip
-Threads = Annotated[int, option("-j", "--threads", group="Machine", metavar="N", min=0, help="CPU threads. 0: all cores.")]
+Threads = Annotated[
+    int,
+    option("-j", "--threads", group="Machine", metavar="N", min=0, help="CPU threads. 0: all cores, or fewer if faster."),
+]
+BenchThreads = Annotated[int, option("-j", "--threads", group="Machine", metavar="N", min=0, help="CPU threads. 0: all cores.")]
 Plain = Annotated[bool, flag("--plain", group="Output", help="No panel: the text on stdout as it comes, the summary on stderr.")]
 Pace = Annotated[
     float,
@@ -436,7 +470,7 @@ def tell(
                 "gamma": gamma if draft else 0,
                 "verify": verify,
                 "quantize": quantize,
-                "threads": threads or available_threads(),
+                "threads": decoder.target.n_threads,
                 "tokenizer": str(decoder.tokenizer.path),
                 "weights": decoder.weights,
             }
@@ -526,7 +560,7 @@ def _default_pair(model: str, draft: str) -> tuple[str, str]:
 
 
 @app.command("bench")
-def bench(shape: Shape = "42M", threads: Threads = 0, int8: Int8 = False, as_json: AsJson = False) -> None:
+def bench(shape: Shape = "42M", threads: BenchThreads = 0, int8: Int8 = False, as_json: AsJson = False) -> None:
     """Time passes over T tokens of a model with random weights, beside the memory bandwidth they are up against."""
     _check_threads(threads)
     try:

@@ -15,9 +15,10 @@ from specdec.decoding import (
     ModelDrafter,
     Sampling,
     Statistics,
+    Step,
     decode,
 )
-from specdec.kernels import Config, Transformer
+from specdec.kernels import Config, Transformer, available_threads
 from specdec.packing import pack_weights
 from specdec.tokenizer import BOS, EOS
 from tests import reference
@@ -360,3 +361,40 @@ def test_so_it_is_refused_where_another_decoder_has_used_one_of_its_models(pair)
         next(other.stream("Then", 40, seed=2))
         with pytest.raises(RuntimeError, match="another stream"):
             next(first)
+
+
+class Trial:
+    """In the place of `decode`: steps that take as long as the number of threads says."""
+
+    def __init__(self, seconds):
+        self.seconds, self.tried = seconds, []
+
+    def __call__(self, target, *_):
+        self.tried.append(target.n_threads)
+        yield Step([5], [], 0, self.seconds[target.n_threads], 0.0)
+
+
+@pytest.mark.skipif(available_threads() < 2, reason="needs two cores to choose from")
+@pytest.mark.parametrize(("alone", "together", "expected"), [(1.0, 0.7, 2), (1.0, 1.2, 2), (1.0, 1.3, 1)])
+def test_threads_that_are_clearly_slower_are_left_out(pair, monkeypatch, alone, together, expected):
+    trial = Trial({1: alone / 100, 2: together / 100})
+    monkeypatch.setattr("specdec.decode", trial)
+    for draft in (None, pair.draft):
+        decoder = SpeculativeDecoder(pair.target, draft)
+        decoder._most_threads = 2  # whatever the machine has
+        decoder._use_threads(2)
+        for _ in range(2):
+            trial.tried.clear()
+            decoder.warm_up()
+            assert {model.n_threads for model in decoder._models} == {expected}
+            assert set(trial.tried) == {1, 2}
+
+
+def test_a_number_of_threads_that_was_given_is_kept(pair, monkeypatch):
+    trial = Trial(dict.fromkeys(range(1, available_threads() + 1), 0.01))
+    monkeypatch.setattr("specdec.decode", trial)
+    given = available_threads()
+    SpeculativeDecoder(pair.target, pair.draft, n_threads=given).warm_up()
+    loaded = SpeculativeDecoder(pair.target).target
+    SpeculativeDecoder(loaded, None, pair.tokenizer).warm_up()
+    assert set(trial.tried) == {given}
