@@ -46,7 +46,7 @@ RMS_EPS = np.float32(1e-5)
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]  # what the cached machine code is keyed by
 # Accumulators of a tile are PANEL_ROWS x TILE_TOKENS floats and have to stay in registers: 16 of 32 with AVX-512, else 12 of 16.
 TILE_TOKENS = 8 if "+avx512f" in _FEATURES else 3
-UNROLL = 2
+UNROLL = 2  # of k in a tile's loop: with one prefetch for both, 8 tokens of fp32 from DRAM 40 GB/s, else 33 (Zen 5)
 
 
 def best_dot4(features: str) -> str:
@@ -59,15 +59,15 @@ DOT4 = best_dot4(_FEATURES)
 FORCE_PORTABLE = os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0")
 QUADS = 4  # bytes in a word
 GROUP_HEAD = 2  # words in front of a group of activations: its scale, and the correction for unsigned weights
-# Of 4096, 8192 and 16384 the best: 15M int8 from L3, 8 tokens 0.53 ms, else 0.61 and 0.56; fp32 from DRAM 40 GB/s, 33 without.
+# Of 4096, 8192 and 16384 the best on Zen 5: 15M int8 from L3, 8 tokens 0.53 ms, else 0.61 and 0.56.
 PREFETCH_BYTES = 8192
 # A barrier spins for about 0.15 ms, then sleeps in turns: a thread that wakes up is scheduled at once, one that spins or yields
-# on a busy machine waits for its time slice. Two busy loops beside stories3M + 260K: 200 to 3300 tok/s, sched_yield 11 to 76.
+# on a busy machine waits for its time slice. Two busy loops beside stories3M + 260K: 3300 tok/s, sched_yield 11 to 76.
 SPINS = 200_000
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # likewise between regions, before libgomp starts: 2200 tok/s, else 75
-ROLL_CALL_SLEEPS = 2_000
-FOREVER = -1
+ROLL_CALL_SLEEPS = 2_000  # of a microsecond or more each, before a thread is given up
+FOREVER = -1  # sleeps of a barrier
 
 
 def _can_cache() -> bool:
