@@ -476,7 +476,8 @@ def tell(
             }
             print(to_json(statistics, view.text, view.tokens, **times, seed=sampling.seed, settings=settings))
         else:
-            print_summary(errors, statistics, seed=sampling.seed, weights=decoder.weights, **_whose(decoder))
+            told = {"seed": sampling.seed, "threads": decoder.target.n_threads, "weights": decoder.weights, **_whose(decoder)}
+            print_summary(errors, statistics, **told)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
 
