@@ -427,7 +427,7 @@ def tell(
     model, draft = _default_pair(model, draft)
     sampling = Sampling(temperature, top_k, top_p, seed or secrets.randbits(32) or 1)
     errors = Console(stderr=True)
-    with errors.status("loading; a first run compiles the kernels, 10 to 20 seconds") if errors.is_terminal else nullcontext():
+    with errors.status("loading; a first run compiles the kernels, 10 to 20 seconds") if sys.stderr.isatty() else nullcontext():
         begin = time.perf_counter()
         with default_models():
             decoder = SpeculativeDecoder(

@@ -507,6 +507,7 @@ def test_a_pipe_stays_a_pipe_where_colour_is_forced(pair: Pair) -> None:
     assert done.returncode == 0
     assert b"\x1b" not in done.stdout
     assert "│".encode() not in done.stdout
+    assert b"loading" not in done.stderr
 
 
 def test_a_reader_that_has_seen_enough_ends_it_quietly(pair: Pair) -> None:
