@@ -132,7 +132,7 @@ def _read_header(path: Path, data: Bytes) -> Header:
         numbers["vocab_size"] = abs(numbers["vocab_size"])
         return Header(_check_config(path, numbers, shared), V0_ORDER, V0_HEADER_BYTES)
     if version not in (1, 2):
-        raise CheckpointError(f"{path} is a checkpoint of unknown version {version}; behind its magic number only 1 and 2 can be")
+        raise CheckpointError(f"{path} is a checkpoint of unknown version {version}; expected 1 or 2 (0 has no magic number)")
     if len(head) < V1_HEADER_BYTES:
         raise CheckpointError(f"{path} is truncated: {len(head)} bytes, a version {version} header alone has {V1_HEADER_BYTES}")
     *numbers_v1, shared_flag, group = struct.unpack_from("<7iBi", head, 8)

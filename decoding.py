@@ -123,6 +123,7 @@ class Sampler:
     def __init__(self, vocab_size: int, sampling: Sampling) -> None:
         self.vocab_size, self.sampling = vocab_size, sampling
         self._keys = np.empty(vocab_size, np.uint64)
+        self._top_k = min(sampling.top_k, vocab_size)  # a compiled function takes no larger integer
 
     def new_probs(self) -> Float32:
         """Room for one row of probabilities, (1, V padded)."""
@@ -131,14 +132,14 @@ class Sampler:
     def draw(self, probs: Float32, logits: Float32, stream: int, position: int) -> int:
         """The token of that noise, -1 where the logits (V,) are not finite; fills probs (1, V padded) from them."""
         s = self.sampling
-        k = min(s.top_k, self.vocab_size)
-        return int(kernels.draw(probs, logits, float(s.temperature), k, float(s.top_p), s.seed, stream, position, self._keys))
+        return int(
+            kernels.draw(probs, logits, float(s.temperature), self._top_k, float(s.top_p), s.seed, stream, position, self._keys)
+        )
 
     def probabilities(self, probs: Float32, logits: Float32) -> None:
         """Fill probs (1, V padded) from logits (V,)."""
         s = self.sampling
-        k = min(s.top_k, self.vocab_size)
-        kernels.probabilities(probs, logits, float(s.temperature), k, float(s.top_p), self._keys)
+        kernels.probabilities(probs, logits, float(s.temperature), self._top_k, float(s.top_p), self._keys)
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ def damages(version: int) -> dict[str, Damage]:
         cases |= {
             "half a version 1 header": Damage(lambda data: data[:100], "truncated"),
             "wrong magic": Damage(lambda data: b"ak42" + data[4:], ""),
-            "version 0 with a magic": Damage(with_int(4, 0), "only 1 and 2"),
+            "version 0 with a magic": Damage(with_int(4, 0), "expected 1 or 2"),
             "claims to be version 2": Damage(with_int(4, 2), "group size of 0"),
             "version 3": Damage(with_int(4, 3), "version 3"),
             "version -1": Damage(with_int(4, -1), "version -1"),
