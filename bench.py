@@ -88,7 +88,6 @@ def run(config: Config, n_threads: int | None = None, int8: bool = False) -> Res
     }
     n_weights = sum(tensor.size for tensor in tensors.values())
     weights = pack_weights(config, tensors, int8)
-    n_bytes = sum({id(array): array.nbytes for array in weights}.values())
     model = Transformer(config, weights, n_threads)
     del tensors
     block = zeros(READ_BYTES // 4)
@@ -112,7 +111,7 @@ def run(config: Config, n_threads: int | None = None, int8: bool = False) -> Res
     times = [[_seconds(job) for job in jobs] for _ in range(ROUNDS)]
     reads, prefills, *passes = zip(*times, strict=True)
     rows = [
-        Row(n, seconds, n_bytes / seconds / 1e9, 2 * n_weights * n / seconds / 1e9)
+        Row(n, seconds, weights.n_bytes / seconds / 1e9, 2 * n_weights * n / seconds / 1e9)
         for n, seconds in zip(TOKENS, map(statistics.median, passes), strict=True)
     ]
     dram, kind = READ_BYTES / statistics.median(reads) / 1e9, "int8" if int8 else "fp32"

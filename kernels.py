@@ -85,9 +85,15 @@ inlined = njit(inline="always", error_model="numpy")
 
 
 @register_jitable
+def ceil_div(n: int, d: int) -> int:
+    """n / d, rounded up."""
+    return (n + d - 1) // d
+
+
+@register_jitable
 def round_up(n: int, multiple: int) -> int:
     """n, or the next multiple above it."""
-    return (n + multiple - 1) // multiple * multiple
+    return int(ceil_div(n, multiple)) * multiple
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -313,17 +319,23 @@ def _dot4(path: str) -> Any:
     return _dot4_portable
 
 
-def _prefetch(builder: Any, pointer: Any) -> None:
+def _prefetch(builder: Any, weights: Any, word: Any) -> None:
+    """Fetch what lies PREFETCH_BYTES behind that word."""
+    ahead = _offset(builder, weights, builder.add(word, ir.Constant(_i64, PREFETCH_BYTES // 4)), ir.IntType(8))
     read, keep, data = (ir.Constant(_i32, c) for c in (0, 3, 1))
-    _llvm(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, read, keep, data)
+    _llvm(builder, "llvm.prefetch.p0", ir.VoidType(), ahead, read, keep, data)
 
 
-def _int8_tile_function(module: Any, path: str, n_vectors: int, n_tokens: int) -> Any:
-    """The LLVM function of one int8 tile shape: n_vectors * LANES rows x n_tokens.
+def _const(value: int) -> Any:
+    return ir.Constant(_i64, value)
 
-    The integer sums of a group are exact, so their order is free; a group's float enters its row's chain at its place.
+
+def _tile_function(module: Any, name: str, emit: Any, n_vectors: int, n_tokens: int) -> Any:
+    """The LLVM function of one tile shape, n_vectors * LANES rows x n_tokens, whose body emit writes.
+
+    Its arguments: out, out_stride, w, x, x_stride, n, n_quads, accumulate.
     """
-    name = f"specdec_int8_tile_{path}_{n_vectors}x{n_tokens}"
+    name = f"specdec_{name}_{n_vectors}x{n_tokens}"
     if name in module.globals:
         return module.globals[name]
     words = _f32.as_pointer()
@@ -331,92 +343,93 @@ def _int8_tile_function(module: Any, path: str, n_vectors: int, n_tokens: int) -
     fn = ir.Function(module, signature, name)
     fn.linkage = "internal"
     fn.attributes.add("noinline")
-    out, out_stride, w, x, x_stride, n_groups, n_quads, accumulate = fn.args
-    dot4 = _dot4(path)
-    cells = [(t, v) for t in range(n_tokens) for v in range(n_vectors)]
-    panel_words = n_vectors * LANES
-
-    def const(value: int) -> Any:
-        return ir.Constant(_i64, value)
-
-    builder = ir.IRBuilder(fn.append_basic_block("entry"))
-    places = {
-        (t, v): _offset(builder, out, builder.add(builder.mul(out_stride, const(t)), const(LANES * v)), _vec) for t, v in cells
-    }
-    zero = ir.Constant(_vec, [0.0] * LANES)
-    totals = {cell: cgutils.alloca_once(builder, _vec) for cell in cells}
-    sums = {cell: cgutils.alloca_once(builder, _ivec) for cell in cells}
-    for cell in cells:
-        builder.store(builder.select(accumulate, builder.load(places[cell], align=4), zero), totals[cell])
-    group_words = builder.mul(builder.add(n_quads, const(1)), const(panel_words))
-    x_group_words = builder.add(n_quads, const(GROUP_HEAD))
-    with cgutils.for_range(builder, n_groups) as groups:
-        weights = builder.gep(w, [builder.mul(groups.index, group_words)])
-        start = builder.mul(groups.index, x_group_words)
-        rows = [builder.gep(x, [builder.add(builder.mul(x_stride, const(t)), start)]) for t in range(n_tokens)]
-        for t, v in cells:
-            correction = builder.load(_offset(builder, rows[t], const(1), _i32))
-            first = ir.Constant(_ivec, [0] * LANES) if path == "sdot" else _broadcast(builder, correction, _ivec)
-            builder.store(first, sums[t, v])
-        with cgutils.for_range(builder, n_quads) as quads:
-            at = builder.mul(builder.add(quads.index, const(1)), const(panel_words))
-            loaded = []
-            for v in range(n_vectors):
-                place = builder.add(at, const(LANES * v))
-                loaded.append(builder.load(_offset(builder, weights, place, _ivec), align=64))
-                _prefetch(builder, _offset(builder, weights, builder.add(place, const(PREFETCH_BYTES // 4)), ir.IntType(8)))
-            for t in range(n_tokens):
-                quad = builder.load(_offset(builder, rows[t], builder.add(quads.index, const(GROUP_HEAD)), _i32))
-                for v in range(n_vectors):
-                    new = dot4(builder, builder.load(sums[t, v]), loaded[v], _broadcast(builder, quad, _ivec))
-                    builder.store(new, sums[t, v])
-        scales = [builder.load(_offset(builder, weights, const(LANES * v), _vec), align=64) for v in range(n_vectors)]
-        for t, v in cells:
-            scale = builder.fmul(scales[v], _broadcast(builder, builder.load(rows[t]), _vec))
-            number = builder.sitofp(builder.load(sums[t, v]), _vec)
-            total = _llvm(builder, "llvm.fma.v16f32", _vec, number, scale, builder.load(totals[t, v]))
-            builder.store(total, totals[t, v])
-    for cell in cells:
-        builder.store(builder.load(totals[cell]), places[cell], align=4)
-    builder.ret_void()
+    emit(ir.IRBuilder(fn.append_basic_block("entry")), n_vectors, n_tokens, *fn.args)
     return fn
 
 
-def _tile_function(module: Any, n_vectors: int, n_tokens: int) -> Any:
-    """The LLVM function of one tile shape: n_vectors * LANES rows x n_tokens, all accumulators in registers."""
-    name = f"specdec_tile_{n_vectors}x{n_tokens}"
-    if name in module.globals:
-        return module.globals[name]
-    floats, i1 = _f32.as_pointer(), ir.IntType(1)
-    signature = ir.FunctionType(ir.VoidType(), [floats, _i64, floats, floats, _i64, _i64, i1])
-    fn = ir.Function(module, signature, name)
-    fn.linkage = "internal"
-    fn.attributes.add("noinline")
-    out, out_stride, w, x, x_stride, n, accumulate = fn.args
-    entry, pairs, odd, last, done = (fn.append_basic_block(block) for block in ("entry", "pairs", "odd", "last", "done"))
-
-    def const(value: int) -> Any:
-        return ir.Constant(_i64, value)
-
-    builder = ir.IRBuilder(entry)
-    cells = [
-        _offset(builder, out, builder.add(builder.mul(out_stride, const(t)), const(LANES * v)), _vec)
+def _cells(
+    builder: Any, out: Any, out_stride: Any, accumulate: Any, n_vectors: int, n_tokens: int
+) -> tuple[list[Any], list[Any]]:
+    """Where a tile's vectors of out lie, those of a token side by side, and what each starts from."""
+    places = [
+        _offset(builder, out, builder.add(builder.mul(out_stride, _const(t)), _const(LANES * v)), _vec)
         for t in range(n_tokens)
         for v in range(n_vectors)
     ]
     zero = ir.Constant(_vec, [0.0] * LANES)
-    start = [builder.select(accumulate, builder.load(cell, align=4), zero) for cell in cells]
-    rows = [builder.gep(x, [builder.mul(x_stride, const(t))]) for t in range(n_tokens)]
-    whole = builder.and_(n, const(-UNROLL))
-    builder.cbranch(builder.icmp_signed(">", whole, const(0)), pairs, odd)
+    return places, [builder.select(accumulate, builder.load(place, align=4), zero) for place in places]
+
+
+def _int8_body(path: str) -> Any:
+    """The body of a tile over int8 weights, n groups of n_quads.
+
+    The integer sums of a group are exact, so their order is free; a group's float enters its row's chain at its place.
+    """
+    dot4 = _dot4(path)
+
+    def emit(
+        builder: Any, n_vectors: int, n_tokens: int,
+        out: Any, out_stride: Any, w: Any, x: Any, x_stride: Any, n: Any, n_quads: Any, accumulate: Any,
+    ) -> None:  # fmt: skip
+        places, starts = _cells(builder, out, out_stride, accumulate, n_vectors, n_tokens)
+        totals = [cgutils.alloca_once_value(builder, start) for start in starts]
+        sums = [cgutils.alloca_once(builder, _ivec) for _ in places]
+        panel_words = n_vectors * LANES
+        group_words = builder.mul(builder.add(n_quads, _const(1)), _const(panel_words))
+        x_group_words = builder.add(n_quads, _const(GROUP_HEAD))
+        with cgutils.for_range(builder, n) as groups:
+            weights = builder.gep(w, [builder.mul(groups.index, group_words)])
+            start = builder.mul(groups.index, x_group_words)
+            rows = [builder.gep(x, [builder.add(builder.mul(x_stride, _const(t)), start)]) for t in range(n_tokens)]
+            for i, total in enumerate(sums):
+                correction = builder.load(_offset(builder, rows[i // n_vectors], _const(1), _i32))
+                first = ir.Constant(_ivec, [0] * LANES) if path == "sdot" else _broadcast(builder, correction, _ivec)
+                builder.store(first, total)
+            with cgutils.for_range(builder, n_quads) as quads:
+                at = builder.mul(builder.add(quads.index, _const(1)), _const(panel_words))
+                loaded = []
+                for v in range(n_vectors):
+                    place = builder.add(at, _const(LANES * v))
+                    loaded.append(builder.load(_offset(builder, weights, place, _ivec), align=64))
+                    _prefetch(builder, weights, place)
+                for t in range(n_tokens):
+                    quad = builder.load(_offset(builder, rows[t], builder.add(quads.index, _const(GROUP_HEAD)), _i32))
+                    for v in range(n_vectors):
+                        total = sums[t * n_vectors + v]
+                        new = dot4(builder, builder.load(total), loaded[v], _broadcast(builder, quad, _ivec))
+                        builder.store(new, total)
+            scales = [builder.load(_offset(builder, weights, _const(LANES * v), _vec), align=64) for v in range(n_vectors)]
+            for i, total in enumerate(totals):
+                t, v = divmod(i, n_vectors)
+                scale = builder.fmul(scales[v], _broadcast(builder, builder.load(rows[t]), _vec))
+                number = builder.sitofp(builder.load(sums[i]), _vec)
+                builder.store(_llvm(builder, "llvm.fma.v16f32", _vec, number, scale, builder.load(total)), total)
+        for place, total in zip(places, totals, strict=True):
+            builder.store(builder.load(total), place, align=4)
+        builder.ret_void()
+
+    return emit
+
+
+def _fp32_body(
+    builder: Any, n_vectors: int, n_tokens: int,
+    out: Any, out_stride: Any, w: Any, x: Any, x_stride: Any, n: Any, n_quads: Any, accumulate: Any,
+) -> None:  # fmt: skip
+    """The body of a tile over fp32 weights, all accumulators in registers."""
+    entry = builder.block
+    pairs, odd, last, done = (builder.append_basic_block(block) for block in ("pairs", "odd", "last", "done"))
+    places, start = _cells(builder, out, out_stride, accumulate, n_vectors, n_tokens)
+    rows = [builder.gep(x, [builder.mul(x_stride, _const(t))]) for t in range(n_tokens)]
+    whole = builder.and_(n, _const(-UNROLL))
+    builder.cbranch(builder.icmp_signed(">", whole, _const(0)), pairs, odd)
 
     def step(k: Any, acc: list[Any]) -> list[Any]:
-        panel = builder.mul(k, const(LANES * n_vectors))
+        panel = builder.mul(k, _const(LANES * n_vectors))
         weights = [
-            builder.load(_offset(builder, w, builder.add(panel, const(LANES * v)), _vec), align=64) for v in range(n_vectors)
+            builder.load(_offset(builder, w, builder.add(panel, _const(LANES * v)), _vec), align=64) for v in range(n_vectors)
         ]
         for v in range(n_vectors):
-            _prefetch(builder, _offset(builder, w, builder.add(panel, const(PREFETCH_BYTES // 4 + LANES * v)), ir.IntType(8)))
+            _prefetch(builder, w, builder.add(panel, _const(LANES * v)))
         result = []
         for t in range(n_tokens):
             broadcast = _broadcast(builder, builder.load(builder.gep(rows[t], [k])), _vec)
@@ -426,7 +439,7 @@ def _tile_function(module: Any, n_vectors: int, n_tokens: int) -> Any:
 
     def phis(*sources: tuple[list[Any], Any]) -> list[Any]:
         merged = []
-        for i in range(len(cells)):
+        for i in range(len(places)):
             phi = builder.phi(_vec)
             for values, block in sources:
                 phi.add_incoming(values[i], block)
@@ -435,12 +448,12 @@ def _tile_function(module: Any, n_vectors: int, n_tokens: int) -> Any:
 
     builder.position_at_end(pairs)
     k = builder.phi(_i64)
-    k.add_incoming(const(0), entry)
+    k.add_incoming(_const(0), entry)
     acc = phis((start, entry))
     new = acc
     for u in range(UNROLL):
-        new = step(builder.add(k, const(u)), new)
-    k_next = builder.add(k, const(UNROLL))
+        new = step(builder.add(k, _const(u)), new)
+    k_next = builder.add(k, _const(UNROLL))
     k.add_incoming(k_next, pairs)
     for phi, value in zip(acc, new, strict=True):
         phi.add_incoming(value, pairs)
@@ -455,10 +468,9 @@ def _tile_function(module: Any, n_vectors: int, n_tokens: int) -> Any:
     builder.branch(done)
 
     builder.position_at_end(done)
-    for cell, value in zip(cells, phis((so_far, odd), (final, last)), strict=True):
-        builder.store(value, cell, align=4)
+    for place, value in zip(places, phis((so_far, odd), (final, last)), strict=True):
+        builder.store(value, place, align=4)
     builder.ret_void()
-    return fn
 
 
 def _switch_tokens(builder: Any, n_tokens: Any, function_of: Any, call_args: list[Any]) -> None:
@@ -474,25 +486,28 @@ def _switch_tokens(builder: Any, n_tokens: Any, function_of: Any, call_args: lis
     builder.position_at_end(end)
 
 
-def _tile(n_vectors: int) -> Any:
-    """A tile over panels of n_vectors * LANES rows, for 1 to TILE_TOKENS tokens.
+def _tile(name: str, emit: Any, n_vectors: int) -> Any:
+    """A tile over panels of n_vectors * LANES rows, for 1 to TILE_TOKENS tokens; indexes and strides are flat, in words.
 
-    out[t, r] (+)= sum_k w[k, r] x[t, k] for k < n, ascending, fused; indexes and strides are flat, in floats.
+    fp32: out[t, r] (+)= sum_k w[k, r] x[t, k] for k < n, ascending, fused; n_quads is of no meaning. int8, n groups of n_quads:
+    out[t, r] (+)= sum over groups of (sum_k w[r, k] x[t, k]) times both scales; see `Weights` and `quantize` for the layouts.
     """
 
     @intrinsic
-    def tile(typingctx, out, out_index, out_stride, w, w_index, x, x_index, x_stride, n, n_tokens, accumulate):
+    def tile(typingctx, out, out_index, out_stride, w, w_index, x, x_index, x_stride, n, n_quads, n_tokens, accumulate):
         index = types.intp
-        signature = types.void(out, index, index, w, index, x, index, index, index, index, types.boolean)
+        signature = types.void(
+            out, index, index, w, index, x, index, index, index, index, index, types.boolean
+        )  # fmt: skip
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            out, out_index, out_stride, w, w_index, x, x_index, x_stride, n, n_tokens, accumulate = args
+            out, out_index, out_stride, w, w_index, x, x_index, x_stride, n, n_quads, n_tokens, accumulate = args
             pointers = [
                 _element_pointer(context, builder, signature.args[i], array, at, _f32)
                 for i, array, at in ((0, out, out_index), (3, w, w_index), (5, x, x_index))
             ]
-            call_args = [pointers[0], out_stride, pointers[1], pointers[2], x_stride, n, accumulate]
-            _switch_tokens(builder, n_tokens, lambda t: _tile_function(builder.module, n_vectors, t), call_args)
+            call_args = [pointers[0], out_stride, pointers[1], pointers[2], x_stride, n, n_quads, accumulate]
+            _switch_tokens(builder, n_tokens, lambda t: _tile_function(builder.module, name, emit, n_vectors, t), call_args)
             return context.get_dummy_value()
 
         return signature, codegen
@@ -501,36 +516,11 @@ def _tile(n_vectors: int) -> Any:
 
 
 def _int8_tile(path: str) -> Any:
-    """A tile over panels of int8 weights, for 1 to TILE_TOKENS tokens: see `Weights` and `quantize` for the layouts.
-
-    out[t, r] (+)= sum over groups of (sum_k w[r, k] x[t, k]) (scale of w[r]) (scale of x[t]); indexes are flat, in words.
-    """
-
-    @intrinsic
-    def tile(typingctx, out, out_index, out_stride, w, w_index, x, x_index, x_stride, n_groups, n_quads, n_tokens, accumulate):
-        index = types.intp
-        signature = types.void(
-            out, index, index, w, index, x, index, index, index, index, index, types.boolean
-        )  # fmt: skip
-
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            out, out_index, out_stride, w, w_index, x, x_index, x_stride, n_groups, n_quads, n_tokens, accumulate = args
-            pointers = [
-                _element_pointer(context, builder, signature.args[i], array, at, _f32)
-                for i, array, at in ((0, out, out_index), (3, w, w_index), (5, x, x_index))
-            ]
-            call_args = [pointers[0], out_stride, pointers[1], pointers[2], x_stride, n_groups, n_quads, accumulate]
-            n_vectors = PANEL_ROWS // LANES
-            _switch_tokens(builder, n_tokens, lambda t: _int8_tile_function(builder.module, path, n_vectors, t), call_args)
-            return context.get_dummy_value()
-
-        return signature, codegen
-
-    return tile
+    return _tile(f"int8_tile_{path}", _int8_body(path), PANEL_ROWS // LANES)
 
 
-weights_tile = _tile(PANEL_ROWS // LANES)
-cache_tile = _tile(1)
+weights_tile = _tile("tile", _fp32_body, PANEL_ROWS // LANES)
+cache_tile = _tile("tile", _fp32_body, 1)
 int8_tile = _int8_tile(DOT4)
 portable_int8_tile = _int8_tile("portable")
 
@@ -588,6 +578,11 @@ class Weights(NamedTuple):
     @property
     def is_int8(self) -> bool:
         return bool(self.groups[0])
+
+    @property
+    def n_bytes(self) -> int:
+        """What all arrays take; a classifier that is the embedding counts once."""
+        return sum({id(array): array.nbytes for array in self}.values())
 
 
 class State(NamedTuple):
@@ -709,7 +704,7 @@ def quantize(codes, x, n, group, n_tokens):
     codes (T, words) holds for each group its scale, the correction -128 * sum of codes for weights that are stored as w + 128,
     and the codes, 4 to a word, zeros after the last.
     """
-    n_quads = (group + QUADS - 1) // QUADS
+    n_quads = ceil_div(group, QUADS)
     minus, limit = splat(-1.0), splat(127.0)
     for t in range(n_tokens):
         at = t * codes.shape[1]
@@ -766,42 +761,38 @@ def call(typingctx, function, args):
     return types.void(types.int64, args), codegen
 
 
-def multiply_fp32(out, out_stride, w, x, x_stride, n, n_quads, n_tokens, first, last, accumulate):
-    """out[t, r] (+)= sum_k w[r, k] x[t, k] for the rows of panels first to last (k, R), k < n; n_quads is of no meaning."""
-    out, w, x = carray(out, 1), carray(w, 1), carray(x, 1)
-    n_parts = (n_tokens + TILE_TOKENS - 1) // TILE_TOKENS
-    for panel in range(first, last):
-        for part in range(n_parts):
-            t = part * n_tokens // n_parts
-            end = (part + 1) * n_tokens // n_parts
-            at = t * out_stride + panel * PANEL_ROWS
-            weights_tile(
-                out, at, out_stride, w, panel * n * PANEL_ROWS, x, t * x_stride, x_stride, n, end - t, accumulate != 0
-            )  # fmt: skip
+@inlined
+def share(n, part, n_parts):
+    """The range of n units that is a part's, or a thread's."""
+    return part * n // n_parts, (part + 1) * n // n_parts
 
 
 @inlined
-def multiply_groups(tile, out, out_stride, w, x, x_stride, n, n_quads, n_tokens, first, last, accumulate):
-    """As `multiply_fp32` with x of `quantize` and panels of n groups of n_quads quads."""
+def multiply_panels(tile, out, out_stride, w, x, x_stride, n, n_quads, n_tokens, first, last, accumulate):
+    """out[t] (+)= W x[t] for the rows of panels first to last: fp32 (n columns, n_quads 0) or int8 (n groups, x `quantize`d)."""
     out, w, x = carray(out, 1), carray(w, 1), carray(x, 1)
-    n_parts = (n_tokens + TILE_TOKENS - 1) // TILE_TOKENS
+    n_parts = ceil_div(n_tokens, TILE_TOKENS)
     for panel in range(first, last):
         words = panel * n * (1 + n_quads) * PANEL_ROWS
         for part in range(n_parts):
-            t = part * n_tokens // n_parts
-            end = (part + 1) * n_tokens // n_parts
+            t, end = share(n_tokens, part, n_parts)
             at = t * out_stride + panel * PANEL_ROWS
             tile(out, at, out_stride, w, words, x, t * x_stride, x_stride, n, n_quads, end - t, accumulate != 0)
 
 
+def multiply_fp32(out, out_stride, w, x, x_stride, n, n_quads, n_tokens, first, last, accumulate):
+    """`multiply_panels` of fp32."""
+    multiply_panels(weights_tile, out, out_stride, w, x, x_stride, n, n_quads, n_tokens, first, last, accumulate)
+
+
 def multiply_int8(out, out_stride, w, x, x_stride, n, n_quads, n_tokens, first, last, accumulate):
-    """`multiply_groups` with the CPU's best instruction."""
-    multiply_groups(int8_tile, out, out_stride, w, x, x_stride, n, n_quads, n_tokens, first, last, accumulate)
+    """`multiply_panels` of int8, with the CPU's best instruction."""
+    multiply_panels(int8_tile, out, out_stride, w, x, x_stride, n, n_quads, n_tokens, first, last, accumulate)
 
 
 def multiply_int8_portable(out, out_stride, w, x, x_stride, n, n_quads, n_tokens, first, last, accumulate):
-    """`multiply_groups` for any CPU: the same bits."""
-    multiply_groups(portable_int8_tile, out, out_stride, w, x, x_stride, n, n_quads, n_tokens, first, last, accumulate)
+    """`multiply_panels` of int8, for any CPU: the same bits."""
+    multiply_panels(portable_int8_tile, out, out_stride, w, x, x_stride, n, n_quads, n_tokens, first, last, accumulate)
 
 
 _words, _number = types.CPointer(types.float32), types.int64
@@ -903,7 +894,7 @@ def mix_values(mixed, values, scores, token, n_tokens, start, end):
         cache_tile(
             mixed, token * mixed.shape[1] + panel * LANES, mixed.shape[1],
             values, (panel * values.shape[1] + start) * LANES,
-            scores, token * scores.shape[1] + start, scores.shape[1], end - start, n_tokens, True,
+            scores, token * scores.shape[1] + start, scores.shape[1], end - start, 0, n_tokens, True,
         )  # fmt: skip
 
 
@@ -921,7 +912,7 @@ def attend(heads, qkv, keys, values, scores, mixed, head, pos, first, last, wind
     for panel in range(oldest // LANES, (pos + last - 1) // LANES + 1):
         cache_tile(
             scores, panel * LANES, scores.shape[1], keys, panel * head_dim * LANES,
-            qkv, first * qkv.shape[1] + head * head_dim, qkv.shape[1], head_dim, n_tokens, False,
+            qkv, first * qkv.shape[1] + head * head_dim, qkv.shape[1], head_dim, 0, n_tokens, False,
         )  # fmt: skip
     common_start = max(0, pos + last - window)
     common_end = max(common_start, pos + first + 1)
@@ -948,12 +939,6 @@ def swiglu(hidden, gate, panel, n_tokens):
             a, b = load(gate, at), load(gate, at + PANEL_ROWS)
             sigmoid = div(splat(1.0), add(splat(1.0), exp(mul(a, splat(-1.0)))))
             store(hidden, t * hidden.shape[1] + panel * PANEL_ROWS + i, mul(mul(a, sigmoid), b))
-
-
-@inlined
-def share(n, thread, n_threads):
-    """The range of n units that is this thread's."""
-    return thread * n // n_threads, (thread + 1) * n // n_threads
 
 
 @inlined
@@ -1008,14 +993,15 @@ def attention(state, layer, pos, n_tokens, window, dim, thread, n_threads):
     """Every head over groups of up to TILE_TOKENS tokens: this thread's share of the pairs."""
     keys, values = state.keys[layer], state.values[layer]
     n_heads = dim // keys.shape[2]
-    n_groups = (n_tokens + TILE_TOKENS - 1) // TILE_TOKENS
+    n_groups = ceil_div(n_tokens, TILE_TOKENS)
     first, last = share(n_heads * n_groups, thread, n_threads)
     for unit in range(first, last):
         head, group = divmod(unit, n_groups)
+        first_token, last_token = share(n_tokens, group, n_groups)
         kv_head = head // (n_heads // keys.shape[0])
         attend(
             state.heads, state.qkv, keys[kv_head], values[kv_head], state.scores[thread], state.mixed[thread],
-            head, pos, group * n_tokens // n_groups, (group + 1) * n_tokens // n_groups, window,
+            head, pos, first_token, last_token, window,
         )  # fmt: skip
 
 
@@ -1370,9 +1356,9 @@ def lazy_zeros(*shape: int) -> Float32:
 def fill_panels(panels, first, step, matrix, n_threads):
     """panels[first + step i, k, r] = matrix[R i + r, k]: matrix (rows, k) into every step-th of panels (P, k, R)."""
     rows, n = matrix.shape
-    n_panels = (rows + PANEL_ROWS - 1) // PANEL_ROWS
     for i in prange(n_threads):
-        for panel in range(np.int64(i) * n_panels // n_threads, (np.int64(i) + 1) * n_panels // n_threads):
+        begin, end = share(ceil_div(rows, PANEL_ROWS), np.int64(i), n_threads)
+        for panel in range(begin, end):
             row = panel * PANEL_ROWS
             for k in range(0, n, LANES):
                 for r in range(min(PANEL_ROWS, rows - row)):
@@ -1417,9 +1403,9 @@ def new_state(config: Config, weights: Weights, n_positions: int, n_threads: int
     head_dim, layers, groups = config.head_dim, config.n_layers, config.n_kv_heads
     positions = round_up(n_positions, LANES)
     dim = round_up(config.dim, PANEL_ROWS)
-    head_panels = round_up(head_dim, LANES) // LANES
+    head_panels = ceil_div(head_dim, LANES)
     lengths = zip((config.dim, config.hidden_dim), weights.groups.tolist(), strict=True)
-    code_words = max(-(-n // group) * (GROUP_HEAD + -(-group // QUADS)) if group else 1 for n, group in lengths)
+    code_words = max(ceil_div(n, group) * (GROUP_HEAD + ceil_div(group, QUADS)) if group else 1 for n, group in lengths)
     cos, sin = _rope_tables(head_dim, n_positions)
     return State(
         tokens=np.zeros(MAX_TOKENS, np.int64),
@@ -1530,7 +1516,7 @@ def read_all(sums, array, n_threads):
     """sums[thread] = the sum of 0 x over that thread's share of the array (n,): NaN if and only if it holds NaN or infinity."""
     zero = np.float32(0.0)
     for i in prange(n_threads):
-        first, last = np.int64(i) * array.size // n_threads, (np.int64(i) + 1) * array.size // n_threads
+        first, last = share(array.size, np.int64(i), n_threads)
         a, b, c, d = splat(zero), splat(zero), splat(zero), splat(zero)
         whole = first + (last - first) // (4 * LANES) * (4 * LANES)
         for at in range(first, whole, 4 * LANES):

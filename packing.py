@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specdec.kernels import PANEL_ROWS, QUADS, Config, Float32, Weights, pack_matrix, round_up, zeros
+from specdec.kernels import PANEL_ROWS, QUADS, Config, Float32, Weights, ceil_div, pack_matrix, round_up, zeros
 
 Int8 = npt.NDArray[np.int8]
 BLOCK_PANELS = 16  # packed at a time, so that what lies between two layouts stays in the cache
@@ -134,11 +134,11 @@ def groups(config: Config, file_group: int, int8: bool) -> tuple[int, int]:
 
 def weight_bytes(config: Config, file_group: int, int8: bool) -> float:
     """Bytes that a packed weight takes, at most."""
-    return max(4 * (1 + -(-group // QUADS)) / group if group else 4.0 for group in groups(config, file_group, int8))
+    return max(4 * (1 + ceil_div(group, QUADS)) / group if group else 4.0 for group in groups(config, file_group, int8))
 
 
 def _panels_of(rows: int) -> int:
-    return int(round_up(rows, PANEL_ROWS)) // PANEL_ROWS
+    return int(ceil_div(rows, PANEL_ROWS))
 
 
 def _blocks(n_panels: int) -> Iterable[slice]:
@@ -149,7 +149,7 @@ def _new_panels(n: int, group: int, *shape: int) -> Float32:
     """Room for panels of rows of n weights: see `Weights`."""
     if group == 0:
         return zeros(*shape, n, PANEL_ROWS)
-    return zeros(*shape, -(-n // group), (1 + -(-group // QUADS)) * PANEL_ROWS)
+    return zeros(*shape, ceil_div(n, group), (1 + ceil_div(group, QUADS)) * PANEL_ROWS)
 
 
 def _pack(panels: Float32, matrix: Any, group: int, first: int = 0, step: int = 1) -> None:
