@@ -484,6 +484,11 @@ def seen_by_draft(n_windows: int, length: int) -> Tensor:
     return seen
 
 
+def total_variation(p: Tensor, q: Tensor) -> Tensor:
+    """Between probabilities (..., V): what rejection sampling rejects."""
+    return 0.5 * (p - q).abs().sum(-1)
+
+
 def next_to_draft(model: Transformer, draft_probs: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Mean nats per token of rows (B, T + 1), and the total variation from draft_probs (B, T, V) where it has seen enough.
 
@@ -492,7 +497,7 @@ def next_to_draft(model: Transformer, draft_probs: Tensor, rows: Tensor) -> tupl
     logits = model(rows[:, :-1]).float()
     nats = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
     seen = seen_by_draft(rows.shape[1] // DRAFT.seq_len, DRAFT.seq_len).flatten()
-    tv = 0.5 * (torch.softmax(logits, -1) - draft_probs.float()).abs().sum(-1)
+    tv = total_variation(torch.softmax(logits, -1), draft_probs.float())
     return nats, (tv * seen).sum() / (seen.sum() * len(rows))
 
 
@@ -659,12 +664,12 @@ def draft_windows(
 
 
 def distillation(model: Transformer, tokens: Tensor, taught: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Forward KL of the target from the draft, and their total variation: what rejection sampling rejects."""
+    """Forward KL of the target from the draft, and their total variation."""
     logits = model(tokens)
     log_p, log_q = taught.float(), F.log_softmax(logits.float(), -1)
     p = log_p.exp()
     kl = (p * (log_p.clamp(min=-30.0) - log_q)).sum(-1)
-    tv = 0.5 * (p - log_q.exp()).abs().sum(-1)
+    tv = total_variation(p, log_q.exp())
     weight = counts / counts.sum()
     return (kl * weight).sum(), (tv * weight).sum()
 
