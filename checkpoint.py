@@ -65,15 +65,14 @@ def load_checkpoint(path: str | os.PathLike[str], int8: bool = False) -> Checkpo
     path = Path(path)
     mapped = _map(path)
     data: Bytes = np.frombuffer(mapped, np.uint8)
-    config, order, at, group = _read_header(path, data)
+    config, order, at, file_group = _read_header(path, data)
     shapes = config.shapes()
     if ROPE in order:
         shapes[ROPE] = (config.seq_len, config.head_dim)
-    names = [name for name in order if name in shapes]
-    if group:
-        _check_group(path, group, {name: shapes[name] for name in names if name not in NORMS})
-    _check_size(path, data.size, at + sum(_n_bytes(name, math.prod(shapes[name]), group) for name in names))
-    _check_memory(path, config, weight_bytes(config, group, int8))
+    groups = {name: 0 if name in NORMS else file_group for name in order if name in shapes}
+    _check_groups(path, groups, shapes)
+    _check_size(path, data.size, at + sum(_n_bytes(math.prod(shapes[name]), group) for name, group in groups.items()))
+    _check_memory(path, config, weight_bytes(config, file_group, int8))
 
     def release() -> None:
         if hasattr(mapped, "madvise"):
@@ -84,24 +83,26 @@ def load_checkpoint(path: str | os.PathLike[str], int8: bool = False) -> Checkpo
         start, at = at, at + math.prod(shape) * np.dtype(dtype).itemsize
         return data[start:at].view(dtype).reshape(shape)
 
-    def take_int8(shape: tuple[int, ...]) -> Int8Matrix:
+    def take_int8(shape: tuple[int, ...], group: int) -> Int8Matrix:
         return Int8Matrix(take("i1", shape), take("<f4", (math.prod(shape) // group,)).copy())  # aligned
 
     tensors: dict[str, Any] = {}
-    for name in names:
+    for name, group in groups.items():
         shape = shapes[name]
-        if not group or name in NORMS:
+        if not group:
             tensors[name] = take("<f4", shape)
+        elif len(shape) == 2:
+            tensors[name] = take_int8(shape, group)
         else:
-            tensors[name] = take_int8(shape) if len(shape) == 2 else [take_int8(shape[1:]) for _ in range(shape[0])]
+            tensors[name] = [take_int8(shape[1:], group) for _ in range(shape[0])]
     tensors.pop(ROPE, None)
     _check_finite(path, tensors, release)
     return Checkpoint(path, config, tensors, release)
 
 
-def _n_bytes(name: str, n: int, group: int) -> int:
+def _n_bytes(n: int, group: int) -> int:
     """Bytes of a tensor of n weights in the file."""
-    return 4 * n if not group or name in NORMS else n + 4 * n // group
+    return n + 4 * n // group if group else 4 * n
 
 
 def _map(path: Path) -> mmap.mmap:
@@ -139,19 +140,15 @@ def _read_header(path: Path, data: Bytes) -> Header:
     if shared_flag > 1:
         raise CheckpointError(f"{path} has a shared-classifier flag of {shared_flag}; expected 0 or 1")
     config = _check_config(path, dict(zip(FIELDS, numbers_v1, strict=True)), bool(shared_flag))
-    return Header(config, V1_ORDER, V1_HEADER_BYTES, _check_positive_group(path, group) if version == 2 else 0)
-
-
-def _check_positive_group(path: Path, group: int) -> int:
-    if group <= 0:
+    if version == 2 and group <= 0:
         raise CheckpointError(f"{path} has a group size of {group}; expected a positive number of weights that share a scale")
-    return group
+    return Header(config, V1_ORDER, V1_HEADER_BYTES, group if version == 2 else 0)
 
 
-def _check_group(path: Path, group: int, matrices: dict[str, tuple[int, ...]]) -> None:
-    for name, shape in matrices.items():
-        n = math.prod(shape[-2:])
-        if n % group:
+def _check_groups(path: Path, groups: dict[str, int], shapes: dict[str, tuple[int, ...]]) -> None:
+    for name, group in groups.items():
+        n = math.prod(shapes[name][-2:])
+        if group and n % group:
             raise CheckpointError(f"{path} has a group size of {group}, which does not divide the {n} weights of {name}")
 
 

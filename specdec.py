@@ -4,6 +4,7 @@ python specdec.py -m stories42M.bin -d stories15M.bin -i "Once upon a time"
 """
 
 import io
+import math
 import os
 import signal
 import sys
@@ -137,9 +138,8 @@ class SpeculativeDecoder:
             self.draft = Transformer(self.draft.config, self.draft.weights, self.draft.n_threads, self.target.n_positions)
         self._is_warm = False
         self._models = [model for model in (self.target, self.draft) if model]
-        loaded = any(isinstance(model, Transformer) for model in (target, draft))
-        self._most_threads = self.target.n_threads
-        self._is_free_to_choose_threads = n_threads is None and not loaded and self._most_threads > 1
+        is_free = n_threads is None and not any(isinstance(model, Transformer) for model in (target, draft))
+        self._most_threads = self.target.n_threads if is_free else 1  # to choose from
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's tokens, BOS first. Raises ValueError for one that the target's seq_len cannot hold."""
@@ -216,7 +216,7 @@ class SpeculativeDecoder:
         """
         self._is_warm = True
         self._seconds(2)
-        if self._is_free_to_choose_threads:
+        if self._most_threads > 1:
             self._choose_threads()
 
     def _seconds(self, max_tokens: int) -> float:
@@ -372,9 +372,10 @@ VerifyMode = Annotated[
 ]  # fmt: skip
 Threads = Annotated[
     int,
-    option("-j", "--threads", group="Machine", metavar="N", min=0, help="CPU threads. 0: all cores, or fewer if faster."),
+    option(
+        "-j", "--threads", group="Machine", metavar="N", min=0, help="CPU threads. 0: all cores; a text takes fewer if faster."
+    ),
 ]
-BenchThreads = Annotated[int, option("-j", "--threads", group="Machine", metavar="N", min=0, help="CPU threads. 0: all cores.")]
 Plain = Annotated[bool, flag("--plain", group="Output", help="No panel: the text on stdout as it comes, the summary on stderr.")]
 Pace = Annotated[
     float,
@@ -423,7 +424,7 @@ def tell(
     if version:
         print(__version__)
         return
-    _check_arguments(prompt, seed, threads, verify=verify, quantize=quantize)
+    _check_arguments(prompt, top_p, seed, threads, verify=verify, quantize=quantize)
     model, draft = _default_pair(model, draft)
     sampling = Sampling(temperature, top_k, top_p, seed or secrets.randbits(32) or 1)
     errors = Console(stderr=True)
@@ -512,12 +513,14 @@ def _run(
     return False
 
 
-def _check_arguments(prompt: str, seed: int, threads: int, verify: str, quantize: str) -> None:
+def _check_arguments(prompt: str, top_p: float, seed: int, threads: int, verify: str, quantize: str) -> None:
     """What Typer's own types do not check."""
     try:
         prompt.encode()
     except UnicodeEncodeError:
         raise typer.BadParameter("it is not valid UTF-8", param_hint="'-i' / '--prompt'") from None
+    if math.isnan(top_p):
+        raise typer.BadParameter(f"{top_p} is not a number from 0 to 1.", param_hint="'-p' / '--top-p'")
     if seed >= 2**63:
         raise typer.BadParameter(f"{seed} is not below 2^63.", param_hint="'-s' / '--seed'")
     for name, value, choices in (("verify", verify, tuple(VERIFIERS)), ("quantize", quantize, get_args(Quantize))):
@@ -561,7 +564,7 @@ def _default_pair(model: str, draft: str) -> tuple[str, str]:
 
 
 @app.command("bench")
-def bench(shape: Shape = "42M", threads: BenchThreads = 0, int8: Int8 = False, as_json: AsJson = False) -> None:
+def bench(shape: Shape = "42M", threads: Threads = 0, int8: Int8 = False, as_json: AsJson = False) -> None:
     """Time passes over T tokens of a model with random weights, beside the memory bandwidth they are up against."""
     _check_threads(threads)
     try:

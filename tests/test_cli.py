@@ -212,7 +212,7 @@ def test_no_model_at_all_is_told_with_how_to_get_one(run: Run) -> None:
         (["-t", "hot"], "--temperature"),
         (["-p", "-0.1"], "--top-p"),
         (["-p", "1.01"], "--top-p"),
-        (["-p", "nan"], "top"),
+        (["-p", "nan"], "--top-p"),
         (["-k", "-1"], "--top-k"),
         (["-k", "1.5"], "--top-k"),
         (["-n", "-1"], "--steps"),

@@ -187,10 +187,9 @@ def test_rejection_mode_accepts_and_rejects_on_the_way():
 
 def broken_model(seed):
     """Finite weights whose logits are not: the last step of a forward overflows."""
-    config = Config(40, 50, 2, 5, 1, 105, 128)
-    tensors = random_tensors(config, seed)
-    tensors["rms_final"][:] = 3e38
-    return Transformer(config, pack_weights(config, tensors), 1)
+    model = random_model(seed)
+    model.weights.rms_final[: model.config.dim] = 3e38
+    return model
 
 
 @pytest.mark.parametrize("verify", VERIFIERS)
