@@ -10,7 +10,7 @@ import numba
 import numpy as np
 from rich.table import Table
 
-from specdec.kernels import (
+from .kernels import (
     MAX_TOKENS,
     Config,
     Transformer,
@@ -19,7 +19,7 @@ from specdec.kernels import (
     physical_memory_bytes,
     zeros,
 )
-from specdec.packing import pack_weights
+from .packing import pack_weights
 
 SHAPES = {  # the public stories models: dim, hidden_dim, layers, heads, kv heads, vocabulary, seq_len
     "15M": (288, 768, 6, 6, 6, 32000, 256),

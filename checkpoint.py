@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specdec.kernels import Config, Float32, all_finite, memory_bytes, physical_memory_bytes
-from specdec.packing import Int8Matrix, Tensors, weight_bytes
+from .kernels import Config, Float32, all_finite, memory_bytes, physical_memory_bytes
+from .packing import Int8Matrix, Tensors, weight_bytes
 
 MAGIC = 0x616B3432  # "ak42"
 V0_HEADER_BYTES, V1_HEADER_BYTES = 28, 256

@@ -20,9 +20,9 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from specdec import kernels
-from specdec.kernels import Float32, Transformer
-from specdec.tokenizer import BOS, EOS
+from . import kernels
+from .kernels import Float32, Transformer
+from .tokenizer import BOS, EOS
 
 Verify = Literal["coupled", "rejection"]
 StopReason = Literal["bos", "eos", "max_tokens", "seq_len", "interrupted"]

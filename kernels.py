@@ -580,6 +580,10 @@ class Weights(NamedTuple):
         return bool(self.groups[0])
 
     @property
+    def kind(self) -> str:
+        return "int8" if self.is_int8 else "fp32"
+
+    @property
     def n_bytes(self) -> int:
         """What all arrays take; a classifier that is the embedding counts once."""
         return sum({id(array): array.nbytes for array in self}.values())

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specdec.kernels import PANEL_ROWS, QUADS, Config, Float32, Weights, ceil_div, pack_matrix, round_up, zeros
+from .kernels import PANEL_ROWS, QUADS, Config, Float32, Weights, ceil_div, pack_matrix, round_up, zeros
 
 Int8 = npt.NDArray[np.int8]
 BLOCK_PANELS = 16  # packed at a time, so that what lies between two layouts stays in the cache

@@ -27,8 +27,8 @@ try:
 except ImportError:  # Windows
     termios = None  # type: ignore[assignment]
 
-from specdec.decoding import Statistics, Step
-from specdec.tokenizer import TextStream, Tokenizer
+from .decoding import Statistics, Step
+from .tokenizer import TextStream, Tokenizer
 
 STYLES = {"prompt": "bold", "target": "", "accepted": "green", "rejected": "strike red", "proposed": "yellow"}
 # without colour, the words have to differ in something else

@@ -22,6 +22,11 @@ import pytest
 from rich.cells import cell_len
 
 import specdec
+from specdec import command, files
+from specdec.checkpoint import load_checkpoint
+from specdec.decoding import Step
+from specdec.kernels import Config
+from specdec.panel import SilentView
 from specdec.tokenizer import Tokenizer
 from tests.checkpoints import (
     DAMAGES,
@@ -54,10 +59,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     """The command line in this process, with an empty models/: exit code, stdout, stderr."""
     models = tmp_path / "models"
     models.mkdir()
-    monkeypatch.setattr(specdec, "MODELS", models)
-    monkeypatch.setattr(specdec, "DEFAULT_TARGET", models / "target.bin")
-    monkeypatch.setattr(specdec, "DEFAULT_DRAFT", models / "draft.bin")
-    monkeypatch.setattr(specdec, "DEFAULT_TOKENIZER", models / "tok300.bin")
+    monkeypatch.setattr(files, "MODELS", models)
+    monkeypatch.setattr(files, "DEFAULT_TARGET", models / "target.bin")
+    monkeypatch.setattr(files, "DEFAULT_DRAFT", models / "draft.bin")
+    monkeypatch.setattr(files, "DEFAULT_TOKENIZER", models / "tok300.bin")
 
     def once(*arguments: object) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -107,7 +112,7 @@ def from_json(result: tuple[int, str, str]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_target_is_refused_by_name(run: Run, pair: Pair, tmp_path: Path, name: str) -> None:
     version, damage = DAMAGES[name]
-    config = specdec.load_checkpoint(pair.draft).config
+    config = load_checkpoint(pair.draft).config
     path = tmp_path / "damaged.bin"
     path.write_bytes(damage.spoil(sound_bytes(config, version)))
     assert_refused(run("-m", path, "-z", pair.tokenizer), path)
@@ -126,7 +131,7 @@ DRAFT_DAMAGES = [
 @pytest.mark.parametrize("name", DRAFT_DAMAGES)
 def test_a_damaged_draft_is_refused_by_name(run: Run, pair: Pair, tmp_path: Path, name: str) -> None:
     version, damage = DAMAGES[name]
-    config = specdec.load_checkpoint(pair.draft).config
+    config = load_checkpoint(pair.draft).config
     path = tmp_path / "damaged.bin"
     path.write_bytes(damage.spoil(sound_bytes(config, version)))
     assert_refused(run("-m", pair.target, "-d", path), path, damage.word)
@@ -166,7 +171,7 @@ def test_a_name_with_a_line_break_is_told_in_one_line(run: Run, tmp_path: Path) 
 
 
 def test_a_draft_of_another_vocabulary_is_refused_by_name(run: Run, pair: Pair, tmp_path: Path) -> None:
-    config = specdec.kernels.Config(64, 96, 1, 4, 2, 299, 32)
+    config = Config(64, 96, 1, 4, 2, 299, 32)
     path = write_checkpoint(tmp_path / "other.bin", config, random_tensors(config, 0))
     assert_refused(run("-m", pair.target, "-d", path), path, "299", "300")
 
@@ -178,7 +183,7 @@ def test_a_tokenizer_of_another_vocabulary_is_refused_by_name(run: Run, pair: Pa
 
 
 def test_a_tokenizer_beside_the_model_of_another_vocabulary_is_refused_by_name(run: Run, tmp_path: Path) -> None:
-    config = specdec.kernels.Config(64, 96, 1, 4, 2, 290, 32)
+    config = Config(64, 96, 1, 4, 2, 290, 32)
     path = write_checkpoint(tmp_path / "model.bin", config, random_tensors(config, 0))
     write_tokenizer(tmp_path / "tokenizer.bin", small_pieces())
     assert_refused(run("-m", path), tmp_path / "tokenizer.bin", "290", "300")
@@ -322,7 +327,7 @@ def test_what_is_int8_is_told_and_an_fp32_target_keeps_its_text(run: Run, pair: 
 
 
 def test_version_2_files_are_target_and_draft_as_they_are(run: Run, pair: Pair, tmp_path: Path) -> None:
-    checkpoint = specdec.load_checkpoint(pair.target)
+    checkpoint = load_checkpoint(pair.target)
     path = write_int8_checkpoint(tmp_path / "int8.bin", checkpoint.config, checkpoint.tensors, 32)
     alone = from_json(run("-m", path, "-z", pair.tokenizer, "-i", PROMPT, "-s", 5, "-n", 100, "--json", "--quantize", "none"))
     assert alone["settings"]["weights"] == "target int8"
@@ -364,13 +369,13 @@ def test_steps_count_the_prompt_and_zero_means_the_whole_context(run: Run, pair:
 
 
 def test_ctrl_c_with_json_still_gives_one_object(run: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupted(specdec.SilentView):
-        def step(self, step: specdec.Step) -> None:
+    class Interrupted(SilentView):
+        def step(self, step: Step) -> None:
             super().step(step)
             if len(self.tokens) > 10:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(specdec, "SilentView", Interrupted)
+    monkeypatch.setattr(command, "SilentView", Interrupted)
     code, out, err = run(*with_pair(pair, "-n", 60, "--json"))
     assert (code, err) == (130, "")
     result = json.loads(out)
@@ -383,7 +388,7 @@ def test_ctrl_c_while_loading_ends_quietly(run: Run, pair: Pair, monkeypatch: py
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(specdec, "load_checkpoint", interrupted)
+    monkeypatch.setattr("specdec.decoder.load_checkpoint", interrupted)
     code, out, err = run(*with_pair(pair))
     assert (code, out) == (130, "")
     assert "Traceback" not in err
@@ -423,9 +428,9 @@ def test_a_model_is_looked_for_at_its_path_and_then_in_models(
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    files = {"t.bin": pair.target, "d.bin": pair.draft, "z.bin": pair.tokenizer, "tok300.bin": pair.tokenizer}
-    for name, path in files.items():
-        (specdec.MODELS / name).write_bytes(path.read_bytes())
+    written = {"t.bin": pair.target, "d.bin": pair.draft, "z.bin": pair.tokenizer, "tok300.bin": pair.tokenizer}
+    for name, path in written.items():
+        (files.MODELS / name).write_bytes(path.read_bytes())
     expected = from_json(run(*with_pair(pair, "-n", 30, "--json")))["text"]
     for more in ([], ["-z", "z.bin"]):
         result = from_json(run(*with_pair(pair, "-m", "t.bin", "-d", "d.bin", "-n", 30, "--json", *more)))
@@ -436,31 +441,31 @@ def test_a_model_is_looked_for_at_its_path_and_then_in_models(
 
 def test_a_tokenizer_beside_the_model_comes_before_one_in_models(run: Run, pair: Pair) -> None:
     for name in ("tok300.bin", "tokenizer.bin"):
-        (specdec.MODELS / name).write_bytes(b"")
+        (files.MODELS / name).write_bytes(b"")
     assert from_json(run(*with_pair(pair, "-n", 10, "--json")))["n_generated"] > 0
 
 
 def test_the_default_pair_is_used_where_no_model_is_named(run: Run, pair: Pair) -> None:
-    (specdec.MODELS / "target.bin").write_bytes(pair.target.read_bytes())
-    (specdec.MODELS / "tok300.bin").write_bytes(pair.tokenizer.read_bytes())
+    (files.MODELS / "target.bin").write_bytes(pair.target.read_bytes())
+    (files.MODELS / "tok300.bin").write_bytes(pair.tokenizer.read_bytes())
     assert_refused(run("-i", PROMPT, "-n", 20), "draft.bin", "git checkout models")
-    (specdec.MODELS / "draft.bin").write_bytes(pair.draft.read_bytes())
+    (files.MODELS / "draft.bin").write_bytes(pair.draft.read_bytes())
     assert from_json(run("-i", PROMPT, "-n", 20, "-j", 1, "--json"))["n_drafted"] > 0
     for name in ("target.bin", "draft.bin", "tok300.bin"):
-        path = specdec.MODELS / name
+        path = files.MODELS / name
         whole = path.read_bytes()
         path.write_bytes(whole[:-1])
         assert_refused(run("-i", PROMPT), path, "git checkout models")
         path.write_bytes(whole)
 
 
-@pytest.mark.parametrize("command", [[], ["bench"]], ids=["main", "bench"])
-def test_help_fits_80_columns_and_names_every_option(run: Run, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+@pytest.mark.parametrize("of", [[], ["bench"]], ids=["main", "bench"])
+def test_help_fits_80_columns_and_names_every_option(run: Run, monkeypatch: pytest.MonkeyPatch, of: list[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    code, out, err = run(*command, "--help")
+    code, out, err = run(*of, "--help")
     assert (code, err) == (0, "")
     assert max(map(cell_len, out.splitlines())) <= 80
-    function = specdec.bench if command else specdec.tell
+    function = command.bench if of else command.tell
     annotations = [hint for hint in get_type_hints(function, include_extras=True).values() if get_origin(hint) is Annotated]
     assert len(annotations) > 3
     names = [name for hint in annotations for name in (hint.__metadata__[0].default, *hint.__metadata__[0].param_decls)]
@@ -779,7 +784,7 @@ def test_a_bad_file_in_a_terminal_is_one_line_and_leaves_the_cursor(pair: Pair, 
 
 def test_a_model_that_writes_control_characters_cannot_move_the_cursor(run: Run, tmp_path: Path) -> None:
     """`Screen` fails on any code that is not the panel's own."""
-    config = specdec.kernels.Config(64, 96, 1, 4, 2, 300, 20_000)
+    config = Config(64, 96, 1, 4, 2, 300, 20_000)
     tensors = random_tensors(config, 3, 0.1)
     tensors["tok_emb"][1:3] = 0
     path = write_checkpoint(tmp_path / "wild.bin", config, tensors, version=1)

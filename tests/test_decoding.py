@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specdec import DEFAULT_DRAFT, DEFAULT_TARGET, SpeculativeDecoder
+from specdec import SpeculativeDecoder
 from specdec.decoding import (
     MAX_GAMMA,
     VERIFIERS,
@@ -18,6 +18,7 @@ from specdec.decoding import (
     Step,
     decode,
 )
+from specdec.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.kernels import Config, Transformer, available_threads
 from specdec.packing import pack_weights
 from specdec.tokenizer import BOS, EOS
@@ -377,7 +378,7 @@ class Trial:
 @pytest.mark.parametrize(("alone", "together", "expected"), [(1.0, 0.7, 2), (1.0, 1.2, 2), (1.0, 1.3, 1)])
 def test_threads_that_are_clearly_slower_are_left_out(pair, monkeypatch, alone, together, expected):
     trial = Trial({1: alone / 100, 2: together / 100})
-    monkeypatch.setattr("specdec.decode", trial)
+    monkeypatch.setattr("specdec.decoder.decode", trial)
     for draft in (None, pair.draft):
         decoder = SpeculativeDecoder(pair.target, draft)
         decoder._most_threads = 2  # whatever the machine has
@@ -391,7 +392,7 @@ def test_threads_that_are_clearly_slower_are_left_out(pair, monkeypatch, alone, 
 
 def test_a_number_of_threads_that_was_given_is_kept(pair, monkeypatch):
     trial = Trial(dict.fromkeys(range(1, available_threads() + 1), 0.01))
-    monkeypatch.setattr("specdec.decode", trial)
+    monkeypatch.setattr("specdec.decoder.decode", trial)
     given = available_threads()
     SpeculativeDecoder(pair.target, pair.draft, n_threads=given).warm_up()
     loaded = SpeculativeDecoder(pair.target).target

@@ -12,9 +12,10 @@ import numba
 import numpy as np
 import pytest
 
-from specdec import DEFAULT_DRAFT, DEFAULT_TARGET, SpeculativeDecoder, kernels
+from specdec import SpeculativeDecoder, kernels
 from specdec.bench import SHAPES
 from specdec.checkpoint import load_checkpoint
+from specdec.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.kernels import Config, Transformer
 from specdec.packing import Int8Matrix, int8_copy, pack_weights
 from tests import reference
@@ -160,7 +161,7 @@ def test_every_instruction_is_chosen_by_the_feature_that_promises_it():
 
 
 INT8_LOGITS = """
-from specdec import DEFAULT_DRAFT
+from specdec.files import DEFAULT_DRAFT
 from specdec.bench import SHAPES
 from specdec.checkpoint import load_checkpoint
 from specdec.kernels import DOT4, Transformer

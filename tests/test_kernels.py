@@ -9,8 +9,9 @@ import numba
 import numpy as np
 import pytest
 
-from specdec import DEFAULT_DRAFT, DEFAULT_TARGET, kernels
+from specdec import kernels
 from specdec.checkpoint import load_checkpoint
+from specdec.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.kernels import Config, Transformer
 from specdec.packing import pack_weights
 from tests import reference

@@ -2,8 +2,9 @@
 
 import pytest
 
-from specdec import DEFAULT_DRAFT, DEFAULT_TARGET, MODELS, SpeculativeDecoder
+from specdec import SpeculativeDecoder
 from specdec.checkpoint import load_checkpoint
+from specdec.files import DEFAULT_DRAFT, DEFAULT_TARGET, MODELS
 
 PROMPTS = ("Once upon a time", "The little dog", "Tom and Mia", "One day, a bird", "Sara had a big")
 

@@ -1,0 +1,326 @@
+"""The command line: options, wiring, exit codes. Knows no arrays and no formats."""
+
+import io
+import math
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Annotated, Any, cast, get_args
+
+import typer
+from rich.console import Console
+
+from . import __version__
+from . import bench as benchmark
+from .checkpoint import CheckpointError
+from .decoder import Quantize, SpeculativeDecoder
+from .decoding import MAX_GAMMA, VERIFIERS, Sampling, Statistics, Verify
+from .files import default_pair, telling_how_to_restore
+from .kernels import available_threads
+from .panel import LivePanel, PlainView, SilentView, View, print_summary, printable, to_json
+from .tokenizer import TokenizerError
+
+DEFAULT_PROMPT = "Once upon a time"
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+UsageError = cast(type[Exception], next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"))
+INTERRUPTED, BROKEN_PIPE = 130, 141  # what a shell reports for SIGINT and SIGPIPE
+
+
+def option(*names: str, group: str, help: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=group, **more)
+
+
+def flag(*names: str, group: str, help: str) -> Any:
+    return option(*names, group=group, help=help, metavar="")
+
+
+ModelFile = Annotated[
+    str, option("-m", "--model", group="Models", metavar="FILE", help="Target checkpoint: a path, or a name in models/.")
+]
+DraftFile = Annotated[
+    str,
+    option(
+        *("-d", "--draft"), group="Models", metavar="FILE|self",
+        help="Draft checkpoint; self: an int8 copy of the target. Without -d a named target decodes alone.",
+    ),
+]  # fmt: skip
+WhatToQuantize = Annotated[
+    str,
+    option(
+        "--quantize", group="Models", metavar="WHAT",
+        help="Make int8 while loading: draft, target, both or none. An int8 draft changes the speed, never the text.",
+    ),
+]  # fmt: skip
+TokenizerFile = Annotated[
+    str,
+    option(
+        *("-z", "--tokenizer"), group="Models", metavar="FILE",
+        help="Tokenizer. By default tok<vocab>.bin or tokenizer.bin beside the model, else in models/.",
+    ),
+]  # fmt: skip
+Prompt = Annotated[str, option("-i", "--prompt", group="Text", metavar="TEXT", help="What the text begins with.")]
+Steps = Annotated[
+    int,
+    option(
+        *("-n", "--steps"), group="Text", metavar="N", min=0,
+        help="Tokens in all, prompt included, BOS not. 0: up to the target's seq_len.",
+    ),
+]  # fmt: skip
+Temperature = Annotated[float, option("-t", "--temperature", group="Sampling", metavar="X", min=0.0, help="0 is greedy.")]
+TopP = Annotated[
+    float,
+    option(
+        *("-p", "--top-p"), group="Sampling", metavar="X", min=0.0, max=1.0,
+        help="Keep the smallest set heavier than this. 0, 1: off.",
+    ),
+]  # fmt: skip
+TopK = Annotated[int, option("-k", "--top-k", group="Sampling", metavar="N", min=0, help="Keep this many tokens. 0: off.")]
+Seed = Annotated[
+    int, option("-s", "--seed", group="Sampling", metavar="N", min=0, help="Same seed, same text. 0: a new one each time.")
+]
+Gamma = Annotated[
+    int, option("-g", "--gamma", group="Speculation", metavar="N", min=1, max=MAX_GAMMA, help="Draft tokens per step (γ).")
+]
+VerifyMode = Annotated[
+    str,
+    option(
+        "--verify", group="Speculation", metavar="coupled|rejection",
+        help="coupled: the text is the plain run's of the same seed. rejection: same distribution (Leviathan et al. 2023).",
+    ),
+]  # fmt: skip
+Threads = Annotated[
+    int,
+    option(
+        "-j", "--threads", group="Machine", metavar="N", min=0, help="CPU threads. 0: all cores; a text takes fewer if faster."
+    ),
+]
+Plain = Annotated[bool, flag("--plain", group="Output", help="No panel: the text on stdout as it comes, the summary on stderr.")]
+Pace = Annotated[
+    float,
+    option(
+        "--pace", group="Output", metavar="X", min=0.0,
+        help="Steps a second at most, to watch the panel; the pauses are not in the rates. 0: full speed.",
+    ),
+]  # fmt: skip
+AsJson = Annotated[bool, flag("--json", group="Output", help="One JSON object on stdout.")]
+ShowVersion = Annotated[bool, flag("--version", group="Output", help="Print the version and exit.")]
+Shape = Annotated[
+    str, option("--shape", group="Model", metavar="SHAPE", help="15M, 42M, 110M, or dim,hidden,layers,heads,kv,vocab,seq.")
+]
+Int8 = Annotated[bool, flag("--int8", group="Model", help="Weights quantized to int8, as --quantize does.")]
+
+
+@app.callback(invoke_without_command=True)
+def tell(
+    context: typer.Context,
+    model: ModelFile = "",
+    draft: DraftFile = "",
+    quantize: WhatToQuantize = "draft",
+    tokenizer: TokenizerFile = "",
+    prompt: Prompt = DEFAULT_PROMPT,
+    steps: Steps = 256,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 0.9,
+    top_k: TopK = 0,
+    seed: Seed = 0,
+    gamma: Gamma = 4,
+    verify: VerifyMode = "coupled",
+    threads: Threads = 0,
+    plain: Plain = False,
+    pace: Pace = 0.0,
+    as_json: AsJson = False,
+    version: ShowVersion = False,
+) -> None:
+    """Speculative decoding of llama2.c models on the CPU.
+
+    A small draft model proposes tokens, the target judges several of them in
+    one pass, and you see which ones stood. The text is the one that the target
+    alone would have written with the same seed.
+    """
+    if context.invoked_subcommand:
+        return
+    if version:
+        print(__version__)
+        return
+    _check_arguments(prompt, top_p, seed, threads, verify=verify, quantize=quantize)
+    if not model:
+        target, small = default_pair()
+        model, draft = str(target), draft or str(small)
+    sampling = Sampling(temperature, top_k, top_p, seed or secrets.randbits(32) or 1)
+    errors = Console(stderr=True)
+    with errors.status("loading; a first run compiles the kernels, 10 to 20 seconds") if sys.stderr.isatty() else nullcontext():
+        begin = time.perf_counter()
+        with telling_how_to_restore():
+            decoder = SpeculativeDecoder(
+                model,
+                draft or None,
+                tokenizer or None,
+                gamma=gamma,
+                verify=cast(Verify, verify),
+                n_threads=threads or None,
+                quantize=cast(Quantize, quantize),
+            )
+        prompt_tokens = decoder.encode(prompt)
+        loaded = time.perf_counter()
+        decoder.warm_up()
+        times = {"load_seconds": loaded - begin, "warmup_seconds": time.perf_counter() - loaded}
+    statistics = Statistics(len(prompt_tokens))
+    # llama2.c counts positions: n steps make n + 1 tokens, BOS included
+    total = min(steps or decoder.target.n_positions, decoder.target.n_positions)
+    max_tokens = max(0, total + 1 - len(prompt_tokens))
+    out = Console()
+    view: View
+    if as_json:
+        view = SilentView(decoder.tokenizer)
+    elif not plain and LivePanel.fits(out):
+        title = " + ".join(Path(name).stem for name in (model, draft) if name)
+        view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, gamma if draft else 0, title, pace)
+    else:
+        view = PlainView(decoder.tokenizer, sys.stdout)
+    with writing():
+        interrupted = _run(view, decoder, prompt, prompt_tokens, max_tokens, sampling, statistics)
+        if isinstance(view, SilentView):
+            settings = {
+                "model": model,
+                "draft": draft or None,
+                "prompt": prompt,
+                "steps": steps,
+                "temperature": temperature,
+                "top_p": top_p,
+                "top_k": top_k,
+                "gamma": gamma if draft else 0,
+                "verify": verify,
+                "quantize": quantize,
+                "threads": decoder.target.n_threads,
+                "tokenizer": str(decoder.tokenizer.path),
+                "weights": decoder.weights,
+            }
+            print(to_json(statistics, view.text, view.tokens, **times, seed=sampling.seed, settings=settings))
+        else:
+            told = {"seed": sampling.seed, "threads": decoder.target.n_threads, "weights": decoder.weights, **_whose(decoder)}
+            print_summary(errors, statistics, **told)
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _whose(decoder: SpeculativeDecoder) -> dict[str, str]:
+    """What the draft has no part in, for the summary."""
+    if not decoder.draft:
+        return {}
+    return {"text" if decoder.verify == "coupled" else "distribution": f"the {decoder.target.weights.kind} target's own"}
+
+
+def _run(
+    view: View,
+    decoder: SpeculativeDecoder,
+    prompt: str,
+    prompt_tokens: list[int],
+    max_tokens: int,
+    sampling: Sampling,
+    statistics: Statistics,
+) -> bool:
+    """Decode into the view; whether Ctrl-C ended it."""
+    try:
+        with view:
+            view.begin(prompt_tokens)
+            s = sampling
+            for step in decoder.stream(prompt, max_tokens, s.temperature, s.top_k, s.top_p, s.seed, view.draft):
+                statistics.add(step)
+                view.step(step)
+    except KeyboardInterrupt:
+        statistics.stop_reason = "interrupted"
+        return True
+    return False
+
+
+def _check_arguments(prompt: str, top_p: float, seed: int, threads: int, verify: str, quantize: str) -> None:
+    """What Typer's own types do not check."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter("it is not valid UTF-8", param_hint="'-i' / '--prompt'") from None
+    if math.isnan(top_p):
+        raise typer.BadParameter(f"{top_p} is not a number from 0 to 1.", param_hint="'-p' / '--top-p'")
+    if seed >= 2**63:
+        raise typer.BadParameter(f"{seed} is not below 2^63.", param_hint="'-s' / '--seed'")
+    for name, value, choices in (("verify", verify, tuple(VERIFIERS)), ("quantize", quantize, get_args(Quantize))):
+        if value not in choices:
+            raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}.", param_hint=f"'--{name}'")
+    _check_threads(threads)
+
+
+def _check_threads(threads: int) -> None:
+    if threads > available_threads():
+        raise typer.BadParameter(
+            f"{threads} threads; this machine has cores for {available_threads()}.", param_hint="'-j' / '--threads'"
+        )
+
+
+@app.command("bench")
+def bench(shape: Shape = "42M", threads: Threads = 0, int8: Int8 = False, as_json: AsJson = False) -> None:
+    """Time passes over T tokens of a model with random weights, beside the memory bandwidth they are up against."""
+    _check_threads(threads)
+    try:
+        config = benchmark.parse_shape(shape)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="'--shape'") from None
+    result = benchmark.run(config, threads or None, int8)
+    with writing():
+        print(benchmark.to_json(result)) if as_json else Console().print(benchmark.to_table(result, shape))
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Around all output: a reader that has seen enough ends it quietly, a full disk is told in one line."""
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        # let the interpreter's last flush go nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = BROKEN_PIPE if isinstance(error, BrokenPipeError) else _complain(f"cannot write the output: {error.strerror}")
+        raise typer.Exit(code) from None
+
+
+def main() -> None:
+    """The command line: one line on stderr and exit code 2 for whatever the person at the keyboard can mend."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # a closed stream is None: what goes there is lost; a file name of no encoding, or a story in an ASCII terminal, still prints
+    sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        with writing():
+            code = app(standalone_mode=False)
+    except typer.Exit as done:
+        code = done.exit_code
+    except UsageError as error:
+        message = error.format_message()  # type: ignore[attr-defined]
+        code = _complain(f"{message} A model is named with -m." if message.startswith("No such command") else message)
+    except (CheckpointError, TokenizerError, ValueError) as error:
+        code = _complain(str(error))
+    except MemoryError:
+        code = _complain("not enough memory for this model")
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    except SystemExit:  # Rich's, where the reader of its output has left
+        code = BROKEN_PIPE
+    sys.exit(code or 0)
+
+
+def _complain(message: str) -> int:
+    with suppress(OSError):
+        print(f"specdec: {printable(' '.join(message.split()))}", file=sys.stderr)
+    return 2

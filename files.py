@@ -1,0 +1,78 @@
+"""A name becomes a file: a path, a name in models/, or the pair that comes along. Knows nothing of what is in a file."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .checkpoint import CheckpointError
+from .tokenizer import TokenizerError
+
+MODELS = Path(__file__).resolve().parent / "models"
+DEFAULT_TARGET, DEFAULT_DRAFT = MODELS / "stories6M.bin", MODELS / "stories650K.bin"
+DEFAULT_TOKENIZER = MODELS / "tok1024.bin"
+HUB, LLAMA2C = "https://huggingface.co/karpathy/tinyllamas", "https://github.com/karpathy/llama2.c"
+RESTORE = "restore it with 'git checkout models' or by installing again"
+
+
+def find(name: str | os.PathLike[str], source: str = f"the stories models are at {HUB}") -> Path:
+    """The file of that path, else of that name in models/. Raises CheckpointError, which tells the source."""
+    path = Path(name)
+    found = _first([path, *(folder / path for folder in _folders())])
+    if not found and not path.is_absolute():
+        raise CheckpointError(f"{path} is neither here nor in {' or '.join(map(str, _folders()))}; {source}")
+    return found or path
+
+
+def find_tokenizer(given: str | os.PathLike[str] | None, target: Path | None, vocab_size: int) -> Path:
+    """The file that was given, else tok<vocab>.bin or tokenizer.bin beside the target, else in models/."""
+    if given is not None:
+        return find(given, f"llama2.c's tokenizer.bin is at {LLAMA2C}")
+    folders = [*([target.parent] if target else []), *_folders()]
+    names = [f"tok{vocab_size}.bin", "tokenizer.bin"]
+    found = _first([folder / name for folder in folders for name in names])
+    if not found:
+        where = ", ".join(str(folder) for folder in folders)
+        raise TokenizerError(f"no {' or '.join(names)} in any of {where}; name the tokenizer with -z")
+    return found
+
+
+def default_pair() -> tuple[Path, Path]:
+    """The target and the draft that come along. Raises CheckpointError where they are gone."""
+    missing = [str(path) for path in _defaults() if not path.exists()]
+    if missing:
+        raise CheckpointError(
+            f"no -m, and the default pair lacks {' and '.join(missing)}; {RESTORE}, "
+            f"or get stories15M.bin from {HUB} and tokenizer.bin from {LLAMA2C}, and name the model: -m stories15M.bin"
+        )
+    return DEFAULT_TARGET, DEFAULT_DRAFT
+
+
+@contextmanager
+def telling_how_to_restore() -> Iterator[None]:
+    """Around loading: a file of ours that is damaged is told with the way to get it again."""
+    try:
+        yield
+    except (CheckpointError, TokenizerError) as error:
+        ours = any(str(path) in str(error) for path in _defaults())
+        raise type(error)(f"{error}; {RESTORE}" if ours else str(error)) from None
+
+
+def _defaults() -> tuple[Path, Path, Path]:
+    return DEFAULT_TARGET, DEFAULT_DRAFT, DEFAULT_TOKENIZER
+
+
+def _folders() -> tuple[Path, Path]:
+    """Where names are looked for: models/ here, then the one beside this file."""
+    return Path("models"), MODELS
+
+
+def _first(paths: list[Path]) -> Path | None:
+    """The first that exists. Raises CheckpointError for one that cannot be looked for."""
+    for path in paths:
+        try:
+            if path.exists():
+                return path
+        except OSError as error:
+            raise CheckpointError(f"cannot look for {path}: {error.strerror}") from None
+    return None
