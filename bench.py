@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-import numba
 import numpy as np
 from rich.table import Table
 
@@ -15,8 +14,8 @@ from .kernels import (
     Config,
     Transformer,
     all_finite,
-    memory_bytes,
     physical_memory_bytes,
+    weight_memory,
     zeros,
 )
 from .packing import pack_weights
@@ -73,8 +72,8 @@ def parse_shape(text: str) -> Config:
     config = Config(dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len)
     if flaw := config.flaw():
         raise ValueError(f"{text!r}: {flaw}.")
-    if 2 * memory_bytes(config) > physical_memory_bytes():
-        raise ValueError(f"{text!r}: making and packing it takes {2 * memory_bytes(config) / 2**30:.0f} GiB, more than there is.")
+    if (needed := 2 * weight_memory(config)) > physical_memory_bytes():
+        raise ValueError(f"{text!r}: making and packing it takes {needed / 2**30:.0f} GiB, more than there is.")
     if config.seq_len < MAX_TOKENS:
         raise ValueError(f"{text!r}: seq must be {MAX_TOKENS} or more, the longest pass that is timed.")
     return config
@@ -95,14 +94,13 @@ def run(config: Config, n_threads: int | None = None, int8: bool = False) -> Res
 
     def forward(n_tokens: int, n_logits: int) -> Callable[[], object]:
         def once() -> object:
-            model.cache.rollback(0)
+            model.forward([], 0)
             return model.forward([1] * n_tokens, n_logits)
 
         return once
 
     def read() -> object:
-        numba.set_num_threads(model.n_threads)
-        return all_finite(block)
+        return all_finite(block, model.n_threads)
 
     n_prefill = min(PREFILL_TOKENS, config.seq_len)
     jobs = [read, forward(n_prefill, 1), *(forward(n, n) for n in TOKENS)]

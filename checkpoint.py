@@ -4,18 +4,18 @@ Layouts as in karpathy/llama2.c: run.c reads version 0, export.py writes version
 """
 
 import math
-import mmap
 import os
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .kernels import Config, Float32, all_finite, memory_bytes, physical_memory_bytes
+from .kernels import Config, all_finite, physical_memory_bytes, weight_memory
 from .packing import Int8Matrix, Tensors, weight_bytes
 
 MAGIC = 0x616B3432  # "ak42"
@@ -36,15 +36,72 @@ class CheckpointError(ValueError):
 class Checkpoint:
     """A model as it lies in its file.
 
-    config: the header's numbers; tensors: by llama2.c's names, in the shapes of `Config.shapes`, float32 views of the file; in
-    version 2 the matrices are `Int8Matrix`, with a list of them for those that each layer has. release lets the part of the file
-    that has been read leave the memory until it is read again.
+    config: the header's numbers; tensors: by llama2.c's names, in the shapes of `Config.shapes`, float32; in version 2 the
+    matrices are `Int8Matrix`, with a list of them for those that each layer has. What is asked of a tensor is read then.
     """
 
     path: Path
     config: Config
     tensors: Tensors
-    release: Callable[[], None]
+
+
+class ModelFile:
+    """A file of which parts are read. Not mapped: whoever truncates a mapped file kills those who look at it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with telling_os_errors(path):
+            if path.is_dir():
+                raise CheckpointError(f"{path} is a directory; expected a llama2.c checkpoint file")
+            if path.exists() and not path.is_file():
+                raise CheckpointError(f"{path} is no regular file; expected a llama2.c checkpoint file")
+            self._identity = _identity(path.stat())
+            self.size = path.stat().st_size
+
+    def read(self, start: int, n_bytes: int) -> Bytes:
+        """That part of the file. Raises CheckpointError where it is not the file any more that it was."""
+        data = np.empty(n_bytes, np.uint8)
+        done = 0
+        with telling_os_errors(self.path), self.path.open("rb", buffering=0) as file:
+            file.seek(start)
+            while done < n_bytes and (n := file.readinto(data.data[done:])):
+                done += n
+            identity = _identity(os.fstat(file.fileno()))
+        if done < n_bytes or identity != self._identity:
+            raise CheckpointError(f"{self.path} has changed while it was read; try again when it is whole")
+        return data
+
+
+def _identity(stat: os.stat_result) -> tuple[int, ...]:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor that lies in a file. [layer] is the part of a layer; [first:last], of rows or numbers, is read, an array.
+
+    what: its numbers are, "weights" or "scales". Raises CheckpointError for such as are not finite, and for negative scales.
+    """
+
+    file: ModelFile
+    name: str
+    dtype: npt.DTypeLike
+    shape: tuple[int, ...]
+    start: int
+    what: str = "weights"
+
+    def __getitem__(self, index: int | slice) -> Any:
+        inner = self.shape[1:]
+        stride = math.prod(inner) * np.dtype(self.dtype).itemsize
+        if isinstance(index, int):
+            return replace(self, shape=inner, start=self.start + index * stride)
+        first, last, _ = index.indices(self.shape[0])
+        data = self.file.read(self.start + first * stride, (last - first) * stride).view(self.dtype).reshape(last - first, *inner)
+        if data.dtype == np.float32 and not all_finite(data):
+            raise CheckpointError(f"{self.file.path} is damaged: {self.name} holds NaN or infinite {self.what}")
+        if self.what == "scales" and (data < 0).any():
+            raise CheckpointError(f"{self.file.path} is damaged: {self.name} holds negative scales")
+        return data
 
 
 class Header(NamedTuple):
@@ -57,47 +114,41 @@ class Header(NamedTuple):
 
 
 def load_checkpoint(path: str | os.PathLike[str], int8: bool = False) -> Checkpoint:
-    """Map a checkpoint of version 0, 1 or 2 into memory, after checking all that its bytes can tell.
+    """Open a checkpoint of version 0, 1 or 2, after checking all that its header can tell.
 
     int8: whether fp32 weights are to be quantized, on which depends whether the machine can hold them.
-    Raises CheckpointError for anything but a complete, consistent and finite model.
+    Raises CheckpointError for anything but a complete and consistent model; numbers are checked when they are read.
     """
-    path = Path(path)
-    mapped = _map(path)
-    data: Bytes = np.frombuffer(mapped, np.uint8)
-    config, order, at, file_group = _read_header(path, data)
+    file = ModelFile(Path(path))
+    config, order, at, file_group = _read_header(file)
     shapes = config.shapes()
     if ROPE in order:
         shapes[ROPE] = (config.seq_len, config.head_dim)
     groups = {name: 0 if name in NORMS else file_group for name in order if name in shapes}
-    _check_groups(path, groups, shapes)
-    _check_size(path, data.size, at + sum(_n_bytes(math.prod(shapes[name]), group) for name, group in groups.items()))
-    _check_memory(path, config, weight_bytes(config, file_group, int8))
+    _check_groups(file.path, groups, shapes)
+    _check_size(file, at + sum(_n_bytes(math.prod(shapes[name]), group) for name, group in groups.items()))
+    _check_memory(file.path, config, weight_bytes(config, file_group, int8))
 
-    def release() -> None:
-        if hasattr(mapped, "madvise"):
-            mapped.madvise(mmap.MADV_DONTNEED)
-
-    def take(dtype: str, shape: tuple[int, ...]) -> Any:
+    def take(name: str, dtype: str, shape: tuple[int, ...], what: str = "weights") -> FileTensor:
         nonlocal at
         start, at = at, at + math.prod(shape) * np.dtype(dtype).itemsize
-        return data[start:at].view(dtype).reshape(shape)
+        return FileTensor(file, name, dtype, shape, start, what)
 
-    def take_int8(shape: tuple[int, ...], group: int) -> Int8Matrix:
-        return Int8Matrix(take("i1", shape), take("<f4", (math.prod(shape) // group,)).copy())  # aligned
+    def take_int8(name: str, shape: tuple[int, ...], group: int) -> Int8Matrix:
+        values = take(name, "i1", shape)
+        return Int8Matrix(values, take(name, "<f4", (math.prod(shape) // group,), "scales"))
 
     tensors: dict[str, Any] = {}
     for name, group in groups.items():
         shape = shapes[name]
         if not group:
-            tensors[name] = take("<f4", shape)
+            tensors[name] = take(name, "<f4", shape)
         elif len(shape) == 2:
-            tensors[name] = take_int8(shape, group)
+            tensors[name] = take_int8(name, shape, group)
         else:
-            tensors[name] = [take_int8(shape[1:], group) for _ in range(shape[0])]
+            tensors[name] = [take_int8(name, shape[1:], group) for _ in range(shape[0])]
     tensors.pop(ROPE, None)
-    _check_finite(path, tensors, release)
-    return Checkpoint(path, config, tensors, release)
+    return Checkpoint(file.path, config, tensors)
 
 
 def _n_bytes(n: int, group: int) -> int:
@@ -105,27 +156,24 @@ def _n_bytes(n: int, group: int) -> int:
     return n + 4 * n // group if group else 4 * n
 
 
-def _map(path: Path) -> mmap.mmap:
+@contextmanager
+def telling_os_errors(path: Path) -> Iterator[None]:
+    """What the system says of a file, as a CheckpointError."""
     try:
-        if path.is_dir():
-            raise CheckpointError(f"{path} is a directory; expected a llama2.c checkpoint file")
-        if path.exists() and not path.is_file():
-            raise CheckpointError(f"{path} is no regular file; expected a llama2.c checkpoint file")
-        size = path.stat().st_size
-        if size < V0_HEADER_BYTES:
-            what = "is empty" if size == 0 else f"is truncated: {size} bytes cannot hold a header"
-            raise CheckpointError(f"{path} {what}; expected a llama2.c checkpoint")
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        yield
+    except CheckpointError:
+        raise
     except (OSError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         reason = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(f"cannot read {path}: {reason}") from None
 
 
-def _read_header(path: Path, data: Bytes) -> Header:
-    head = data[:V1_HEADER_BYTES].tobytes()
+def _read_header(file: ModelFile) -> Header:
+    path = file.path
+    if file.size < V0_HEADER_BYTES:
+        what = "is empty" if file.size == 0 else f"is truncated: {file.size} bytes cannot hold a header"
+        raise CheckpointError(f"{path} {what}; expected a llama2.c checkpoint")
+    head = file.read(0, min(file.size, V1_HEADER_BYTES)).tobytes()
     magic, version = struct.unpack_from("<Ii", head)
     if magic != MAGIC:
         numbers = dict(zip(FIELDS, struct.unpack_from("<7i", head), strict=True))
@@ -159,29 +207,14 @@ def _check_config(path: Path, numbers: dict[str, int], shared: bool) -> Config:
     return config
 
 
-def _check_size(path: Path, size: int, expected: int) -> None:
-    if size != expected:
-        what = "truncated" if size < expected else "too long"
-        raise CheckpointError(f"{path} is {what}: {size} bytes, its header describes {expected}")
+def _check_size(file: ModelFile, expected: int) -> None:
+    if file.size != expected:
+        what = "truncated" if file.size < expected else "too long"
+        raise CheckpointError(f"{file.path} is {what}: {file.size} bytes, its header describes {expected}")
 
 
 def _check_memory(path: Path, config: Config, bytes_each: float) -> None:
-    """Refuse what the machine cannot hold; a version 1 header may declare any seq_len without a byte to show for it."""
-    needed, memory = memory_bytes(config, bytes_each), physical_memory_bytes()
+    """Refuse weights that the machine cannot hold."""
+    needed, memory = weight_memory(config, bytes_each), physical_memory_bytes()
     if needed > memory:
-        raise CheckpointError(
-            f"{path} needs {needed / 2**30:.2f} GiB with its seq_len of {config.seq_len}; "
-            f"this machine has {memory / 2**30:.2f} GiB of memory"
-        )
-
-
-def _check_finite(path: Path, tensors: Tensors, done: Callable[[], None]) -> None:
-    for name, tensor in tensors.items():
-        parts = tensor if isinstance(tensor, list) else [tensor]
-        numbers: list[Float32] = [part.scales if isinstance(part, Int8Matrix) else part for part in parts]
-        is_int8 = isinstance(parts[0], Int8Matrix)
-        if not all(map(all_finite, numbers)):
-            raise CheckpointError(f"{path} is damaged: {name} holds NaN or infinite {'scales' if is_int8 else 'weights'}")
-        if is_int8 and any((scales < 0).any() for scales in numbers):
-            raise CheckpointError(f"{path} is damaged: {name} holds negative scales")
-        done()
+        raise CheckpointError(f"{path} needs {needed / 2**30:.2f} GiB; this machine has {memory / 2**30:.2f} GiB of memory")

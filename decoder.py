@@ -1,14 +1,16 @@
 """`SpeculativeDecoder`: a target, what drafts for it, and their tokenizer. Knows no terminals."""
 
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from .checkpoint import Checkpoint, load_checkpoint
+from .checks import one_of, text, whole
 from .decoding import MAX_GAMMA, VERIFIERS, ModelDrafter, Sampling, Statistics, Step, Verify, decode
 from .files import find, find_tokenizer
-from .kernels import Transformer
+from .kernels import Transformer, available_threads, physical_memory_bytes, text_memory
 from .packing import int8_copy, pack_weights
 from .tokenizer import Tokenizer
 
@@ -48,13 +50,10 @@ class SpeculativeDecoder:
         n_threads: int | None = None,
         quantize: Quantize = "draft",
     ) -> None:
-        if quantize not in get_args(Quantize):
-            raise ValueError(f"quantize is {quantize!r}; expected one of {', '.join(get_args(Quantize))}")
-        if not 1 <= gamma <= MAX_GAMMA:
-            raise ValueError(f"gamma is {gamma}; expected 1 to {MAX_GAMMA} draft tokens a step")
-        if verify not in VERIFIERS:
-            raise ValueError(f"verify is {verify!r}; expected one of {', '.join(VERIFIERS)}")
+        one_of("quantize", quantize, get_args(Quantize))
         self.gamma, self.verify = gamma, verify
+        if n_threads is not None:
+            whole("n_threads", n_threads, 1, available_threads())
         path = None
         if isinstance(target, Transformer):
             self.target = target
@@ -86,13 +85,35 @@ class SpeculativeDecoder:
         if self.draft and self.draft.n_positions < self.target.n_positions:
             self.draft = Transformer(self.draft.config, self.draft.weights, self.draft.n_threads, self.target.n_positions)
         self._is_warm = False
+        self._turn = threading.RLock()
         self._models = [model for model in (self.target, self.draft) if model]
         is_free = n_threads is None and not any(isinstance(model, Transformer) for model in (target, draft))
         self._most_threads = self.target.n_threads if is_free else 1  # to choose from
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (self.target, self.draft, self.tokenizer, self.gamma, self.verify)
+
+    @property
+    def gamma(self) -> int:
+        """Draft tokens a step."""
+        return self._gamma
+
+    @gamma.setter
+    def gamma(self, gamma: int) -> None:
+        self._gamma = whole("gamma", gamma, 1, MAX_GAMMA)
+
+    @property
+    def verify(self) -> Verify:
+        """What decides whether a proposal stands."""
+        return self._verify
+
+    @verify.setter
+    def verify(self, verify: Verify) -> None:
+        self._verify = one_of("verify", verify, cast(Collection[Verify], VERIFIERS))
+
     def encode(self, prompt: str) -> list[int]:
-        """The prompt's tokens, BOS first. Raises ValueError for one that the target's seq_len cannot hold."""
-        tokens = self.tokenizer.encode(prompt)
+        """The prompt's tokens, BOS first. Raises ValueError for one that the target's seq_len cannot hold or UTF-8 cannot say."""
+        tokens = self.tokenizer.encode(text("prompt", prompt))
         if len(tokens) > self.target.n_positions:
             raise ValueError(f"the prompt has {len(tokens)} tokens; the target's seq_len is {self.target.n_positions}")
         return tokens
@@ -110,29 +131,28 @@ class SpeculativeDecoder:
         """Steps as they come, the prefill first; ends at BOS, EOS, max_tokens or the target's seq_len.
 
         max_tokens: beyond the prompt; temperature, top_k, top_p, seed: see `Sampling`; on_draft hears of each proposal before the
-        target judges it. Raises ValueError for a value out of range, a prompt longer than the target's seq_len, or a target whose
-        logits are not finite. A model's cache holds one text: going on with a stream after another has begun on one of its
-        models raises RuntimeError.
+        target judges it. Several streams may take turns on one model, in one thread or several, and each says what it would say
+        alone; but a model's cache holds one text, so that a turn begins with running the other text's tokens anew. Raises
+        ValueError and TypeError for values that are none, ValueError for a prompt longer than the target's seq_len, a text that
+        the memory cannot hold and a target whose logits are not finite.
         """
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        tokens = self.encode(prompt)
+        self._check_memory(len(tokens) + whole("max_tokens", max_tokens, 0))
         if not self._is_warm:
             self.warm_up()
-        sampling = Sampling(temperature, top_k, top_p, seed)
         verifier = VERIFIERS[self.verify](self.target.config.vocab_size, sampling)
         drafter = ModelDrafter(self.draft, sampling, verifier.draft_noise) if self.draft else None
-        return self._alone(decode(self.target, drafter, verifier, self.encode(prompt), max_tokens, self.gamma, on_draft))
+        return decode(self.target, drafter, verifier, tokens, max_tokens, self.gamma, on_draft)
 
-    def _alone(self, steps: Iterator[Step]) -> Iterator[Step]:
-        """The steps, as long as no other stream has taken over a cache."""
-        caches = [model.cache for model in self._models]
-        for cache in caches:
-            cache.user = steps
-        while all(cache.user is steps for cache in caches):
-            try:
-                step = next(steps)
-            except StopIteration:
-                return
-            yield step
-        raise RuntimeError("another stream has begun on a model of this one; the model's cache holds its text now")
+    def _check_memory(self, n_tokens: int) -> None:
+        n_positions = min(n_tokens, self.target.n_positions)
+        needed = sum(text_memory(model.config, n_positions, model.n_threads) for model in self._models)
+        if needed > physical_memory_bytes():
+            raise ValueError(
+                f"a text of {n_positions} tokens needs {needed / 2**30:.1f} GiB beside the weights, more than this machine has; "
+                "ask for fewer (-n, max_tokens)"
+            )
 
     def generate(
         self,
@@ -143,12 +163,16 @@ class SpeculativeDecoder:
         top_p: float = 0.9,
         seed: int = 0,
     ) -> Generation:
-        """The whole text, prompt included, and its statistics; parameters and errors are those of `stream`."""
+        """The whole text, prompt included, and its statistics; parameters and errors are those of `stream`.
+
+        Threads that call it on one decoder wait for each other.
+        """
         tokens = self.encode(prompt)
         statistics = Statistics(n_prompt=len(tokens))
-        for step in self.stream(prompt, max_tokens, temperature, top_k, top_p, seed):
-            statistics.add(step)
-            tokens += step.tokens
+        with self._turn:
+            for step in self.stream(prompt, max_tokens, temperature, top_k, top_p, seed):
+                statistics.add(step)
+                tokens += step.tokens
         return Generation(self.tokenizer.decode(tokens), statistics)
 
     @property
@@ -163,10 +187,12 @@ class SpeculativeDecoder:
         Then choose the number of threads, unless it was given: the barriers of a pass cost a small model or a busy machine more
         than another thread gains, and a text is the same with any number.
         """
-        self._is_warm = True
-        self._seconds(2)
-        if self._most_threads > 1:
-            self._choose_threads()
+        with self._turn:
+            if not self._is_warm:
+                self._is_warm = True
+                self._seconds(2)
+                if self._most_threads > 1:
+                    self._choose_threads()
 
     def _seconds(self, max_tokens: int) -> float:
         """What that many tokens take."""
@@ -188,8 +214,15 @@ class SpeculativeDecoder:
             model.n_threads = n
 
 
+def _rebuilt(
+    target: Transformer, draft: Transformer | None, tokenizer: Tokenizer, gamma: int, verify: Verify
+) -> SpeculativeDecoder:
+    """A decoder from its pickled parts."""
+    return SpeculativeDecoder(target, draft, tokenizer, gamma=gamma, verify=verify)
+
+
 def _transformer(checkpoint: Checkpoint, n_threads: int | None, n_positions: int | None, int8: bool) -> Transformer:
-    weights = pack_weights(checkpoint.config, checkpoint.tensors, int8, checkpoint.release)
+    weights = pack_weights(checkpoint.config, checkpoint.tensors, int8)
     return Transformer(checkpoint.config, weights, n_threads, n_positions)
 
 

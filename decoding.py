@@ -21,6 +21,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from . import kernels
+from .checks import real, whole
 from .kernels import Float32, Transformer
 from .tokenizer import BOS, EOS
 
@@ -36,7 +37,7 @@ class Sampling:
     """How a token is drawn: temperature, then softmax, then top_k, then the smallest set whose mass exceeds top_p.
 
     temperature 0 is greedy; top_k 0 and top_p 0 or 1 are off; seed is 0 to 2^63 - 1.
-    Raises ValueError for a value out of range.
+    Raises ValueError for a value out of range, TypeError for what is no number.
     """
 
     temperature: float = 1.0
@@ -45,14 +46,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ValueError(f"temperature is {self.temperature}; expected 0 (greedy) or a positive number")
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}; expected 0 (off) or a positive number")
-        if not 0 <= self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; expected a number from 0 to 1 (0 and 1: off)")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed is {self.seed}; expected 0 to 2^63 - 1")
+        real("temperature", self.temperature, math.inf, "0 (greedy) or a positive number")
+        whole("top_k", self.top_k, 0)
+        real("top_p", self.top_p, 1, "a number from 0 to 1 (0 and 1: off)")
+        whole("seed", self.seed, 0, 2**63 - 1)
 
 
 @dataclass(frozen=True)
@@ -123,7 +120,7 @@ class Sampler:
     def __init__(self, vocab_size: int, sampling: Sampling) -> None:
         self.vocab_size, self.sampling = vocab_size, sampling
         self._keys = np.empty(vocab_size, np.uint64)
-        self._top_k = min(sampling.top_k, vocab_size)  # a compiled function takes no larger integer
+        self._top_k = min(int(sampling.top_k), vocab_size)  # a compiled function takes no larger integer
 
     def new_probs(self) -> Float32:
         """Room for one row of probabilities, (1, V padded)."""
@@ -153,14 +150,8 @@ class Draft:
 class Drafter(Protocol):
     """Whatever proposes tokens. A proposal may be shorter than asked for, and empty."""
 
-    def prefill(self, tokens: list[int]) -> None:
-        """Get ready to continue tokens."""
-
     def propose(self, tokens: list[int], n: int) -> Draft:
-        """Up to n tokens that may follow tokens."""
-
-    def rollback(self, length: int) -> None:
-        """Forget what was seen from that position on: proposals that did not stand."""
+        """Up to n tokens that may follow tokens; none for n = 0, which only gets ready."""
 
 
 class ModelDrafter:
@@ -171,28 +162,22 @@ class ModelDrafter:
         self._sampler = Sampler(model.config.vocab_size, sampling)
         self._probs: list[Float32] = []
 
-    def prefill(self, tokens: list[int]) -> None:
-        self._model.cache.rollback(0)
-        self._model.forward(tokens[:-1], n_logits=0)
-
     def propose(self, tokens: list[int], n: int) -> Draft:
-        drafted: list[int] = []
+        text = [*tokens]
         while len(self._probs) < n:
             self._probs.append(self._sampler.new_probs())
-        pending = tokens[self._model.cache.length :]
-        for i in range(n):
-            logits = self._model.forward(pending)
-            token = self._sampler.draw(self._probs[i], logits[0], self._stream, len(tokens) + i)
-            if token < 0:
-                break
-            drafted.append(token)
-            pending = [token]
-            if token in END_MARKS:
-                break
-        return Draft(drafted, self._probs[: len(drafted)])
-
-    def rollback(self, length: int) -> None:
-        self._model.cache.rollback(length)
+        with self._model.lock:
+            if n == 0:
+                self._model.forward(text[:-1], n_logits=0)
+            for i in range(n):
+                logits = self._model.forward(text)
+                token = self._sampler.draw(self._probs[i], logits[0], self._stream, len(text))
+                if token < 0:
+                    break
+                text.append(token)
+                if token in END_MARKS:
+                    break
+        return Draft(text[len(tokens) :], self._probs[: len(text) - len(tokens)])
 
 
 class Verifier(Protocol):
@@ -268,19 +253,17 @@ def decode(
 ) -> Iterator[Step]:
     """Continue the prompt by up to max_tokens tokens; the first step is the prefill.
 
-    gamma: proposals a step; on_draft is told of each proposal before the target sees it. The target's cache always holds all
-    tokens but the last, so that a step runs `tokens[cache.length:]` and the proposals. Raises ValueError where the target's
-    logits are not finite.
+    gamma: proposals a step; on_draft is told of each proposal before the target sees it. A step runs what the target's cache does
+    not hold: the last token and the proposals. Raises ValueError where the target's logits are not finite.
     """
     begin = time.perf_counter()
     tokens = list(prompt)
     # The last token is never run, so a text may have one token more than the target has positions.
     limit = min(len(prompt) + max_tokens, target.n_positions + 1)
     stop: StopReason | None = "max_tokens" if max_tokens <= 0 else None
-    target.cache.rollback(0)
     target.forward(tokens[:-1], n_logits=0)
     if drafter:
-        drafter.prefill(tokens)
+        drafter.propose(tokens, 0)
     yield Step([], [], 0, time.perf_counter() - begin, 0.0, is_prefill=True, stop_reason=stop)
     while stop is None:
         begin = time.perf_counter()
@@ -289,14 +272,12 @@ def decode(
         if on_draft:
             on_draft(draft.tokens)
         resumed = time.perf_counter()
-        logits = target.forward(tokens[target.cache.length :] + draft.tokens, n_logits=len(draft.tokens) + 1)
-        new, n_accepted = verify(logits, draft, verifier, len(tokens))
+        with target.lock:
+            logits = target.forward(tokens + draft.tokens, n_logits=len(draft.tokens) + 1)
+            new, n_accepted = verify(logits, draft, verifier, len(tokens))
         if new[-1] in END_MARKS:
             stop = "bos" if new.pop() == BOS else "eos"
         tokens += new
-        target.cache.rollback(len(tokens) - 1)
-        if drafter:
-            drafter.rollback(len(tokens) - 1)
         if stop is None and len(tokens) == limit:
             stop = "seq_len" if limit > target.n_positions else "max_tokens"
         seconds = time.perf_counter() - resumed + drafted - begin

@@ -17,6 +17,8 @@ RESTORE = "restore it with 'git checkout models' or by installing again"
 
 def find(name: str | os.PathLike[str], source: str = f"the stories models are at {HUB}") -> Path:
     """The file of that path, else of that name in models/. Raises CheckpointError, which tells the source."""
+    if not os.fspath(name):
+        raise CheckpointError("a name of no letters is no file; expected a path, or a name in models/")
     path = Path(name)
     found = _first([path, *(folder / path for folder in _folders())])
     if not found and not path.is_absolute():

@@ -1,7 +1,6 @@
 """The arithmetic: a llama2 forward pass over T tokens on CPU threads, and the sampling that reads its logits.
 
-Knows nothing of files, text or terminals. Every compiled function of the project lives here, because numba's cache watches
-only the file a function is defined in.
+Knows nothing of files, text or terminals.
 
 Two promises hold by construction, and the tests compare bits:
 
@@ -18,8 +17,11 @@ import ctypes
 import functools
 import math
 import mmap
+import operator
 import os
 import sys
+import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,11 +31,14 @@ import numba
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba import carray, cfunc, njit, prange, types
+from numba import carray, prange, types
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_jitable, register_model
 from numba.np.arrayobj import populate_array
+
+from .checks import whole
+from .machine.cache import callback, compiled, inlined, parallel
 
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
@@ -66,22 +71,9 @@ PREFETCH_BYTES = 8192
 SPINS = 200_000
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # likewise between regions, before libgomp starts: 2200 tok/s, else 75
+FIRST_POSITIONS = 256  # that a model has room for before its text grows
 ROLL_CALL_SLEEPS = 2_000  # of a microsecond or more each, before a thread is given up
 FOREVER = -1  # sleeps of a barrier
-
-
-def _can_cache() -> bool:
-    """Whether numba finds a folder for machine code that it may write: beside this file, the user's, or NUMBA_CACHE_DIR."""
-    try:
-        njit(cache=True)(_can_cache)
-    except RuntimeError:
-        return False
-    return True
-
-
-CACHE = _can_cache()  # without one, every run compiles
-compiled = njit(cache=CACHE, nogil=True, error_model="numpy")
-inlined = njit(inline="always", error_model="numpy")
 
 
 @register_jitable
@@ -179,8 +171,8 @@ absolute = _vector_op(1, lambda b, x: _llvm(b, "llvm.fabs.v16f32", _vec, x))
 round_half_away = _vector_op(1, lambda b, x: _llvm(b, "llvm.round.v16f32", _vec, x))
 rint = _vector_op(1, lambda b, x: _llvm(b, "llvm.rint.v16f32", _vec, x))
 exp2_of_integer = _vector_op(1, _exp2_of_integer)
-keep_if_positive = _vector_op(
-    2, lambda b, x, y: b.select(b.fcmp_ordered(">", y, ir.Constant(_vec, [0.0] * LANES)), x, ir.Constant(_vec, [0.0] * LANES))
+zero_unless_positive = _vector_op(  # x where y > 0 or y is NaN
+    2, lambda b, x, y: b.select(b.fcmp_unordered(">", y, ir.Constant(_vec, [0.0] * LANES)), x, ir.Constant(_vec, [0.0] * LANES))
 )
 swap_pairs = _vector_op(1, lambda b, x: _shuffle(b, x, [i ^ 1 for i in range(LANES)]))
 reduce_add = _reduce(lambda b, x, y: b.fadd(x, y))
@@ -579,6 +571,27 @@ class Weights(NamedTuple):
     def is_int8(self) -> bool:
         return bool(self.groups[0])
 
+    def checked(self, config: "Config") -> "Weights":
+        """These weights, in arrays that begin at cache lines. Raises ValueError where they are not of that config's shape."""
+        dim, layers = config.dim, config.n_layers
+        strips = {
+            "embedding": (config.vocab_size,), "wqkv": (config.dim, config.kv_dim, config.kv_dim), "wo": (dim,),
+            "w13": (config.hidden_dim, config.hidden_dim), "w2": (dim,), "wcls": (config.vocab_size,),
+        }  # fmt: skip
+        for name, parts in strips.items():
+            array, n = getattr(self, name), config.hidden_dim if name == "w2" else dim
+            group = int(self.groups[1 if name == "w2" else 0])
+            inner = (ceil_div(n, group), (1 + ceil_div(group, QUADS)) * PANEL_ROWS) if group else (n, PANEL_ROWS)
+            outer = (sum(ceil_div(rows, PANEL_ROWS) for rows in parts),)
+            expected = (*outer, *inner) if name in ("embedding", "wcls") else (layers, *outer, *inner)
+            if array.shape != expected or array.dtype != np.float32:
+                raise ValueError(f"{name} has the shape {array.shape}; the config needs {expected}, packed")
+        for name, expected in (("rms_att", (layers,)), ("rms_ffn", (layers,)), ("rms_final", ())):
+            if getattr(self, name).shape != (*expected, round_up(dim, PANEL_ROWS)):
+                raise ValueError(f"{name} has the shape {getattr(self, name).shape}; the config needs {(*expected, dim)}, packed")
+        moved = {id(array): aligned(array) for array in self}
+        return Weights(*(moved[id(array)] for array in self))
+
     @property
     def kind(self) -> str:
         return "int8" if self.is_int8 else "fp32"
@@ -594,7 +607,7 @@ class State(NamedTuple):
 
     tokens: Int64  # (T,)
     arrivals: Int64  # (1,): how many times a thread has arrived at a barrier of this pass
-    keys: Float32  # (L, G, S / LANES, K, LANES): panels of positions
+    keys: Float32  # (L, G, S / LANES, K, LANES): panels of positions, as many as there is room for
     values: Float32  # (L, G, panels of K, S, LANES)
     rope_cos: Float32  # (S, K + LANES): entry j belongs to row j % K of a head
     rope_sin: Float32  # (S, K + LANES), negative for the first row of a pair
@@ -668,11 +681,11 @@ weights_of = _unpacker(
 
 @compiled
 def exp(x):
-    """e^x of a vector, within 2 units in the last place; exactly 0 below -87, e^88 above 88.
+    """e^x of a vector, within 2 units in the last place; exactly 0 below -87, e^88 above 88; of NaN, NaN.
 
     x = n log 2 + r (Cody and Waite 1980), 2^n through the exponent field, e^r by its Taylor polynomial of degree 7.
     """
-    clamped = minimum(maximum(x, splat(-87.0)), splat(88.0))
+    clamped = minimum(splat(88.0), maximum(splat(-87.0), x))  # in this order a NaN stays one
     n = rint(mul(clamped, splat(1.4426950408889634)))
     r = fma(n, splat(-0.693145751953125), clamped)
     r = fma(n, splat(-1.4286068203094172e-06), r)
@@ -683,7 +696,7 @@ def exp(x):
     p = fma(p, r, splat(0.5))
     p = fma(p, r, splat(1.0))
     p = fma(p, r, splat(1.0))
-    return keep_if_positive(mul(p, exp2_of_integer(n)), add(x, splat(87.0)))
+    return zero_unless_positive(mul(p, exp2_of_integer(n)), add(x, splat(87.0)))
 
 
 @compiled
@@ -696,7 +709,9 @@ def rms_norm(out, x, weight, dim, n_tokens):
         for i in range(0, width, LANES):
             v = load(x, row + i)
             squares = fma(v, v, squares)
-        scale = splat(np.float32(1.0) / np.sqrt(reduce_add(squares) / np.float32(dim) + RMS_EPS))
+        total = reduce_add(squares)
+        # where the squares overflow, the row is NaN: 1 / infinity would make zeros of it, and logits of those
+        scale = splat(np.float32(1.0) / np.sqrt(total / np.float32(dim) + RMS_EPS) + np.float32(0.0) * total)
         for i in range(0, width, LANES):
             store(out, row + i, mul(load(weight, i), mul(load(x, row + i), scale)))
 
@@ -706,10 +721,10 @@ def quantize(codes, x, n, group, n_tokens):
     """Rows x[t, :n] as int8 (runq.c's rule): codes = round(x / scale), scale = max |x| / 127 of a group, halves away from 0.
 
     codes (T, words) holds for each group its scale, the correction -128 * sum of codes for weights that are stored as w + 128,
-    and the codes, 4 to a word, zeros after the last.
+    and the codes, 4 to a word, zeros after the last. A group that is not finite has NaN for its scale.
     """
     n_quads = ceil_div(group, QUADS)
-    minus, limit = splat(-1.0), splat(127.0)
+    lowest, limit = splat(-127.0), splat(127.0)
     for t in range(n_tokens):
         at = t * codes.shape[1]
         for start in range(0, n, group):
@@ -727,16 +742,16 @@ def quantize(codes, x, n, group, n_tokens):
             first = at + GROUP_HEAD
             for i in range(start, whole, LANES):
                 code = round_half_away(div(load(x, row + i), divisor))
-                code = maximum(minimum(code, limit), mul(limit, minus))
+                code = maximum(lowest, minimum(limit, code))  # in this order a NaN stays one
                 total = add(total, code)
                 store_bytes(codes, first * QUADS + i - start, code)
             total_of_group = reduce_add(total)
             for i in range(whole, start + n_quads * QUADS):
                 code = splat(x[t, i] if i < end else np.float32(0.0))
-                code = reduce_max(maximum(minimum(round_half_away(div(code, divisor)), limit), mul(limit, minus)))
+                code = reduce_max(maximum(lowest, minimum(limit, round_half_away(div(code, divisor)))))
                 total_of_group += code
                 store_byte(codes, first * QUADS + i - start, code)
-            codes[t, at - t * codes.shape[1]] = scale
+            codes[t, at - t * codes.shape[1]] = scale + np.float32(0.0) * total_of_group
             store_int(codes, (at + 1) * QUADS, np.float32(-128.0) * total_of_group)
             at += GROUP_HEAD + n_quads
 
@@ -804,10 +819,10 @@ PRODUCT = types.void(_words, _number, _words, _words, *[_number] * 7)  # the sig
 
 
 @functools.cache
-def multiplier(int8: bool, portable: bool) -> Any:
+def multiplier(int8: bool, portable: bool) -> int:
     """The compiled product for weights of a kind, reached by its address: a model compiles no other, and none of them twice."""
     function = (multiply_int8_portable if portable else multiply_int8) if int8 else multiply_fp32
-    return cfunc(PRODUCT, cache=CACHE, nogil=True, error_model="numpy")(function)
+    return callback(PRODUCT, function)
 
 
 @compiled
@@ -952,6 +967,7 @@ def embed(state, weights, n_tokens, dim, thread, n_threads):
     first, last = share(dim, thread, n_threads)
     for t in range(n_tokens):
         panel, row = divmod(state.tokens[t], PANEL_ROWS)
+        state.x[t, dim:] = 0.0  # what an earlier pass left there may be NaN
         for k in range(first, last):
             if group > 0:
                 place, i = divmod(k, group)
@@ -1096,14 +1112,57 @@ def run_phases(plan_pointer, thread):
 def entry_point() -> int:
     """The address of `run_phases`, compiled once: numba would compile it again into each of a parallel region's wrappers."""
     signature = types.void(types.CPointer(types.int64), types.int64)
-    return int(cfunc(signature, cache=CACHE, nogil=True, error_model="numpy")(run_phases).address)
+    return callback(signature, run_phases)
 
 
-@njit(parallel=True, cache=CACHE, nogil=True)
+@parallel
 def run_region(function, plan, n_threads):
     """function(plan, thread) on every thread: the one parallel region of a forward pass."""
     for i in prange(n_threads):
         call(function, (plan, np.int64(i)))
+
+
+@compiled
+def run_alone(function, plan):
+    """function(plan, 0) on this thread, which needs no threading layer."""
+    call(function, (plan, np.int64(0)))
+
+
+_one_region_at_a_time = threading.Lock()  # two would fight for the cores, and without OpenMP numba aborts the process
+_threads_are_gone = False  # in the child of a fork
+
+
+def _after_fork() -> None:
+    global _threads_are_gone, _one_region_at_a_time
+    _threads_are_gone = _threads_have_run
+    _one_region_at_a_time = threading.Lock()
+
+
+_threads_have_run = False
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def on_threads(region: Any, *args: Any) -> None:
+    """A parallel region, called with args, the last of them the number of threads. Raises RuntimeError in a forked process."""
+    global _threads_have_run
+    if _threads_are_gone:
+        raise RuntimeError(
+            "this process was forked from one that has run a model, and its threads are gone: "
+            "start processes with multiprocessing.get_context('spawn')"
+        )
+    with _one_region_at_a_time:
+        _threads_have_run = True
+        numba.set_num_threads(args[-1])
+        region(*args)
+
+
+def run_on_threads(function: int, plan: int, n_threads: int) -> None:
+    """function(plan, thread) on so many threads, this one among them."""
+    if n_threads == 1:
+        run_alone(function, plan)
+    else:
+        on_threads(run_region, function, plan, n_threads)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -1191,19 +1250,29 @@ def last_kept(keys, n, top_k, top_p):
 
 
 @compiled
+def rank_keys(keys, probs, n, cutoff):
+    """The `rank_key`s of the tokens whose probs[0, :n] reach the cutoff, in front of keys; how many there are."""
+    m = np.int64(0)  # a literal 0 would have the callers' other functions compiled twice
+    for token in range(n):
+        if probs[0, token] >= cutoff:
+            keys[m] = rank_key(probs[0, token], token)
+            m += 1
+    return m
+
+
+@compiled
 def probabilities(probs, logits, temperature, top_k, top_p, keys):
     """probs (1, V padded) from logits (V,): temperature, softmax, the top_k, of those the smallest set heavier than top_p.
 
     The mass that top_p speaks of is the softmax's. What is left is scaled to sum 1. Temperature 0 leaves the most likely
-    token alone; top_k 0 and a top_p of 0 or 1 keep every token. `keys` is scratch of V uint64. No probability is above 0 where
-    the largest logit is not finite.
+    token alone; top_k 0 and a top_p of 0 or 1 keep every token. `keys` is scratch of V uint64. All are NaN where a logit is, or
+    where the largest is not finite.
     """
     n = logits.size
     if temperature == 0.0:
-        probs[0] = 0.0
-        best = np.argmax(logits)
-        if np.isfinite(logits[best]):
-            probs[0, best] = 1.0
+        best = np.argmax(logits)  # a NaN is the largest to numpy
+        probs[0] = 0.0 if np.isfinite(logits[best]) else np.nan
+        probs[0, best] += 1.0
         return
     for token in range(n):
         probs[0, token] = logits[token]
@@ -1214,11 +1283,10 @@ def probabilities(probs, logits, temperature, top_k, top_p, keys):
         return
     # n - 1 tokens below this would not weigh 1 - top_p together, so none of them is in the set (run.c does the same)
     cutoff = np.float32((1.0 - limit_p) / (n - 1)) if limit_p < np.inf and n > 1 else np.float32(0.0)
-    m = np.int64(0)  # a literal 0 would have the functions below compiled twice
-    for token in range(n):
-        if probs[0, token] >= cutoff:
-            keys[m] = rank_key(probs[0, token], token)
-            m += 1
+    m = rank_keys(keys, probs, n, cutoff)
+    if m == 0:  # unless all are below it: the most likely token is always in the set
+        cutoff = np.float32(0.0)
+        m = rank_keys(keys, probs, n, cutoff)
     end = last_kept(keys, m, limit_k, limit_p)
     total = 0.0
     for token in range(n):
@@ -1336,6 +1404,15 @@ class Config:
         return shapes if self.shared_classifier else shapes | {"wcls": (self.vocab_size, dim)}
 
 
+def aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The array, or a copy that begins at a cache line where it does not: one that was pickled, say."""
+    if array.ctypes.data % 64 == 0 or array.dtype != np.float32:
+        return array
+    copy = zeros(*array.shape)
+    copy[...] = array
+    return copy
+
+
 def zeros(*shape: int) -> Float32:
     """A float32 array of zeros that begins at a cache line, as a tile's loads need."""
     n_bytes = math.prod(shape) * 4
@@ -1356,7 +1433,7 @@ def lazy_zeros(*shape: int) -> Float32:
     return np.frombuffer(buffer, np.float32).reshape(shape)
 
 
-@njit(parallel=True, cache=CACHE, nogil=True)
+@parallel
 def fill_panels(panels, first, step, matrix, n_threads):
     """panels[first + step i, k, r] = matrix[R i + r, k]: matrix (rows, k) into every step-th of panels (P, k, R)."""
     rows, n = matrix.shape
@@ -1374,7 +1451,7 @@ def pack_matrix(panels: Float32, matrix: Float32, first: int = 0, step: int = 1)
     """Fill every step-th of panels (P, k, R) from a matrix (rows, k); the rows that pad the last one stay zero."""
     source = matrix.view()
     source.flags.writeable = False  # as a mapped file is: one type, one compilation
-    fill_panels(panels, first, step, source, numba.get_num_threads())
+    on_threads(fill_panels, panels, first, step, source, available_threads())
 
 
 def _rope_tables(head_dim: int, n_positions: int) -> tuple[Float32, Float32]:
@@ -1387,14 +1464,17 @@ def _rope_tables(head_dim: int, n_positions: int) -> tuple[Float32, Float32]:
     return cos, sin
 
 
-def memory_bytes(config: Config, weight_bytes: float = 4.0) -> int:
-    """About what the packed weights, of so many bytes each, and a state of seq_len positions take."""
+def weight_memory(config: Config, weight_bytes: float = 4.0) -> int:
+    """Bytes that the packed weights take, of so many bytes each."""
+    return int(sum(math.prod(shape) for shape in config.shapes().values()) * weight_bytes)
+
+
+def text_memory(config: Config, n_positions: int, n_threads: int) -> int:
+    """About what a text of that many positions takes: the KV cache and all else that grows with it."""
     head_dim, groups = config.head_dim, config.n_layers * config.n_kv_heads
     cache = groups * (head_dim + round_up(head_dim, LANES))
     tables = 3 * (head_dim + LANES) + 4 * head_dim  # and what computing them takes for a moment
-    scores = available_threads() * TILE_TOKENS
-    n_weights = sum(math.prod(shape) for shape in config.shapes().values())
-    return int(n_weights * weight_bytes + 4 * config.seq_len * (cache + tables + scores))
+    return int(4 * n_positions * (cache + tables + n_threads * TILE_TOKENS))
 
 
 def physical_memory_bytes() -> float:
@@ -1410,7 +1490,7 @@ def new_state(config: Config, weights: Weights, n_positions: int, n_threads: int
     head_panels = ceil_div(head_dim, LANES)
     lengths = zip((config.dim, config.hidden_dim), weights.groups.tolist(), strict=True)
     code_words = max(ceil_div(n, group) * (GROUP_HEAD + ceil_div(group, QUADS)) if group else 1 for n, group in lengths)
-    cos, sin = _rope_tables(head_dim, n_positions)
+    cos, sin = _rope_tables(head_dim, positions)
     return State(
         tokens=np.zeros(MAX_TOKENS, np.int64),
         arrivals=np.zeros(1, np.int64),
@@ -1431,83 +1511,129 @@ def new_state(config: Config, weights: Weights, n_positions: int, n_threads: int
     )
 
 
-class KVCache:
-    """How many positions of a model's cache hold the tokens it ran: it always runs `tokens[cache.length:]` next.
-
-    user: whose tokens they are, so that somebody else can tell.
-    """
-
-    def __init__(self) -> None:
-        self.length = 0
-        self.user: object = None
-
-    def rollback(self, length: int) -> None:
-        """Forget the positions from `length` on, where there are any."""
-        self.length = min(self.length, length)
-
-
 class Transformer:
-    """A llama2 model on CPU threads.
+    """A llama2 model on CPU threads, with the KV cache of the text that it ran last.
 
-    weights: packed (`packing.pack_weights`); n_threads: all cores by default; n_positions: how far a story may go, by default
-    seq_len. Beyond its own seq_len a model sees a sliding window of that many positions. Raises ValueError for n_threads that
-    the machine does not give, MemoryError where the cache does not fit.
+    weights: packed (`packing.pack_weights`); n_threads: all cores by default; n_positions: how far a text may go, by default
+    seq_len. Buffers grow with the text. Beyond its own seq_len a model sees a sliding window of that many positions.
+
+    Whatever runs, the logits are those of the tokens that were asked for: the cache knows which tokens it holds. Threads may
+    share a model; `lock` is for whoever reads logits that another's pass must not overwrite. A model can be pickled and copied.
+
+    Raises ValueError for weights of another shape than the config's, for n_threads that the machine does not give and for
+    n_positions below 1.
     """
 
     def __init__(self, config: Config, weights: Weights, n_threads: int | None = None, n_positions: int | None = None) -> None:
-        self.config, self.weights = config, weights
-        self.n_threads = available_threads() if n_threads is None else n_threads
-        if not 1 <= self.n_threads <= available_threads():
-            raise ValueError(f"{n_threads} threads; expected 1 to {available_threads()} on this machine")
-        self.n_positions = n_positions or config.seq_len
+        self._config, self._weights = config, weights.checked(config)
+        self._most_threads = available_threads()
+        self.n_threads = self._most_threads if n_threads is None else n_threads
+        self._most_threads = self.n_threads
+        self._n_positions = config.seq_len if n_positions is None else whole("n_positions", n_positions, 1)
         self.portable = FORCE_PORTABLE  # int8 products without the CPU's own instruction for them; the same bits
-        self.state = new_state(config, weights, self.n_positions, self.n_threads)
-        self.cache = KVCache()
-        self._plan = new_plan(self.state, weights)
-        self._plan_address = self._plan.ctypes.data
+        self.lock = threading.RLock()
+        self._held: list[int] = []  # the tokens whose keys and values the cache holds
+        self._capacity = 0
+        self._state: State
+        self._reserve(min(self._n_positions, FIRST_POSITIONS))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Transformer, (self._config, self._weights, self._most_threads, self._n_positions)
+
+    @property
+    def config(self) -> Config:
+        return self._config
+
+    @property
+    def weights(self) -> Weights:
+        return self._weights
+
+    @property
+    def n_positions(self) -> int:
+        return self._n_positions
+
+    @property
+    def n_threads(self) -> int:
+        """How many threads a pass takes: at most as many as the model was made for. Changes the speed alone."""
+        return self._n_threads
+
+    @n_threads.setter
+    def n_threads(self, n: int) -> None:
+        self._n_threads = whole("n_threads", n, 1, self._most_threads)
+
+    @property
+    def n_held(self) -> int:
+        """How many tokens of the last text the cache holds."""
+        return len(self._held)
 
     @functools.cached_property
     def _one_region(self) -> bool:
         """Whether barriers inside one parallel region are safe: TBB may run its tasks one after another, and limits from
         outside (OMP_THREAD_LIMIT) may leave fewer threads than asked for. A roll call of the threads tells."""
-        self._run(0, 0)
-        everyone = self.n_threads + self.n_threads**2
-        return bool(numba.threading_layer() != "tbb" and self.state.arrivals[0] == everyone)
+        self._run(0, 0, self._most_threads)
+        everyone = self._most_threads + self._most_threads**2
+        return bool(self._most_threads == 1 or numba.threading_layer() != "tbb") and bool(self._state.arrivals[0] == everyone)
 
-    def _run(self, first: int, last: int, n_tokens: int = 0, n_logits: int = 0) -> None:
-        """Phases first to last over state.tokens[:n_tokens] at the end of the cache."""
-        self.state.arrivals[0] = 0
+    def _run(self, first: int, last: int, n_threads: int, n_tokens: int = 0, pos: int = 0, n_logits: int = 0) -> None:
+        """Phases first to last over state.tokens[:n_tokens], the first of them at pos."""
+        self._state.arrivals[0] = 0
         self._plan[:N_NUMBERS] = (
-            first, last, n_tokens, self.cache.length, n_logits, self.config.seq_len, self.config.dim, self.config.hidden_dim,
-            self.n_threads, multiplier(self.weights.is_int8, self.portable).address,
+            first, last, n_tokens, pos, n_logits, self._config.seq_len, self._config.dim, self._config.hidden_dim,
+            n_threads, multiplier(self._weights.is_int8, bool(self.portable)),
         )  # fmt: skip
-        numba.set_num_threads(self.n_threads)
-        run_region(entry_point(), self._plan_address, self.n_threads)
+        run_on_threads(entry_point(), self._plan_address, n_threads)
 
-    def forward(self, tokens: list[int], n_logits: int = 1) -> Float32:
-        """Run tokens at the positions from cache.length on; logits (n_logits, V) of the last ones, valid until the next call.
+    def _reserve(self, n_positions: int) -> None:
+        """Room for a text of that many positions, twice as much as there was if that is not enough."""
+        if n_positions <= self._capacity:
+            return
+        most = min(max(n_positions, 2 * self._capacity), self._n_positions)
+        state = new_state(self._config, self._weights, most, self._most_threads)
+        if self._held:
+            state.keys[:, :, : self._capacity // LANES] = self._state.keys
+            state.values[:, :, :, : self._capacity] = self._state.values
+        self._state, self._capacity = state, state.values.shape[3]
+        self._plan = new_plan(state, self._weights)
+        self._plan_address = self._plan.ctypes.data
 
-        Prompts longer than MAX_TOKENS go in blocks. Raises ValueError for n_logits > MAX_TOKENS or more than the tokens, a token
-        out of range, or tokens beyond n_positions.
+    def forward(self, tokens: Sequence[int], n_logits: int = 1) -> Float32:
+        """Logits (n_logits, V) at the last of the tokens of a text, valid until the next call; runs what the cache does not hold.
+
+        Raises ValueError for n_logits beyond the tokens or MAX_TOKENS, a token out of range or more tokens than n_positions,
+        TypeError for tokens that are no whole numbers, MemoryError where the cache cannot grow.
         """
-        if n_logits > min(len(tokens), MAX_TOKENS):
-            raise ValueError(f"{n_logits} logits asked for; the tokens are {len(tokens)}, and a pass holds {MAX_TOKENS}")
-        if self.cache.length + len(tokens) > self.n_positions:
-            raise ValueError(f"{len(tokens)} tokens do not fit after {self.cache.length} of {self.n_positions} positions")
-        if tokens and not 0 <= min(tokens) <= max(tokens) < self.config.vocab_size:
-            raise ValueError(f"token out of range 0..{self.config.vocab_size - 1}")
-        n_phases = 5 * self.config.n_layers + 1
-        start = 0
-        while start < len(tokens):
-            # the last block is a full one where there are several, so that it holds all n_logits tokens
-            end = start + ((len(tokens) - start) % MAX_TOKENS or MAX_TOKENS)
-            self.state.tokens[: end - start] = tokens[start:end]
-            phases = n_phases + (n_logits > 0 and end == len(tokens))
-            for first, last in [(0, phases)] if self._one_region else [(i, i + 1) for i in range(phases)]:
-                self._run(first, last, end - start, n_logits)
-            self.cache.length += end - start
-            start = end
-        return self.state.logits[:n_logits, : self.config.vocab_size]
+        tokens = tokens if isinstance(tokens, list) else list(tokens)
+        n = len(tokens)
+        if not 0 <= n_logits <= min(n, MAX_TOKENS):
+            raise ValueError(f"{n_logits} logits asked for; the tokens are {n}, and a pass gives 0 to {MAX_TOKENS}")
+        if n > self._n_positions:
+            raise ValueError(f"{n} tokens do not fit {self._n_positions} positions")
+        with self.lock:
+            start = self._n_common(tokens, n - n_logits)
+            new = [operator.index(token) for token in tokens[start:]]
+            if new and not 0 <= min(new) <= max(new) < self._config.vocab_size:
+                raise ValueError(f"token out of range 0..{self._config.vocab_size - 1}")
+            self._reserve(n)
+            del self._held[start:]
+            n_phases, n_threads = 5 * self._config.n_layers + 1, self._n_threads
+            while new:
+                # the last block is a full one where there are several, so that it holds all n_logits tokens
+                block = new[: len(new) % MAX_TOKENS or MAX_TOKENS]
+                del new[: len(block)]
+                self._state.tokens[: len(block)] = block
+                phases = n_phases + (n_logits > 0 and not new)
+                for first, last in [(0, phases)] if self._one_region else [(i, i + 1) for i in range(phases)]:
+                    self._run(first, last, n_threads, len(block), len(self._held), n_logits)
+                self._held += block
+            return self._state.logits[:n_logits, : self._config.vocab_size]
+
+    def _n_common(self, tokens: list[int], limit: int) -> int:
+        """How many tokens, at most limit, the cache holds of a text."""
+        n = min(len(self._held), limit)
+        held = self._held if n == len(self._held) else self._held[:n]
+        if held == tokens[:n]:
+            return n
+        return next(i for i in range(n) if held[i] != tokens[i])
 
 
 def available_threads() -> int:
@@ -1515,7 +1641,7 @@ def available_threads() -> int:
     return int(numba.config.NUMBA_NUM_THREADS)
 
 
-@njit(parallel=True, cache=CACHE, nogil=True)
+@parallel
 def read_all(sums, array, n_threads):
     """sums[thread] = the sum of 0 x over that thread's share of the array (n,): NaN if and only if it holds NaN or infinity."""
     zero = np.float32(0.0)
@@ -1532,10 +1658,10 @@ def read_all(sums, array, n_threads):
         sums[i] = total
 
 
-def all_finite(array: Float32) -> bool:
+def all_finite(array: Float32, n_threads: int | None = None) -> bool:
     """Whether no element of a C-contiguous array is NaN or infinite, at the speed of memory."""
     flat = array.reshape(-1)
     flat.flags.writeable = False  # as a mapped file is: one type, one compilation
-    sums = zeros(numba.get_num_threads())
-    read_all(sums, flat, sums.size)
+    sums = zeros(n_threads or available_threads())
+    on_threads(read_all, sums, flat, sums.size)
     return not np.isnan(sums).any()

@@ -5,7 +5,7 @@ Symmetric int8 as llama2.c's export.py has it: scale = max |w| / 127 over a grou
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,26 +20,31 @@ BLOCK_PANELS = 16  # packed at a time, so that what lies between two layouts sta
 class Int8Matrix(NamedTuple):
     """values (rows, k); scales, one for each run of as many values, in memory order: a run may cross rows."""
 
-    values: Int8
-    scales: Float32
+    values: Any
+    scales: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.values.shape
+        return tuple(self.values.shape)
+
+    @property
+    def group(self) -> int:
+        """How many values share a scale."""
+        return math.prod(self.shape) // int(self.scales.shape[0])
 
 
 Tensors = Mapping[str, Any]  # by the names of `Config.shapes`; a matrix of int8 is an Int8Matrix, or a list of them by layer
 
 
-def pack_weights(config: Config, tensors: Tensors, int8: bool = False, done: Callable[[], object] = lambda: None) -> Weights:
+def pack_weights(config: Config, tensors: Tensors, int8: bool = False) -> Weights:
     """The tensors in the kernels' layout; w1 and w3 take turns, panel by panel.
 
     tensors: by the names and in the shapes of `config.shapes()`, float32, or int8 as `Tensors` says; int8: quantize the matrices
-    among float32 ones. done is called after each matrix: a mapped file may leave the memory again.
+    among float32 ones. Tensors may lie in a file: they are indexed by layer, then by a slice of rows, a block at a time.
     """
     t = tensors
     embedded = t["tok_emb"]
-    file_group = embedded.values.size // embedded.scales.size if isinstance(embedded, Int8Matrix) else 0
+    file_group = embedded.group if isinstance(embedded, Int8Matrix) else 0
     dim_group, hidden_group = groups(config, file_group, int8)
     layers = range(config.n_layers)
 
@@ -50,21 +55,18 @@ def pack_weights(config: Config, tensors: Tensors, int8: bool = False, done: Cal
         for layer in layers:
             for name, end, size in zip(names, itertools.accumulate(sizes), sizes, strict=True):
                 _pack(packed[layer], t[name][layer], group, end - size)
-                done()
         return packed
 
     def table(name: str) -> Float32:
         """Panels (P, ...) of the embedding or the classifier."""
         packed = _new_panels(config.dim, dim_group, _panels_of(config.vocab_size))
         _pack(packed, t[name], dim_group)
-        done()
         return packed
 
     gates = _new_panels(config.dim, dim_group, config.n_layers, 2 * _panels_of(config.hidden_dim))
     for layer in layers:
         for first, name in enumerate(("w1", "w3")):
             _pack(gates[layer], t[name][layer], dim_group, first, 2)
-            done()
     embedding = table("tok_emb")
     return Weights(
         embedding=embedding,
@@ -154,22 +156,22 @@ def _new_panels(n: int, group: int, *shape: int) -> Float32:
 
 def _pack(panels: Float32, matrix: Any, group: int, first: int = 0, step: int = 1) -> None:
     """Fill every step-th of panels (P, ...) from a matrix (rows, k); what pads rows and groups weighs nothing."""
-    if group == 0:
-        pack_matrix(panels, matrix, first, step)
-        return
-    panels = panels[first::step][: _panels_of(matrix.shape[0])]
-    for block in _blocks(len(panels)):
+    n_panels = _panels_of(matrix.shape[0])
+    scales = matrix.scales[:] if isinstance(matrix, Int8Matrix) else None
+    for block in _blocks(n_panels):
         rows = slice(block.start * PANEL_ROWS, min(block.stop * PANEL_ROWS, matrix.shape[0]))
-        quantized = _split(matrix, rows, group) if isinstance(matrix, Int8Matrix) else quantize_rows(matrix[rows], group)
-        _pack_int8(panels[block], *quantized)
+        if group == 0:
+            pack_matrix(panels, matrix[rows], first + step * block.start, step)
+            continue
+        quantized = quantize_rows(matrix[rows], group) if scales is None else _split(matrix, scales, rows, group)
+        _pack_int8(panels[first::step][block], *quantized)
 
 
-def _split(matrix: Int8Matrix, rows: slice, group: int) -> tuple[Int8, Float32]:
+def _split(matrix: Int8Matrix, scales: Float32, rows: slice, group: int) -> tuple[Int8, Float32]:
     """Rows of a file's matrix as `quantize_rows` gives them, in groups that divide the file's."""
     n = matrix.shape[1]
-    size = matrix.values.size // matrix.scales.size
     first_values = np.arange(rows.start, rows.stop)[:, None] * n + np.arange(0, n, group)
-    return matrix.values[rows].reshape(len(first_values), -1, group), matrix.scales[first_values // size]
+    return matrix.values[rows].reshape(len(first_values), -1, group), scales[first_values // matrix.group]
 
 
 def _pack_int8(panels: Float32, values: Int8, scales: Float32) -> None:
@@ -185,8 +187,9 @@ def _pack_int8(panels: Float32, values: Int8, scales: Float32) -> None:
     words[:, :, 1:] = codes.view(np.uint32).reshape(-1, PANEL_ROWS, n_groups, n_quads).transpose(0, 2, 3, 1)
 
 
-def _pad_rows(rows: Float32) -> Float32:
-    """rows (..., D) with zeros up to whole panels."""
+def _pad_rows(tensor: Any) -> Float32:
+    """A tensor (..., D) with zeros up to whole panels."""
+    rows: Float32 = tensor[:]
     padded_rows = zeros(*rows.shape[:-1], round_up(rows.shape[-1], PANEL_ROWS))
     padded_rows[..., : rows.shape[-1]] = rows
     return padded_rows

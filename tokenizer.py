@@ -13,6 +13,9 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
+from . import checks
+from .checks import whole
+
 BOS, EOS = 1, 2
 FIRST_BYTE = 3  # id of <0x00>
 _BYTE_PIECE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
@@ -37,7 +40,8 @@ class Tokenizer:
         return len(self.pieces)
 
     def encode(self, text: str) -> list[int]:
-        """BOS and the ids of the text. Raises UnicodeEncodeError for lone surrogates."""
+        """BOS and the ids of the text. Raises TypeError for what is no string, ValueError for half a character."""
+        text = checks.text("the text", text)
         return [BOS, *self._merge(self._characters(" " + text))] if text else [BOS]
 
     def _characters(self, text: str) -> list[int]:
@@ -92,7 +96,8 @@ class TextStream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        """The text that this token completes. BOS and EOS are marks, not text."""
+        """The text that this token completes. BOS and EOS are marks, not text. Raises ValueError for a token out of range."""
+        whole("a token", token, 0, self._tokenizer.vocab_size - 1)
         after_bos, self._previous = self._previous == BOS, token
         if token in (BOS, EOS):
             return ""

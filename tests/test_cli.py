@@ -35,6 +35,7 @@ from tests.checkpoints import (
     random_tensors,
     small_pieces,
     sound_bytes,
+    tensors_of,
     tokenizer_bytes,
     tokenizer_damages,
     write_checkpoint,
@@ -328,7 +329,7 @@ def test_what_is_int8_is_told_and_an_fp32_target_keeps_its_text(run: Run, pair: 
 
 def test_version_2_files_are_target_and_draft_as_they_are(run: Run, pair: Pair, tmp_path: Path) -> None:
     checkpoint = load_checkpoint(pair.target)
-    path = write_int8_checkpoint(tmp_path / "int8.bin", checkpoint.config, checkpoint.tensors, 32)
+    path = write_int8_checkpoint(tmp_path / "int8.bin", checkpoint.config, tensors_of(checkpoint), 32)
     alone = from_json(run("-m", path, "-z", pair.tokenizer, "-i", PROMPT, "-s", 5, "-n", 100, "--json", "--quantize", "none"))
     assert alone["settings"]["weights"] == "target int8"
     for draft in (path, pair.draft):

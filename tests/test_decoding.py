@@ -1,6 +1,7 @@
 """The loop: the text is the target's own, the distribution is the target's, and the caches hold what they should."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -73,14 +74,8 @@ class HostileDrafter:
         self.wrong = wrong
         self.lengths = itertools.cycle((3, 0, 1, 7))
 
-    def prefill(self, tokens):
-        pass
-
     def propose(self, tokens, n):
         return Draft([self.wrong] * min(n, next(self.lengths)), [])
-
-    def rollback(self, length):
-        pass
 
 
 def test_a_hostile_drafter_changes_nothing():
@@ -125,15 +120,14 @@ def test_after_every_step_the_cache_holds_all_tokens_but_the_last(verify, sampli
         if step.stop_reason in ("bos", "eos"):
             break
         n = len(tokens) - 1
-        assert target.cache.length == n
-        assert n - 1 <= draft.cache.length <= n  # one behind after a step whose proposals all stood
-        fresh.cache.rollback(0)
+        assert target._held[:n] == tokens[:n]
+        assert draft._held[: n - 1] == tokens[: n - 1]  # one behind after a step whose proposals all stood
         fresh.forward(tokens[:-1], 0)
         panels = -(-n // 16)
-        keys = target.state.keys[:, :, :panels].swapaxes(3, 4).reshape(3, 1, -1, 8)[:, :, :n]
-        fresh_keys = fresh.state.keys[:, :, :panels].swapaxes(3, 4).reshape(3, 1, -1, 8)[:, :, :n]
+        keys = target._state.keys[:, :, :panels].swapaxes(3, 4).reshape(3, 1, -1, 8)[:, :, :n]
+        fresh_keys = fresh._state.keys[:, :, :panels].swapaxes(3, 4).reshape(3, 1, -1, 8)[:, :, :n]
         np.testing.assert_array_equal(keys, fresh_keys)
-        np.testing.assert_array_equal(target.state.values[:, :, :, :n], fresh.state.values[:, :, :, :n])
+        np.testing.assert_array_equal(target._state.values[:, :, :, :n], fresh._state.values[:, :, :, :n])
 
 
 def sequences(target, draft, sampling_of, verify, n_runs, length):
@@ -341,26 +335,55 @@ def test_a_consumer_that_stops_early_leaves_a_decoder_that_works(pair):
     assert decoder.generate("ab", 30, seed=4).text == expected
 
 
-def test_going_on_with_a_stream_after_another_has_begun_is_refused(pair):
-    decoder = SpeculativeDecoder(pair.target, pair.draft)
-    first = decoder.stream("Once", 40, seed=1)
-    begun = [next(first), next(first)]
-    second = list(decoder.stream("Then", 40, seed=2))
-    with pytest.raises(RuntimeError, match="another stream"):
-        next(first)
-    assert begun[1].tokens
-    assert second[-1].stop_reason is not None
+def taking_turns(*streams):
+    """The tokens of each stream, one step of each at a time."""
+    texts = [[] for _ in streams]
+    for steps in itertools.zip_longest(*streams):
+        for text, step in zip(texts, steps, strict=True):
+            text += step.tokens if step else []
+    return texts
 
 
-def test_so_it_is_refused_where_another_decoder_has_used_one_of_its_models(pair):
+@pytest.mark.parametrize("verify", VERIFIERS)
+def test_streams_that_take_turns_on_one_decoder_each_say_what_they_would_alone(pair, verify):
+    decoder = SpeculativeDecoder(pair.target, pair.draft, verify=verify)
+    requests = [("Once", 40, 1.0, 0, 0.9, 1), ("Then", 60, 0.0, 0, 0.9, 2), ("Once", 30, 1.0, 0, 0.9, 3)]
+    alone = [[token for step in decoder.stream(*request) for token in step.tokens] for request in requests]
+    assert taking_turns(*(decoder.stream(*request) for request in requests)) == alone
+
+
+def test_so_do_streams_of_several_decoders_that_share_a_model(pair):
     decoder = SpeculativeDecoder(pair.target, pair.draft)
     for model in (decoder.target, decoder.draft):
         other = SpeculativeDecoder(model, None, decoder.tokenizer)
-        first = decoder.stream("Once", 40, seed=1)
-        next(first)
-        next(other.stream("Then", 40, seed=2))
-        with pytest.raises(RuntimeError, match="another stream"):
-            next(first)
+        pairs = [(decoder, "Once"), (other, "Then")]
+        alone = [[token for step in d.stream(prompt, 40, seed=1) for token in step.tokens] for d, prompt in pairs]
+        assert taking_turns(*(d.stream(prompt, 40, seed=1) for d, prompt in pairs)) == alone
+
+
+def test_threads_that_share_a_decoder_each_get_the_right_text(pair):
+    decoder = SpeculativeDecoder(pair.target, pair.draft)
+    swapped = SpeculativeDecoder(decoder.draft, decoder.target, decoder.tokenizer)  # its models in the other order
+    calls = [
+        lambda: decoder.generate("Lily", 50, seed=3).text,
+        lambda: decoder.generate("ab", 40, 0.7, seed=4).text,
+        lambda: "".join(str(step.tokens) for step in decoder.stream("Once", 40, seed=5)),
+        lambda: swapped.generate("Once", 28, seed=6).text,
+    ]
+    alone = [call() for call in calls]
+    with ThreadPoolExecutor(len(calls)) as pool:
+        for _ in range(6):
+            assert [future.result() for future in [pool.submit(call) for call in calls]] == alone
+
+
+def test_a_text_that_is_begun_while_another_is_judged_disturbs_neither(pair):
+    decoder = SpeculativeDecoder(pair.target, pair.draft)
+    alone, inner = [list(decoder.stream("Once", 30, seed=1)), decoder.generate("Then", 20, seed=2).text]
+    texts = []
+    steps = list(decoder.stream("Once", 30, seed=1, on_draft=lambda _: texts.append(decoder.generate("Then", 20, seed=2).text)))
+    assert [(step.tokens, step.draft_tokens) for step in steps] == [(step.tokens, step.draft_tokens) for step in alone]
+    assert len(texts) > 3
+    assert set(texts) == {inner}
 
 
 class Trial:
@@ -383,11 +406,10 @@ def test_threads_that_are_clearly_slower_are_left_out(pair, monkeypatch, alone, 
         decoder = SpeculativeDecoder(pair.target, draft)
         decoder._most_threads = 2  # whatever the machine has
         decoder._use_threads(2)
-        for _ in range(2):
-            trial.tried.clear()
-            decoder.warm_up()
-            assert {model.n_threads for model in decoder._models} == {expected}
-            assert set(trial.tried) == {1, 2}
+        trial.tried.clear()
+        decoder.warm_up()
+        assert {model.n_threads for model in decoder._models} == {expected}
+        assert set(trial.tried) == {1, 2}
 
 
 def test_a_number_of_threads_that_was_given_is_kept(pair, monkeypatch):

@@ -84,7 +84,7 @@ def test_activations_are_quantized_as_runq_does(n, group):
 def product_with(path: str) -> int:
     """The address of the product by that instruction, also where it is not the one that the CPU would choose."""
     if path in ("portable", kernels.DOT4):
-        return kernels.multiplier(True, path == "portable").address
+        return kernels.multiplier(True, path == "portable")
     tile = kernels._int8_tile(path)
 
     def product(out, out_stride, w, x, x_stride, n, n_quads, n_tokens, first, last, accumulate):
@@ -261,7 +261,7 @@ from specdec.kernels import Transformer
 from specdec.packing import pack_weights
 def load(path):
     checkpoint = load_checkpoint(path, int8=True)
-    return Transformer(checkpoint.config, pack_weights(checkpoint.config, checkpoint.tensors, True, checkpoint.release), 1)
+    return Transformer(checkpoint.config, pack_weights(checkpoint.config, checkpoint.tensors, True), 1)
 small, big = sys.argv[1:]
 load(small).forward([1])
 status = lambda name: int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1]) * 1024

@@ -1,0 +1,135 @@
+"""Compiled functions, and the files that keep their machine code from one process to the next.
+
+numba's own cache watches the one file a function is defined in, and takes its files on trust. Here one stamp stands for all
+files in which something compiled is written, so a function is compiled again when another that it calls has changed; and a file
+that is empty, cut off, flipped or unreadable is as good as none: a cache is not data. Where nothing can be written, every
+process compiles.
+"""
+
+import hashlib
+import os
+import pickle
+import secrets
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba import njit
+from numba.core import caching
+from numba.core.ccallback import CFunc
+from numba.core.serialize import dumps
+
+HOME = Path(__file__).resolve().parents[1]
+# Whatever compiled functions are written in, or take constants from.
+SOURCES = ("machine/cache.py", "kernels.py")
+STAMP = hashlib.sha256(b"\0".join((HOME / name).read_bytes() for name in SOURCES)).hexdigest()[:16]
+CHECKSUM_BYTES = 32
+
+if numba.config.DISABLE_JIT:
+    raise ImportError("NUMBA_DISABLE_JIT is set; specdec's kernels exist compiled only, so unset it")
+
+
+class MachineCode(caching.FunctionCache):
+    """What one function was compiled to: a file for each signature and CPU, of a checksum and numba's own pickle."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        source = Path(function.__code__.co_filename).resolve()
+        if source not in {HOME / name for name in SOURCES}:
+            raise RuntimeError(f"{source} compiles {function.__qualname__} for the cache and is not one of {', '.join(SOURCES)}")
+        self._name = ".".join((*source.relative_to(HOME).with_suffix("").parts, function.__qualname__.replace("<locals>.", "")))
+        self._impl = caching.CompileResultCacheImpl(function) if folder() else None
+
+    @property
+    def cache_path(self) -> str:
+        return folder()
+
+    def load_overload(self, signature: Any, target_context: Any) -> Any:
+        """What was compiled for that signature, or None."""
+        if not self._impl:
+            return None
+        target_context.refresh()
+        try:
+            data = Path(self._path(signature, target_context.codegen())).read_bytes()
+            content = data[CHECKSUM_BYTES:]
+            if hashlib.sha256(content).digest() != data[:CHECKSUM_BYTES]:
+                return None
+            return self._impl.rebuild(target_context, pickle.loads(content))
+        except Exception:  # whatever is wrong with a file, compiling mends it
+            return None
+
+    def save_overload(self, signature: Any, compiled: Any) -> None:
+        """Keep what was compiled, if there is room."""
+        if not self._impl or not self._impl.check_cachable(compiled):
+            return
+        content = dumps(self._impl.reduce(compiled))
+        with suppress(OSError):
+            _write(self._path(signature, compiled.codegen), hashlib.sha256(content).digest() + content)
+
+    def flush(self) -> None:
+        """Nothing is kept in memory."""
+
+    def _path(self, signature: Any, codegen: Any) -> str:
+        what = repr((str(signature), codegen.magic_tuple(), sys.version_info[:2], numba.__version__))
+        return os.path.join(folder(), f"{self._name}-{hashlib.sha256(what.encode()).hexdigest()[:16]}.{STAMP}.code")
+
+
+_folder: list[str] = []
+
+
+def folder() -> str:
+    """Where machine code is kept: NUMBA_CACHE_DIR, else __pycache__ here, else the user's cache; empty if none can be written."""
+    if not _folder:
+        places = (caching.UserProvidedCacheLocator, caching.InTreeCacheLocator, caching.UserWideCacheLocator)
+        locators = (place.from_function(folder, str(HOME / "specdec.py")) for place in places)
+        _folder.append(next((locator.get_cache_path() for locator in locators if locator), ""))
+    return _folder[0]
+
+
+def _write(path: str, data: bytes) -> None:
+    """A whole file or none; those of an older stamp go."""
+    place = os.path.dirname(path)
+    os.makedirs(place, exist_ok=True)
+    unfinished = f"{path}.{secrets.token_hex(8)}"
+    try:
+        with open(unfinished, "wb") as file:
+            file.write(data)
+        os.replace(unfinished, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(unfinished)
+        raise
+    for entry in os.scandir(place):
+        if entry.name.endswith(".code") and not entry.name.endswith(f".{STAMP}.code"):
+            with suppress(OSError):
+                os.unlink(entry.path)
+
+
+def _cached(dispatcher: Any) -> Any:
+    dispatcher._cache = MachineCode(dispatcher.py_func)
+    return dispatcher
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """A function in machine code, which lets other Python threads run."""
+    return _cached(njit(nogil=True, error_model="numpy")(function))
+
+
+def parallel(function: Callable[..., Any]) -> Any:
+    """The same, whose `prange` runs on several threads."""
+    return _cached(njit(parallel=True, nogil=True)(function))
+
+
+def callback(signature: Any, function: Callable[..., Any]) -> int:
+    """The address of a function in machine code that is called from machine code; compiled when asked for."""
+    code: Any = CFunc(function, (signature.args, signature.return_type), {}, {"nogil": True, "error_model": "numpy"})
+    code._cache = MachineCode(function)
+    code.compile()
+    _keep.append(code)
+    return int(code.address)
+
+
+_keep: list[Any] = []  # an address is good as long as its code is
+inlined = njit(inline="always", error_model="numpy")

@@ -1,0 +1,125 @@
+"""Machine code that outlives the process: one stamp over all that is compiled, and no file that is taken on trust."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import ROOT
+
+LOW = """
+from .machine.cache import compiled
+K = {k}
+@compiled
+def low(x):
+    return x + K
+"""
+HIGH = """
+from .machine.cache import compiled
+from .low import low
+@compiled
+def high(x):
+    return 10 * low(x)
+"""
+ASK = "from p.high import high; print(high(1), sum(high.stats.cache_hits.values()))"
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package p of two compiled files, which keeps its machine code as ours does."""
+    folder = tmp_path / "p"
+    (folder / "machine").mkdir(parents=True)
+    source = (ROOT / "machine" / "cache.py").read_text(encoding="utf-8")
+    start, end = source.index("SOURCES = "), source.index("STAMP = ")
+    ours = source[:start] + 'SOURCES = ("machine/cache.py", "low.py", "high.py")\n' + source[end:]
+    files = {"machine/cache.py": ours, "low.py": LOW.format(k=3), "high.py": HIGH}
+    for name in ("__init__.py", "machine/__init__.py", "specdec.py", *files):
+        (folder / name).write_text(files.get(name, ""), encoding="utf-8")
+    return folder
+
+
+def ask(package: Path, code: str = ASK, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=package.parent, capture_output=True, text=True, check=False,
+        env=os.environ | environment,
+    )  # fmt: skip
+    return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
+
+
+def code_of(package: Path) -> list[Path]:
+    return sorted((package / "__pycache__").glob("*.code"))
+
+
+def test_an_edited_callee_in_another_file_is_compiled_again_and_old_code_is_thrown_away(package: Path) -> None:
+    """numba's own cache goes on answering 40."""
+    assert [ask(package), ask(package)] == ["40 0", "40 1"]
+    assert len(code_of(package)) == 2
+    (package / "low.py").write_text(LOW.format(k=4))
+    assert [ask(package), ask(package)] == ["50 0", "50 1"]
+    assert len(code_of(package)) == 2
+
+
+def test_a_file_that_was_only_touched_is_not_compiled_again(package: Path) -> None:
+    ask(package)
+    os.utime(package / "low.py", (1, 1))
+    assert ask(package) == "40 1"
+
+
+def test_a_compiled_file_that_the_stamp_does_not_know_is_refused_by_name(package: Path) -> None:
+    shutil.copy(package / "low.py", package / "other.py")
+    assert "other.py compiles low" in ask(package, "import p.other")
+
+
+DAMAGE = {
+    "empty": lambda data: b"",
+    "half": lambda data: data[: len(data) // 2],
+    "garbage": lambda data: os.urandom(len(data)),
+    "one bit of the machine code": lambda data: data[:-300] + bytes([data[-300] ^ 1]) + data[-299:],
+    "one bit of the pickle": lambda data: data[:40] + bytes([data[40] ^ 1]) + data[41:],
+    "a longer one": lambda data: data + b"x",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_file_is_as_good_as_none(package: Path, name: str) -> None:
+    ask(package)
+    for path in code_of(package):
+        path.write_bytes(DAMAGE[name](path.read_bytes()))
+    assert [ask(package), ask(package)] == ["40 0", "40 1"]
+
+
+def test_a_folder_in_the_place_of_a_file_is_no_reason_to_stop(package: Path) -> None:
+    ask(package)
+    for path in code_of(package):
+        path.unlink()
+        path.mkdir()
+    assert [ask(package), ask(package)] == ["40 0", "40 0"]
+
+
+def test_a_disk_that_is_full_is_no_reason_to_stop(package: Path) -> None:
+    """A file may grow to 100 bytes, and then the system says that it is too large."""
+    full = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    full += "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)); "
+    assert ask(package, full + ASK) == "40 0"
+    assert not list((package / "__pycache__").glob("*high*"))
+    assert [ask(package), ask(package)] == ["40 0", "40 1"]
+
+
+def test_where_no_folder_can_be_written_everything_still_compiles(package: Path) -> None:
+    nowhere = "from p.machine import cache; cache._folder.append(''); "
+    assert [ask(package, nowhere + ASK), ask(package, nowhere + ASK)] == ["40 0", "40 0"]
+    assert not code_of(package)
+
+
+def test_the_folder_of_numbas_environment_variable_comes_first(package: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "elsewhere"
+    assert [ask(package, NUMBA_CACHE_DIR=str(folder)) for _ in range(2)] == ["40 0", "40 1"]
+    assert len(list(folder.rglob("*.code"))) == 2
+    assert not code_of(package)
+
+
+def test_what_is_not_to_be_compiled_is_told(package: Path) -> None:
+    assert "NUMBA_DISABLE_JIT" in ask(package, NUMBA_DISABLE_JIT="1")
