@@ -64,7 +64,10 @@ def __dir__() -> list[str]:
 
 
 def main() -> None:
-    """The command line."""
+    """The command line. Signals come first, since loading takes a second."""
+    from .interrupts import signals
+
+    signals.install()
     from . import command
 
     command.main()
