@@ -1,4 +1,4 @@
-"""However it ends: signals at any moment, Ctrl-Z; the terminal is always given back."""
+"""However it ends: signals at any moment, Ctrl-Z, settings and machines that do not fit; the terminal is always given back."""
 
 import contextlib
 import fcntl
@@ -237,6 +237,56 @@ def test_ctrl_z_while_loading_stops_it_with_the_cursor_in_sight(pair: Pair) -> N
         job.go_on()
         code, _ = end(job)
     assert code == 0
+
+
+# Settings and machines that do not fit
+
+
+def refused(command: list[str], **environment: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False, timeout=120)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith("specdec: ")
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "right"),
+    [
+        ("NUMBA_DISABLE_JIT", "1", "must be 0"),
+        ("NUMBA_NUM_THREADS", "0", "1 or more"),
+        ("NUMBA_NUM_THREADS", "abc", "1 or more"),
+        ("NUMBA_THREADING_LAYER", "nonsense", "workqueue"),
+    ],
+)
+def test_a_setting_of_numba_that_cannot_be_is_told_with_what_can(name: str, value: str, right: str) -> None:
+    error = refused(COMMAND, **{name: value})
+    assert name in error
+    assert repr(value) in error
+    assert right in error
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems limit no address space")
+def test_too_little_memory_to_load_numba_is_told_with_the_limit() -> None:
+    error = refused(["sh", "-c", 'ulimit -v 200000; exec "$0" "$@"', *COMMAND])
+    assert "limited to 204 MB" in error
+
+
+@pytest.mark.parametrize("package", ["numba", "numpy", "rich", "typer"])
+def test_a_missing_package_is_told_with_how_to_get_it(package: str) -> None:
+    code = f"""
+import sys
+class Nowhere:
+    def find_spec(self, name, path=None, target=None):
+        if name == "{package}":
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Nowhere())
+sys.path.insert(0, {str(ROOT)!r})
+import specdec
+specdec.main()
+"""
+    assert f"pip install {package}" in refused([sys.executable, "-c", code])
 
 
 @pytest.fixture(autouse=True)
