@@ -292,8 +292,7 @@ def loading(message: str = LOADING) -> Iterator[None]:
     def erase() -> None:
         show(" " * len(message + "^C"))
 
-    with signals.at_sudden_end(erase):
-        show(message)
+    with signals.at_sudden_end(erase, do=lambda: show(message)):
         try:
             yield
         except OSError as error:

@@ -37,7 +37,7 @@ class Signals:
         self._has_text = False
         self._woken = threading.Event()
         self._lock = threading.Lock()
-        self._tidying: list[Callable[[], object]] = []
+        self._undoing: list[Callable[[], object]] = []
 
     def install(self) -> None:
         """Listen from now on to what is not ignored; in a thread that is not the main one, leave signals to their owner."""
@@ -63,13 +63,15 @@ class Signals:
         self._woken.wait(seconds)
 
     @contextmanager
-    def at_sudden_end(self, tidy: Callable[[], object]) -> Iterator[None]:
-        """Within, an end at once calls `tidy` first."""
-        self._tidying.append(tidy)
+    def at_sudden_end(self, undo: Callable[[], object], do: Callable[[], object]) -> Iterator[None]:
+        """`do` something to the terminal that an end at once, within, will `undo`; none comes in between, or before a `do`."""
         try:
+            with self._lock:
+                self._undoing.append(undo)
+                do()
             yield
         finally:
-            self._tidying.remove(tidy)
+            self._undoing.remove(undo)
 
     @contextmanager
     def noting_stops(self) -> Iterator[None]:
@@ -101,19 +103,22 @@ class Signals:
             left = self._asked_at + PATIENCE_SECONDS - time.monotonic()
             ear.settimeout(max(left, 0.001) if self.asked else None)
             try:
-                self._hear(ear.recv(1)[0])
+                signum = ear.recv(1)[0]
             except TimeoutError:
-                self._end_at_once(self.asked)
+                signum = self.asked
+            is_mine = self._lock.acquire(timeout=TIDYING_SECONDS)  # else the main thread waits for the terminal, maybe for ever
+            self._hear(signum)
+            if is_mine:
+                self._lock.release()
 
     def _hear(self, signum: int) -> None:
         now = time.monotonic()
-        with self._lock:
-            if signum == STOP:
-                self.stop_asked = True
-            elif signum in ENDS and (not self._has_text or (self.asked and now > self._asked_at + SAME_WISH_SECONDS)):
-                self._end_at_once(signum)
-            elif signum in ENDS and not self.asked:
-                self._asked_at, self.asked = now, signum
+        if signum == STOP:
+            self.stop_asked = True
+        elif signum in ENDS and (not self._has_text or (self.asked and now > self._asked_at + SAME_WISH_SECONDS)):
+            self._end_at_once(signum)
+        elif signum in ENDS and not self.asked:
+            self._asked_at, self.asked = now, signum
         self._woken.set()
 
     def _end_at_once(self, signum: int) -> None:
@@ -124,9 +129,9 @@ class Signals:
         os._exit(exit_code(signum))
 
     def _tidy(self) -> None:
-        for tidy in reversed(self._tidying):
+        for undo in reversed(self._undoing):
             with suppress(OSError, ValueError):  # the terminal has gone, or its stream is closed
-                tidy()
+                undo()
 
 
 signals = Signals()

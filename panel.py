@@ -87,8 +87,7 @@ def no_echo_of_control_keys() -> Iterator[None]:
             with suppress(termios.error):  # it has gone
                 termios.tcsetattr(keyboard, termios.TCSANOW, modes)
 
-    with signals.at_sudden_end(lambda: set_modes(before)):
-        set_modes(quiet)
+    with signals.at_sudden_end(lambda: set_modes(before), do=lambda: set_modes(quiet)):
         try:
             yield
         finally:
@@ -203,9 +202,11 @@ class LivePanel:
             return
         with ExitStack() as screen:
             screen.enter_context(no_echo_of_control_keys())
-            screen.enter_context(signals.at_sudden_end(lambda: os.write(self._console.file.fileno(), SHOW_CURSOR)))
-            self._live = Live(console=self._console, auto_refresh=False, transient=True, vertical_overflow="crop")
-            screen.enter_context(self._live)
+            live = Live(console=self._console, auto_refresh=False, transient=True, vertical_overflow="crop")
+            terminal = self._console.file
+            screen.enter_context(signals.at_sudden_end(lambda: os.write(terminal.fileno(), SHOW_CURSOR), do=live.start))
+            screen.callback(live.stop)
+            self._live = live
             self._screen = screen.pop_all()
 
     def _disappear(self) -> None:
