@@ -132,7 +132,7 @@ def test_a_signal_at_a_random_moment_leaves_the_terminal_in_order(pair: Pair, co
         time.sleep(random.uniform(0, 1.5))
         os.kill(job.pid, TERM)
         code, _ = end(job)
-        assert code in (0, 128 + TERM)
+        assert code in (0, 128 + TERM, -TERM)  # the last: while the interpreter itself takes leave, all being said
 
 
 def test_what_was_ignored_at_the_start_stays_ignored(pair: Pair) -> None:
