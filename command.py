@@ -4,11 +4,10 @@ import io
 import math
 import os
 import secrets
-import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
@@ -21,11 +20,13 @@ from .checkpoint import CheckpointError
 from .decoder import Quantize, SpeculativeDecoder
 from .decoding import MAX_GAMMA, VERIFIERS, Sampling, Statistics, Verify
 from .files import default_pair, telling_how_to_restore
+from .interrupts import exit_code, signals
 from .kernels import available_threads
 from .panel import LivePanel, PlainView, SilentView, View, print_summary, printable, to_json
 from .tokenizer import TokenizerError
 
 DEFAULT_PROMPT = "Once upon a time"
+LOADING = "loading; a first run compiles the kernels, 10 to 20 seconds"
 
 app = typer.Typer(
     add_completion=False,
@@ -34,7 +35,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 UsageError = cast(type[Exception], next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"))
-INTERRUPTED, BROKEN_PIPE = 130, 141  # what a shell reports for SIGINT and SIGPIPE
+BROKEN_PIPE = 141  # what a shell reports for SIGPIPE
 
 
 def option(*names: str, group: str, help: str, **more: Any) -> Any:
@@ -158,8 +159,7 @@ def tell(
         target, small = default_pair()
         model, draft = str(target), draft or str(small)
     sampling = Sampling(temperature, top_k, top_p, seed or secrets.randbits(32) or 1)
-    errors = Console(stderr=True)
-    with errors.status("loading; a first run compiles the kernels, 10 to 20 seconds") if sys.stderr.isatty() else nullcontext():
+    with loading():
         begin = time.perf_counter()
         with telling_how_to_restore():
             decoder = SpeculativeDecoder(
@@ -188,8 +188,9 @@ def tell(
         view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, gamma if draft else 0, title, pace)
     else:
         view = PlainView(decoder.tokenizer, sys.stdout)
+    signals.text_begins()
     with writing():
-        interrupted = _run(view, decoder, prompt, prompt_tokens, max_tokens, sampling, statistics)
+        _run(view, decoder, prompt, prompt_tokens, max_tokens, sampling, statistics)
         if isinstance(view, SilentView):
             settings = {
                 "model": model,
@@ -209,9 +210,7 @@ def tell(
             print(to_json(statistics, view.text, view.tokens, **times, seed=sampling.seed, settings=settings))
         else:
             told = {"seed": sampling.seed, "threads": decoder.target.n_threads, "weights": decoder.weights, **_whose(decoder)}
-            print_summary(errors, statistics, **told)
-    if interrupted:
-        raise typer.Exit(INTERRUPTED)
+            print_summary(Console(stderr=True), statistics, **told)
 
 
 def _whose(decoder: SpeculativeDecoder) -> dict[str, str]:
@@ -229,19 +228,17 @@ def _run(
     max_tokens: int,
     sampling: Sampling,
     statistics: Statistics,
-) -> bool:
-    """Decode into the view; whether Ctrl-C ended it."""
-    try:
-        with view:
-            view.begin(prompt_tokens)
-            s = sampling
-            for step in decoder.stream(prompt, max_tokens, s.temperature, s.top_k, s.top_p, s.seed, view.draft):
-                statistics.add(step)
-                view.step(step)
-    except KeyboardInterrupt:
-        statistics.stop_reason = "interrupted"
-        return True
-    return False
+) -> None:
+    """Decode into the view, until the text or somebody's patience is at its end."""
+    with view:
+        view.begin(prompt_tokens)
+        s = sampling
+        for step in decoder.stream(prompt, max_tokens, s.temperature, s.top_k, s.top_p, s.seed, view.draft):
+            statistics.add(step)
+            view.step(step)
+            if signals.asked:
+                statistics.stop_reason = "interrupted"
+                break
 
 
 def _check_arguments(prompt: str, top_p: float, seed: int, threads: int, verify: str, quantize: str) -> None:
@@ -275,9 +272,33 @@ def bench(shape: Shape = "42M", threads: Threads = 0, int8: Int8 = False, as_jso
         config = benchmark.parse_shape(shape)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="'--shape'") from None
-    result = benchmark.run(config, threads or None, int8)
+    with loading(""):
+        result = benchmark.run(config, threads or None, int8)
     with writing():
         print(benchmark.to_json(result)) if as_json else Console().print(benchmark.to_table(result, shape))
+
+
+@contextmanager
+def loading(message: str = LOADING) -> Iterator[None]:
+    """Around all that writes no output: a terminal shows the message meanwhile, and a disk's trouble is not the output's."""
+    is_shown = bool(message) and sys.stderr.isatty()
+    room = (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1 if is_shown else 0
+
+    def show(line: str) -> None:
+        if is_shown:
+            with suppress(OSError):  # the terminal has gone
+                os.write(sys.stderr.fileno(), f"\r{line[:room]}\r".encode())
+
+    def erase() -> None:
+        show(" " * len(message + "^C"))
+
+    with signals.at_sudden_end(erase, do=lambda: show(message)):
+        try:
+            yield
+        except OSError as error:
+            raise ValueError(f"cannot load: {error.filename or 'a file'}: {error.strerror or error}") from None
+        finally:
+            erase()
 
 
 @contextmanager
@@ -295,7 +316,6 @@ def writing() -> Iterator[None]:
 
 def main() -> None:
     """The command line: one line on stderr and exit code 2 for whatever the person at the keyboard can mend."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     # a closed stream is None: what goes there is lost; a file name of no encoding, or a story in an ASCII terminal, still prints
     sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()
     for stream in (sys.stdout, sys.stderr):
@@ -313,11 +333,9 @@ def main() -> None:
         code = _complain(str(error))
     except MemoryError:
         code = _complain("not enough memory for this model")
-    except (KeyboardInterrupt, typer.Abort):
-        code = INTERRUPTED
     except SystemExit:  # Rich's, where the reader of its output has left
         code = BROKEN_PIPE
-    sys.exit(code or 0)
+    sys.exit(exit_code(signals.asked) if signals.asked else code or 0)
 
 
 def _complain(message: str) -> int:

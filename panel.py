@@ -1,16 +1,17 @@
 """`Step`s to what a person or a program reads: a live Rich panel, plain text, or JSON. Knows no models.
 
 Each view is a context manager: `begin` with the prompt, `draft` before and `step` after each pass of the target; on leaving,
-also by Ctrl-C, it shows all text there is. The summary is `print_summary`'s, once the story is over.
+also by an exception, it shows all text there is. The summary is `print_summary`'s, once the story is over.
 """
 
 import json
+import os
 import sys
 import time
 import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TextIO
 
@@ -28,6 +29,7 @@ except ImportError:  # Windows
     termios = None  # type: ignore[assignment]
 
 from .decoding import Statistics, Step
+from .interrupts import in_foreground, signals
 from .tokenizer import TextStream, Tokenizer
 
 STYLES = {"prompt": "bold", "target": "", "accepted": "green", "rejected": "strike red", "proposed": "yellow"}
@@ -40,6 +42,7 @@ LONGEST_HOLD_SECONDS = 3600.0  # at a pace
 SIDE_WIDTH = 24
 BAR_WIDTH = 16
 MAX_TEXT_ROWS = 14
+SHOW_CURSOR = b"\n\x1b[?25h"
 MIN_ROWS = 8  # of a terminal: two of text, one line of figures, the progress, the frame, and the line of the cursor
 
 
@@ -74,15 +77,21 @@ def no_echo_of_control_keys() -> Iterator[None]:
     if termios is None or not (sys.stdin and sys.stdin.isatty()):
         yield
         return
-    keyboard = sys.stdin.fileno()
+    keyboard = sys.stdin
     before = termios.tcgetattr(keyboard)
     quiet = [*before]
     quiet[3] &= ~termios.ECHOCTL
-    termios.tcsetattr(keyboard, termios.TCSANOW, quiet)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(keyboard, termios.TCSANOW, before)
+
+    def set_modes(modes: list[Any]) -> None:
+        if in_foreground(keyboard):  # in the background this would stop the job, and the terminal is another's now
+            with suppress(termios.error):  # it has gone
+                termios.tcsetattr(keyboard, termios.TCSANOW, modes)
+
+    with signals.at_sudden_end(lambda: set_modes(before), do=lambda: set_modes(quiet)):
+        try:
+            yield
+        finally:
+            set_modes(before)
 
 
 class PlainView:
@@ -144,7 +153,8 @@ class LivePanel:
     """The story's tail with proposals, accepted and rejected tokens, and the running figures beside it.
 
     Rendering is a pure function of what `begin`, `draft` and `step` have told; frames come when due, from this thread.
-    pace: steps a second at most, each shown proposed and then judged; 0 is full speed.
+    pace: steps a second at most, each shown proposed and then judged; 0 is full speed. In the background nothing is drawn, and
+    Ctrl-Z takes the panel off the screen until the job is in the foreground again.
     """
 
     def __init__(
@@ -157,7 +167,7 @@ class LivePanel:
         title: str,
         pace: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] = signals.sleep,
     ) -> None:
         self._stream, self._console, self._statistics = TextStream(tokenizer), console, statistics
         self._max_tokens, self._gamma, self._title, self._clock = max_tokens, gamma, title, clock
@@ -168,8 +178,8 @@ class LivePanel:
         self._recent_length = 0
         self._proposed: list[Piece] = []
         self._next_frame = 0.0
-        self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
-        self._resources = ExitStack()
+        self._live: Live | None = None  # while it is on the screen
+        self._screen, self._stops = ExitStack(), ExitStack()
 
     @staticmethod
     def fits(console: Console) -> bool:
@@ -177,15 +187,31 @@ class LivePanel:
         return console.is_terminal and console.file.isatty() and not console.is_dumb_terminal and console.height >= MIN_ROWS
 
     def __enter__(self) -> "LivePanel":
-        self._resources.enter_context(no_echo_of_control_keys())
-        self._live.start()
+        self._stops.enter_context(signals.noting_stops())
+        self._appear()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._live.stop()
-        self._resources.close()
-        self._add(self._stream.end(), "target")
-        self._console.print(self._styled(self._story))
+        with self._stops:
+            self._disappear()
+            self._add(self._stream.end(), "target")
+            self._console.print(self._styled(self._story))
+
+    def _appear(self) -> None:
+        if not in_foreground(self._console.file):
+            return
+        with ExitStack() as screen:
+            screen.enter_context(no_echo_of_control_keys())
+            live = Live(console=self._console, auto_refresh=False, transient=True, vertical_overflow="crop")
+            terminal = self._console.file
+            screen.enter_context(signals.at_sudden_end(lambda: os.write(terminal.fileno(), SHOW_CURSOR), do=live.start))
+            screen.callback(live.stop)
+            self._live = live
+            self._screen = screen.pop_all()
+
+    def _disappear(self) -> None:
+        self._live = None
+        self._screen.close()
 
     def begin(self, prompt: list[int]) -> None:
         for token in prompt:
@@ -194,7 +220,7 @@ class LivePanel:
 
     def draft(self, tokens: list[int]) -> None:
         now = self._clock()
-        if now >= self._next_frame or self._hold_seconds:
+        if self._is_due(now):
             self._proposed = [Piece(printable(text), "proposed", now) for text in self._stream.peek(tokens)]
             self._frame()
             self._proposed = []
@@ -206,8 +232,11 @@ class LivePanel:
             self._add(text, "rejected")
         for token in step.tokens[step.n_accepted :]:
             self._add(self._stream.push(token), "target")
-        if self._clock() >= self._next_frame or self._hold_seconds:
+        if self._is_due(self._clock()):
             self._frame()
+
+    def _is_due(self, now: float) -> bool:
+        return now >= self._next_frame or bool(self._hold_seconds) or signals.stop_asked
 
     def _add(self, text: str, kind: str) -> None:
         piece = Piece(printable(text), kind, self._clock())
@@ -220,12 +249,23 @@ class LivePanel:
 
     def _frame(self) -> None:
         begin = self._clock()
-        self._live.update(self, refresh=True)
+        self._draw()
         end = self._clock()
         shortest, longest = REFRESH_SECONDS
         self._next_frame = end + min(max(shortest, (end - begin) / RENDER_SHARE), longest)
         if self._hold_seconds:
             self._sleep(max(0.0, self._hold_seconds - (end - begin)))
+            if signals.stop_asked:
+                self._draw()
+
+    def _draw(self) -> None:
+        if signals.stop_asked:
+            self._disappear()
+            signals.stop()
+        if not self._live:
+            self._appear()
+        if self._live:
+            self._live.update(self, refresh=True)
 
     def _styled(self, pieces: list[Piece]) -> Text:
         """One Text; neighbours of one kind become one span."""

@@ -5,8 +5,9 @@ python specdec.py -m stories42M.bin -d stories15M.bin -i "Once upon a time"
 
 import os
 import sys
+from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -63,8 +64,62 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def main() -> None:
-    """The command line."""
-    from . import command
+# numba's own settings, and what they may be: of a wrong one it tells with a traceback, or goes on without
+_SETTINGS: dict[str, tuple[Callable[[str], bool], str]] = {
+    "NUMBA_DISABLE_JIT": (lambda value: int(value) == 0, "0, for nothing here runs uncompiled"),
+    "NUMBA_NUM_THREADS": (lambda value: int(value) > 0, "a number of threads, 1 or more"),
+    "NUMBA_THREADING_LAYER": (
+        lambda value: value in ("default", "safe", "forksafe", "threadsafe", "omp", "tbb", "workqueue"),
+        "default, safe, forksafe, threadsafe, omp, tbb or workqueue",
+    ),
+}
 
+
+def main() -> None:
+    """The command line. Signals come first, since loading takes a second; what keeps it from loading is told in one line."""
+    from .interrupts import signals
+
+    signals.install()
+    for name, (fits, right) in _SETTINGS.items():
+        value = os.environ.get(name)
+        if value is not None and not _holds(fits, value):
+            _refuse(f"{name} is {value!r} in the environment; it must be {right}, or not set")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # nothing here uses numpy's threads, each of which takes 30 MB
+    try:
+        from . import command
+    except ModuleNotFoundError as error:
+        missing = (error.name or str(error)).split(".")[0]
+        _refuse(f"the package {missing} is missing; pip install {missing}")
+    except Exception as error:
+        _refuse(f"cannot load what it runs on: {_first_cause(error)}{_memory_limit()}")
     command.main()
+
+
+def _holds(fits: Callable[[str], bool], value: str) -> bool:
+    try:
+        return fits(value)
+    except ValueError:
+        return False
+
+
+def _first_cause(error: BaseException) -> str:
+    """What the packages wrap in advice of many lines."""
+    while error.__context__:
+        error = error.__context__
+    return str(error).rstrip(".") or "not enough memory"
+
+
+def _memory_limit() -> str:
+    """A word on the limit of the address space, where there is one."""
+    try:
+        from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
+    except ImportError:  # Windows
+        return ""
+    limit = getrlimit(RLIMIT_AS)[0]
+    return "" if limit == RLIM_INFINITY else f"; memory is limited to {limit // 10**6} MB (ulimit -v), and it needs about 600"
+
+
+def _refuse(message: str) -> NoReturn:
+    if sys.stderr:
+        print(f"specdec: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)

@@ -1,20 +1,13 @@
 """specdec.py as a person runs it: options, files, pipes, terminals, Ctrl-C, and every bad input end to end."""
 
-import contextlib
-import fcntl
+import errno
 import json
 import os
-import pty
 import re
-import select
 import signal
-import struct
 import subprocess
 import sys
-import termios
-import time
-import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_origin, get_type_hints
 
@@ -22,15 +15,12 @@ import pytest
 from rich.cells import cell_len
 
 import specdec
-from specdec import command, files
+from specdec import command, files, interrupts
 from specdec.checkpoint import load_checkpoint
-from specdec.decoding import Step
 from specdec.kernels import Config
-from specdec.panel import SilentView
 from specdec.tokenizer import Tokenizer
 from tests.checkpoints import (
     DAMAGES,
-    ROOT,
     SHARED,
     random_tensors,
     small_pieces,
@@ -43,9 +33,8 @@ from tests.checkpoints import (
     write_tokenizer,
 )
 from tests.conftest import Pair
+from tests.terminal import COMMAND, PROMPT, Screen, endless, in_terminal, started, with_pair
 
-COMMAND = [sys.executable, str(ROOT / "specdec.py")]
-PROMPT = "the then"
 JSON_FIELDS = {
     "text", "tokens", "n_prompt", "n_generated", "n_drafted", "n_accepted", "acceptance_rate", "target_passes",
     "tokens_per_pass", "accepted_histogram", "load_seconds", "warmup_seconds", "prefill_seconds", "decode_seconds",
@@ -57,7 +46,8 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """The command line in this process, with an empty models/: exit code, stdout, stderr."""
+    """The command line in this process, with an empty models/: exit code, stdout, stderr. Signals stay pytest's."""
+    monkeypatch.setattr(interrupts.Signals, "install", lambda _: None)
     models = tmp_path / "models"
     models.mkdir()
     monkeypatch.setattr(files, "MODELS", models)
@@ -88,15 +78,6 @@ def assert_refused(result: tuple[int, str, str], *words: object) -> str:
     for word in words:
         assert str(word) in err
     return err
-
-
-def with_pair(pair: Pair, *more: object) -> list[object]:
-    """One thread, which is all that these models need."""
-    return ["-m", pair.target, "-d", pair.draft, "-i", PROMPT, "-s", 5, "-j", 1, *more]
-
-
-def endless(pair: Pair, *more: object) -> list[object]:
-    return with_pair(pair, "-m", pair.endless, *more)
 
 
 def from_json(result: tuple[int, str, str]) -> dict[str, Any]:
@@ -369,30 +350,12 @@ def test_steps_count_the_prompt_and_zero_means_the_whole_context(run: Run, pair:
     assert more["tokens"] == all_["tokens"]
 
 
-def test_ctrl_c_with_json_still_gives_one_object(run: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupted(SilentView):
-        def step(self, step: Step) -> None:
-            super().step(step)
-            if len(self.tokens) > 10:
-                raise KeyboardInterrupt
+def test_a_disk_that_fails_while_loading_is_not_told_as_the_output(run: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "some.nbi")
 
-    monkeypatch.setattr(command, "SilentView", Interrupted)
-    code, out, err = run(*with_pair(pair, "-n", 60, "--json"))
-    assert (code, err) == (130, "")
-    result = json.loads(out)
-    assert result["stop_reason"] == "interrupted"
-    assert result["text"].startswith(PROMPT)
-    assert 10 < len(result["tokens"]) == result["n_generated"] < 20
-
-
-def test_ctrl_c_while_loading_ends_quietly(run: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("specdec.decoder.load_checkpoint", interrupted)
-    code, out, err = run(*with_pair(pair))
-    assert (code, out) == (130, "")
-    assert "Traceback" not in err
+    monkeypatch.setattr("specdec.decoder.load_checkpoint", full)
+    assert "output" not in assert_refused(run(*with_pair(pair)), "some.nbi", "No space left")
 
 
 def test_an_empty_prompt_is_a_story_from_nothing(run: Run, pair: Pair) -> None:
@@ -487,18 +450,6 @@ def shell(arguments: Sequence[object], **more: Any) -> "subprocess.CompletedProc
     return subprocess.run(command, check=False, **options)  # type: ignore[call-overload, no-any-return]
 
 
-@contextlib.contextmanager
-def started(arguments: Sequence[object]) -> Iterator[Any]:
-    """A process with pipes that is gone at the end, whatever happened."""
-    command = [*COMMAND, *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        try:
-            yield process
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-
-
 def test_through_a_pipe_stdout_is_the_text_alone(run: Run, pair: Pair) -> None:
     text = from_json(run(*with_pair(pair, "-n", 60, "--json")))["text"]
     done = shell(with_pair(pair, "-n", 60))
@@ -574,128 +525,6 @@ def test_a_real_story_through_a_pipe(pair: Pair) -> None:
 
 
 # Real processes: terminals
-
-
-class Screen:
-    """A small terminal: rows that have scrolled out stay, and any escape code but the few that Rich needs is an error.
-
-    A row is a list of cells; the second cell of a wide character is empty. pictures: the window before each redrawing.
-    """
-
-    CODE = re.compile(r"\x1b\[(\??)([0-9;]*)([A-Za-z])")
-
-    def __init__(self, width: int, height: int) -> None:
-        self.width, self.height = width, height
-        self.rows: list[list[str]] = [[]]
-        self.wrapped = [False]
-        self.row = self.column = 0
-        self.cursor_hidden = self.hid_cursor = False
-        self.styles: set[int] = set()
-        self.pictures: list[str] = []
-
-    def feed(self, output: str) -> None:
-        at = 0
-        while at < len(output):
-            code = self.CODE.match(output, at)
-            if code:
-                self.control(*code.groups())
-                at = code.end()
-            else:
-                self.put(output[at])
-                at += 1
-
-    def control(self, private: str, numbers: str, letter: str) -> None:
-        if private == "?" and numbers == "25" and letter in "lh":
-            self.cursor_hidden = letter == "l"
-            self.hid_cursor |= self.cursor_hidden
-        elif (private, letter) == ("", "A"):
-            self.row = max(self.row - int(numbers or 1), self.top)
-        elif (private, numbers, letter) == ("", "2", "K"):
-            if any(self.rows[self.row]) and not any("".join(row) for row in self.rows[self.row + 1 :]):
-                self.pictures.append(self.window())
-            self.rows[self.row], self.wrapped[self.row] = [], False
-        elif (private, letter) == ("", "m"):
-            self.styles |= {int(n or 0) for n in numbers.split(";")}
-        else:
-            raise AssertionError(f"escape code {private}{numbers}{letter}")
-
-    @property
-    def top(self) -> int:
-        return max(0, len(self.rows) - self.height)
-
-    def put(self, character: str) -> None:
-        if character == "\n":
-            self.down()
-        elif character == "\r":
-            self.column = 0
-        elif character != "\x03":  # the echo of Ctrl-C, of which a terminal shows nothing
-            assert unicodedata.category(character) != "Cc", repr(character)
-            width = cell_len(character)
-            if self.column + width > self.width:
-                self.wrapped[self.row] = True
-                self.down()
-                self.column = 0
-            row = self.rows[self.row]
-            row += " " * (self.column + width - len(row))
-            row[self.column : self.column + width] = [character, ""][:width]
-            self.column += width
-
-    def down(self) -> None:
-        self.row += 1
-        if self.row == len(self.rows):
-            self.rows.append([])
-            self.wrapped.append(False)
-
-    def window(self) -> str:
-        return "\n".join(["".join(row) for row in self.rows[self.top :]])
-
-    def text(self) -> str:
-        """All that is left to see, with the rows joined that the terminal itself broke."""
-        pairs = zip(self.rows, self.wrapped, strict=True)
-        return "".join(["".join(row) + "\n" * (not wrapped) for row, wrapped in pairs])
-
-
-IN_ITS_TERMINAL = """
-import fcntl, os, sys, termios
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-os.execv(sys.argv[1], sys.argv[1:])
-"""
-
-
-def in_terminal(
-    arguments: Sequence[object], width: int, height: int, interrupt_after: int | None = None, **environment: str
-) -> tuple[int, Screen, str]:
-    """Run in a pseudo-terminal of that size: exit code, screen, raw output. Ctrl-C is typed after that many frames."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", height, width, 0, 0))
-    command = [sys.executable, "-c", IN_ITS_TERMINAL, *COMMAND, *map(str, arguments)]
-    process = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | environment, start_new_session=True
-    )
-    os.close(theirs)
-    raw, deadline = b"", time.monotonic() + 120
-    try:
-        while time.monotonic() < deadline:
-            if interrupt_after is not None and raw.count("╰".encode()) >= interrupt_after:
-                os.write(ours, b"\x03")
-                interrupt_after = None
-            if select.select([ours], [], [], 0.05)[0]:
-                try:
-                    block = os.read(ours, 65536)
-                except OSError:  # how Linux says that the other side is closed
-                    break
-                if not block:
-                    break
-                raw += block
-        code = process.wait(max(1, deadline - time.monotonic()))
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        process.wait()
-        os.close(ours)
-    screen = Screen(width, height)
-    screen.feed(raw.decode())
-    return code, screen, raw.decode()
 
 
 def colours(screen: Screen) -> set[int]:

@@ -11,12 +11,14 @@ ROOT = Path(__file__).parents[1]
 # each room and the rooms below it that it may know
 MAY_IMPORT = {
     "__main__": {"specdec"},
-    "specdec": {"command", "decoder", "decoding", "checkpoint", "tokenizer", "kernels"},  # the library's names, when asked for
-    "command": {"specdec", "bench", "panel", "decoder", "decoding", "files", "checkpoint", "tokenizer", "kernels"},
+    # the library's names, when asked for, and the command
+    "specdec": {"command", "interrupts", "decoder", "decoding", "checkpoint", "tokenizer", "kernels"},
+    "command": {"specdec", "interrupts", "bench", "panel", "decoder", "decoding", "files", "checkpoint", "tokenizer", "kernels"},
     "decoder": {"decoding", "files", "checkpoint", "packing", "tokenizer", "kernels", "checks"},
     "files": {"checkpoint", "tokenizer"},
     "bench": {"kernels", "packing"},
-    "panel": {"decoding", "tokenizer"},
+    "panel": {"decoding", "interrupts", "tokenizer"},
+    "interrupts": set(),
     "decoding": {"kernels", "tokenizer", "checks"},
     "checkpoint": {"kernels", "packing"},
     "packing": {"kernels"},
@@ -33,6 +35,7 @@ OUTSIDE = {
     "files": set(),
     "bench": {"numba", "numpy", "rich"},
     "panel": {"rich"},
+    "interrupts": set(),
     "decoding": {"numpy"},
     "checkpoint": {"numpy"},
     "packing": {"numpy"},

@@ -1,0 +1,272 @@
+"""The command as a process: with pipes, or as a shell's job in a pseudo-terminal whose screen can be read."""
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.cells import cell_len
+
+from tests.checkpoints import ROOT
+from tests.conftest import Pair
+
+COMMAND = [sys.executable, str(ROOT / "specdec.py")]
+PROMPT = "the then"
+LONGEST = 120.0  # seconds; the first run on a machine compiles
+
+
+def with_pair(pair: Pair, *more: object) -> list[object]:
+    """One thread, which is all that these models need."""
+    return ["-m", pair.target, "-d", pair.draft, "-i", PROMPT, "-s", 5, "-j", 1, *more]
+
+
+def endless(pair: Pair, *more: object) -> list[object]:
+    return with_pair(pair, "-m", pair.endless, *more)
+
+
+def hear_signals() -> None:
+    """In a child: the test itself may run where a shell has turned Ctrl-C off."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def started(arguments: Sequence[object], **more: Any) -> Iterator[Any]:
+    """A process with pipes that is gone at the end, whatever happened."""
+    command = [*COMMAND, *map(str, arguments)]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": hear_signals} | more
+    with subprocess.Popen(command, **options) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+
+def catches(pid: int, signum: int) -> bool:
+    """Whether the process has a handler for the signal; on systems without /proc, after a second it has."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        time.sleep(1)
+        return True
+    return bool(int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (signum - 1) & 1)  # type: ignore[index]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = LONGEST) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+class Screen:
+    """A small terminal: rows that have scrolled out stay, and any escape code but the few that Rich needs is an error.
+
+    A row is a list of cells; the second cell of a wide character is empty. pictures: the window before each redrawing.
+    """
+
+    CODE = re.compile(r"\x1b\[(\??)([0-9;]*)([A-Za-z])")
+
+    def __init__(self, width: int, height: int) -> None:
+        self.width, self.height = width, height
+        self.rows: list[list[str]] = [[]]
+        self.wrapped = [False]
+        self.row = self.column = 0
+        self.cursor_hidden = self.hid_cursor = False
+        self.styles: set[int] = set()
+        self.pictures: list[str] = []
+
+    def feed(self, output: str) -> None:
+        at = 0
+        while at < len(output):
+            code = self.CODE.match(output, at)
+            if code:
+                self.control(*code.groups())
+                at = code.end()
+            else:
+                self.put(output[at])
+                at += 1
+
+    def control(self, private: str, numbers: str, letter: str) -> None:
+        if private == "?" and numbers == "25" and letter in "lh":
+            self.cursor_hidden = letter == "l"
+            self.hid_cursor |= self.cursor_hidden
+        elif (private, letter) == ("", "A"):
+            self.row = max(self.row - int(numbers or 1), self.top)
+        elif (private, numbers, letter) == ("", "2", "K"):
+            if any(self.rows[self.row]) and not any("".join(row) for row in self.rows[self.row + 1 :]):
+                self.pictures.append(self.window())
+            self.rows[self.row], self.wrapped[self.row] = [], False
+        elif (private, letter) == ("", "m"):
+            self.styles |= {int(n or 0) for n in numbers.split(";")}
+        else:
+            raise AssertionError(f"escape code {private}{numbers}{letter}")
+
+    @property
+    def top(self) -> int:
+        return max(0, len(self.rows) - self.height)
+
+    def put(self, character: str) -> None:
+        if character == "\n":
+            self.down()
+        elif character == "\r":
+            self.column = 0
+        elif character not in "\x03\x1a":  # the echo of Ctrl-C and Ctrl-Z, of which a terminal shows nothing
+            assert unicodedata.category(character) != "Cc", repr(character)
+            width = cell_len(character)
+            if self.column + width > self.width:
+                self.wrapped[self.row] = True
+                self.down()
+                self.column = 0
+            row = self.rows[self.row]
+            row += " " * (self.column + width - len(row))
+            row[self.column : self.column + width] = [character, ""][:width]
+            self.column += width
+
+    def down(self) -> None:
+        self.row += 1
+        if self.row == len(self.rows):
+            self.rows.append([])
+            self.wrapped.append(False)
+
+    def window(self) -> str:
+        return "\n".join(["".join(row) for row in self.rows[self.top :]])
+
+    def text(self) -> str:
+        """All that is left to see, with the rows joined that the terminal itself broke."""
+        pairs = zip(self.rows, self.wrapped, strict=True)
+        return "".join(["".join(row) + "\n" * (not wrapped) for row, wrapped in pairs])
+
+
+SHELL = """
+import fcntl, os, signal, sys, termios
+tell, told = int(sys.argv[1]), int(sys.argv[2])
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+for number in (signal.SIGTTOU, signal.SIGINT, signal.SIGTSTP):
+    signal.signal(number, signal.SIG_IGN)
+job = os.fork()
+if not job:
+    os.setpgid(0, 0)
+    os.tcsetpgrp(0, os.getpgrp())
+    for number in (signal.SIGTTOU, signal.SIGINT, signal.SIGTSTP):
+        signal.signal(number, signal.SIG_DFL)
+    os.execv(sys.argv[3], sys.argv[3:])
+os.write(tell, b"%d\\n" % job)
+while True:
+    _, status = os.waitpid(job, os.WUNTRACED)
+    os.tcsetpgrp(0, os.getpgrp())
+    if not os.WIFSTOPPED(status):
+        break
+    os.write(tell, b"stopped\\n")
+    if os.read(told, 1) == b"f":
+        os.tcsetpgrp(0, job)
+    os.killpg(job, signal.SIGCONT)
+os.write(tell, b"%d\\n" % os.waitstatus_to_exitcode(status))
+"""
+
+
+class Job:
+    """The command in the foreground of a shell in a terminal of that size. raw: what it has written so far."""
+
+    def __init__(
+        self, arguments: Sequence[object], width: int = 80, height: int = 24, command: Sequence[str] = COMMAND, **environment: str
+    ) -> None:
+        self.width, self.height, self.raw = width, height, b""
+        self._ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", height, width, 0, 0))
+        self._reports, tell = os.pipe()
+        told, self._orders = os.pipe()
+        shell = [sys.executable, "-c", SHELL, str(tell), str(told), *command, *map(str, arguments)]
+        self._shell = subprocess.Popen(
+            shell, stdin=theirs, stdout=theirs, stderr=theirs,
+            env=os.environ | environment, start_new_session=True, pass_fds=(tell, told),
+        )  # fmt: skip
+        for descriptor in (theirs, tell, told):
+            os.close(descriptor)
+        self.pid = int(self.report())
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for kill in (lambda: os.killpg(self.pid, signal.SIGKILL), self._shell.kill):
+            with contextlib.suppress(ProcessLookupError):
+                kill()
+        self._shell.wait()
+        for descriptor in (self._ours, self._reports, self._orders):
+            os.close(descriptor)
+
+    def report(self) -> str:
+        """What the shell says next: "stopped" or the exit code; meanwhile the terminal is read."""
+        text = ""
+        while not text.endswith("\n"):
+            self._read(self._reports)
+            if select.select([self._reports], [], [], 0)[0]:
+                block = os.read(self._reports, 1).decode()
+                assert block, "the shell is gone"
+                text += block
+        self._read(None, 0.02)
+        return text.strip()
+
+    def read_until(self, *, frames: int = 0, word: str = "") -> None:
+        """Read the terminal until it has drawn that many more frames, and the word."""
+        start = len(self.raw)
+
+        def is_there() -> bool:
+            self._read(None, 0.02)
+            new = self.raw[start:]
+            return new.count("╰".encode()) >= frames and word.encode() in new
+
+        wait_until(is_there)
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._ours, keys)
+
+    def go_on(self, *, in_foreground: bool = True) -> None:
+        os.write(self._orders, b"f" if in_foreground else b"b")
+
+    def echoes_control_keys(self) -> bool:
+        return bool(termios.tcgetattr(self._ours)[3] & termios.ECHOCTL)
+
+    def screen(self) -> Screen:
+        screen = Screen(self.width, self.height)
+        screen.feed(self.raw.decode())
+        return screen
+
+    def _read(self, also: int | None, seconds: float = LONGEST) -> None:
+        """What there is from the terminal; returns once the other descriptor has something too, or the time is over."""
+        deadline = time.monotonic() + seconds
+        wanted = [self._ours, *([] if also is None else [also])]
+        while True:
+            ready = select.select(wanted, [], [], max(0.0, deadline - time.monotonic()))[0]
+            if self._ours in ready:
+                try:
+                    self.raw += os.read(self._ours, 65536)
+                except OSError:  # how Linux says that the other side is closed
+                    wanted.remove(self._ours)
+            if also in ready or not ready or not wanted:
+                return
+
+
+def in_terminal(
+    arguments: Sequence[object], width: int, height: int, interrupt_after: int | None = None, **environment: str
+) -> tuple[int, Screen, str]:
+    """Run in a terminal of that size: exit code, screen, raw output. Ctrl-C is typed after that many frames."""
+    with Job(arguments, width, height, **environment) as job:
+        if interrupt_after is not None:
+            job.read_until(frames=interrupt_after)
+            job.type(b"\x03")
+        code = int(job.report())
+        return code, job.screen(), job.raw.decode()

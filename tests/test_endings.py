@@ -1,0 +1,285 @@
+"""However it ends: signals at any moment, Ctrl-Z, settings and machines that do not fit; the terminal is always given back."""
+
+import contextlib
+import fcntl
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import specdec
+from specdec import interrupts
+from tests.checkpoints import ROOT
+from tests.conftest import Pair
+from tests.terminal import COMMAND, PROMPT, Job, Screen, catches, endless, started, wait_until, with_pair
+
+INT, TERM, HUP, STOP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP
+
+
+def end(job: Job) -> tuple[int, Screen]:
+    """The exit code and the last screen, which every ending leaves in order."""
+    code, screen = int(job.report()), job.screen()
+    assert not screen.cursor_hidden
+    assert job.echoes_control_keys()
+    assert "╭" not in screen.text()
+    for word in ("Traceback", "Exception"):
+        assert word not in screen.text()
+    return code, screen
+
+
+# While the text is written
+
+
+def test_a_signal_ends_the_panel_as_ctrl_c_does(pair: Pair) -> None:
+    with Job(endless(pair, "-n", 0)) as job:
+        job.read_until(frames=3)
+        os.kill(job.pid, HUP)
+        code, screen = end(job)
+    assert code == 128 + HUP
+    assert screen.hid_cursor
+    assert screen.text().startswith(PROMPT)
+    assert len(screen.text().split("prompt tokens")[0]) > 50
+    assert "interrupted" in screen.text()
+
+
+def test_a_signal_sent_again_as_timeout_does_leaves_the_text_so_far_and_nohup_is_heeded(pair: Pair) -> None:
+    with started(endless(pair, "-n", 0), preexec_fn=lambda: signal.signal(HUP, signal.SIG_IGN)) as process:
+        start = process.stdout.read(100)
+        process.send_signal(HUP)
+        start += process.stdout.read(1000)
+        for _ in range(20):
+            process.send_signal(TERM)
+        out, err = start + process.stdout.read(), process.stderr.read()
+        assert process.wait(60) == 128 + TERM
+    assert out.decode().startswith(PROMPT)
+    assert out.endswith(b"\n")
+    assert b"Traceback" not in err
+    assert b"interrupted" in err
+
+
+def test_a_signal_with_json_still_gives_one_object(pair: Pair) -> None:
+    with Job(endless(pair, "-n", 0, "--json")) as job:
+        job.read_until(word="loading")
+        job.read_until(word="\r ")  # the line is erased, and the text begins
+        time.sleep(0.2)
+        os.kill(job.pid, INT)
+        code, _ = end(job)
+    assert code == 130
+    result = json.loads(job.raw[job.raw.index(b"{") :])
+    assert result["stop_reason"] == "interrupted"
+    assert result["text"].startswith(PROMPT)
+    assert len(result["tokens"]) == result["n_generated"] > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no small pipes")
+def test_a_reader_that_sleeps_keeps_nobody_from_ending_it(pair: Pair) -> None:
+    """The pipe is full, so the text cannot be finished."""
+    with started(endless(pair, "-n", 0)) as process:
+        fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
+        process.stdout.read(100)
+        time.sleep(0.5)
+        process.send_signal(TERM)
+        time.sleep(interrupts.SAME_WISH_SECONDS + 0.1)
+        process.send_signal(TERM)
+        assert process.wait(2) == 128 + TERM
+        assert process.stderr.read() == b""
+
+
+# Before the text begins
+
+
+def test_a_signal_while_kernels_compile_ends_it_at_once_and_quietly(pair: Pair, tmp_path: Path) -> None:
+    cases: list[tuple[int, list[object]]] = [(INT, endless(pair)), (TERM, ["bench", "--shape", "64,96,1,4,2,300,64"])]
+    with contextlib.ExitStack() as jobs:
+        compiling = []
+        for signum, arguments in cases:
+            job = jobs.enter_context(Job(arguments, NUMBA_CACHE_DIR=str(tmp_path / str(signum))))
+            compiling.append((signum, job))
+        for signum, job in compiling:
+            wait_until(lambda signum=signum: any((tmp_path / str(signum)).rglob("*.nbi")))  # type: ignore[misc]
+            time.sleep(0.2)
+            begin = time.monotonic()
+            os.kill(job.pid, signum)
+            code, screen = end(job)
+            assert time.monotonic() - begin < 2
+            assert code == 128 + signum
+            assert screen.text().strip() == ""
+
+
+def test_a_signal_in_the_first_second_ends_it_at_once_and_quietly(pair: Pair) -> None:
+    with contextlib.ExitStack() as jobs:
+        for seconds, signum in ((0, INT), (0.1, TERM), (0.2, HUP)):
+            job = jobs.enter_context(Job(endless(pair)))
+            wait_until(lambda job=job: catches(job.pid, TERM))  # type: ignore[misc]
+            time.sleep(seconds)
+            os.kill(job.pid, signum)
+            code, screen = end(job)
+            assert code == 128 + signum
+            assert screen.text().strip() == ""
+
+
+def test_a_signal_at_a_random_moment_leaves_the_terminal_in_order(pair: Pair) -> None:
+    """A short form of what was tried hundreds of times; the seconds are those of a run, from the imports to the end."""
+    with Job(endless(pair, "-n", 4000), command=[sys.executable, str(ROOT)]) as job:
+        wait_until(lambda: catches(job.pid, TERM))
+        time.sleep(random.uniform(0, 1.5))
+        os.kill(job.pid, TERM)
+        code, _ = end(job)
+        assert code in (0, 128 + TERM, -TERM)  # the last: while the interpreter itself takes leave, all being said
+
+
+def test_a_library_installs_nothing() -> None:
+    code = """
+import signal, threading
+before = [signal.getsignal(n) for n in signal.valid_signals()]
+import specdec
+from specdec import SpeculativeDecoder, Tokenizer
+assert [signal.getsignal(n) for n in signal.valid_signals()] == before
+assert signal.set_wakeup_fd(-1) == -1
+assert threading.active_count() == 1
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_in_another_thread_the_command_leaves_signals_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["specdec", "--version"])
+    before = [signal.getsignal(n) for n in interrupts.ENDS]
+    codes: list[object] = []
+
+    def run() -> None:
+        with pytest.raises(SystemExit) as done:
+            specdec.main()
+        codes.append(done.value.code)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert codes == [0]
+    assert capsys.readouterr().out == specdec.__version__ + "\n"
+    assert [signal.getsignal(n) for n in interrupts.ENDS] == before
+
+
+# Ctrl-Z
+
+
+def stopped(job: Job) -> Screen:
+    """The screen that the shell finds; the panel has gone from it."""
+    assert job.report() == "stopped"
+    screen = job.screen()
+    assert not screen.cursor_hidden
+    assert job.echoes_control_keys()
+    assert screen.text().strip() == ""
+    return screen
+
+
+def test_ctrl_z_takes_the_panel_away_at_any_pace_and_fg_draws_it_anew(pair: Pair) -> None:
+    with Job(endless(pair, "-n", 0, "--pace", 0.01)) as job:
+        job.read_until(frames=1)
+        for _ in range(2):
+            job.type(b"\x1a")
+            stopped(job)
+            job.go_on()
+            job.read_until(frames=1)
+            assert not job.echoes_control_keys()
+            screen = job.screen()
+            assert screen.cursor_hidden
+            assert screen.window().count("╭") == screen.window().count("╰") == 1
+        job.type(b"\x03")
+        code, screen = end(job)
+    assert code == 130
+    assert screen.text().startswith(PROMPT)
+
+
+def test_in_the_background_nothing_is_drawn_and_a_signal_ends_it(pair: Pair) -> None:
+    with Job(endless(pair, "-n", 0)) as job:
+        job.read_until(frames=1)
+        job.type(b"\x1a")
+        stopped(job)
+        length = len(job.raw)
+        job.go_on(in_foreground=False)
+        time.sleep(0.5)
+        os.kill(job.pid, TERM)
+        code, screen = end(job)
+    assert code == 128 + TERM
+    assert b"\x1b[?25l" not in job.raw[length:]
+    assert "╭" not in job.raw[length:].decode()
+    assert screen.text().startswith(PROMPT)
+
+
+def test_ctrl_z_while_loading_stops_it_with_the_cursor_in_sight(pair: Pair) -> None:
+    with Job(with_pair(pair, "-n", 50)) as job:
+        job.read_until(word="loading")
+        job.type(b"\x1a")
+        assert job.report() == "stopped"
+        assert not job.screen().cursor_hidden
+        job.go_on()
+        code, _ = end(job)
+    assert code == 0
+
+
+# Settings and machines that do not fit
+
+
+def refused(command: list[str], **environment: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False, timeout=120)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith("specdec: ")
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "right"),
+    [
+        ("NUMBA_DISABLE_JIT", "1", "must be 0"),
+        ("NUMBA_NUM_THREADS", "0", "1 or more"),
+        ("NUMBA_NUM_THREADS", "abc", "1 or more"),
+        ("NUMBA_THREADING_LAYER", "nonsense", "workqueue"),
+    ],
+)
+def test_a_setting_of_numba_that_cannot_be_is_told_with_what_can(name: str, value: str, right: str) -> None:
+    error = refused(COMMAND, **{name: value})
+    assert name in error
+    assert repr(value) in error
+    assert right in error
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems limit no address space")
+def test_too_little_memory_to_load_numba_is_told_with_the_limit() -> None:
+    error = refused(["sh", "-c", 'ulimit -v 200000; exec "$0" "$@"', *COMMAND])
+    assert "limited to 204 MB" in error
+
+
+@pytest.mark.parametrize("package", ["numba", "typer"])
+def test_a_missing_package_is_told_with_how_to_get_it(package: str) -> None:
+    code = f"""
+import sys
+class Nowhere:
+    def find_spec(self, name, path=None, target=None):
+        if name == "{package}":
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Nowhere())
+sys.path.insert(0, {str(ROOT)!r})
+import specdec
+specdec.main()
+"""
+    assert f"pip install {package}" in refused([sys.executable, "-c", code])
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_pytest_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In this process no test may leave a handler behind."""
+    before = {n: signal.getsignal(n) for n in (*interrupts.ENDS, STOP)}
+    yield
+    assert {n: signal.getsignal(n) for n in before} == before
