@@ -208,7 +208,9 @@ def test_weights_beyond_the_machines_memory_are_refused(tmp_path: Path, monkeypa
 def test_a_seq_len_costs_nothing_before_it_is_used(tmp_path: Path) -> None:
     """30,000,000 positions of a small model would be 8.8 GB of rotations alone."""
     config = Config(64, 64, 1, 2, 2, 64, 30_000_000)
-    path = write_checkpoint(tmp_path / "model.bin", config, random_tensors(config, 0), 1)
+    tensors = random_tensors(config, 0)
+    Transformer(config, pack_weights(config, tensors), 1).forward([1])  # compiled
+    path = write_checkpoint(tmp_path / "model.bin", config, tensors, 1)
     tracemalloc.start()
     try:
         checkpoint = load_checkpoint(path)

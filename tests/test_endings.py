@@ -104,7 +104,7 @@ def test_a_signal_while_kernels_compile_ends_it_at_once_and_quietly(pair: Pair, 
             job = jobs.enter_context(Job(arguments, NUMBA_CACHE_DIR=str(tmp_path / str(signum))))
             compiling.append((signum, job))
         for signum, job in compiling:
-            wait_until(lambda signum=signum: any((tmp_path / str(signum)).rglob("*.nbi")))  # type: ignore[misc]
+            wait_until(lambda signum=signum: any((tmp_path / str(signum)).rglob("*.code")))  # type: ignore[misc]
             time.sleep(0.2)
             begin = time.monotonic()
             os.kill(job.pid, signum)
