@@ -1,6 +1,7 @@
 """Times passes of a model with random weights over T tokens, beside the memory bandwidth that they are up against."""
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -9,16 +10,12 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from rich.table import Table
 
-from .kernels import (
-    MAX_TOKENS,
-    Config,
-    Transformer,
-    all_finite,
-    physical_memory_bytes,
-    weight_memory,
-    zeros,
-)
-from .packing import pack_weights
+from .architectures import Config
+from .architectures.llama import LLAMA
+from .kernels import MAX_TOKENS
+from .machine.memory import all_finite, physical_memory_bytes, zeros
+from .transformer import Transformer
+from .weights import FP32, INT8
 
 SHAPES = {  # the public stories models: dim, hidden_dim, layers, heads, kv heads, vocabulary, seq_len
     "15M": (288, 768, 6, 6, 6, 32000, 256),
@@ -72,7 +69,7 @@ def parse_shape(text: str) -> Config:
     config = Config(dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len)
     if flaw := config.flaw():
         raise ValueError(f"{text!r}: {flaw}.")
-    if (needed := 2 * weight_memory(config)) > physical_memory_bytes():
+    if (needed := 8 * sum(map(math.prod, LLAMA.shapes(config).values()))) > physical_memory_bytes():
         raise ValueError(f"{text!r}: making and packing it takes {needed / 2**30:.0f} GiB, more than there is.")
     if config.seq_len < MAX_TOKENS:
         raise ValueError(f"{text!r}: seq must be {MAX_TOKENS} or more, the longest pass that is timed.")
@@ -83,10 +80,11 @@ def run(config: Config, n_threads: int | None = None, int8: bool = False) -> Res
     """Passes from an empty cache; medians of ROUNDS, everything interleaved."""
     rng = np.random.default_rng(0)
     tensors = {
-        name: rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5) for name, shape in config.shapes().items()
+        name: rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)
+        for name, shape in LLAMA.shapes(config).items()
     }
     n_weights = sum(tensor.size for tensor in tensors.values())
-    weights = pack_weights(config, tensors, int8)
+    weights = LLAMA.pack(config, tensors, INT8 if int8 else FP32)
     model = Transformer(config, weights, n_threads)
     del tensors
     block = zeros(READ_BYTES // 4)
@@ -112,8 +110,8 @@ def run(config: Config, n_threads: int | None = None, int8: bool = False) -> Res
         Row(n, seconds, weights.n_bytes / seconds / 1e9, 2 * n_weights * n / seconds / 1e9)
         for n, seconds in zip(TOKENS, map(statistics.median, passes), strict=True)
     ]
-    dram, kind = READ_BYTES / statistics.median(reads) / 1e9, "int8" if int8 else "fp32"
-    return Result(config, dram, model.n_threads, kind, rows, n_prefill, statistics.median(prefills))
+    dram = READ_BYTES / statistics.median(reads) / 1e9
+    return Result(config, dram, model.n_threads, weights.kind, rows, n_prefill, statistics.median(prefills))
 
 
 def _seconds(job: Callable[[], object]) -> float:

@@ -16,13 +16,15 @@ from rich.console import Console
 
 from . import __version__
 from . import bench as benchmark
-from .checkpoint import CheckpointError
 from .decoder import Quantize, SpeculativeDecoder
-from .decoding import MAX_GAMMA, VERIFIERS, Sampling, Statistics, Verify
+from .decoding import MAX_GAMMA, VERIFIERS, Statistics, VerifyMode
 from .files import default_pair, telling_how_to_restore
 from .interrupts import exit_code, signals
-from .kernels import available_threads
-from .panel import LivePanel, PlainView, SilentView, View, print_summary, printable, to_json
+from .machine.threads import available_threads
+from .output import PlainView, SilentView, View, print_summary, printable, to_json
+from .panel import LivePanel
+from .readers import CheckpointError
+from .sampling import Sampling
 from .tokenizer import TokenizerError
 
 DEFAULT_PROMPT = "Once upon a time"
@@ -93,7 +95,7 @@ Seed = Annotated[
 Gamma = Annotated[
     int, option("-g", "--gamma", group="Speculation", metavar="N", min=1, max=MAX_GAMMA, help="Draft tokens per step (γ).")
 ]
-VerifyMode = Annotated[
+VerifyOption = Annotated[
     str,
     option(
         "--verify", group="Speculation", metavar="coupled|rejection",
@@ -136,7 +138,7 @@ def tell(
     top_k: TopK = 0,
     seed: Seed = 0,
     gamma: Gamma = 4,
-    verify: VerifyMode = "coupled",
+    verify: VerifyOption = "coupled",
     threads: Threads = 0,
     plain: Plain = False,
     pace: Pace = 0.0,
@@ -167,7 +169,7 @@ def tell(
                 draft or None,
                 tokenizer or None,
                 gamma=gamma,
-                verify=cast(Verify, verify),
+                verify=cast(VerifyMode, verify),
                 n_threads=threads or None,
                 quantize=cast(Quantize, quantize),
             )
@@ -190,7 +192,7 @@ def tell(
         view = PlainView(decoder.tokenizer, sys.stdout)
     signals.text_begins()
     with writing():
-        _run(view, decoder, prompt, prompt_tokens, max_tokens, sampling, statistics)
+        _run(view, decoder, prompt, max_tokens, sampling, statistics)
         if isinstance(view, SilentView):
             settings = {
                 "model": model,
@@ -224,18 +226,15 @@ def _run(
     view: View,
     decoder: SpeculativeDecoder,
     prompt: str,
-    prompt_tokens: list[int],
     max_tokens: int,
     sampling: Sampling,
     statistics: Statistics,
 ) -> None:
     """Decode into the view, until the text or somebody's patience is at its end."""
     with view:
-        view.begin(prompt_tokens)
-        s = sampling
-        for step in decoder.stream(prompt, max_tokens, s.temperature, s.top_k, s.top_p, s.seed, view.draft):
-            statistics.add(step)
-            view.step(step)
+        for event in decoder.stream(prompt, max_tokens, sampling):
+            statistics.add(event)
+            view.show(event)
             if signals.asked:
                 statistics.stop_reason = "interrupted"
                 break
@@ -331,8 +330,8 @@ def main() -> None:
         code = _complain(f"{message} A model is named with -m." if message.startswith("No such command") else message)
     except (CheckpointError, TokenizerError, ValueError) as error:
         code = _complain(str(error))
-    except MemoryError:
-        code = _complain("not enough memory for this model")
+    except MemoryError as error:
+        code = _complain(str(error) or "not enough memory for this model")
     except SystemExit:  # Rich's, where the reader of its output has left
         code = BROKEN_PIPE
     sys.exit(exit_code(signals.asked) if signals.asked else code or 0)

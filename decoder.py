@@ -2,18 +2,24 @@
 
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
-from .checkpoint import Checkpoint, load_checkpoint
+from .architectures import architecture_of
 from .checks import one_of, text, whole
-from .decoding import MAX_GAMMA, VERIFIERS, ModelDrafter, Sampling, Statistics, Step, Verify, decode
+from .decoding import MAX_GAMMA, VERIFIERS, Event, Statistics, Step, VerifyMode, decode
+from .drafters import ModelDrafter
 from .files import find, find_tokenizer
-from .kernels import Transformer, available_threads, physical_memory_bytes, text_memory
-from .packing import int8_copy, pack_weights
+from .machine.memory import physical_memory_bytes
+from .machine.threads import available_threads
+from .readers import CheckpointError, load_checkpoint
+from .sampling import Sampling
 from .tokenizer import Tokenizer
+from .transformer import Transformer
+from .weights import FP32, INT8
 
+DEFAULT_SAMPLING = Sampling()
 SELF = "self"  # as a draft: an int8 copy of the target
 Quantize = Literal["target", "draft", "both", "none"]
 TRIAL_SECONDS, TRIAL_TOKENS, TRIAL_MARGIN = 0.05, 4, 1.25  # of the choice of threads; all of them unless so much slower
@@ -46,7 +52,7 @@ class SpeculativeDecoder:
         tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
         *,
         gamma: int = 4,
-        verify: Verify = "coupled",
+        verify: VerifyMode = "coupled",
         n_threads: int | None = None,
         quantize: Quantize = "draft",
     ) -> None:
@@ -60,22 +66,21 @@ class SpeculativeDecoder:
         else:
             path = find(target)
             int8 = quantize in ("target", "both")
-            self.target = _transformer(load_checkpoint(path, int8), n_threads, None, int8)
+            self.target = load_model(path, int8, n_threads)
         config = self.target.config
         self.tokenizer = _tokenizer(tokenizer, path, config.vocab_size)
         if draft is None or isinstance(draft, Transformer):
             self.draft = draft
         elif draft == SELF:
-            if self.target.weights.is_int8:
+            if self.target.weights.kind != FP32.name:
                 raise ValueError(
                     "the target is int8 already, from its file or by --quantize, so an int8 copy of it is no faster draft; "
                     "leave it fp32 or name another draft"
                 )
-            self.draft = Transformer(config, int8_copy(config, self.target.weights), n_threads, self.target.n_positions)
+            self.draft = Transformer(config, self.target.weights.converted(INT8), n_threads, self.target.n_positions)
         else:
             int8 = quantize in ("draft", "both")
-            checkpoint = load_checkpoint(find(draft), int8)
-            self.draft = _transformer(checkpoint, n_threads, self.target.n_positions, int8)
+            self.draft = load_model(find(draft), int8, n_threads, self.target.n_positions)
         if self.draft and self.draft.config.vocab_size != config.vocab_size:
             name = "the draft" if isinstance(draft, Transformer) else f"the draft {draft}"
             n = self.draft.config.vocab_size
@@ -103,13 +108,13 @@ class SpeculativeDecoder:
         self._gamma = whole("gamma", gamma, 1, MAX_GAMMA)
 
     @property
-    def verify(self) -> Verify:
+    def verify(self) -> VerifyMode:
         """What decides whether a proposal stands."""
         return self._verify
 
     @verify.setter
-    def verify(self, verify: Verify) -> None:
-        self._verify = one_of("verify", verify, cast(Collection[Verify], VERIFIERS))
+    def verify(self, verify: VerifyMode) -> None:
+        self._verify = one_of("verify", verify, cast(Collection[VerifyMode], VERIFIERS))
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's tokens, BOS first. Raises ValueError for one that the target's seq_len cannot hold or UTF-8 cannot say."""
@@ -118,36 +123,29 @@ class SpeculativeDecoder:
             raise ValueError(f"the prompt has {len(tokens)} tokens; the target's seq_len is {self.target.n_positions}")
         return tokens
 
-    def stream(
-        self,
-        prompt: str = "",
-        max_tokens: int = 256,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 0.9,
-        seed: int = 0,
-        on_draft: Callable[[list[int]], None] | None = None,
-    ) -> Iterator[Step]:
-        """Steps as they come, the prefill first; ends at BOS, EOS, max_tokens or the target's seq_len.
+    def stream(self, prompt: str = "", max_tokens: int = 256, sampling: Sampling = DEFAULT_SAMPLING) -> Iterator[Event]:
+        """Events as they come: the `Prompt`, then a `Proposal`, where there is a draft, and a `Step` in turns.
 
-        max_tokens: beyond the prompt; temperature, top_k, top_p, seed: see `Sampling`; on_draft hears of each proposal before the
-        target judges it. Several streams may take turns on one model, in one thread or several, and each says what it would say
-        alone; but a model's cache holds one text, so that a turn begins with running the other text's tokens anew. Raises
-        ValueError and TypeError for values that are none, ValueError for a prompt longer than the target's seq_len, a text that
-        the memory cannot hold and a target whose logits are not finite.
+        Ends at an end mark, after max_tokens beyond the prompt, or at the target's seq_len. Several streams may take turns on one
+        model, in one thread or several, and each says what it would say alone; but a model's cache holds one text, so that a
+        turn begins with running the other text's tokens anew. Raises ValueError and TypeError for values that are none,
+        ValueError for a prompt longer than the target's seq_len, a text that the memory cannot hold and a target whose logits
+        are not finite.
         """
-        sampling = Sampling(temperature, top_k, top_p, seed)
         tokens = self.encode(prompt)
         self._check_memory(len(tokens) + whole("max_tokens", max_tokens, 0))
+        if not isinstance(sampling, Sampling):
+            raise TypeError(f"sampling is {sampling!r}; expected Sampling(temperature=..., seed=...)")
         if not self._is_warm:
             self.warm_up()
         verifier = VERIFIERS[self.verify](self.target.config.vocab_size, sampling)
-        drafter = ModelDrafter(self.draft, sampling, verifier.draft_noise) if self.draft else None
-        return decode(self.target, drafter, verifier, tokens, max_tokens, self.gamma, on_draft)
+        marks = self.tokenizer.end_marks
+        drafter = ModelDrafter(self.draft, sampling, verifier.draft_noise, marks) if self.draft else None
+        return decode(self.target, drafter, verifier, tokens, max_tokens, self.gamma, marks)
 
     def _check_memory(self, n_tokens: int) -> None:
         n_positions = min(n_tokens, self.target.n_positions)
-        needed = sum(text_memory(model.config, n_positions, model.n_threads) for model in self._models)
+        needed = sum(model.text_bytes(n_positions) for model in self._models)
         if needed > physical_memory_bytes():
             raise ValueError(
                 f"a text of {n_positions} tokens needs {needed / 2**30:.1f} GiB beside the weights, more than this machine has; "
@@ -163,16 +161,16 @@ class SpeculativeDecoder:
         top_p: float = 0.9,
         seed: int = 0,
     ) -> Generation:
-        """The whole text, prompt included, and its statistics; parameters and errors are those of `stream`.
+        """The whole text, prompt included, and its statistics; parameters and errors are those of `Sampling` and `stream`.
 
         Threads that call it on one decoder wait for each other.
         """
         tokens = self.encode(prompt)
         statistics = Statistics(n_prompt=len(tokens))
         with self._turn:
-            for step in self.stream(prompt, max_tokens, temperature, top_k, top_p, seed):
-                statistics.add(step)
-                tokens += step.tokens
+            for event in self.stream(prompt, max_tokens, Sampling(temperature, top_k, top_p, seed)):
+                statistics.add(event)
+                tokens += event.tokens if isinstance(event, Step) else []
         return Generation(self.tokenizer.decode(tokens), statistics)
 
     @property
@@ -196,7 +194,7 @@ class SpeculativeDecoder:
 
     def _seconds(self, max_tokens: int) -> float:
         """What that many tokens take."""
-        return sum(step.seconds for step in self.stream("", max_tokens))
+        return sum(event.seconds for event in self.stream("", max_tokens) if isinstance(event, Step))
 
     def _choose_threads(self) -> None:
         """All threads, or 1, 2, 4, ... if clearly faster; each is tried in turn until the trial has taken TRIAL_SECONDS."""
@@ -215,14 +213,19 @@ class SpeculativeDecoder:
 
 
 def _rebuilt(
-    target: Transformer, draft: Transformer | None, tokenizer: Tokenizer, gamma: int, verify: Verify
+    target: Transformer, draft: Transformer | None, tokenizer: Tokenizer, gamma: int, verify: VerifyMode
 ) -> SpeculativeDecoder:
     """A decoder from its pickled parts."""
     return SpeculativeDecoder(target, draft, tokenizer, gamma=gamma, verify=verify)
 
 
-def _transformer(checkpoint: Checkpoint, n_threads: int | None, n_positions: int | None, int8: bool) -> Transformer:
-    weights = pack_weights(checkpoint.config, checkpoint.tensors, int8)
+def load_model(path: Path, int8: bool = False, n_threads: int | None = None, n_positions: int | None = None) -> Transformer:
+    """The model in a checkpoint file; int8: whether its weights become int8 where they are floats. Raises CheckpointError."""
+    checkpoint = load_checkpoint(path)
+    try:
+        weights = architecture_of(checkpoint.config).pack(checkpoint.config, checkpoint.tensors, INT8 if int8 else FP32)
+    except MemoryError as error:
+        raise CheckpointError(f"{path} does not fit: {error or 'there is no memory for its weights'}") from None
     return Transformer(checkpoint.config, weights, n_threads, n_positions)
 
 

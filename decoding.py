@@ -1,4 +1,4 @@
-"""Speculative decoding: sampling, drafters, verification, and the loop, a generator of `Step`. Knows no terminals, no files.
+"""The loop, verification and statistics: a generator of events. Knows no files, no formats and no terminals.
 
 One step: the drafter proposes n tokens, one forward of the target runs the last token and the proposals, and the target's own
 token at each position decides how many of them stand. What follows the last one that stands is the target's as well.
@@ -12,49 +12,40 @@ arXiv:2211.17192); independent noise, since shared noise would bias it. The dist
 of a plain run.
 """
 
-import math
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-import numpy as np
+from .drafters import Draft, Drafter
+from .kernels import MAX_TOKENS
+from .machine.vectors import Float32
+from .sampling import ACCEPT_NOISE, DRAFT_NOISE, TARGET_NOISE, Sampler, Sampling, keep_or_redraw
 
-from . import kernels
-from .checks import real, whole
-from .kernels import Float32, Transformer
-from .tokenizer import BOS, EOS
-
-Verify = Literal["coupled", "rejection"]
-StopReason = Literal["bos", "eos", "max_tokens", "seq_len", "interrupted"]
-END_MARKS = (BOS, EOS)
-MAX_GAMMA = kernels.MAX_TOKENS - 1
-TARGET_NOISE, DRAFT_NOISE, ACCEPT_NOISE = range(3)
+VerifyMode = Literal["coupled", "rejection"]
+StopReason = str  # a name of an end mark, "max_tokens", "seq_len" or "interrupted"
+MAX_GAMMA = MAX_TOKENS - 1
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How a token is drawn: temperature, then softmax, then top_k, then the smallest set whose mass exceeds top_p.
+class Prompt:
+    """The text has begun: the prompt's tokens, BOS first, have been run, in so many seconds."""
 
-    temperature 0 is greedy; top_k 0 and top_p 0 or 1 are off; seed is 0 to 2^63 - 1.
-    Raises ValueError for a value out of range, TypeError for what is no number.
-    """
+    tokens: list[int]
+    seconds: float
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 0.9
-    seed: int = 0
 
-    def __post_init__(self) -> None:
-        real("temperature", self.temperature, math.inf, "0 (greedy) or a positive number")
-        whole("top_k", self.top_k, 0)
-        real("top_p", self.top_p, 1, "a number from 0 to 1 (0 and 1: off)")
-        whole("seed", self.seed, 0, 2**63 - 1)
+@dataclass(frozen=True)
+class Proposal:
+    """Tokens that the target is about to judge."""
+
+    tokens: list[int]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One pass of the target over the last token and the draft, or the prefill, which comes first and has no tokens.
+    """A pass of the target over the last token and the proposal has been judged.
 
     tokens: what the text grew by, an end mark not counted; draft_tokens: what was proposed, of which the first n_accepted
     stood; seconds of the whole step; draft_seconds of it; stop_reason of the last step.
@@ -65,13 +56,15 @@ class Step:
     n_accepted: int
     seconds: float
     draft_seconds: float
-    is_prefill: bool = False
     stop_reason: StopReason | None = None
+
+
+Event = Prompt | Proposal | Step
 
 
 @dataclass
 class Statistics:
-    """Sums over the steps of one text.
+    """Sums over the events of one text.
 
     n_prompt: tokens of the prompt, BOS included; n_generated, n_drafted, n_accepted: tokens; target_passes: the prefill's not
     counted; prefill_seconds and decode_seconds: without loading and compiling.
@@ -85,13 +78,15 @@ class Statistics:
     accepted_histogram: list[int] = field(default_factory=list)  # passes by how many proposals they accepted
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    stop_reason: StopReason | None = None
+    stop_reason: StopReason | None = "max_tokens"  # of a text of no steps
 
-    def add(self, step: Step) -> None:
-        self.stop_reason = step.stop_reason
-        if step.is_prefill:
-            self.prefill_seconds += step.seconds
-            return
+    def add(self, event: Event) -> None:
+        if isinstance(event, Prompt):
+            self.prefill_seconds += event.seconds
+        if isinstance(event, Step):
+            self._add_step(event)
+
+    def _add_step(self, step: Step) -> None:
         self.n_generated += len(step.tokens)
         self.n_drafted += len(step.draft_tokens)
         self.n_accepted += step.n_accepted
@@ -99,6 +94,7 @@ class Statistics:
         self.accepted_histogram += [0] * (step.n_accepted + 1 - len(self.accepted_histogram))
         self.accepted_histogram[step.n_accepted] += 1
         self.decode_seconds += step.seconds
+        self.stop_reason = step.stop_reason
 
     @property
     def acceptance_rate(self) -> float:
@@ -112,72 +108,6 @@ class Statistics:
     @property
     def tokens_per_second(self) -> float:
         return self.n_generated / self.decode_seconds if self.decode_seconds else 0.0
-
-
-class Sampler:
-    """Draws tokens from logits; the noise is a function of (seed, stream, position, token), so nothing is consumed."""
-
-    def __init__(self, vocab_size: int, sampling: Sampling) -> None:
-        self.vocab_size, self.sampling = vocab_size, sampling
-        self._keys = np.empty(vocab_size, np.uint64)
-        self._top_k = min(int(sampling.top_k), vocab_size)  # a compiled function takes no larger integer
-
-    def new_probs(self) -> Float32:
-        """Room for one row of probabilities, (1, V padded)."""
-        return kernels.zeros(1, kernels.round_up(self.vocab_size, kernels.LANES))
-
-    def draw(self, probs: Float32, logits: Float32, stream: int, position: int) -> int:
-        """The token of that noise, -1 where the logits (V,) are not finite; fills probs (1, V padded) from them."""
-        s = self.sampling
-        return int(
-            kernels.draw(probs, logits, float(s.temperature), self._top_k, float(s.top_p), s.seed, stream, position, self._keys)
-        )
-
-    def probabilities(self, probs: Float32, logits: Float32) -> None:
-        """Fill probs (1, V padded) from logits (V,)."""
-        s = self.sampling
-        kernels.probabilities(probs, logits, float(s.temperature), self._top_k, float(s.top_p), self._keys)
-
-
-@dataclass(frozen=True)
-class Draft:
-    """Proposed tokens, and the q that each was drawn from, (1, V padded) a token."""
-
-    tokens: list[int]
-    probs: list[Float32]
-
-
-class Drafter(Protocol):
-    """Whatever proposes tokens. A proposal may be shorter than asked for, and empty."""
-
-    def propose(self, tokens: list[int], n: int) -> Draft:
-        """Up to n tokens that may follow tokens; none for n = 0, which only gets ready."""
-
-
-class ModelDrafter:
-    """A smaller model that decodes n tokens one by one. Beyond its own seq_len it sees a sliding window."""
-
-    def __init__(self, model: Transformer, sampling: Sampling, stream: int) -> None:
-        self._model, self._stream = model, stream
-        self._sampler = Sampler(model.config.vocab_size, sampling)
-        self._probs: list[Float32] = []
-
-    def propose(self, tokens: list[int], n: int) -> Draft:
-        text = [*tokens]
-        while len(self._probs) < n:
-            self._probs.append(self._sampler.new_probs())
-        with self._model.lock:
-            if n == 0:
-                self._model.forward(text[:-1], n_logits=0)
-            for i in range(n):
-                logits = self._model.forward(text)
-                token = self._sampler.draw(self._probs[i], logits[0], self._stream, len(text))
-                if token < 0:
-                    break
-                text.append(token)
-                if token in END_MARKS:
-                    break
-        return Draft(text[len(tokens) :], self._probs[: len(text) - len(tokens)])
 
 
 class Verifier(Protocol):
@@ -203,27 +133,45 @@ class CoupledVerifier:
 
 
 class RejectionVerifier:
-    """The proposal with probability min(1, p / q), else a draw from the residual; past the proposals, a draw from p."""
+    """The proposal with probability min(1, p / q), else a draw from the residual; past the proposals, a draw from p.
+
+    A proposal that was not drawn came with certainty: q is 1.
+    """
 
     draft_noise = DRAFT_NOISE
 
     def __init__(self, vocab_size: int, sampling: Sampling) -> None:
         self._sampler = Sampler(vocab_size, sampling)
-        self._probs = self._sampler.new_probs()
+        self._probs, self._certain = self._sampler.new_probs(), self._sampler.new_probs()
 
     def token(self, logits: Float32, draft: Draft, i: int, position: int) -> int:
         if i == len(draft.tokens):
             return self._sampler.draw(self._probs, logits, TARGET_NOISE, position)
         self._sampler.probabilities(self._probs, logits)
-        seed, n = self._sampler.sampling.seed, self._sampler.vocab_size
-        proposal, q = draft.tokens[i], draft.probs[i]
-        return int(kernels.keep_or_redraw(self._probs, q, n, proposal, seed, ACCEPT_NOISE, TARGET_NOISE, position))
+        seed, n, proposal = self._sampler.sampling.seed, self._sampler.vocab_size, draft.tokens[i]
+        if draft.q is None:
+            self._certain[0] = 0
+            self._certain[0, proposal] = 1
+        q = self._certain if draft.q is None else draft.q[i]
+        return int(keep_or_redraw(self._probs, q, n, proposal, seed, ACCEPT_NOISE, TARGET_NOISE, position))
 
 
 VERIFIERS: dict[str, Callable[[int, Sampling], Verifier]] = {"coupled": CoupledVerifier, "rejection": RejectionVerifier}
 
 
-def verify(logits: Float32, draft: Draft, verifier: Verifier, position: int) -> tuple[list[int], int]:
+class Target(Protocol):
+    """What the loop asks of a model: logits at the last tokens of a text, under a lock as long as they are read."""
+
+    lock: threading.RLock
+
+    @property
+    def n_positions(self) -> int: ...
+    def forward(self, tokens: list[int], n_logits: int = 1) -> Float32: ...
+
+
+def judge(
+    logits: Float32, draft: Draft, verifier: Verifier, position: int, end_marks: Mapping[int, str]
+) -> tuple[list[int], int]:
     """The target's tokens from `position` on, up to and with an end mark or the first that is not the proposal; how many stood.
 
     logits: (len(draft.tokens) + 1, V). Raises ValueError for logits that no token can be drawn from.
@@ -235,50 +183,49 @@ def verify(logits: Float32, draft: Draft, verifier: Verifier, position: int) -> 
         if token < 0:
             raise ValueError("the target's logits are not finite: its weights are damaged, or too large to compute with")
         tokens.append(token)
-        stands = i < len(draft.tokens) and tokens[i] == draft.tokens[i]
+        stands = i < len(draft.tokens) and token == draft.tokens[i]
         n_accepted += stands
-        if not stands or tokens[i] in END_MARKS:
+        if not stands or token in end_marks:
             break
     return tokens, n_accepted
 
 
 def decode(
-    target: Transformer,
+    target: Target,
     drafter: Drafter | None,
     verifier: Verifier,
     prompt: list[int],
     max_tokens: int,
     gamma: int,
-    on_draft: Callable[[list[int]], None] | None = None,
-) -> Iterator[Step]:
-    """Continue the prompt by up to max_tokens tokens; the first step is the prefill.
+    end_marks: Mapping[int, str],
+) -> Iterator[Event]:
+    """Continue the prompt by up to max_tokens tokens: the prompt, then a proposal, where there is a drafter, and a step in turns.
 
-    gamma: proposals a step; on_draft is told of each proposal before the target sees it. A step runs what the target's cache does
-    not hold: the last token and the proposals. Raises ValueError where the target's logits are not finite.
+    gamma: proposals a step; end_marks: tokens that end a text, with their names. A step runs what the target's cache does not
+    hold: the last token and the proposal. Raises ValueError where the target's logits are not finite.
     """
     begin = time.perf_counter()
     tokens = list(prompt)
     # The last token is never run, so a text may have one token more than the target has positions.
     limit = min(len(prompt) + max_tokens, target.n_positions + 1)
-    stop: StopReason | None = "max_tokens" if max_tokens <= 0 else None
+    stop: StopReason | None = None
     target.forward(tokens[:-1], n_logits=0)
     if drafter:
         drafter.propose(tokens, 0)
-    yield Step([], [], 0, time.perf_counter() - begin, 0.0, is_prefill=True, stop_reason=stop)
-    while stop is None:
+    yield Prompt(prompt, time.perf_counter() - begin)
+    while len(tokens) < limit and stop is None:
         begin = time.perf_counter()
-        draft = drafter.propose(tokens, min(gamma, limit - len(tokens) - 1)) if drafter else Draft([], [])
-        drafted = time.perf_counter()
-        if on_draft:
-            on_draft(draft.tokens)
-        resumed = time.perf_counter()
+        draft = drafter.propose(tokens, min(gamma, limit - len(tokens) - 1)) if drafter else Draft([])
+        draft_seconds = time.perf_counter() - begin
+        if drafter:
+            yield Proposal(draft.tokens)
+        begin = time.perf_counter()
         with target.lock:
             logits = target.forward(tokens + draft.tokens, n_logits=len(draft.tokens) + 1)
-            new, n_accepted = verify(logits, draft, verifier, len(tokens))
-        if new[-1] in END_MARKS:
-            stop = "bos" if new.pop() == BOS else "eos"
+            new, n_accepted = judge(logits, draft, verifier, len(tokens), end_marks)
+        if new[-1] in end_marks:
+            stop = end_marks[new.pop()]
         tokens += new
         if stop is None and len(tokens) == limit:
             stop = "seq_len" if limit > target.n_positions else "max_tokens"
-        seconds = time.perf_counter() - resumed + drafted - begin
-        yield Step(new, draft.tokens, n_accepted, seconds, drafted - begin, stop_reason=stop)
+        yield Step(new, draft.tokens, n_accepted, time.perf_counter() - begin + draft_seconds, draft_seconds, stop)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .checkpoint import CheckpointError
+from .readers import CheckpointError
 from .tokenizer import TokenizerError
 
 MODELS = Path(__file__).resolve().parent / "models"

@@ -1,19 +1,12 @@
-"""`Step`s to what a person or a program reads: a live Rich panel, plain text, or JSON. Knows no models.
+"""Events to a live Rich panel. Knows no models."""
 
-Each view is a context manager: `begin` with the prompt, `draft` before and `step` after each pass of the target; on leaving,
-also by an exception, it shows all text there is. The summary is `print_summary`'s, once the story is over.
-"""
-
-import json
 import os
 import sys
 import time
-import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol, TextIO
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -28,8 +21,9 @@ try:
 except ImportError:  # Windows
     termios = None  # type: ignore[assignment]
 
-from .decoding import Statistics, Step
+from .decoding import Event, Prompt, Proposal, Statistics, Step
 from .interrupts import in_foreground, signals
+from .output import printable
 from .tokenizer import TextStream, Tokenizer
 
 STYLES = {"prompt": "bold", "target": "", "accepted": "green", "rejected": "strike red", "proposed": "yellow"}
@@ -52,23 +46,6 @@ class Piece(NamedTuple):
     text: str
     kind: str
     seconds: float
-
-
-class View(Protocol):
-    """What the loop talks to."""
-
-    def __enter__(self) -> "View": ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-    def begin(self, prompt: list[int]) -> None: ...
-    def draft(self, tokens: list[int]) -> None: ...
-    def step(self, step: Step) -> None: ...
-
-
-def printable(text: str) -> str:
-    """Text without the control characters that could move a cursor or worse; line breaks and tabs stay."""
-    return "".join([c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc"])
 
 
 @contextmanager
@@ -94,65 +71,10 @@ def no_echo_of_control_keys() -> Iterator[None]:
             set_modes(before)
 
 
-class PlainView:
-    """The text alone, as it comes."""
-
-    def __init__(self, tokenizer: Tokenizer, out: TextIO) -> None:
-        self._stream, self._out = TextStream(tokenizer), out
-
-    def __enter__(self) -> "PlainView":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._out.write(printable(self._stream.end()) + "\n")
-        self._out.flush()
-
-    def begin(self, prompt: list[int]) -> None:
-        self._write(prompt)
-
-    def draft(self, tokens: list[int]) -> None:
-        """Proposals are not shown."""
-
-    def step(self, step: Step) -> None:
-        self._write(step.tokens)
-
-    def _write(self, tokens: list[int]) -> None:
-        self._out.write(printable("".join([self._stream.push(token) for token in tokens])))
-        self._out.flush()
-
-
-class SilentView:
-    """Collects the text, and shows nothing: for JSON, which comes at the end."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._prompt: list[int] = []
-        self.tokens: list[int] = []
-
-    def __enter__(self) -> "SilentView":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        pass
-
-    def begin(self, prompt: list[int]) -> None:
-        self._prompt = prompt
-
-    def draft(self, tokens: list[int]) -> None:
-        """Proposals are not shown."""
-
-    def step(self, step: Step) -> None:
-        self.tokens += step.tokens
-
-    @property
-    def text(self) -> str:
-        return self._tokenizer.decode(self._prompt + self.tokens)
-
-
 class LivePanel:
     """The story's tail with proposals, accepted and rejected tokens, and the running figures beside it.
 
-    Rendering is a pure function of what `begin`, `draft` and `step` have told; frames come when due, from this thread.
+    Rendering is a pure function of the events that it was shown; frames come when due, from this thread.
     pace: steps a second at most, each shown proposed and then judged; 0 is full speed. In the background nothing is drawn, and
     Ctrl-Z takes the panel off the screen until the job is in the foreground again.
     """
@@ -171,7 +93,8 @@ class LivePanel:
     ) -> None:
         self._stream, self._console, self._statistics = TextStream(tokenizer), console, statistics
         self._max_tokens, self._gamma, self._title, self._clock = max_tokens, gamma, title, clock
-        self._sleep, self._hold_seconds = sleep, min(0.5 / pace, LONGEST_HOLD_SECONDS) if pace else 0.0
+        frames_a_step = 2 if gamma else 1
+        self._sleep, self._hold_seconds = sleep, min(1 / frames_a_step / pace, LONGEST_HOLD_SECONDS) if pace else 0.0
         self._styles = STYLES_NO_COLOR if console.no_color else STYLES
         self._story: list[Piece] = []
         self._recent: deque[Piece] = deque()
@@ -213,19 +136,24 @@ class LivePanel:
         self._live = None
         self._screen.close()
 
-    def begin(self, prompt: list[int]) -> None:
-        for token in prompt:
-            self._add(self._stream.push(token), "prompt")
-        self._frame()
+    def show(self, event: Event) -> None:
+        if isinstance(event, Prompt):
+            for token in event.tokens:
+                self._add(self._stream.push(token), "prompt")
+            self._frame()
+        elif isinstance(event, Proposal):
+            self._show_proposal(event.tokens)
+        else:
+            self._show_step(event)
 
-    def draft(self, tokens: list[int]) -> None:
+    def _show_proposal(self, tokens: list[int]) -> None:
         now = self._clock()
         if self._is_due(now):
             self._proposed = [Piece(printable(text), "proposed", now) for text in self._stream.peek(tokens)]
             self._frame()
             self._proposed = []
 
-    def step(self, step: Step) -> None:
+    def _show_step(self, step: Step) -> None:
         for token in step.tokens[: step.n_accepted]:
             self._add(self._stream.push(token), "accepted")
         for text in self._stream.peek(step.draft_tokens[step.n_accepted :]):
@@ -368,53 +296,3 @@ class LivePanel:
     def _legend(self) -> Text:
         kinds = ("proposed", "accepted", "rejected", "target") if self._gamma else ()
         return Text(" ").join(Text(kind, self._styles[kind]) for kind in kinds)
-
-
-def print_summary(console: Console, statistics: Statistics, **more: object) -> None:
-    """The figures of a finished text, one a row, and what the caller adds."""
-    s = statistics
-    rows = [("prompt tokens", f"{s.n_prompt}"), ("generated", f"{s.n_generated}")]
-    if s.n_drafted:
-        rows += [
-            ("drafted", f"{s.n_drafted}"),
-            ("accepted", f"{s.n_accepted}"),
-            ("acceptance rate", f"{s.acceptance_rate:.1%}"),
-            ("tokens per pass", f"{s.tokens_per_pass:.2f}"),
-        ]
-    rows += [
-        ("prefill", f"{s.prefill_seconds:.3f} s"),
-        ("decode", f"{s.decode_seconds:.3f} s"),
-        ("speed", f"{s.tokens_per_second:.1f} tok/s"),
-        ("stopped by", f"{s.stop_reason}"),
-        *((label, f"{value}") for label, value in more.items()),
-    ]
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
-    table.add_column(justify="right")
-    for label, value in rows:
-        table.add_row(label, value)
-    console.print(table)
-
-
-def to_json(statistics: Statistics, text: str, tokens: list[int], **extra: Any) -> str:
-    """One JSON object: the text, the tokens, every figure, and what the caller adds."""
-    s = statistics
-    return json.dumps(
-        {
-            "text": text,
-            "tokens": tokens,
-            "n_prompt": s.n_prompt,
-            "n_generated": s.n_generated,
-            "n_drafted": s.n_drafted,
-            "n_accepted": s.n_accepted,
-            "acceptance_rate": s.acceptance_rate,
-            "target_passes": s.target_passes,
-            "tokens_per_pass": s.tokens_per_pass,
-            "accepted_histogram": s.accepted_histogram,
-            "prefill_seconds": s.prefill_seconds,
-            "decode_seconds": s.decode_seconds,
-            "tokens_per_second": s.tokens_per_second,
-            "stop_reason": s.stop_reason,
-        }
-        | extra
-    )

@@ -25,16 +25,19 @@ if __spec__:
     __spec__.submodule_search_locations = __path__
 
 if TYPE_CHECKING:
-    from .checkpoint import CheckpointError
     from .decoder import Generation, SpeculativeDecoder
-    from .decoding import Sampling, Statistics, Step
-    from .kernels import Transformer
+    from .decoding import Prompt, Proposal, Statistics, Step
+    from .readers import CheckpointError
+    from .sampling import Sampling
     from .tokenizer import Tokenizer, TokenizerError
+    from .transformer import Transformer
 
 __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "Generation",
+    "Prompt",
+    "Proposal",
     "Sampling",
     "SpeculativeDecoder",
     "Statistics",
@@ -45,11 +48,12 @@ __all__ = [
 ]
 # Loaded when first asked for: an interrupt in the first second meets no half-imported library, and the library no command line.
 _ROOMS = {
-    "checkpoint": ("CheckpointError",),
     "decoder": ("Generation", "SpeculativeDecoder"),
-    "decoding": ("Sampling", "Statistics", "Step"),
-    "kernels": ("Transformer",),
+    "decoding": ("Prompt", "Proposal", "Statistics", "Step"),
+    "readers": ("CheckpointError",),
+    "sampling": ("Sampling",),
     "tokenizer": ("Tokenizer", "TokenizerError"),
+    "transformer": ("Transformer",),
 }
 
 

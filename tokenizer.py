@@ -36,6 +36,11 @@ class Tokenizer:
             self._ids.setdefault(piece, token)
 
     @property
+    def end_marks(self) -> dict[int, str]:
+        """The tokens that end a text, with their names: marks, not text."""
+        return {BOS: "bos", EOS: "eos"}
+
+    @property
     def vocab_size(self) -> int:
         return len(self.pieces)
 
@@ -99,7 +104,7 @@ class TextStream:
         """The text that this token completes. BOS and EOS are marks, not text. Raises ValueError for a token out of range."""
         whole("a token", token, 0, self._tokenizer.vocab_size - 1)
         after_bos, self._previous = self._previous == BOS, token
-        if token in (BOS, EOS):
+        if token in self._tokenizer.end_marks:
             return ""
         return self._utf8.decode(self._bytes(token, after_bos))
 

@@ -20,11 +20,17 @@ import numba
 from numba import njit
 from numba.core import caching
 from numba.core.ccallback import CFunc
+from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
 HOME = Path(__file__).resolve().parents[1]
 # Whatever compiled functions are written in, or take constants from.
-SOURCES = ("machine/cache.py", "kernels.py")
+SOURCES = (
+    *(f"machine/{name}.py" for name in ("cache", "memory", "programs", "threads", "tiles", "vectors")),
+    *(f"weights/{name}.py" for name in ("fp32", "int8")),
+    "kernels.py",
+    "sampling.py",
+)
 STAMP = hashlib.sha256(b"\0".join((HOME / name).read_bytes() for name in SOURCES)).hexdigest()[:16]
 CHECKSUM_BYTES = 32
 
@@ -32,15 +38,14 @@ if numba.config.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set; specdec's kernels exist compiled only, so unset it")
 
 
-class MachineCode(caching.FunctionCache):
+class MachineCode(caching.NullCache):
     """What one function was compiled to: a file for each signature and CPU, of a checksum and numba's own pickle."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        source = Path(function.__code__.co_filename).resolve()
+    def __init__(self, named: Callable[..., Any]) -> None:
+        source = Path(named.__code__.co_filename).resolve()
         if source not in {HOME / name for name in SOURCES}:
-            raise RuntimeError(f"{source} compiles {function.__qualname__} for the cache and is not one of {', '.join(SOURCES)}")
-        self._name = ".".join((*source.relative_to(HOME).with_suffix("").parts, function.__qualname__.replace("<locals>.", "")))
-        self._impl = caching.CompileResultCacheImpl(function) if folder() else None
+            raise RuntimeError(f"{source} compiles {named.__qualname__} for the cache and is not one of {', '.join(SOURCES)}")
+        self._name = ".".join((*source.relative_to(HOME).with_suffix("").parts, named.__qualname__))
 
     @property
     def cache_path(self) -> str:
@@ -48,7 +53,7 @@ class MachineCode(caching.FunctionCache):
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         """What was compiled for that signature, or None."""
-        if not self._impl:
+        if not folder():
             return None
         target_context.refresh()
         try:
@@ -56,15 +61,15 @@ class MachineCode(caching.FunctionCache):
             content = data[CHECKSUM_BYTES:]
             if hashlib.sha256(content).digest() != data[:CHECKSUM_BYTES]:
                 return None
-            return self._impl.rebuild(target_context, pickle.loads(content))
+            return CompileResult._rebuild(target_context, *pickle.loads(content))
         except Exception:  # whatever is wrong with a file, compiling mends it
             return None
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
         """Keep what was compiled, if there is room."""
-        if not self._impl or not self._impl.check_cachable(compiled):
+        if not folder() or compiled.library.has_dynamic_globals:  # addresses of this process
             return
-        content = dumps(self._impl.reduce(compiled))
+        content = dumps(compiled._reduce())
         with suppress(OSError):
             _write(self._path(signature, compiled.codegen), hashlib.sha256(content).digest() + content)
 
@@ -122,10 +127,14 @@ def parallel(function: Callable[..., Any]) -> Any:
     return _cached(njit(parallel=True, nogil=True)(function))
 
 
-def callback(signature: Any, function: Callable[..., Any]) -> int:
-    """The address of a function in machine code that is called from machine code; compiled when asked for."""
+def callback(signature: Any, function: Callable[..., Any], source: Callable[..., Any] | None = None) -> int:
+    """The address of a function in machine code that is called from machine code; compiled when asked for.
+
+    source: the function that it stands for, where it is made by another one and is to be kept; a made one is not kept else.
+    """
     code: Any = CFunc(function, (signature.args, signature.return_type), {}, {"nogil": True, "error_model": "numpy"})
-    code._cache = MachineCode(function)
+    if source or function.__closure__ is None:
+        code._cache = MachineCode(source or function)
     code.compile()
     _keep.append(code)
     return int(code.address)

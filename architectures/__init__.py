@@ -1,0 +1,17 @@
+"""Architectures, a room each: a family's tensors, matrices, and the program of its pass."""
+
+from .config import Config
+from .llama import LLAMA
+from .plan import Architecture, Weights
+
+ARCHITECTURES = {"llama": LLAMA}
+
+
+def architecture_of(config: Config) -> Architecture:
+    """The room of a config's family. Raises ValueError for one that there is not."""
+    if config.architecture not in ARCHITECTURES:
+        raise ValueError(f"the architecture {config.architecture!r} is not known; known are {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[config.architecture]
+
+
+__all__ = ["ARCHITECTURES", "Architecture", "Config", "Weights", "architecture_of"]

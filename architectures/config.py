@@ -1,0 +1,47 @@
+"""The numbers that every architecture is described by. Knows no file."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Config:
+    """A model's sizes, and what its architecture leaves open.
+
+    The first seven are a llama2.c header's; shared_classifier: whether the classifier is the embedding; architecture: a name in
+    `ARCHITECTURES`; norm_eps: what keeps a norm from dividing by 0; rope_theta: the base of RoPE's angles.
+    """
+
+    dim: int
+    hidden_dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    vocab_size: int
+    seq_len: int
+    shared_classifier: bool = True
+    architecture: str = "llama"
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+
+    def flaw(self) -> str:
+        """What keeps these numbers from being a model; empty where nothing does."""
+        for name in ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "seq_len"):
+            if getattr(self, name) <= 0:
+                return f"{name} is {getattr(self, name)}; expected a positive number"
+        if self.dim % self.n_heads:
+            return f"dim {self.dim} is not divisible by n_heads {self.n_heads}"
+        if self.n_heads % self.n_kv_heads:
+            return f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
+        if self.head_dim % 2:
+            return f"head_dim {self.head_dim} (dim / n_heads) is odd; RoPE turns pairs"
+        if self.vocab_size < 3:
+            return f"vocab_size is {self.vocab_size}; BOS and EOS are the ids 1 and 2"
+        return ""
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    @property
+    def kv_dim(self) -> int:
+        return self.n_kv_heads * self.head_dim

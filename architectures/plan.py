@@ -1,0 +1,135 @@
+"""What an architecture is: the tensors it takes, the matrices they become, and the program of its pass."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..kernels import Buffers
+from ..machine.memory import aligned, physical_memory_bytes, zeros
+from ..machine.programs import Program
+from ..machine.tiles import STRIP_ROWS
+from ..machine.vectors import Float32, round_up
+from ..weights import FP32, Kind, kind_for
+from ..weights.matrix import Matrix, converted, n_strips, pack
+from .config import Config
+
+
+class Part(NamedTuple):
+    """A packed matrix: (rows, n) of each tensor in it, which lie below each other or strip by strip in turns.
+
+    tensors: names, and the layer where a tensor holds one matrix for each.
+    """
+
+    tensors: tuple[tuple[str, int | None], ...]
+    rows: tuple[int, ...]
+    n: int
+    in_turns: bool = False
+
+    @property
+    def n_strips(self) -> int:
+        return sum(map(n_strips, self.rows))
+
+
+class Vector(NamedTuple):
+    """A packed vector: tensors of those sizes one after the other, each from a strip's first row on."""
+
+    tensors: tuple[tuple[str, int | None], ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(round_up(size, STRIP_ROWS) for size in self.sizes)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model's weights: packed matrices and padded vectors, by the names that its architecture gives them."""
+
+    matrices: dict[str, Matrix]
+    vectors: dict[str, Float32]
+
+    @property
+    def kind(self) -> str:
+        """What the matrices are, in words."""
+        return " and ".join(sorted({matrix.kind.name for matrix in self.matrices.values()}))
+
+    @property
+    def n_bytes(self) -> int:
+        """What all arrays take; one that is two matrices counts once."""
+        arrays = [*(matrix.strips for matrix in self.matrices.values()), *self.vectors.values()]
+        return sum({id(array): array.nbytes for array in arrays}.values())
+
+    def converted(self, kind: Kind) -> "Weights":
+        """The same matrices in another kind of weights, beside the same vectors."""
+        new = {id(matrix): converted(matrix, kind) for matrix in self.matrices.values()}
+        return Weights({name: new[id(matrix)] for name, matrix in self.matrices.items()}, self.vectors)
+
+    def aligned(self) -> "Weights":
+        """The same, in arrays that begin at cache lines."""
+        new = {id(matrix): matrix.aligned() for matrix in self.matrices.values()}
+        vectors = {name: aligned(vector) for name, vector in self.vectors.items()}
+        return Weights({name: new[id(matrix)] for name, matrix in self.matrices.items()}, vectors)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A family of models.
+
+    shapes: of each tensor that a file of the family holds; parts, vectors: what they are packed into; program: the pass, over
+    weights and buffers.
+    """
+
+    shapes: Callable[[Config], dict[str, tuple[int, ...]]]
+    parts: Callable[[Config], dict[str, Part]]
+    vectors: Callable[[Config], dict[str, Vector]]
+    program: Callable[[Config, Weights, Buffers], Program]
+
+    def pack(self, config: Config, tensors: Mapping[str, Any], kind: Kind = FP32) -> Weights:
+        """The tensors, in the shapes of `shapes`, as the kernels read them; kind: what those of floats become.
+
+        Tensors are indexed by layer, then by a slice of rows, a block at a time: they may lie in a file. Raises MemoryError for
+        weights that the machine cannot hold.
+        """
+        parts, vectors = self.parts(config), self.vectors(config)
+        sources = {part: [_at(tensors, *place) for place in part.tensors] for part in parts.values()}
+        needed = sum(_n_bytes(part, tensors[0], kind) for part, tensors in sources.items())
+        if needed > (memory := physical_memory_bytes()):
+            raise MemoryError(f"its weights take {needed / 2**30:.2f} GiB; this machine has {memory / 2**30:.2f} GiB of memory")
+        packed = {part: pack(tensors, kind_for(tensors[0], kind), part.in_turns) for part, tensors in sources.items()}
+        return Weights(
+            {name: packed[part] for name, part in parts.items()},
+            {
+                name: _pack_vector(vector, [_at(tensors, *place)[:] for place in vector.tensors])
+                for name, vector in vectors.items()
+            },
+        )
+
+    def check(self, config: Config, weights: Weights) -> None:
+        """Raises ValueError for weights that are not of that config's shape."""
+        for name, part in self.parts(config).items():
+            matrix = weights.matrices.get(name)
+            expected = (part.n_strips * STRIP_ROWS, part.n)
+            if matrix is None or (matrix.n_rows, matrix.n) != expected:
+                raise ValueError(f"the weights' {name} has not the shape {expected} that the config needs")
+        for name, vector in self.vectors(config).items():
+            if name not in weights.vectors or weights.vectors[name].shape != (vector.size,):
+                raise ValueError(f"the weights' {name} has not the shape {(vector.size,)} that the config needs")
+
+
+def _at(tensors: Mapping[str, Any], name: str, layer: int | None) -> Any:
+    return tensors[name] if layer is None else tensors[name][layer]
+
+
+def _n_bytes(part: Part, tensor: Any, kind: Kind) -> int:
+    """What a matrix will take."""
+    kind = kind_for(tensor, kind)
+    return part.n_strips * 4 * math.prod(kind.strip_shape(part.n, kind.group(part.n, getattr(tensor, "group", 0))))
+
+
+def _pack_vector(vector: Vector, tensors: list[Float32]) -> Float32:
+    out, at = zeros(vector.size), 0
+    for tensor, size in zip(tensors, vector.sizes, strict=True):
+        out[at : at + size] = tensor
+        at += round_up(size, STRIP_ROWS)
+    return out

@@ -1,0 +1,75 @@
+"""Arrays where tiles can read them, memory that is there once it is used, and whether numbers are numbers."""
+
+import math
+import mmap
+import os
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import prange
+
+from .cache import parallel
+from .threads import available_threads, on_threads, share
+from .vectors import LANES, Float32, add, fma, load, reduce_add, splat
+
+
+def aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The array, or a copy that begins at a cache line where it does not: one that was pickled, say."""
+    if array.ctypes.data % 64 == 0 or array.dtype != np.float32:
+        return array
+    copy = zeros(*array.shape)
+    copy[...] = array
+    return copy
+
+
+def zeros(*shape: int) -> Float32:
+    """A float32 array of zeros that begins at a cache line, as a tile's loads need."""
+    n_bytes = math.prod(shape) * 4
+    buffer = np.zeros(n_bytes + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    return buffer[start : start + n_bytes].view(np.float32).reshape(shape)
+
+
+def lazy_zeros(*shape: int) -> Float32:
+    """As `zeros`, of which only what is written becomes resident: numpy would ask for pages of 2 MB. Raises MemoryError."""
+    try:
+        buffer = mmap.mmap(-1, math.prod(shape) * 4)
+    except OSError as error:
+        raise MemoryError(error.strerror) from None
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):  # a kernel that has no huge pages
+            buffer.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(buffer, np.float32).reshape(shape)
+
+
+def physical_memory_bytes() -> float:
+    """The machine's memory; infinite where the system does not tell."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+
+
+@parallel
+def read_all(sums, array, n_threads):
+    """sums[thread] = the sum of 0 x over that thread's share of the array (n,): NaN if and only if it holds NaN or infinity."""
+    zero = np.float32(0.0)
+    for i in prange(n_threads):
+        first, last = share(array.size, np.int64(i), n_threads)
+        a, b, c, d = splat(zero), splat(zero), splat(zero), splat(zero)
+        whole = first + (last - first) // (4 * LANES) * (4 * LANES)
+        for at in range(first, whole, 4 * LANES):
+            a, b = fma(load(array, at), splat(zero), a), fma(load(array, at + LANES), splat(zero), b)
+            c, d = fma(load(array, at + 2 * LANES), splat(zero), c), fma(load(array, at + 3 * LANES), splat(zero), d)
+        total = reduce_add(add(add(a, b), add(c, d)))
+        for at in range(whole, last):
+            total += zero * array[at]
+        sums[i] = total
+
+
+def all_finite(array: Float32, n_threads: int | None = None) -> bool:
+    """Whether no element of a C-contiguous array is NaN or infinite, at the speed of memory."""
+    flat = array.reshape(-1)
+    flat.flags.writeable = False  # as a mapped file is: one type, one compilation
+    sums = zeros(n_threads or available_threads())
+    on_threads(read_all, sums, flat, sums.size)
+    return not np.isnan(sums).any()

@@ -1,0 +1,202 @@
+"""A program: what a pass runs, as rows of an operation and its arguments, and the threads that run it. Knows no operation.
+
+A row reaches the threads as numbers: the address of the operation, then the address and shape of each array, and each number.
+So one parallel region runs any program, and an operation is compiled when a program that holds it first runs. The rows of a
+phase follow each other on each thread by itself; between phases all threads meet at a barrier.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+import numba
+import numpy as np
+from numba import njit, types
+from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
+
+from .cache import callback, inlined
+from .threads import FOREVER, PATIENCE, run_on_threads, wait_for
+from .vectors import F32, I32, I64, Float32, Int64, atomic_add, call, load_word
+
+# What an operation may take, told by its annotations: C-contiguous arrays of so many dimensions, and whole numbers and floats.
+Floats1 = Annotated[Float32, types.float32, 1]
+Floats2 = Annotated[Float32, types.float32, 2]
+Floats3 = Annotated[Float32, types.float32, 3]
+Floats4 = Annotated[Float32, types.float32, 4]
+Ints1 = Annotated[Int64, types.int64, 1]
+
+
+class Pass(NamedTuple):
+    """What every operation of a pass knows: n_tokens, the first of them at pos, and logits asked for at the last n_logits."""
+
+    n_tokens: int
+    pos: int
+    n_logits: int
+    n_threads: int
+
+
+class Row(NamedTuple):
+    """An operation and its arguments, as `Operation.words` puts them into numbers."""
+
+    operation: "Operation"
+    arguments: tuple[Any, ...]
+
+
+Program = Sequence[Sequence[Row]]  # phases of rows
+
+WORD_BYTES = 8
+N_THREADS, ARRIVALS = Pass._fields.index("n_threads"), len(Pass._fields)  # behind a pass's numbers: arrivals at its barriers
+PASS_WORDS = ARRIVALS + 1
+OPERATION, ENDS_PHASE, ROW_HEAD = range(3)  # the words of a row in front of the arguments
+ROW_WORDS = 48
+
+
+@inlined
+def pass_at(address):
+    """The `Pass` at an address."""
+    return Pass(
+        load_word(address),
+        load_word(address + WORD_BYTES),
+        load_word(address + 2 * WORD_BYTES),
+        load_word(address + 3 * WORD_BYTES),
+    )
+
+
+def _unpacker(kinds: Sequence[Any]) -> Any:
+    """The intrinsic (address of a row) -> its arguments, a tuple of those numba types; arrays are where and as they lie."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        words = builder.inttoptr(args[0], I64.as_pointer())
+        numbers = (builder.load(builder.gep(words, [I64(place)])) for place in range(ROW_HEAD, ROW_WORDS))
+        values = []
+        for kind in kinds:
+            if kind is types.float32:
+                values.append(builder.bitcast(builder.trunc(next(numbers), I32), F32))
+            elif kind is types.int64:
+                values.append(next(numbers))
+            else:
+                address, *shape = [next(numbers) for _ in range(1 + kind.ndim)]
+                item_bytes = context.get_constant(types.intp, kind.dtype.bitwidth // 8)
+                strides = [item_bytes]
+                for size in reversed(shape[1:]):
+                    strides.insert(0, builder.mul(strides[0], size))
+                array = context.make_array(kind)(context, builder)
+                populate_array(array, builder.inttoptr(address, array.data.type), shape, strides, item_bytes, meminfo=None)
+                values.append(array._getvalue())
+        return context.make_tuple(builder, signature.return_type, values)
+
+    return intrinsic(lambda typingctx, row: (types.Tuple(kinds)(types.int64), codegen))
+
+
+class Operation:
+    """A kernel that rows name: function(run: Pass, thread, ...), each further parameter annotated as above.
+
+    kept: whether its machine code outlives the process, which is for functions in `cache.SOURCES`.
+    """
+
+    def __init__(self, function: Callable[..., None], kept: bool = True) -> None:
+        functools.update_wrapper(self, function)
+        self.function, self._kept = function, kept
+        hints = get_type_hints(function, include_extras=True)
+        self._kinds = {name: _kind_of(hint) for name, hint in hints.items() if name not in ("run", "thread", "return")}
+
+    @functools.cached_property
+    def address(self) -> int:
+        """Where its machine code lies; compiled when first asked for."""
+        body = njit(nogil=True, error_model="numpy")(self.function)
+        unpack = _unpacker(list(self._kinds.values()))
+
+        def entry(run, row, thread):
+            body(pass_at(run), thread, *unpack(row))
+
+        return callback(ENTRY, entry, self.function if self._kept else None)
+
+    def __call__(self, *arguments: Any) -> Row:
+        return Row(self, arguments)
+
+    def words(self, arguments: Sequence[Any]) -> list[int]:
+        """The arguments as a row holds them; they have to be what the annotations say."""
+        words: list[int] = []
+        for (name, kind), value in zip(self._kinds.items(), arguments, strict=True):
+            if isinstance(kind, types.Array):
+                sound = value.ndim == kind.ndim and value.dtype.name == kind.dtype.name and value.flags.c_contiguous
+                assert sound, f"{self.function.__name__} takes {kind} for {name}, not {value.dtype} of {value.ndim} dimensions"
+                words += [value.ctypes.data, *value.shape]
+            else:
+                words.append(int(np.float32(value).view(np.int32)) if kind is types.float32 else int(value))
+        return words
+
+
+def operation(function: Callable[..., None]) -> Operation:
+    """A kernel of the product's own as an `Operation`."""
+    return Operation(function)
+
+
+def _kind_of(hint: Any) -> Any:
+    """The numba type that an annotation means."""
+    if hint in (int, float):
+        return types.int64 if hint is int else types.float32
+    dtype, n_dimensions = hint.__metadata__
+    return types.Array(dtype, n_dimensions, "C")
+
+
+def run_rows(run, rows, first, last, thread):
+    """Rows first to last of a program, as one of its threads.
+
+    With no rows, a roll call: a thread that meets all others before it loses patience adds n_threads to the arrivals.
+    """
+    arrivals, n_threads = run + ARRIVALS * WORD_BYTES, load_word(run + N_THREADS * WORD_BYTES)
+    if first == last and wait_for(arrivals, n_threads, PATIENCE):
+        atomic_add(arrivals, n_threads)
+    n_expected = n_threads
+    for i in range(first, last):
+        row = rows + i * ROW_WORDS * WORD_BYTES
+        call(load_word(row + OPERATION * WORD_BYTES), (run, row, thread))
+        if load_word(row + ENDS_PHASE * WORD_BYTES) != 0 and i + 1 < last:
+            wait_for(arrivals, n_expected, FOREVER)
+            n_expected += n_threads
+
+
+ENTRY = types.void(types.int64, types.int64, types.int64)
+RUN_ROWS = types.void(*[types.int64] * 5)
+
+
+@functools.cache
+def _runner() -> int:
+    """The address of `run_rows`, compiled once: numba would compile it again into each of a parallel region's wrappers."""
+    return callback(RUN_ROWS, run_rows)
+
+
+@functools.cache
+def threads_meet(n_threads: int) -> bool:
+    """Whether barriers inside one parallel region are safe: TBB may run its tasks one after another, and limits from outside
+    (OMP_THREAD_LIMIT) may leave fewer threads than asked for. A roll call of the threads tells."""
+    run = np.array([*Pass(0, 0, 0, n_threads), 0])
+    run_on_threads(_runner(), run.ctypes.data, 0, 0, 0, n_threads)
+    return bool((n_threads == 1 or numba.threading_layer() != "tbb") and run[ARRIVALS] == n_threads + n_threads**2)
+
+
+class Runner:
+    """A program in numbers. in_one_region: whether its phases share a parallel region; by default, where threads meet."""
+
+    def __init__(self, program: Program) -> None:
+        rows = [(row, row is phase[-1]) for phase in program for row in phase]
+        self._rows = np.zeros((len(rows), ROW_WORDS), np.int64)
+        for words, (row, is_last) in zip(self._rows, rows, strict=True):
+            arguments = row.operation.words(row.arguments)
+            words[: ROW_HEAD + len(arguments)] = [row.operation.address, is_last, *arguments]
+        self._ends = [i + 1 for i, (_, is_last) in enumerate(rows) if is_last]
+        self._run = np.zeros(PASS_WORDS, np.int64)
+        self._addresses = self._run.ctypes.data, self._rows.ctypes.data
+        self._program = program  # whose arrays the rows name by address
+        self.in_one_region: bool | None = None
+
+    def __call__(self, run: Pass) -> None:
+        """Run the program."""
+        in_one = threads_meet(run.n_threads) if self.in_one_region is None else self.in_one_region
+        first = 0
+        for last in self._ends[-1:] if in_one else self._ends:
+            self._run[:] = *run, 0
+            run_on_threads(_runner(), *self._addresses, first, last, run.n_threads)
+            first = last

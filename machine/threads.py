@@ -1,0 +1,102 @@
+"""Threads: one parallel region for a whole pass, the barriers inside it, and whose share of the work is whose."""
+
+import ctypes
+import os
+import sys
+import threading
+from typing import Any
+
+import llvmlite.binding
+import numba
+import numpy as np
+from numba import prange, types
+
+from .cache import compiled, inlined, parallel
+from .vectors import atomic_add, atomic_load, call
+
+# A barrier spins for about 0.15 ms, then sleeps in turns: a thread that wakes up is scheduled at once, one that spins or yields
+# on a busy machine waits for its time slice. Two busy loops beside stories3M + 260K: 3300 tok/s, sched_yield 11 to 76.
+SPINS = 200_000
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # likewise between regions, before libgomp starts: 2200 tok/s, else 75
+PATIENCE = 2_000  # sleeps of a microsecond or more, before a thread is given up
+FOREVER = -1
+
+_sleep: Any = getattr(ctypes, "windll").kernel32.Sleep if sys.platform == "win32" else ctypes.CDLL(None).usleep  # noqa: B009
+llvmlite.binding.add_symbol("specdec_sleep", ctypes.cast(_sleep, ctypes.c_void_p).value)
+sleep = types.ExternalFunction("specdec_sleep", types.int32(types.uint32))  # the shortest there is, for 1
+
+
+@inlined
+def share(n, part, n_parts):
+    """The range of n units that is a part's, or a thread's."""
+    return part * n // n_parts, (part + 1) * n // n_parts
+
+
+@compiled
+def wait_for(arrivals, n_arrivals, n_sleeps):
+    """Arrive at a barrier, a counter at an address, and wait for n_arrivals; whether they came within so many sleeps."""
+    atomic_add(arrivals, 1)
+    spins = 0
+    while atomic_load(arrivals) < n_arrivals:
+        spins += 1
+        if spins > SPINS:
+            sleep(1)
+            if spins == SPINS + n_sleeps:
+                return False
+    return True
+
+
+@parallel
+def run_region(function, a, b, first, last, n_threads):
+    """function(a, b, first, last, thread) on every thread."""
+    for i in prange(n_threads):
+        call(function, (a, b, first, last, np.int64(i)))
+
+
+@compiled
+def run_alone(function, a, b, first, last):
+    """function(a, b, first, last, 0) on this thread, which needs no threading layer."""
+    call(function, (a, b, first, last, np.int64(0)))
+
+
+_one_region_at_a_time = threading.Lock()  # two would fight for the cores, and without OpenMP numba aborts the process
+_threads_are_gone = False  # in the child of a fork
+
+
+def _after_fork() -> None:
+    global _threads_are_gone, _one_region_at_a_time
+    _threads_are_gone = _threads_have_run
+    _one_region_at_a_time = threading.Lock()
+
+
+_threads_have_run = False
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def on_threads(region: Any, *args: Any) -> None:
+    """A parallel region, called with args, the last of them the number of threads. Raises RuntimeError in a forked process."""
+    global _threads_have_run
+    if _threads_are_gone:
+        raise RuntimeError(
+            "this process was forked from one that has run a model, and its threads are gone: "
+            "start processes with multiprocessing.get_context('spawn')"
+        )
+    with _one_region_at_a_time:
+        _threads_have_run = True
+        numba.set_num_threads(args[-1])
+        region(*args)
+
+
+def run_on_threads(function: int, a: int, b: int, first: int, last: int, n_threads: int) -> None:
+    """function(a, b, first, last, thread), by its address, on so many threads, this one among them."""
+    if n_threads == 1:
+        run_alone(function, a, b, first, last)
+    else:
+        on_threads(run_region, function, a, b, first, last, n_threads)
+
+
+def available_threads() -> int:
+    """How many threads the machine gives this process."""
+    return int(numba.config.NUMBA_NUM_THREADS)

@@ -1,0 +1,182 @@
+"""The tile: a block of rows times a few tokens that stays in registers. Knows vectors, and no kind of weights but plain floats.
+
+A matrix (rows, n) lies in strips of STRIP_ROWS rows, k innermost but for the rows, so that a vector holds LANES rows at one k.
+Each accumulator is one chain, of one row and one token, whatever the number of tokens that share the tile: so bits do not depend
+on it. R = STRIP_ROWS, P strips, T tokens.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from .cache import inlined
+from .threads import share
+from .vectors import CPU_FEATURES, F32, I32, I64, LANES, VECTOR, broadcast, ceil_div, element_pointer, llvm, offset
+
+STRIP_ROWS = 2 * LANES  # divides 288, 512, 768, 1376, 2048 and 32000, so the known models carry no padding
+# Accumulators of a tile are STRIP_ROWS x TILE_TOKENS floats and have to stay in registers: 16 of 32 with AVX-512, else 12 of 16.
+TILE_TOKENS = 8 if "+avx512f" in CPU_FEATURES else 3
+UNROLL = 2  # of k in a tile's loop: with one prefetch for both, 8 tokens of fp32 from DRAM 40 GB/s, else 33 (Zen 5)
+# Of 4096, 8192 and 16384 the best on Zen 5: 15M int8 from L3, 8 tokens 0.53 ms, else 0.61 and 0.56.
+PREFETCH_BYTES = 8192
+
+
+def prefetch(builder: Any, weights: Any, word: Any) -> None:
+    """Fetch what lies PREFETCH_BYTES behind that word."""
+    ahead = offset(builder, weights, builder.add(word, ir.Constant(I64, PREFETCH_BYTES // 4)), ir.IntType(8))
+    read, keep, data = (ir.Constant(I32, c) for c in (0, 3, 1))
+    llvm(builder, "llvm.prefetch.p0", ir.VoidType(), ahead, read, keep, data)
+
+
+def const(value: int) -> Any:
+    return ir.Constant(I64, value)
+
+
+def _tile_function(module: Any, name: str, emit: Any, n_vectors: int, n_tokens: int) -> Any:
+    """The LLVM function of one tile shape, n_vectors * LANES rows x n_tokens, whose body emit writes.
+
+    Its arguments: out, out_stride, w, x, x_stride, n, n_quads, accumulate.
+    """
+    name = f"specdec_{name}_{n_vectors}x{n_tokens}"
+    if name in module.globals:
+        return module.globals[name]
+    words = F32.as_pointer()
+    signature = ir.FunctionType(ir.VoidType(), [words, I64, words, words, I64, I64, I64, ir.IntType(1)])
+    fn = ir.Function(module, signature, name)
+    fn.linkage = "internal"
+    fn.attributes.add("noinline")
+    emit(ir.IRBuilder(fn.append_basic_block("entry")), n_vectors, n_tokens, *fn.args)
+    return fn
+
+
+def cells(builder: Any, out: Any, out_stride: Any, accumulate: Any, n_vectors: int, n_tokens: int) -> tuple[list[Any], list[Any]]:
+    """Where a tile's vectors of out lie, those of a token side by side, and what each starts from."""
+    places = [
+        offset(builder, out, builder.add(builder.mul(out_stride, const(t)), const(LANES * v)), VECTOR)
+        for t in range(n_tokens)
+        for v in range(n_vectors)
+    ]
+    zero = ir.Constant(VECTOR, [0.0] * LANES)
+    return places, [builder.select(accumulate, builder.load(place, align=4), zero) for place in places]
+
+
+def fp32_body(
+    builder: Any, n_vectors: int, n_tokens: int,
+    out: Any, out_stride: Any, w: Any, x: Any, x_stride: Any, n: Any, n_quads: Any, accumulate: Any,
+) -> None:  # fmt: skip
+    """The body of a tile over fp32 weights, all accumulators in registers."""
+    entry = builder.block
+    pairs, odd, last, done = (builder.append_basic_block(block) for block in ("pairs", "odd", "last", "done"))
+    places, start = cells(builder, out, out_stride, accumulate, n_vectors, n_tokens)
+    rows = [builder.gep(x, [builder.mul(x_stride, const(t))]) for t in range(n_tokens)]
+    whole = builder.and_(n, const(-UNROLL))
+    builder.cbranch(builder.icmp_signed(">", whole, const(0)), pairs, odd)
+
+    def step(k: Any, acc: list[Any]) -> list[Any]:
+        strip = builder.mul(k, const(LANES * n_vectors))
+        weights = [
+            builder.load(offset(builder, w, builder.add(strip, const(LANES * v)), VECTOR), align=64) for v in range(n_vectors)
+        ]
+        for v in range(n_vectors):
+            prefetch(builder, w, builder.add(strip, const(LANES * v)))
+        result = []
+        for t in range(n_tokens):
+            x_k = broadcast(builder, builder.load(builder.gep(rows[t], [k])), VECTOR)
+            for v in range(n_vectors):
+                result.append(llvm(builder, "llvm.fma.v16f32", VECTOR, weights[v], x_k, acc[t * n_vectors + v]))
+        return result
+
+    def phis(*sources: tuple[list[Any], Any]) -> list[Any]:
+        merged = []
+        for i in range(len(places)):
+            phi = builder.phi(VECTOR)
+            for values, block in sources:
+                phi.add_incoming(values[i], block)
+            merged.append(phi)
+        return merged
+
+    builder.position_at_end(pairs)
+    k = builder.phi(I64)
+    k.add_incoming(const(0), entry)
+    acc = phis((start, entry))
+    new = acc
+    for u in range(UNROLL):
+        new = step(builder.add(k, const(u)), new)
+    k_next = builder.add(k, const(UNROLL))
+    k.add_incoming(k_next, pairs)
+    for phi, value in zip(acc, new, strict=True):
+        phi.add_incoming(value, pairs)
+    builder.cbranch(builder.icmp_signed("<", k_next, whole), pairs, odd)
+
+    builder.position_at_end(odd)
+    so_far = phis((start, entry), (new, pairs))
+    builder.cbranch(builder.icmp_signed("<", whole, n), last, done)
+
+    builder.position_at_end(last)
+    final = step(whole, so_far)
+    builder.branch(done)
+
+    builder.position_at_end(done)
+    for place, value in zip(places, phis((so_far, odd), (final, last)), strict=True):
+        builder.store(value, place, align=4)
+    builder.ret_void()
+
+
+def _switch_tokens(builder: Any, n_tokens: Any, function_of: Any, call_args: list[Any]) -> None:
+    """Call the tile function that function_of gives for that many tokens, 1 to TILE_TOKENS."""
+    end = builder.append_basic_block("tile.end")
+    switch = builder.switch(n_tokens, end)
+    for t in range(1, TILE_TOKENS + 1):
+        block = builder.append_basic_block(f"tile.{t}")
+        switch.add_case(ir.Constant(I64, t), block)
+        builder.position_at_end(block)
+        builder.call(function_of(t), call_args)
+        builder.branch(end)
+    builder.position_at_end(end)
+
+
+def make_tile(name: str, emit: Any, n_vectors: int) -> Any:
+    """A tile over strips of n_vectors * LANES rows, for 1 to TILE_TOKENS tokens; indexes and strides are flat, in words.
+
+    fp32: out[t, r] (+)= sum_k w[k, r] x[t, k] for k < n, ascending, fused; n_quads is of no meaning. int8, n groups of n_quads:
+    out[t, r] (+)= sum over groups of (sum_k w[r, k] x[t, k]) times both scales; see `Weights` and `quantize` for the layouts.
+    """
+
+    @intrinsic
+    def tile(typingctx, out, out_index, out_stride, w, w_index, x, x_index, x_stride, n, n_quads, n_tokens, accumulate):
+        index = types.intp
+        signature = types.void(
+            out, index, index, w, index, x, index, index, index, index, index, types.boolean
+        )  # fmt: skip
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            out, out_index, out_stride, w, w_index, x, x_index, x_stride, n, n_quads, n_tokens, accumulate = args
+            pointers = [
+                element_pointer(context, builder, signature.args[i], array, at, F32)
+                for i, array, at in ((0, out, out_index), (3, w, w_index), (5, x, x_index))
+            ]
+            call_args = [pointers[0], out_stride, pointers[1], pointers[2], x_stride, n, n_quads, accumulate]
+            _switch_tokens(builder, n_tokens, lambda t: _tile_function(builder.module, name, emit, n_vectors, t), call_args)
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return tile
+
+
+strip_tile = make_tile("fp32_tile", fp32_body, STRIP_ROWS // LANES)
+vector_tile = make_tile("fp32_tile", fp32_body, 1)
+
+
+@inlined
+def multiply_strips(tile, out, out_width, w, x, x_width, n, n_quads, n_tokens, first, last, accumulate):
+    """out[t] (+)= W x[t] for the rows of strips first to last, by a tile: n units of 1 + n_quads words a row."""
+    n_parts = ceil_div(n_tokens, TILE_TOKENS)
+    for strip in range(first, last):
+        words = strip * n * (1 + n_quads) * STRIP_ROWS
+        for part in range(n_parts):
+            t, end = share(n_tokens, part, n_parts)
+            at = t * out_width + strip * STRIP_ROWS
+            tile(out, at, out_width, w, words, x, t * x_width, x_width, n, n_quads, end - t, accumulate != 0)

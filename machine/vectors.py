@@ -1,0 +1,253 @@
+"""LLVM's vectors as numba sees them: one intrinsic for each instruction that the arithmetic needs. Knows nothing of models.
+
+A vector is LANES floats on every machine, for the sake of the bits; LLVM splits it where registers are shorter. The functions
+that emit LLVM's code take its builder first; those above them, the intrinsics, are what compiled functions call.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic, models, register_jitable, register_model
+
+Float32 = npt.NDArray[np.float32]
+Int64 = npt.NDArray[np.int64]
+
+LANES = 16
+CPU_FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]  # LLVM's names; what machine code is kept by
+
+
+@register_jitable
+def ceil_div(n: int, d: int) -> int:
+    """n / d, rounded up."""
+    return (n + d - 1) // d
+
+
+@register_jitable
+def round_up(n: int, multiple: int) -> int:
+    """n, or the next multiple above it."""
+    return int(ceil_div(n, multiple)) * multiple
+
+
+F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+VECTOR = ir.VectorType(F32, LANES)
+INTEGERS = ir.VectorType(I32, LANES)
+ZEROS = ir.Constant(VECTOR, [0.0] * LANES)
+
+
+class VectorType(types.Type):
+    """numba's name for `<16 x float>`."""
+
+    def __init__(self) -> None:
+        super().__init__(name="float32x16")
+
+
+vector = VectorType()
+
+
+@register_model(VectorType)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: Any) -> None:
+        super().__init__(dmm, fe_type, VECTOR)
+
+
+def llvm(builder: Any, name: str, result: Any, *args: Any) -> Any:
+    """Call the LLVM intrinsic of that name."""
+    signature = ir.FunctionType(result, [a.type for a in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), args)
+
+
+def _vector_op(arity: int, emit: Any) -> Any:
+    """An intrinsic from `arity` vectors to one."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return emit(builder, *args)
+
+    if arity == 1:
+        return intrinsic(lambda typingctx, a: (vector(vector), codegen))
+    if arity == 2:
+        return intrinsic(lambda typingctx, a, b: (vector(vector, vector), codegen))
+    return intrinsic(lambda typingctx, a, b, c: (vector(vector, vector, vector), codegen))
+
+
+def shuffle(builder: Any, a: Any, lanes: list[int]) -> Any:
+    mask = ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
+    return builder.shuffle_vector(a, ir.Constant(a.type, ir.Undefined), mask)
+
+
+def _reduce(combine: Any) -> Any:
+    """An intrinsic from a vector to a scalar, halves combined pairwise: one fixed order."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        (v,) = args
+        n = LANES
+        while n > 1:
+            n //= 2
+            v = combine(builder, shuffle(builder, v, list(range(n))), shuffle(builder, v, list(range(n, 2 * n))))
+        return builder.extract_element(v, ir.Constant(I32, 0))
+
+    return intrinsic(lambda typingctx, a: (types.float32(vector), codegen))
+
+
+def _maximum(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def _exp2_of_integer(builder: Any, a: Any) -> Any:
+    """2^a for integral a in [-126, 127]: the exponent field of a float."""
+    biased = builder.add(builder.fptosi(a, INTEGERS), ir.Constant(INTEGERS, [127] * LANES))
+    return builder.bitcast(builder.shl(biased, ir.Constant(INTEGERS, [23] * LANES)), VECTOR)
+
+
+add = _vector_op(2, lambda b, x, y: b.fadd(x, y))
+mul = _vector_op(2, lambda b, x, y: b.fmul(x, y))
+div = _vector_op(2, lambda b, x, y: b.fdiv(x, y))
+maximum = _vector_op(2, _maximum)
+minimum = _vector_op(2, lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y))
+fma = _vector_op(3, lambda b, x, y, z: llvm(b, "llvm.fma.v16f32", VECTOR, x, y, z))
+absolute = _vector_op(1, lambda b, x: llvm(b, "llvm.fabs.v16f32", VECTOR, x))
+round_half_away = _vector_op(1, lambda b, x: llvm(b, "llvm.round.v16f32", VECTOR, x))
+rint = _vector_op(1, lambda b, x: llvm(b, "llvm.rint.v16f32", VECTOR, x))
+exp2_of_integer = _vector_op(1, _exp2_of_integer)
+zero_unless_positive = _vector_op(  # x where y > 0 or y is NaN
+    2,
+    lambda b, x, y: b.select(b.fcmp_unordered(">", y, ir.Constant(VECTOR, [0.0] * LANES)), x, ir.Constant(VECTOR, [0.0] * LANES)),
+)
+swap_pairs = _vector_op(1, lambda b, x: shuffle(b, x, [i ^ 1 for i in range(LANES)]))
+reduce_add = _reduce(lambda b, x, y: b.fadd(x, y))
+reduce_max = _reduce(_maximum)
+
+
+def broadcast(builder: Any, scalar: Any, vector_type: Any) -> Any:
+    lane0 = builder.insert_element(ir.Constant(vector_type, ir.Undefined), scalar, ir.Constant(I32, 0))
+    return shuffle(builder, lane0, [0] * LANES)
+
+
+@intrinsic
+def splat(typingctx, a):
+    """A vector whose lanes all hold the scalar a."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        scalar = context.cast(builder, args[0], signature.args[0], types.float32)
+        return broadcast(builder, scalar, VECTOR)
+
+    return vector(a), codegen
+
+
+def element_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any, pointee: Any) -> Any:
+    data = cgutils.create_struct_proxy(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [index]), pointee.as_pointer())
+
+
+@intrinsic
+def load(typingctx, array, index):
+    """LANES floats of a C-contiguous float32 array, from a flat index."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(element_pointer(context, builder, signature.args[0], args[0], args[1], VECTOR), align=4)
+
+    return vector(array, types.intp), codegen
+
+
+@intrinsic
+def store(typingctx, array, index, value):
+    """Write LANES floats to a C-contiguous float32 array, at a flat index."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = element_pointer(context, builder, signature.args[0], args[0], args[1], VECTOR)
+        builder.store(args[2], pointer, align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, vector), codegen
+
+
+def byte_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    start = element_pointer(context, builder, array_type, array, ir.Constant(I64, 0), ir.IntType(8))
+    return builder.gep(start, [index])
+
+
+def _store_as(convert: Any) -> Any:
+    """An intrinsic (array, index, value): value, converted, to a float32 array's memory at an index in bytes."""
+
+    @intrinsic
+    def store_as(typingctx, array, index, value):
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            converted = convert(builder, args[2])
+            pointer = byte_pointer(context, builder, signature.args[0], args[0], args[1])
+            builder.store(converted, builder.bitcast(pointer, converted.type.as_pointer()), align=1)
+            return context.get_dummy_value()
+
+        return types.void(array, types.intp, value), codegen
+
+    return store_as
+
+
+_bytes = ir.VectorType(ir.IntType(8), LANES)
+store_bytes = _store_as(lambda b, v: b.trunc(b.fptosi(v, INTEGERS), _bytes))  # a vector of integral floats
+store_byte = _store_as(lambda b, v: b.fptosi(v, ir.IntType(8)))  # an integral float32
+store_int = _store_as(lambda b, v: b.fptosi(v, I32))  # likewise
+
+
+@intrinsic
+def load_byte(typingctx, array, index):
+    """The unsigned byte of a float32 array's memory at an index in bytes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.zext(builder.load(byte_pointer(context, builder, signature.args[0], *args)), I64)
+
+    return types.int64(array, types.intp), codegen
+
+
+def offset(builder: Any, pointer: Any, n_floats: Any, pointee: Any) -> Any:
+    return builder.bitcast(builder.gep(pointer, [n_floats]), pointee.as_pointer())
+
+
+@intrinsic
+def call(typingctx, function, args):
+    """function(*args) for the address of a function of int64 numbers, addresses among them."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        numbers = cgutils.unpack_tuple(builder, values[1])
+        signature = ir.FunctionType(ir.VoidType(), [I64] * len(numbers))
+        builder.call(builder.inttoptr(values[0], signature.as_pointer()), numbers)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, args), codegen
+
+
+def _word_pointer(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, I64.as_pointer())
+
+
+@intrinsic
+def load_word(typingctx, address):
+    """The int64 at an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(_word_pointer(builder, args[0]))
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def atomic_add(typingctx, address, value):
+    """Add to the int64 at an address, seen by every thread in one order."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", _word_pointer(builder, args[0]), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def atomic_load(typingctx, address):
+    """The int64 at an address, with everything that was written before it was."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(_word_pointer(builder, args[0]), "acquire", 8)
+
+    return types.int64(types.int64), codegen

@@ -1,0 +1,235 @@
+"""Logits to probabilities to a token. A token is a pure function of (logits, `Sampling`, position). Knows no models.
+
+The noise is computed, never consumed from a stream: a counter-based generator keyed by (seed, stream, position, token). So a
+proposal drawn with the target's noise agrees with the target as often as it can (Daliri et al. 2024, arXiv:2408.07978).
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from .checks import real, whole
+from .kernels import softmax
+from .machine.cache import compiled
+from .machine.memory import zeros
+from .machine.vectors import LANES, Float32, round_up
+
+TARGET_NOISE, DRAFT_NOISE, ACCEPT_NOISE = range(3)  # streams: shared by target and draft; a draft's own; what accepts its draws
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn: temperature, then softmax, then top_k, then the smallest set whose mass exceeds top_p.
+
+    temperature 0 is greedy; top_k 0 and top_p 0 or 1 are off; seed is 0 to 2^63 - 1.
+    Raises ValueError for a value out of range, TypeError for what is no number.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 0.9
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        real("temperature", self.temperature, math.inf, "0 (greedy) or a positive number")
+        whole("top_k", self.top_k, 0)
+        real("top_p", self.top_p, 1, "a number from 0 to 1 (0 and 1: off)")
+        whole("seed", self.seed, 0, 2**63 - 1)
+
+
+class Sampler:
+    """Draws tokens from logits; the noise is a function of (seed, stream, position, token), so nothing is consumed."""
+
+    def __init__(self, vocab_size: int, sampling: Sampling) -> None:
+        self.vocab_size, self.sampling = vocab_size, sampling
+        self._keys = np.empty(vocab_size, np.uint64)
+        self._top_k = min(int(sampling.top_k), vocab_size)  # a compiled function takes no larger integer
+
+    def new_probs(self) -> Float32:
+        """Room for one row of probabilities, (1, V padded)."""
+        return zeros(1, round_up(self.vocab_size, LANES))
+
+    def draw(self, probs: Float32, logits: Float32, stream: int, position: int) -> int:
+        """The token of that noise, -1 where the logits (V,) are not finite; fills probs (1, V padded) from them."""
+        s = self.sampling
+        return int(draw(probs, logits, float(s.temperature), self._top_k, float(s.top_p), s.seed, stream, position, self._keys))
+
+    def probabilities(self, probs: Float32, logits: Float32) -> None:
+        """Fill probs (1, V padded) from logits (V,)."""
+        s = self.sampling
+        probabilities(probs, logits, float(s.temperature), self._top_k, float(s.top_p), self._keys)
+
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / the golden ratio, SplitMix64's step
+
+
+@compiled
+def mix_bits(x):
+    """The finalizer of SplitMix64 (Steele et al. 2014): 64 bits in, 64 well-mixed bits out."""
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@compiled
+def noise_key(seed, stream, position):
+    """What the noise of one position's tokens is computed from."""
+    key = mix_bits(np.uint64(seed) + GOLDEN * np.uint64(stream + 1))
+    return mix_bits(key + GOLDEN * np.uint64(position + 1))
+
+
+@compiled
+def uniform(key, token):
+    """A float64 in (0, 1) for (seed, stream, position) and token: computed, not drawn from a stream."""
+    bits = mix_bits(key + GOLDEN * np.uint64(token + 1))
+    return (np.float64(bits >> np.uint64(12)) + 0.5) * 2.0**-52
+
+
+@compiled
+def rank_key(prob, token):
+    """An integer that sorts tokens by falling probability, then by rising id."""
+    bits = np.float32(prob).view(np.uint32)
+    return (np.uint64(~bits & np.uint32(0xFFFFFFFF)) << np.uint64(32)) | np.uint64(token)
+
+
+@compiled
+def rank_key_probability(key):
+    """The probability that went into a `rank_key`."""
+    return np.uint32(~(key >> np.uint64(32)) & np.uint64(0xFFFFFFFF)).view(np.float32)
+
+
+@compiled
+def partition(keys, first, last):
+    """Move what is below a median of three to the front of keys[first:last]; returns the median's place and its sum in front.
+
+    The sum is of the probabilities before that place.
+    """
+    a, b, c = keys[first], keys[(first + last) // 2], keys[last - 1]
+    pivot = max(min(a, b), min(max(a, b), c))
+    at = first if pivot == a else (last - 1 if pivot == c else (first + last) // 2)
+    keys[at] = keys[last - 1]
+    place, mass = first, 0.0
+    for i in range(first, last - 1):
+        key = keys[i]
+        keys[i] = keys[place]
+        keys[place] = key
+        if key < pivot:
+            place += 1
+            mass += rank_key_probability(key)
+    keys[last - 1] = keys[place]
+    keys[place] = pivot
+    return place, mass
+
+
+@compiled
+def last_kept(keys, n, top_k, top_p):
+    """The key that ends the shortest prefix, in rank order, of top_k tokens or a mass above top_p: a weighted quickselect."""
+    first, last, mass = np.int64(0), n, 0.0
+    while first < last:
+        place, in_front = partition(keys, first, last)
+        if place >= top_k or mass + in_front > top_p:
+            last = place
+            continue
+        mass += in_front + rank_key_probability(keys[place])
+        if place + 1 >= top_k or mass > top_p:
+            return keys[place]
+        first = place + 1
+    return np.uint64(0xFFFFFFFFFFFFFFFF)
+
+
+@compiled
+def rank_keys(keys, probs, n, cutoff):
+    """The `rank_key`s of the tokens whose probs[0, :n] reach the cutoff, in front of keys; how many there are."""
+    m = np.int64(0)  # a literal 0 would have the callers' other functions compiled twice
+    for token in range(n):
+        if probs[0, token] >= cutoff:
+            keys[m] = rank_key(probs[0, token], token)
+            m += 1
+    return m
+
+
+@compiled
+def probabilities(probs, logits, temperature, top_k, top_p, keys):
+    """probs (1, V padded) from logits (V,): temperature, softmax, the top_k, of those the smallest set heavier than top_p.
+
+    The mass that top_p speaks of is the softmax's. What is left is scaled to sum 1. Temperature 0 leaves the most likely
+    token alone; top_k 0 and a top_p of 0 or 1 keep every token. `keys` is scratch of V uint64. All are NaN where a logit is, or
+    where the largest is not finite.
+    """
+    n = logits.size
+    if temperature == 0.0:
+        best = np.argmax(logits)  # a NaN is the largest to numpy
+        probs[0] = 0.0 if np.isfinite(logits[best]) else np.nan
+        probs[0, best] += 1.0
+        return
+    for token in range(n):
+        probs[0, token] = logits[token]
+    softmax(probs, 0, 0, n, np.float32(min(1.0 / temperature, 3e38)))
+    limit_k = top_k if 0 < top_k < n else n
+    limit_p = top_p if 0.0 < top_p < 1.0 else np.inf
+    if limit_k == n and limit_p == np.inf:
+        return
+    # n - 1 tokens below this would not weigh 1 - top_p together, so none of them is in the set (run.c does the same)
+    cutoff = np.float32((1.0 - limit_p) / (n - 1)) if limit_p < np.inf and n > 1 else np.float32(0.0)
+    m = rank_keys(keys, probs, n, cutoff)
+    if m == 0:  # unless all are below it: the most likely token is always in the set
+        cutoff = np.float32(0.0)
+        m = rank_keys(keys, probs, n, cutoff)
+    end = last_kept(keys, m, limit_k, limit_p)
+    total = 0.0
+    for token in range(n):
+        p = probs[0, token]
+        if p < cutoff or rank_key(p, token) > end:
+            probs[0, token] = 0.0
+        total += probs[0, token]
+    for token in range(n):
+        probs[0, token] = np.float32(probs[0, token] / total)
+
+
+@compiled
+def race(probs, n, seed, stream, position):
+    """A token with probability proportional to probs[0, :n]: argmin E / p for exponential E, that is argmax log p + Gumbel.
+
+    E = -log u is at least 1 - u, which spares the logarithm of tokens that cannot win. Ties go to the lower id. -1 where no
+    probability is above 0.
+    """
+    key = noise_key(seed, stream, position)
+    best, winner = np.inf, -1
+    for token in range(n):
+        p = np.float64(probs[0, token])
+        if p > 0.0:
+            u = uniform(key, token)
+            if 1.0 - u <= best * p:
+                time = -math.log(u) / p
+                if time < best:
+                    best, winner = time, token
+    return winner
+
+
+@compiled
+def draw(probs, logits, temperature, top_k, top_p, seed, stream, position, keys):
+    """Fill probs from logits (see `probabilities`) and draw the token of (seed, stream, position) from them."""
+    probabilities(probs, logits, temperature, top_k, top_p, keys)
+    return race(probs, logits.size, seed, stream, position)
+
+
+@compiled
+def keep_or_redraw(p, q, n, token, seed, accept_stream, target_stream, position):
+    """The target's token where the draft proposed `token`: rejection sampling (Leviathan et al. 2023, section 2.3).
+
+    The proposal is kept with probability min(1, p / q); else the token comes from the residual max(0, p - q), which never
+    holds the proposal: it was accepted exactly if it is what this returns. p (1, V padded) is overwritten. -1 where p is NaN.
+    """
+    if np.isnan(p[0, token]):
+        return -1
+    if uniform(noise_key(seed, accept_stream, position), token) * q[0, token] < p[0, token]:
+        return token
+    total = 0.0
+    for i in range(n):
+        p[0, i] = max(np.float32(0.0), p[0, i] - q[0, i])
+        total += p[0, i]
+    # where rounding leaves no residual, p and q are one distribution
+    return race(p, n, seed, target_stream, position) if total > 0.0 else token

@@ -1,0 +1,74 @@
+"""fp32 weights: strips (P, n, R), one chain of fused multiply-adds in ascending k for each row and token."""
+
+import numpy as np
+from numba import prange
+
+from ..machine.cache import parallel
+from ..machine.programs import Floats2, Floats3, Ints1, Pass, operation
+from ..machine.threads import available_threads, on_threads, share
+from ..machine.tiles import STRIP_ROWS, multiply_strips, strip_tile
+from ..machine.vectors import LANES, Float32, ceil_div
+from .matrix import Kind
+
+
+@operation
+def product(
+    run: Pass, thread: int, out: Floats2, w: Floats3, x: Floats3, scratch: Floats3,
+    n: int, group: int, adding: int, unit: int, of_logits: int,
+) -> None:  # fmt: skip
+    """out[t] (+)= W x[t]: this thread's strips; see `Matrix.product`."""
+    first, last = share(w.shape[0] // unit, thread, run.n_threads)
+    n_tokens = run.n_logits if of_logits else run.n_tokens
+    source = x[thread if x.shape[0] > 1 else 0]
+    multiply_strips(
+        strip_tile, out, out.shape[1], w, source, x.shape[2], n, 0, n_tokens, unit * first, unit * last, adding
+    )  # fmt: skip
+
+
+@operation
+def embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: int, group: int) -> None:
+    """out[t] = W[tokens[t]]: this thread's columns; see `Matrix.embedding`."""
+    first, last = share(n, thread, run.n_threads)
+    for t in range(run.n_tokens):
+        strip, row = divmod(tokens[t], STRIP_ROWS)
+        out[t, n:] = 0.0  # what an earlier pass left there may be NaN
+        for k in range(first, last):
+            out[t, k] = w[strip, k, row]
+
+
+@parallel
+def fill_strips(strips, first, step, matrix, n_threads):
+    """strips[first + step * i, k, r] = matrix[R i + r, k]: rows (rows, n) into every step-th of strips (P, n, R)."""
+    rows, n = matrix.shape
+    for i in prange(n_threads):
+        begin, end = share(ceil_div(rows, STRIP_ROWS), np.int64(i), n_threads)
+        for strip in range(begin, end):
+            row = strip * STRIP_ROWS
+            for k in range(0, n, LANES):
+                for r in range(min(STRIP_ROWS, rows - row)):
+                    for j in range(k, min(k + LANES, n)):
+                        strips[first + step * strip, j, r] = matrix[row + r, j]
+
+
+def fill(strips: Float32, first: int, step: int, rows: Float32, group: int) -> None:
+    """`Kind.fill`: the rows that pad the last strip stay zero."""
+    source = np.ascontiguousarray(rows).view()
+    source.flags.writeable = False  # as what a reader gives may be: one type, one compilation
+    on_threads(fill_strips, strips, first, step, source, available_threads())
+
+
+def rows_of(strips: Float32, n: int, group: int) -> Float32:
+    """`Kind.rows`."""
+    return strips.transpose(0, 2, 1).reshape(-1, n)
+
+
+FP32 = Kind(
+    name="fp32",
+    product=product,
+    embed=embed,
+    group=lambda n, file_group: 0,
+    strip_shape=lambda n, group: (n, STRIP_ROWS),
+    fill=fill,
+    rows=rows_of,
+    scratch_words=lambda n, group: 1,
+)

@@ -1,0 +1,127 @@
+"""A matrix as kernels read it, and what a kind of weights is. Knows no kind, no architecture and no file.
+
+Shapes: rows and n columns; P strips of R = STRIP_ROWS rows.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..machine.memory import aligned, zeros
+from ..machine.programs import Operation, Row
+from ..machine.tiles import STRIP_ROWS
+from ..machine.vectors import Float32, Int64, ceil_div
+
+BLOCK_STRIPS = 16  # packed at a time, so that what lies between two layouts stays in the cache
+
+
+class Tensor(Protocol):
+    """A matrix (rows, n) before it is packed: an array, or one that a reader gives. [first:last] gives rows.
+
+    Of floats they are an array (rows, n); a tensor whose weights share scales says of how many `group` is, and gives `Grouped`.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def __getitem__(self, rows: slice, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Rows of int8: values (rows, groups, group), and scales (rows, groups), float32."""
+
+    values: npt.NDArray[np.int8]
+    scales: Float32
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of weights, whole: how it lies in strips, what multiplies it, and how a row of an embedding comes out of it.
+
+    name: of the weights, in words. product: the operation of `Matrix.product`; embed: that of `Matrix.embedding`.
+    group: of n columns and of a tensor's own group, how many weights share a scale; 0: none do.
+    strip_shape: of n columns in groups. fill: every step-th of the strips from `first` on, from rows.
+    rows: the floats of strips. scratch_words: that a token's activations of n columns take, in a form of the kind's own.
+    """
+
+    name: str
+    product: Operation
+    embed: Operation
+    group: Any
+    strip_shape: Any
+    fill: Any
+    rows: Any
+    scratch_words: Any
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """W (rows, n), packed: strips (P, ...) as its kind lays them out; group: how many weights share a scale, or 0."""
+
+    kind: Kind
+    strips: Float32
+    n: int
+    group: int
+
+    @property
+    def n_rows(self) -> int:
+        """Rows, those that fill up strips among them."""
+        return len(self.strips) * STRIP_ROWS
+
+    @property
+    def scratch_words(self) -> int:
+        return int(self.kind.scratch_words(self.n, self.group))
+
+    def product(
+        self, out: Float32, x: Float32, scratch: Float32, *, adding: bool = False, unit: int = 1, of_logits: bool = False
+    ) -> Row:
+        """A row of a program: out[t] (+)= W x[t], each thread its share of the strips, `unit` of them at a time.
+
+        out (T, rows); x (threads or 1, T, n or more): each thread's own or everybody's; scratch (threads, T, words);
+        of_logits: of the first n_logits of out and x, instead of all tokens.
+        """
+        return self.kind.product(out, self.strips, x, scratch, self.n, self.group, adding, unit, of_logits)
+
+    def embedding(self, out: Float32, tokens: Int64) -> Row:
+        """A row of a program: out[t] = W[tokens[t]], zeros behind it."""
+        return self.kind.embed(out, self.strips, tokens, self.n, self.group)
+
+    def aligned(self) -> "Matrix":
+        """The same, whose strips begin at a cache line, as tiles need: those that were pickled may not."""
+        return Matrix(self.kind, aligned(self.strips), self.n, self.group)
+
+
+def n_strips(rows: int) -> int:
+    """How many strips hold that many rows."""
+    return int(ceil_div(rows, STRIP_ROWS))
+
+
+def pack(tensors: Sequence[Tensor], kind: Kind, in_turns: bool = False) -> Matrix:
+    """Tensors, each from a strip of its own on, below each other or strip by strip in turns, as one matrix of that kind."""
+    sizes = [n_strips(tensor.shape[0]) for tensor in tensors]
+    n = tensors[0].shape[1]
+    group = kind.group(n, getattr(tensors[0], "group", 0))
+    strips = zeros(sum(sizes), *kind.strip_shape(n, group))
+    for i, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
+        first, step = (i, len(tensors)) if in_turns else (sum(sizes[:i]), 1)
+        for block in blocks(size):
+            rows = tensor[slice(block.start * STRIP_ROWS, min(block.stop * STRIP_ROWS, tensor.shape[0]))]
+            kind.fill(strips, first + step * block.start, step, rows, group)
+    return Matrix(kind, strips, n, group)
+
+
+def converted(matrix: Matrix, kind: Kind) -> Matrix:
+    """A matrix in another kind of weights."""
+    group = kind.group(matrix.n, 0)
+    strips = zeros(len(matrix.strips), *kind.strip_shape(matrix.n, group))
+    for block in blocks(len(strips)):
+        kind.fill(strips, block.start, 1, matrix.kind.rows(matrix.strips[block], matrix.n, matrix.group), group)
+    return Matrix(kind, strips, matrix.n, group)
+
+
+def blocks(size: int) -> Iterable[slice]:
+    """Slices of up to BLOCK_STRIPS over so many strips."""
+    return (slice(first, min(first + BLOCK_STRIPS, size)) for first in range(0, size, BLOCK_STRIPS))
