@@ -39,7 +39,7 @@ class Vector(NamedTuple):
 
     @property
     def size(self) -> int:
-        return sum(round_up(size, STRIP_ROWS) for size in self.sizes)
+        return int(sum(round_up(size, STRIP_ROWS) for size in self.sizes))
 
 
 @dataclass(frozen=True)

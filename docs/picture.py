@@ -8,7 +8,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from specdec import SpeculativeDecoder, Statistics
+from specdec import Sampling, SpeculativeDecoder, Statistics
 from specdec.panel import LivePanel
 
 STEPS = 40  # of the run before the picture is taken
@@ -21,11 +21,10 @@ def main(target: str, draft: str, seed: str = "1") -> None:
     statistics = Statistics(len(decoder.encode("Once upon a time")))
     title = " + ".join(Path(name).stem for name in (target, draft))
     panel = LivePanel(decoder.tokenizer, console, statistics, 252, decoder.gamma, title)
-    panel.begin(decoder.encode("Once upon a time"))
-    for i, step in enumerate(decoder.stream("Once upon a time", 252, temperature=0.8, seed=int(seed))):
-        statistics.add(step)
-        panel.step(step)
-        if i == STEPS:
+    for event in decoder.stream("Once upon a time", 252, Sampling(0.8, seed=int(seed))):
+        statistics.add(event)
+        panel.show(event)
+        if statistics.target_passes == STEPS:
             break
     console.export_text()  # forget the frames so far
     console.print(panel)

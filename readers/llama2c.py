@@ -15,7 +15,7 @@ import numpy as np
 from ..architectures import Config
 from ..architectures.llama import LLAMA
 from ..weights.matrix import Grouped
-from .files import FLOAT_BYTES, Checkpoint, CheckpointError, FileTensor, ModelFile
+from .model_file import FLOAT_BYTES, Checkpoint, CheckpointError, FileTensor, ModelFile
 
 MAGIC = 0x616B3432  # "ak42"
 V0_HEADER_BYTES, V1_HEADER_BYTES = 28, 256
@@ -140,7 +140,7 @@ def _check_groups(path: Path, groups: dict[str, int], shapes: dict[str, tuple[in
             raise CheckpointError(f"{path} has a group size of {group}, which does not divide the {n} weights of {name}")
 
 
-def _check_config(path: Path, numbers: dict[str, int], shared: bool) -> Config:
+def _check_config(path: Path, numbers: dict[str, Any], shared: bool) -> Config:
     config = Config(**numbers, shared_classifier=shared)
     if flaw := config.flaw():
         raise CheckpointError(f"{path} is not a llama2.c checkpoint, or a damaged one: {flaw}")

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec.checkpoint import Checkpoint
-from specdec.kernels import Config, Float32
-from specdec.packing import Int8Matrix
+from specdec.architectures import Config
+from specdec.architectures.llama import LLAMA
+from specdec.machine.vectors import Float32
+from specdec.readers import Checkpoint
 from tests.reference import quantized
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +31,7 @@ def random_tensors(config: Config, seed: int, scale: float = 0.3) -> dict[str, F
         noise = rng.standard_normal(shape).astype(np.float32) * np.float32(scale)
         return noise + np.float32(1) if name.startswith("rms") else noise
 
-    return {name: one(name, shape) for name, shape in config.shapes().items()}
+    return {name: one(name, shape) for name, shape in LLAMA.shapes(config).items()}
 
 
 def checkpoint_bytes(config: Config, tensors: Mapping[str, Float32], version: int = 0) -> bytes:
@@ -56,7 +57,7 @@ def write_checkpoint(path: Path, config: Config, tensors: Mapping[str, Float32],
 def quantized_tensors(config: Config, tensors: Mapping[str, Float32], group: int) -> dict[str, Any]:
     """The tensors of a version 2 file: norms as they are, `reference.Quantized` matrices, a list where layers have one each."""
     result: dict[str, Any] = {}
-    for name, shape in config.shapes().items():
+    for name, shape in LLAMA.shapes(config).items():
         if name.startswith("rms"):
             result[name] = tensors[name]
         elif len(shape) == 2:
@@ -125,12 +126,12 @@ def tame(tensors: dict[str, Float32]) -> dict[str, Float32]:
 
 
 def tensors_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """All that a file holds, read: arrays, `Int8Matrix` of arrays, and lists of those."""
+    """All that a file holds, read: arrays, `Grouped` rows of int8, and lists of those."""
 
     def whole(tensor: Any) -> Any:
         if isinstance(tensor, list):
             return [whole(part) for part in tensor]
-        return Int8Matrix(tensor.values[:], tensor.scales[:]) if isinstance(tensor, Int8Matrix) else tensor[:]
+        return tensor[:]
 
     return {name: whole(tensor) for name, tensor in checkpoint.tensors.items()}
 

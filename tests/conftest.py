@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from specdec.kernels import Config
+from specdec.architectures import Config
 from specdec.tokenizer import Tokenizer
 from tests.checkpoints import random_tensors, small_pieces, tame, write_checkpoint, write_tokenizer
 

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec.kernels import Config, Float32
+from specdec.architectures import Config
+from specdec.machine.vectors import Float32
 
 
 def rms_norm(x, weight):

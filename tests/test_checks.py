@@ -54,9 +54,11 @@ WRONG_REQUESTS = [
     ("name", "value", "kind"), WRONG_REQUESTS, ids=[f"{name} {i}" for i, (name, *_) in enumerate(WRONG_REQUESTS)]
 )
 def test_a_request_of_wrong_values_is_refused_by_name_before_anything_runs(decoder, name, value, kind):
-    for ask in (decoder.generate, decoder.stream):
+    request = {"prompt": "ab", "max_tokens": 5} | {name: value}
+    drawn = {name: request.pop(name) for name in ("temperature", "top_k", "top_p", "seed") if name in request}
+    for ask in (lambda: decoder.generate(**request, **drawn), lambda: decoder.stream(**request, sampling=Sampling(**drawn))):
         with pytest.raises(kind, match=name) as told:
-            ask(**({"prompt": "ab", "max_tokens": 5} | {name: value}))
+            ask()
         assert len(str(told.value)) < 200
 
 

@@ -16,8 +16,8 @@ from rich.cells import cell_len
 
 import specdec
 from specdec import command, files, interrupts
-from specdec.checkpoint import load_checkpoint
-from specdec.kernels import Config
+from specdec.architectures import Config
+from specdec.readers import load_checkpoint
 from specdec.tokenizer import Tokenizer
 from tests.checkpoints import (
     DAMAGES,

@@ -8,43 +8,42 @@ import numpy as np
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.decoding import (
-    MAX_GAMMA,
-    VERIFIERS,
-    CoupledVerifier,
-    Draft,
-    ModelDrafter,
-    Sampling,
-    Statistics,
-    Step,
-    decode,
-)
+from specdec.architectures import Config
+from specdec.architectures.llama import LLAMA
+from specdec.decoding import MAX_GAMMA, VERIFIERS, CoupledVerifier, Prompt, Proposal, Statistics, Step, decode
+from specdec.drafters import Draft, ModelDrafter
 from specdec.files import DEFAULT_DRAFT, DEFAULT_TARGET
-from specdec.kernels import Config, Transformer, available_threads
-from specdec.packing import pack_weights
+from specdec.machine.threads import available_threads
+from specdec.sampling import Sampling
 from specdec.tokenizer import BOS, EOS
+from specdec.transformer import Transformer
 from tests import reference
 from tests.checkpoints import SHARED, random_tensors
 
 real = pytest.mark.skipif(not SHARED.exists(), reason="needs the real pair in ../shared")
+END_MARKS = {BOS: "bos", EOS: "eos"}
 SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
 
 
 def random_model(seed, vocab=105, seq_len=128, n_positions=None, layers=2, scale=None):
     config = Config(40, 50, layers, 5, 1, vocab, seq_len)
     tensors = random_tensors(config, seed) if scale is None else random_tensors(config, seed, scale)
-    return Transformer(config, pack_weights(config, tensors), 1, n_positions)
+    return Transformer(config, LLAMA.pack(config, tensors), 1, n_positions)
 
 
 def continuation(target, draft, sampling, gamma=4, verify="coupled", prompt=(BOS, 7, 9), max_tokens=60):
     """The generated tokens and the statistics."""
     verifier = VERIFIERS[verify](target.config.vocab_size, sampling)
-    drafter = ModelDrafter(draft, sampling, verifier.draft_noise) if draft else None
+    drafter = ModelDrafter(draft, sampling, verifier.draft_noise, END_MARKS) if draft else None
     statistics, tokens = Statistics(len(prompt)), []
-    for step in decode(target, drafter, verifier, list(prompt), max_tokens, gamma):
-        statistics.add(step)
-        tokens += step.tokens
+    for event in decode(target, drafter, verifier, list(prompt), max_tokens, gamma, END_MARKS):
+        statistics.add(event)
+        tokens += event.tokens if isinstance(event, Step) else []
     return tokens, statistics
+
+
+def steps_of(events):
+    return [event for event in events if isinstance(event, Step)]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -60,8 +59,8 @@ def test_a_draft_that_is_the_target_is_accepted_whole():
     for sampling in SAMPLINGS:
         target, twin = random_model(0), random_model(0)
         plain, _ = continuation(target, None, sampling)
-        drafter = ModelDrafter(twin, sampling, CoupledVerifier.draft_noise)
-        steps = list(decode(target, drafter, CoupledVerifier(105, sampling), [BOS, 7, 9], 60, 4))
+        drafter = ModelDrafter(twin, sampling, CoupledVerifier.draft_noise, END_MARKS)
+        steps = steps_of(decode(target, drafter, CoupledVerifier(105, sampling), [BOS, 7, 9], 60, 4, END_MARKS))
         assert [token for step in steps for token in step.tokens] == plain
         # behind an end mark nothing is judged any more
         assert all(step.n_accepted == len(step.draft_tokens) for step in steps if step.stop_reason not in ("bos", "eos"))
@@ -75,7 +74,7 @@ class HostileDrafter:
         self.lengths = itertools.cycle((3, 0, 1, 7))
 
     def propose(self, tokens, n):
-        return Draft([self.wrong] * min(n, next(self.lengths)), [])
+        return Draft([self.wrong] * min(n, next(self.lengths)))
 
 
 def test_a_hostile_drafter_changes_nothing():
@@ -84,7 +83,7 @@ def test_a_hostile_drafter_changes_nothing():
         plain, _ = continuation(target, None, sampling)
         wrong = next(token for token in range(3, 105) if token not in plain)
         verifier = CoupledVerifier(105, sampling)
-        steps = list(decode(target, HostileDrafter(wrong), verifier, [BOS, 7, 9], 60, 8))
+        steps = steps_of(decode(target, HostileDrafter(wrong), verifier, [BOS, 7, 9], 60, 8, END_MARKS))
         assert [token for step in steps for token in step.tokens] == plain
         assert sum(step.n_accepted for step in steps) == 0 < sum(len(step.draft_tokens) for step in steps)
 
@@ -115,7 +114,10 @@ def test_after_every_step_the_cache_holds_all_tokens_but_the_last(verify, sampli
     target, draft, fresh = random_model(0, layers=3), random_model(1), random_model(0, layers=3)
     verifier = VERIFIERS[verify](105, sampling)
     tokens = [BOS, 7, 9]
-    for step in decode(target, ModelDrafter(draft, sampling, verifier.draft_noise), verifier, [BOS, 7, 9], 40, 5):
+    drafter = ModelDrafter(draft, sampling, verifier.draft_noise, END_MARKS)
+    for step in decode(target, drafter, verifier, [BOS, 7, 9], 40, 5, END_MARKS):
+        if not isinstance(step, Step):
+            continue
         tokens += step.tokens
         if step.stop_reason in ("bos", "eos"):
             break
@@ -124,10 +126,10 @@ def test_after_every_step_the_cache_holds_all_tokens_but_the_last(verify, sampli
         assert draft._held[: n - 1] == tokens[: n - 1]  # one behind after a step whose proposals all stood
         fresh.forward(tokens[:-1], 0)
         panels = -(-n // 16)
-        keys = target._state.keys[:, :, :panels].swapaxes(3, 4).reshape(3, 1, -1, 8)[:, :, :n]
-        fresh_keys = fresh._state.keys[:, :, :panels].swapaxes(3, 4).reshape(3, 1, -1, 8)[:, :, :n]
+        keys = target._buffers.keys[:, :, :panels].swapaxes(3, 4).reshape(3, 1, -1, 8)[:, :, :n]
+        fresh_keys = fresh._buffers.keys[:, :, :panels].swapaxes(3, 4).reshape(3, 1, -1, 8)[:, :, :n]
         np.testing.assert_array_equal(keys, fresh_keys)
-        np.testing.assert_array_equal(target._state.values[:, :, :, :n], fresh._state.values[:, :, :, :n])
+        np.testing.assert_array_equal(target._buffers.values[:, :, :, :n], fresh._buffers.values[:, :, :, :n])
 
 
 def sequences(target, draft, sampling_of, verify, n_runs, length):
@@ -183,7 +185,7 @@ def test_rejection_mode_accepts_and_rejects_on_the_way():
 def broken_model(seed):
     """Finite weights whose logits are not: the last step of a forward overflows."""
     model = random_model(seed)
-    model.weights.rms_final[: model.config.dim] = 3e38
+    model.weights.vectors["rms_final"][: model.config.dim] = 3e38
     return model
 
 
@@ -226,7 +228,7 @@ def acceptance_by_position(target, draft, tokenizer, first):
     decoder = SpeculativeDecoder(target, draft, tokenizer)
     for seed in range(1, 25):
         position = len(decoder.encode("Once upon a time"))
-        for step in decoder.stream("Once upon a time", 495, temperature=0.8, seed=seed):
+        for step in steps_of(decoder.stream("Once upon a time", 495, Sampling(0.8, seed=seed))):
             if position >= first:
                 accepted += step.n_accepted
                 drafted += len(step.draft_tokens)
@@ -312,9 +314,13 @@ def test_the_library_streams_what_it_generates_with_a_draft_or_without(pair):
     plain = SpeculativeDecoder(pair.target).generate("ab", 30, temperature=0.9, top_k=50, top_p=0.95, seed=4)
     assert text == plain.text
     assert text.startswith("ab")
-    steps = list(decoder.stream("ab", 30, temperature=0.9, top_k=50, top_p=0.95, seed=4))
-    assert steps[0].is_prefill
-    assert sum(len(step.tokens) for step in steps) == statistics.n_generated
+    first, *events = decoder.stream("ab", 30, Sampling(0.9, 50, 0.95, 4))
+    assert isinstance(first, Prompt)
+    assert first.tokens == decoder.encode("ab")
+    assert sum(len(step.tokens) for step in steps_of(events)) == statistics.n_generated
+    proposals, steps = events[::2], events[1::2]
+    assert all(isinstance(proposal, Proposal) for proposal in proposals)
+    assert [proposal.tokens for proposal in proposals] == [step.draft_tokens for step in steps]
 
 
 def test_models_that_do_not_fit_are_refused(pair):
@@ -330,25 +336,29 @@ def test_models_that_do_not_fit_are_refused(pair):
 def test_a_consumer_that_stops_early_leaves_a_decoder_that_works(pair):
     decoder = SpeculativeDecoder(pair.target, pair.draft)
     expected = decoder.generate("ab", 30, seed=4).text
-    for _ in itertools.islice(decoder.stream("ab", 30, seed=9), 3):
+    for _ in itertools.islice(decoder.stream("ab", 30, Sampling(seed=9)), 3):
         pass
     assert decoder.generate("ab", 30, seed=4).text == expected
 
 
 def taking_turns(*streams):
-    """The tokens of each stream, one step of each at a time."""
+    """The tokens of each stream, one event of each at a time."""
     texts = [[] for _ in streams]
-    for steps in itertools.zip_longest(*streams):
-        for text, step in zip(texts, steps, strict=True):
-            text += step.tokens if step else []
+    for events in itertools.zip_longest(*streams):
+        for text, event in zip(texts, events, strict=True):
+            text += event.tokens if isinstance(event, Step) else []
     return texts
+
+
+def tokens_of(events):
+    return [token for step in steps_of(events) for token in step.tokens]
 
 
 @pytest.mark.parametrize("verify", VERIFIERS)
 def test_streams_that_take_turns_on_one_decoder_each_say_what_they_would_alone(pair, verify):
     decoder = SpeculativeDecoder(pair.target, pair.draft, verify=verify)
-    requests = [("Once", 40, 1.0, 0, 0.9, 1), ("Then", 60, 0.0, 0, 0.9, 2), ("Once", 30, 1.0, 0, 0.9, 3)]
-    alone = [[token for step in decoder.stream(*request) for token in step.tokens] for request in requests]
+    requests = [("Once", 40, Sampling(seed=1)), ("Then", 60, Sampling(0.0)), ("Once", 30, Sampling(seed=3))]
+    alone = [tokens_of(decoder.stream(*request)) for request in requests]
     assert taking_turns(*(decoder.stream(*request) for request in requests)) == alone
 
 
@@ -357,8 +367,8 @@ def test_so_do_streams_of_several_decoders_that_share_a_model(pair):
     for model in (decoder.target, decoder.draft):
         other = SpeculativeDecoder(model, None, decoder.tokenizer)
         pairs = [(decoder, "Once"), (other, "Then")]
-        alone = [[token for step in d.stream(prompt, 40, seed=1) for token in step.tokens] for d, prompt in pairs]
-        assert taking_turns(*(d.stream(prompt, 40, seed=1) for d, prompt in pairs)) == alone
+        alone = [tokens_of(d.stream(prompt, 30)) for d, prompt in pairs]
+        assert taking_turns(*(d.stream(prompt, 30) for d, prompt in pairs)) == alone
 
 
 def test_threads_that_share_a_decoder_each_get_the_right_text(pair):
@@ -367,7 +377,7 @@ def test_threads_that_share_a_decoder_each_get_the_right_text(pair):
     calls = [
         lambda: decoder.generate("Lily", 50, seed=3).text,
         lambda: decoder.generate("ab", 40, 0.7, seed=4).text,
-        lambda: "".join(str(step.tokens) for step in decoder.stream("Once", 40, seed=5)),
+        lambda: tokens_of(decoder.stream("Once", 40, Sampling(seed=5))),
         lambda: swapped.generate("Once", 28, seed=6).text,
     ]
     alone = [call() for call in calls]
@@ -378,10 +388,13 @@ def test_threads_that_share_a_decoder_each_get_the_right_text(pair):
 
 def test_a_text_that_is_begun_while_another_is_judged_disturbs_neither(pair):
     decoder = SpeculativeDecoder(pair.target, pair.draft)
-    alone, inner = [list(decoder.stream("Once", 30, seed=1)), decoder.generate("Then", 20, seed=2).text]
-    texts = []
-    steps = list(decoder.stream("Once", 30, seed=1, on_draft=lambda _: texts.append(decoder.generate("Then", 20, seed=2).text)))
-    assert [(step.tokens, step.draft_tokens) for step in steps] == [(step.tokens, step.draft_tokens) for step in alone]
+    sampling = Sampling(seed=1)
+    alone, inner = tokens_of(decoder.stream("Once", 30, sampling)), decoder.generate("Then", 20, seed=2).text
+    tokens, texts = [], []
+    for event in decoder.stream("Once", 30, sampling):
+        tokens += event.tokens if isinstance(event, Step) else []
+        texts += [decoder.generate("Then", 20, seed=2).text] if isinstance(event, Proposal) else []
+    assert tokens == alone
     assert len(texts) > 3
     assert set(texts) == {inner}
 
@@ -394,7 +407,7 @@ class Trial:
 
     def __call__(self, target, *_):
         self.tried.append(target.n_threads)
-        yield Step([5], [], 0, self.seconds[target.n_threads], 0.0)
+        yield Step([5], [], 0, self.seconds[target.n_threads], 0.0, None)
 
 
 @pytest.mark.skipif(available_threads() < 2, reason="needs two cores to choose from")

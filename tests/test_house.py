@@ -1,96 +1,213 @@
-"""The house: who may import whom, and what the fresh clone promises."""
+"""The house: who may import whom, by which names, and what the fresh clone promises."""
 
 import ast
+import graphlib
+import importlib.util
+import json
+import os
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).parents[1]
-# each room and the rooms below it that it may know
+FOLDERS = ("machine", "weights", "architectures", "readers")
+LONGEST_FILE = 600  # lines
+# each room, a folder or a file, and the rooms below it that it may know, top to bottom
 MAY_IMPORT = {
     "__main__": {"specdec"},
     # the library's names, when asked for, and the command
-    "specdec": {"command", "interrupts", "decoder", "decoding", "checkpoint", "tokenizer", "kernels"},
-    "command": {"specdec", "interrupts", "bench", "panel", "decoder", "decoding", "files", "checkpoint", "tokenizer", "kernels"},
-    "decoder": {"decoding", "files", "checkpoint", "packing", "tokenizer", "kernels", "checks"},
-    "files": {"checkpoint", "tokenizer"},
-    "bench": {"kernels", "packing"},
-    "panel": {"decoding", "interrupts", "tokenizer"},
-    "interrupts": set(),
-    "decoding": {"kernels", "tokenizer", "checks"},
-    "checkpoint": {"kernels", "packing"},
-    "packing": {"kernels"},
+    "specdec": {"command", "interrupts", "decoder", "decoding", "readers", "sampling", "tokenizer", "transformer"},
+    "command": {
+        "specdec", "interrupts", "bench", "panel", "output", "decoder", "decoding", "files", "readers", "sampling", "tokenizer",
+        "machine",
+    },
+    "bench": {"transformer", "architectures", "weights", "kernels", "machine"},
+    "panel": {"output", "decoding", "interrupts", "tokenizer"},
+    "output": {"decoding", "tokenizer"},
+    "decoder": {
+        "decoding", "drafters", "files", "readers", "sampling", "tokenizer", "transformer", "architectures", "weights", "machine",
+        "checks",
+    },
+    "decoding": {"drafters", "sampling", "kernels", "machine"},
+    "drafters": {"sampling", "transformer", "machine"},
+    "files": {"readers", "tokenizer"},
+    "readers": {"architectures", "weights", "machine"},
+    "transformer": {"architectures", "kernels", "machine", "checks"},
+    "architectures": {"weights", "kernels", "machine"},
+    "sampling": {"kernels", "machine", "checks"},
+    "weights": {"machine"},
+    "kernels": {"machine"},
     "tokenizer": {"checks"},
-    "kernels": {"checks", "machine.cache"},
-    "checks": set(),
-    "machine.cache": set(),
-}
-OUTSIDE = {
-    "__main__": set(),
-    "specdec": set(),
-    "command": {"typer", "rich"},
-    "decoder": set(),
-    "files": set(),
-    "bench": {"numba", "numpy", "rich"},
-    "panel": {"rich"},
     "interrupts": set(),
-    "decoding": {"numpy"},
-    "checkpoint": {"numpy"},
-    "packing": {"numpy"},
-    "tokenizer": set(),
-    "kernels": {"numba", "numpy", "llvmlite"},  # llvmlite is numba's own
+    "machine": set(),
     "checks": set(),
-    "machine.cache": {"numba"},
+}  # fmt: skip
+OUTSIDE = {
+    "command": {"typer", "rich"},
+    "bench": {"numpy", "rich"},
+    "panel": {"rich"},
+    "output": {"rich"},
+    "transformer": {"numpy"},
+    "readers": {"numpy"},
+    "sampling": {"numpy"},
+    "kernels": {"numpy"},
+    "weights": {"numba", "numpy", "llvmlite"},  # llvmlite is numba's own
+    "machine": {"numba", "numpy", "llvmlite"},
 }
 
 
 def modules() -> dict[str, Path]:
-    """The product's files, by module."""
-    folders = [ROOT, ROOT / "machine"]
-    paths = [path.relative_to(ROOT) for folder in folders for path in folder.glob("*.py")]
-    return {".".join(path.with_suffix("").parts): ROOT / path for path in paths}
+    """The product's files, by module; a folder's own is the folder's name."""
+    paths = [path.relative_to(ROOT) for folder in (".", *FOLDERS) for path in ROOT.joinpath(folder).glob("*.py")]
+    return {".".join(path.with_suffix("").parts).removesuffix(".__init__"): ROOT / path for path in paths}
 
 
-def imports(room: str) -> tuple[set[str], set[str]]:
-    """The rooms and the packages that a room imports, wherever in its file."""
+MODULES = modules()
+
+
+def imports(module: str) -> tuple[set[str], set[str]]:
+    """The modules of ours and the packages of others that a module imports, wherever in its file."""
+    path = MODULES[module]
+    package = ["specdec", *path.relative_to(ROOT).parent.parts]
     inside, outside = set(), set()
-    for node in ast.walk(ast.parse(ROOT.joinpath(*room.split(".")).with_suffix(".py").read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             outside |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            outside.add((node.module or "").split(".")[0])
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            inside.add(node.module)
         elif isinstance(node, ast.ImportFrom):
-            inside |= {alias.name if (ROOT / f"{alias.name}.py").exists() else "specdec" for alias in node.names}
+            base = (
+                [*package[: len(package) - node.level + 1], *(node.module or "").split(".")] if node.level else [str(node.module)]
+            )
+            name = ".".join(filter(None, base))
+            for alias in node.names:
+                full = f"{name}.{alias.name}".removeprefix("specdec.")
+                inside.add(full if full in MODULES else name.removeprefix("specdec."))
+    inside, named = {name for name in inside if name in MODULES}, {name.split(".")[0] for name in inside if name not in MODULES}
     if "specdec" in outside:
         inside.add("specdec")
-    return inside, outside - set(sys.stdlib_module_names) - {"specdec"}
+    return inside, (outside | named) - set(sys.stdlib_module_names) - {"specdec"}
 
 
-def test_imports_point_one_way():
-    for room, below in MAY_IMPORT.items():
-        inside, _ = imports(room)
-        assert inside - {room} <= below, f"{room} imports {inside - below}"
+def room(module: str) -> str:
+    return module.split(".")[0]
 
 
-def test_every_module_is_a_room_of_the_house():
-    assert {name.removesuffix(".__init__") for name in modules()} - {"machine"} == set(MAY_IMPORT)
+def test_every_module_is_in_a_room_of_the_house() -> None:
+    assert set(map(room, MODULES)) == set(MAY_IMPORT)
 
 
-def test_each_room_uses_only_the_packages_it_needs():
-    for room, packages in OUTSIDE.items():
-        _, outside = imports(room)
-        assert outside <= packages, f"{room} imports {outside - packages}"
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_one_way(module: str) -> None:
+    inside, outside = imports(module)
+    known = set(map(room, inside)) - {room(module)}
+    assert known <= MAY_IMPORT[room(module)], known - MAY_IMPORT[room(module)]
+    assert outside <= OUTSIDE.get(room(module), set())
 
 
-def test_an_installation_puts_one_package_on_the_path():
-    """Hugging Face publishes a top-level package `kernels`; nothing of ours may lie where it is looked for."""
-    try:
-        files = metadata.files("specdec") or []
-    except metadata.PackageNotFoundError:
+def test_no_arrow_comes_back() -> None:
+    """Of rooms, from top to bottom; and of the modules in each."""
+    order = list(MAY_IMPORT)
+    below = {name: order[i + 1 :] for i, name in enumerate(order)}
+    assert all(set(known) - {"specdec"} <= set(below[name]) for name, known in MAY_IMPORT.items())
+    graph = {module: {name for name in imports(module)[0] if name not in (*FOLDERS, "specdec")} - {module} for module in MODULES}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_nobody_imports_what_no_other_room_may_see() -> None:
+    for module in MODULES:
+        for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                private = [alias.name for alias in node.names if alias.name.startswith("_") and alias.name != "__version__"]
+                assert not private, f"{module} imports {private}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_file_is_read_in_a_sitting(module: str) -> None:
+    assert len(MODULES[module].read_text(encoding="utf-8").splitlines()) <= LONGEST_FILE
+
+
+def test_the_wheel_holds_every_module() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    table = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    for name, path in MODULES.items():
+        relative = path.relative_to(ROOT).as_posix()
+        assert table[relative] == ("specdec/__init__.py" if name == "specdec" else f"specdec/{relative}")
+
+
+# Ways in
+
+AT_EXIT = """
+import atexit, json, os, sys
+def tell():
+    with open(os.environ["TELL"], "w") as file:
+        json.dump({name: getattr(module, "__file__", None) for name, module in sys.modules.items()}, file)
+atexit.register(tell)
+"""
+LIBRARY = ["-c", "import specdec; specdec.SpeculativeDecoder; specdec.Transformer"]
+WAYS_IN = {
+    "script": (["specdec.py", "--version"], True),
+    "script by its path": ([str(ROOT / "specdec.py"), "--version"], False),
+    "module": (["-m", "specdec", "--version"], True),
+    "folder": ([str(ROOT), "--version"], False),
+    "library": (LIBRARY, True),
+    "library by its path": (["-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {LIBRARY[1]}"], False),
+    "installed module": (["-m", "specdec", "--version"], False),
+    "installed library": (LIBRARY, False),
+    "installed command": ([str(Path(sys.executable).with_name("specdec")), "--version"], False),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_IN)
+def test_every_way_in_agrees_on_the_names_of_the_modules(way: str, tmp_path: Path) -> None:
+    arguments, in_checkout = WAYS_IN[way]
+    if way.startswith("installed") and not is_installed():
         pytest.skip("specdec is not installed")
+    (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "TELL": str(tmp_path / "told")}
+    cwd = ROOT if in_checkout else tmp_path
+    done = subprocess.run([sys.executable, "-W", "error", *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    loaded = json.loads((tmp_path / "told").read_text())
+    home = Path(loaded["specdec.decoder"]).parent
+    ours = {name: path for name, path in loaded.items() if path and Path(path).is_relative_to(home)}
+    names = set(ours) - {"__main__"}
+    assert all(name == "specdec" or name.removeprefix("specdec.") in MODULES for name in names)
+    assert len({ours[name] for name in names}) == len(names)
+    if "ibrary" in way:
+        assert not {"typer", "rich"} & set(loaded)
+    else:
+        assert "specdec.command" in names
+        assert not {"kernels", "tokenizer", "machine"} & set(loaded)
+
+
+def is_installed() -> bool:
+    try:
+        return metadata.version("specdec") != "" and Path(sys.executable).with_name("specdec").exists()
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def test_an_installation_puts_one_package_on_the_path() -> None:
+    """Hugging Face publishes a top-level package `kernels`; nothing of ours may lie where it is looked for."""
+    if not is_installed():
+        pytest.skip("specdec is not installed")
+    files = metadata.files("specdec") or []
     tops = {file.parts[0] for file in files}
     assert {top for top in tops if not top.endswith(".dist-info") and top != ".."} == {"specdec"}
+
+
+def test_the_library_shows_its_own_names_and_no_others() -> None:
+    import specdec
+
+    assert dir(specdec) == sorted(specdec.__all__)
+    assert all(getattr(specdec, name).__module__.startswith("specdec.") for name in specdec.__all__)
+    assert importlib.util.find_spec("specdec.kernels") is not None
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = specdec.nonsense

@@ -8,16 +8,23 @@ import sys
 from dataclasses import replace
 from fractions import Fraction
 
-import numba
 import numpy as np
 import pytest
 
-from specdec import SpeculativeDecoder, kernels
+from specdec import SpeculativeDecoder
+from specdec.architectures import Config
+from specdec.architectures.llama import LLAMA
 from specdec.bench import SHAPES
-from specdec.checkpoint import load_checkpoint
 from specdec.files import DEFAULT_DRAFT, DEFAULT_TARGET
-from specdec.kernels import Config, Transformer
-from specdec.packing import Int8Matrix, int8_copy, pack_weights
+from specdec.machine.memory import zeros
+from specdec.machine.programs import Floats2, Floats3, Operation, Pass
+from specdec.machine.tiles import STRIP_ROWS
+from specdec.machine.vectors import CPU_FEATURES, round_up
+from specdec.readers import load_checkpoint
+from specdec.transformer import Transformer
+from specdec.weights import INT8, Kind
+from specdec.weights.int8 import GROUP_HEAD, NATIVE_INT8, PORTABLE_INT8, QUADS, best_dot4, dot4_tile, multiply, quantize
+from specdec.weights.matrix import Grouped, pack
 from tests import reference
 from tests.checkpoints import (
     ROOT,
@@ -27,7 +34,7 @@ from tests.checkpoints import (
     write_checkpoint,
     write_int8_checkpoint,
 )
-from tests.test_kernels import CONFIGS, THREADS, round_to_float32, run_in_blocks, tokens_for
+from tests.models import CONFIGS, THREADS, int8_model, product, round_to_float32, run_in_blocks, tokens_for
 
 # what a story of the kind that the embedded pair knows looks like; neither model saw it
 STORY = """Once upon a time, there was a small boat named Pip. Pip lived near a quiet beach with his friend Sara. Every morning, \
@@ -39,29 +46,23 @@ RUNQ = Config(48, 40, 2, 4, 2, 112, 96)
 RUNQ_UNSHARED = Config(64, 96, 2, 8, 2, 64, 96, shared_classifier=False)
 
 
-def int8_model(config: Config, n_threads: int = 1, portable: bool = False, n_positions: int | None = None) -> Transformer:
-    model = Transformer(config, pack_weights(config, random_tensors(config, 0, 0.1), int8=True), n_threads, n_positions)
-    model.portable = portable
-    return model
-
-
 def activations(n_tokens: int, n: int) -> np.ndarray:
     """Rows with a group of zeros, one of halves, and one too small for its scale."""
     x = np.random.default_rng(n).standard_normal((n_tokens, n)).astype(np.float32)
     x[0, : n // 2] = 0
     x[1] = np.resize(np.array([127, 0.5, -0.5, 1.5, -1.5, 2.5], np.float32), n)
     x[2] = 189 * np.finfo(np.float32).smallest_subnormal
-    rows = kernels.zeros(n_tokens, kernels.round_up(n, kernels.PANEL_ROWS))
+    rows = zeros(n_tokens, round_up(n, STRIP_ROWS))
     rows[:, :n] = x
     return rows
 
 
 def quantized_rows(x: np.ndarray, n: int, group: int) -> np.ndarray:
-    """What `kernels.quantize` writes: (T, groups, words)."""
-    n_groups, n_quads = -(-n // group), -(-group // kernels.QUADS)
-    codes = kernels.zeros(len(x), n_groups * (kernels.GROUP_HEAD + n_quads))
+    """What `quantize` writes: (T, groups, words)."""
+    n_groups, n_quads = -(-n // group), -(-group // QUADS)
+    codes = zeros(len(x), n_groups * (GROUP_HEAD + n_quads))
     codes[:] = np.nan
-    kernels.quantize(codes, x, n, group, len(x))
+    quantize(codes, x, n, group, len(x))
     return codes.reshape(len(x), n_groups, -1)
 
 
@@ -71,29 +72,30 @@ def test_activations_are_quantized_as_runq_does(n, group):
     packed = quantized_rows(x, n, group)
     for t in (0, 1, 3, 4):  # the third has no codes within int8 by runq's rule
         codes, scales = reference.quantized_activations(x[t, :n], group)
-        got = packed[t].view(np.int8).reshape(len(scales), -1)[:, 4 * kernels.GROUP_HEAD :]
+        got = packed[t].view(np.int8).reshape(len(scales), -1)[:, 4 * GROUP_HEAD :]
         np.testing.assert_array_equal(got[:, :group].reshape(-1)[:n], codes)
         assert not got[:, group:].any()
         assert not got[:, :group].reshape(-1)[n:].any()
         np.testing.assert_array_equal(packed[t, :, 0], scales)
         np.testing.assert_array_equal(packed[t, :, 1].view(np.int32), -128 * got.sum(1, np.int32))
-    assert np.abs(packed[2].view(np.int8)[:, 4 * kernels.GROUP_HEAD :].astype(int)).max() == 127
+    assert np.abs(packed[2].view(np.int8)[:, 4 * GROUP_HEAD :].astype(int)).max() == 127
 
 
 @functools.cache
-def product_with(path: str) -> int:
-    """The address of the product by that instruction, also where it is not the one that the CPU would choose."""
-    if path in ("portable", kernels.DOT4):
-        return kernels.multiplier(True, path == "portable")
-    tile = kernels._int8_tile(path)
+def kind_with(path: str) -> Kind:
+    """int8 with the product by that instruction, also where it is not the one that the CPU would choose."""
+    tile = dot4_tile(path)
 
-    def product(out, out_stride, w, x, x_stride, n, n_quads, n_tokens, first, last, accumulate):
-        kernels.multiply_panels(tile, out, out_stride, w, x, x_stride, n, n_quads, n_tokens, first, last, accumulate)
+    def product(
+        run: Pass, thread: int, out: Floats2, w: Floats3, x: Floats3, scratch: Floats3,
+        n: int, group: int, adding: int, unit: int, of_logits: int,
+    ) -> None:  # fmt: skip
+        multiply(tile, run, thread, out, w, x, scratch, n, group, adding, unit, of_logits)
 
-    return numba.cfunc(kernels.PRODUCT)(product).address
+    return replace(INT8, product=Operation(product, kept=False))
 
 
-FEATURES = kernels._FEATURES.split(",")
+FEATURES = CPU_FEATURES.split(",")
 RUNS_HERE = {
     "portable": True,
     "avx512vnni": "+avx512vnni" in FEATURES,
@@ -109,20 +111,14 @@ def test_an_int8_product_is_exact_in_a_group_and_one_chain_over_the_groups(n, gr
     if not RUNS_HERE[path]:
         pytest.skip(f"this CPU has no {path}")
     rng = np.random.default_rng(0)
-    config = Config(n, n, 1, 1, 1, 40, 8)
-    tensors = random_tensors(config, 0)
-    if group in (32, 64):
-        weights = pack_weights(config, tensors, int8=True)
-        assert weights.groups.tolist() == [group, group]
-    else:
-        weights = pack_weights(config, as_loaded(quantized_tensors(config, tensors, group)))
+    rows = rng.standard_normal((n, n)).astype(np.float32)
+    matrix = pack([rows if group in (32, 64) else Loaded(reference.quantized(rows, group))], kind_with(path))
+    assert matrix.group == group
     x = activations(17, n)
-    codes = quantized_rows(x, n, group).reshape(17, -1)
-    out = kernels.zeros(17, kernels.round_up(n, kernels.PANEL_ROWS))
+    out = zeros(17, round_up(n, STRIP_ROWS))
     out[:] = start = rng.standard_normal(out.shape).astype(np.float32)
-    w = weights.w2[0]
-    kernels.multiply(product_with(path), out, w, codes, 17, 0, len(w), 1)
-    values, scales = padded_quantized(tensors["w2"][0], group)
+    product(matrix, out, x, adding=True)
+    values, scales = padded_quantized(rows, group)
     for t, r in ((0, 0), (1, 3), (3, n // 2), (8, n - 1), (16, 1)):
         acc = Fraction(float(start[t, r]))
         x_codes, x_scales = reference.quantized_activations(x[t, :n], group)
@@ -133,15 +129,16 @@ def test_an_int8_product_is_exact_in_a_group_and_one_chain_over_the_groups(n, gr
         assert float(out[t, r]) == float(acc)
 
 
-def as_loaded(tensors):
-    """Tensors of `quantized_tensors` as the loader hands them over."""
+class Loaded:
+    """A `reference.Quantized` whose groups do not cross rows, as a reader gives it."""
 
-    def convert(tensor):
-        if isinstance(tensor, list):
-            return [convert(one) for one in tensor]
-        return Int8Matrix(tensor.values, tensor.scales) if isinstance(tensor, reference.Quantized) else tensor
+    def __init__(self, matrix: reference.Quantized) -> None:
+        self.shape, self.group, self.matrix = matrix.values.shape, matrix.group, matrix
 
-    return {name: convert(tensor) for name, tensor in tensors.items()}
+    def __getitem__(self, rows: slice) -> Grouped:
+        n_groups = self.shape[1] // self.group
+        values = self.matrix.values[rows].reshape(-1, n_groups, self.group)
+        return Grouped(values, self.matrix.scales.reshape(-1, n_groups)[rows])
 
 
 def padded_quantized(matrix, group):
@@ -153,22 +150,20 @@ def padded_quantized(matrix, group):
 
 
 def test_every_instruction_is_chosen_by_the_feature_that_promises_it():
-    assert kernels.best_dot4("+sse2,+avx2,-avx512vnni,-avxvnni") == "portable"
-    assert kernels.best_dot4("+avx2,+avxvnni,-avxvnniint8") == "avxvnni"
-    assert kernels.best_dot4("+avx512f,+avx512vnni,+avxvnni") == "avx512vnni"
-    assert kernels.best_dot4("+neon,+dotprod") == "sdot"
-    assert kernels.best_dot4("") == "portable"
+    assert best_dot4("+sse2,+avx2,-avx512vnni,-avxvnni") == "portable"
+    assert best_dot4("+avx2,+avxvnni,-avxvnniint8") == "avxvnni"
+    assert best_dot4("+avx512f,+avx512vnni,+avxvnni") == "avx512vnni"
+    assert best_dot4("+neon,+dotprod") == "sdot"
+    assert best_dot4("") == "portable"
 
 
 INT8_LOGITS = """
+from pathlib import Path
+from specdec.decoder import load_model
 from specdec.files import DEFAULT_DRAFT
-from specdec.bench import SHAPES
-from specdec.checkpoint import load_checkpoint
-from specdec.kernels import DOT4, Transformer
-from specdec.packing import pack_weights
-checkpoint = load_checkpoint(DEFAULT_DRAFT, int8=True)
-model = Transformer(checkpoint.config, pack_weights(checkpoint.config, checkpoint.tensors, True), 1)
-print(DOT4, model.forward([1, 2, 3, 4, 5]).tobytes().hex())
+from specdec.machine.vectors import CPU_FEATURES
+from specdec.weights.int8 import best_dot4
+print(best_dot4(CPU_FEATURES), load_model(DEFAULT_DRAFT, int8=True, n_threads=1).forward([1, 2, 3, 4, 5]).tobytes().hex())
 """
 
 
@@ -180,7 +175,7 @@ def test_a_cpu_never_runs_what_was_cached_for_another_and_says_the_same():
         subprocess.check_output([sys.executable, "-c", INT8_LOGITS], cwd=ROOT, env=os.environ | cpu, text=True).split()
         for cpu in ({}, older)
     )
-    assert (here[0], there[0]) == (kernels.DOT4, "portable")
+    assert (here[0], there[0]) == (best_dot4(CPU_FEATURES), "portable")
     assert here[1] == there[1]
 
 
@@ -192,7 +187,7 @@ def test_a_version_2_model_is_runq(tmp_path, config, group):
     """The whole forward against the numpy oracle: parts of a quad, an odd group, whole vectors, groups that cross rows."""
     tensors = random_tensors(config, 0, 0.1)
     checkpoint = load_checkpoint(write_int8_checkpoint(tmp_path / "model.bin", config, tensors, group))
-    weights = pack_weights(config, checkpoint.tensors)
+    weights = LLAMA.pack(config, checkpoint.tensors)
     tokens = tokens_for(config, 30)
     got = run_in_blocks(Transformer(config, weights), tokens, 7)
     expected = reference.forward(config, quantized_tensors(config, tensors, group), tokens)
@@ -208,10 +203,10 @@ def test_a_version_2_model_is_runq(tmp_path, config, group):
 def test_int8_logits_do_not_depend_on_the_batch_the_threads_or_the_path_bit_for_bit(name):
     config = CONFIGS[name]
     tokens = tokens_for(config, 70)
-    alone = run_in_blocks(int8_model(config, portable=True), tokens, 1).view(np.int32)
+    alone = run_in_blocks(int8_model(config, kind=PORTABLE_INT8), tokens, 1).view(np.int32)
     for n_threads in THREADS:
-        for portable in (False, True):
-            model = int8_model(config, n_threads, portable)
+        for kind in (NATIVE_INT8, PORTABLE_INT8):
+            model = int8_model(config, n_threads, kind)
             for block in [*range(1, 18), 64]:
                 np.testing.assert_array_equal(run_in_blocks(model, tokens, block).view(np.int32), alone)
 
@@ -219,12 +214,12 @@ def test_int8_logits_do_not_depend_on_the_batch_the_threads_or_the_path_bit_for_
 def test_real_int8_logits_do_not_depend_on_the_batch_the_threads_or_the_path_bit_for_bit():
     for path in (DEFAULT_TARGET, DEFAULT_DRAFT, *sorted(SHARED.glob("models/stories*.bin"))):
         checkpoint = load_checkpoint(path)
-        weights = pack_weights(checkpoint.config, checkpoint.tensors, int8=True)
+        native, portable = (LLAMA.pack(checkpoint.config, checkpoint.tensors, kind) for kind in (NATIVE_INT8, PORTABLE_INT8))
         tokens = tokens_for(checkpoint.config, 130)
-        alone = run_in_blocks(Transformer(checkpoint.config, weights, 1, n_positions=130), tokens, 1)
+        alone = run_in_blocks(Transformer(checkpoint.config, native, 1, n_positions=130), tokens, 1)
         for n_threads in THREADS:
-            model = Transformer(checkpoint.config, weights, n_threads, n_positions=130)
-            for model.portable in (False, True):
+            for weights in (native, portable):
+                model = Transformer(checkpoint.config, weights, n_threads, n_positions=130)
                 for block in (2, 5, 8, 9, 17, 64):
                     np.testing.assert_array_equal(run_in_blocks(model, tokens, block).view(np.int32), alone.view(np.int32))
 
@@ -232,36 +227,42 @@ def test_real_int8_logits_do_not_depend_on_the_batch_the_threads_or_the_path_bit
 def test_an_int8_copy_of_a_model_is_the_model_quantized_while_loading():
     for config in CONFIGS.values():
         tensors = random_tensors(config, 0)
-        loaded = pack_weights(config, tensors, int8=True)
-        fp32 = pack_weights(config, tensors)
-        copied = int8_copy(config, fp32)
-        for a, b in zip(loaded, copied, strict=True):
-            np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
-        assert copied.rms_att is fp32.rms_att
-        assert (copied.embedding is copied.wcls) == config.shared_classifier
+        loaded = LLAMA.pack(config, tensors, INT8)
+        fp32 = LLAMA.pack(config, tensors)
+        copied = fp32.converted(INT8)
+        for name, matrix in copied.matrices.items():
+            np.testing.assert_array_equal(matrix.strips.view(np.uint8), loaded.matrices[name].strips.view(np.uint8))
+        assert copied.vectors is fp32.vectors
+        assert (copied.matrices["embedding"] is copied.matrices["classifier"]) == config.shared_classifier
+
+
+def test_an_int8_model_converted_once_more_is_the_same():
+    """Its floats are values times scales, the largest of them 127 scales: the same codes come out, from scales that are near."""
+    config = CONFIGS["gqa"]
+    once = LLAMA.pack(config, random_tensors(config, 0), INT8)
+    twice = once.converted(INT8)
+    for name, matrix in once.matrices.items():
+        a, b = (m.kind.rows(m.strips, m.n, m.group) for m in (matrix, twice.matrices[name]))
+        np.testing.assert_allclose(a, b, rtol=3e-7)
 
 
 def test_an_int8_model_takes_at_most_a_quarter_more_than_its_file():
     """Everything that stays with a model of the public shapes, beside caches and activations."""
     for shape in SHAPES.values():
         config = replace(Config(*shape), n_layers=1, vocab_size=4000)
-        tensors = {name: np.zeros(shape, np.float32) for name, shape in config.shapes().items()}
-        weights = pack_weights(config, tensors, int8=True)
+        tensors = {name: np.zeros(shape, np.float32) for name, shape in LLAMA.shapes(config).items()}
+        weights = LLAMA.pack(config, tensors, INT8)
         n = sum(tensor.size for tensor in tensors.values())
         file_bytes = n + 4 * n // 64  # version 2 at its default group size
         assert weights.n_bytes <= 1.25 * file_bytes
 
 
 LOADING = """
-import resource, sys
+import sys
 from pathlib import Path
-from specdec.bench import SHAPES
-from specdec.checkpoint import load_checkpoint
-from specdec.kernels import Transformer
-from specdec.packing import pack_weights
+from specdec.decoder import load_model
 def load(path):
-    checkpoint = load_checkpoint(path, int8=True)
-    return Transformer(checkpoint.config, pack_weights(checkpoint.config, checkpoint.tensors, True), 1)
+    return load_model(Path(path), int8=True, n_threads=1)
 small, big = sys.argv[1:]
 load(small).forward([1])
 status = lambda name: int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1]) * 1024
@@ -278,7 +279,7 @@ def test_loading_never_holds_the_whole_model_twice(tmp_path, version):
     """VmRSS and VmHWM of a process of its own; a cache of 80 MB is there, and empty. Slack: 12 MiB for the allocator,
     activations and one block."""
     config = Config(512, 1376, 10, 8, 8, 4000, 2048)
-    tensors = {name: np.full(shape, 0.5, np.float32) for name, shape in config.shapes().items()}
+    tensors = {name: np.full(shape, 0.5, np.float32) for name, shape in LLAMA.shapes(config).items()}
     big = tmp_path / "big.bin"
     write_checkpoint(big, config, tensors, 1) if version == 1 else write_int8_checkpoint(big, config, tensors, 64)
     small = write_checkpoint(tmp_path / "small.bin", CONFIGS["gqa"], random_tensors(CONFIGS["gqa"], 0))
@@ -310,7 +311,7 @@ def test_int8_costs_less_than_one_percent_of_perplexity_on_real_weights():
 def test_the_text_does_not_change_by_one_bit_whatever_the_draft_is_made_of(draft, quantize, temperature):
     plain = SpeculativeDecoder(DEFAULT_TARGET)
     decoder = SpeculativeDecoder(plain.target, draft, plain.tokenizer, quantize=quantize)
-    assert decoder.draft.weights.is_int8 == (draft == "self" or quantize == "draft")
+    assert (decoder.draft.weights.kind == "int8") == (draft == "self" or quantize == "draft")
     text, statistics = decoder.generate("Once upon a time", 150, temperature, seed=3)
     assert text == plain.generate("Once upon a time", 150, temperature, seed=3).text
     assert statistics.acceptance_rate > (0.9 if draft == "self" else 0.4)
@@ -330,7 +331,19 @@ def test_an_int8_target_is_no_draft_of_itself():
 
 
 def test_the_environment_forces_the_portable_path():
-    command = [sys.executable, "-c", "from specdec.kernels import FORCE_PORTABLE; print(FORCE_PORTABLE)"]
+    command = [sys.executable, "-c", "from specdec.weights import int8; print(int8.INT8 is int8.PORTABLE_INT8)"]
     for value, expected in (("1", "True"), ("0", "False"), ("", "False")):
         environment = os.environ | {"SPECDEC_PORTABLE": value}
         assert subprocess.check_output(command, cwd=ROOT, env=environment, text=True).strip() == expected
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_activations_that_are_not_finite_have_no_finite_scale(bad):
+    x = zeros(3, 96)
+    x[:] = 1.0
+    x[1, 40] = bad
+    codes = zeros(3, 3 * (GROUP_HEAD + 8))
+    quantize(codes, x, 96, 32, 3)
+    scales = codes.reshape(3, 3, -1)[:, :, 0]
+    assert np.isnan(scales[1, 1])
+    assert np.isfinite(np.delete(scales.reshape(-1), 4)).all()

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from specdec.decoding import Statistics, Step
-from specdec.panel import LivePanel, PlainView, SilentView, print_summary, printable, to_json
+from specdec.decoding import Prompt, Proposal, Statistics, Step
+from specdec.output import PlainView, SilentView, print_summary, printable, to_json
+from specdec.panel import LivePanel
 from specdec.tokenizer import BOS, FIRST_BYTE, Tokenizer
 
 SIZES = [(40, 10), (60, 12), (80, 24), (120, 40)]
@@ -77,17 +78,17 @@ class Stage:
         return [FIRST_BYTE + byte for byte in text.encode()]
 
     def begin(self, text: str = "Once upon") -> None:
-        self.panel.begin(self.tokenizer.encode(text))
+        self.panel.show(Prompt(self.tokenizer.encode(text), 0.0))
 
     def step(self, tokens: list[int], draft: list[int] | None = None, n_accepted: int = 0) -> str:
         """One step of the loop; what it wrote to the terminal."""
         start = len(self.output)
         self.clock.now += 1
-        self.panel.draft(draft or [])
+        self.panel.show(Proposal(draft or []))
         self.clock.now += 1
         step = Step(tokens, draft or [], n_accepted, 0.01, 0.004)
         self.statistics.add(step)
-        self.panel.step(step)
+        self.panel.show(step)
         return self.output[start:]
 
     @property
@@ -195,10 +196,10 @@ def test_proposals_are_in_sight_before_they_are_judged(tokenizer: Tokenizer, siz
         stage.begin("the " * 300)
         stage.clock.now += 1
         start = len(stage.output)
-        stage.panel.draft(stage.spell("QUERY"))
+        stage.panel.show(Proposal(stage.spell("QUERY")))
         frame = stage.output[start:]
         proposed = stage.style_of("QUERY", frame)
-        stage.panel.draft([])
+        stage.panel.show(Proposal([]))
         assert proposed.color is not None
         assert not proposed.strike
         assert "QUERY" not in stage.screen()
@@ -300,7 +301,7 @@ def test_accepted_and_rejected_and_own_tokens_differ_without_colour(tokenizer: T
         stage.begin("the")
         stage.clock.now += 1
         start = len(stage.output)
-        stage.panel.draft(stage.spell("QUERY"))
+        stage.panel.show(Proposal(stage.spell("QUERY")))
         proposed = stage.style_of("QUERY", stage.output[start:])
         stage.step(stage.spell("YESown"), stage.spell("YESNO"), 3)
         accepted, rejected, own = (stage.style_of(word) for word in ("YES", "NO", "own"))
@@ -372,11 +373,11 @@ def test_frames_come_when_due_and_not_for_every_step(tokenizer: Tokenizer) -> No
         stage.begin("the")
         length = len(stage.output)
         for _ in range(50):
-            stage.panel.draft([5])
-            stage.panel.step(Step([5], [5], 1, 0.0, 0.0))
+            stage.panel.show(Proposal([5]))
+            stage.panel.show(Step([5], [5], 1, 0.0, 0.0))
         assert len(stage.output) == length
         stage.clock.now += 1
-        stage.panel.draft([5])
+        stage.panel.show(Proposal([5]))
         assert len(stage.output) > length
 
 
@@ -384,7 +385,7 @@ def test_the_memory_of_the_tail_does_not_grow_with_the_story(tokenizer: Tokenize
     with Stage(tokenizer, 40, 10) as stage:
         stage.begin("the")
         for _ in range(400):
-            stage.panel.step(Step(stage.spell("abcdefghij"), stage.spell("nonsense"), 0, 0.0, 0.0))
+            stage.panel.show(Step(stage.spell("abcdefghij"), stage.spell("nonsense"), 0, 0.0, 0.0))
         assert stage.panel._recent_length < 40 * 40
 
 
@@ -401,46 +402,46 @@ def test_plain_text_comes_as_it_is_written_and_characters_come_whole(tokenizer: 
     out = io.StringIO()
     first, second = "é".encode()
     with PlainView(tokenizer, out) as view:
-        view.begin(tokenizer.encode("the"))
+        view.show(Prompt(tokenizer.encode("the"), 0.0))
         assert out.getvalue() == "the"
-        view.draft([FIRST_BYTE + 65])
-        view.step(Step([FIRST_BYTE + first], [FIRST_BYTE + first, FIRST_BYTE + 65], 1, 0.0, 0.0))
+        view.show(Proposal([FIRST_BYTE + 65]))
+        view.show(Step([FIRST_BYTE + first], [FIRST_BYTE + first, FIRST_BYTE + 65], 1, 0.0, 0.0))
         assert out.getvalue() == "the"
-        view.step(Step([FIRST_BYTE + second, FIRST_BYTE + 33], [], 0, 0.0, 0.0))
+        view.show(Step([FIRST_BYTE + second, FIRST_BYTE + 33], [], 0, 0.0, 0.0))
         assert out.getvalue() == "theé!"
-        view.step(Step([FIRST_BYTE + 27, FIRST_BYTE + 91, FIRST_BYTE + first], [], 0, 0.0, 0.0))
+        view.show(Step([FIRST_BYTE + 27, FIRST_BYTE + 91, FIRST_BYTE + first], [], 0, 0.0, 0.0))
     assert out.getvalue() == "theé![\ufffd\n"
 
 
 def test_plain_text_waits_in_no_buffer(tokenizer: Tokenizer) -> None:
     written = io.BytesIO()
     with PlainView(tokenizer, io.TextIOWrapper(written, encoding="utf-8", newline="")) as view:
-        view.begin(tokenizer.encode("the"))
+        view.show(Prompt(tokenizer.encode("the"), 0.0))
         assert written.getvalue() == b"the"
-        view.step(Step([FIRST_BYTE + 33], [], 0, 0.0, 0.0))
+        view.show(Step([FIRST_BYTE + 33], [], 0, 0.0, 0.0))
         assert written.getvalue() == b"the!"
 
 
 def test_plain_text_ends_with_a_line_break_after_an_interrupt_too(tokenizer: Tokenizer) -> None:
     out = io.StringIO()
     with pytest.raises(KeyboardInterrupt), PlainView(tokenizer, out) as view:
-        view.begin(tokenizer.encode("the"))
+        view.show(Prompt(tokenizer.encode("the"), 0.0))
         raise KeyboardInterrupt
     assert out.getvalue() == "the\n"
 
 
 def test_the_silent_view_keeps_the_prompt_in_the_text_and_out_of_the_tokens(tokenizer: Tokenizer) -> None:
     with SilentView(tokenizer) as view:
-        view.begin(tokenizer.encode("the"))
-        view.step(Step([FIRST_BYTE + 65, FIRST_BYTE + 66], [5], 0, 0.0, 0.0))
-        view.step(Step([FIRST_BYTE + 67], [5], 0, 0.0, 0.0))
+        view.show(Prompt(tokenizer.encode("the"), 0.0))
+        view.show(Step([FIRST_BYTE + 65, FIRST_BYTE + 66], [5], 0, 0.0, 0.0))
+        view.show(Step([FIRST_BYTE + 67], [5], 0, 0.0, 0.0))
     assert view.text == "theABC"
     assert view.tokens == [FIRST_BYTE + byte for byte in b"ABC"]
 
 
 def some_statistics() -> Statistics:
     statistics = Statistics(n_prompt=5)
-    statistics.add(Step([], [], 0, 0.25, 0.0, is_prefill=True))
+    statistics.add(Prompt([1], 0.25))
     statistics.add(Step([5, 6, 7], [5, 6, 8, 9], 2, 0.5, 0.1))
     statistics.add(Step([5], [7, 6], 0, 0.25, 0.1, stop_reason="max_tokens"))
     return statistics
@@ -481,7 +482,7 @@ def test_nothing_generated_divides_nothing_by_zero(tokenizer: Tokenizer) -> None
     assert json.loads(to_json(statistics, "", []))["tokens_per_second"] == 0
     print_summary(Console(file=io.StringIO()), statistics)
     with Stage(tokenizer, gamma=4) as stage:
-        stage.panel.begin([BOS])
+        stage.panel.show(Prompt([BOS], 0.0))
         stage.assert_fits()
 
 
@@ -491,10 +492,10 @@ def test_at_a_pace_every_step_is_seen_proposed_and_then_judged(tokenizer: Tokeni
         stage.begin()
         for _ in range(5):
             begin, start = stage.clock.now, len(stage.output)
-            stage.panel.draft([stage.token(" the"), stage.token(" o")])
+            stage.panel.show(Proposal([stage.token(" the"), stage.token(" o")]))
             assert stage.clock.now - begin == pytest.approx(1 / 8)
             proposed, start = stage.output[start:], len(stage.output)
-            stage.panel.step(
+            stage.panel.show(
                 Step([stage.token(" the"), stage.token(" a")], [stage.token(" the"), stage.token(" o")], 1, 0.01, 0.004)
             )
             judged = stage.output[start:]
@@ -508,5 +509,5 @@ def test_a_pace_near_zero_waits_no_longer_than_a_clock_can_tell(tokenizer: Token
     with Stage(tokenizer, pace=1e-300) as stage:
         stage.begin()
         begin = stage.clock.now
-        stage.panel.draft([stage.token(" the")])
+        stage.panel.show(Proposal([stage.token(" the")]))
         assert 0 < stage.clock.now - begin <= 86_400

@@ -10,7 +10,7 @@ def test_mypy_finds_nothing_in_any_module(tmp_path):
     package = tmp_path / "specdec"
     package.mkdir()
     for name, path in modules().items():
-        place = package.joinpath(*("__init__" if name == "specdec" else name).split(".")).with_suffix(".py")
+        place = package / ("__init__.py" if name == "specdec" else path.relative_to(ROOT))
         place.parent.mkdir(exist_ok=True)
         place.symlink_to(path)
     (package / "py.typed").touch()

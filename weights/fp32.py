@@ -62,13 +62,19 @@ def rows_of(strips: Float32, n: int, group: int) -> Float32:
     return strips.transpose(0, 2, 1).reshape(-1, n)
 
 
-FP32 = Kind(
-    name="fp32",
-    product=product,
-    embed=embed,
-    group=lambda n, file_group: 0,
-    strip_shape=lambda n, group: (n, STRIP_ROWS),
-    fill=fill,
-    rows=rows_of,
-    scratch_words=lambda n, group: 1,
-)
+def no_group(n: int, file_group: int) -> int:
+    """`Kind.group`."""
+    return 0
+
+
+def strip_shape(n: int, group: int) -> tuple[int, int]:
+    """`Kind.strip_shape`."""
+    return n, STRIP_ROWS
+
+
+def no_scratch(n: int, group: int) -> int:
+    """`Kind.scratch_words`: an array has at least one."""
+    return 1
+
+
+FP32 = Kind("fp32", product, embed, no_group, strip_shape, fill, rows_of, no_scratch)

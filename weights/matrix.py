@@ -3,7 +3,7 @@
 Shapes: rows and n columns; P strips of R = STRIP_ROWS rows.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,11 +50,11 @@ class Kind:
     name: str
     product: Operation
     embed: Operation
-    group: Any
-    strip_shape: Any
-    fill: Any
-    rows: Any
-    scratch_words: Any
+    group: Callable[[int, int], int]
+    strip_shape: Callable[[int, int], tuple[int, int]]
+    fill: Callable[[Float32, int, int, Any, int], None]
+    rows: Callable[[Float32, int, int], Float32]
+    scratch_words: Callable[[int, int], int]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Matrix:
 
     @property
     def scratch_words(self) -> int:
-        return int(self.kind.scratch_words(self.n, self.group))
+        return self.kind.scratch_words(self.n, self.group)
 
     def product(
         self, out: Float32, x: Float32, scratch: Float32, *, adding: bool = False, unit: int = 1, of_logits: bool = False

@@ -1,0 +1,61 @@
+"""Models and passes for the tests: shapes, random weights, and the ways to run them."""
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from specdec.architectures import Config
+from specdec.architectures.llama import LLAMA
+from specdec.machine.memory import zeros
+from specdec.machine.programs import Pass, Runner
+from specdec.machine.threads import available_threads
+from specdec.machine.vectors import Float32
+from specdec.transformer import Transformer
+from specdec.weights import FP32, INT8, Kind
+from specdec.weights.matrix import Matrix
+from tests.checkpoints import random_tensors
+
+# dim, hidden, layers, heads, kv heads, vocab, seq_len: GQA, odd sizes, head_dim 8 and 12, more than one panel of positions
+CONFIGS = {
+    "gqa": Config(64, 172, 2, 8, 4, 512, 96),
+    "odd": Config(40, 50, 3, 5, 1, 105, 80),
+    "head_dim_12": Config(36, 33, 2, 3, 3, 105, 80),
+    "head_dim_48": Config(96, 128, 2, 2, 2, 64, 80, shared_classifier=False),
+}
+THREADS = [n for n in (1, 2) if n <= available_threads()]
+
+
+def random_model(
+    config: Config, kind: Kind = FP32, n_threads: int = 1, seed: int = 0, scale: float = 0.3, n_positions: int | None = None
+) -> Transformer:
+    return Transformer(config, LLAMA.pack(config, random_tensors(config, seed, scale), kind), n_threads, n_positions)
+
+
+def int8_model(config: Config, n_threads: int = 1, kind: Kind = INT8, n_positions: int | None = None) -> Transformer:
+    return random_model(config, kind, n_threads, scale=0.1, n_positions=n_positions)
+
+
+def tokens_for(config: Config, n: int, seed: int = 1) -> list[int]:
+    tokens: list[int] = np.random.default_rng(seed).integers(0, config.vocab_size, n).tolist()
+    return tokens
+
+
+def run_in_blocks(model: Transformer, tokens: list[int], block: int) -> Float32:
+    """All logits, `block` tokens a pass."""
+    model.forward([], 0)
+    ends = [min(i + block, len(tokens)) for i in range(0, len(tokens), block)]
+    return np.concatenate([model.forward(tokens[:end], (end - 1) % block + 1).copy() for end in ends])
+
+
+def product(matrix: Matrix, out: Float32, x: Float32, adding: bool = False) -> None:
+    """out[t] (+)= W x[t], as a program of one row."""
+    scratch = zeros(1, len(x), matrix.scratch_words)
+    Runner([[matrix.product(out, x[None], scratch, adding=adding)]])(Pass(len(x), 0, 0, 1))
+
+
+def round_to_float32(exact: Fraction) -> Any:
+    """The float32 nearest to a fraction: float64 first, corrected where that rounds to a tie."""
+    near = np.float32(float(exact))
+    candidates = [near, np.nextafter(near, np.float32(-np.inf)), np.nextafter(near, np.float32(np.inf))]
+    return min(candidates, key=lambda c: abs(Fraction(float(c)) - exact))

@@ -1,0 +1,128 @@
+"""Logits to a token: against float64 oracles within rounding, and distributions with their false-alarm odds."""
+
+import math
+
+import numpy as np
+import pytest
+
+from specdec.machine.memory import zeros
+from specdec.machine.vectors import LANES, round_up
+from specdec.sampling import draw, keep_or_redraw, probabilities, race
+from tests import reference
+
+
+def draw_probabilities(logits, temperature, top_k, top_p):
+    probs = zeros(1, round_up(len(logits), LANES))
+    probabilities(probs, logits, temperature, top_k, top_p, np.empty(len(logits), np.uint64))
+    assert (probs[0, len(logits) :] == 0).all()
+    return probs[0, : len(logits)].astype(np.float64)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.5])
+@pytest.mark.parametrize("top_k", [0, 1, 5, 40, 10_000])
+@pytest.mark.parametrize("top_p", [0.0, 0.1, 0.5, 0.9, 0.999, 1.0])
+def test_probabilities_are_those_of_a_full_sort(temperature, top_k, top_p):
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        logits = (rng.standard_normal(105) * rng.uniform(0.1, 8)).astype(np.float32)
+        got = draw_probabilities(logits, temperature, top_k, top_p)
+        np.testing.assert_allclose(got, reference.probabilities(logits, temperature, top_k, top_p), rtol=2e-5, atol=1e-9)
+
+
+def test_equal_probabilities_are_kept_by_rising_id():
+    logits = np.zeros(100, np.float32)
+    got = draw_probabilities(logits, 1.0, 7, 1.0)
+    np.testing.assert_array_equal(np.flatnonzero(got), np.arange(7))
+    got = draw_probabilities(logits, 1.0, 0, 0.305)
+    np.testing.assert_array_equal(np.flatnonzero(got), np.arange(31))
+
+
+def test_top_p_of_a_large_flat_vocabulary_needs_no_sort_to_be_right():
+    logits = np.random.default_rng(0).standard_normal(32000).astype(np.float32) * np.float32(0.01)
+    got = draw_probabilities(logits, 1.0, 0, 0.9)
+    expected = reference.probabilities(logits, 1.0, 0, 0.9)
+    # the float32 masses of 28800 tokens may move the end of the set by a few tokens of 32000
+    assert abs(np.count_nonzero(got) - np.count_nonzero(expected)) <= 3
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-6, 1e6])
+def test_extreme_temperatures_stay_finite(temperature):
+    probs = draw_probabilities(np.array([3.0, -80.0, 2.5, 3.0], np.float32), temperature, 0, 1.0)
+    assert probs.sum() == pytest.approx(1, abs=1e-6)
+    if temperature < 1:
+        assert probs.tolist() == [0.5, 0, 0, 0.5]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1e6])
+@pytest.mark.parametrize("filters", [(0, 1.0), (3, 1.0), (0, 0.5), (2, 0.1)])
+@pytest.mark.parametrize("bad", [[1, np.nan, 2, 0], [1, 2, np.inf, 0], [-np.inf] * 4, [np.nan] * 4, [np.nan, 5, 1, 1]])
+def test_a_logit_that_is_nan_or_a_largest_that_is_not_finite_leaves_no_token_to_draw(temperature, filters, bad):
+    probs = zeros(1, 16)
+    logits, keys = np.array(bad, np.float32), np.empty(4, np.uint64)
+    assert draw(probs, logits, temperature, *filters, 1, 0, 5, keys) == -1
+    for token in range(4):
+        probabilities(probs, logits, temperature, *filters, keys)
+        q = zeros(1, 16)
+        q[0, token] = 1
+        assert keep_or_redraw(probs, q, 4, token, 1, 2, 0, 5) == -1
+
+
+def test_a_logit_of_minus_infinity_is_a_token_that_cannot_be():
+    for temperature in (0.0, 1.0):
+        assert draw_probabilities(np.array([-np.inf, 1, -np.inf], np.float32), temperature, 0, 1.0).tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 100, 32000])
+@pytest.mark.parametrize("top_p", [1e-9, 0.0005, 0.0103, 0.1007, 0.3051])
+@pytest.mark.parametrize("temperature", [1.0, 1e6, 1e30])
+def test_the_most_likely_token_is_always_in_the_set(n, top_p, temperature):
+    """Where the distribution is flat, no token weighs (1 - top_p) / (n - 1)."""
+    logits = (1 + np.random.default_rng(n).integers(0, 2, n) / 10).astype(np.float32)
+    got = draw_probabilities(logits, temperature, 0, top_p)
+    expected = reference.probabilities(logits, temperature, 0, top_p)
+    assert got[np.argmax(expected)] > 0
+    assert got.sum() == pytest.approx(1, abs=1e-5)
+    if n <= 100:
+        np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
+def races(probs, n, seed=1, stream=0):
+    row = zeros(1, 16)
+    row[0, : len(probs)] = probs
+    return np.array([race(row, len(probs), seed, stream, position) for position in range(n)])
+
+
+def test_the_race_draws_tokens_by_their_probability():
+    """Chi-square over 200,000 draws; false alarm below 1e-6 (4.8 sigmas), for a seed that is fixed."""
+    probs = np.array([0.5, 0.25, 0.125, 0.1, 0.02, 0.005, 0.0])
+    counts = np.bincount(races(probs, 200_000), minlength=7)
+    assert counts[6] == 0
+    expected = 200_000 * probs[:6]
+    chi = ((counts[:6] - expected) ** 2 / expected).sum()
+    assert chi < reference.chi_square_limit(5, 4.8)
+
+
+def test_draws_of_neighbouring_positions_seeds_and_streams_are_independent():
+    """Agreement of two fair 8-sided draws is 1/8; 20,000 pairs are within 5 sigmas of it (false alarm 6e-7 each)."""
+    fair = np.full(8, 0.125)
+    base = races(fair, 20_001)
+    pairs = [(base[:-1], base[1:]), (base, races(fair, 20_001, seed=2)), (base, races(fair, 20_001, stream=1))]
+    for a, b in pairs:
+        assert abs((a == b).mean() - 1 / 8) < 5 * math.sqrt(7 / 64 / 20_000)
+
+
+def test_kept_or_redrawn_tokens_follow_p_whatever_q_is():
+    """Chi-square of 100,000 rejection samples for each of four q; false alarm below 1e-6 each."""
+    p = np.array([0.4, 0.3, 0.2, 0.1, 0.0])
+    for q in ([0.4, 0.3, 0.2, 0.1, 0.0], [0.05, 0.05, 0.1, 0.4, 0.4], [1, 0, 0, 0, 0], [0, 0, 0, 0, 1]):
+        row_q = zeros(1, 16)
+        row_q[0, :5] = q
+        counts = np.zeros(5)
+        for position in range(100_000):
+            proposal = race(row_q, 5, 7, 1, position)
+            row_p = zeros(1, 16)
+            row_p[0, :5] = p
+            counts[keep_or_redraw(row_p, row_q, 5, proposal, 7, 2, 0, position)] += 1
+        assert counts[4] == 0
+        expected = 100_000 * p[:4]
+        assert ((counts[:4] - expected) ** 2 / expected).sum() < reference.chi_square_limit(3, 4.8)

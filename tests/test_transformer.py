@@ -1,0 +1,193 @@
+"""The pass: against float64 oracles within rounding, and bit for bit where bits are promised."""
+
+import copy
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from specdec.architectures import Config
+from specdec.architectures.llama import LLAMA
+from specdec.files import DEFAULT_DRAFT, DEFAULT_TARGET
+from specdec.readers import load_checkpoint
+from specdec.transformer import Transformer
+from specdec.weights import FP32, INT8
+from tests import reference
+from tests.checkpoints import SHARED, random_tensors
+from tests.models import CONFIGS, THREADS, random_model, run_in_blocks, tokens_for
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_those_of_the_oracle(name):
+    config = CONFIGS[name]
+    tokens = tokens_for(config, 40)
+    expected = reference.forward(config, random_tensors(config, 0), tokens)
+    got = run_in_blocks(random_model(config), tokens, 7)
+    # float32 sums of a few hundred products of order 1: rounding of order 1e-6, and a wrong formula is off by order 1
+    np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_do_not_depend_on_the_batch_or_the_threads_bit_for_bit(name):
+    config = CONFIGS[name]
+    tokens = tokens_for(config, 70)
+    alone = run_in_blocks(random_model(config), tokens, 1)
+    for n_threads in THREADS:
+        transformer = random_model(config, n_threads=n_threads)
+        for block in [*range(1, 18), 64]:
+            np.testing.assert_array_equal(run_in_blocks(transformer, tokens, block).view(np.int32), alone.view(np.int32))
+
+
+def test_real_logits_do_not_depend_on_the_batch_or_the_threads_bit_for_bit():
+    for path in (DEFAULT_TARGET, DEFAULT_DRAFT, *sorted(SHARED.glob("models/stories*.bin"))):
+        checkpoint = load_checkpoint(path)
+        weights = LLAMA.pack(checkpoint.config, checkpoint.tensors)
+        tokens = tokens_for(checkpoint.config, 130)
+        alone = run_in_blocks(Transformer(checkpoint.config, weights, 1, n_positions=130), tokens, 1)
+        for n_threads in THREADS:
+            transformer = Transformer(checkpoint.config, weights, n_threads, n_positions=130)
+            for block in [*range(2, 18), 64]:
+                np.testing.assert_array_equal(run_in_blocks(transformer, tokens, block).view(np.int32), alone.view(np.int32))
+
+
+def test_separate_regions_give_the_same_bits_as_one_region_with_barriers():
+    config = CONFIGS["gqa"]
+    tokens = tokens_for(config, 50)
+    one, many = random_model(config, n_threads=max(THREADS)), random_model(config, n_threads=max(THREADS))
+    many._runner.in_one_region = False
+    np.testing.assert_array_equal(run_in_blocks(one, tokens, 9), run_in_blocks(many, tokens, 9))
+
+
+def test_a_long_prompt_goes_in_blocks_and_keeps_its_last_logits():
+    config = Config(64, 172, 2, 8, 4, 512, 300)
+    tokens = tokens_for(config, 200)
+    transformer = random_model(config)
+    alone = run_in_blocks(transformer, tokens, 1)
+    for n_logits in (0, 1, 5, 64):
+        transformer.forward([], 0)
+        logits = transformer.forward(tokens, n_logits)
+        np.testing.assert_array_equal(logits, alone[len(tokens) - n_logits :])
+        assert transformer.n_held == len(tokens)
+
+
+def test_another_text_leaves_no_trace():
+    config = CONFIGS["gqa"]
+    tokens = tokens_for(config, 30)
+    transformer = random_model(config)
+    expected = run_in_blocks(transformer, tokens, 30)[-5:]
+    transformer.forward(tokens[:25] + tokens_for(config, 20, seed=9))
+    np.testing.assert_array_equal(transformer.forward(tokens, 5), expected)
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 23])
+def test_beyond_its_seq_len_a_model_sees_a_sliding_window(window):
+    config = Config(64, 172, 2, 8, 4, 512, window)
+    tokens = tokens_for(config, 60)
+    expected = reference.forward(config, random_tensors(config, 0), tokens, window)
+    alone = run_in_blocks(random_model(config, n_positions=64), tokens, 1)
+    np.testing.assert_allclose(alone, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+    for block in (2, 7, 8, 9, 17, 60):
+        np.testing.assert_array_equal(run_in_blocks(random_model(config, n_positions=64), tokens, block), alone)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "n_logits"), [([1] * 3, 4), ([512], 1), ([-1], 1), ([1] * 97, 1), ([1] * 70, 65), ([1], -1), ([], 1)]
+)
+def test_a_forward_that_cannot_be_run_is_refused(tokens, n_logits):
+    with pytest.raises(ValueError, match="token"):
+        random_model(CONFIGS["gqa"]).forward(tokens, n_logits)
+
+
+def test_what_is_no_token_is_refused():
+    for token in (1.0, "1", None):
+        with pytest.raises(TypeError):
+            random_model(CONFIGS["gqa"]).forward([token])
+
+
+@pytest.mark.parametrize("n", [0, -1, 10**9])
+def test_a_model_has_the_threads_it_was_made_for_and_no_more(n):
+    with pytest.raises(ValueError, match="n_threads"):
+        random_model(CONFIGS["gqa"], n_threads=n)
+    alone = random_model(CONFIGS["gqa"])
+    with pytest.raises(ValueError, match="n_threads"):
+        alone.n_threads = 2
+    with pytest.raises(TypeError, match="n_threads"):
+        alone.n_threads = 1.0
+
+
+@pytest.mark.parametrize("n", [0, -5])
+def test_a_model_has_at_least_one_position(n):
+    with pytest.raises(ValueError, match="n_positions"):
+        random_model(CONFIGS["gqa"], n_positions=n)
+
+
+def test_weights_of_another_shape_are_refused():
+    weights = {name: LLAMA.pack(config, random_tensors(config, 0)) for name, config in CONFIGS.items()}
+    for name, config in CONFIGS.items():
+        for other in CONFIGS:
+            if other != name:
+                with pytest.raises(ValueError, match="shape"):
+                    Transformer(config, weights[other])
+
+
+def test_a_model_that_was_pickled_or_copied_gives_the_same_bits():
+    """Arrays lose their place at a cache line on the way, which a tile's loads need."""
+    tokens = tokens_for(CONFIGS["gqa"], 20)
+    first = random_model(CONFIGS["gqa"])
+    expected = first.forward(tokens, 20).copy()
+    for twin in (pickle.loads(pickle.dumps(first)), copy.deepcopy(first), copy.copy(first)):
+        np.testing.assert_array_equal(twin.forward(tokens, 20), expected)
+        matrices = twin.weights.matrices
+        assert matrices["embedding"].strips is matrices["classifier"].strips
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_text_that_outgrows_its_buffers_keeps_its_logits(name):
+    """256 positions are there from the start; the second model is given room for all of them in one block."""
+    config = replace(CONFIGS[name], seq_len=1000)
+    tokens = tokens_for(config, 700)
+    grown, at_once = random_model(config), random_model(config)
+    for end in (1, 200, 255, 256, 257, 300, 600, 700):
+        logits = grown.forward(tokens[:end], 1).copy()
+    np.testing.assert_array_equal(at_once.forward(tokens, 1), logits)
+
+
+# What a pass that is not finite leaves behind
+
+POISONED = {
+    "dim 8": Config(8, 24, 2, 2, 1, 40, 64),
+    "dim 36": Config(36, 33, 2, 3, 3, 105, 80),
+    "dim 40": Config(40, 50, 3, 5, 1, 105, 80),
+    "dim 32": Config(32, 64, 2, 4, 4, 40, 64),
+}
+POISON = 7  # the token whose values overflow
+
+
+def poisoned_model(config: Config, int8: bool, where: str) -> Transformer:
+    """All weights finite; a pass over POISON, the only token with something in column 1, is not."""
+    tensors = random_tensors(config, 0)
+    tensors["tok_emb"][:, 1] = tensors["wo"][:, 1] = tensors["w2"][:, 1] = 0
+    tensors["tok_emb"][POISON, 1] = 1e20 if where == "norm" else 1
+    if where == "hidden":
+        tensors["rms_ffn"][:, 1] = tensors["w1"][:, :, 1] = tensors["w3"][:, :, 1] = 1e19
+    if where == "keys":
+        tensors["rms_att"][:, 1] = tensors["wq"][:, :, 1] = tensors["wk"][:, :, 1] = 1e19
+    return Transformer(config, LLAMA.pack(config, tensors, INT8 if int8 else FP32), 1)
+
+
+@pytest.mark.parametrize("where", ["norm", "hidden", "keys"])
+@pytest.mark.parametrize("int8", [False, True], ids=["fp32", "int8"])
+@pytest.mark.parametrize("name", POISONED)
+def test_logits_depend_on_the_tokens_before_them_and_on_nothing_else_not_on_poison_either(name, int8, where):
+    config = POISONED[name]
+    text = [token for token in tokens_for(config, 30) if token != POISON]
+    expected = poisoned_model(config, int8, where).forward(text, len(text)).copy()
+    assert np.isfinite(expected).all()
+    transformer = poisoned_model(config, int8, where)
+    assert not np.isfinite(transformer.forward([*text[:5], POISON], 1)).any()
+    np.testing.assert_array_equal(transformer.forward(text, len(text)), expected)  # after a text with it
+    logits = transformer.forward([*text[:12], POISON, POISON, *text[12:14]], 5)  # as a proposal beside others
+    np.testing.assert_array_equal(logits[0], expected[11])
+    assert not np.isfinite(logits[1:]).any()
+    np.testing.assert_array_equal(transformer.forward(text, len(text) - 12), expected[12:])
