@@ -3,7 +3,6 @@
 import io
 import math
 import os
-import secrets
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ import typer
 from rich.console import Console
 
 from . import __version__
-from . import bench as benchmark
 from .decoder import Quantize, SpeculativeDecoder
 from .decoding import MAX_GAMMA, VERIFIERS, Statistics, VerifyMode
 from .files import default_pair, telling_how_to_restore
@@ -160,7 +158,7 @@ def tell(
     if not model:
         target, small = default_pair()
         model, draft = str(target), draft or str(small)
-    sampling = Sampling(temperature, top_k, top_p, seed or secrets.randbits(32) or 1)
+    sampling = Sampling(temperature, top_k, top_p, seed or int.from_bytes(os.urandom(4), "little") or 1)
     with loading():
         begin = time.perf_counter()
         with telling_how_to_restore():
@@ -264,8 +262,10 @@ def _check_threads(threads: int) -> None:
 
 
 @app.command("bench")
-def bench(shape: Shape = "42M", threads: Threads = 0, int8: Int8 = False, as_json: AsJson = False) -> None:
+def measure(shape: Shape = "42M", threads: Threads = 0, int8: Int8 = False, as_json: AsJson = False) -> None:
     """Time passes over T tokens of a model with random weights, beside the memory bandwidth they are up against."""
+    from . import bench as benchmark  # which nothing else needs
+
     _check_threads(threads)
     try:
         config = benchmark.parse_shape(shape)

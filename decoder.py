@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from .architectures import architecture_of
-from .checks import one_of, text, whole
+from .checks import file_name, one_of, text, whole
 from .decoding import MAX_GAMMA, VERIFIERS, Event, Statistics, Step, VerifyMode, decode
 from .drafters import ModelDrafter
 from .files import find, find_tokenizer
 from .machine.memory import physical_memory_bytes
-from .machine.threads import available_threads
+from .machine.threads import available_threads, give_lock
 from .readers import CheckpointError, load_checkpoint
 from .sampling import Sampling
 from .tokenizer import Tokenizer
@@ -64,14 +64,14 @@ class SpeculativeDecoder:
         if isinstance(target, Transformer):
             self.target = target
         else:
-            path = find(target)
+            path = find(file_name("target", target))
             int8 = quantize in ("target", "both")
             self.target = load_model(path, int8, n_threads)
         config = self.target.config
         self.tokenizer = _tokenizer(tokenizer, path, config.vocab_size)
         if draft is None or isinstance(draft, Transformer):
             self.draft = draft
-        elif draft == SELF:
+        elif file_name("draft", draft) == SELF:
             if self.target.weights.kind != FP32.name:
                 raise ValueError(
                     "the target is int8 already, from its file or by --quantize, so an int8 copy of it is no faster draft; "
@@ -90,7 +90,8 @@ class SpeculativeDecoder:
         if self.draft and self.draft.n_positions < self.target.n_positions:
             self.draft = Transformer(self.draft.config, self.draft.weights, self.draft.n_threads, self.target.n_positions)
         self._is_warm = False
-        self._turn = threading.RLock()
+        self._turn: threading._RLock
+        give_lock(self, "_turn")
         self._models = [model for model in (self.target, self.draft) if model]
         is_free = n_threads is None and not any(isinstance(model, Transformer) for model in (target, draft))
         self._most_threads = self.target.n_threads if is_free else 1  # to choose from
@@ -133,7 +134,8 @@ class SpeculativeDecoder:
         are not finite.
         """
         tokens = self.encode(prompt)
-        self._check_memory(len(tokens) + whole("max_tokens", max_tokens, 0))
+        max_tokens = whole("max_tokens", max_tokens, 0)
+        self._check_memory(len(tokens) + max_tokens)
         if not isinstance(sampling, Sampling):
             raise TypeError(f"sampling is {sampling!r}; expected Sampling(temperature=..., seed=...)")
         if not self._is_warm:
@@ -231,6 +233,8 @@ def load_model(path: Path, int8: bool = False, n_threads: int | None = None, n_p
 
 def _tokenizer(given: str | os.PathLike[str] | Tokenizer | None, target: Path | None, vocab_size: int) -> Tokenizer:
     """The tokenizer that was given, else the one that lies where the target's is looked for."""
+    if given is not None and not isinstance(given, Tokenizer):
+        given = file_name("tokenizer", given)
     tokenizer = given if isinstance(given, Tokenizer) else Tokenizer(find_tokenizer(given, target, vocab_size))
     if tokenizer.vocab_size != vocab_size:
         raise ValueError(

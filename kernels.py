@@ -49,7 +49,7 @@ class Buffers(NamedTuple):
     """What operations read and write beside weights: tokens, KV cache, activations, and a scratch for each thread."""
 
     tokens: Int64  # (T,)
-    keys: Float32  # (L, G, S / LANES, K, LANES): panels of positions, as many as there is room for
+    keys: Float32  # (L, G, S / LANES, K, LANES): blocks of positions, as many as there is room for
     values: Float32  # (L, G, ceil(K / LANES), S, LANES)
     rope_cos: Float32  # (S, K + LANES): entry j belongs to row j % K of a head
     rope_sin: Float32  # (S, K + LANES), negative for the first row of a pair
@@ -140,11 +140,11 @@ def store_keys(run: Pass, thread: int, keys: Floats4, x: Floats2, n_strips: int,
     if first >= last:
         return
     for t in range(run.n_tokens):
-        panel, lane = divmod(run.pos + t, LANES)
+        block, lane = divmod(run.pos + t, LANES)
         for head in range(first // head_dim, (last - 1) // head_dim + 1):
             row = head * head_dim
             for k in range(max(first - row, 0), min(last - row, head_dim)):
-                keys[head, panel, k, lane] = x[t, base + row + k]
+                keys[head, block, k, lane] = x[t, base + row + k]
 
 
 @operation
@@ -189,10 +189,10 @@ def mix_values(mixed, values, scores, token, n_tokens, start, end):
     """mixed[t] += sum_s scores[t, s] values[s] for start <= s < end: values (K / LANES, S, LANES), n_tokens from `token`."""
     if start >= end:
         return
-    for panel in range(values.shape[0]):
+    for block in range(values.shape[0]):
         vector_tile(
-            mixed, token * mixed.shape[1] + panel * LANES, mixed.shape[1],
-            values, (panel * values.shape[1] + start) * LANES,
+            mixed, token * mixed.shape[1] + block * LANES, mixed.shape[1],
+            values, (block * values.shape[1] + start) * LANES,
             scores, token * scores.shape[1] + start, scores.shape[1], end - start, 0, n_tokens, True,
         )  # fmt: skip
 
@@ -208,9 +208,9 @@ def attend(heads, qkv, keys, values, scores, mixed, head, pos, first, last, wind
     head_dim = keys.shape[1]
     n_tokens = last - first
     oldest = max(0, pos + first + 1 - window)
-    for panel in range(oldest // LANES, (pos + last - 1) // LANES + 1):
+    for block in range(oldest // LANES, (pos + last - 1) // LANES + 1):
         vector_tile(
-            scores, panel * LANES, scores.shape[1], keys, panel * head_dim * LANES,
+            scores, block * LANES, scores.shape[1], keys, block * head_dim * LANES,
             qkv, first * qkv.shape[1] + head * head_dim, qkv.shape[1], head_dim, 0, n_tokens, False,
         )  # fmt: skip
     common_start = max(0, pos + last - window)

@@ -32,10 +32,14 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        real("temperature", self.temperature, math.inf, "0 (greedy) or a positive number")
-        whole("top_k", self.top_k, 0)
-        real("top_p", self.top_p, 1, "a number from 0 to 1 (0 and 1: off)")
-        whole("seed", self.seed, 0, 2**63 - 1)
+        numbers = {
+            "temperature": real("temperature", self.temperature, math.inf, "0 (greedy) or a positive number"),
+            "top_k": whole("top_k", self.top_k, 0),
+            "top_p": real("top_p", self.top_p, 1, "a number from 0 to 1 (0 and 1: off)"),
+            "seed": whole("seed", self.seed, 0, 2**63 - 1),
+        }
+        for name, number in numbers.items():  # Python's own: the kernels are compiled for those
+            object.__setattr__(self, name, number)
 
 
 class Sampler:
@@ -44,7 +48,7 @@ class Sampler:
     def __init__(self, vocab_size: int, sampling: Sampling) -> None:
         self.vocab_size, self.sampling = vocab_size, sampling
         self._keys = np.empty(vocab_size, np.uint64)
-        self._top_k = min(int(sampling.top_k), vocab_size)  # a compiled function takes no larger integer
+        self._top_k = min(sampling.top_k, vocab_size)  # a compiled function takes no larger integer
 
     def new_probs(self) -> Float32:
         """Room for one row of probabilities, (1, V padded)."""
@@ -53,12 +57,12 @@ class Sampler:
     def draw(self, probs: Float32, logits: Float32, stream: int, position: int) -> int:
         """The token of that noise, -1 where the logits (V,) are not finite; fills probs (1, V padded) from them."""
         s = self.sampling
-        return int(draw(probs, logits, float(s.temperature), self._top_k, float(s.top_p), s.seed, stream, position, self._keys))
+        return int(draw(probs, logits, s.temperature, self._top_k, s.top_p, s.seed, stream, position, self._keys))
 
     def probabilities(self, probs: Float32, logits: Float32) -> None:
         """Fill probs (1, V padded) from logits (V,)."""
         s = self.sampling
-        probabilities(probs, logits, float(s.temperature), self._top_k, float(s.top_p), self._keys)
+        probabilities(probs, logits, s.temperature, self._top_k, s.top_p, self._keys)
 
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / the golden ratio, SplitMix64's step
@@ -167,7 +171,7 @@ def probabilities(probs, logits, temperature, top_k, top_p, keys):
         return
     for token in range(n):
         probs[0, token] = logits[token]
-    softmax(probs, 0, 0, n, np.float32(min(1.0 / temperature, 3e38)))
+    softmax(probs, 0, 0, n, np.float32(max(1e-45, min(1.0 / temperature, 3e38))))  # 0 times the padding's infinity is NaN
     limit_k = top_k if 0 < top_k < n else n
     limit_p = top_p if 0.0 < top_p < 1.0 else np.inf
     if limit_k == n and limit_p == np.inf:
@@ -229,7 +233,8 @@ def keep_or_redraw(p, q, n, token, seed, accept_stream, target_stream, position)
         return token
     total = 0.0
     for i in range(n):
-        p[0, i] = max(np.float32(0.0), p[0, i] - q[0, i])
-        total += p[0, i]
-    # where rounding leaves no residual, p and q are one distribution
-    return race(p, n, seed, target_stream, position) if total > 0.0 else token
+        total += max(np.float32(0.0), p[0, i] - q[0, i])
+    if total > 0.0:  # where rounding leaves no residual, p and q are one distribution; p may yet be 0 where q is not
+        for i in range(n):
+            p[0, i] = max(np.float32(0.0), p[0, i] - q[0, i])
+    return race(p, n, seed, target_stream, position)

@@ -1,7 +1,6 @@
 """Tokens to logits: a model's buffers, the cache that knows its tokens, and the pass. Knows no files."""
 
 import math
-import operator
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from .architectures import Config, Weights, architecture_of
-from .checks import whole
+from .checks import ids, whole
 from .kernels import MAX_TOKENS, Buffers
 from .machine.memory import lazy_zeros, zeros
 from .machine.programs import Pass, Runner
-from .machine.threads import available_threads
+from .machine.threads import available_threads, give_lock
 from .machine.tiles import STRIP_ROWS, TILE_TOKENS
 from .machine.vectors import LANES, Float32, ceil_div, round_up
 
@@ -25,11 +24,11 @@ def buffer_shapes(config: Config, weights: Weights, n_positions: int, n_threads:
     """The shapes of `Buffers`, but for the tokens."""
     head_dim, kv_heads, layers = config.head_dim, config.n_kv_heads, config.n_layers
     positions, dim = round_up(n_positions, LANES), round_up(config.dim, STRIP_ROWS)
-    head_panels = ceil_div(head_dim, LANES)
+    head_blocks = ceil_div(head_dim, LANES)
     matrices = weights.matrices
     return {
         "keys": (layers, kv_heads, positions // LANES, head_dim, LANES),
-        "values": (layers, kv_heads, head_panels, positions, LANES),
+        "values": (layers, kv_heads, head_blocks, positions, LANES),
         "rope_cos": (positions, head_dim + LANES),
         "rope_sin": (positions, head_dim + LANES),
         "x": (1, MAX_TOKENS, dim),
@@ -38,7 +37,7 @@ def buffer_shapes(config: Config, weights: Weights, n_positions: int, n_threads:
         "qkv": (MAX_TOKENS, matrices["0.qkv"].n_rows),
         "heads": (1, MAX_TOKENS, round_up(config.n_heads * head_dim, STRIP_ROWS)),
         "scores": (n_threads, TILE_TOKENS, positions),
-        "mixed": (n_threads, TILE_TOKENS, head_panels * LANES),
+        "mixed": (n_threads, TILE_TOKENS, head_blocks * LANES),
         "up": (MAX_TOKENS, matrices["0.up"].n_rows),
         "hidden": (1, MAX_TOKENS, round_up(config.hidden_dim, STRIP_ROWS)),
         "logits": (MAX_TOKENS, matrices["classifier"].n_rows),
@@ -69,6 +68,8 @@ class Transformer:
     """
 
     def __init__(self, config: Config, weights: Weights, n_threads: int | None = None, n_positions: int | None = None) -> None:
+        if flaw := config.flaw():
+            raise ValueError(flaw)
         self._architecture = architecture_of(config)
         self._architecture.check(config, weights)
         self._config, self._weights = config, weights.aligned()
@@ -76,7 +77,8 @@ class Transformer:
         self.n_threads = self._most_threads if n_threads is None else n_threads
         self._most_threads = self.n_threads
         self._n_positions = config.seq_len if n_positions is None else whole("n_positions", n_positions, 1)
-        self.lock = threading.RLock()
+        self.lock: threading._RLock
+        give_lock(self, "lock")
         self._held: list[int] = []  # the tokens whose keys and values the cache holds
         self._capacity = 0
         self._buffers: Buffers
@@ -122,15 +124,14 @@ class Transformer:
         Raises ValueError for n_logits beyond the tokens or MAX_TOKENS, a token out of range or more tokens than n_positions,
         TypeError for tokens that are no whole numbers, MemoryError where the cache cannot grow.
         """
-        tokens = tokens if isinstance(tokens, list) else list(tokens)
+        tokens = tokens if isinstance(tokens, list) else ids("tokens", tokens)
         n = len(tokens)
-        if not 0 <= n_logits <= min(n, MAX_TOKENS):
-            raise ValueError(f"{n_logits} logits asked for; the tokens are {n}, and a pass gives 0 to {MAX_TOKENS}")
+        n_logits = whole("n_logits", n_logits, 0, min(n, MAX_TOKENS))
         if n > self._n_positions:
             raise ValueError(f"{n} tokens do not fit {self._n_positions} positions")
         with self.lock:
             start = self._n_common(tokens, n - n_logits)
-            new = [operator.index(token) for token in tokens[start:]]
+            new = ids("tokens", tokens[start:])
             if new and not 0 <= min(new) <= max(new) < self._config.vocab_size:
                 raise ValueError(f"token out of range 0..{self._config.vocab_size - 1}")
             self._reserve(n)
@@ -165,5 +166,6 @@ class Transformer:
         if self._held:
             buffers.keys[:, :, : self._capacity // LANES] = self._buffers.keys
             buffers.values[:, :, :, : self._capacity] = self._buffers.values
-        self._runner = Runner(self._architecture.program(self._config, self._weights, buffers))
-        self._buffers, self._capacity = buffers, capacity
+        runner = Runner(self._architecture.program(self._config, self._weights, buffers))
+        # all or nothing: an interrupt between two calls would leave a program of buffers that are gone
+        self._runner, self._buffers, self._capacity = runner, buffers, capacity

@@ -9,7 +9,6 @@ process compiles.
 import hashlib
 import os
 import pickle
-import secrets
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +20,7 @@ from numba import njit
 from numba.core import caching
 from numba.core.ccallback import CFunc
 from numba.core.compiler import CompileResult
+from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
 HOME = Path(__file__).resolve().parents[1]
@@ -39,7 +39,10 @@ if numba.config.DISABLE_JIT:
 
 
 class MachineCode(caching.NullCache):
-    """What one function was compiled to: a file for each signature and CPU, of a checksum and numba's own pickle."""
+    """What one function was compiled to: a file for each signature and CPU, of a checksum and numba's own pickle.
+
+    The checksum is of the file's name too: a function's code under another's name is as good as none.
+    """
 
     def __init__(self, named: Callable[..., Any]) -> None:
         source = Path(named.__code__.co_filename).resolve()
@@ -55,11 +58,12 @@ class MachineCode(caching.NullCache):
         """What was compiled for that signature, or None."""
         if not folder():
             return None
-        target_context.refresh()
+        rtsys.initialize(target_context)  # all that machine code calls; `refresh` would load all that numba can compile: 0.15 s
         try:
-            data = Path(self._path(signature, target_context.codegen())).read_bytes()
+            path = self._path(signature, target_context.codegen())
+            data = Path(path).read_bytes()
             content = data[CHECKSUM_BYTES:]
-            if hashlib.sha256(content).digest() != data[:CHECKSUM_BYTES]:
+            if _checksum(path, content) != data[:CHECKSUM_BYTES]:
                 return None
             return CompileResult._rebuild(target_context, *pickle.loads(content))
         except Exception:  # whatever is wrong with a file, compiling mends it
@@ -71,7 +75,8 @@ class MachineCode(caching.NullCache):
             return
         content = dumps(compiled._reduce())
         with suppress(OSError):
-            _write(self._path(signature, compiled.codegen), hashlib.sha256(content).digest() + content)
+            path = self._path(signature, compiled.codegen)
+            _write(path, _checksum(path, content) + content)
 
     def flush(self) -> None:
         """Nothing is kept in memory."""
@@ -93,11 +98,15 @@ def folder() -> str:
     return _folder[0]
 
 
+def _checksum(path: str, content: bytes) -> bytes:
+    return hashlib.sha256(os.path.basename(path).encode() + content).digest()
+
+
 def _write(path: str, data: bytes) -> None:
     """A whole file or none; those of an older stamp go."""
     place = os.path.dirname(path)
     os.makedirs(place, exist_ok=True)
-    unfinished = f"{path}.{secrets.token_hex(8)}"
+    unfinished = f"{path}.{os.urandom(8).hex()}"
     try:
         with open(unfinished, "wb") as file:
             file.write(data)

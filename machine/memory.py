@@ -34,8 +34,9 @@ def zeros(*shape: int) -> Float32:
 
 def lazy_zeros(*shape: int) -> Float32:
     """As `zeros`, of which only what is written becomes resident: numpy would ask for pages of 2 MB. Raises MemoryError."""
+    private = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}  # else a forked process would write here too
     try:
-        buffer = mmap.mmap(-1, math.prod(shape) * 4)
+        buffer = mmap.mmap(-1, math.prod(shape) * 4, **private)
     except OSError as error:
         raise MemoryError(error.strerror) from None
     if hasattr(mmap, "MADV_NOHUGEPAGE"):

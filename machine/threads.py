@@ -4,6 +4,7 @@ import ctypes
 import os
 import sys
 import threading
+import weakref
 from typing import Any
 
 import llvmlite.binding
@@ -62,12 +63,21 @@ def run_alone(function, a, b, first, last):
 
 _one_region_at_a_time = threading.Lock()  # two would fight for the cores, and without OpenMP numba aborts the process
 _threads_are_gone = False  # in the child of a fork
+_locks: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # whose, and the attribute's name
+
+
+def give_lock(owner: Any, name: str) -> None:
+    """owner.name becomes a lock, and another one in the child of a fork: who holds it there may be a thread that is gone."""
+    setattr(owner, name, threading.RLock())
+    _locks[owner] = name
 
 
 def _after_fork() -> None:
     global _threads_are_gone, _one_region_at_a_time
     _threads_are_gone = _threads_have_run
     _one_region_at_a_time = threading.Lock()
+    for owner, name in [*_locks.items()]:
+        give_lock(owner, name)
 
 
 _threads_have_run = False

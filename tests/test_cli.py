@@ -429,7 +429,7 @@ def test_help_fits_80_columns_and_names_every_option(run: Run, monkeypatch: pyte
     code, out, err = run(*of, "--help")
     assert (code, err) == (0, "")
     assert max(map(cell_len, out.splitlines())) <= 80
-    function = command.bench if of else command.tell
+    function = command.measure if of else command.tell
     annotations = [hint for hint in get_type_hints(function, include_extras=True).values() if get_origin(hint) is Annotated]
     assert len(annotations) > 3
     names = [name for hint in annotations for name in (hint.__metadata__[0].default, *hint.__metadata__[0].param_decls)]

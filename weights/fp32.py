@@ -37,8 +37,8 @@ def embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: in
 
 
 @parallel
-def fill_strips(strips, first, step, matrix, n_threads):
-    """strips[first + step * i, k, r] = matrix[R i + r, k]: rows (rows, n) into every step-th of strips (P, n, R)."""
+def fill_strips(strips, first, stride, matrix, n_threads):
+    """strips[first + stride * i, k, r] = matrix[R i + r, k]: rows (rows, n) into every stride-th of strips (P, n, R)."""
     rows, n = matrix.shape
     for i in prange(n_threads):
         begin, end = share(ceil_div(rows, STRIP_ROWS), np.int64(i), n_threads)
@@ -47,14 +47,14 @@ def fill_strips(strips, first, step, matrix, n_threads):
             for k in range(0, n, LANES):
                 for r in range(min(STRIP_ROWS, rows - row)):
                     for j in range(k, min(k + LANES, n)):
-                        strips[first + step * strip, j, r] = matrix[row + r, j]
+                        strips[first + stride * strip, j, r] = matrix[row + r, j]
 
 
-def fill(strips: Float32, first: int, step: int, rows: Float32, group: int) -> None:
+def fill(strips: Float32, first: int, stride: int, rows: Float32, group: int) -> None:
     """`Kind.fill`: the rows that pad the last strip stay zero."""
     source = np.ascontiguousarray(rows).view()
     source.flags.writeable = False  # as what a reader gives may be: one type, one compilation
-    on_threads(fill_strips, strips, first, step, source, available_threads())
+    on_threads(fill_strips, strips, first, stride, source, available_threads())
 
 
 def rows_of(strips: Float32, n: int, group: int) -> Float32:

@@ -264,11 +264,11 @@ def quantize_rows(rows: Float32, group: int) -> Grouped:
     return Grouped(np.rint(groups, out=groups).astype(np.int8), scales)
 
 
-def fill(strips: Float32, first: int, step: int, rows: Float32 | Grouped, group: int) -> None:
+def fill(strips: Float32, first: int, stride: int, rows: Float32 | Grouped, group: int) -> None:
     """`Kind.fill`: what pads rows and groups weighs nothing."""
     grouped = rows if isinstance(rows, Grouped) else quantize_rows(rows, group)
     n_rows, n_groups, _ = grouped.values.shape
-    part = strips[first::step][: ceil_div(n_rows, STRIP_ROWS)]
+    part = strips[first::stride][: ceil_div(n_rows, STRIP_ROWS)]
     n_quads = strips.shape[2] // STRIP_ROWS - 1
     codes = np.full((len(part) * STRIP_ROWS, n_groups, n_quads * QUADS), 128, np.uint8)
     np.bitwise_xor(grouped.values.view(np.uint8), 128, out=codes[:n_rows, :, :group])

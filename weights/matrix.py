@@ -43,7 +43,7 @@ class Kind:
 
     name: of the weights, in words. product: the operation of `Matrix.product`; embed: that of `Matrix.embedding`.
     group: of n columns and of a tensor's own group, how many weights share a scale; 0: none do.
-    strip_shape: of n columns in groups. fill: every step-th of the strips from `first` on, from rows.
+    strip_shape: of n columns in groups. fill: every stride-th of the strips from `first` on, from rows.
     rows: the floats of strips. scratch_words: that a token's activations of n columns take, in a form of the kind's own.
     """
 
@@ -106,10 +106,10 @@ def pack(tensors: Sequence[Tensor], kind: Kind, in_turns: bool = False) -> Matri
     group = kind.group(n, getattr(tensors[0], "group", 0))
     strips = zeros(sum(sizes), *kind.strip_shape(n, group))
     for i, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
-        first, step = (i, len(tensors)) if in_turns else (sum(sizes[:i]), 1)
+        first, stride = (i, len(tensors)) if in_turns else (sum(sizes[:i]), 1)
         for block in blocks(size):
             rows = tensor[slice(block.start * STRIP_ROWS, min(block.stop * STRIP_ROWS, tensor.shape[0]))]
-            kind.fill(strips, first + step * block.start, step, rows, group)
+            kind.fill(strips, first + stride * block.start, stride, rows, group)
     return Matrix(kind, strips, n, group)
 
 
