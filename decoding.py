@@ -12,9 +12,9 @@ arXiv:2211.17192); independent noise, since shared noise would bias it. The dist
 of a plain run.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -162,8 +162,8 @@ VERIFIERS: dict[str, Callable[[int, Sampling], Verifier]] = {"coupled": CoupledV
 class Target(Protocol):
     """What the loop asks of a model: logits at the last tokens of a text, under a lock as long as they are read."""
 
-    lock: threading.RLock
-
+    @property
+    def lock(self) -> AbstractContextManager[object]: ...
     @property
     def n_positions(self) -> int: ...
     def forward(self, tokens: list[int], n_logits: int = 1) -> Float32: ...

@@ -7,10 +7,13 @@ import numpy as np
 
 from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
+from specdec.decoding import VERIFIERS, Statistics, Step, decode
+from specdec.drafters import ModelDrafter
 from specdec.machine.memory import zeros
 from specdec.machine.programs import Pass, Runner
 from specdec.machine.threads import available_threads
 from specdec.machine.vectors import Float32
+from specdec.tokenizer import BOS, EOS
 from specdec.transformer import Transformer
 from specdec.weights import FP32, INT8, Kind
 from specdec.weights.matrix import Matrix
@@ -59,3 +62,23 @@ def round_to_float32(exact: Fraction) -> Any:
     near = np.float32(float(exact))
     candidates = [near, np.nextafter(near, np.float32(-np.inf)), np.nextafter(near, np.float32(np.inf))]
     return min(candidates, key=lambda c: abs(Fraction(float(c)) - exact))
+
+
+END_MARKS = {BOS: "bos", EOS: "eos"}
+
+
+def tiny_model(seed, vocab=105, seq_len=128, n_positions=None, layers=2, scale=None):
+    config = Config(40, 50, layers, 5, 1, vocab, seq_len)
+    tensors = random_tensors(config, seed) if scale is None else random_tensors(config, seed, scale)
+    return Transformer(config, LLAMA.pack(config, tensors), 1, n_positions)
+
+
+def continuation(target, draft, sampling, gamma=4, verify="coupled", prompt=(BOS, 7, 9), max_tokens=60):
+    """The generated tokens and the statistics."""
+    verifier = VERIFIERS[verify](target.config.vocab_size, sampling)
+    drafter = ModelDrafter(draft, sampling, verifier.draft_noise, END_MARKS) if draft else None
+    statistics, tokens = Statistics(len(prompt)), []
+    for event in decode(target, drafter, verifier, list(prompt), max_tokens, gamma, END_MARKS):
+        statistics.add(event)
+        tokens += event.tokens if isinstance(event, Step) else []
+    return tokens, statistics

@@ -9,8 +9,7 @@ from specdec.sampling import Sampling
 from specdec.transformer import Transformer
 from specdec.weights import FP32, INT8
 from tests.gpt2 import GPT2, reference
-from tests.models import THREADS, run_in_blocks, tokens_for
-from tests.test_decoding import END_MARKS, continuation
+from tests.models import END_MARKS, THREADS, continuation, run_in_blocks, tokens_for
 
 CONFIGS = [
     Config(48, 96, 2, 4, 4, 105, 64, architecture="gpt2"),

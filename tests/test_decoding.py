@@ -1,5 +1,6 @@
 """The loop: the text is the target's own, the distribution is the target's, and the caches hold what they should."""
 
+import contextlib
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -8,8 +9,6 @@ import numpy as np
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.architectures import Config
-from specdec.architectures.llama import LLAMA
 from specdec.decoding import MAX_GAMMA, VERIFIERS, CoupledVerifier, Prompt, Proposal, Statistics, Step, decode
 from specdec.drafters import Draft, ModelDrafter
 from specdec.files import DEFAULT_DRAFT, DEFAULT_TARGET
@@ -19,27 +18,10 @@ from specdec.tokenizer import BOS, EOS
 from specdec.transformer import Transformer
 from tests import reference
 from tests.checkpoints import SHARED, random_tensors
+from tests.models import END_MARKS, continuation, tiny_model
 
 real = pytest.mark.skipif(not SHARED.exists(), reason="needs the real pair in ../shared")
-END_MARKS = {BOS: "bos", EOS: "eos"}
 SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
-
-
-def random_model(seed, vocab=105, seq_len=128, n_positions=None, layers=2, scale=None):
-    config = Config(40, 50, layers, 5, 1, vocab, seq_len)
-    tensors = random_tensors(config, seed) if scale is None else random_tensors(config, seed, scale)
-    return Transformer(config, LLAMA.pack(config, tensors), 1, n_positions)
-
-
-def continuation(target, draft, sampling, gamma=4, verify="coupled", prompt=(BOS, 7, 9), max_tokens=60):
-    """The generated tokens and the statistics."""
-    verifier = VERIFIERS[verify](target.config.vocab_size, sampling)
-    drafter = ModelDrafter(draft, sampling, verifier.draft_noise, END_MARKS) if draft else None
-    statistics, tokens = Statistics(len(prompt)), []
-    for event in decode(target, drafter, verifier, list(prompt), max_tokens, gamma, END_MARKS):
-        statistics.add(event)
-        tokens += event.tokens if isinstance(event, Step) else []
-    return tokens, statistics
 
 
 def steps_of(events):
@@ -49,7 +31,7 @@ def steps_of(events):
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("seeds", [(0, 1), (2, 3)])
 def test_coupled_text_is_the_plain_text_for_every_gamma(sampling, seeds):
-    target, draft = random_model(seeds[0], layers=3), random_model(seeds[1])
+    target, draft = tiny_model(seeds[0], layers=3), tiny_model(seeds[1])
     plain, _ = continuation(target, None, sampling)
     for gamma in range(1, 9):
         assert continuation(target, draft, sampling, gamma)[0] == plain
@@ -57,7 +39,7 @@ def test_coupled_text_is_the_plain_text_for_every_gamma(sampling, seeds):
 
 def test_a_draft_that_is_the_target_is_accepted_whole():
     for sampling in SAMPLINGS:
-        target, twin = random_model(0), random_model(0)
+        target, twin = tiny_model(0), tiny_model(0)
         plain, _ = continuation(target, None, sampling)
         drafter = ModelDrafter(twin, sampling, CoupledVerifier.draft_noise, END_MARKS)
         steps = steps_of(decode(target, drafter, CoupledVerifier(105, sampling), [BOS, 7, 9], 60, 4, END_MARKS))
@@ -77,9 +59,60 @@ class HostileDrafter:
         return Draft([self.wrong] * min(n, next(self.lengths)))
 
 
+class Script:
+    """A target that is sure of each next token of a text, and holds no model."""
+
+    lock = contextlib.nullcontext()
+
+    def __init__(self, text, vocab_size=20, n_positions=100):
+        self.text, self.vocab_size, self.n_positions, self.passes = text, vocab_size, n_positions, []
+
+    def forward(self, tokens, n_logits=1):
+        self.passes.append((list(tokens), n_logits))
+        return np.eye(self.vocab_size, dtype=np.float32)[[self.text[i + 1] for i in range(len(tokens) - n_logits, len(tokens))]]
+
+
+class Guesses:
+    """A drafter that proposes what it was told, in turns."""
+
+    def __init__(self, *proposals):
+        self.proposals = [[], *proposals]
+
+    def propose(self, tokens, n):
+        return Draft(self.proposals.pop(0)[:n])
+
+
+def test_the_loop_by_hand():
+    """Two of three proposals stand and the target corrects the third; then all stand; then none; then the end mark."""
+    text = [BOS, 5, 6, 7, 8, 9, 10, 11, 12, EOS]
+    target, drafter = Script(text), Guesses([6, 7, 4], [9, 10], [3, 3], [EOS, 5])
+    verifier = CoupledVerifier(20, Sampling(0.0))
+    events = list(decode(target, drafter, verifier, [BOS, 5], 50, 3, END_MARKS))
+    assert events[0].tokens == [BOS, 5]
+    assert [event.tokens for event in events[1::2]] == [[6, 7, 4], [9, 10], [3, 3], [EOS, 5]]
+    steps = [(step.tokens, step.n_accepted, step.stop_reason) for step in events[2::2]]
+    assert steps == [([6, 7, 8], 2, None), ([9, 10, 11], 2, None), ([12], 0, None), ([], 1, "eos")]
+    passes = [([BOS], 0), ([BOS, 5, 6, 7, 4], 4), ([*text[:5], 9, 10], 3), ([*text[:8], 3, 3], 3), ([*text[:9], EOS, 5], 3)]
+    assert target.passes == passes
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "n_positions", "reason"), [(4, 100, "max_tokens"), (50, 5, "seq_len"), (0, 100, "max_tokens")]
+)
+def test_the_loop_stops_where_it_should(max_tokens, n_positions, reason):
+    target = Script([BOS, *range(4, 19)], n_positions=n_positions)
+    statistics, tokens = Statistics(2), []
+    for event in decode(target, None, CoupledVerifier(20, Sampling(0.0)), [BOS, 4], max_tokens, 3, END_MARKS):
+        statistics.add(event)
+        tokens += event.tokens if isinstance(event, Step) else []
+    assert tokens == list(range(5, 5 + min(max_tokens, n_positions - 1)))
+    assert statistics.stop_reason == reason
+    assert statistics.target_passes == len(tokens)
+
+
 def test_a_hostile_drafter_changes_nothing():
     for sampling in SAMPLINGS:
-        target = random_model(0)
+        target = tiny_model(0)
         plain, _ = continuation(target, None, sampling)
         wrong = next(token for token in range(3, 105) if token not in plain)
         verifier = CoupledVerifier(105, sampling)
@@ -111,7 +144,7 @@ def test_stories260k_tells_its_golden_story():
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("verify", VERIFIERS)
 def test_after_every_step_the_cache_holds_all_tokens_but_the_last(verify, sampling):
-    target, draft, fresh = random_model(0, layers=3), random_model(1), random_model(0, layers=3)
+    target, draft, fresh = tiny_model(0, layers=3), tiny_model(1), tiny_model(0, layers=3)
     verifier = VERIFIERS[verify](105, sampling)
     tokens = [BOS, 7, 9]
     drafter = ModelDrafter(draft, sampling, verifier.draft_noise, END_MARKS)
@@ -149,7 +182,7 @@ def test_continuations_follow_the_target_distribution_over_an_enumerated_vocabul
     Chi-square over 6,000 seeds, cells expected below 8 pooled; false alarm below 1e-6 a case, and the seeds are fixed.
     """
     temperature, top_k, top_p = filters
-    target, draft = (random_model(seed, vocab=6, seq_len=64, scale=0.05) for seed in (3, 4))
+    target, draft = (tiny_model(seed, vocab=6, seq_len=64, scale=0.05) for seed in (3, 4))
     expected = {}
 
     def enumerate_from(tokens, mass):
@@ -177,14 +210,47 @@ def test_continuations_follow_the_target_distribution_over_an_enumerated_vocabul
     assert chi < reference.chi_square_limit(len(big), 4.8)
 
 
+class Favourite:
+    """A drafter that always proposes the same tokens, and no probabilities."""
+
+    def propose(self, tokens, n):
+        return Draft([3, 4][:n])
+
+
+@pytest.mark.parametrize("verify", VERIFIERS)
+def test_a_drafter_without_probabilities_leaves_the_distribution_as_it_is(verify):
+    """The first two tokens over 6, of 6,000 seeds, with such a drafter and without; chi-square, false alarm below 1e-6 a case."""
+    target = tiny_model(3, vocab=6, seq_len=64, scale=0.05)
+    counts = {}
+    for seed in range(6000):
+        verifier = VERIFIERS[verify](6, Sampling(1.0, 0, 1.0, seed))
+        events = decode(target, Favourite(), verifier, [BOS, 3], 2, 2, END_MARKS)
+        tokens = tuple(token for step in steps_of(events) for token in step.tokens)
+        counts[tokens] = counts.get(tokens, 0) + 1
+    expected = {}
+    tensors = random_tensors(target.config, 3, 0.05)
+    for first, p in enumerate(reference.probabilities(reference.forward(target.config, tensors, [BOS, 3])[-1], 1.0, 0, 1.0)):
+        if first in END_MARKS:
+            expected[()] = expected.get((), 0) + 6000 * p
+            continue
+        after = reference.probabilities(reference.forward(target.config, tensors, [BOS, 3, first])[-1], 1.0, 0, 1.0)
+        for second, q in enumerate(after):
+            cell = (first,) if second in END_MARKS else (first, second)
+            expected[cell] = expected.get(cell, 0) + 6000 * p * q
+    assert set(counts) <= set(expected)
+    assert min(expected.values()) > 8
+    chi = sum((counts.get(cell, 0) - e) ** 2 / e for cell, e in expected.items())
+    assert chi < reference.chi_square_limit(len(expected) - 1, 4.8)
+
+
 def test_rejection_mode_accepts_and_rejects_on_the_way():
-    _, statistics = continuation(random_model(0), random_model(1), Sampling(1.5, 0, 1.0, 3), verify="rejection")
+    _, statistics = continuation(tiny_model(0), tiny_model(1), Sampling(1.5, 0, 1.0, 3), verify="rejection")
     assert 0 < statistics.n_accepted < statistics.n_drafted
 
 
 def broken_model(seed):
     """Finite weights whose logits are not: the last step of a forward overflows."""
-    model = random_model(seed)
+    model = tiny_model(seed)
     model.weights.vectors["rms_final"][: model.config.dim] = 3e38
     return model
 
@@ -193,8 +259,8 @@ def broken_model(seed):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_whose_logits_are_not_finite_proposes_nothing(verify, temperature):
     sampling = Sampling(temperature, seed=5)
-    plain, _ = continuation(random_model(0), None, sampling, verify=verify)
-    tokens, statistics = continuation(random_model(0), broken_model(1), sampling, verify=verify)
+    plain, _ = continuation(tiny_model(0), None, sampling, verify=verify)
+    tokens, statistics = continuation(tiny_model(0), broken_model(1), sampling, verify=verify)
     assert tokens == plain
     assert statistics.n_drafted == 0
 
@@ -202,19 +268,19 @@ def test_a_draft_whose_logits_are_not_finite_proposes_nothing(verify, temperatur
 @pytest.mark.parametrize("verify", VERIFIERS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_target_whose_logits_are_not_finite_is_refused(verify, temperature):
-    for draft in (None, random_model(1)):
+    for draft in (None, tiny_model(1)):
         with pytest.raises(ValueError, match="not finite"):
             continuation(broken_model(0), draft, Sampling(temperature, seed=5), verify=verify)
 
 
 def test_any_top_k_above_the_vocabulary_keeps_all_of_it():
-    plain, _ = continuation(random_model(0), None, Sampling(1.0, 0, 0.9, 5))
-    assert continuation(random_model(0), None, Sampling(1.0, 2**80, 0.9, 5))[0] == plain
+    plain, _ = continuation(tiny_model(0), None, Sampling(1.0, 0, 0.9, 5))
+    assert continuation(tiny_model(0), None, Sampling(1.0, 2**80, 0.9, 5))[0] == plain
 
 
 def test_a_short_draft_never_ends_the_story():
-    target, sampling = random_model(0, seq_len=128), Sampling(1.0, seed=11)
-    draft = random_model(0, seq_len=24, n_positions=128)  # the target's own weights, seen through a window of 24
+    target, sampling = tiny_model(0, seq_len=128), Sampling(1.0, seed=11)
+    draft = tiny_model(0, seq_len=24, n_positions=128)  # the target's own weights, seen through a window of 24
     plain, _ = continuation(target, None, sampling, max_tokens=200)
     tokens, statistics = continuation(target, draft, sampling, max_tokens=200)
     assert tokens == plain
@@ -251,7 +317,7 @@ def test_a_window_of_128_keeps_nine_tenths_of_the_acceptance_of_the_whole_past()
 def test_generation_stops_at_an_end_mark_and_does_not_print_it():
     stops = set()
     for seed in range(40):
-        target, draft = random_model(3, vocab=6, scale=0.1), random_model(4, vocab=6, scale=0.1)
+        target, draft = tiny_model(3, vocab=6, scale=0.1), tiny_model(4, vocab=6, scale=0.1)
         tokens, statistics = continuation(target, draft, Sampling(1.0, 0, 1.0, seed), prompt=(BOS, 5))
         stops.add(statistics.stop_reason)
         assert BOS not in tokens and EOS not in tokens
@@ -264,7 +330,7 @@ def test_generation_stops_at_an_end_mark_and_does_not_print_it():
 
 
 def test_generation_stops_at_max_tokens_and_at_seq_len():
-    target, draft, greedy = random_model(0, seq_len=64), random_model(1, seq_len=64), Sampling(0.0)
+    target, draft, greedy = tiny_model(0, seq_len=64), tiny_model(1, seq_len=64), Sampling(0.0)
     for verify in VERIFIERS:
         for n in (0, 1, 2, 5, 17):
             tokens, statistics = continuation(target, draft, greedy, 4, verify, max_tokens=n)
@@ -275,7 +341,7 @@ def test_generation_stops_at_max_tokens_and_at_seq_len():
 
 
 def test_the_same_seed_gives_the_same_text_and_another_seed_another():
-    target, draft = random_model(0), random_model(1)
+    target, draft = tiny_model(0), tiny_model(1)
     for verify in VERIFIERS:
         first = continuation(target, draft, Sampling(1.0, 0, 1.0, 5), verify=verify)[0]
         assert continuation(target, draft, Sampling(1.0, 0, 1.0, 5), verify=verify)[0] == first
@@ -283,7 +349,7 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another():
 
 
 def test_the_largest_gamma_fits_one_pass():
-    target, twin = random_model(0), random_model(0)
+    target, twin = tiny_model(0), tiny_model(0)
     plain, _ = continuation(target, None, Sampling(0.0), max_tokens=100)
     tokens, statistics = continuation(target, twin, Sampling(0.0), MAX_GAMMA, max_tokens=100)
     assert tokens == plain
@@ -291,7 +357,7 @@ def test_the_largest_gamma_fits_one_pass():
 
 
 def test_figures_of_the_statistics_agree_with_each_other():
-    tokens, s = continuation(random_model(0, layers=3), random_model(1), Sampling(0.0), max_tokens=12)
+    tokens, s = continuation(tiny_model(0, layers=3), tiny_model(1), Sampling(0.0), max_tokens=12)
     assert s.n_generated == len(tokens) == 12
     assert s.n_generated == s.n_accepted + s.target_passes  # each pass adds one token of the target's own
     assert sum(i * n for i, n in enumerate(s.accepted_histogram)) == s.n_accepted
@@ -324,7 +390,7 @@ def test_the_library_streams_what_it_generates_with_a_draft_or_without(pair):
 
 
 def test_models_that_do_not_fit_are_refused(pair):
-    other = random_model(0, vocab=105)
+    other = tiny_model(0, vocab=105)
     with pytest.raises(ValueError, match="105"):
         SpeculativeDecoder(pair.target, other)
     with pytest.raises(ValueError, match="gamma"):
