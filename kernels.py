@@ -1276,7 +1276,7 @@ def probabilities(probs, logits, temperature, top_k, top_p, keys):
         return
     for token in range(n):
         probs[0, token] = logits[token]
-    softmax(probs, 0, 0, n, np.float32(min(1.0 / temperature, 3e38)))
+    softmax(probs, 0, 0, n, np.float32(max(1e-45, min(1.0 / temperature, 3e38))))  # 0 times the padding's infinity is NaN
     limit_k = top_k if 0 < top_k < n else n
     limit_p = top_p if 0.0 < top_p < 1.0 else np.inf
     if limit_k == n and limit_p == np.inf:
@@ -1338,10 +1338,11 @@ def keep_or_redraw(p, q, n, token, seed, accept_stream, target_stream, position)
         return token
     total = 0.0
     for i in range(n):
-        p[0, i] = max(np.float32(0.0), p[0, i] - q[0, i])
-        total += p[0, i]
-    # where rounding leaves no residual, p and q are one distribution
-    return race(p, n, seed, target_stream, position) if total > 0.0 else token
+        total += max(np.float32(0.0), p[0, i] - q[0, i])
+    if total > 0.0:  # where rounding leaves no residual, p and q are one distribution; p may yet be 0 where q is not
+        for i in range(n):
+            p[0, i] = max(np.float32(0.0), p[0, i] - q[0, i])
+    return race(p, n, seed, target_stream, position)
 
 
 # --------------------------------------------------------------------------------------------------------------------
