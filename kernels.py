@@ -17,7 +17,6 @@ import ctypes
 import functools
 import math
 import mmap
-import operator
 import os
 import sys
 import threading
@@ -37,7 +36,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_jitable, register_model
 from numba.np.arrayobj import populate_array
 
-from .checks import whole
+from .checks import ids, whole
 from .machine.cache import callback, compiled, inlined, parallel
 
 Float32 = npt.NDArray[np.float32]
@@ -1526,6 +1525,8 @@ class Transformer:
     """
 
     def __init__(self, config: Config, weights: Weights, n_threads: int | None = None, n_positions: int | None = None) -> None:
+        if flaw := config.flaw():
+            raise ValueError(flaw)
         self._config, self._weights = config, weights.checked(config)
         self._most_threads = available_threads()
         self.n_threads = self._most_threads if n_threads is None else n_threads
@@ -1603,15 +1604,14 @@ class Transformer:
         Raises ValueError for n_logits beyond the tokens or MAX_TOKENS, a token out of range or more tokens than n_positions,
         TypeError for tokens that are no whole numbers, MemoryError where the cache cannot grow.
         """
-        tokens = tokens if isinstance(tokens, list) else list(tokens)
+        tokens = tokens if isinstance(tokens, list) else ids("tokens", tokens)
         n = len(tokens)
-        if not 0 <= n_logits <= min(n, MAX_TOKENS):
-            raise ValueError(f"{n_logits} logits asked for; the tokens are {n}, and a pass gives 0 to {MAX_TOKENS}")
+        n_logits = whole("n_logits", n_logits, 0, min(n, MAX_TOKENS))
         if n > self._n_positions:
             raise ValueError(f"{n} tokens do not fit {self._n_positions} positions")
         with self.lock:
             start = self._n_common(tokens, n - n_logits)
-            new = [operator.index(token) for token in tokens[start:]]
+            new = ids("tokens", tokens[start:])
             if new and not 0 <= min(new) <= max(new) < self._config.vocab_size:
                 raise ValueError(f"token out of range 0..{self._config.vocab_size - 1}")
             self._reserve(n)

@@ -122,14 +122,17 @@ def test_beyond_its_seq_len_a_model_sees_a_sliding_window(window):
     ("tokens", "n_logits"), [([1] * 3, 4), ([512], 1), ([-1], 1), ([1] * 97, 1), ([1] * 70, 65), ([1], -1), ([], 1)]
 )
 def test_a_forward_that_cannot_be_run_is_refused(tokens, n_logits):
-    with pytest.raises(ValueError, match="token"):
+    with pytest.raises(ValueError, match=r"token|n_logits"):
         model(CONFIGS["gqa"]).forward(tokens, n_logits)
 
 
 def test_what_is_no_token_is_refused():
-    for token in (1.0, "1", None):
-        with pytest.raises(TypeError):
-            model(CONFIGS["gqa"]).forward([token])
+    for tokens in ([1.0], ["1"], [None], 5, None, np.zeros((2, 2)), object()):
+        with pytest.raises(TypeError, match=r"^tokens are .*; expected whole numbers$"):
+            model(CONFIGS["gqa"]).forward(tokens)
+    for n in (1.0, "1", None, [1]):
+        with pytest.raises(TypeError, match="n_logits"):
+            model(CONFIGS["gqa"]).forward([1, 2, 3], n)
 
 
 @pytest.mark.parametrize("n", [0, -1, 10**9])
@@ -156,6 +159,13 @@ def test_weights_of_another_shape_are_refused():
             if other != name:
                 with pytest.raises(ValueError, match="shape"):
                     Transformer(config, weights[other])
+
+
+@pytest.mark.parametrize("flaw", [{"n_kv_heads": 3}, {"n_heads": 64, "n_kv_heads": 64}, {"seq_len": 0}])
+def test_a_config_that_is_no_models_is_refused(flaw):
+    config = replace(CONFIGS["gqa"], **flaw)
+    with pytest.raises(ValueError, match=next(iter(flaw)) + "|head_dim"):
+        Transformer(config, pack_weights(config, random_tensors(config, 0)))
 
 
 def test_a_model_that_was_pickled_or_copied_gives_the_same_bits():
