@@ -10,7 +10,7 @@ from .checkpoint import Checkpoint, load_checkpoint
 from .checks import file_name, function, one_of, text, whole
 from .decoding import MAX_GAMMA, VERIFIERS, ModelDrafter, Sampling, Statistics, Step, Verify, decode
 from .files import find, find_tokenizer
-from .kernels import Transformer, available_threads, physical_memory_bytes, text_memory
+from .kernels import Transformer, available_threads, give_lock, physical_memory_bytes, text_memory
 from .packing import int8_copy, pack_weights
 from .tokenizer import Tokenizer
 
@@ -85,7 +85,8 @@ class SpeculativeDecoder:
         if self.draft and self.draft.n_positions < self.target.n_positions:
             self.draft = Transformer(self.draft.config, self.draft.weights, self.draft.n_threads, self.target.n_positions)
         self._is_warm = False
-        self._turn = threading.RLock()
+        self._turn: threading._RLock
+        give_lock(self, "_turn")
         self._models = [model for model in (self.target, self.draft) if model]
         is_free = n_threads is None and not any(isinstance(model, Transformer) for model in (target, draft))
         self._most_threads = self.target.n_threads if is_free else 1  # to choose from

@@ -20,6 +20,7 @@ import mmap
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -1129,12 +1130,21 @@ def run_alone(function, plan):
 
 _one_region_at_a_time = threading.Lock()  # two would fight for the cores, and without OpenMP numba aborts the process
 _threads_are_gone = False  # in the child of a fork
+_locks: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # whose, and the attribute's name
+
+
+def give_lock(owner: Any, name: str) -> None:
+    """owner.name becomes a lock, and another one in the child of a fork: who holds it there may be a thread that is gone."""
+    setattr(owner, name, threading.RLock())
+    _locks[owner] = name
 
 
 def _after_fork() -> None:
     global _threads_are_gone, _one_region_at_a_time
     _threads_are_gone = _threads_have_run
     _one_region_at_a_time = threading.Lock()
+    for owner, name in [*_locks.items()]:
+        give_lock(owner, name)
 
 
 _threads_have_run = False
@@ -1423,8 +1433,9 @@ def zeros(*shape: int) -> Float32:
 
 def lazy_zeros(*shape: int) -> Float32:
     """As `zeros`, of which only what is written becomes resident: numpy would ask for pages of 2 MB. Raises MemoryError."""
+    private = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}  # else a forked process would write here too
     try:
-        buffer = mmap.mmap(-1, math.prod(shape) * 4)
+        buffer = mmap.mmap(-1, math.prod(shape) * 4, **private)
     except OSError as error:
         raise MemoryError(error.strerror) from None
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
@@ -1533,7 +1544,8 @@ class Transformer:
         self._most_threads = self.n_threads
         self._n_positions = config.seq_len if n_positions is None else whole("n_positions", n_positions, 1)
         self.portable = FORCE_PORTABLE  # int8 products without the CPU's own instruction for them; the same bits
-        self.lock = threading.RLock()
+        self.lock: threading._RLock
+        give_lock(self, "lock")
         self._held: list[int] = []  # the tokens whose keys and values the cache holds
         self._capacity = 0
         self._state: State
@@ -1594,9 +1606,9 @@ class Transformer:
         if self._held:
             state.keys[:, :, : self._capacity // LANES] = self._state.keys
             state.values[:, :, :, : self._capacity] = self._state.values
-        self._state, self._capacity = state, state.values.shape[3]
-        self._plan = new_plan(state, self._weights)
-        self._plan_address = self._plan.ctypes.data
+        plan = new_plan(state, self._weights)
+        # all or nothing: an interrupt between two calls would leave a plan of buffers that are gone
+        self._plan, self._plan_address, self._state, self._capacity = plan, plan.ctypes.data, state, state.values.shape[3]
 
     def forward(self, tokens: Sequence[int], n_logits: int = 1) -> Float32:
         """Logits (n_logits, V) at the last of the tokens of a text, valid until the next call; runs what the cache does not hold.

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import pickle
 import subprocess
 import sys
@@ -187,6 +188,59 @@ def test_a_text_that_outgrows_its_buffers_keeps_its_logits(name):
     for end in (1, 200, 255, 256, 257, 300, 600, 700):
         logits = grown.forward(tokens[:end], 1).copy()
     np.testing.assert_array_equal(at_once.forward(tokens, 1), logits)
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["new_state", "new_plan"])
+def test_a_growth_that_fails_leaves_a_model_that_works(monkeypatch, where, error):
+    config = replace(CONFIGS["gqa"], seq_len=1000)
+    tokens = tokens_for(config, 300)
+    expected = model(config).forward(tokens, 40)
+    grown = model(config)
+    grown.forward(tokens[:250])
+
+    def fails(*_):
+        raise error
+
+    with monkeypatch.context() as context:
+        context.setattr(kernels, where, fails)
+        with pytest.raises(error):
+            grown.forward(tokens, 40)
+    np.testing.assert_array_equal(grown.forward(tokens, 40), expected)
+
+
+FORKED = """
+import os, signal, sys, threading, time
+from specdec.kernels import Config, Transformer
+from specdec.packing import pack_weights
+from tests.checkpoints import random_tensors
+
+config = Config(64, 172, 2, 8, 4, 512, 96)
+weights = pack_weights(config, random_tensors(config, 0))
+model, busy = Transformer(config, weights, 1), Transformer(config, weights, 1)
+mine, other = list(range(5, 70)), list(range(99, 170))
+expected, others = (Transformer(config, weights, 1).forward(tokens).tobytes() for tokens in (mine, other))
+model.forward(mine)
+
+def work():
+    with busy.lock:
+        time.sleep(60)
+
+threading.Thread(target=work, daemon=True).start()
+while busy.lock.acquire(blocking=False):
+    busy.lock.release()
+child = os.fork()
+if child == 0:  # writes its own text into its own cache, and waits for no thread that is gone
+    signal.alarm(20)
+    os._exit(0 if (model.forward(other).tobytes(), busy.forward(other).tobytes()) == (others, others) else 1)
+print(os.waitpid(child, 0)[1], model.forward(mine).tobytes() == expected)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_process_has_a_cache_and_locks_of_its_own():
+    done = subprocess.run([sys.executable, "-c", FORKED], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "0 True\n", done.stderr
 
 
 # What a pass that is not finite leaves behind
