@@ -2,7 +2,8 @@
 
 import math
 import operator
-from collections.abc import Collection
+import os
+from collections.abc import Callable, Collection, Iterable
 from numbers import Real
 from typing import TypeVar
 
@@ -11,9 +12,12 @@ Choice = TypeVar("Choice")
 
 def whole(name: str, value: object, least: int, most: int | None = None) -> int:
     """A whole number from least to most. Raises TypeError or ValueError."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} is {value!r}; expected a whole number")
-    n = operator.index(value)
+    try:
+        n = None if isinstance(value, bool) or not hasattr(value, "__index__") else operator.index(value)
+    except TypeError:  # an array, or a class
+        n = None
+    if n is None:
+        raise TypeError(f"{name} is {_short(value, repr)}; expected a whole number")
     if n < least or (most is not None and n > most):
         raise ValueError(f"{name} is {_short(n)}; expected {least} {'or more' if most is None else f'to {most}'}")
     return n
@@ -22,7 +26,7 @@ def whole(name: str, value: object, least: int, most: int | None = None) -> int:
 def real(name: str, value: object, most: float, hint: str) -> float:
     """A number from 0 to most, finite; hint: what it means at its ends. Raises TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} is {value!r}; expected a number")
+        raise TypeError(f"{name} is {_short(value, repr)}; expected a number")
     try:
         x = float(value)
     except OverflowError:
@@ -35,14 +39,14 @@ def real(name: str, value: object, most: float, hint: str) -> float:
 def one_of(name: str, value: Choice, choices: Collection[Choice]) -> Choice:
     """One of the choices. Raises ValueError."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(str, choices))}")
+        raise ValueError(f"{name} is {_short(value, repr)}; expected one of {', '.join(map(str, choices))}")
     return value
 
 
 def text(name: str, value: object) -> str:
     """A string that UTF-8 can hold. Raises TypeError or ValueError."""
     if not isinstance(value, str):
-        raise TypeError(f"{name} is {value!r}; expected a string")
+        raise TypeError(f"{name} is {_short(value, repr)}; expected a string")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -50,9 +54,31 @@ def text(name: str, value: object) -> str:
     return value
 
 
-def _short(value: object) -> str:
+def ids(name: str, values: Iterable[object]) -> list[int]:
+    """The whole numbers of a sequence. Raises TypeError."""
     try:
-        words = str(value)
+        return list(map(operator.index, values))  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} are {_short(values, repr)}; expected whole numbers") from None
+
+
+def file_name(name: str, value: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """A path, not of bytes. Raises TypeError."""
+    if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes):
+        raise TypeError(f"{name} is {_short(value, repr)}; expected a path")
+    return value
+
+
+def function(name: str, value: object) -> None:
+    """Something to call, or None. Raises TypeError."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} is {_short(value, repr)}; expected a function")
+
+
+def _short(value: object, words_of: Callable[[object], str] = str) -> str:
+    """At most 40 letters on one line."""
+    try:
+        words = " ".join(words_of(value).split())
     except ValueError:  # Python refuses to write out a number of more than 4300 digits
         return "a number beyond all bounds"
     return words if len(words) <= 40 else f"{words[:37]}..."

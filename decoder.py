@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from .checkpoint import Checkpoint, load_checkpoint
-from .checks import one_of, text, whole
+from .checks import file_name, function, one_of, text, whole
 from .decoding import MAX_GAMMA, VERIFIERS, ModelDrafter, Sampling, Statistics, Step, Verify, decode
 from .files import find, find_tokenizer
-from .kernels import Transformer, available_threads, physical_memory_bytes, text_memory
+from .kernels import Transformer, available_threads, give_lock, physical_memory_bytes, text_memory
 from .packing import int8_copy, pack_weights
 from .tokenizer import Tokenizer
 
@@ -58,14 +58,14 @@ class SpeculativeDecoder:
         if isinstance(target, Transformer):
             self.target = target
         else:
-            path = find(target)
+            path = find(file_name("target", target))
             int8 = quantize in ("target", "both")
             self.target = _transformer(load_checkpoint(path, int8), n_threads, None, int8)
         config = self.target.config
         self.tokenizer = _tokenizer(tokenizer, path, config.vocab_size)
         if draft is None or isinstance(draft, Transformer):
             self.draft = draft
-        elif draft == SELF:
+        elif file_name("draft", draft) == SELF:
             if self.target.weights.is_int8:
                 raise ValueError(
                     "the target is int8 already, from its file or by --quantize, so an int8 copy of it is no faster draft; "
@@ -85,7 +85,8 @@ class SpeculativeDecoder:
         if self.draft and self.draft.n_positions < self.target.n_positions:
             self.draft = Transformer(self.draft.config, self.draft.weights, self.draft.n_threads, self.target.n_positions)
         self._is_warm = False
-        self._turn = threading.RLock()
+        self._turn: threading._RLock
+        give_lock(self, "_turn")
         self._models = [model for model in (self.target, self.draft) if model]
         is_free = n_threads is None and not any(isinstance(model, Transformer) for model in (target, draft))
         self._most_threads = self.target.n_threads if is_free else 1  # to choose from
@@ -138,7 +139,9 @@ class SpeculativeDecoder:
         """
         sampling = Sampling(temperature, top_k, top_p, seed)
         tokens = self.encode(prompt)
-        self._check_memory(len(tokens) + whole("max_tokens", max_tokens, 0))
+        max_tokens = whole("max_tokens", max_tokens, 0)
+        function("on_draft", on_draft)
+        self._check_memory(len(tokens) + max_tokens)
         if not self._is_warm:
             self.warm_up()
         verifier = VERIFIERS[self.verify](self.target.config.vocab_size, sampling)
@@ -228,6 +231,8 @@ def _transformer(checkpoint: Checkpoint, n_threads: int | None, n_positions: int
 
 def _tokenizer(given: str | os.PathLike[str] | Tokenizer | None, target: Path | None, vocab_size: int) -> Tokenizer:
     """The tokenizer that was given, else the one that lies where the target's is looked for."""
+    if given is not None and not isinstance(given, Tokenizer):
+        given = file_name("tokenizer", given)
     tokenizer = given if isinstance(given, Tokenizer) else Tokenizer(find_tokenizer(given, target, vocab_size))
     if tokenizer.vocab_size != vocab_size:
         raise ValueError(

@@ -46,10 +46,14 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        real("temperature", self.temperature, math.inf, "0 (greedy) or a positive number")
-        whole("top_k", self.top_k, 0)
-        real("top_p", self.top_p, 1, "a number from 0 to 1 (0 and 1: off)")
-        whole("seed", self.seed, 0, 2**63 - 1)
+        numbers = {
+            "temperature": real("temperature", self.temperature, math.inf, "0 (greedy) or a positive number"),
+            "top_k": whole("top_k", self.top_k, 0),
+            "top_p": real("top_p", self.top_p, 1, "a number from 0 to 1 (0 and 1: off)"),
+            "seed": whole("seed", self.seed, 0, 2**63 - 1),
+        }
+        for name, number in numbers.items():  # Python's own: the kernels are compiled for those
+            object.__setattr__(self, name, number)
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ class Sampler:
     def __init__(self, vocab_size: int, sampling: Sampling) -> None:
         self.vocab_size, self.sampling = vocab_size, sampling
         self._keys = np.empty(vocab_size, np.uint64)
-        self._top_k = min(int(sampling.top_k), vocab_size)  # a compiled function takes no larger integer
+        self._top_k = min(sampling.top_k, vocab_size)  # a compiled function takes no larger integer
 
     def new_probs(self) -> Float32:
         """Room for one row of probabilities, (1, V padded)."""
@@ -129,14 +133,12 @@ class Sampler:
     def draw(self, probs: Float32, logits: Float32, stream: int, position: int) -> int:
         """The token of that noise, -1 where the logits (V,) are not finite; fills probs (1, V padded) from them."""
         s = self.sampling
-        return int(
-            kernels.draw(probs, logits, float(s.temperature), self._top_k, float(s.top_p), s.seed, stream, position, self._keys)
-        )
+        return int(kernels.draw(probs, logits, s.temperature, self._top_k, s.top_p, s.seed, stream, position, self._keys))
 
     def probabilities(self, probs: Float32, logits: Float32) -> None:
         """Fill probs (1, V padded) from logits (V,)."""
         s = self.sampling
-        kernels.probabilities(probs, logits, float(s.temperature), self._top_k, float(s.top_p), self._keys)
+        kernels.probabilities(probs, logits, s.temperature, self._top_k, s.top_p, self._keys)
 
 
 @dataclass(frozen=True)

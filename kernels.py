@@ -17,10 +17,10 @@ import ctypes
 import functools
 import math
 import mmap
-import operator
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_jitable, register_model
 from numba.np.arrayobj import populate_array
 
-from .checks import whole
+from .checks import ids, whole
 from .machine.cache import callback, compiled, inlined, parallel
 
 Float32 = npt.NDArray[np.float32]
@@ -1130,12 +1130,21 @@ def run_alone(function, plan):
 
 _one_region_at_a_time = threading.Lock()  # two would fight for the cores, and without OpenMP numba aborts the process
 _threads_are_gone = False  # in the child of a fork
+_locks: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # whose, and the attribute's name
+
+
+def give_lock(owner: Any, name: str) -> None:
+    """owner.name becomes a lock, and another one in the child of a fork: who holds it there may be a thread that is gone."""
+    setattr(owner, name, threading.RLock())
+    _locks[owner] = name
 
 
 def _after_fork() -> None:
     global _threads_are_gone, _one_region_at_a_time
     _threads_are_gone = _threads_have_run
     _one_region_at_a_time = threading.Lock()
+    for owner, name in [*_locks.items()]:
+        give_lock(owner, name)
 
 
 _threads_have_run = False
@@ -1276,7 +1285,7 @@ def probabilities(probs, logits, temperature, top_k, top_p, keys):
         return
     for token in range(n):
         probs[0, token] = logits[token]
-    softmax(probs, 0, 0, n, np.float32(min(1.0 / temperature, 3e38)))
+    softmax(probs, 0, 0, n, np.float32(max(1e-45, min(1.0 / temperature, 3e38))))  # 0 times the padding's infinity is NaN
     limit_k = top_k if 0 < top_k < n else n
     limit_p = top_p if 0.0 < top_p < 1.0 else np.inf
     if limit_k == n and limit_p == np.inf:
@@ -1338,10 +1347,11 @@ def keep_or_redraw(p, q, n, token, seed, accept_stream, target_stream, position)
         return token
     total = 0.0
     for i in range(n):
-        p[0, i] = max(np.float32(0.0), p[0, i] - q[0, i])
-        total += p[0, i]
-    # where rounding leaves no residual, p and q are one distribution
-    return race(p, n, seed, target_stream, position) if total > 0.0 else token
+        total += max(np.float32(0.0), p[0, i] - q[0, i])
+    if total > 0.0:  # where rounding leaves no residual, p and q are one distribution; p may yet be 0 where q is not
+        for i in range(n):
+            p[0, i] = max(np.float32(0.0), p[0, i] - q[0, i])
+    return race(p, n, seed, target_stream, position)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -1423,8 +1433,9 @@ def zeros(*shape: int) -> Float32:
 
 def lazy_zeros(*shape: int) -> Float32:
     """As `zeros`, of which only what is written becomes resident: numpy would ask for pages of 2 MB. Raises MemoryError."""
+    private = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}  # else a forked process would write here too
     try:
-        buffer = mmap.mmap(-1, math.prod(shape) * 4)
+        buffer = mmap.mmap(-1, math.prod(shape) * 4, **private)
     except OSError as error:
         raise MemoryError(error.strerror) from None
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
@@ -1525,13 +1536,16 @@ class Transformer:
     """
 
     def __init__(self, config: Config, weights: Weights, n_threads: int | None = None, n_positions: int | None = None) -> None:
+        if flaw := config.flaw():
+            raise ValueError(flaw)
         self._config, self._weights = config, weights.checked(config)
         self._most_threads = available_threads()
         self.n_threads = self._most_threads if n_threads is None else n_threads
         self._most_threads = self.n_threads
         self._n_positions = config.seq_len if n_positions is None else whole("n_positions", n_positions, 1)
         self.portable = FORCE_PORTABLE  # int8 products without the CPU's own instruction for them; the same bits
-        self.lock = threading.RLock()
+        self.lock: threading._RLock
+        give_lock(self, "lock")
         self._held: list[int] = []  # the tokens whose keys and values the cache holds
         self._capacity = 0
         self._state: State
@@ -1592,9 +1606,9 @@ class Transformer:
         if self._held:
             state.keys[:, :, : self._capacity // LANES] = self._state.keys
             state.values[:, :, :, : self._capacity] = self._state.values
-        self._state, self._capacity = state, state.values.shape[3]
-        self._plan = new_plan(state, self._weights)
-        self._plan_address = self._plan.ctypes.data
+        plan = new_plan(state, self._weights)
+        # all or nothing: an interrupt between two calls would leave a plan of buffers that are gone
+        self._plan, self._plan_address, self._state, self._capacity = plan, plan.ctypes.data, state, state.values.shape[3]
 
     def forward(self, tokens: Sequence[int], n_logits: int = 1) -> Float32:
         """Logits (n_logits, V) at the last of the tokens of a text, valid until the next call; runs what the cache does not hold.
@@ -1602,15 +1616,14 @@ class Transformer:
         Raises ValueError for n_logits beyond the tokens or MAX_TOKENS, a token out of range or more tokens than n_positions,
         TypeError for tokens that are no whole numbers, MemoryError where the cache cannot grow.
         """
-        tokens = tokens if isinstance(tokens, list) else list(tokens)
+        tokens = tokens if isinstance(tokens, list) else ids("tokens", tokens)
         n = len(tokens)
-        if not 0 <= n_logits <= min(n, MAX_TOKENS):
-            raise ValueError(f"{n_logits} logits asked for; the tokens are {n}, and a pass gives 0 to {MAX_TOKENS}")
+        n_logits = whole("n_logits", n_logits, 0, min(n, MAX_TOKENS))
         if n > self._n_positions:
             raise ValueError(f"{n} tokens do not fit {self._n_positions} positions")
         with self.lock:
             start = self._n_common(tokens, n - n_logits)
-            new = [operator.index(token) for token in tokens[start:]]
+            new = ids("tokens", tokens[start:])
             if new and not 0 <= min(new) <= max(new) < self._config.vocab_size:
                 raise ValueError(f"token out of range 0..{self._config.vocab_size - 1}")
             self._reserve(n)

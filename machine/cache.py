@@ -33,7 +33,10 @@ if numba.config.DISABLE_JIT:
 
 
 class MachineCode(caching.FunctionCache):
-    """What one function was compiled to: a file for each signature and CPU, of a checksum and numba's own pickle."""
+    """What one function was compiled to: a file for each signature and CPU, of a checksum and numba's own pickle.
+
+    The checksum is of the file's name too: a function's code under another's name is as good as none.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         source = Path(function.__code__.co_filename).resolve()
@@ -52,9 +55,10 @@ class MachineCode(caching.FunctionCache):
             return None
         target_context.refresh()
         try:
-            data = Path(self._path(signature, target_context.codegen())).read_bytes()
+            path = self._path(signature, target_context.codegen())
+            data = Path(path).read_bytes()
             content = data[CHECKSUM_BYTES:]
-            if hashlib.sha256(content).digest() != data[:CHECKSUM_BYTES]:
+            if _checksum(path, content) != data[:CHECKSUM_BYTES]:
                 return None
             return self._impl.rebuild(target_context, pickle.loads(content))
         except Exception:  # whatever is wrong with a file, compiling mends it
@@ -66,7 +70,8 @@ class MachineCode(caching.FunctionCache):
             return
         content = dumps(self._impl.reduce(compiled))
         with suppress(OSError):
-            _write(self._path(signature, compiled.codegen), hashlib.sha256(content).digest() + content)
+            path = self._path(signature, compiled.codegen)
+            _write(path, _checksum(path, content) + content)
 
     def flush(self) -> None:
         """Nothing is kept in memory."""
@@ -86,6 +91,10 @@ def folder() -> str:
         locators = (place.from_function(folder, str(HOME / "specdec.py")) for place in places)
         _folder.append(next((locator.get_cache_path() for locator in locators if locator), ""))
     return _folder[0]
+
+
+def _checksum(path: str, content: bytes) -> bytes:
+    return hashlib.sha256(os.path.basename(path).encode() + content).digest()
 
 
 def _write(path: str, data: bytes) -> None:

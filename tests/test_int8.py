@@ -17,7 +17,7 @@ from specdec.bench import SHAPES
 from specdec.checkpoint import load_checkpoint
 from specdec.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.kernels import Config, Transformer
-from specdec.packing import Int8Matrix, int8_copy, pack_weights
+from specdec.packing import Int8Matrix, int8_copy, pack_weights, quantize_rows
 from tests import reference
 from tests.checkpoints import (
     ROOT,
@@ -227,6 +227,15 @@ def test_real_int8_logits_do_not_depend_on_the_batch_the_threads_or_the_path_bit
             for model.portable in (False, True):
                 for block in (2, 5, 8, 9, 17, 64):
                     np.testing.assert_array_equal(run_in_blocks(model, tokens, block).view(np.int32), alone.view(np.int32))
+
+
+def test_weights_that_nearly_vanish_keep_their_sign_or_vanish():
+    """190 / 127 units of the smallest float are one unit, and 190 of it no int8."""
+    rows = np.full((400, 32), 1e-45, np.float32) * np.arange(400, dtype=np.float32)[:, None]
+    rows[:, 1::2] *= -1
+    for scaled in (rows, rows * np.float32(1e7), rows * np.float32(1e9)):
+        values, _ = quantize_rows(scaled, 32)
+        assert (values[:, 0].astype(int) * np.sign(scaled) >= 0).all()
 
 
 def test_an_int8_copy_of_a_model_is_the_model_quantized_while_loading():

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import pickle
 import subprocess
 import sys
@@ -122,14 +123,17 @@ def test_beyond_its_seq_len_a_model_sees_a_sliding_window(window):
     ("tokens", "n_logits"), [([1] * 3, 4), ([512], 1), ([-1], 1), ([1] * 97, 1), ([1] * 70, 65), ([1], -1), ([], 1)]
 )
 def test_a_forward_that_cannot_be_run_is_refused(tokens, n_logits):
-    with pytest.raises(ValueError, match="token"):
+    with pytest.raises(ValueError, match=r"token|n_logits"):
         model(CONFIGS["gqa"]).forward(tokens, n_logits)
 
 
 def test_what_is_no_token_is_refused():
-    for token in (1.0, "1", None):
-        with pytest.raises(TypeError):
-            model(CONFIGS["gqa"]).forward([token])
+    for tokens in ([1.0], ["1"], [None], 5, None, np.zeros((2, 2)), object()):
+        with pytest.raises(TypeError, match=r"^tokens are .*; expected whole numbers$"):
+            model(CONFIGS["gqa"]).forward(tokens)
+    for n in (1.0, "1", None, [1]):
+        with pytest.raises(TypeError, match="n_logits"):
+            model(CONFIGS["gqa"]).forward([1, 2, 3], n)
 
 
 @pytest.mark.parametrize("n", [0, -1, 10**9])
@@ -158,6 +162,13 @@ def test_weights_of_another_shape_are_refused():
                     Transformer(config, weights[other])
 
 
+@pytest.mark.parametrize("flaw", [{"n_kv_heads": 3}, {"n_heads": 64, "n_kv_heads": 64}, {"seq_len": 0}])
+def test_a_config_that_is_no_models_is_refused(flaw):
+    config = replace(CONFIGS["gqa"], **flaw)
+    with pytest.raises(ValueError, match=next(iter(flaw)) + "|head_dim"):
+        Transformer(config, pack_weights(config, random_tensors(config, 0)))
+
+
 def test_a_model_that_was_pickled_or_copied_gives_the_same_bits():
     """Arrays lose their place at a cache line on the way, which a tile's loads need."""
     tokens = tokens_for(CONFIGS["gqa"], 20)
@@ -177,6 +188,59 @@ def test_a_text_that_outgrows_its_buffers_keeps_its_logits(name):
     for end in (1, 200, 255, 256, 257, 300, 600, 700):
         logits = grown.forward(tokens[:end], 1).copy()
     np.testing.assert_array_equal(at_once.forward(tokens, 1), logits)
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["new_state", "new_plan"])
+def test_a_growth_that_fails_leaves_a_model_that_works(monkeypatch, where, error):
+    config = replace(CONFIGS["gqa"], seq_len=1000)
+    tokens = tokens_for(config, 300)
+    expected = model(config).forward(tokens, 40)
+    grown = model(config)
+    grown.forward(tokens[:250])
+
+    def fails(*_):
+        raise error
+
+    with monkeypatch.context() as context:
+        context.setattr(kernels, where, fails)
+        with pytest.raises(error):
+            grown.forward(tokens, 40)
+    np.testing.assert_array_equal(grown.forward(tokens, 40), expected)
+
+
+FORKED = """
+import os, signal, sys, threading, time
+from specdec.kernels import Config, Transformer
+from specdec.packing import pack_weights
+from tests.checkpoints import random_tensors
+
+config = Config(64, 172, 2, 8, 4, 512, 96)
+weights = pack_weights(config, random_tensors(config, 0))
+model, busy = Transformer(config, weights, 1), Transformer(config, weights, 1)
+mine, other = list(range(5, 70)), list(range(99, 170))
+expected, others = (Transformer(config, weights, 1).forward(tokens).tobytes() for tokens in (mine, other))
+model.forward(mine)
+
+def work():
+    with busy.lock:
+        time.sleep(60)
+
+threading.Thread(target=work, daemon=True).start()
+while busy.lock.acquire(blocking=False):
+    busy.lock.release()
+child = os.fork()
+if child == 0:  # writes its own text into its own cache, and waits for no thread that is gone
+    signal.alarm(20)
+    os._exit(0 if (model.forward(other).tobytes(), busy.forward(other).tobytes()) == (others, others) else 1)
+print(os.waitpid(child, 0)[1], model.forward(mine).tobytes() == expected)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_process_has_a_cache_and_locks_of_its_own():
+    done = subprocess.run([sys.executable, "-c", FORKED], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "0 True\n", done.stderr
 
 
 # What a pass that is not finite leaves behind
@@ -286,7 +350,7 @@ def test_top_p_of_a_large_flat_vocabulary_needs_no_sort_to_be_right():
     assert abs(np.count_nonzero(got) - np.count_nonzero(expected)) <= 3
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 1e-6, 1e6])
+@pytest.mark.parametrize("temperature", [1e-30, 1e-6, 1e6, 1e46, 1e300])
 def test_extreme_temperatures_stay_finite(temperature):
     probs = draw_probabilities(np.array([3.0, -80.0, 2.5, 3.0], np.float32), temperature, 0, 1.0)
     assert probs.sum() == pytest.approx(1, abs=1e-6)
@@ -373,6 +437,14 @@ def test_kept_or_redrawn_tokens_follow_p_whatever_q_is():
         assert counts[4] == 0
         expected = 100_000 * p[:4]
         assert ((counts[:4] - expected) ** 2 / expected).sum() < reference.chi_square_limit(3, 4.8)
+
+
+def test_a_token_that_cannot_be_is_not_kept_where_rounding_leaves_no_residual():
+    """A q of 1 - 1e-9 is 1 in float32."""
+    p, q = kernels.zeros(1, 16), kernels.zeros(1, 16)
+    p[0, 2] = q[0, 2] = 1
+    q[0, 3] = 1e-9
+    assert kernels.keep_or_redraw(p, q, 4, 3, 1, 2, 0, 5) == 2
 
 
 def test_a_product_is_one_chain_of_fused_multiply_adds_in_ascending_k():
