@@ -17,36 +17,36 @@ def whole(name: str, value: object, least: int, most: int | None = None) -> int:
     except TypeError:  # an array, or a class
         n = None
     if n is None:
-        raise TypeError(f"{name} is {_short(value, repr)}; expected a whole number")
+        raise TypeError(f"{name} is {short(value, repr)}; expected a whole number")
     if n < least or (most is not None and n > most):
-        raise ValueError(f"{name} is {_short(n)}; expected {least} {'or more' if most is None else f'to {most}'}")
+        raise ValueError(f"{name} is {short(n)}; expected {least} {'or more' if most is None else f'to {most}'}")
     return n
 
 
 def real(name: str, value: object, most: float, hint: str) -> float:
     """A number from 0 to most, finite; hint: what it means at its ends. Raises TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} is {_short(value, repr)}; expected a number")
+        raise TypeError(f"{name} is {short(value, repr)}; expected a number")
     try:
         x = float(value)
     except OverflowError:
         x = math.inf
     if not (0 <= x <= most and math.isfinite(x)):
-        raise ValueError(f"{name} is {_short(value)}; expected {hint}")
+        raise ValueError(f"{name} is {short(value)}; expected {hint}")
     return x
 
 
 def one_of(name: str, value: Choice, choices: Collection[Choice]) -> Choice:
     """One of the choices. Raises ValueError."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} is {_short(value, repr)}; expected one of {', '.join(map(str, choices))}")
+        raise ValueError(f"{name} is {short(value, repr)}; expected one of {', '.join(map(str, choices))}")
     return value
 
 
 def text(name: str, value: object) -> str:
     """A string that UTF-8 can hold. Raises TypeError or ValueError."""
     if not isinstance(value, str):
-        raise TypeError(f"{name} is {_short(value, repr)}; expected a string")
+        raise TypeError(f"{name} is {short(value, repr)}; expected a string")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -59,17 +59,17 @@ def ids(name: str, values: Iterable[object]) -> list[int]:
     try:
         return list(map(operator.index, values))  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"{name} are {_short(values, repr)}; expected whole numbers") from None
+        raise TypeError(f"{name} are {short(values, repr)}; expected whole numbers") from None
 
 
 def file_name(name: str, value: str | os.PathLike[str]) -> str | os.PathLike[str]:
     """A path, not of bytes. Raises TypeError."""
     if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes):
-        raise TypeError(f"{name} is {_short(value, repr)}; expected a path")
+        raise TypeError(f"{name} is {short(value, repr)}; expected a path")
     return value
 
 
-def _short(value: object, words_of: Callable[[object], str] = str) -> str:
+def short(value: object, words_of: Callable[[object], str] = str) -> str:
     """At most 40 letters on one line."""
     try:
         words = " ".join(words_of(value).split())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from .architectures import architecture_of
-from .checks import file_name, one_of, text, whole
+from .checks import file_name, one_of, short, text, whole
 from .decoding import MAX_GAMMA, VERIFIERS, Event, Statistics, Step, VerifyMode, decode
 from .drafters import ModelDrafter
 from .files import find, find_tokenizer
@@ -137,7 +137,7 @@ class SpeculativeDecoder:
         max_tokens = whole("max_tokens", max_tokens, 0)
         self._check_memory(len(tokens) + max_tokens)
         if not isinstance(sampling, Sampling):
-            raise TypeError(f"sampling is {sampling!r}; expected Sampling(temperature=..., seed=...)")
+            raise TypeError(f"sampling is {short(sampling, repr)}; expected Sampling(temperature=..., seed=...)")
         if not self._is_warm:
             self.warm_up()
         verifier = VERIFIERS[self.verify](self.target.config.vocab_size, sampling)

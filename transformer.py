@@ -85,7 +85,7 @@ class Transformer:
         self._reserve(min(self._n_positions, FIRST_POSITIONS))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Transformer, (self._config, self._weights, self._most_threads, self._n_positions)
+        return _rebuilt, (self._config, self._weights, self._most_threads, self._n_positions)
 
     @property
     def config(self) -> Config:
@@ -169,3 +169,8 @@ class Transformer:
         runner = Runner(self._architecture.program(self._config, self._weights, buffers))
         # all or nothing: an interrupt between two calls would leave a program of buffers that are gone
         self._runner, self._buffers, self._capacity = runner, buffers, capacity
+
+
+def _rebuilt(config: Config, weights: Weights, n_threads: int, n_positions: int) -> Transformer:
+    """A model from its pickled parts, maybe on a machine of fewer cores."""
+    return Transformer(config, weights, min(n_threads, available_threads()), n_positions)

@@ -91,6 +91,13 @@ def test_a_damaged_file_is_as_good_as_none(package: Path, name: str) -> None:
     assert [ask(package), ask(package)] == ["40 0", "40 1"]
 
 
+def test_another_functions_file_is_as_good_as_none(package: Path) -> None:
+    ask(package)
+    high, low = code_of(package)
+    high.write_bytes(low.read_bytes())
+    assert [ask(package), ask(package)] == ["40 0", "40 1"]
+
+
 def test_a_folder_in_the_place_of_a_file_is_no_reason_to_stop(package: Path) -> None:
     ask(package)
     for path in code_of(package):

@@ -15,20 +15,33 @@ def decoder(pair):
     return SpeculativeDecoder(pair.target, pair.draft)
 
 
+class Five:
+    """A whole number of nobody's kind."""
+
+    def __index__(self):
+        return 5
+
+
+TABLE = np.zeros((9, 9))  # of which numpy writes nine lines
 WRONG_TYPES = [
     ("gamma", 4.5), ("gamma", True), ("gamma", "4"), ("gamma", None), ("n_threads", 1.5), ("n_threads", "1"), ("n_threads", True),
+    ("gamma", int), ("gamma", TABLE), ("n_threads", TABLE.astype(int)), ("target", 5), ("target", None), ("target", b"a.bin"),
+    ("draft", True), ("draft", TABLE), ("draft", [1]), ("tokenizer", 3.5), ("tokenizer", b"a.bin"),
 ]  # fmt: skip
 WRONG_VALUES = [
     ("gamma", 0), ("gamma", 64), ("gamma", -1), ("n_threads", 0), ("n_threads", 10**6), ("verify", ["coupled"]), ("verify", "x"),
-    ("verify", None), ("quantize", "int4"), ("quantize", ["both"]), ("quantize", 3),
+    ("verify", None), ("quantize", "int4"), ("quantize", ["both"]), ("quantize", 3), ("verify", TABLE), ("verify", 10**5000),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "value"), [*WRONG_TYPES, *WRONG_VALUES])
-def test_a_decoder_of_wrong_values_is_refused_by_name(pair, name, value):
-    kind = TypeError if (name, value) in WRONG_TYPES else ValueError
-    with pytest.raises(kind, match=name):
-        SpeculativeDecoder(pair.target, pair.draft, **{name: value})
+WRONG = [(*case, TypeError) for case in WRONG_TYPES] + [(*case, ValueError) for case in WRONG_VALUES]
+
+
+@pytest.mark.parametrize(("name", "value", "kind"), WRONG, ids=[f"{name} {i}" for i, (name, *_) in enumerate(WRONG)])
+def test_a_decoder_of_wrong_values_is_refused_by_name(pair, name, value, kind):
+    with pytest.raises(kind, match=f"^{name} is .*; expected") as told:
+        SpeculativeDecoder(**({"target": pair.target, "draft": pair.draft} | {name: value}))
+    assert len(str(told.value)) < 200 and "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize(("name", "value"), [("gamma", 0), ("gamma", 2.5), ("verify", "never")])
@@ -46,7 +59,8 @@ WRONG_REQUESTS = [
     ("temperature", -(10**5000), ValueError), ("temperature", float("inf"), ValueError), ("temperature", None, TypeError),
     ("temperature", True, TypeError), ("max_tokens", -1, ValueError), ("max_tokens", float("nan"), TypeError),
     ("max_tokens", 2.0, TypeError), ("prompt", None, TypeError), ("prompt", b"ab", TypeError), ("prompt", 5, TypeError),
-    ("prompt", "a\udcff", ValueError), ("prompt", "x" * 500, ValueError),
+    ("prompt", "a\udcff", ValueError), ("prompt", "x" * 500, ValueError), ("prompt", 10**5000, TypeError),
+    ("prompt", TABLE, TypeError), ("temperature", TABLE, TypeError), ("max_tokens", TABLE, TypeError), ("seed", int, TypeError),
 ]  # fmt: skip
 
 
@@ -59,14 +73,26 @@ def test_a_request_of_wrong_values_is_refused_by_name_before_anything_runs(decod
     for ask in (lambda: decoder.generate(**request, **drawn), lambda: decoder.stream(**request, sampling=Sampling(**drawn))):
         with pytest.raises(kind, match=name) as told:
             ask()
-        assert len(str(told.value)) < 200
+        assert len(str(told.value)) < 200 and "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("sampling", [None, 0.5, {"seed": 3}, Sampling])
+def test_what_is_no_sampling_is_refused(decoder, sampling):
+    with pytest.raises(TypeError, match=r"^sampling is .*; expected"):
+        decoder.stream("ab", 5, sampling)
 
 
 def test_numbers_of_numpy_are_numbers(decoder):
     text = decoder.generate("ab", 20, 0.5, 3, 0.75, 7).text
     again = decoder.generate("ab", np.int32(20), np.float32(0.5), np.int64(3), np.float64(0.75), np.uint8(7)).text
     assert again == text
+    assert decoder.generate("ab", Five(), 0.5, Five(), 0.75, Five()) is not None
     assert Sampling(temperature=1) == Sampling(temperature=1.0)
+
+
+def test_a_number_of_tokens_does_not_wrap_around(pair):
+    decoder = SpeculativeDecoder(pair.endless, pair.draft)
+    assert decoder.generate("ab" * 9, np.uint8(250), seed=1).statistics.n_generated == 250
 
 
 @pytest.mark.parametrize("tokens", [[1, 99999], [1, -1], [1, 300]])

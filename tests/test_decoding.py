@@ -84,7 +84,7 @@ class Guesses:
 
 def test_the_loop_by_hand():
     """Two of three proposals stand and the target corrects the third; then all stand; then none; then the end mark."""
-    text = [BOS, 5, 6, 7, 8, 9, 10, 11, 12, EOS]
+    text = [BOS, 5, 6, 7, 8, 9, 10, 11, 12, EOS, 13, 14, 15]
     target, drafter = Script(text), Guesses([6, 7, 4], [9, 10], [3, 3], [EOS, 5])
     verifier = CoupledVerifier(20, Sampling(0.0))
     events = list(decode(target, drafter, verifier, [BOS, 5], 50, 3, END_MARKS))

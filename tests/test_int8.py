@@ -23,7 +23,17 @@ from specdec.machine.vectors import CPU_FEATURES, round_up
 from specdec.readers import load_checkpoint
 from specdec.transformer import Transformer
 from specdec.weights import INT8, Kind
-from specdec.weights.int8 import GROUP_HEAD, NATIVE_INT8, PORTABLE_INT8, QUADS, best_dot4, dot4_tile, multiply, quantize
+from specdec.weights.int8 import (
+    GROUP_HEAD,
+    NATIVE_INT8,
+    PORTABLE_INT8,
+    QUADS,
+    best_dot4,
+    dot4_tile,
+    multiply,
+    quantize,
+    quantize_rows,
+)
 from specdec.weights.matrix import Grouped, pack
 from tests import reference
 from tests.checkpoints import (
@@ -222,6 +232,15 @@ def test_real_int8_logits_do_not_depend_on_the_batch_the_threads_or_the_path_bit
                 model = Transformer(checkpoint.config, weights, n_threads, n_positions=130)
                 for block in (2, 5, 8, 9, 17, 64):
                     np.testing.assert_array_equal(run_in_blocks(model, tokens, block).view(np.int32), alone.view(np.int32))
+
+
+def test_weights_that_nearly_vanish_keep_their_sign_or_vanish():
+    """190 / 127 units of the smallest float are one unit, and 190 of it no int8."""
+    rows = np.full((400, 32), 1e-45, np.float32) * np.arange(400, dtype=np.float32)[:, None]
+    rows[:, 1::2] *= -1
+    for scaled in (rows, rows * np.float32(1e7), rows * np.float32(1e9)):
+        values = quantize_rows(scaled, 32).values
+        assert (values[:, 0].astype(int) * np.sign(scaled) >= 0).all()
 
 
 def test_an_int8_copy_of_a_model_is_the_model_quantized_while_loading():

@@ -45,7 +45,7 @@ def test_top_p_of_a_large_flat_vocabulary_needs_no_sort_to_be_right():
     assert abs(np.count_nonzero(got) - np.count_nonzero(expected)) <= 3
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 1e-6, 1e6])
+@pytest.mark.parametrize("temperature", [1e-30, 1e-6, 1e6, 1e46, 1e300])
 def test_extreme_temperatures_stay_finite(temperature):
     probs = draw_probabilities(np.array([3.0, -80.0, 2.5, 3.0], np.float32), temperature, 0, 1.0)
     assert probs.sum() == pytest.approx(1, abs=1e-6)
@@ -126,3 +126,11 @@ def test_kept_or_redrawn_tokens_follow_p_whatever_q_is():
         assert counts[4] == 0
         expected = 100_000 * p[:4]
         assert ((counts[:4] - expected) ** 2 / expected).sum() < reference.chi_square_limit(3, 4.8)
+
+
+def test_a_token_that_cannot_be_is_not_kept_where_rounding_leaves_no_residual():
+    """A q of 1 - 1e-9 is 1 in float32."""
+    p, q = zeros(1, 16), zeros(1, 16)
+    p[0, 2] = q[0, 2] = 1
+    q[0, 3] = 1e-9
+    assert keep_or_redraw(p, q, 4, 3, 1, 2, 0, 5) == 2

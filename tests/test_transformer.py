@@ -1,12 +1,16 @@
 """The pass: against float64 oracles within rounding, and bit for bit where bits are promised."""
 
 import copy
+import os
 import pickle
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from specdec import transformer
 from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
 from specdec.files import DEFAULT_DRAFT, DEFAULT_TARGET
@@ -14,7 +18,7 @@ from specdec.readers import load_checkpoint
 from specdec.transformer import Transformer
 from specdec.weights import FP32, INT8
 from tests import reference
-from tests.checkpoints import SHARED, random_tensors
+from tests.checkpoints import ROOT, SHARED, random_tensors
 from tests.models import CONFIGS, THREADS, random_model, run_in_blocks, tokens_for
 
 
@@ -95,14 +99,17 @@ def test_beyond_its_seq_len_a_model_sees_a_sliding_window(window):
     ("tokens", "n_logits"), [([1] * 3, 4), ([512], 1), ([-1], 1), ([1] * 97, 1), ([1] * 70, 65), ([1], -1), ([], 1)]
 )
 def test_a_forward_that_cannot_be_run_is_refused(tokens, n_logits):
-    with pytest.raises(ValueError, match="token|n_logits"):
+    with pytest.raises(ValueError, match=r"token|n_logits"):
         random_model(CONFIGS["gqa"]).forward(tokens, n_logits)
 
 
 def test_what_is_no_token_is_refused():
-    for token in (1.0, "1", None):
-        with pytest.raises(TypeError):
-            random_model(CONFIGS["gqa"]).forward([token])
+    for tokens in ([1.0], ["1"], [None], 5, None, np.zeros((2, 2)), object()):
+        with pytest.raises(TypeError, match=r"^tokens are .*; expected whole numbers$"):
+            random_model(CONFIGS["gqa"]).forward(tokens)
+    for n in (1.0, "1", None, [1]):
+        with pytest.raises(TypeError, match="n_logits"):
+            random_model(CONFIGS["gqa"]).forward([1, 2, 3], n)
 
 
 @pytest.mark.parametrize("n", [0, -1, 10**9])
@@ -131,6 +138,19 @@ def test_weights_of_another_shape_are_refused():
                     Transformer(config, weights[other])
 
 
+@pytest.mark.parametrize("flaw", [{"n_kv_heads": 3}, {"n_heads": 64, "n_kv_heads": 64}, {"seq_len": 0}])
+def test_a_config_that_is_no_models_is_refused(flaw):
+    config = replace(CONFIGS["gqa"], **flaw)
+    with pytest.raises(ValueError, match=next(iter(flaw)) + "|head_dim"):
+        Transformer(config, LLAMA.pack(config, random_tensors(config, 0)))
+
+
+def test_a_model_of_many_threads_can_be_unpickled_where_there_are_fewer(monkeypatch):
+    pickled = pickle.dumps(random_model(CONFIGS["gqa"], n_threads=max(THREADS)))
+    monkeypatch.setattr("specdec.transformer.available_threads", lambda: 1)
+    assert pickle.loads(pickled).n_threads == 1
+
+
 def test_a_model_that_was_pickled_or_copied_gives_the_same_bits():
     """Arrays lose their place at a cache line on the way, which a tile's loads need."""
     tokens = tokens_for(CONFIGS["gqa"], 20)
@@ -151,6 +171,56 @@ def test_a_text_that_outgrows_its_buffers_keeps_its_logits(name):
     for end in (1, 200, 255, 256, 257, 300, 600, 700):
         logits = grown.forward(tokens[:end], 1).copy()
     np.testing.assert_array_equal(at_once.forward(tokens, 1), logits)
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["zeros", "Runner"])
+def test_a_growth_that_fails_leaves_a_model_that_works(monkeypatch, where, error):
+    config = replace(CONFIGS["gqa"], seq_len=1000)
+    tokens = tokens_for(config, 300)
+    expected = random_model(config).forward(tokens, 40)
+    grown = random_model(config)
+    grown.forward(tokens[:250])
+
+    def fails(*_):
+        raise error
+
+    with monkeypatch.context() as context:
+        context.setattr(transformer, where, fails)
+        with pytest.raises(error):
+            grown.forward(tokens, 40)
+    np.testing.assert_array_equal(grown.forward(tokens, 40), expected)
+
+
+FORKED = """
+import os, signal, sys, threading, time
+from tests.models import CONFIGS, random_model
+
+config = CONFIGS["gqa"]
+model, busy = random_model(config), random_model(config)
+mine, other = list(range(5, 70)), list(range(99, 170))
+expected, others = (random_model(config).forward(tokens).tobytes() for tokens in (mine, other))
+model.forward(mine)
+
+def work():
+    with busy.lock:
+        time.sleep(60)
+
+threading.Thread(target=work, daemon=True).start()
+while busy.lock.acquire(blocking=False):
+    busy.lock.release()
+child = os.fork()
+if child == 0:  # writes its own text into its own cache, and waits for no thread that is gone
+    signal.alarm(20)
+    os._exit(0 if (model.forward(other).tobytes(), busy.forward(other).tobytes()) == (others, others) else 1)
+print(os.waitpid(child, 0)[1], model.forward(mine).tobytes() == expected)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_process_has_a_cache_and_locks_of_its_own():
+    done = subprocess.run([sys.executable, "-c", FORKED], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "0 True\n", done.stderr
 
 
 # What a pass that is not finite leaves behind

@@ -260,6 +260,7 @@ def quantize_rows(rows: Float32, group: int) -> Grouped:
     groups[:, : rows.shape[1]] = rows
     groups = groups.reshape(rows.shape[0], -1, group)
     scales = np.maximum(groups.max(-1), np.float32(0) - groups.min(-1)) / np.float32(127)
+    scales[scales < np.finfo(np.float32).tiny] = 0  # so few bits that a weight might be 190 of them, which wraps around
     groups /= np.where(scales > 0, scales, np.float32(1))[:, :, None]
     return Grouped(np.rint(groups, out=groups).astype(np.int8), scales)
 
