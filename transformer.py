@@ -126,7 +126,8 @@ class Transformer:
         """
         tokens = tokens if isinstance(tokens, list) else ids("tokens", tokens)
         n = len(tokens)
-        n_logits = whole("n_logits", n_logits, 0, min(n, MAX_TOKENS))
+        if type(n_logits) is not int or not 0 <= n_logits <= min(n, MAX_TOKENS):
+            n_logits = whole("n_logits", n_logits, 0, min(n, MAX_TOKENS))
         if n > self._n_positions:
             raise ValueError(f"{n} tokens do not fit {self._n_positions} positions")
         with self.lock:

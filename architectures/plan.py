@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..kernels import Buffers
-from ..machine.memory import aligned, physical_memory_bytes, zeros
+from ..machine.memory import Block, aligned, physical_memory_bytes, zeros
 from ..machine.programs import Program
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import Float32, round_up
@@ -62,7 +62,9 @@ class Weights:
 
     def converted(self, kind: Kind) -> "Weights":
         """The same matrices in another kind of weights, beside the same vectors."""
-        new = {id(matrix): converted(matrix, kind) for matrix in self.matrices.values()}
+        matrices = {id(matrix): matrix for matrix in self.matrices.values()}
+        block = Block(sum(_n_floats(len(m.strips), m.n, 0, kind) for m in matrices.values()))
+        new = {name: converted(matrix, kind, block.take) for name, matrix in matrices.items()}
         return Weights({name: new[id(matrix)] for name, matrix in self.matrices.items()}, self.vectors)
 
     def aligned(self) -> "Weights":
@@ -93,10 +95,14 @@ class Architecture:
         """
         parts, vectors = self.parts(config), self.vectors(config)
         sources = {part: [_at(tensors, *place) for place in part.tensors] for part in parts.values()}
-        needed = sum(_n_bytes(part, tensors[0], kind) for part, tensors in sources.items())
+        needed = 4 * sum(
+            _n_floats(part.n_strips, part.n, getattr(tensors[0], "group", 0), kind_for(tensors[0], kind))
+            for part, tensors in sources.items()
+        )
         if needed > (memory := physical_memory_bytes()):
             raise MemoryError(f"its weights take {needed / 2**30:.2f} GiB; this machine has {memory / 2**30:.2f} GiB of memory")
-        packed = {part: pack(tensors, kind_for(tensors[0], kind), part.in_turns) for part, tensors in sources.items()}
+        block = Block(needed // 4)
+        packed = {part: pack(ts, kind_for(ts[0], kind), part.in_turns, block.take) for part, ts in sources.items()}
         return Weights(
             {name: packed[part] for name, part in parts.items()},
             {
@@ -121,10 +127,9 @@ def _at(tensors: Mapping[str, Any], name: str, layer: int | None) -> Any:
     return tensors[name] if layer is None else tensors[name][layer]
 
 
-def _n_bytes(part: Part, tensor: Any, kind: Kind) -> int:
-    """What a matrix will take."""
-    kind = kind_for(tensor, kind)
-    return part.n_strips * 4 * math.prod(kind.strip_shape(part.n, kind.group(part.n, getattr(tensor, "group", 0))))
+def _n_floats(n_strips: int, n: int, group: int, kind: Kind) -> int:
+    """What a matrix of n columns takes in that kind, of a tensor whose weights share scales in groups, if in any."""
+    return n_strips * math.prod(kind.strip_shape(n, kind.group(n, group)))
 
 
 def _pack_vector(vector: Vector, tensors: list[Float32]) -> Float32:

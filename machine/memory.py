@@ -32,6 +32,21 @@ def zeros(*shape: int) -> Float32:
     return buffer[start : start + n_bytes].view(np.float32).reshape(shape)
 
 
+class Block:
+    """Room for arrays of so many floats in all, side by side: the system gives one large block larger pages than many small ones.
+
+    Measured, 15M int8, one token: the pass takes 1.06 times as long with an allocation for each matrix.
+    """
+
+    def __init__(self, n: int) -> None:
+        self._floats, self._used = zeros(n), 0
+
+    def take(self, *shape: int) -> Float32:
+        """The next array, of zeros; it begins at a cache line if those before it fill theirs."""
+        start, self._used = self._used, self._used + math.prod(shape)
+        return self._floats[start : self._used].reshape(shape)
+
+
 def lazy_zeros(*shape: int) -> Float32:
     """As `zeros`, of which only what is written becomes resident: numpy would ask for pages of 2 MB. Raises MemoryError."""
     private = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}  # else a forked process would write here too

@@ -6,6 +6,7 @@ phase follow each other on each thread by itself; between phases all threads mee
 """
 
 import functools
+import struct
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
@@ -46,8 +47,10 @@ class Row(NamedTuple):
 Program = Sequence[Sequence[Row]]  # phases of rows
 
 WORD_BYTES = 8
-N_THREADS, ARRIVALS = Pass._fields.index("n_threads"), len(Pass._fields)  # behind a pass's numbers: arrivals at its barriers
+N_THREADS = Pass._fields.index("n_threads")
+ARRIVALS = 16  # at a pass's barriers are counted that far behind its numbers, in a cache line that nobody else reads
 PASS_WORDS = ARRIVALS + 1
+NUMBERS = struct.Struct(f"={len(Pass._fields)}q")  # numpy takes 1 us for them
 OPERATION, ENDS_PHASE, ROW_HEAD = range(3)  # the words of a row in front of the arguments
 ROW_WORDS = 48
 
@@ -175,7 +178,8 @@ def _runner() -> int:
 def threads_meet(n_threads: int) -> bool:
     """Whether barriers inside one parallel region are safe: TBB may run its tasks one after another, and limits from outside
     (OMP_THREAD_LIMIT) may leave fewer threads than asked for. A roll call of the threads tells."""
-    run = np.array([*Pass(0, 0, 0, n_threads), 0])
+    run = np.zeros(PASS_WORDS, np.int64)
+    run[N_THREADS] = n_threads
     run_on_threads(_runner(), run.ctypes.data, 0, 0, 0, n_threads)
     return bool((n_threads == 1 or numba.threading_layer() != "tbb") and run[ARRIVALS] == n_threads + n_threads**2)
 
@@ -200,6 +204,7 @@ class Runner:
         in_one = threads_meet(run.n_threads) if self.in_one_region is None else self.in_one_region
         first = 0
         for last in self._ends[-1:] if in_one else self._ends:
-            self._run[:] = *run, 0
+            NUMBERS.pack_into(self._run.data, 0, *run)
+            self._run[ARRIVALS] = 0
             run_on_threads(_runner(), *self._addresses, first, last, run.n_threads)
             first = last

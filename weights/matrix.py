@@ -99,12 +99,15 @@ def n_strips(rows: int) -> int:
     return int(ceil_div(rows, STRIP_ROWS))
 
 
-def pack(tensors: Sequence[Tensor], kind: Kind, in_turns: bool = False) -> Matrix:
-    """Tensors, each from a strip of its own on, below each other or strip by strip in turns, as one matrix of that kind."""
+def pack(tensors: Sequence[Tensor], kind: Kind, in_turns: bool = False, room: Callable[..., Float32] = zeros) -> Matrix:
+    """Tensors, each from a strip of its own on, below each other or strip by strip in turns, as one matrix of that kind.
+
+    room: gives zeros of a shape.
+    """
     sizes = [n_strips(tensor.shape[0]) for tensor in tensors]
     n = tensors[0].shape[1]
     group = kind.group(n, getattr(tensors[0], "group", 0))
-    strips = zeros(sum(sizes), *kind.strip_shape(n, group))
+    strips = room(sum(sizes), *kind.strip_shape(n, group))
     for i, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
         first, stride = (i, len(tensors)) if in_turns else (sum(sizes[:i]), 1)
         for block in blocks(size):
@@ -113,10 +116,10 @@ def pack(tensors: Sequence[Tensor], kind: Kind, in_turns: bool = False) -> Matri
     return Matrix(kind, strips, n, group)
 
 
-def converted(matrix: Matrix, kind: Kind) -> Matrix:
-    """A matrix in another kind of weights."""
+def converted(matrix: Matrix, kind: Kind, room: Callable[..., Float32] = zeros) -> Matrix:
+    """A matrix in another kind of weights; room: gives zeros of a shape."""
     group = kind.group(matrix.n, 0)
-    strips = zeros(len(matrix.strips), *kind.strip_shape(matrix.n, group))
+    strips = room(len(matrix.strips), *kind.strip_shape(matrix.n, group))
     for block in blocks(len(strips)):
         kind.fill(strips, block.start, 1, matrix.kind.rows(matrix.strips[block], matrix.n, matrix.group), group)
     return Matrix(kind, strips, matrix.n, group)
