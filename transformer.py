@@ -1,7 +1,6 @@
 """Tokens to logits: a model's buffers, the cache that knows its tokens, and the pass. Knows no files."""
 
 import math
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from .checks import ids, whole
 from .kernels import MAX_TOKENS, Buffers
 from .machine.memory import lazy_zeros, zeros
 from .machine.programs import Pass, Runner
-from .machine.threads import available_threads, give_lock
+from .machine.threads import IN_THE_MIDST, Turn, available_threads, give_lock
 from .machine.tiles import STRIP_ROWS, TILE_TOKENS
 from .machine.vectors import LANES, Float32, ceil_div, round_up
 
@@ -77,8 +76,9 @@ class Transformer:
         self.n_threads = self._most_threads if n_threads is None else n_threads
         self._most_threads = self.n_threads
         self._n_positions = config.seq_len if n_positions is None else whole("n_positions", n_positions, 1)
-        self.lock: threading._RLock
-        give_lock(self, "lock")
+        self.lock: Turn
+        give_lock(self, "lock", Turn)
+        self._is_running = False
         self._held: list[int] = []  # the tokens whose keys and values the cache holds
         self._capacity = 0
         self._buffers: Buffers
@@ -122,7 +122,8 @@ class Transformer:
         """Logits (n_logits, V) at the last of the tokens of a text, valid until the next call; runs what the cache does not hold.
 
         Raises ValueError for n_logits beyond the tokens or MAX_TOKENS, a token out of range or more tokens than n_positions,
-        TypeError for tokens that are no whole numbers, MemoryError where the cache cannot grow.
+        TypeError for tokens that are no whole numbers, MemoryError where the cache cannot grow, RuntimeError in a signal handler
+        that interrupts a pass.
         """
         tokens = tokens if isinstance(tokens, list) else ids("tokens", tokens)
         n = len(tokens)
@@ -131,20 +132,30 @@ class Transformer:
         if n > self._n_positions:
             raise ValueError(f"{n} tokens do not fit {self._n_positions} positions")
         with self.lock:
-            start = self._n_common(tokens, n - n_logits)
-            new = ids("tokens", tokens[start:])
-            if new and not 0 <= min(new) <= max(new) < self._config.vocab_size:
-                raise ValueError(f"token out of range 0..{self._config.vocab_size - 1}")
-            self._reserve(n)
-            del self._held[start:]
-            while new:
-                # the last pass is a full one where there are several, so that it holds all n_logits tokens
-                block = new[: len(new) % MAX_TOKENS or MAX_TOKENS]
-                del new[: len(block)]
-                self._buffers.tokens[: len(block)] = block
-                self._runner(Pass(len(block), len(self._held), 0 if new else n_logits, self._n_threads))
-                self._held += block
-            return self._buffers.logits[:n_logits, : self._config.vocab_size]
+            if self._is_running:
+                raise RuntimeError(IN_THE_MIDST)
+            self._is_running = True
+            try:
+                self._run(tokens, n_logits)
+                return self._buffers.logits[:n_logits, : self._config.vocab_size]
+            finally:
+                self._is_running = False
+
+    def _run(self, tokens: list[int], n_logits: int) -> None:
+        """The tokens that the cache does not hold, and the last n_logits."""
+        start = self._n_common(tokens, len(tokens) - n_logits)
+        new = ids("tokens", tokens[start:])
+        if new and not 0 <= min(new) <= max(new) < self._config.vocab_size:
+            raise ValueError(f"token out of range 0..{self._config.vocab_size - 1}")
+        self._reserve(len(tokens))
+        del self._held[start:]
+        while new:
+            # the last pass is a full one where there are several, so that it holds all n_logits tokens
+            block = new[: len(new) % MAX_TOKENS or MAX_TOKENS]
+            del new[: len(block)]
+            self._buffers.tokens[: len(block)] = block
+            self._runner(Pass(len(block), len(self._held), 0 if new else n_logits, self._n_threads))
+            self._held += block
 
     def _n_common(self, tokens: list[int], limit: int) -> int:
         """How many tokens, at most limit, the cache holds of a text."""

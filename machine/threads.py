@@ -61,23 +61,47 @@ def run_alone(function, a, b, first, last):
     call(function, (a, b, first, last, np.int64(0)))
 
 
-_one_region_at_a_time = threading.Lock()  # two would fight for the cores, and without OpenMP numba aborts the process
+_one_region_at_a_time = threading.RLock()  # two would fight for the cores, and without OpenMP numba aborts the process
 _threads_are_gone = False  # in the child of a fork
-_locks: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # whose, and the attribute's name
+_locks: weakref.WeakKeyDictionary[Any, tuple[str, Any]] = weakref.WeakKeyDictionary()  # whose, the attribute's name, the kind
 
 
-def give_lock(owner: Any, name: str) -> None:
+class Turn:
+    """A lock for a piece of work and a pass inside it. Who comes a third time in one thread is a signal handler in their midst.
+
+    Raises RuntimeError for that: neither would be right.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self._depth = threading.RLock(), 0
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        if self._depth == 2:
+            self.lock.release()
+            raise RuntimeError(IN_THE_MIDST)
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        self.lock.release()
+
+
+IN_THE_MIDST = "this thread is in the middle of a pass of this model; a signal handler cannot use it"
+
+
+def give_lock(owner: Any, name: str, kind: Any = threading.RLock) -> None:
     """owner.name becomes a lock, and another one in the child of a fork: who holds it there may be a thread that is gone."""
-    setattr(owner, name, threading.RLock())
-    _locks[owner] = name
+    setattr(owner, name, kind())
+    _locks[owner] = name, kind
 
 
 def _after_fork() -> None:
     global _threads_are_gone, _one_region_at_a_time
     _threads_are_gone = _threads_have_run
-    _one_region_at_a_time = threading.Lock()
-    for owner, name in [*_locks.items()]:
-        give_lock(owner, name)
+    _one_region_at_a_time = threading.RLock()
+    for owner, (name, kind) in [*_locks.items()]:
+        give_lock(owner, name, kind)
 
 
 _threads_have_run = False

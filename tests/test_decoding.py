@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -463,6 +465,32 @@ def test_a_text_that_is_begun_while_another_is_judged_disturbs_neither(pair):
     assert tokens == alone
     assert len(texts) > 3
     assert set(texts) == {inner}
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer of the system")
+def test_a_signal_handler_gets_the_right_text_or_is_refused_and_spoils_none(pair):
+    decoder = SpeculativeDecoder(pair.target, pair.draft)
+    outer, inner = (decoder.generate(prompt, 120, seed=1).text for prompt in ("Once", "Then"))
+    texts, refused = [], []
+
+    def decode_too(*_):
+        try:
+            texts.append(decoder.generate("Then", 120, seed=1).text)
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    before = signal.signal(signal.SIGALRM, decode_too)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.0137)
+        deadline = time.monotonic() + 2
+        while (len(refused) < 3 or not texts) and time.monotonic() < deadline:
+            assert decoder.generate("Once", 120, seed=1).text == outer
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert set(texts) <= {inner}
+    assert all("signal handler" in error for error in refused)
+    assert texts or refused
 
 
 class Trial:

@@ -207,8 +207,8 @@ def work():
         time.sleep(60)
 
 threading.Thread(target=work, daemon=True).start()
-while busy.lock.acquire(blocking=False):
-    busy.lock.release()
+while busy.lock.lock.acquire(blocking=False):
+    busy.lock.lock.release()
 child = os.fork()
 if child == 0:  # writes its own text into its own cache, and waits for no thread that is gone
     signal.alarm(20)
