@@ -1,0 +1,249 @@
+"""Figures of a target and its draft, with the library's own pass and loop: `train.py evaluate`. Knows no training.
+
+Shapes: T tokens, V vocab_size, N rows. p is the target's probability and q the draft's (Leviathan et al. 2023).
+"""
+
+import argparse
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..architectures.llama import LLAMA
+from ..decoder import SpeculativeDecoder, load_model
+from ..decoding import CoupledVerifier, Step, decode
+from ..drafters import ModelDrafter
+from ..kernels import MAX_TOKENS
+from ..machine.vectors import Float32, Int64
+from ..sampling import TARGET_NOISE, Sampler, Sampling
+from ..tokenizer import FIRST_BYTE, Tokenizer
+from ..transformer import Transformer
+from .stories import Stories, encode_stories, pack_rows
+
+Pair = tuple[Transformer, Transformer]  # target and draft
+GAMMA = 4  # of what only has to be written fast: a coupled text is the same with any
+
+
+def logits_after(model: Transformer, tokens: list[int]) -> Float32:
+    """Logits (T, V) after every token of a text."""
+    logits = np.empty((len(tokens), model.config.vocab_size), np.float32)
+    for start in range(0, len(tokens), MAX_TOKENS):
+        block = logits[start : start + MAX_TOKENS]
+        block[:] = model.forward(tokens[: start + len(block)], n_logits=len(block))
+    return logits
+
+
+def log_probs_after(model: Transformer, tokens: list[int]) -> Float32:
+    """Log-probabilities (T, V) after every token of a text."""
+    logits = logits_after(model, tokens)
+    logits -= logits.max(1, keepdims=True)
+    logits -= np.log(np.exp(logits).sum(1, keepdims=True))
+    return logits
+
+
+def continuation(
+    target: Transformer,
+    draft: Transformer | None,
+    prompt: list[int],
+    n_tokens: int,
+    sampling: Sampling,
+    end_marks: Mapping[int, str],
+) -> list[int]:
+    """What the target says after the prompt, up to n_tokens or with the end mark; a draft makes it faster, not another text."""
+    verifier = CoupledVerifier(target.config.vocab_size, sampling)
+    drafter = ModelDrafter(draft, sampling, verifier.draft_noise, end_marks) if draft else None
+    tokens: list[int] = []
+    for event in decode(target, drafter, verifier, prompt, n_tokens, GAMMA, end_marks):
+        if isinstance(event, Step):
+            tokens += event.tokens
+            tokens += [mark for mark, name in end_marks.items() if name == event.stop_reason]
+    return tokens
+
+
+# -------------------------------------------------------------------------------------------------------------- losses
+
+
+def byte_lengths(tokenizer: Tokenizer) -> Int64:
+    """Bytes of text that each token (V,) stands for."""
+    lengths = np.array([len(piece) for piece in tokenizer.pieces])
+    lengths[:FIRST_BYTE] = 0
+    lengths[FIRST_BYTE : FIRST_BYTE + 256] = 1
+    return lengths
+
+
+def token_losses(model: Transformer, tokens: list[int]) -> npt.NDArray[np.float64]:
+    """Nats of tokens[1:], each after all before it, as far as the model's seq_len."""
+    tokens = tokens[: model.config.seq_len + 1]
+    log_probs = log_probs_after(model, tokens[:-1])
+    return -log_probs[np.arange(len(log_probs)), tokens[1:]].astype(np.float64)
+
+
+def nats_per_byte(model: Transformer, tokenizer: Tokenizer, stories: Sequence[str], n_bytes: Sequence[int]) -> float:
+    """Mean loss over the first n_bytes of each story; a token across that border counts by its share of bytes.
+
+    Bytes beyond the model's seq_len do not count.
+    """
+    lengths = byte_lengths(tokenizer)
+    nats, counted = 0.0, 0
+    for story, limit in zip(stories, n_bytes, strict=True):
+        tokens = tokenizer.encode(story)
+        losses = token_losses(model, tokens)
+        ends = np.cumsum(lengths[tokens[1 : len(losses) + 1]]) - 1  # no dummy space
+        starts = np.concatenate([[0], ends[:-1]])
+        # The dummy space alone is a token of no bytes: it counts whole.
+        share = np.clip((limit - starts) / np.maximum(ends - starts, 1e-9), 0.0, 1.0)
+        nats += float((losses * share).sum())
+        counted += min(limit, int(ends[-1]))
+    return nats / counted
+
+
+def losses_by_position(model: Transformer, tokenizer: Tokenizer, rows: npt.NDArray[np.int32], width: int) -> list[float]:
+    """Nats per byte in each bucket of `width` positions, over rows (N, T + 1) of stories."""
+    nats = np.array([token_losses(model, row.tolist()) for row in rows])
+    n_bytes = byte_lengths(tokenizer)[rows[:, 1:]]
+    sums = [values.reshape(len(rows), -1, width).sum((0, 2)) for values in (nats, n_bytes)]
+    return [float(rate) for rate in sums[0] / sums[1]]
+
+
+def print_losses(args: argparse.Namespace, pair: Pair, tokenizer: Tokenizer, held_out: list[str]) -> None:
+    """Of the references and the target over the same bytes, then of the pair by position."""
+    rule = Tokenizer(args.byte_tokenizer) if args.byte_tokenizer else tokenizer
+    n_bytes = [int(byte_lengths(rule)[rule.encode(story)[1 : args.byte_tokens]].sum()) - 1 for story in held_out]
+    print(f"held out: {len(n_bytes)} stories, {sum(n_bytes)} bytes, their first {args.byte_tokens} tokens", flush=True)
+    for path in args.reference:
+        print(f"{path.name}: {nats_per_byte(load_model(path), rule, held_out, n_bytes):.4f} nats per byte", flush=True)
+    whole = [len(story.encode()) for story in held_out]
+    print(f"target: {nats_per_byte(pair[0], tokenizer, held_out, n_bytes):.4f} nats per byte", flush=True)
+    print(f"target: {nats_per_byte(pair[0], tokenizer, held_out, whole):.4f}, whole stories (first {pair[0].n_positions} tokens)")
+    for name, model in zip(("target", "draft"), pair, strict=True):
+        n, length = sum(map(math.prod, LLAMA.shapes(model.config).values())), model.config.seq_len
+        rows = pack_rows(encode_stories(tokenizer, held_out), length + 1, np.random.default_rng(0))
+        buckets = losses_by_position(model, tokenizer, rows, length // 8)
+        print(f"{name}: {n} parameters, by eighths of seq_len", *(f"{b:.3f}" for b in buckets), flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------- acceptance
+
+
+class Acceptance(NamedTuple):
+    """How often the draft's token is accepted along the target's own continuations.
+
+    rejection: the mean of sum min(p, q); coupled: the share of tokens that both choose with the same noise. At temperature 0
+    both are the share of positions where the two argmax agree. first_window: rejection while the draft still sees everything.
+    """
+
+    rejection: float
+    coupled: float
+    first_window: float
+
+
+def acceptance(
+    target: Transformer,
+    draft: Transformer,
+    prompts: Sequence[list[int]],
+    n_tokens: int,
+    samplings: Sequence[Sampling],
+    end_marks: Mapping[int, str],
+) -> Acceptance:
+    """Token by token, as if each proposal were the first of its step; the mark that ends a story counts, nothing behind it.
+
+    p and q are both cut to their top-p set. Beyond its seq_len the draft's window slides. samplings: one for each prompt.
+    """
+    judged: list[tuple[float, bool, bool]] = []
+    for prompt, sampling in zip(prompts, samplings, strict=True):
+        tokens = prompt + continuation(target, draft, prompt, n_tokens, sampling, end_marks)
+        sampler = Sampler(target.config.vocab_size, sampling)
+        p, q = sampler.new_probs(), sampler.new_probs()
+        logits = [logits_after(model, tokens[:-1]) for model in (target, draft)]
+        for position in range(len(prompt), len(tokens)):
+            sampler.probabilities(p, logits[0][position - 1])
+            proposal = sampler.draw(q, logits[1][position - 1], TARGET_NOISE, position)
+            overlap = float(np.minimum(p, q).sum())
+            judged.append((overlap, proposal == tokens[position], position <= draft.config.seq_len))
+    overlaps, same, inside = (np.array(column) for column in zip(*judged, strict=True))
+    return Acceptance(float(overlaps.mean()), float(same.mean()), float(overlaps[inside].mean()))
+
+
+def print_acceptance(args: argparse.Namespace, pair: Pair, tokenizer: Tokenizer, held_out: list[str]) -> None:
+    prompts = [tokenizer.encode(story)[: args.prompt_tokens] for story in spread(held_out, args.prompts)]
+    for temperature, top_p in ((0.0, 0.9), (0.8, 0.9), (1.0, 0.9), (1.0, 1.0)):
+        samplings = [Sampling(temperature, 0, top_p, args.seed + i) for i in range(len(prompts))]
+        rates = acceptance(*pair, prompts, args.tokens, samplings, tokenizer.end_marks)
+        figures = (f"{name} {rate:.3f}" for name, rate in rates._asdict().items())
+        print(f"acceptance at {temperature}, top-p {top_p}:", *figures, flush=True)
+
+
+# --------------------------------------------------------------------------------------------------------------- speed
+
+
+class Speed(NamedTuple):
+    """Accepted / drafted over all prompts; medians: tokens a second, those of the target alone, and the prompts' ratios."""
+
+    accepted: float
+    per_second: float
+    alone_per_second: float
+    ratio: float
+
+
+def speed(decoder: SpeculativeDecoder, prompts: Sequence[str], n_tokens: int, temperature: float, top_p: float) -> Speed:
+    """Of the decoder as it is, beside its target alone with the same seeds. Raises ValueError where the two texts differ."""
+    alone = SpeculativeDecoder(decoder.target, tokenizer=decoder.tokenizer)
+    decoder.warm_up()
+    runs = []
+    for seed, prompt in enumerate(prompts, 1):
+        both = [one.generate(prompt, n_tokens, temperature, top_p=top_p, seed=seed) for one in (decoder, alone)]
+        if decoder.verify == "coupled" and both[0].text != both[1].text:
+            raise ValueError(f"the text of {prompt!r} with a draft is not the target's own")
+        runs.append([generation.statistics for generation in both])
+    n_drafted = sum(run.n_drafted for run, _ in runs)
+    rates = [(run.tokens_per_second, plain.tokens_per_second) for run, plain in runs]
+    per_second, alone_per_second = (statistics.median(column) for column in zip(*rates, strict=True))
+    ratio = statistics.median(rate / plain for rate, plain in rates)
+    return Speed(sum(run.n_accepted for run, _ in runs) / n_drafted, per_second, alone_per_second, ratio)
+
+
+def print_speeds(args: argparse.Namespace, tokenizer: Tokenizer, held_out: list[str]) -> None:
+    """Of the program with its defaults: coupled, the draft int8."""
+    prompts = [" ".join(story.split()[: args.prompt_words]) for story in spread(held_out, args.prompts)]
+    decoder = SpeculativeDecoder(args.out / "target.bin", args.out / "draft.bin", tokenizer)
+    for decoder.gamma in args.gamma:
+        for temperature in (0.0, 1.0):
+            of = speed(decoder, prompts, args.tokens, temperature, 0.9)
+            rates = f"{of.per_second:.0f} tok/s, {of.ratio:.2f} times the target alone ({of.alone_per_second:.0f})"
+            print(f"γ {decoder.gamma}, temperature {temperature}: {of.accepted:.3f} accepted, {rates}", flush=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- command
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--byte-tokenizer", type=Path, help="a tokenizer.bin whose tokens set the bytes counted")
+    parser.add_argument("--byte-tokens", type=int, default=250, help="BOS and the next ones of each story")
+    parser.add_argument("--reference", type=Path, nargs="*", default=[], help="models of that tokenizer")
+    parser.add_argument("--stories", type=int, help="of the held-out ones, the first; all by default")
+    parser.add_argument("--prompts", type=int, default=50)
+    parser.add_argument("--prompt-tokens", type=int, default=16, help="of a prompt whose acceptance is judged token by token")
+    parser.add_argument("--prompt-words", type=int, default=8, help="of a prompt whose speed is measured")
+    parser.add_argument("--tokens", type=int, default=200, help="continued from each prompt")
+    parser.add_argument("--gamma", type=int, nargs="*", default=[4], help="draft tokens per step where speed is measured")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def command(args: argparse.Namespace) -> None:
+    """The pair in args.out on the held-out stories of args.text."""
+    held_out = Stories.read(args.text).held_out[: args.stories]
+    tokenizer = Tokenizer(args.out / "tokenizer.bin")
+    target = load_model(args.out / "target.bin")
+    draft = load_model(args.out / "draft.bin", n_positions=target.n_positions)
+    print_losses(args, (target, draft), tokenizer, held_out)
+    print_acceptance(args, (target, draft), tokenizer, held_out)
+    print_speeds(args, tokenizer, held_out)
+
+
+def spread(stories: list[str], n: int) -> list[str]:
+    """n of them, evenly."""
+    return stories[:: max(len(stories) // n, 1)][:n]

@@ -1,0 +1,186 @@
+"""How the embedded pair was made: stories to rows, figures of a pair, and, where torch is, a training of two steps."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from specdec.architectures import Config
+from specdec.architectures.llama import LLAMA
+from specdec.decoder import SpeculativeDecoder, load_model
+from specdec.files import DEFAULT_DRAFT, DEFAULT_TARGET, DEFAULT_TOKENIZER
+from specdec.kernels import MAX_TOKENS
+from specdec.models import evaluate, stories
+from specdec.sampling import Sampling
+from specdec.tokenizer import BOS, Tokenizer
+from specdec.transformer import Transformer
+
+WORDS = "the a little dog cat bird found saw big red ball in garden was happy and said Mia Tom"
+
+
+def small(seed: int = 0, seq_len: int = 128) -> Transformer:
+    config = Config(32, 48, 2, 4, 2, 300, seq_len)
+    rng = np.random.default_rng(seed)
+    tensors = {name: rng.standard_normal(shape, np.float32) * 0.3 for name, shape in LLAMA.shapes(config).items()}
+    return Transformer(config, LLAMA.pack(config, tensors), n_threads=1)
+
+
+def story(rng: random.Random) -> str:
+    return ". ".join(" ".join(rng.choices(WORDS.split(), k=8)) for _ in range(rng.randint(2, 6))) + "."
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+def made_up(n: int) -> list[np.ndarray]:
+    """Stories of 5 to 40 tokens, each BOS and then a number of its own."""
+    rng = np.random.default_rng(1)
+    return [np.array([BOS] + [10 + i] * int(rng.integers(4, 40)), np.int32) for i in range(n)]
+
+
+def test_every_story_lies_whole_in_a_row_that_begins_at_bos():
+    rows = stories.pack_rows(made_up(100), 50, np.random.default_rng(0))
+    assert (rows[:, 0] == BOS).all()
+    text = " ".join(map(str, rows.ravel().tolist()))
+    assert all(" ".join(map(str, one.tolist())) in text for one in made_up(100))
+
+
+def test_batches_resume_at_any_step():
+    first = stories.batches(made_up(30), 50, 4, 0, seed=7)
+    told = [next(first) for _ in range(12)]
+    later = stories.batches(made_up(30), 50, 4, 9, seed=7)
+    for rows in told[9:]:
+        np.testing.assert_array_equal(next(later), rows)
+
+
+# ------------------------------------------------------------------------------------------------------------- figures
+
+
+def test_logits_after_a_long_text_are_those_of_each_token_alone():
+    model = small()
+    tokens = np.random.default_rng(3).integers(3, 300, 2 * MAX_TOKENS - 5).tolist()
+    alone = [small().forward(tokens[:n])[0].copy() for n in (1, MAX_TOKENS, MAX_TOKENS + 1, len(tokens))]
+    logits = evaluate.logits_after(model, tokens)
+    np.testing.assert_array_equal(logits[[0, MAX_TOKENS - 1, MAX_TOKENS, -1]], alone)
+
+
+def test_a_story_costs_its_log_probabilities_over_its_bytes():
+    tokenizer = Tokenizer(DEFAULT_TOKENIZER)
+    target = load_model(DEFAULT_TARGET)
+    text = "Once upon a time, there was a bird.\nIt sang: é!"
+    tokens = tokenizer.encode(text)
+    nats = -sum(evaluate.log_probs_after(target, tokens)[i, token] for i, token in enumerate(tokens[1:]))
+    n_bytes = len(text.encode())
+    assert evaluate.byte_lengths(tokenizer)[tokens].sum() - 1 == n_bytes
+    assert evaluate.nats_per_byte(target, tokenizer, [text], [n_bytes]) == pytest.approx(nats / n_bytes)
+    assert 0.3 < nats / n_bytes < 1.5
+
+
+def test_a_draft_that_is_the_target_is_always_accepted():
+    samplings = [Sampling(temperature, 0, 0.9, 5) for temperature in (0.0, 1.0)]
+    rates = evaluate.acceptance(small(), small(), [[BOS, 20], [BOS, 30]], 40, samplings, {})
+    assert rates == pytest.approx((1, 1, 1), abs=1e-6)
+
+
+def test_another_draft_is_accepted_as_often_as_the_two_overlap():
+    """Coupled noise agrees on a token with odds of sum min(p, q) / (2 - sum min(p, q)) at least."""
+    target, draft = small(), small(seed=1, seq_len=32)
+    draft = Transformer(draft.config, draft.weights, 1, n_positions=128)
+    prompts = [[BOS, 10 + i] for i in range(8)]
+    samplings = [Sampling(1.0, 0, 1.0, seed) for seed in range(8)]
+    rates = evaluate.acceptance(target, draft, prompts, 100, samplings, {})
+    assert 0 < rates.rejection < 0.9
+    # 800 tokens: 4 standard deviations are less than 0.07
+    assert rates.rejection / (2 - rates.rejection) - 0.07 < rates.coupled < rates.rejection + 0.07
+
+
+def test_speed_is_measured_beside_the_target_alone():
+    decoder = SpeculativeDecoder(DEFAULT_TARGET, DEFAULT_DRAFT, gamma=1, n_threads=1)
+    of = evaluate.speed(decoder, ["Once upon a time", "Tom and Mia"], 60, 0.0, 0.9)
+    assert 0.6 < of.accepted <= 1
+    assert of.ratio == pytest.approx(of.per_second / of.alone_per_second, rel=0.5)
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+SEQ_LEN, TINY_VOCAB = 64, 300
+
+
+@pytest.fixture
+def train(monkeypatch, tmp_path):
+    """train.py with tiny models, and in tmp_path the text that it reads: train(command, ...) runs a command."""
+    for package in ("torch", "sentencepiece"):
+        pytest.importorskip(package, reason=f"training needs {package}: pip install '.[train]'")
+    from specdec.models import train as module
+
+    monkeypatch.setattr(module, "TARGET", Config(32, 48, 2, 4, 2, TINY_VOCAB, SEQ_LEN))
+    monkeypatch.setattr(module, "DRAFT", Config(16, 32, 1, 2, 1, TINY_VOCAB, SEQ_LEN // 2))
+    monkeypatch.setattr(module, "QUERY_BLOCK", 24)  # several of them in a row
+    monkeypatch.setattr(stories, "HELD_OUT_STORIES", 6)
+    monkeypatch.setattr(stories, "DEV_STORIES", 4)
+    rng = random.Random(0)
+    for name, n in ((stories.TRAIN_FILE, 40), (stories.VALID_FILE, 20)):
+        (tmp_path / name).write_text(stories.BETWEEN.join(story(rng) for _ in range(n)), encoding="utf-8")
+
+    def run(*arguments: str) -> None:
+        module.main([*arguments, "--text", str(tmp_path), "--out", str(tmp_path)])
+
+    run.module = module
+    run("tokenizer", "--vocab-size", str(TINY_VOCAB))
+    return run
+
+
+STEPS = ["--steps", "2", "--decay-steps", "1", "--warmup", "1", "--lr", "0.05", "--batch", "4", "--no-compile"]
+
+
+def assert_exported(module, config, path, tokens):
+    """The library's logits of the file are those of the torch model that it was written from.
+
+    Both are sums of fp32 products in different orders, so a few units in the last place of the largest logit apart: 1e-4 of
+    it is a hundred of them, and a tensor at another's place is far above.
+    """
+    import torch
+
+    model = module.Model(config).eval()
+    model.load_state_dict(torch.load(path.with_suffix(".pt"))["model"])
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens]))[0].numpy()
+    logits = evaluate.logits_after(load_model(path), tokens)
+    assert np.abs(expected).max() > 0.1
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+def test_two_steps_of_everything_end_in_files_that_the_library_runs(train, tmp_path, capsys):
+    train("target", *STEPS)
+    train("write", "--rows", "6", "--batch", "3")
+    train("draft", *STEPS, "--text-rows", "8")
+    tokens = np.random.default_rng(2).integers(3, TINY_VOCAB, SEQ_LEN).tolist()
+    assert_exported(train.module, train.module.TARGET, tmp_path / "target.bin", tokens)
+    assert_exported(train.module, train.module.DRAFT, tmp_path / "draft.bin", tokens[: SEQ_LEN // 2])
+
+    capsys.readouterr()
+    train("target", *STEPS[2:], "--steps", "3", "--draft", str(tmp_path / "draft.bin"))  # resumes, beside its draft
+    assert "step 2 of 3" in capsys.readouterr().out
+    log = [json.loads(line) for line in (tmp_path / "target.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in log] == [2, 3]
+    assert 0 < log[-1]["dev_accepted"] < 1
+
+    train("evaluate", "--prompts", "2", "--tokens", "30", "--stories", "4")
+    told = capsys.readouterr().out
+    assert "target: " in told and "γ 4, temperature 1.0: " in told
+    for name in ("target", "draft"):
+        torch_model = train.module.Model.load(tmp_path / f"{name}.bin")
+        torch_model.export(tmp_path / "again.bin")
+        assert (tmp_path / "again.bin").read_bytes() == (tmp_path / f"{name}.bin").read_bytes()
+
+
+def test_the_target_writes_rows_through_the_ends_of_stories(train, tmp_path):
+    train("target", *STEPS)
+    train("write", "--rows", "4", "--batch", "4", "--seed", "3")
+    alone = np.load(tmp_path / "written.npy")
+    assert alone.shape == (4, SEQ_LEN + 1)
+    assert (alone[:, 0] == BOS).all()
+    train("draft", *STEPS, "--text-rows", "8")
+    train("write", "--rows", "4", "--batch", "4", "--seed", "3")  # a draft helps, and changes nothing
+    np.testing.assert_array_equal(np.load(tmp_path / "written.npy"), alone)
