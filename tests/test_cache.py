@@ -27,10 +27,10 @@ def high(x):
 ASK = "from p.high import high; print(high(1), sum(high.stats.cache_hits.values()))"
 
 
-@pytest.fixture
-def package(tmp_path: Path) -> Path:
-    """A package p of two compiled files, which keeps its machine code as ours does."""
-    folder = tmp_path / "p"
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package p of two compiled files, which keeps its machine code as ours does, and has."""
+    folder = tmp_path_factory.mktemp("compiled") / "p"
     (folder / "machine").mkdir(parents=True)
     source = (ROOT / "machine" / "cache.py").read_text(encoding="utf-8")
     start, end = source.index("SOURCES = "), source.index("STAMP = ")
@@ -38,7 +38,18 @@ def package(tmp_path: Path) -> Path:
     files = {"machine/cache.py": ours, "low.py": LOW.format(k=3), "high.py": HIGH}
     for name in ("__init__.py", "machine/__init__.py", "specdec.py", *files):
         (folder / name).write_text(files.get(name, ""), encoding="utf-8")
+    assert ask(folder) == "40 0"
     return folder
+
+
+@pytest.fixture
+def package(compiled: Path, tmp_path: Path) -> Path:
+    """A copy of it: its machine code lies where it lies, and moves along."""
+    return Path(shutil.copytree(compiled, tmp_path / "p"))
+
+
+def throw_away(package: Path) -> None:
+    shutil.rmtree(package / "__pycache__")
 
 
 def ask(package: Path, code: str = ASK, **environment: str) -> str:
@@ -55,7 +66,7 @@ def code_of(package: Path) -> list[Path]:
 
 def test_an_edited_callee_in_another_file_is_compiled_again_and_old_code_is_thrown_away(package: Path) -> None:
     """numba's own cache goes on answering 40."""
-    assert [ask(package), ask(package)] == ["40 0", "40 1"]
+    assert ask(package) == "40 1"
     assert len(code_of(package)) == 2
     (package / "low.py").write_text(LOW.format(k=4))
     assert [ask(package), ask(package)] == ["50 0", "50 1"]
@@ -63,7 +74,6 @@ def test_an_edited_callee_in_another_file_is_compiled_again_and_old_code_is_thro
 
 
 def test_a_file_that_was_only_touched_is_not_compiled_again(package: Path) -> None:
-    ask(package)
     os.utime(package / "low.py", (1, 1))
     assert ask(package) == "40 1"
 
@@ -85,21 +95,18 @@ DAMAGE = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_file_is_as_good_as_none(package: Path, name: str) -> None:
-    ask(package)
     for path in code_of(package):
         path.write_bytes(DAMAGE[name](path.read_bytes()))
     assert [ask(package), ask(package)] == ["40 0", "40 1"]
 
 
 def test_another_functions_file_is_as_good_as_none(package: Path) -> None:
-    ask(package)
     high, low = code_of(package)
     high.write_bytes(low.read_bytes())
     assert [ask(package), ask(package)] == ["40 0", "40 1"]
 
 
 def test_a_folder_in_the_place_of_a_file_is_no_reason_to_stop(package: Path) -> None:
-    ask(package)
     for path in code_of(package):
         path.unlink()
         path.mkdir()
@@ -108,6 +115,7 @@ def test_a_folder_in_the_place_of_a_file_is_no_reason_to_stop(package: Path) -> 
 
 def test_a_disk_that_is_full_is_no_reason_to_stop(package: Path) -> None:
     """A file may grow to 100 bytes, and then the system says that it is too large."""
+    throw_away(package)
     full = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
     full += "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)); "
     assert ask(package, full + ASK) == "40 0"
@@ -116,6 +124,7 @@ def test_a_disk_that_is_full_is_no_reason_to_stop(package: Path) -> None:
 
 
 def test_where_no_folder_can_be_written_everything_still_compiles(package: Path) -> None:
+    throw_away(package)
     nowhere = "from p.machine import cache; cache._folder.append(''); "
     assert [ask(package, nowhere + ASK), ask(package, nowhere + ASK)] == ["40 0", "40 0"]
     assert not code_of(package)
@@ -123,6 +132,7 @@ def test_where_no_folder_can_be_written_everything_still_compiles(package: Path)
 
 def test_the_folder_of_numbas_environment_variable_comes_first(package: Path, tmp_path: Path) -> None:
     folder = tmp_path / "elsewhere"
+    throw_away(package)
     assert [ask(package, NUMBA_CACHE_DIR=str(folder)) for _ in range(2)] == ["40 0", "40 1"]
     assert len(list(folder.rglob("*.code"))) == 2
     assert not code_of(package)

@@ -168,12 +168,11 @@ def test_every_instruction_is_chosen_by_the_feature_that_promises_it():
 
 
 INT8_LOGITS = """
-from pathlib import Path
-from specdec.decoder import load_model
-from specdec.files import DEFAULT_DRAFT
 from specdec.machine.vectors import CPU_FEATURES
 from specdec.weights.int8 import best_dot4
-print(best_dot4(CPU_FEATURES), load_model(DEFAULT_DRAFT, int8=True, n_threads=1).forward([1, 2, 3, 4, 5]).tobytes().hex())
+from tests.models import CONFIGS, int8_model, tokens_for
+config = CONFIGS["gqa"]
+print(best_dot4(CPU_FEATURES), int8_model(config).forward(tokens_for(config, 20), 20).tobytes().hex())
 """
 
 
