@@ -10,7 +10,7 @@ from .architectures import Config, Weights, architecture_of
 from .checks import ids, whole
 from .kernels import MAX_TOKENS, Buffers
 from .machine.memory import lazy_zeros, zeros
-from .machine.programs import Pass, Runner
+from .machine.programs import Runner
 from .machine.threads import IN_THE_MIDST, Turn, available_threads, give_lock
 from .machine.tiles import STRIP_ROWS, TILE_TOKENS
 from .machine.vectors import LANES, Float32, ceil_div, round_up
@@ -154,7 +154,7 @@ class Transformer:
             block = new[: len(new) % MAX_TOKENS or MAX_TOKENS]
             del new[: len(block)]
             self._buffers.tokens[: len(block)] = block
-            self._runner(Pass(len(block), len(self._held), 0 if new else n_logits, self._n_threads))
+            self._runner(len(block), len(self._held), 0 if new else n_logits, self._n_threads)
             self._held += block
 
     def _n_common(self, tokens: list[int], limit: int) -> int:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import prange
+from numba import prange, set_num_threads
 
 from .cache import parallel
-from .threads import available_threads, on_threads, share
+from .threads import available_threads, on_threads, share, use_threads
 from .vectors import LANES, Float32, add, fma, load, reduce_add, splat
 
 
@@ -69,6 +69,7 @@ def physical_memory_bytes() -> float:
 def read_all(sums, array, n_threads):
     """sums[thread] = the sum of 0 x over that thread's share of the array (n,): NaN if and only if it holds NaN or infinity."""
     zero = np.float32(0.0)
+    before = use_threads(n_threads)
     for i in prange(n_threads):
         first, last = share(array.size, np.int64(i), n_threads)
         a, b, c, d = splat(zero), splat(zero), splat(zero), splat(zero)
@@ -80,6 +81,7 @@ def read_all(sums, array, n_threads):
         for at in range(whole, last):
             total += zero * array[at]
         sums[i] = total
+    set_num_threads(before)
 
 
 def all_finite(array: Float32, n_threads: int | None = None) -> bool:

@@ -199,12 +199,12 @@ class Runner:
         self._program = program  # whose arrays the rows name by address
         self.in_one_region: bool | None = None
 
-    def __call__(self, run: Pass) -> None:
-        """Run the program."""
-        in_one = threads_meet(run.n_threads) if self.in_one_region is None else self.in_one_region
+    def __call__(self, n_tokens: int, pos: int, n_logits: int, n_threads: int) -> None:
+        """Run the program; the numbers are those of a `Pass`."""
+        in_one = threads_meet(n_threads) if self.in_one_region is None else self.in_one_region
         first = 0
         for last in self._ends[-1:] if in_one else self._ends:
-            NUMBERS.pack_into(self._run.data, 0, *run)
+            NUMBERS.pack_into(self._run.data, 0, n_tokens, pos, n_logits, n_threads)
             self._run[ARRIVALS] = 0
-            run_on_threads(_runner(), *self._addresses, first, last, run.n_threads)
+            run_on_threads(_runner(), *self._addresses, first, last, n_threads)
             first = last

@@ -10,7 +10,7 @@ from typing import Any
 import llvmlite.binding
 import numba
 import numpy as np
-from numba import prange, types
+from numba import get_num_threads, prange, set_num_threads, types
 
 from .cache import compiled, inlined, parallel
 from .vectors import atomic_add, atomic_load, call
@@ -48,11 +48,21 @@ def wait_for(arrivals, n_arrivals, n_sleeps):
     return True
 
 
+@inlined
+def use_threads(n):
+    """How many threads numba used so far in this thread's regions; n from now on. From Python it would take 2 us."""
+    before = get_num_threads()
+    set_num_threads(n)
+    return before
+
+
 @parallel
 def run_region(function, a, b, first, last, n_threads):
     """function(a, b, first, last, thread) on every thread."""
+    before = use_threads(n_threads)
     for i in prange(n_threads):
         call(function, (a, b, first, last, np.int64(i)))
+    set_num_threads(before)
 
 
 @compiled
@@ -110,7 +120,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def on_threads(region: Any, *args: Any) -> None:
-    """A parallel region, called with args, the last of them the number of threads. Raises RuntimeError in a forked process."""
+    """A parallel region, called with args. Raises RuntimeError in a forked process."""
     global _threads_have_run
     if _threads_are_gone:
         raise RuntimeError(
@@ -119,7 +129,6 @@ def on_threads(region: Any, *args: Any) -> None:
         )
     with _one_region_at_a_time:
         _threads_have_run = True
-        numba.set_num_threads(args[-1])
         region(*args)
 
 

@@ -10,7 +10,7 @@ from specdec.architectures.llama import LLAMA
 from specdec.decoding import VERIFIERS, Statistics, Step, decode
 from specdec.drafters import ModelDrafter
 from specdec.machine.memory import zeros
-from specdec.machine.programs import Pass, Runner
+from specdec.machine.programs import Runner
 from specdec.machine.threads import available_threads
 from specdec.machine.vectors import Float32
 from specdec.tokenizer import BOS, EOS
@@ -54,7 +54,7 @@ def run_in_blocks(model: Transformer, tokens: list[int], block: int) -> Float32:
 def product(matrix: Matrix, out: Float32, x: Float32, adding: bool = False) -> None:
     """out[t] (+)= W x[t], as a program of one row."""
     scratch = zeros(1, len(x), matrix.scratch_words)
-    Runner([[matrix.product(out, x[None], scratch, adding=adding)]])(Pass(len(x), 0, 0, 1))
+    Runner([[matrix.product(out, x[None], scratch, adding=adding)]])(len(x), 0, 0, 1)
 
 
 def round_to_float32(exact: Fraction) -> Any:

@@ -1,11 +1,11 @@
 """fp32 weights: strips (P, n, R), one chain of fused multiply-adds in ascending k for each row and token."""
 
 import numpy as np
-from numba import prange
+from numba import prange, set_num_threads
 
 from ..machine.cache import parallel
 from ..machine.programs import Floats2, Floats3, Ints1, Pass, operation
-from ..machine.threads import available_threads, on_threads, share
+from ..machine.threads import available_threads, on_threads, share, use_threads
 from ..machine.tiles import STRIP_ROWS, multiply_strips, strip_tile
 from ..machine.vectors import LANES, Float32, ceil_div
 from .matrix import Kind
@@ -40,6 +40,7 @@ def embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: in
 def fill_strips(strips, first, stride, matrix, n_threads):
     """strips[first + stride * i, k, r] = matrix[R i + r, k]: rows (rows, n) into every stride-th of strips (P, n, R)."""
     rows, n = matrix.shape
+    before = use_threads(n_threads)
     for i in prange(n_threads):
         begin, end = share(ceil_div(rows, STRIP_ROWS), np.int64(i), n_threads)
         for strip in range(begin, end):
@@ -48,6 +49,7 @@ def fill_strips(strips, first, stride, matrix, n_threads):
                 for r in range(min(STRIP_ROWS, rows - row)):
                     for j in range(k, min(k + LANES, n)):
                         strips[first + stride * strip, j, r] = matrix[row + r, j]
+    set_num_threads(before)
 
 
 def fill(strips: Float32, first: int, stride: int, rows: Float32, group: int) -> None:
