@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import prange, set_num_threads
+from numba import prange
 
 from .cache import parallel
-from .threads import available_threads, on_threads, share, use_threads
+from .threads import available_threads, on_threads, set_num_threads, share, use_threads
 from .vectors import LANES, Float32, add, fma, load, reduce_add, splat
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import llvmlite.binding
 import numba
 import numpy as np
-from numba import get_num_threads, prange, set_num_threads, types
+from numba import prange, types
 
 from .cache import compiled, inlined, parallel
 from .vectors import atomic_add, atomic_load, call
@@ -48,9 +48,14 @@ def wait_for(arrivals, n_arrivals, n_sleeps):
     return True
 
 
+# numba's own, by the names that its regions call them by: from Python they take 2 us, and its compiled face cannot be kept
+get_num_threads = types.ExternalFunction("get_num_threads", types.intp())
+set_num_threads = types.ExternalFunction("set_num_threads", types.void(types.intp))
+
+
 @inlined
 def use_threads(n):
-    """How many threads numba used so far in this thread's regions; n from now on. From Python it would take 2 us."""
+    """How many threads this thread's regions took so far; n from now on."""
     before = get_num_threads()
     set_num_threads(n)
     return before

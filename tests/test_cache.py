@@ -140,3 +140,21 @@ def test_the_folder_of_numbas_environment_variable_comes_first(package: Path, tm
 
 def test_what_is_not_to_be_compiled_is_told(package: Path) -> None:
     assert "NUMBA_DISABLE_JIT" in ask(package, NUMBA_DISABLE_JIT="1")
+
+
+COMPILED = """
+from specdec import SpeculativeDecoder
+from specdec.files import default_pair
+from specdec.machine import cache
+compiled = []
+cache.MachineCode.save_overload = lambda code, *_, save=cache.MachineCode.save_overload: [compiled.append(code._name), save(code, *_)]
+SpeculativeDecoder(*default_pair()).generate("Once", 30)
+print(compiled)
+"""
+
+
+def test_a_second_process_compiles_nothing() -> None:
+    """The first compiles what is missing; what cannot be kept, numba does not tell."""
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", COMPILED], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,11 +1,11 @@
 """fp32 weights: strips (P, n, R), one chain of fused multiply-adds in ascending k for each row and token."""
 
 import numpy as np
-from numba import prange, set_num_threads
+from numba import prange
 
 from ..machine.cache import parallel
 from ..machine.programs import Floats2, Floats3, Ints1, Pass, operation
-from ..machine.threads import available_threads, on_threads, share, use_threads
+from ..machine.threads import available_threads, on_threads, set_num_threads, share, use_threads
 from ..machine.tiles import STRIP_ROWS, multiply_strips, strip_tile
 from ..machine.vectors import LANES, Float32, ceil_div
 from .matrix import Kind
