@@ -197,7 +197,7 @@ def mix_values(mixed, values, scores, token, n_tokens, start, end):
         )  # fmt: skip
 
 
-@compiled
+@inlined
 def attend(heads, qkv, keys, values, scores, mixed, head, pos, first, last, window):
     """heads[t, head] = softmax(q[t] . keys / sqrt(K)) values for tokens first to last (Vaswani et al. 2017).
 
@@ -205,6 +205,7 @@ def attend(heads, qkv, keys, values, scores, mixed, head, pos, first, last, wind
     `window` positions up to its own, by loop bounds: the positions that all tokens see are mixed in one go, those before
     and after them token by token, so that each token's chain is the one that it would have alone.
     """
+    zero, one = np.int64(0), np.int64(1)  # literals would have what they go into compiled once more
     head_dim = keys.shape[1]
     n_tokens = last - first
     oldest = max(0, pos + first + 1 - window)
@@ -220,11 +221,11 @@ def attend(heads, qkv, keys, values, scores, mixed, head, pos, first, last, wind
     for i in range(n_tokens):
         start, end = max(0, pos + first + i + 1 - window), pos + first + i + 1
         softmax(scores, i, start, end, scale)
-        mix_values(mixed, values, scores, i, 1, start, min(common_start, end))
-    mix_values(mixed, values, scores, 0, n_tokens, common_start, common_end)
+        mix_values(mixed, values, scores, i, one, start, min(common_start, end))
+    mix_values(mixed, values, scores, zero, n_tokens, common_start, common_end)
     for i in range(n_tokens):
         start, end = max(0, pos + first + i + 1 - window), pos + first + i + 1
-        mix_values(mixed, values, scores, i, 1, max(start, common_end), end)
+        mix_values(mixed, values, scores, i, one, max(start, common_end), end)
         for k in range(head_dim):
             heads[first + i, head * head_dim + k] = mixed[i, k]
 

@@ -147,7 +147,8 @@ from specdec import SpeculativeDecoder
 from specdec.files import default_pair
 from specdec.machine import cache
 compiled = []
-cache.MachineCode.save_overload = lambda code, *_, save=cache.MachineCode.save_overload: [compiled.append(code._name), save(code, *_)]
+save = cache.MachineCode.save_overload
+cache.MachineCode.save_overload = lambda code, *what: [compiled.append(code._name), save(code, *what)]
 SpeculativeDecoder(*default_pair()).generate("Once", 30)
 print(compiled)
 """
