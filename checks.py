@@ -7,13 +7,15 @@ from collections.abc import Callable, Collection, Iterable
 from numbers import Real
 from typing import TypeVar
 
+import numpy as np
+
 Choice = TypeVar("Choice")
 
 
 def whole(name: str, value: object, least: int, most: int | None = None) -> int:
     """A whole number from least to most. Raises TypeError or ValueError."""
     try:
-        n = None if isinstance(value, bool) or not hasattr(value, "__index__") else operator.index(value)
+        n = None if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__") else operator.index(value)
     except TypeError:  # an array, or a class
         n = None
     if n is None:

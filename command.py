@@ -13,7 +13,8 @@ from typing import Annotated, Any, cast, get_args
 import typer
 from rich.console import Console
 
-from . import __version__
+import specdec
+
 from .decoder import Quantize, SpeculativeDecoder
 from .decoding import MAX_GAMMA, VERIFIERS, Statistics, VerifyMode
 from .files import default_pair, telling_how_to_restore
@@ -152,7 +153,7 @@ def tell(
     if context.invoked_subcommand:
         return
     if version:
-        print(__version__)
+        print(specdec.__version__)
         return
     _check_arguments(prompt, top_p, seed, threads, verify=verify, quantize=quantize)
     if not model:

@@ -61,6 +61,7 @@ OUTSIDE = {
     "kernels": {"numpy"},
     "weights": {"numba", "numpy", "llvmlite"},  # llvmlite is numba's own
     "machine": {"numba", "numpy", "llvmlite"},
+    "checks": {"numpy"},
 }
 
 
@@ -172,7 +173,8 @@ def test_every_way_in_agrees_on_the_names_of_the_modules(way: str, tmp_path: Pat
     (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "TELL": str(tmp_path / "told")}
     cwd = ROOT if in_checkout else tmp_path
-    done = subprocess.run([sys.executable, "-W", "error", *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+    warnings = ["-W", "error", "-W", "ignore::DeprecationWarning"]  # an older Typer's of a newer Click
+    done = subprocess.run([sys.executable, *warnings, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     loaded = json.loads((tmp_path / "told").read_text())
     home = Path(loaded["specdec.decoder"]).parent
