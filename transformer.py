@@ -78,7 +78,6 @@ class Transformer:
         self._n_positions = config.seq_len if n_positions is None else whole("n_positions", n_positions, 1)
         self.lock: Turn
         give_lock(self, "lock", Turn)
-        self._is_running = False
         self._held: list[int] = []  # the tokens whose keys and values the cache holds
         self._capacity = 0
         self._buffers: Buffers
@@ -132,14 +131,14 @@ class Transformer:
         if n > self._n_positions:
             raise ValueError(f"{n} tokens do not fit {self._n_positions} positions")
         with self.lock:
-            if self._is_running:
+            if self.lock.is_passing:
                 raise RuntimeError(IN_THE_MIDST)
-            self._is_running = True
             try:
+                self.lock.is_passing = True
                 self._run(tokens, n_logits)
                 return self._buffers.logits[:n_logits, : self._config.vocab_size]
             finally:
-                self._is_running = False
+                self.lock.is_passing = False
 
     def _run(self, tokens: list[int], n_logits: int) -> None:
         """The tokens that the cache does not hold, and the last n_logits."""

@@ -84,22 +84,28 @@ _locks: weakref.WeakKeyDictionary[Any, tuple[str, Any]] = weakref.WeakKeyDiction
 class Turn:
     """A lock for a piece of work and a pass inside it. Who comes a third time in one thread is a signal handler in their midst.
 
-    Raises RuntimeError for that: neither would be right.
+    Raises RuntimeError for that: neither would be right. is_passing: whether its holder is in the pass. All are of one holder, so an
+    interrupt on the way out leaves nothing to the next one.
     """
 
     def __init__(self) -> None:
-        self.lock, self._depth = threading.RLock(), 0
+        self.lock, self._depth, self.is_passing = threading.RLock(), 0, False
 
     def __enter__(self) -> None:
+        is_first = not self.lock._is_owned()  # type: ignore[attr-defined]
         self.lock.acquire()
+        if is_first:
+            self._depth, self.is_passing = 0, False
         if self._depth == 2:
             self.lock.release()
             raise RuntimeError(IN_THE_MIDST)
         self._depth += 1
 
     def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        self.lock.release()
+        try:
+            self._depth -= 1
+        finally:
+            self.lock.release()
 
 
 IN_THE_MIDST = "this thread is in the middle of a pass of this model; a signal handler cannot use it"

@@ -192,6 +192,14 @@ def test_a_growth_that_fails_leaves_a_model_that_works(monkeypatch, where, error
     np.testing.assert_array_equal(grown.forward(tokens, 40), expected)
 
 
+def test_an_interrupt_on_the_way_out_of_a_pass_leaves_nothing_to_the_next():
+    """What it would leave, put there: no moment between two bytecodes can be met by a signal of a test."""
+    model = random_model(CONFIGS["gqa"])
+    expected = model.forward([1, 5, 7]).copy()
+    model.lock._depth, model.lock.is_passing = 2, True
+    np.testing.assert_array_equal(model.forward([1, 5, 7]), expected)
+
+
 FORKED = """
 import os, signal, sys, threading, time
 from tests.models import CONFIGS, random_model
