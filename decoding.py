@@ -166,6 +166,8 @@ class Target(Protocol):
     def lock(self) -> AbstractContextManager[object]: ...
     @property
     def n_positions(self) -> int: ...
+    @property
+    def n_passes(self) -> int: ...
     def forward(self, tokens: list[int], n_logits: int = 1) -> Float32: ...
 
 
@@ -221,8 +223,11 @@ def decode(
             yield Proposal(draft.tokens)
         begin = time.perf_counter()
         with target.lock:
-            logits = target.forward(tokens + draft.tokens, n_logits=len(draft.tokens) + 1)
-            new, n_accepted = judge(logits, draft, verifier, len(tokens), end_marks)
+            passes = -1
+            while passes != target.n_passes:  # at once, unless a signal handler ran a pass over these logits
+                logits = target.forward(tokens + draft.tokens, n_logits=len(draft.tokens) + 1)
+                passes = target.n_passes
+                new, n_accepted = judge(logits, draft, verifier, len(tokens), end_marks)
         if new[-1] in end_marks:
             stop = end_marks[new.pop()]
         tokens += new

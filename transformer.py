@@ -1,6 +1,7 @@
 """Tokens to logits: a model's buffers, the cache that knows its tokens, and the pass. Knows no files."""
 
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from .checks import ids, whole
 from .kernels import MAX_TOKENS, Buffers
 from .machine.memory import lazy_zeros, zeros
 from .machine.programs import Runner
-from .machine.threads import IN_THE_MIDST, Turn, available_threads, give_lock
+from .machine.threads import available_threads, give_lock
 from .machine.tiles import STRIP_ROWS, TILE_TOKENS
 from .machine.vectors import LANES, Float32, ceil_div, round_up
 
@@ -76,8 +77,10 @@ class Transformer:
         self.n_threads = self._most_threads if n_threads is None else n_threads
         self._most_threads = self.n_threads
         self._n_positions = config.seq_len if n_positions is None else whole("n_positions", n_positions, 1)
-        self.lock: Turn
-        give_lock(self, "lock", Turn)
+        self.lock: threading._RLock
+        give_lock(self, "lock")
+        self._is_running = False
+        self.n_passes = 0  # so that whoever reads logits can tell whether a signal handler ran a pass meanwhile
         self._held: list[int] = []  # the tokens whose keys and values the cache holds
         self._capacity = 0
         self._buffers: Buffers
@@ -131,14 +134,15 @@ class Transformer:
         if n > self._n_positions:
             raise ValueError(f"{n} tokens do not fit {self._n_positions} positions")
         with self.lock:
-            if self.lock.is_passing:
-                raise RuntimeError(IN_THE_MIDST)
+            if self._is_running:
+                raise RuntimeError("this thread is in the middle of a pass of this model; a signal handler cannot use it")
             try:
-                self.lock.is_passing = True
+                self._is_running = True
+                self.n_passes += 1
                 self._run(tokens, n_logits)
                 return self._buffers.logits[:n_logits, : self._config.vocab_size]
             finally:
-                self.lock.is_passing = False
+                self._is_running = False
 
     def _run(self, tokens: list[int], n_logits: int) -> None:
         """The tokens that the cache does not hold, and the last n_logits."""

@@ -78,51 +78,21 @@ def run_alone(function, a, b, first, last):
 
 _one_region_at_a_time = threading.RLock()  # two would fight for the cores, and without OpenMP numba aborts the process
 _threads_are_gone = False  # in the child of a fork
-_locks: weakref.WeakKeyDictionary[Any, tuple[str, Any]] = weakref.WeakKeyDictionary()  # whose, the attribute's name, the kind
+_locks: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # whose, and the attribute's name
 
 
-class Turn:
-    """A lock for a piece of work and a pass inside it. Who comes a third time in one thread is a signal handler in their midst.
-
-    Raises RuntimeError for that: neither would be right. is_passing: whether its holder is in the pass. All are of one holder, so an
-    interrupt on the way out leaves nothing to the next one.
-    """
-
-    def __init__(self) -> None:
-        self.lock, self._depth, self.is_passing = threading.RLock(), 0, False
-
-    def __enter__(self) -> None:
-        is_first = not self.lock._is_owned()  # type: ignore[attr-defined]
-        self.lock.acquire()
-        if is_first:
-            self._depth, self.is_passing = 0, False
-        if self._depth == 2:
-            self.lock.release()
-            raise RuntimeError(IN_THE_MIDST)
-        self._depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self._depth -= 1
-        finally:
-            self.lock.release()
-
-
-IN_THE_MIDST = "this thread is in the middle of a pass of this model; a signal handler cannot use it"
-
-
-def give_lock(owner: Any, name: str, kind: Any = threading.RLock) -> None:
+def give_lock(owner: Any, name: str) -> None:
     """owner.name becomes a lock, and another one in the child of a fork: who holds it there may be a thread that is gone."""
-    setattr(owner, name, kind())
-    _locks[owner] = name, kind
+    setattr(owner, name, threading.RLock())
+    _locks[owner] = name
 
 
 def _after_fork() -> None:
     global _threads_are_gone, _one_region_at_a_time
     _threads_are_gone = _threads_have_run
     _one_region_at_a_time = threading.RLock()
-    for owner, (name, kind) in [*_locks.items()]:
-        give_lock(owner, name, kind)
+    for owner, name in [*_locks.items()]:
+        give_lock(owner, name)
 
 
 _threads_have_run = False

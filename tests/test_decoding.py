@@ -64,7 +64,7 @@ class HostileDrafter:
 class Script:
     """A target that is sure of each next token of a text, and holds no model."""
 
-    lock = contextlib.nullcontext()
+    lock, n_passes = contextlib.nullcontext(), 0
 
     def __init__(self, text, vocab_size=20, n_positions=100):
         self.text, self.vocab_size, self.n_positions, self.passes = text, vocab_size, n_positions, []
