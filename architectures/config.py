@@ -4,11 +4,25 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's "llama3": angles slower than low_freq_factor turns in original_seq_len positions are divided by factor, those
+    faster than high_freq_factor are not, and between them it fades.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_seq_len: int
+
+
+@dataclass(frozen=True)
 class Config:
     """A model's sizes, and what its architecture leaves open.
 
     The first seven are a llama2.c header's; shared_classifier: whether the classifier is the embedding; architecture: a name in
-    `ARCHITECTURES`; norm_eps: what keeps a norm from dividing by 0; rope_theta: the base of RoPE's angles.
+    `ARCHITECTURES`; norm_eps: what keeps a norm from dividing by 0; rope_theta: the base of RoPE's angles; head_dim: 0 stands for
+    dim / n_heads; window: how many positions, its own the last, a token sees (0: all); qkv_bias, wo_bias, mlp_bias: which
+    products add a bias; qk_norm: whether queries and keys go through an RMSNorm for each head.
     """
 
     dim: int
@@ -22,13 +36,24 @@ class Config:
     architecture: str = "llama"
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
+    head_dim: int = 0
+    rope_scaling: RopeScaling | None = None
+    window: int = 0
+    qkv_bias: bool = False
+    wo_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        if self.head_dim == 0 and self.n_heads > 0:
+            object.__setattr__(self, "head_dim", self.dim // self.n_heads)
 
     def flaw(self) -> str:
         """What keeps these numbers from being a model; empty where nothing does."""
         for name in ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "seq_len"):
             if getattr(self, name) <= 0:
                 return f"{name} is {getattr(self, name)}; expected a positive number"
-        if self.dim % self.n_heads:
+        if self.head_dim == self.dim // self.n_heads and self.dim % self.n_heads:
             return f"dim {self.dim} is not divisible by n_heads {self.n_heads}"
         if self.n_heads % self.n_kv_heads:
             return f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
@@ -39,8 +64,8 @@ class Config:
         return ""
 
     @property
-    def head_dim(self) -> int:
-        return self.dim // self.n_heads
+    def q_dim(self) -> int:
+        return self.n_heads * self.head_dim
 
     @property
     def kv_dim(self) -> int:
