@@ -49,7 +49,7 @@ from ..machine.vectors import (
     store_bytes,
     store_int,
 )  # fmt: skip
-from .matrix import Grouped, Kind
+from .matrix import Floats, Grouped, Kind, floats
 
 Int8 = npt.NDArray[np.int8]
 QUADS = 4  # bytes in a word
@@ -265,9 +265,9 @@ def quantize_rows(rows: Float32, group: int) -> Grouped:
     return Grouped(np.rint(groups, out=groups).astype(np.int8), scales)
 
 
-def fill(strips: Float32, first: int, stride: int, rows: Float32 | Grouped, group: int) -> None:
+def fill(strips: Float32, first: int, stride: int, rows: Floats | Grouped, group: int) -> None:
     """`Kind.fill`: what pads rows and groups weighs nothing."""
-    grouped = rows if isinstance(rows, Grouped) else quantize_rows(rows, group)
+    grouped = rows if isinstance(rows, Grouped) else quantize_rows(floats(rows), group)
     n_rows, n_groups, _ = grouped.values.shape
     part = strips[first::stride][: ceil_div(n_rows, STRIP_ROWS)]
     n_quads = strips.shape[2] // STRIP_ROWS - 1
