@@ -109,14 +109,94 @@ def rms_norm(
 
 
 @operation
-def rope(
-    run: Pass, thread: int, x: Floats2, n_strips: int, base: int, n_rows: int, cos: Floats2, sin: Floats2, head_dim: int
+def layer_norm(
+    run: Pass, thread: int, out: Floats3, x: Floats3, weight: Floats1, bias: Floats1, dim: int, eps: float, of_logits: int
 ) -> None:  # fmt: skip
-    """Rotate n_rows of the heads that begin at row `base` of x (Su et al. 2021), those of this thread's strips of n_strips.
+    """out[t] = weight * (x[t] - mean) / sqrt(variance + eps) + bias  (Ba et al. 2016); in all else as `rms_norm`."""
+    n_tokens = run.n_logits if of_logits else run.n_tokens
+    first, width = run.n_tokens - n_tokens, x.shape[2]
+    for t in range(n_tokens):
+        row, target = (first + t) * width, (thread * out.shape[1] + t) * width
+        sums = splat(0.0)
+        for i in range(0, width, LANES):
+            sums = add(load(x, row + i), sums)
+        minus_mean = splat(-reduce_add(sums) / np.float32(dim))
+        for i in range(0, width, LANES):
+            store(out, target + i, add(load(x, row + i), minus_mean))
+        out[thread, t, dim:] = 0.0  # what pads the row is no part of the variance
+        squares = splat(0.0)
+        for i in range(0, width, LANES):
+            v = load(out, target + i)
+            squares = fma(v, v, squares)
+        total = reduce_add(squares)
+        scale = splat(np.float32(1.0) / np.sqrt(total / np.float32(dim) + eps) + np.float32(0.0) * total)  # as in `rms_norm`
+        for i in range(0, width, LANES):
+            store(out, target + i, fma(load(weight, i), mul(load(out, target + i), scale), load(bias, i)))
 
-    The pair (2i, 2i + 1) of a head turns by pos theta^(-2i/K): x * cos + swapped x * signed sin.
+
+@inlined
+def own_rows(width, unit, thread, n_threads, base, n_rows):
+    """Which of n_rows, the first of them row `base` of a product of that width, a thread has computed, counted from base.
+
+    Its share of the product's strips, `unit` of them at a time: see `Matrix.product`.
     """
-    first, last = own_rows(n_strips, thread, run.n_threads, base, n_rows)
+    first, last = share(width // (unit * STRIP_ROWS), thread, n_threads)
+    return max(first * unit * STRIP_ROWS - base, 0), min(last * unit * STRIP_ROWS - base, n_rows)
+
+
+@operation
+def add_bias(run: Pass, thread: int, out: Floats2, bias: Floats1, unit: int) -> None:
+    """out[t] += bias: this thread's rows of the product before."""
+    first, last = own_rows(out.shape[1], unit, thread, run.n_threads, 0, out.shape[1])
+    for t in range(run.n_tokens):
+        for row in range(first, last, LANES):
+            at = t * out.shape[1] + row
+            store(out, at, add(load(out, at), load(bias, row)))
+
+
+@operation
+def add_positions(run: Pass, thread: int, x: Floats2, positions: Floats2, dim: int) -> None:
+    """x[t] += positions[pos + t]: the columns that this thread's embedding filled."""
+    first, last = share(dim, thread, run.n_threads)
+    for t in range(run.n_tokens):
+        for k in range(first, last):
+            x[t, k] += positions[run.pos + t, k]
+
+
+@operation
+def head_norm(
+    run: Pass, thread: int, x: Floats2, unit: int, base: int, n_heads: int, head_dim: int, weight: Floats1, eps: float
+) -> None:  # fmt: skip
+    """`rms_norm` of each of n_heads, which begin at row `base` of x, by one weight (K,): this thread's, which are whole."""
+    first, last = own_rows(x.shape[1], unit, thread, run.n_threads, base, n_heads * head_dim)
+    whole = head_dim // LANES * LANES
+    for t in range(run.n_tokens):
+        for head in range(first, last, head_dim):
+            at = t * x.shape[1] + base + head
+            squares = splat(0.0)
+            for k in range(0, whole, LANES):
+                v = load(x, at + k)
+                squares = fma(v, v, squares)
+            total = reduce_add(squares)
+            for k in range(whole, head_dim):
+                v_k = x[t, base + head + k]
+                total += v_k * v_k
+            scale = np.float32(1.0) / np.sqrt(total / np.float32(head_dim) + eps) + np.float32(0.0) * total  # as in `rms_norm`
+            for k in range(0, whole, LANES):
+                store(x, at + k, mul(load(weight, k), mul(load(x, at + k), splat(scale))))
+            for k in range(whole, head_dim):
+                x[t, base + head + k] = weight[k] * (x[t, base + head + k] * scale)
+
+
+@operation
+def rope(
+    run: Pass, thread: int, x: Floats2, unit: int, base: int, n_rows: int, cos: Floats2, sin: Floats2, head_dim: int
+) -> None:  # fmt: skip
+    """Rotate n_rows of the heads that begin at row `base` of x (Su et al. 2021), those of this thread.
+
+    The pair (2i, 2i + 1) of a head turns by pos times its frequency: x * cos + swapped x * signed sin.
+    """
+    first, last = own_rows(x.shape[1], unit, thread, run.n_threads, base, n_rows)
     for t in range(run.n_tokens):
         for row in range(first, last, LANES):
             at = t * x.shape[1] + base + row
@@ -125,18 +205,11 @@ def rope(
             store(x, at, fma(swap_pairs(v), load(sin, angle), mul(v, load(cos, angle))))
 
 
-@inlined
-def own_rows(n_strips, thread, n_threads, base, n_rows):
-    """Which of n_rows, the first of them row `base` of a matrix of n_strips, a thread's strips hold, counted from base."""
-    first, last = share(n_strips, thread, n_threads)
-    return max(first * STRIP_ROWS - base, 0), min(last * STRIP_ROWS - base, n_rows)
-
-
 @operation
-def store_keys(run: Pass, thread: int, keys: Floats4, x: Floats2, n_strips: int, base: int) -> None:
+def store_keys(run: Pass, thread: int, keys: Floats4, x: Floats2, unit: int, base: int) -> None:
     """Put the heads that begin at row `base` of x at pos.. of keys (G, S / LANES, K, LANES): this thread's rows of them."""
     head_dim = keys.shape[2]
-    first, last = own_rows(n_strips, thread, run.n_threads, base, keys.shape[0] * head_dim)
+    first, last = own_rows(x.shape[1], unit, thread, run.n_threads, base, keys.shape[0] * head_dim)
     if first >= last:
         return
     for t in range(run.n_tokens):
@@ -148,9 +221,9 @@ def store_keys(run: Pass, thread: int, keys: Floats4, x: Floats2, n_strips: int,
 
 
 @operation
-def store_values(run: Pass, thread: int, values: Floats4, x: Floats2, n_strips: int, base: int, head_dim: int) -> None:
+def store_values(run: Pass, thread: int, values: Floats4, x: Floats2, unit: int, base: int, head_dim: int) -> None:
     """Put the heads that begin at row `base` of x at pos.. of values (G, K / LANES, S, LANES): this thread's rows of them."""
-    first, last = own_rows(n_strips, thread, run.n_threads, base, values.shape[0] * head_dim)
+    first, last = own_rows(x.shape[1], unit, thread, run.n_threads, base, values.shape[0] * head_dim)
     if first >= last:
         return
     for t in range(run.n_tokens):
@@ -260,3 +333,18 @@ def swiglu(run: Pass, thread: int, hidden: Floats3, up: Floats2) -> None:
                 a, b = load(up, at), load(up, at + STRIP_ROWS)
                 sigmoid = div(splat(1.0), add(splat(1.0), exp(mul(a, splat(-1.0)))))
                 store(hidden, t * width + strip * STRIP_ROWS + i, mul(mul(a, sigmoid), b))
+
+
+@operation
+def gelu(run: Pass, thread: int, hidden: Floats3, up: Floats2) -> None:
+    """hidden[t] = gelu(up[t]), by tanh (Hendrycks and Gimpel 2016): this thread's strips of up (T, F).
+
+    x / 2 (1 + tanh u) = x / (1 + e^(-2u)) for u = sqrt(2 / pi) (x + 0.044715 x^3), which nothing cancels in.
+    """
+    width = hidden.shape[2]
+    first, last = share(width // STRIP_ROWS, thread, run.n_threads)
+    for t in range(run.n_tokens):
+        for i in range(t * width + first * STRIP_ROWS, t * width + last * STRIP_ROWS, LANES):
+            x = load(up, i)
+            minus_2u = mul(x, fma(mul(x, x), splat(-0.044715 * 1.5957691216057308), splat(-1.5957691216057308)))
+            store(hidden, i, div(x, add(splat(1.0), exp(minus_2u))))

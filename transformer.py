@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .architectures import Config, Weights, architecture_of
+from .architectures.rope import fill_tables
 from .checks import ids, whole
 from .kernels import MAX_TOKENS, Buffers
 from .machine.memory import lazy_zeros, zeros
@@ -24,18 +25,19 @@ def buffer_shapes(config: Config, weights: Weights, n_positions: int, n_threads:
     """The shapes of `Buffers`, but for the tokens."""
     head_dim, kv_heads, layers = config.head_dim, config.n_kv_heads, config.n_layers
     positions, dim = round_up(n_positions, LANES), round_up(config.dim, STRIP_ROWS)
+    turned = 0 if architecture_of(config).learned_positions else positions
     head_blocks = ceil_div(head_dim, LANES)
     matrices = weights.matrices
     return {
         "keys": (layers, kv_heads, positions // LANES, head_dim, LANES),
         "values": (layers, kv_heads, head_blocks, positions, LANES),
-        "rope_cos": (positions, head_dim + LANES),
-        "rope_sin": (positions, head_dim + LANES),
+        "rope_cos": (turned, head_dim + LANES),
+        "rope_sin": (turned, head_dim + LANES),
         "x": (1, MAX_TOKENS, dim),
         "normed": (n_threads, MAX_TOKENS, dim),
         "scratch": (n_threads, MAX_TOKENS, max(matrix.scratch_words for matrix in matrices.values())),
         "qkv": (MAX_TOKENS, matrices["0.qkv"].n_rows),
-        "heads": (1, MAX_TOKENS, round_up(config.n_heads * head_dim, STRIP_ROWS)),
+        "heads": (1, MAX_TOKENS, round_up(config.q_dim, STRIP_ROWS)),
         "scores": (n_threads, TILE_TOKENS, positions),
         "mixed": (n_threads, TILE_TOKENS, head_blocks * LANES),
         "up": (MAX_TOKENS, matrices["0.up"].n_rows),
@@ -44,21 +46,12 @@ def buffer_shapes(config: Config, weights: Weights, n_positions: int, n_threads:
     }
 
 
-def rope_tables(config: Config, n_positions: int) -> tuple[Float32, Float32]:
-    """cos and signed sin (S, K + LANES) of pos theta^(-2i/K), periodic in K, so that a vector may begin in any row of a head."""
-    rows = np.arange(config.head_dim + LANES) % config.head_dim
-    angles = np.arange(n_positions)[:, None] / config.rope_theta ** (np.arange(0, config.head_dim, 2) / config.head_dim)
-    cos, sin = zeros(n_positions, rows.size), zeros(n_positions, rows.size)
-    cos[:] = np.cos(angles).astype(np.float32)[:, rows // 2]
-    sin[:] = np.sin(angles).astype(np.float32)[:, rows // 2] * np.where(rows % 2 == 0, -1, 1)
-    return cos, sin
-
-
 class Transformer:
     """A model on CPU threads, with the KV cache of the text that it ran last.
 
     weights: packed (`Architecture.pack`); n_threads: all cores by default; n_positions: how far a text may go, by default
-    seq_len. Buffers grow with the text. Beyond its own seq_len a model sees a sliding window of that many positions.
+    seq_len, and no farther than that where positions are learned. Buffers grow with the text. Beyond its own seq_len a model
+    sees a sliding window of that many positions.
 
     Whatever runs, the logits are those of the tokens that were asked for: the cache knows which tokens it holds. Threads may
     share a model; `lock` is for whoever reads logits that another's pass must not overwrite. A model can be pickled and copied.
@@ -77,6 +70,8 @@ class Transformer:
         self.n_threads = self._most_threads if n_threads is None else n_threads
         self._most_threads = self.n_threads
         self._n_positions = config.seq_len if n_positions is None else whole("n_positions", n_positions, 1)
+        if self._architecture.learned_positions:
+            self._n_positions = min(self._n_positions, config.seq_len)
         self.lock: threading._RLock
         give_lock(self, "lock")
         self._is_running = False
@@ -176,7 +171,7 @@ class Transformer:
         shapes = buffer_shapes(self._config, self._weights, most, self._most_threads)
         arrays = {name: (lazy_zeros if name in LAZY else zeros)(*shape) for name, shape in shapes.items()}
         capacity = arrays["values"].shape[3]
-        arrays["rope_cos"], arrays["rope_sin"] = rope_tables(self._config, capacity)
+        fill_tables(self._config, arrays["rope_cos"], arrays["rope_sin"])
         buffers = Buffers(tokens=np.zeros(MAX_TOKENS, np.int64), **arrays)
         if self._held:
             buffers.keys[:, :, : self._capacity // LANES] = self._buffers.keys

@@ -1,10 +1,11 @@
 """Architectures, a room each: a family's tensors, matrices, and the program of its pass."""
 
-from .config import Config
+from .config import Config, RopeScaling
+from .gpt2 import GPT2
 from .llama import LLAMA
 from .plan import Architecture, Weights
 
-ARCHITECTURES = {"llama": LLAMA}
+ARCHITECTURES = {"llama": LLAMA, "gpt2": GPT2}
 
 
 def architecture_of(config: Config) -> Architecture:
@@ -14,4 +15,4 @@ def architecture_of(config: Config) -> Architecture:
     return ARCHITECTURES[config.architecture]
 
 
-__all__ = ["ARCHITECTURES", "Architecture", "Config", "Weights", "architecture_of"]
+__all__ = ["ARCHITECTURES", "Architecture", "Config", "RopeScaling", "Weights", "architecture_of"]

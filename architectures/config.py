@@ -1,5 +1,6 @@
 """The numbers that every architecture is described by. Knows no file."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -13,6 +14,15 @@ class RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_seq_len: int
+
+    def flaw(self) -> str:
+        """What keeps these numbers from scaling; empty where nothing does."""
+        for name in ("factor", "low_freq_factor", "original_seq_len"):
+            if not 0 < getattr(self, name) < math.inf:
+                return f"{name} is {getattr(self, name)}; expected a positive number"
+        if not self.low_freq_factor < self.high_freq_factor < math.inf:
+            return f"high_freq_factor is {self.high_freq_factor}; expected more than low_freq_factor, {self.low_freq_factor}"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -57,8 +67,18 @@ class Config:
             return f"dim {self.dim} is not divisible by n_heads {self.n_heads}"
         if self.n_heads % self.n_kv_heads:
             return f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
-        if self.head_dim % 2:
+        if self.head_dim <= 0:
+            return f"head_dim is {self.head_dim}; expected a positive number"
+        if self.head_dim % 2 and self.architecture == "llama":
             return f"head_dim {self.head_dim} (dim / n_heads) is odd; RoPE turns pairs"
+        if not 0 <= self.norm_eps < math.inf:
+            return f"norm_eps is {self.norm_eps}; expected 0 or more"
+        if not 0 < self.rope_theta < math.inf:
+            return f"rope_theta is {self.rope_theta}; expected a positive number"
+        if self.window < 0:
+            return f"window is {self.window}; expected a number of positions, or 0 for all"
+        if self.rope_scaling and (flaw := self.rope_scaling.flaw()):
+            return f"rope_scaling's {flaw}"
         if self.vocab_size < 3:
             return f"vocab_size is {self.vocab_size}; BOS and EOS are the ids 1 and 2"
         return ""
@@ -70,3 +90,8 @@ class Config:
     @property
     def kv_dim(self) -> int:
         return self.n_kv_heads * self.head_dim
+
+    @property
+    def n_seen(self) -> int:
+        """How many positions, its own the last, a token sees at most: of a text beyond seq_len, those of a sliding window."""
+        return min(self.window or self.seq_len, self.seq_len)

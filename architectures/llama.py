@@ -1,83 +1,127 @@
-"""Llama 2 (Touvron et al. 2023, arXiv:2307.09288) as llama2.c has it: its tensors, its matrices, its pass."""
+"""Llama (Touvron et al. 2023, arXiv:2307.09288) and what is like it but for flags of the config: its tensors, matrices, and pass.
 
-from ..kernels import Buffers, attention, rms_norm, rope, store_keys, store_values, swiglu
+Llama 3 scales RoPE (Dubey et al. 2024, arXiv:2407.21783), Mistral sees a window (Jiang et al. 2023, arXiv:2310.06825), Qwen2 adds
+biases to q, k and v (Yang et al. 2024, arXiv:2407.10671), Qwen3 norms their heads (Yang et al. 2025, arXiv:2505.09388).
+"""
+
+import math
+
+from ..kernels import Buffers, add_bias, attention, head_norm, rms_norm, rope, store_keys, store_values, swiglu
 from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
+from ..machine.vectors import Float32
 from ..weights.matrix import n_strips
 from .config import Config
 from .plan import Architecture, Part, Vector, Weights
 
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """By llama2.c's names; `wcls` only where it is not the embedding."""
-    layers, dim, hidden = config.n_layers, config.dim, config.hidden_dim
+    """By llama2.c's names; `wcls` only where it is not the embedding, biases and norms of heads where the config says so."""
+    layers, dim, hidden, q_dim, kv_dim = config.n_layers, config.dim, config.hidden_dim, config.q_dim, config.kv_dim
     tensors: dict[str, tuple[int, ...]] = {
         "tok_emb": (config.vocab_size, dim),
         "rms_att": (layers, dim),
-        "wq": (layers, dim, dim),
-        "wk": (layers, config.kv_dim, dim),
-        "wv": (layers, config.kv_dim, dim),
-        "wo": (layers, dim, dim),
+        "wq": (layers, q_dim, dim),
+        "wk": (layers, kv_dim, dim),
+        "wv": (layers, kv_dim, dim),
+        "wo": (layers, dim, q_dim),
         "rms_ffn": (layers, dim),
         "w1": (layers, hidden, dim),
         "w2": (layers, dim, hidden),
         "w3": (layers, hidden, dim),
         "rms_final": (dim,),
     }
-    return tensors if config.shared_classifier else tensors | {"wcls": (config.vocab_size, dim)}
+    if not config.shared_classifier:
+        tensors["wcls"] = (config.vocab_size, dim)
+    if config.qkv_bias:
+        tensors |= {"bq": (layers, q_dim), "bk": (layers, kv_dim), "bv": (layers, kv_dim)}
+    if config.wo_bias:
+        tensors["bo"] = (layers, dim)
+    if config.mlp_bias:
+        tensors |= {"b1": (layers, hidden), "b3": (layers, hidden), "b2": (layers, dim)}
+    if config.qk_norm:
+        tensors |= {"q_norm": (layers, config.head_dim), "k_norm": (layers, config.head_dim)}
+    return tensors
 
 
 def parts(config: Config) -> dict[str, Part]:
     """q, k and v are one product, and so are w1 and w3, strip by strip."""
-    dim, hidden, kv_dim = config.dim, config.hidden_dim, config.kv_dim
+    dim, hidden, q_dim, kv_dim = config.dim, config.hidden_dim, config.q_dim, config.kv_dim
     table = (config.vocab_size,)
     matrices = {
         "embedding": Part((("tok_emb", None),), table, dim),
         "classifier": Part((("tok_emb" if config.shared_classifier else "wcls", None),), table, dim),
     }
     for i in range(config.n_layers):
-        matrices[f"{i}.qkv"] = Part((("wq", i), ("wk", i), ("wv", i)), (dim, kv_dim, kv_dim), dim)
-        matrices[f"{i}.wo"] = Part((("wo", i),), (dim,), dim)
+        matrices[f"{i}.qkv"] = Part((("wq", i), ("wk", i), ("wv", i)), (q_dim, kv_dim, kv_dim), dim)
+        matrices[f"{i}.wo"] = Part((("wo", i),), (dim,), q_dim)
         matrices[f"{i}.up"] = Part((("w1", i), ("w3", i)), (hidden, hidden), dim, in_turns=True)
         matrices[f"{i}.down"] = Part((("w2", i),), (dim,), hidden)
     return matrices
 
 
 def vectors(config: Config) -> dict[str, Vector]:
-    """The norms."""
-    norms = {
-        f"{i}.{name}": Vector(((name, i),), (config.dim,)) for i in range(config.n_layers) for name in ("rms_att", "rms_ffn")
-    }
-    return norms | {"rms_final": Vector((("rms_final", None),), (config.dim,))}
+    """The norms, and the biases as their products lie."""
+    dim, hidden, q_dim, kv_dim = config.dim, config.hidden_dim, config.q_dim, config.kv_dim
+    own = {"rms_final": Vector((("rms_final", None),), (dim,))}
+    for i in range(config.n_layers):
+        own |= {f"{i}.{name}": Vector(((name, i),), (dim,)) for name in ("rms_att", "rms_ffn")}
+        if config.qkv_bias:
+            own[f"{i}.bqkv"] = Vector((("bq", i), ("bk", i), ("bv", i)), (q_dim, kv_dim, kv_dim))
+        if config.wo_bias:
+            own[f"{i}.bo"] = Vector((("bo", i),), (dim,))
+        if config.mlp_bias:
+            own[f"{i}.b13"] = Vector((("b1", i), ("b3", i)), (hidden, hidden), in_turns=True)
+            own[f"{i}.b2"] = Vector((("b2", i),), (dim,))
+        if config.qk_norm:
+            own |= {f"{i}.{name}": Vector(((name, i),), (config.head_dim,)) for name in ("q_norm", "k_norm")}
+    return own
 
 
 def program(config: Config, weights: Weights, b: Buffers) -> Program:
     """x = embedding; for each layer x += wo attention(rope(qkv rmsnorm(x))), x += w2 swiglu(w13 rmsnorm(x)); wcls rmsnorm(x)."""
     w, v = weights.matrices, weights.vectors
-    k_row = n_strips(config.dim) * STRIP_ROWS
+    k_row = n_strips(config.q_dim) * STRIP_ROWS
     v_row = k_row + n_strips(config.kv_dim) * STRIP_ROWS
+    unit = whole_heads(config) if config.qk_norm else 1
 
     def norm(name: str, of_logits: bool = False) -> Row:
         return rms_norm(b.normed, b.x, v[name], config.dim, config.norm_eps, of_logits)
 
+    def biased(out: Float32, name: str, unit: int = 1) -> list[Row]:
+        return [add_bias(out, v[name], unit)] if name in v else []
+
+    def normed_heads(i: int) -> list[Row]:
+        sides = [("q_norm", 0, config.n_heads), ("k_norm", k_row, config.n_kv_heads)] if config.qk_norm else []
+        return [
+            head_norm(b.qkv, unit, base, n_heads, config.head_dim, v[f"{i}.{name}"], config.norm_eps)
+            for name, base, n_heads in sides
+        ]
+
     def turned(base: int, end: int) -> Row:
-        return rope(b.qkv, b.qkv.shape[1] // STRIP_ROWS, base, end - base, b.rope_cos, b.rope_sin, config.head_dim)
+        return rope(b.qkv, unit, base, end - base, b.rope_cos, b.rope_sin, config.head_dim)
 
     def layer(i: int) -> Program:
-        strips = b.qkv.shape[1] // STRIP_ROWS
         return [
             [
                 norm(f"{i}.rms_att"),
-                w[f"{i}.qkv"].product(b.qkv, b.normed, b.scratch),
+                w[f"{i}.qkv"].product(b.qkv, b.normed, b.scratch, unit=unit),
+                *biased(b.qkv, f"{i}.bqkv", unit),
+                *normed_heads(i),
                 turned(0, k_row),
                 turned(k_row, v_row),
-                store_keys(b.keys[i], b.qkv, strips, k_row),
-                store_values(b.values[i], b.qkv, strips, v_row, config.head_dim),
+                store_keys(b.keys[i], b.qkv, unit, k_row),
+                store_values(b.values[i], b.qkv, unit, v_row, config.head_dim),
             ],
-            [attention(b.heads, b.qkv, b.keys[i], b.values[i], b.scores, b.mixed, config.n_heads, config.seq_len)],
-            [w[f"{i}.wo"].product(b.x[0], b.heads, b.scratch, adding=True)],
-            [norm(f"{i}.rms_ffn"), w[f"{i}.up"].product(b.up, b.normed, b.scratch, unit=2), swiglu(b.hidden, b.up)],
-            [w[f"{i}.down"].product(b.x[0], b.hidden, b.scratch, adding=True)],
+            [attention(b.heads, b.qkv, b.keys[i], b.values[i], b.scores, b.mixed, config.n_heads, config.n_seen)],
+            [w[f"{i}.wo"].product(b.x[0], b.heads, b.scratch, adding=True), *biased(b.x[0], f"{i}.bo")],
+            [
+                norm(f"{i}.rms_ffn"),
+                w[f"{i}.up"].product(b.up, b.normed, b.scratch, unit=2),
+                *biased(b.up, f"{i}.b13", 2),
+                swiglu(b.hidden, b.up),
+            ],
+            [w[f"{i}.down"].product(b.x[0], b.hidden, b.scratch, adding=True), *biased(b.x[0], f"{i}.b2")],
         ]
 
     return [
@@ -85,6 +129,13 @@ def program(config: Config, weights: Weights, b: Buffers) -> Program:
         *(phase for i in range(config.n_layers) for phase in layer(i)),
         [norm("rms_final", of_logits=True), w["classifier"].product(b.logits, b.normed, b.scratch, of_logits=True)],
     ]
+
+
+def whole_heads(config: Config) -> int:
+    """How many strips of q, k and v a thread takes at a time, so that no head is two threads'; of odd sizes, all of them."""
+    unit = config.head_dim // math.gcd(config.head_dim, STRIP_ROWS)
+    strips = n_strips(config.q_dim), n_strips(config.kv_dim)
+    return unit if all(n % unit == 0 for n in strips) else sum(strips) + strips[1]
 
 
 LLAMA = Architecture(shapes, parts, vectors, program)

@@ -32,14 +32,20 @@ class Part(NamedTuple):
 
 
 class Vector(NamedTuple):
-    """A packed vector: tensors of those sizes one after the other, each from a strip's first row on."""
+    """Packed vectors: tensors of those sizes, padded to strips, one after the other or strip by strip in turns.
+
+    n_rows: of each tensor where it is a table of vectors, else 0.
+    """
 
     tensors: tuple[tuple[str, int | None], ...]
     sizes: tuple[int, ...]
+    in_turns: bool = False
+    n_rows: int = 0
 
     @property
-    def size(self) -> int:
-        return int(sum(round_up(size, STRIP_ROWS) for size in self.sizes))
+    def shape(self) -> tuple[int, ...]:
+        size = sum(round_up(size, STRIP_ROWS) for size in self.sizes)
+        return (self.n_rows, size) if self.n_rows else (size,)
 
 
 @dataclass(frozen=True)
@@ -78,14 +84,16 @@ class Weights:
 class Architecture:
     """A family of models.
 
-    shapes: of each tensor that a file of the family holds; parts, vectors: what they are packed into; program: the pass, over
-    weights and buffers.
+    shapes: of each tensor that a file of the family holds; parts, vectors: what they are packed into, among the parts
+    "embedding", "classifier" and of each layer, by its number, "0.qkv" and "0.up", whose products `Buffers` holds; program: the
+    pass, over weights and buffers; learned_positions: whether positions are a table of the file's, at whose end a text ends.
     """
 
     shapes: Callable[[Config], dict[str, tuple[int, ...]]]
     parts: Callable[[Config], dict[str, Part]]
     vectors: Callable[[Config], dict[str, Vector]]
     program: Callable[[Config, Weights, Buffers], Program]
+    learned_positions: bool = False
 
     def pack(self, config: Config, tensors: Mapping[str, Any], kind: Kind | None = None) -> Weights:
         """The tensors, in the shapes of `shapes`, as the kernels read them; kind: what those of floats become,
@@ -120,8 +128,8 @@ class Architecture:
             if matrix is None or (matrix.n_rows, matrix.n) != expected:
                 raise ValueError(f"the weights' {name} has not the shape {expected} that the config needs")
         for name, vector in self.vectors(config).items():
-            if name not in weights.vectors or weights.vectors[name].shape != (vector.size,):
-                raise ValueError(f"the weights' {name} has not the shape {(vector.size,)} that the config needs")
+            if name not in weights.vectors or weights.vectors[name].shape != vector.shape:
+                raise ValueError(f"the weights' {name} has not the shape {vector.shape} that the config needs")
 
 
 def _at(tensors: Mapping[str, Any], name: str, layer: int | None) -> Any:
@@ -134,8 +142,13 @@ def _n_floats(n_strips: int, n: int, group: int, kind: Kind) -> int:
 
 
 def _pack_vector(vector: Vector, tensors: list[Floats]) -> Float32:
-    out, at = zeros(vector.size), 0
-    for tensor, size in zip(tensors, vector.sizes, strict=True):
-        out[at : at + size] = floats(tensor)
-        at += round_up(size, STRIP_ROWS)
+    out, at = zeros(*vector.shape), 0
+    for i, (tensor, size) in enumerate(zip(tensors, vector.sizes, strict=True)):
+        padded = zeros(*tensor.shape[:-1], round_up(size, STRIP_ROWS))
+        padded[..., :size] = floats(tensor)
+        if vector.in_turns:
+            out.reshape(-1, len(tensors), STRIP_ROWS)[:, i] = padded.reshape(-1, STRIP_ROWS)
+        else:
+            out[..., at : at + padded.shape[-1]] = padded
+        at += padded.shape[-1]
     return out

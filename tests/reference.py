@@ -9,8 +9,16 @@ from specdec.architectures import Config
 from specdec.machine.vectors import Float32
 
 
-def rms_norm(x, weight):
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight
+def rms_norm(x, weight, eps=1e-5):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def layer_norm(x, weight, bias, eps=1e-5):
+    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + eps) * weight + bias
+
+
+def gelu(x):
+    return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def softmax(x):
@@ -18,10 +26,24 @@ def softmax(x):
     return e / e.sum(-1, keepdims=True)
 
 
-def rope(x, pos):
-    """x (..., K) turned by its position, pair by pair."""
-    k = x.shape[-1]
-    angle = pos / 10000.0 ** (np.arange(0, k, 2) / k)
+def frequencies(config):
+    """Radians a position (K / 2,): Llama 3.1's scaling pair by pair, by wavelengths, as its paper's code says it."""
+    frequencies = []
+    for i in range(config.head_dim // 2):
+        frequency = config.rope_theta ** (-2 * i / config.head_dim)
+        if s := config.rope_scaling:
+            wavelength = 2 * math.pi / frequency
+            if wavelength > s.original_seq_len / s.low_freq_factor:
+                frequency /= s.factor
+            elif wavelength >= s.original_seq_len / s.high_freq_factor:
+                smooth = (s.original_seq_len / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+                frequency = (1 - smooth) * frequency / s.factor + smooth * frequency
+        frequencies.append(frequency)
+    return np.array(frequencies)
+
+
+def rope(x, angle):
+    """x (..., K) turned by angles (K / 2,), pair by pair."""
     even, odd = x[..., 0::2], x[..., 1::2]
     out = np.empty_like(x)
     out[..., 0::2] = even * np.cos(angle) - odd * np.sin(angle)
@@ -68,35 +90,67 @@ def product(x: np.ndarray, w: np.ndarray | Quantized) -> np.ndarray:
     return seen @ w.floats().T
 
 
+def attention(q, keys, values, window=None):
+    """softmax(q keys / sqrt(K)) values, (T, H, K) of q and (T, G, K) of the others, each token over `window` up to its own."""
+    n, heads, k = q.shape
+    mixed = np.zeros((n, heads, k))
+    for i in range(n):
+        first = max(0, i + 1 - (window or n))
+        for head in range(heads):
+            g = head // (heads // keys.shape[1])
+            p = softmax(keys[first : i + 1, g] @ q[i, head] / math.sqrt(k))
+            mixed[i, head] = p @ values[first : i + 1, g]
+    return mixed.reshape(n, -1)
+
+
 def forward(config: Config, tensors: dict, tokens: list[int], window: int | None = None) -> np.ndarray:
     """Logits (T, V) of a whole sequence, each token seeing the last `window` positions up to its own.
 
-    Matrices may be `Quantized` (a list of them where layers have one each): then it is runq.c's forward.
+    Matrices may be `Quantized` (a list of them where layers have one each): then it is runq.c's forward. A bias or a norm of
+    heads is there where its tensor is.
     """
     t = {name: tensor.astype(np.float64) if isinstance(tensor, np.ndarray) else tensor for name, tensor in tensors.items()}
-    heads, groups, k = config.n_heads, config.n_kv_heads, config.head_dim
-    n = len(tokens)
+    if config.architecture == "gpt2":
+        return gpt2_forward(config, t, tokens)
+    n, eps, angles = len(tokens), config.norm_eps, frequencies(config)
+
+    def projected(x, c, i):
+        return product(x, t[f"w{c}"][i]) + (t[f"b{c}"][i] if f"b{c}" in t else 0)
+
+    def heads(x, c, i):
+        x = projected(x, c, i).reshape(n, -1, config.head_dim)
+        if c != "v":
+            x = rms_norm(x, t[f"{c}_norm"][i], eps) if f"{c}_norm" in t else x
+            x = np.stack([rope(x[pos], pos * angles) for pos in range(n)])
+        return x
+
     embedding = t["tok_emb"]
     x = (embedding.floats() if isinstance(embedding, Quantized) else embedding)[tokens]
-    for layer in range(config.n_layers):
-        h = rms_norm(x, t["rms_att"][layer])
-        q = product(h, t["wq"][layer]).reshape(n, heads, k)
-        keys = product(h, t["wk"][layer]).reshape(n, groups, k)
-        values = product(h, t["wv"][layer]).reshape(n, groups, k)
-        q = np.stack([rope(q[i], i) for i in range(n)])
-        keys = np.stack([rope(keys[i], i) for i in range(n)])
-        mixed = np.zeros((n, heads, k))
-        for i in range(n):
-            first = max(0, i + 1 - (window or n))
-            for head in range(heads):
-                g = head // (heads // groups)
-                p = softmax(keys[first : i + 1, g] @ q[i, head] / math.sqrt(k))
-                mixed[i, head] = p @ values[first : i + 1, g]
-        x = x + product(mixed.reshape(n, -1), t["wo"][layer])
-        h = rms_norm(x, t["rms_ffn"][layer])
-        a, b = product(h, t["w1"][layer]), product(h, t["w3"][layer])
-        x = x + product(a / (1 + np.exp(-a)) * b, t["w2"][layer])
-    return product(rms_norm(x, t["rms_final"]), embedding if config.shared_classifier else t["wcls"])
+    for i in range(config.n_layers):
+        h = rms_norm(x, t["rms_att"][i], eps)
+        x = x + projected(attention(*(heads(h, c, i) for c in "qkv"), window or config.window), "o", i)
+        h = rms_norm(x, t["rms_ffn"][i], eps)
+        gate, up = projected(h, "1", i), projected(h, "3", i)
+        x = x + projected(gate / (1 + np.exp(-gate)) * up, "2", i)
+    return product(rms_norm(x, t["rms_final"], eps), embedding if config.shared_classifier else t["wcls"])
+
+
+def gpt2_forward(config: Config, t: dict, tokens: list[int]) -> np.ndarray:
+    """`forward` of GPT-2: tensors of float64."""
+    n, k = len(tokens), config.head_dim
+    x = t["tok_emb"][tokens] + t["pos_emb"][:n]
+
+    def norm(x, name, i=...):
+        return layer_norm(x, t[f"ln_{name}"][i], t[f"ln_{name}_bias"][i], config.norm_eps)
+
+    def projected(x, c, i):
+        return x @ t[f"w{c}"][i].T + t[f"b{c}"][i]
+
+    for i in range(config.n_layers):
+        h = norm(x, "att", i)
+        x = x + projected(attention(*(projected(h, c, i).reshape(n, -1, k) for c in "qkv")), "o", i)
+        x = x + projected(gelu(projected(norm(x, "ffn", i), "1", i)), "2", i)
+    return norm(x, "final") @ (t["tok_emb"] if config.shared_classifier else t["wcls"]).T
 
 
 def probabilities(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:

@@ -1,57 +1,99 @@
-"""The seam between a pass and what it computes: a second architecture with operations of its own runs like the first."""
+"""Families of models: each flag of a config against a float64 oracle, and bit for bit where bits are promised."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from specdec.architectures import ARCHITECTURES, Config, architecture_of
+from specdec.architectures import Config, RopeScaling, architecture_of
+from specdec.architectures.rope import fill_tables, positions_a_radian
 from specdec.drafters import ModelDrafter
+from specdec.machine.memory import zeros
+from specdec.machine.vectors import LANES
 from specdec.sampling import Sampling
-from specdec.transformer import Transformer
+from specdec.transformer import FIRST_POSITIONS, Transformer
 from specdec.weights import FP32, INT8
-from tests.gpt2 import GPT2, reference
+from tests import reference
 from tests.models import END_MARKS, THREADS, continuation, run_in_blocks, tokens_for
 
-CONFIGS = [
-    Config(48, 96, 2, 4, 4, 105, 64, architecture="gpt2"),
-    Config(40, 50, 3, 5, 5, 64, 64, architecture="gpt2"),
-]
+LLAMA_3 = RopeScaling(8.0, 1.0, 4.0, 40)  # of so few positions that pairs of all three sorts are there
+ALL = {"wo_bias": True, "qkv_bias": True, "mlp_bias": True, "qk_norm": True}
 
-
-@pytest.fixture(autouse=True)
-def with_gpt2(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ARCHITECTURES, "gpt2", GPT2)
+# dim, hidden, layers, heads, kv heads, vocab, seq_len
+FAMILIES = {
+    "llama 3": Config(40, 50, 2, 4, 2, 105, 400, head_dim=12, rope_theta=5e5, rope_scaling=LLAMA_3, norm_eps=1e-6),
+    "llama with biases": Config(36, 33, 2, 3, 1, 105, 400, wo_bias=True, qkv_bias=True, mlp_bias=True),
+    "mistral": Config(64, 96, 2, 4, 2, 105, 400, shared_classifier=False, head_dim=8, window=19),
+    "qwen2": Config(96, 64, 2, 6, 2, 105, 400, rope_theta=1e6, norm_eps=1e-6, qkv_bias=True),
+    "qwen3": Config(64, 96, 2, 2, 1, 105, 400, head_dim=128, rope_theta=1e6, norm_eps=1e-6, qk_norm=True),
+    "qwen3, heads across strips": Config(64, 40, 2, 4, 2, 105, 400, head_dim=80, qk_norm=True),
+    "qwen3, heads of 12": Config(40, 50, 2, 5, 5, 105, 400, head_dim=12, qk_norm=True),
+    "everything": Config(40, 50, 2, 6, 3, 105, 400, False, head_dim=24, window=30, rope_scaling=LLAMA_3, **ALL),
+    "gpt2": Config(48, 96, 2, 4, 4, 105, 400, architecture="gpt2"),
+    "gpt2, odd": Config(40, 50, 2, 5, 5, 64, 400, False, architecture="gpt2", norm_eps=1e-6),
+}
 
 
 def random_tensors(config: Config) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    tensors = {name: rng.standard_normal(shape).astype(np.float32) / 5 for name, shape in GPT2.shapes(config).items()}
-    return {name: tensor + 1 if name in ("ln1", "ln2", "ln_f") else tensor for name, tensor in tensors.items()}
+    shapes = architecture_of(config).shapes(config)
+    tensors = {name: rng.standard_normal(shape).astype(np.float32) / 5 for name, shape in shapes.items()}
+    norms = [name for name in shapes if name.startswith(("rms", "ln")) or name.endswith("norm")]
+    return tensors | {name: tensors[name] + 1 for name in norms if not name.endswith("bias")}
 
 
-def gpt2(config: Config, n_threads: int = 1, kind=FP32) -> Transformer:
-    return Transformer(config, GPT2.pack(config, random_tensors(config), kind), n_threads)
+def model_of(config: Config, n_threads: int = 1, kind=FP32, n_positions: int | None = None) -> Transformer:
+    weights = architecture_of(config).pack(config, random_tensors(config), kind)
+    return Transformer(config, weights, n_threads, n_positions)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"dim {config.dim}")
-def test_gpt2_is_the_oracles(config: Config) -> None:
-    tokens = tokens_for(config, 50)
-    expected = reference(config, random_tensors(config), tokens)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_the_oracle(name: str) -> None:
+    config = FAMILIES[name]
+    tokens = tokens_for(config, 60)
+    expected = reference.forward(config, random_tensors(config), tokens)
     # float32 sums of some hundred products of order 1; a wrong formula is off by order 1
-    np.testing.assert_allclose(run_in_blocks(gpt2(config), tokens, 7), expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(run_in_blocks(model_of(config), tokens, 7), expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_tensor_of_a_family_matters_to_the_oracle(name: str) -> None:
+    """So that the test above cannot pass a flag that both sides forgot."""
+    config = FAMILIES[name]
+    tokens, tensors = tokens_for(config, 3), random_tensors(config)
+    expected = reference.forward(config, tensors, tokens)
+    for tensor in tensors:
+        if (config.architecture, tensor) == ("gpt2", "bk"):
+            continue  # adds the same to all scores of a query that nothing turns
+        other = reference.forward(config, tensors | {tensor: tensors[tensor][..., ::-1]}, tokens)
+        assert np.abs(other - expected).max() > 1e-3 * np.abs(expected).max(), tensor
 
 
 @pytest.mark.parametrize("kind", [FP32, INT8], ids=lambda kind: kind.name)
-def test_its_logits_do_not_depend_on_the_batch_or_the_threads_bit_for_bit(kind) -> None:
-    config = CONFIGS[1]
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_do_not_depend_on_the_batch_or_the_threads_bit_for_bit(name: str, kind) -> None:
+    config = FAMILIES[name]
     tokens = tokens_for(config, 60)
-    alone = run_in_blocks(gpt2(config, kind=kind), tokens, 1)
+    alone = run_in_blocks(model_of(config, kind=kind), tokens, 1)
     for n_threads in THREADS:
+        model = model_of(config, n_threads, kind)
         for block in (2, 5, 8, 17, 60):
-            np.testing.assert_array_equal(run_in_blocks(gpt2(config, n_threads, kind), tokens, block), alone)
+            np.testing.assert_array_equal(run_in_blocks(model, tokens, block).view(np.int32), alone.view(np.int32))
 
 
-def test_its_text_is_its_own_whatever_drafts_for_it() -> None:
-    target, draft = gpt2(CONFIGS[1]), gpt2(CONFIGS[1], kind=INT8)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_text_that_outgrows_its_buffers_keeps_its_logits(name: str) -> None:
+    config = FAMILIES[name]
+    tokens = tokens_for(config, FIRST_POSITIONS + 40)
+    grown, at_once = model_of(config), model_of(config)
+    for end in (1, FIRST_POSITIONS - 1, FIRST_POSITIONS, FIRST_POSITIONS + 1, len(tokens)):
+        logits = grown.forward(tokens[:end], 1).copy()
+    np.testing.assert_array_equal(at_once.forward(tokens, 1), logits)
+
+
+@pytest.mark.parametrize("name", ["everything", "gpt2, odd"])
+def test_the_text_is_the_targets_own_whatever_drafts_for_it(name: str) -> None:
+    target, draft = model_of(FAMILIES[name]), model_of(FAMILIES[name], kind=INT8)
     sampling = Sampling(0.8, seed=3)
     plain, _ = continuation(target, None, sampling, max_tokens=40)
     drafted, statistics = continuation(target, draft, sampling, max_tokens=40)
@@ -60,6 +102,105 @@ def test_its_text_is_its_own_whatever_drafts_for_it() -> None:
     assert ModelDrafter(draft, sampling, 0, END_MARKS).propose([1, 5], 3).tokens
 
 
+POISON = 7  # the token whose values are not finite somewhere inside
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
+@pytest.mark.parametrize("name", ["everything", "gpt2, odd"])
+def test_what_is_not_finite_goes_through_every_operation(name: str, value: float) -> None:
+    """Of whichever tensor, in logits that the oracle has no number for."""
+    config = FAMILIES[name]
+    text = [1] * POISON + [POISON] * 3  # the token at the position of its number
+    sound = random_tensors(config)
+    for tensor in sound:
+        tensors = sound | {tensor: sound[tensor].copy()}
+        row = POISON if tensor in ("tok_emb", "pos_emb", "wcls") else 0
+        tensors[tensor].reshape(-1, sound[tensor].shape[-1])[row, -1] = value
+        model = Transformer(config, architecture_of(config).pack(config, tensors), 1)
+        with np.errstate(all="ignore"):
+            lost = ~np.isfinite(reference.forward(config, tensors, text))
+        assert lost.any() and not np.isfinite(model.forward(text, len(text))[lost]).any(), tensor
+
+
+@pytest.mark.parametrize("name", ["gpt2, odd", "qwen3, heads across strips", "llama with biases"])
+def test_a_token_that_is_not_finite_leaves_nothing_behind(name: str) -> None:
+    config = FAMILIES[name]
+    tensors = random_tensors(config)
+    tensors["tok_emb"][POISON] *= 1e30  # whose squares overflow
+    model = Transformer(config, architecture_of(config).pack(config, tensors), 1)
+    text = [token for token in tokens_for(config, 30) if token != POISON]
+    expected = model.forward(text, len(text)).copy()
+    assert np.isfinite(expected).all()
+    assert not np.isfinite(model.forward([*text[:5], POISON], 1)).any()
+    logits = model.forward([*text[:12], POISON, *text[12:14]], 4)
+    np.testing.assert_array_equal(logits[0], expected[11])
+    assert not np.isfinite(logits[1:]).any()
+    np.testing.assert_array_equal(model.forward(text, len(text)), expected)
+
+
+# Positions
+
+
+def test_llama_3_scales_slow_pairs_alone() -> None:
+    config = replace(FAMILIES["llama 3"], head_dim=128, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192))
+    np.testing.assert_allclose(1 / positions_a_radian(config), reference.frequencies(config), rtol=1e-12)
+    ratio = positions_a_radian(config) / positions_a_radian(replace(config, rope_scaling=None))
+    assert ratio[0] == 1 and ratio[-1] == pytest.approx(32) and ((ratio > 1.01) & (ratio < 31)).any()
+
+
+@pytest.mark.parametrize("head_dim", [2, 12, 80])
+def test_the_tables_of_a_long_text_are_those_of_a_short_one_and_more(head_dim: int) -> None:
+    config = replace(FAMILIES["llama 3"], head_dim=head_dim)
+    short, long = ([zeros(n, head_dim + LANES) for _ in range(2)] for n in (100, 9000))
+    fill_tables(config, *short)
+    fill_tables(config, *long)
+    np.testing.assert_array_equal([table[:100] for table in long], short)
+    angles = 8999 * reference.frequencies(config)
+    np.testing.assert_allclose(long[0][8999, 0:head_dim:2], np.cos(angles), rtol=0, atol=1e-7)
+    np.testing.assert_allclose(long[1][8999, 1:head_dim:2], np.sin(angles), rtol=0, atol=1e-7)
+    np.testing.assert_array_equal(long[1][:, 0:head_dim:2], -long[1][:, 1:head_dim:2])
+
+
+def test_a_model_whose_positions_are_learned_ends_with_them() -> None:
+    config = replace(FAMILIES["gpt2"], seq_len=50)
+    model = model_of(config, n_positions=400)
+    assert model.n_positions == 50
+    tokens = tokens_for(config, 51)
+    model.forward(tokens[:50])
+    with pytest.raises(ValueError, match="51 tokens do not fit 50 positions"):
+        model.forward(tokens)
+
+
+def test_a_context_that_is_not_used_takes_no_memory() -> None:
+    config = replace(FAMILIES["llama 3"], seq_len=131_072)
+    model, short = model_of(config), model_of(replace(config, seq_len=FIRST_POSITIONS))
+    assert model.n_positions == 131_072
+    assert sum(buffer.nbytes for buffer in model._buffers) == sum(buffer.nbytes for buffer in short._buffers)
+    assert model.text_bytes(131_072) > 131_072 * 2 * 4 * config.n_layers * config.kv_dim
+
+
+# Configs
+
+
 def test_an_architecture_that_is_not_there_is_named_with_those_that_are() -> None:
-    with pytest.raises(ValueError, match=r"'mamba'.*llama"):
+    with pytest.raises(ValueError, match=r"'mamba'.*llama.*gpt2"):
         architecture_of(Config(8, 8, 1, 1, 1, 8, 8, architecture="mamba"))
+
+
+@pytest.mark.parametrize(
+    ("flaw", "words"),
+    [
+        ({"head_dim": -2}, "head_dim is -2"),
+        ({"head_dim": 7}, "head_dim 7"),
+        ({"norm_eps": -1e-5}, "norm_eps"),
+        ({"norm_eps": float("nan")}, "norm_eps"),
+        ({"rope_theta": 0.0}, "rope_theta"),
+        ({"rope_theta": float("inf")}, "rope_theta"),
+        ({"window": -1}, "window"),
+        ({"rope_scaling": RopeScaling(0.0, 1.0, 4.0, 40)}, "rope_scaling's factor"),
+        ({"rope_scaling": RopeScaling(8.0, 4.0, 4.0, 40)}, "rope_scaling's high_freq_factor"),
+        ({"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 0)}, "rope_scaling's original_seq_len"),
+    ],
+)
+def test_numbers_that_are_no_models_are_named(flaw: dict, words: str) -> None:
+    assert replace(FAMILIES["llama 3"], **flaw).flaw().startswith(words)

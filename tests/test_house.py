@@ -56,6 +56,7 @@ OUTSIDE = {
     "panel": {"rich"},
     "output": {"rich"},
     "transformer": {"numpy"},
+    "architectures": {"numpy"},
     "readers": {"numpy"},
     "sampling": {"numpy"},
     "kernels": {"numpy"},

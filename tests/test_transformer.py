@@ -138,7 +138,7 @@ def test_weights_of_another_shape_are_refused():
                     Transformer(config, weights[other])
 
 
-@pytest.mark.parametrize("flaw", [{"n_kv_heads": 3}, {"n_heads": 64, "n_kv_heads": 64}, {"seq_len": 0}])
+@pytest.mark.parametrize("flaw", [{"n_kv_heads": 3}, {"n_heads": 64, "n_kv_heads": 64, "head_dim": 0}, {"seq_len": 0}])
 def test_a_config_that_is_no_models_is_refused(flaw):
     config = replace(CONFIGS["gqa"], **flaw)
     with pytest.raises(ValueError, match=next(iter(flaw)) + "|head_dim"):
