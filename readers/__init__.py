@@ -1,6 +1,20 @@
-"""Readers, a room for each format: bytes of a file to a config and tensors, and every check of them."""
+"""Readers, a room for each format: bytes of files to a config and tensors, and every check of them."""
 
-from .llama2c import load_checkpoint
-from .model_file import Checkpoint, CheckpointError
+import os
+from pathlib import Path
+
+from . import huggingface, llama2c
+from .model_file import Checkpoint, CheckpointError, telling_os_errors
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """The model of a Hugging Face folder, or of a llama2.c file. Raises CheckpointError."""
+    path = Path(path)
+    with telling_os_errors(path):
+        is_folder = path.is_dir()
+    if not is_folder and path.suffix == ".safetensors":
+        raise CheckpointError(f"{path} is a part of a model; name the folder that holds it and its config.json")
+    return huggingface.load_checkpoint(path) if is_folder else llama2c.load_checkpoint(path)
+
 
 __all__ = ["Checkpoint", "CheckpointError", "load_checkpoint"]

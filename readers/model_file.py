@@ -4,7 +4,8 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import numpy.typing as npt
 
 from ..architectures import Config
 from ..machine.memory import all_finite
-from ..machine.vectors import Float32
 
 FLOAT_BYTES = 4
+FP32, FP16, BF16 = np.dtype("<f4"), np.dtype("<f2"), np.dtype("<u2")  # of bf16 the bits: numpy has no such numbers
+EXPONENTS: dict[np.dtype[Any], int] = {FP16: 0x7C00, BF16: 0x7F80}  # all of them set: NaN or infinity
+PIECE_BYTES = 1 << 26  # read at once: between two reads Ctrl-C is heard
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -27,12 +30,15 @@ class CheckpointError(ValueError):
 class Checkpoint:
     """A model as it lies in its file.
 
-    config: its numbers; tensors: by the names and in the shapes of its architecture. What is asked of a tensor is read then.
+    path: a file or a folder; config: its numbers; tensors: by the names and in the shapes of its architecture. What is asked of
+    a tensor is read then. end_marks: names of the ids that end a text, bos: the id that begins one, where the files tell.
     """
 
     path: Path
     config: Config
     tensors: Mapping[str, Any]
+    end_marks: dict[int, str] = field(default_factory=dict)
+    bos: int | None = None
 
 
 class ModelFile:
@@ -50,16 +56,27 @@ class ModelFile:
 
     def read(self, start: int, n_bytes: int) -> Bytes:
         """That part of the file. Raises CheckpointError where it is not the file any more that it was."""
-        data = np.empty(n_bytes, np.uint8)
-        done = 0
+        return self.read_runs(start, 1, n_bytes, n_bytes).reshape(-1)
+
+    def read_runs(self, start: int, n: int, n_bytes: int, stride: int) -> Bytes:
+        """(n, n_bytes): so many runs, one every stride bytes. Raises CheckpointError as `read`."""
+        runs = np.empty((n, n_bytes), np.uint8)
         with telling_os_errors(self.path), self.path.open("rb", buffering=0) as file:
-            file.seek(start)
-            while done < n_bytes and (n := file.readinto(data.data[done:])):
-                done += n
+            parts = runs.reshape(1, -1) if n_bytes == stride else runs
+            is_whole = all(_fill(file, start + i * stride, part) for i, part in enumerate(parts))
             identity = _identity(os.fstat(file.fileno()))
-        if done < n_bytes or identity != self._identity:
+        if not is_whole or identity != self._identity:
             raise CheckpointError(f"{self.path} has changed while it was read; try again when it is whole")
-        return data
+        return runs
+
+
+def _fill(file: FileIO, start: int, data: Bytes) -> bool:
+    """Whether the file has so many bytes there; they are read into data."""
+    file.seek(start)
+    done = 0
+    while done < data.size and (n := file.readinto(data.data[done : done + PIECE_BYTES])):
+        done += n
+    return done == data.size
 
 
 def _identity(stat: os.stat_result) -> tuple[int, ...]:
@@ -70,7 +87,7 @@ def _identity(stat: os.stat_result) -> tuple[int, ...]:
 class FileTensor:
     """A tensor of floats that lies in a file. [layer] is the part of a layer; [first:last], rows or numbers, is read, an array.
 
-    what: its numbers are, for people. Raises CheckpointError for such as are not finite.
+    what: its numbers are, for people; dtype: FP32, FP16 or BF16. Raises CheckpointError for numbers that are not finite.
     """
 
     file: ModelFile
@@ -78,18 +95,42 @@ class FileTensor:
     shape: tuple[int, ...]
     start: int
     what: str = "weights"
+    dtype: np.dtype[Any] = FP32
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def __getitem__(self, index: int | slice) -> Any:
         inner = self.shape[1:]
-        stride = math.prod(inner) * FLOAT_BYTES
         if isinstance(index, int):
-            return replace(self, shape=inner, start=self.start + index * stride)
+            return replace(self, shape=inner, start=self.start + index * self.row_bytes)
         first, last, _ = index.indices(self.shape[0])
-        data = self.file.read(self.start + first * stride, (last - first) * stride)
-        numbers: Float32 = data.view("<f4").reshape(last - first, *inner)
-        if not all_finite(numbers):
+        data = self.file.read(self.start + first * self.row_bytes, max(last - first, 0) * self.row_bytes)
+        return self.checked(data.view(self.dtype).reshape(-1, *inner))
+
+    def rows(self, first: int, last: int) -> "FileTensor":
+        """Those rows, which are not read yet."""
+        return replace(self, shape=(last - first, *self.shape[1:]), start=self.start + first * self.row_bytes)
+
+    def columns(self, first: int, last: int) -> npt.NDArray[Any]:
+        """(n, last - first) of a matrix (n, columns), read."""
+        size = self.dtype.itemsize
+        data = self.file.read_runs(self.start + first * size, self.shape[0], (last - first) * size, self.row_bytes)
+        return self.checked(data.view(self.dtype))
+
+    def checked(self, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The numbers, all finite."""
+        if not _are_finite(numbers):
             raise CheckpointError(f"{self.file.path} is damaged: {self.name} holds NaN or infinite {self.what}")
         return numbers
+
+
+def _are_finite(numbers: npt.NDArray[Any]) -> bool:
+    if numbers.dtype == FP32:
+        return all_finite(numbers)
+    exponent = EXPONENTS[numbers.dtype]
+    return not ((numbers.view(np.uint16) & exponent) == exponent).any()
 
 
 @contextmanager

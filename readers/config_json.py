@@ -1,0 +1,295 @@
+"""config.json and generation_config.json of a Hugging Face folder to a `Config` and the ids that begin and end a text.
+
+The keys and what they are where a file is silent are those of transformers 5.23, `models/*/configuration_*.py`. Whatever changes
+the arithmetic is either done or refused by name; other keys are not looked at.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..architectures import Config
+from ..architectures.config import RopeScaling
+from .json_text import read_object, shown
+from .model_file import CheckpointError
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+END = "eos"
+MAX_SIZE = 2**31 - 1
+MAX_THETA = 1e18
+
+LLAMA_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "bos_token_id": 1, "eos_token_id": 2,
+    "sliding_window": None, "rope_theta": 10000.0,
+}  # fmt: skip
+MISTRAL_DEFAULTS = LLAMA_DEFAULTS | {
+    "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096,
+}  # fmt: skip
+QWEN2_DEFAULTS = LLAMA_DEFAULTS | {
+    "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768,
+    "bos_token_id": None, "eos_token_id": None, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
+    "layer_types": None,
+}  # fmt: skip
+GPT2_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
+    "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False, "tie_word_embeddings": True, "bos_token_id": 50256, "eos_token_id": 50256,
+}  # fmt: skip
+DEFAULTS = {
+    "llama": LLAMA_DEFAULTS,
+    "mistral": MISTRAL_DEFAULTS,
+    "qwen2": QWEN2_DEFAULTS,
+    "qwen3": QWEN2_DEFAULTS | {"head_dim": 128},
+    "gpt2": GPT2_DEFAULTS,
+}
+GPT2_ALIASES = {
+    "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}  # fmt: skip
+SILU = ("silu", "swish")
+GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
+
+# what other arithmetic than ours is asked for by, in any family, and the values that ask for nothing
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "partial_rotary_factor": (None, 1),
+    "rotary_pct": (None, 1),
+    "rope_interleaved": (None, False),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "query_pre_attn_scalar": (None,),
+    "attention_multiplier": (None,),
+    "embedding_multiplier": (None, 1),
+    "residual_multiplier": (None, 1),
+    "logits_scaling": (None, 1),
+    "logit_scale": (None, 1),
+    "clip_qkv": (None,),
+    "num_experts": (None, 0, 1),
+    "num_local_experts": (None, 0, 1),
+    "n_routed_experts": (None, 0),
+    "use_mrope": (None, False),
+    "use_qk_norm": (None, False),
+    "qk_layernorm": (None, False),
+    "alibi": (None, False),
+    "is_causal": (None, True),
+    "attention_chunk_size": (None,),
+    "no_rope_layers": (None, []),
+    "add_cross_attention": (None, False),
+    "is_encoder_decoder": (None, False),
+    "pruned_heads": (None, {}),
+    "per_layer_config": (None, {}),
+}
+
+
+class Values:
+    """The keys of a config file, where a file is silent its family's, each checked as it is read."""
+
+    def __init__(self, path: Path, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self.path = path
+        self._values = {**defaults, **given}
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values.get(key)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def refusal(self, key: str, expected: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {key} is {shown(self[key])}; expected {expected}")
+
+    def whole(self, key: str) -> int:
+        value = self[key]
+        if type(value) is not int or not 1 <= value <= MAX_SIZE:
+            raise self.refusal(key, f"a whole number from 1 to {MAX_SIZE}")
+        return value
+
+    def real(self, key: str, least: float, most: float) -> float:
+        value = self[key]
+        if type(value) not in (int, float) or not least <= value <= most:
+            raise self.refusal(key, f"a number from {least:g} to {most:g}")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self[key]
+        if type(value) is not bool:
+            raise self.refusal(key, "true or false")
+        return value
+
+    def must_be(self, key: str, *choices: Any) -> None:
+        """Raises CheckpointError for what is none of the choices, whose first is told."""
+        if not any(_same(self[key], choice) for choice in choices):
+            raise self.refusal(key, f"{shown(choices[0])}: nothing else is done here")
+
+
+def read_config(folder: Path) -> tuple[Config, dict[int, str], int | None]:
+    """The model's numbers, the names of the ids that end a text, and the id that begins one, if any.
+
+    Raises CheckpointError for a file that is none or damaged, for a family that is not there and for arithmetic that is not done.
+    """
+    path = folder / CONFIG
+    given = read_object(path)
+    family = given.get("model_type")
+    if family is None:
+        raise CheckpointError(f"{path} names no model_type; expected one of {', '.join(DEFAULTS)}")
+    if not isinstance(family, str) or family not in DEFAULTS:
+        raise CheckpointError(f"{path}: the model_type {shown(family)} is not there; there are {', '.join(DEFAULTS)}")
+    if family == "gpt2":
+        given = {GPT2_ALIASES.get(key, key): value for key, value in given.items()} | given
+    values = Values(path, given, DEFAULTS[family])
+    for key, neutral in NEUTRAL.items():
+        if key in values:
+            _check_neutral(values, key, neutral)
+    config = _gpt2(values) if family == "gpt2" else _llama(values, family)
+    if flaw := config.flaw():
+        raise CheckpointError(f"{path} describes no model: {flaw}")
+    return config, *_read_marks(folder, given, values, config.vocab_size)
+
+
+def _check_neutral(values: Values, key: str, neutral: tuple[Any, ...]) -> None:
+    if key == "quantization_config" and isinstance(values[key], dict):
+        method = shown(values[key].get("quant_method"))
+        raise CheckpointError(f"{values.path}: the weights are quantized by {method}; expected F32, F16 or BF16 ones")
+    values.must_be(key, *neutral)
+
+
+def _same(value: Any, choice: Any) -> bool:
+    """Equality, of 1 and true not."""
+    return value == choice and isinstance(value, bool) == isinstance(choice, bool)
+
+
+# Families
+
+
+def _llama(values: Values, family: str) -> Config:
+    values.must_be("hidden_act", *SILU)
+    attention_bias = values.flag("attention_bias") if family in ("llama", "qwen3") else False
+    mlp_bias = values.flag("mlp_bias") if family == "llama" else False
+    if family == "mistral":
+        values.must_be("attention_bias", False)
+    if family != "llama":
+        values.must_be("mlp_bias", False)
+    n_heads = values.whole("num_attention_heads")
+    theta, scaling = _rope(values)
+    return Config(
+        dim=values.whole("hidden_size"),
+        hidden_dim=values.whole("intermediate_size"),
+        n_layers=values.whole("num_hidden_layers"),
+        n_heads=n_heads,
+        n_kv_heads=n_heads if values["num_key_value_heads"] is None else values.whole("num_key_value_heads"),
+        vocab_size=values.whole("vocab_size"),
+        seq_len=values.whole("max_position_embeddings"),
+        shared_classifier=values.flag("tie_word_embeddings"),
+        norm_eps=values.real("rms_norm_eps", 0, 1),
+        rope_theta=theta,
+        head_dim=0 if values["head_dim"] is None else values.whole("head_dim"),
+        rope_scaling=scaling,
+        window=_window(values, family),
+        qkv_bias=attention_bias or family == "qwen2",
+        wo_bias=attention_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=family == "qwen3",
+    )
+
+
+def _rope(values: Values) -> tuple[float, RopeScaling | None]:
+    """The base of the angles, and how they are scaled; of transformers 5 in rope_parameters, of older ones in rope_scaling."""
+    key = "rope_scaling" if values["rope_scaling"] else "rope_parameters"
+    given = {} if values[key] is None else values[key]
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        raise values.refusal(key, "an object of numbers, one for all layers")
+    rope = Values(values.path, given, {"rope_theta": values["rope_theta"], "rope_type": given.get("type", "default")})
+    rope.must_be("partial_rotary_factor", None, 1)
+    rope.must_be("mrope_section", None)
+    theta = rope.real("rope_theta", 1, MAX_THETA)
+    if rope["rope_type"] == "default":
+        return theta, None
+    if rope["rope_type"] != "llama3":
+        raise rope.refusal("rope_type", "default or llama3: other kinds of RoPE are not done here")
+    original = "original_max_position_embeddings"
+    source = values if original in values else rope
+    scaling = RopeScaling(
+        factor=rope.real("factor", 1e-6, 1e6),
+        low_freq_factor=rope.real("low_freq_factor", 1e-6, 1e6),
+        high_freq_factor=rope.real("high_freq_factor", 1e-6, 1e6),
+        original_seq_len=source.whole(original) if original in source else values.whole("max_position_embeddings"),
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise rope.refusal("high_freq_factor", f"more than low_freq_factor, {scaling.low_freq_factor:g}")
+    return theta, scaling
+
+
+def _window(values: Values, family: str) -> int:
+    """How many positions a token sees in all layers; 0: all."""
+    n_layers, types = values.whole("num_hidden_layers"), values["layer_types"]
+    window = 0 if values["sliding_window"] is None else values.whole("sliding_window")
+    if family == "llama":  # transformers does not look at it
+        if 0 < window < values.whole("max_position_embeddings"):
+            raise values.refusal("sliding_window", "null in a llama model")
+        window = 0
+    if family in ("qwen2", "qwen3"):
+        window = window if values.flag("use_sliding_window") else 0
+        if types is None:
+            full = min(max(_layers_before(values), 0), n_layers) if window else n_layers
+            if 0 < full < n_layers:
+                raise values.refusal("max_window_layers", f"0 or {n_layers}: a window in all layers or in none")
+            return 0 if full else window
+        window = 0 if types == ["full_attention"] * n_layers else window
+    expected = "sliding_attention" if window else "full_attention"
+    if types is not None and (not isinstance(types, list) or len(types) != n_layers or any(kind != expected for kind in types)):
+        raise values.refusal("layer_types", f"{expected} in all {n_layers} layers")
+    return window
+
+
+def _layers_before(values: Values) -> int:
+    """How many layers have no window."""
+    value = values["max_window_layers"]
+    if type(value) is not int:
+        raise values.refusal("max_window_layers", "a whole number")
+    return value
+
+
+def _gpt2(values: Values) -> Config:
+    values.must_be("activation_function", *GELU_TANH)
+    values.must_be("scale_attn_weights", True)
+    values.must_be("scale_attn_by_inverse_layer_idx", False)
+    dim, n_heads = values.whole("n_embd"), values.whole("n_head")
+    return Config(
+        dim=dim,
+        hidden_dim=4 * dim if values["n_inner"] is None else values.whole("n_inner"),
+        n_layers=values.whole("n_layer"),
+        n_heads=n_heads,
+        n_kv_heads=n_heads,
+        vocab_size=values.whole("vocab_size"),
+        seq_len=values.whole("n_positions"),
+        shared_classifier=values.flag("tie_word_embeddings"),
+        architecture="gpt2",
+        norm_eps=values.real("layer_norm_epsilon", 0, 1),
+    )
+
+
+# Marks
+
+
+def _read_marks(folder: Path, given: Mapping[str, Any], values: Values, vocab_size: int) -> tuple[dict[int, str], int | None]:
+    """The ids that end a text, of both files, and the one that begins one; the family's where neither tells.
+
+    Ids beyond the vocabulary never come: transformers writes 50256 into the config of a GPT-2 of 100 tokens.
+    """
+    path = folder / GENERATION_CONFIG
+    sources = [Values(folder / CONFIG, given, {}), Values(path, read_object(path) if path.exists() else {}, {})]
+
+    def ids(key: str) -> list[int]:
+        telling = [source for source in sources if key in source] or [values]
+        return [i for source in telling for i in _ids(source, key) if i < vocab_size]
+
+    return dict.fromkeys(ids("eos_token_id"), END), next(iter(ids("bos_token_id")), None)
+
+
+def _ids(values: Values, key: str) -> list[int]:
+    value = values[key]
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(type(i) is not int or i < 0 for i in ids):
+        raise values.refusal(key, "an id, several in a list, or null")
+    return ids

@@ -1,0 +1,289 @@
+"""A Hugging Face folder to a `Checkpoint`: which file holds which tensor, under which name, in which order of rows.
+
+The names are those that transformers 5.23 saves (`models/*/modeling_*.py`), those of a base model without its prefix too.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..architectures import architecture_of
+from .config_json import CONFIG, read_config
+from .json_text import read_object, shown
+from .model_file import Checkpoint, CheckpointError, FileTensor, telling_os_errors
+from .safetensors import SafetensorsFile
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+HEAD = "lm_head.weight"
+COMPARED_ROWS = 2048  # of an embedding and a head at a time
+
+
+class Place(NamedTuple):
+    """Where a tensor lies: its name, `{}` for the layer, and in which form.
+
+    halves: in each head all first parts of RoPE's pairs, then all second ones; conv: a matrix (inputs, outputs), not (outputs,
+    inputs); part, parts: of so many tensors side by side along the outputs, which one it is.
+    """
+
+    name: str
+    halves: bool = False
+    conv: bool = False
+    part: int = 0
+    parts: int = 1
+
+
+class Names(NamedTuple):
+    """A family's tensors: the prefix of all but the head, their places, and which others there may be that nobody needs."""
+
+    prefix: str
+    places: Mapping[str, Place]
+    harmless: re.Pattern[str]
+
+
+LLAMA_NAMES = Names(
+    "model.",
+    {
+        "tok_emb": Place("embed_tokens.weight"),
+        "rms_att": Place("layers.{}.input_layernorm.weight"),
+        "wq": Place("layers.{}.self_attn.q_proj.weight", halves=True),
+        "wk": Place("layers.{}.self_attn.k_proj.weight", halves=True),
+        "wv": Place("layers.{}.self_attn.v_proj.weight"),
+        "wo": Place("layers.{}.self_attn.o_proj.weight"),
+        "bq": Place("layers.{}.self_attn.q_proj.bias", halves=True),
+        "bk": Place("layers.{}.self_attn.k_proj.bias", halves=True),
+        "bv": Place("layers.{}.self_attn.v_proj.bias"),
+        "bo": Place("layers.{}.self_attn.o_proj.bias"),
+        "q_norm": Place("layers.{}.self_attn.q_norm.weight", halves=True),
+        "k_norm": Place("layers.{}.self_attn.k_norm.weight", halves=True),
+        "rms_ffn": Place("layers.{}.post_attention_layernorm.weight"),
+        "w1": Place("layers.{}.mlp.gate_proj.weight"),
+        "w2": Place("layers.{}.mlp.down_proj.weight"),
+        "w3": Place("layers.{}.mlp.up_proj.weight"),
+        "b1": Place("layers.{}.mlp.gate_proj.bias"),
+        "b2": Place("layers.{}.mlp.down_proj.bias"),
+        "b3": Place("layers.{}.mlp.up_proj.bias"),
+        "rms_final": Place("norm.weight"),
+        "wcls": Place(HEAD),
+    },
+    re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),
+)
+GPT2_NAMES = Names(
+    "transformer.",
+    {
+        "tok_emb": Place("wte.weight"),
+        "pos_emb": Place("wpe.weight"),
+        "ln_att": Place("h.{}.ln_1.weight"),
+        "ln_att_bias": Place("h.{}.ln_1.bias"),
+        **{f"w{name}": Place("h.{}.attn.c_attn.weight", conv=True, part=i, parts=3) for i, name in enumerate("qkv")},
+        **{f"b{name}": Place("h.{}.attn.c_attn.bias", part=i, parts=3) for i, name in enumerate("qkv")},
+        "wo": Place("h.{}.attn.c_proj.weight", conv=True),
+        "bo": Place("h.{}.attn.c_proj.bias"),
+        "ln_ffn": Place("h.{}.ln_2.weight"),
+        "ln_ffn_bias": Place("h.{}.ln_2.bias"),
+        "w1": Place("h.{}.mlp.c_fc.weight", conv=True),
+        "b1": Place("h.{}.mlp.c_fc.bias"),
+        "w2": Place("h.{}.mlp.c_proj.weight", conv=True),
+        "b2": Place("h.{}.mlp.c_proj.bias"),
+        "ln_final": Place("ln_f.weight"),
+        "ln_final_bias": Place("ln_f.bias"),
+        "wcls": Place(HEAD),
+    },
+    re.compile(r"h\.\d+\.attn\.(masked_)?bias"),  # the causal mask
+)
+NAMES = {"llama": LLAMA_NAMES, "gpt2": GPT2_NAMES}
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """A tensor of heads whose rows i and i + head_dim/2 become 2i and 2i + 1, as our RoPE has its pairs."""
+
+    halves: FileTensor
+    head_dim: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.halves.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.halves.dtype
+
+    def __getitem__(self, index: slice) -> npt.NDArray[Any]:
+        first, last, _ = index.indices(self.shape[0])
+        begin = first // self.head_dim * self.head_dim
+        end = -(-last // self.head_dim) * self.head_dim
+        heads = self.halves[begin:end].reshape(-1, 2, self.head_dim // 2, *self.shape[1:])
+        return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(-1, *self.shape[1:])[first - begin : last - begin]
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """The matrix whose rows are the columns from `first` on, so many, of a stored one, which are read and nothing else."""
+
+    stored: FileTensor
+    first: int
+    n_rows: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.n_rows, self.stored.shape[0]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.stored.dtype
+
+    def __getitem__(self, index: slice) -> npt.NDArray[Any]:
+        first, last, _ = index.indices(self.n_rows)
+        return np.ascontiguousarray(self.stored.columns(self.first + first, self.first + max(first, last)).T)
+
+
+class Folder:
+    """The tensors of a folder's safetensors files, by name without the family's prefix."""
+
+    def __init__(self, path: Path, names: Names) -> None:
+        self.path = path
+        files, listed = _open_files(path)
+        self._sources: dict[str, tuple[SafetensorsFile, str]] = {}
+        self._used: set[str] = set()
+        for file in files:
+            for full in file.entries:
+                name = full.removeprefix(names.prefix)
+                if names.harmless.fullmatch(name):
+                    continue
+                if listed is not None and listed.get(full) is not file:
+                    raise CheckpointError(f"{file.path} holds {shown(full)}, which {INDEX} does not say")
+                if name in self._sources:
+                    raise CheckpointError(f"{file.path} holds {shown(full)} a second time: with and without {names.prefix}")
+                self._sources[name] = file, full
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sources
+
+    @property
+    def unused(self) -> list[str]:
+        """The names that nobody asked for."""
+        return [name for name in self._sources if name not in self._used]
+
+    def leave_out(self, name: str) -> None:
+        """That tensor is not needed."""
+        self._used.add(name)
+
+    def told(self, name: str) -> str:
+        """Its file and its name there, for people."""
+        file, full = self._sources[name]
+        return f"{file.path}: {shown(full)}"
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> FileTensor:
+        """Raises CheckpointError for one that is missing or of another shape or dtype."""
+        if name not in self._sources:
+            raise CheckpointError(f"{self.path} holds no tensor {name}, which its {CONFIG} needs")
+        self._used.add(name)
+        file, full = self._sources[name]
+        found = file.entries[full].shape
+        if found != shape:
+            raise CheckpointError(f"{self.told(name)} has the shape {found}; {CONFIG} says {shape}")
+        return file.tensor(full)
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Open a folder of config.json and safetensors files, after checking all that their headers can tell.
+
+    Raises CheckpointError for anything but a complete and consistent model; numbers are checked when they are read.
+    """
+    with telling_os_errors(path):
+        if not (path / CONFIG).exists():
+            raise CheckpointError(f"{path} is a directory without {CONFIG}; {_hint(path)}")
+    config, end_marks, bos = read_config(path)
+    names = NAMES[config.architecture]
+    folder = Folder(path, names)
+    places = dict(names.places)
+    if config.shared_classifier and HEAD in folder:
+        if places["tok_emb"].name not in folder:
+            places["tok_emb"] = Place(HEAD)
+        elif _are_equal(*(folder.tensor(places[name].name, (config.vocab_size, config.dim)) for name in ("tok_emb", "wcls"))):
+            folder.leave_out(HEAD)
+        else:  # transformers, too, believes the weights
+            config = replace(config, shared_classifier=False)
+    if not config.shared_classifier and HEAD not in folder:
+        raise CheckpointError(f"{path} holds no {HEAD}, and its {CONFIG} ties none to the embedding; expected a language model")
+    tensors = {}
+    for name, shape in architecture_of(config).shapes(config).items():
+        place = places[name]
+        if "{}" in place.name:
+            layers = range(shape[0])
+            tensors[name] = [_tensor(folder, place, place.name.format(i), shape[1:], config.head_dim) for i in layers]
+        else:
+            tensors[name] = _tensor(folder, place, place.name, shape, config.head_dim)
+    if left := folder.unused:
+        raise CheckpointError(f"{folder.told(left[0])} has no place in the model that {CONFIG} describes")
+    return Checkpoint(path, config, tensors, end_marks, bos)
+
+
+def _tensor(folder: Folder, place: Place, name: str, shape: tuple[int, ...], head_dim: int) -> Any:
+    n_rows = shape[0]
+    if place.conv:
+        return Transposed(folder.tensor(name, (shape[1], n_rows * place.parts)), place.part * n_rows, n_rows)
+    if place.parts > 1:
+        stored = folder.tensor(name, (n_rows * place.parts, *shape[1:]))
+        return stored.rows(place.part * n_rows, (place.part + 1) * n_rows)
+    stored = folder.tensor(name, shape)
+    return Pairs(stored, head_dim) if place.halves else stored
+
+
+def _are_equal(a: FileTensor, b: FileTensor) -> bool:
+    """Whether two tensors of one shape hold the same, in the same numbers."""
+    starts = range(0, a.shape[0], COMPARED_ROWS)
+    return a.dtype == b.dtype and all(
+        np.array_equal(a[first : first + COMPARED_ROWS], b[first : first + COMPARED_ROWS]) for first in starts
+    )
+
+
+def _open_files(path: Path) -> tuple[list[SafetensorsFile], dict[str, SafetensorsFile] | None]:
+    """The folder's safetensors files, and which of them holds each tensor where an index says it."""
+    with telling_os_errors(path):
+        if (path / WEIGHTS).exists():
+            return [SafetensorsFile(path / WEIGHTS)], None
+        if not (path / INDEX).exists():
+            raise CheckpointError(f"{path} holds neither {WEIGHTS} nor {INDEX}; {_hint(path)}")
+    index = path / INDEX
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map; expected an object of tensors and their files")
+    files: dict[str, SafetensorsFile] = {}
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or name not in files:
+            shard = _shard(index, name)
+            files[name] = SafetensorsFile(shard)
+        if tensor not in files[name].entries:
+            raise CheckpointError(f"{files[name].path} holds no {shown(tensor)}, which {INDEX} says it does")
+    return list(files.values()), {tensor: files[name] for tensor, name in weight_map.items()}
+
+
+def _shard(index: Path, name: Any) -> Path:
+    """The file of an index's folder that has that name; a link may lead out of it, as in the hub's cache, a name may not."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise CheckpointError(f"{index} names the file {shown(name)}; expected one beside it")
+    if any(path.anchor or ".." in path.parts for path in (PurePosixPath(name), PureWindowsPath(name))):
+        raise CheckpointError(f"{index} names the file {shown(name)}, outside of its folder; expected one beside it")
+    shard = index.parent / name
+    with telling_os_errors(shard):
+        if not shard.exists():
+            raise CheckpointError(f"{shard} is missing, which {INDEX} names")
+    return shard
+
+
+def _hint(path: Path) -> str:
+    """What a folder that is no model here holds instead, and what to do about it."""
+    names = sorted(entry.name for entry in path.iterdir())
+    if any(name.endswith(".gguf") for name in names):
+        return "its GGUF files are not read; expected config.json and model.safetensors"
+    if any(name.startswith("pytorch_model") for name in names):
+        return "only safetensors are read; convert it with from_pretrained and save_pretrained of transformers"
+    if "adapter_config.json" in names:
+        return "an adapter alone is no model; merge it with merge_and_unload of peft, and save it with save_pretrained"
+    return f"expected a Hugging Face folder: {CONFIG} and {WEIGHTS}, or shards with {INDEX}"

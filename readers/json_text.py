@@ -1,0 +1,56 @@
+"""JSON of files: an object, or one line that tells what is wrong. Knows no format that is written in it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .model_file import CheckpointError, ModelFile
+
+MAX_BYTES = 100_000_000  # of a header, as the safetensors format has it; nothing else comes near
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object that a file holds. Raises CheckpointError."""
+    file = ModelFile(path)
+    if file.size > MAX_BYTES:
+        raise CheckpointError(f"{path} has {file.size} bytes; expected a JSON object of {MAX_BYTES} at most")
+    return parse_object(path, file.read(0, file.size).tobytes())
+
+
+def parse_object(path: Path, data: bytes, what: str = "") -> dict[str, Any]:
+    """The object that those bytes of the file say; what: they are, for people. Raises CheckpointError, also for a key twice."""
+    where = f"{path}: {what}" if what else f"{path}"
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_without_doubles)
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{where} is no UTF-8 at byte {error.start}; expected a JSON object") from None
+    except RecursionError:
+        raise CheckpointError(f"{where} is nested beyond all bounds; expected a JSON object") from None
+    except ValueError as error:
+        raise CheckpointError(f"{where} is no JSON: {' '.join(str(error).split())[:100]}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} is a JSON {_kind(value)}; expected an object")
+    return value
+
+
+def shown(value: object) -> str:
+    """A JSON value on one line, cut short."""
+    try:
+        words = json.dumps(value)
+    except (ValueError, RecursionError):
+        words = "beyond all bounds"
+    return words if len(words) <= 60 else f"{words[:57]}..."
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        seen: set[str] = set()
+        double = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {shown(double)} stands twice in an object")
+    return result
+
+
+def _kind(value: object) -> str:
+    kinds = {list: "list", str: "string", bool: "truth value", int: "number", float: "number"}
+    return kinds.get(type(value), "null")
