@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .decoding import Event, Prompt, Proposal, Statistics, Step
-from .tokenizer import TextStream, Tokenizer
+from .tokenizer import AnyTokenizer, TextStream
 
 
 class View(Protocol):
@@ -34,7 +34,7 @@ def printable(text: str) -> str:
 class PlainView:
     """The text alone, as it comes."""
 
-    def __init__(self, tokenizer: Tokenizer, out: TextIO) -> None:
+    def __init__(self, tokenizer: AnyTokenizer, out: TextIO) -> None:
         self._stream, self._out = TextStream(tokenizer), out
 
     def __enter__(self) -> "PlainView":
@@ -53,7 +53,7 @@ class PlainView:
 class SilentView:
     """Collects the text, and shows nothing: for JSON, which comes at the end."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: AnyTokenizer) -> None:
         self._tokenizer = tokenizer
         self._prompt: list[int] = []
         self.tokens: list[int] = []

@@ -24,7 +24,7 @@ except ImportError:  # Windows
 from .decoding import Event, Prompt, Proposal, Statistics, Step
 from .interrupts import in_foreground, signals
 from .output import printable
-from .tokenizer import TextStream, Tokenizer
+from .tokenizer import AnyTokenizer, TextStream
 
 STYLES = {"prompt": "bold", "target": "", "accepted": "green", "rejected": "strike red", "proposed": "yellow"}
 # without colour, the words have to differ in something else
@@ -81,7 +81,7 @@ class LivePanel:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: AnyTokenizer,
         console: Console,
         statistics: Statistics,
         max_tokens: int,

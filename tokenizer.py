@@ -1,4 +1,4 @@
-"""Text to token ids and back, from a llama2.c tokenizer.bin. Knows nothing of models.
+"""Text to token ids and back, from a llama2.c tokenizer.bin, and what every tokenizer can do. Knows nothing of models.
 
 The encoding is SentencePiece's byte-pair encoding with byte fallback, as in karpathy/llama2.c's run.c: BOS, a space in front
 of the text, one token a character (or one for each of its bytes), then the best-scoring merge of two neighbours, repeatedly.
@@ -12,12 +12,14 @@ import re
 import struct
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 from . import checks
 from .checks import whole
 
-BOS, EOS = 1, 2
+UNKNOWN, BOS, EOS = 0, 1, 2
 FIRST_BYTE = 3  # id of <0x00>
+NO_TEXT_YET = -1  # what a text begins with, of which `piece` is told
 _BYTE_PIECE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -25,8 +27,35 @@ class TokenizerError(ValueError):
     """A file that cannot be used as a tokenizer: one line with the file, what is wrong and what would be right."""
 
 
+class AnyTokenizer(Protocol):
+    """Text to ids and back.
+
+    vocab_size: the highest id that it knows, plus one. end_marks: the tokens that end a text, with their names.
+    """
+
+    path: Path
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def end_marks(self) -> dict[int, str]: ...
+    @property
+    def broken_characters(self) -> str:
+        """What becomes of bytes that are no UTF-8: a name of Python's error handlers."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, tokens: Iterable[int]) -> str: ...
+    def says(self, token: int) -> bytes | None:
+        """The bytes of a token within a text; None for one that is no text, and for an id that is no token."""
+
+    def piece(self, token: int, before: int) -> tuple[bytes, int]:
+        """The bytes of a token after `before`, and what to tell of it to the next one; NO_TEXT_YET comes before the first."""
+
+
 class Tokenizer:
     """The pieces and scores of a tokenizer.bin, whose number of tokens is as many as the file holds."""
+
+    broken_characters = "replace"
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -88,59 +117,75 @@ class Tokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of a sequence that begins with BOS."""
-        stream = TextStream(self)
-        return "".join([stream.push(token) for token in tokens]) + stream.end()
+        return text_of(self, tokens)
+
+    def says(self, token: int) -> bytes | None:
+        if not UNKNOWN < token < self.vocab_size or token in self.end_marks:
+            return None
+        return self.piece(token, NO_TEXT_YET)[0]
+
+    def piece(self, token: int, before: int) -> tuple[bytes, int]:
+        """The token's bytes, less one space in front right after BOS."""
+        if token in self.end_marks:
+            return b"", token
+        piece = self.pieces[token]
+        if before == BOS and piece.startswith(b" "):
+            piece = piece[1:]
+        byte = _BYTE_PIECE.fullmatch(piece)
+        return bytes([int(byte[1], 16)]) if byte else piece, token
 
 
 class TextStream:
     """Tokens to text as they come; the bytes of an unfinished character wait for the next token."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: AnyTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._previous = -1
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._before = NO_TEXT_YET
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.broken_characters)
 
     def push(self, token: int) -> str:
-        """The text that this token completes. BOS and EOS are marks, not text. Raises ValueError for a token out of range."""
+        """The text that this token completes; marks are not text. Raises ValueError for a token out of range."""
         whole("a token", token, 0, self._tokenizer.vocab_size - 1)
-        after_bos, self._previous = self._previous == BOS, token
-        if token in self._tokenizer.end_marks:
-            return ""
-        return self._utf8.decode(self._bytes(token, after_bos))
+        piece, self._before = self._tokenizer.piece(token, self._before)
+        return self._utf8.decode(piece)
 
     def peek(self, tokens: Iterable[int]) -> list[str]:
         """The text of each of the tokens that may come next, the stream left as it is."""
-        state, previous = self._utf8.getstate(), self._previous
+        state, before = self._utf8.getstate(), self._before
         texts = [self.push(token) for token in tokens]
         self._utf8.setstate(state)
-        self._previous = previous
+        self._before = before
         return texts
 
     def end(self) -> str:
         """What is left of a character that never ended, as U+FFFD."""
         return self._utf8.decode(b"", final=True)
 
-    def _bytes(self, token: int, after_bos: bool) -> bytes:
-        piece = self._tokenizer.pieces[token]
-        if after_bos and piece.startswith(b" "):
-            piece = piece[1:]
-        byte = _BYTE_PIECE.fullmatch(piece)
-        return bytes([int(byte[1], 16)]) if byte else piece
+
+def text_of(tokenizer: AnyTokenizer, tokens: Iterable[int]) -> str:
+    """The text of a whole sequence."""
+    stream = TextStream(tokenizer)
+    return "".join([stream.push(token) for token in tokens]) + stream.end()
 
 
-def _read(path: Path) -> tuple[list[bytes], list[float]]:
-    """uint32 longest piece, then a float32 score, an int32 length and that many bytes for each token."""
+def file_bytes(path: Path, what: str) -> bytes:
+    """All of a file that is to be `what`. Raises TokenizerError."""
     try:
         if path.is_dir():
-            raise TokenizerError(f"{path} is a directory; expected a llama2.c tokenizer file")
+            raise TokenizerError(f"{path} is a directory; expected {what}")
         if path.exists() and not path.is_file():
-            raise TokenizerError(f"{path} is no regular file; expected a llama2.c tokenizer file")
-        data = path.read_bytes()
+            raise TokenizerError(f"{path} is no regular file; expected {what}")
+        return path.read_bytes()
     except TokenizerError:
         raise
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise TokenizerError(f"cannot read {path}: {reason}") from None
+
+
+def _read(path: Path) -> tuple[list[bytes], list[float]]:
+    """uint32 longest piece, then a float32 score, an int32 length and that many bytes for each token."""
+    data = file_bytes(path, "a llama2.c tokenizer file")
     if len(data) < 4:
         raise TokenizerError(f"{path} {'is empty' if not data else 'is truncated'}; expected a llama2.c tokenizer file")
     (longest,) = struct.unpack_from("<I", data)

@@ -1,0 +1,123 @@
+"""Trains the tokenizers in tests/fixtures/tokenizers: `python -m tests.make_tokenizers`, with tokenizers 0.23.3 as committed.
+
+A family's way of splitting, spelling and beginning a text each, over a few words; the shapes are those that the published files
+of GPT-2, SmolLM2, Qwen2, Llama 3, Llama 2 and Mistral have.
+"""
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+FOLDER = Path(__file__).parent / "fixtures" / "tokenizers"
+WORDS = """Once upon a time there was a little robin who lived near the old mill by the river. Every day the robin went to the
+river and sang a song, and the miller said: "What a song that is!" They were friends. I'm sure she'd said it's theirs, we'll see.
+def main(argv: list[str]) -> int:
+    for i in range(10):
+        print(f"{i}: {argv[i]!r}")
+    return 0
+In 1984 and 2024 there were 365 and 366 days; 3.14159 is pi. Çà et là, où l'été naît. Für Elise, größer. Привет, мир! Ωμέγα.
+日本語の文章です。中文也可以。🙂🙂 🎉"""
+# Llama 3's and Qwen2's pattern differ in how many digits stay together
+PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def special(*names: str) -> list[AddedToken]:
+    return [AddedToken(name, special=True, normalized=False) for name in names]
+
+
+def byte_level(names: list[AddedToken], first: list[pre_tokenizers.PreTokenizer], use_regex: bool, size: int) -> Tokenizer:
+    """BPE over GPT-2's bytes, after a first split."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=names, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([WORDS], trainer)
+    return tokenizer
+
+
+def split(digits: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Split(Regex(PATTERN % digits), behavior="isolated")
+
+
+def gpt2() -> Tokenizer:
+    return byte_level(special("<|endoftext|>"), [], True, 400)
+
+
+def smollm2() -> Tokenizer:
+    return byte_level(special("<|endoftext|>", "<|im_start|>", "<|im_end|>"), [pre_tokenizers.Digits(True)], True, 400)
+
+
+def qwen2() -> Tokenizer:
+    """Special tokens behind the others, among them such as are text."""
+    tokenizer = byte_level([], [split("")], False, 400)
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.add_special_tokens(special("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
+    tokenizer.add_tokens([AddedToken("<tool_call>", normalized=False), AddedToken("</tool_call>", normalized=False)])
+    return tokenizer
+
+
+def llama3() -> Tokenizer:
+    """The template puts <|begin_of_text|> in front."""
+    tokenizer = byte_level([], [split("{1,3}")], False, 400)
+    tokenizer.add_special_tokens(special("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|eot_id|>"))
+    bos = ("<|begin_of_text|>", tokenizer.token_to_id("<|begin_of_text|>"))
+    template = processors.TemplateProcessing(single=f"{bos[0]} $A", pair=f"{bos[0]} $A {bos[0]}:1 $B:1", special_tokens=[bos])
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    return tokenizer
+
+
+def sentence_pieces(size: int) -> Tokenizer:
+    """BPE over characters with a byte for what has no piece, and BOS in front; a space is "▁"."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    rare = "ÇàùéîüößΩμέγα日本語の文章です。中也可以🎉\n"  # which is written in bytes
+    words = WORDS.translate(str.maketrans("", "", rare))
+    trained.train_from_iterator([words], trainers.BpeTrainer(vocab_size=size, show_progress=False))
+    model = json.loads(trained.to_str())["model"]
+    pieces = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    vocab = {name: token for token, name in enumerate(names)}
+    merges = [(left, right) for left, right in model["merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.add_special_tokens(special("<unk>", "<s>", "</s>"))
+    bos = ("<s>", 1)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s>:1 $B:1", special_tokens=[bos])
+    stages = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(stages)
+    return tokenizer
+
+
+def llama2() -> Tokenizer:
+    tokenizer = sentence_pieces(250)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return tokenizer
+
+
+def mistral() -> Tokenizer:
+    """The newer spelling of the same, and settings of a training run that are none of a text's."""
+    tokenizer = sentence_pieces(250)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.enable_truncation(16)
+    tokenizer.enable_padding(length=8, pad_id=2, pad_token="</s>")
+    return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    """Spelled by the decoder Metaspace, without bytes."""
+    tokenizer = sentence_pieces(250)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    return tokenizer
+
+
+KINDS = {make.__name__: make for make in (gpt2, smollm2, qwen2, llama3, llama2, mistral, metaspace)}
+
+if __name__ == "__main__":
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, make in KINDS.items():
+        make().save(str(FOLDER / f"{name}.json"), pretty=False)
