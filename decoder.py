@@ -2,8 +2,7 @@
 
 import os
 import threading
-from collections.abc import Collection, Iterator
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from .architectures import architecture_of
@@ -13,16 +12,23 @@ from .drafters import ModelDrafter
 from .files import find, find_tokenizer
 from .machine.memory import physical_memory_bytes
 from .machine.threads import available_threads, give_lock
-from .readers import CheckpointError, load_checkpoint
-from .sampling import Sampling
-from .tokenizer import Tokenizer
+from .readers import Checkpoint, CheckpointError, load_checkpoint
+from .sampling import Sampler, Sampling
+from .tokenizer import AnyTokenizer, Tokenizer
+from .tokenizer_json import TOKENIZER_FILE, JsonTokenizer, load_tokenizer
 from .transformer import Transformer
-from .weights import FP32, INT8
+from .vocabulary import Vocabulary, common_vocabulary, known_ids
+from .weights import INT8
 
 DEFAULT_SAMPLING = Sampling()
 SELF = "self"  # as a draft: an int8 copy of the target
+Progress = Callable[[str, float], None]  # is told the name of a model and the share of it that is loaded
 Quantize = Literal["target", "draft", "both", "none"]
 TRIAL_SECONDS, TRIAL_TOKENS, TRIAL_MARGIN = 0.05, 4, 1.25  # of the choice of threads; all of them unless so much slower
+
+
+def tell_nobody(name: str, share: float) -> None:
+    """Of a `Progress` that nobody watches."""
 
 
 class Generation(NamedTuple):
@@ -35,12 +41,13 @@ class Generation(NamedTuple):
 class SpeculativeDecoder:
     """A target, a draft that proposes for it, and their tokenizer.
 
-    target, draft: paths of llama2.c checkpoints (also looked for in models/) or loaded `Transformer`s; without a draft, plain
-    decoding; the draft "self" is an int8 copy of the target. tokenizer: a path or a `Tokenizer`; found beside the target or in
-    models/ where not given. gamma: draft tokens a step, 1 to 63. verify: "coupled" (the text is the plain run's of the same seed)
-    or "rejection" (Leviathan et al. 2023). n_threads: by default all cores, or fewer where a trial shows that they are
-    faster; it changes no text. quantize: which of the fp32 checkpoints that are named by path become int8: "target", "draft",
-    "both" or "none"; an int8 draft changes no text, an int8 target does.
+    target, draft: Hugging Face folders, names on its hub ("org/name"), paths of llama2.c checkpoints (also looked for in models/)
+    or loaded `Transformer`s; without a draft, plain decoding; the draft "self" is an int8 copy of the target. tokenizer: a path
+    or a tokenizer; found in the target's folder, beside its file or in models/ where not given. gamma: draft tokens a step, 1 to
+    63. verify: "coupled" (the text is the plain run's of the same seed) or "rejection" (Leviathan et al. 2023). n_threads: by
+    default all cores, or fewer where a trial shows that they are faster; it changes no text. quantize: which of the models that
+    are named, not loaded, become int8 where their weights are floats: "target", "draft", "both" or "none"; an int8 draft changes
+    no text, an int8 target does. progress: is told the name of a model and the share of it that is loaded.
 
     Raises CheckpointError or TokenizerError for files that cannot be used, ValueError for values or models that do not fit.
     """
@@ -49,42 +56,26 @@ class SpeculativeDecoder:
         self,
         target: str | os.PathLike[str] | Transformer,
         draft: str | os.PathLike[str] | Transformer | None = None,
-        tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
+        tokenizer: str | os.PathLike[str] | AnyTokenizer | None = None,
         *,
         gamma: int = 4,
         verify: VerifyMode = "coupled",
         n_threads: int | None = None,
         quantize: Quantize = "draft",
+        progress: Progress = tell_nobody,
     ) -> None:
         one_of("quantize", quantize, get_args(Quantize))
         self.gamma, self.verify = gamma, verify
         if n_threads is not None:
             whole("n_threads", n_threads, 1, available_threads())
-        path = None
-        if isinstance(target, Transformer):
-            self.target = target
-        else:
-            path = find(file_name("target", target))
-            int8 = quantize in ("target", "both")
-            self.target = load_model(path, int8, n_threads)
-        config = self.target.config
-        self.tokenizer = _tokenizer(tokenizer, path, config.vocab_size)
-        if draft is None or isinstance(draft, Transformer):
-            self.draft = draft
-        elif file_name("draft", draft) == SELF:
-            if self.target.weights.kind != FP32.name:
-                raise ValueError(
-                    "the target is int8 already, from its file or by --quantize, so an int8 copy of it is no faster draft; "
-                    "leave it fp32 or name another draft"
-                )
-            self.draft = Transformer(config, self.target.weights.converted(INT8), n_threads, self.target.n_positions)
-        else:
-            int8 = quantize in ("draft", "both")
-            self.draft = load_model(find(draft), int8, n_threads, self.target.n_positions)
-        if self.draft and self.draft.config.vocab_size != config.vocab_size:
-            name = "the draft" if isinstance(draft, Transformer) else f"the draft {draft}"
-            n = self.draft.config.vocab_size
-            raise ValueError(f"{name} has a vocabulary of {n} tokens, the target one of {config.vocab_size}; they must agree")
+        source = None if isinstance(target, Transformer) else _opened("target", target)
+        self.target = (
+            target
+            if isinstance(target, Transformer)
+            else _loaded(cast(Checkpoint, source), quantize in ("target", "both"), n_threads, None, progress)
+        )
+        self.tokenizer = _tokenizer(tokenizer, source, self.target.config.vocab_size)
+        self.draft, self.vocabulary = self._draft(draft, n_threads, quantize in ("draft", "both"), progress)
         if self.draft is self.target:
             raise ValueError("target and draft are one object; they need a KV cache each")
         if self.draft and self.draft.n_positions < self.target.n_positions:
@@ -95,6 +86,39 @@ class SpeculativeDecoder:
         self._models = [model for model in (self.target, self.draft) if model]
         is_free = n_threads is None and not any(isinstance(model, Transformer) for model in (target, draft))
         self._most_threads = self.target.n_threads if is_free else 1  # to choose from
+
+    def _draft(
+        self, draft: str | os.PathLike[str] | Transformer | None, n_threads: int | None, int8: bool, progress: Progress
+    ) -> tuple[Transformer | None, Vocabulary]:
+        """The draft, and the ids that the two models may say."""
+        rows = self.target.config.vocab_size
+        n_target = known_ids(self.tokenizer, rows)
+        if draft is None:
+            return None, Vocabulary(n_target, n_target)
+        if not isinstance(draft, Transformer) and file_name("draft", draft) == SELF:
+            if INT8.name in self.target.weights.kind:
+                raise ValueError(
+                    "the target is int8 already, from its file or by --quantize, so an int8 copy of it is no faster draft; "
+                    "leave it as it is or name another draft"
+                )
+            copy = self.target.weights.converted(INT8)
+            return Transformer(self.target.config, copy, n_threads, self.target.n_positions), Vocabulary(n_target, n_target)
+        if isinstance(draft, Transformer):
+            return draft, self._alike("the draft", draft.config.vocab_size)
+        source = _opened("draft", draft)
+        own = _own_tokenizer(source)
+        draft_rows = source.config.vocab_size
+        vocabulary = (
+            common_vocabulary(self.tokenizer, rows, own, draft_rows) if own else self._alike(f"the draft {draft}", draft_rows)
+        )
+        return _loaded(source, int8, n_threads, self.target.n_positions, progress), vocabulary
+
+    def _alike(self, name: str, rows: int) -> Vocabulary:
+        """Of a draft without a tokenizer of its own. Raises ValueError for one that cannot share the target's."""
+        n, target_rows = self.tokenizer.vocab_size, self.target.config.vocab_size
+        if rows != target_rows and not (isinstance(self.tokenizer, JsonTokenizer) and rows >= n):
+            raise ValueError(f"{name} has a vocabulary of {rows} tokens, the target one of {target_rows}; they must agree")
+        return Vocabulary(min(n, target_rows), min(n, rows))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, (self.target, self.draft, self.tokenizer, self.gamma, self.verify)
@@ -118,7 +142,10 @@ class SpeculativeDecoder:
         self._verify = one_of("verify", verify, cast(Collection[VerifyMode], VERIFIERS))
 
     def encode(self, prompt: str) -> list[int]:
-        """The prompt's tokens, BOS first. Raises ValueError for one that the target's seq_len cannot hold or UTF-8 cannot say."""
+        """The prompt's tokens, behind BOS where the model has one.
+
+        Raises ValueError for a prompt that the target's seq_len cannot hold or UTF-8 cannot say.
+        """
         tokens = self.tokenizer.encode(text("prompt", prompt))
         if len(tokens) > self.target.n_positions:
             raise ValueError(f"the prompt has {len(tokens)} tokens; the target's seq_len is {self.target.n_positions}")
@@ -140,9 +167,10 @@ class SpeculativeDecoder:
             raise TypeError(f"sampling is {short(sampling, repr)}; expected Sampling(temperature=..., seed=...)")
         if not self._is_warm:
             self.warm_up()
-        verifier = VERIFIERS[self.verify](self.target.config.vocab_size, sampling)
+        verifier = VERIFIERS[self.verify](self.vocabulary.n_target, sampling)
         marks = self.tokenizer.end_marks
-        drafter = ModelDrafter(self.draft, sampling, verifier.draft_noise, marks) if self.draft else None
+        sampler = Sampler(self.vocabulary.n_target, sampling, self.vocabulary.n_common)
+        drafter = ModelDrafter(self.draft, sampler, verifier.draft_noise, marks) if self.draft else None
         return decode(self.target, drafter, verifier, tokens, max_tokens, self.gamma, marks)
 
     def _check_memory(self, n_tokens: int) -> None:
@@ -221,23 +249,45 @@ def _rebuilt(
     return SpeculativeDecoder(target, draft, tokenizer, gamma=gamma, verify=verify)
 
 
-def load_model(path: Path, int8: bool = False, n_threads: int | None = None, n_positions: int | None = None) -> Transformer:
-    """The model in a checkpoint file; int8: whether its weights become int8 where they are floats. Raises CheckpointError."""
-    checkpoint = load_checkpoint(path)
+def load_model(
+    path: str | os.PathLike[str], int8: bool = False, n_threads: int | None = None, n_positions: int | None = None
+) -> Transformer:
+    """The model of a path or a name; int8: whether its weights become int8 where they are floats. Raises CheckpointError."""
+    return _loaded(_opened("path", path), int8, n_threads, n_positions, tell_nobody)
+
+
+def _opened(parameter: str, name: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint of that path or name."""
+    return load_checkpoint(find(file_name(parameter, name)))
+
+
+def _loaded(
+    checkpoint: Checkpoint, int8: bool, n_threads: int | None, n_positions: int | None, progress: Progress
+) -> Transformer:
+    """The model in a checkpoint."""
+    name = checkpoint.path.name
     try:
-        weights = architecture_of(checkpoint.config).pack(checkpoint.config, checkpoint.tensors, INT8 if int8 else FP32)
+        weights = architecture_of(checkpoint.config).pack(
+            checkpoint.config, checkpoint.tensors, INT8 if int8 else None, lambda share: progress(name, share)
+        )
     except MemoryError as error:
-        raise CheckpointError(f"{path} does not fit: {error or 'there is no memory for its weights'}") from None
+        raise CheckpointError(f"{checkpoint.path} does not fit: {error or 'there is no memory for its weights'}") from None
     return Transformer(checkpoint.config, weights, n_threads, n_positions)
 
 
-def _tokenizer(given: str | os.PathLike[str] | Tokenizer | None, target: Path | None, vocab_size: int) -> Tokenizer:
-    """The tokenizer that was given, else the one that lies where the target's is looked for."""
-    if given is not None and not isinstance(given, Tokenizer):
-        given = file_name("tokenizer", given)
-    tokenizer = given if isinstance(given, Tokenizer) else Tokenizer(find_tokenizer(given, target, vocab_size))
-    if tokenizer.vocab_size != vocab_size:
-        raise ValueError(
-            f"{tokenizer.path} holds {tokenizer.vocab_size} tokens, the target has {vocab_size}; name the target's own with -z"
-        )
-    return tokenizer
+def _own_tokenizer(checkpoint: Checkpoint) -> AnyTokenizer | None:
+    """The tokenizer that a model's folder holds."""
+    if not (checkpoint.path / TOKENIZER_FILE).exists():
+        return None
+    return load_tokenizer(checkpoint.path, checkpoint.bos, checkpoint.end_marks)
+
+
+def _tokenizer(given: str | os.PathLike[str] | AnyTokenizer | None, target: Checkpoint | None, rows: int) -> AnyTokenizer:
+    """The tokenizer that was given, else the target's own or the one that lies where a llama2.c file's is looked for."""
+    if given is not None and not isinstance(given, str | os.PathLike):
+        return given
+    bos, marks = (target.bos, target.end_marks) if target else (None, {})
+    if given is None and target and target.path.is_dir():
+        return load_tokenizer(target.path, bos, marks)
+    path = find_tokenizer(None if given is None else file_name("tokenizer", given), target.path if target else None, rows)
+    return load_tokenizer(path, bos, marks)

@@ -4,8 +4,8 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Protocol
 
-from .machine.vectors import Float32
-from .sampling import Sampler, Sampling
+from .machine.vectors import Float32, ceil_div
+from .sampling import Sampler
 from .transformer import Transformer
 
 
@@ -27,16 +27,16 @@ class Drafter(Protocol):
 class ModelDrafter:
     """A smaller model that decodes n tokens one by one. Beyond its own seq_len it sees a sliding window.
 
-    stream: the noise that its tokens are drawn with; end_marks: the tokens behind which it proposes none.
+    sampler: draws its tokens, with the noise of `stream`; end_marks: the tokens behind which it proposes none.
     """
 
-    def __init__(self, model: Transformer, sampling: Sampling, stream: int, end_marks: Container[int]) -> None:
-        self._model, self._stream, self._end_marks = model, stream, end_marks
-        self._sampler = Sampler(model.config.vocab_size, sampling)
+    def __init__(self, model: Transformer, sampler: Sampler, stream: int, end_marks: Container[int]) -> None:
+        self._model, self._sampler, self._stream, self._end_marks = model, sampler, stream, end_marks
         self._q: list[Float32] = []
 
     def propose(self, tokens: list[int], n: int) -> Draft:
-        text = [*tokens]
+        start = self._start(len(tokens) + n)
+        text = tokens[start:]
         while len(self._q) < n:
             self._q.append(self._sampler.new_probs())
         with self._model.lock:
@@ -44,11 +44,16 @@ class ModelDrafter:
                 self._model.forward(text[:-1], n_logits=0)
             for q in self._q[:n]:
                 logits = self._model.forward(text)
-                token = self._sampler.draw(q, logits[0], self._stream, len(text))
+                token = self._sampler.draw(q, logits[0], self._stream, start + len(text))
                 if token < 0:
                     break
                 text.append(token)
                 if token in self._end_marks:
                     break
-        n_drafted = len(text) - len(tokens)
-        return Draft(text[len(tokens) :], self._q[:n_drafted])
+        new = text[len(tokens) - start :]
+        return Draft(new, self._q[: len(new)])
+
+    def _start(self, n_tokens: int) -> int:
+        """Where the text begins that the draft sees: later, by half of its positions, where those cannot go on."""
+        step = max(self._model.n_positions // 2, 1)
+        return int(ceil_div(max(n_tokens - self._model.n_positions, 0), step)) * step

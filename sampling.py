@@ -43,25 +43,29 @@ class Sampling:
 
 
 class Sampler:
-    """Draws tokens from logits; the noise is a function of (seed, stream, position, token), so nothing is consumed."""
+    """Draws tokens from logits; the noise is a function of (seed, stream, position, token), so nothing is consumed.
 
-    def __init__(self, vocab_size: int, sampling: Sampling) -> None:
+    vocab_size: of the probabilities; n_ids: how many of its ids are drawn, by default all. Logits may be more: padding.
+    """
+
+    def __init__(self, vocab_size: int, sampling: Sampling, n_ids: int | None = None) -> None:
         self.vocab_size, self.sampling = vocab_size, sampling
-        self._keys = np.empty(vocab_size, np.uint64)
-        self._top_k = min(sampling.top_k, vocab_size)  # a compiled function takes no larger integer
+        self._n_ids = vocab_size if n_ids is None else n_ids
+        self._keys = np.empty(self._n_ids, np.uint64)
+        self._top_k = min(sampling.top_k, self._n_ids)  # a compiled function takes no larger integer
 
     def new_probs(self) -> Float32:
         """Room for one row of probabilities, (1, V padded)."""
         return zeros(1, round_up(self.vocab_size, LANES))
 
     def draw(self, probs: Float32, logits: Float32, stream: int, position: int) -> int:
-        """The token of that noise, -1 where the logits (V,) are not finite; fills probs (1, V padded) from them."""
-        s = self.sampling
+        """The token of that noise, -1 where the logits are not finite; fills probs (1, V padded) from them."""
+        s, logits = self.sampling, logits[: self._n_ids]
         return int(draw(probs, logits, s.temperature, self._top_k, s.top_p, s.seed, stream, position, self._keys))
 
     def probabilities(self, probs: Float32, logits: Float32) -> None:
-        """Fill probs (1, V padded) from logits (V,)."""
-        s = self.sampling
+        """Fill probs (1, V padded) from logits."""
+        s, logits = self.sampling, logits[: self._n_ids]
         probabilities(probs, logits, s.temperature, self._top_k, s.top_p, self._keys)
 
 

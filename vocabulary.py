@@ -7,7 +7,7 @@ from .tokenizer import AnyTokenizer
 from .tokenizer_json import JsonTokenizer
 
 MOST_PADDING = 1024  # rows without a token; the most that is published are 905, Phi-2's
-LEAST_KNOWN = 0.75  # share of the rows that have a token
+LEAST_KNOWN = 0.5  # share of the rows that have a token, of models that are small
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ def known_ids(tokenizer: AnyTokenizer, rows: int, model: str = "the target") -> 
     if n > rows:  # special tokens that a model was never taught do no harm
         is_of_model = is_of_model and max(tokenizer.encode("")) < rows
         is_of_model = is_of_model and all(tokenizer.says(token) is None for token in range(rows, n))
-    if not is_of_model or rows - n > MOST_PADDING or n < LEAST_KNOWN * rows:
+    if not is_of_model or rows - n > MOST_PADDING or n <= LEAST_KNOWN * rows:
         raise ValueError(f"{tokenizer.path} holds {n} tokens, {model} has {rows}; name {model}'s own with -z")
     return min(n, rows)
 

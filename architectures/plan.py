@@ -15,6 +15,10 @@ from ..weights.matrix import Floats, Matrix, converted, floats, n_strips, pack
 from .config import Config
 
 
+def tell_nobody(share: float) -> None:
+    """The progress of something that nobody watches."""
+
+
 class Part(NamedTuple):
     """A packed matrix: (rows, n) of each tensor in it, which lie below each other or strip by strip in turns.
 
@@ -95,9 +99,15 @@ class Architecture:
     program: Callable[[Config, Weights, Buffers], Program]
     learned_positions: bool = False
 
-    def pack(self, config: Config, tensors: Mapping[str, Any], kind: Kind | None = None) -> Weights:
-        """The tensors, in the shapes of `shapes`, as the kernels read them; kind: what those of floats become,
-        by default what they are.
+    def pack(
+        self,
+        config: Config,
+        tensors: Mapping[str, Any],
+        kind: Kind | None = None,
+        progress: Callable[[float], None] = tell_nobody,
+    ) -> Weights:
+        """The tensors, in the shapes of `shapes`, as the kernels read them; kind: what those of floats become, by default what
+        they are; progress: is told the share that is done.
 
         Tensors are indexed by layer, then by a slice of rows, a block at a time: they may lie in a file. Raises MemoryError for
         weights that the machine cannot hold.
@@ -111,7 +121,10 @@ class Architecture:
         if needed > (memory := physical_memory_bytes()):
             raise MemoryError(f"its weights take {needed / 2**30:.2f} GiB; this machine has {memory / 2**30:.2f} GiB of memory")
         block = Block(needed // 4)
-        packed = {part: pack(ts, kinds[part], part.in_turns, block.take) for part, ts in sources.items()}
+        packed = {}
+        for part, ts in sources.items():
+            packed[part] = pack(ts, kinds[part], part.in_turns, block.take)
+            progress(block.share_taken)
         return Weights(
             {name: packed[part] for name, part in parts.items()},
             {

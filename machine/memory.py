@@ -41,6 +41,10 @@ class Block:
     def __init__(self, n: int) -> None:
         self._floats, self._used = zeros(n), 0
 
+    @property
+    def share_taken(self) -> float:
+        return self._used / max(self._floats.size, 1)
+
     def take(self, *shape: int) -> Float32:
         """The next array, of zeros; it begins at a cache line if those before it fill theirs."""
         start, self._used = self._used, self._used + math.prod(shape)

@@ -37,7 +37,7 @@ from specdec.machine.memory import zeros
 from specdec.machine.threads import available_threads
 from specdec.machine.vectors import LANES, round_up
 from specdec.readers import CheckpointError
-from specdec.sampling import Sampling, draw, keep_or_redraw
+from specdec.sampling import Sampler, Sampling, draw, keep_or_redraw
 from specdec.tokenizer import BOS, EOS, TextStream, Tokenizer, TokenizerError
 from specdec.transformer import Transformer
 from specdec.weights import FP32, INT8
@@ -231,7 +231,7 @@ def random_sampling(rng):
 def written(target, draft, sampling, verify, prompt, n, gamma):
     """The tokens of a text up to its end or its error, and the error's words."""
     verifier = VERIFIERS[verify](target.config.vocab_size, sampling)
-    drafter = ModelDrafter(draft, sampling, verifier.draft_noise, END_MARKS) if draft else None
+    drafter = ModelDrafter(draft, Sampler(draft.config.vocab_size, sampling), verifier.draft_noise, END_MARKS) if draft else None
     tokens = []
     try:
         for event in decode(target, drafter, verifier, prompt, n, gamma, END_MARKS):

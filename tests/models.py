@@ -13,6 +13,7 @@ from specdec.machine.memory import zeros
 from specdec.machine.programs import Runner
 from specdec.machine.threads import available_threads
 from specdec.machine.vectors import Float32
+from specdec.sampling import Sampler
 from specdec.tokenizer import BOS, EOS
 from specdec.transformer import Transformer
 from specdec.weights import FP32, INT8, Kind
@@ -76,7 +77,7 @@ def tiny_model(seed, vocab=105, seq_len=128, n_positions=None, layers=2, scale=N
 def continuation(target, draft, sampling, gamma=4, verify="coupled", prompt=(BOS, 7, 9), max_tokens=60):
     """The generated tokens and the statistics."""
     verifier = VERIFIERS[verify](target.config.vocab_size, sampling)
-    drafter = ModelDrafter(draft, sampling, verifier.draft_noise, END_MARKS) if draft else None
+    drafter = ModelDrafter(draft, Sampler(draft.config.vocab_size, sampling), verifier.draft_noise, END_MARKS) if draft else None
     statistics, tokens = Statistics(len(prompt)), []
     for event in decode(target, drafter, verifier, list(prompt), max_tokens, gamma, END_MARKS):
         statistics.add(event)

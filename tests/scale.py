@@ -55,7 +55,9 @@ NAMES = {
     "rms_att": "input_layernorm",
     "rms_ffn": "post_attention_layernorm",
     **{f"w{c}": f"self_attn.{c}_proj" for c in "qkvo"},
-    **{"w1": "mlp.gate_proj", "w2": "mlp.down_proj", "w3": "mlp.up_proj"},
+    "w1": "mlp.gate_proj",
+    "w2": "mlp.down_proj",
+    "w3": "mlp.up_proj",
 }
 
 

@@ -10,7 +10,7 @@ from specdec.architectures.rope import fill_tables, positions_a_radian
 from specdec.drafters import ModelDrafter
 from specdec.machine.memory import zeros
 from specdec.machine.vectors import LANES
-from specdec.sampling import Sampling
+from specdec.sampling import Sampler, Sampling
 from specdec.transformer import FIRST_POSITIONS, Transformer
 from specdec.weights import FP32, INT8
 from tests import reference
@@ -99,7 +99,7 @@ def test_the_text_is_the_targets_own_whatever_drafts_for_it(name: str) -> None:
     drafted, statistics = continuation(target, draft, sampling, max_tokens=40)
     assert drafted == plain
     assert statistics.n_accepted > 0
-    assert ModelDrafter(draft, sampling, 0, END_MARKS).propose([1, 5], 3).tokens
+    assert ModelDrafter(draft, Sampler(draft.config.vocab_size, sampling), 0, END_MARKS).propose([1, 5], 3).tokens
 
 
 POISON = 7  # the token whose values are not finite somewhere inside

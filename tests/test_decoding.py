@@ -15,7 +15,7 @@ from specdec.decoding import MAX_GAMMA, VERIFIERS, CoupledVerifier, Prompt, Prop
 from specdec.drafters import Draft, ModelDrafter
 from specdec.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.machine.threads import available_threads
-from specdec.sampling import Sampling
+from specdec.sampling import Sampler, Sampling
 from specdec.tokenizer import BOS, EOS
 from specdec.transformer import Transformer
 from tests import reference
@@ -43,7 +43,7 @@ def test_a_draft_that_is_the_target_is_accepted_whole():
     for sampling in SAMPLINGS:
         target, twin = tiny_model(0), tiny_model(0)
         plain, _ = continuation(target, None, sampling)
-        drafter = ModelDrafter(twin, sampling, CoupledVerifier.draft_noise, END_MARKS)
+        drafter = ModelDrafter(twin, Sampler(twin.config.vocab_size, sampling), CoupledVerifier.draft_noise, END_MARKS)
         steps = steps_of(decode(target, drafter, CoupledVerifier(105, sampling), [BOS, 7, 9], 60, 4, END_MARKS))
         assert [token for step in steps for token in step.tokens] == plain
         # behind an end mark nothing is judged any more
@@ -149,7 +149,7 @@ def test_after_every_step_the_cache_holds_all_tokens_but_the_last(verify, sampli
     target, draft, fresh = tiny_model(0, layers=3), tiny_model(1), tiny_model(0, layers=3)
     verifier = VERIFIERS[verify](105, sampling)
     tokens = [BOS, 7, 9]
-    drafter = ModelDrafter(draft, sampling, verifier.draft_noise, END_MARKS)
+    drafter = ModelDrafter(draft, Sampler(draft.config.vocab_size, sampling), verifier.draft_noise, END_MARKS)
     for step in decode(target, drafter, verifier, [BOS, 7, 9], 40, 5, END_MARKS):
         if not isinstance(step, Step):
             continue
