@@ -109,11 +109,15 @@ class Architecture:
         """The tensors, in the shapes of `shapes`, as the kernels read them; kind: what those of floats become, by default what
         they are; progress: is told the share that is done.
 
-        Tensors are indexed by layer, then by a slice of rows, a block at a time: they may lie in a file. Raises MemoryError for
-        weights that the machine cannot hold.
+        Tensors are indexed by layer, then by a slice of rows, a block at a time: they may lie in a file. Raises ValueError for a
+        matrix of another shape, MemoryError for weights that the machine cannot hold.
         """
         parts, vectors = self.parts(config), self.vectors(config)
         sources = {part: [_at(tensors, *place) for place in part.tensors] for part in parts.values()}
+        for part, ts in sources.items():
+            for (name, _), rows, tensor in zip(part.tensors, part.rows, ts, strict=True):
+                if tuple(tensor.shape) != (rows, part.n):  # compiled code would write where nothing is
+                    raise ValueError(f"{name} has the shape {tuple(tensor.shape)}; this config needs {(rows, part.n)}")
         kinds = {part: kind_for(tensors, kind) for part, tensors in sources.items()}
         needed = 4 * sum(
             _n_floats(part.n_strips, part.n, getattr(tensors[0], "group", 0), kinds[part]) for part, tensors in sources.items()

@@ -185,7 +185,7 @@ CONVERTS_FP16 = "+f16c" in CPU_FEATURES.split(",") or platform.machine().lower()
 FP16_STORAGE = Storage(2, _HALVES, _widen_fp16) if CONVERTS_FP16 else PORTABLE_FP16_STORAGE
 
 
-def _load_as(storage: Storage) -> Any:
+def load_as(storage: Storage) -> Any:
     """An intrinsic (array, index): LANES floats of a C-contiguous array's memory, from a flat index in floats as stored there."""
 
     @intrinsic
@@ -200,9 +200,9 @@ def _load_as(storage: Storage) -> Any:
     return load_as
 
 
-load = _load_as(FP32_STORAGE)
-load_bf16 = _load_as(BF16_STORAGE)
-load_fp16 = _load_as(FP16_STORAGE)
+load = load_as(FP32_STORAGE)
+load_bf16 = load_as(BF16_STORAGE)
+load_fp16 = load_as(FP16_STORAGE)
 
 
 @intrinsic

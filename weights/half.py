@@ -1,7 +1,6 @@
 """bf16 and fp16 weights: two bytes each, strips (P, n, R) of them, widened in the tile; the arithmetic is fp32's, bit for bit."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -51,18 +50,16 @@ def strip_shape(n: int, group: int) -> tuple[int, int]:
 
 
 def fill_bf16(strips: Float32, first: int, stride: int, rows: Floats, group: int) -> None:
-    """`Kind.fill`, of bf16 alone."""
-    _fill(strips, first, stride, rows, np.dtype(np.uint16))
+    """`Kind.fill`. Raises ValueError for rows of another type."""
+    if rows.dtype != np.uint16:
+        raise ValueError(f"{rows.dtype} does not become bf16 without a loss")
+    pack_rows(strips.view(np.uint16), first, stride, rows)
 
 
 def fill_fp16(strips: Float32, first: int, stride: int, rows: Floats, group: int) -> None:
-    """`Kind.fill`, of fp16 alone."""
-    _fill(strips, first, stride, rows, np.dtype(np.float16))
-
-
-def _fill(strips: Float32, first: int, stride: int, rows: Floats, dtype: "np.dtype[Any]") -> None:
-    if rows.dtype != dtype:
-        raise ValueError(f"{rows.dtype} does not become {dtype} without loss")
+    """`Kind.fill`. Raises ValueError for rows of another type."""
+    if rows.dtype != np.float16:
+        raise ValueError(f"{rows.dtype} does not become fp16 without a loss")
     pack_rows(strips.view(np.uint16), first, stride, rows.view(np.uint16))
 
 
