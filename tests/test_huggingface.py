@@ -227,8 +227,8 @@ def test_a_window_of_qwen_counts_where_all_layers_have_it(tmp_path: Path) -> Non
 
 def test_end_marks_are_those_of_both_files(tmp_path: Path) -> None:
     cases: list[tuple[Any, Any, list[int]]] = [
-        (2, GONE, [2]), ([3, 4], 2, [3, 4, 2]), (GONE, [7], [7]), (GONE, GONE, [2]), (None, GONE, []), (None, 5, [5]), ([], [], []),
-        (64, GONE, [64]), (65, 128001, []),  # beyond the vocabulary: they never come
+        (2, GONE, [2]), ([3, 4], 2, [3, 4, 2]), (GONE, [7], [7]), (GONE, GONE, [2]), (None, GONE, []), (None, 5, [5]),
+        ([], [], []), (64, GONE, [64]), (65, 128001, []),  # beyond the vocabulary: they never come
     ]  # fmt: skip
     for i, (config, generation, expected) in enumerate(cases):
         folder = configure(
@@ -291,7 +291,7 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rms_norm_eps": -1e-6}, "rms_norm_eps"),
     ("llama", {"rms_norm_eps": True}, "rms_norm_eps"),
     *(("llama", {"hidden_size": bad}, "hidden_size") for bad in (0, -20, 20.0, "20", None, True, [20], 10**30, 2**31)),
-    ("llama", {"num_hidden_layers": 3}, "model.layers.2"),
+    ("llama", {"num_hidden_layers": 3}, "layers.2."),
     ("llama", {"num_hidden_layers": 1}, "layers.1"),
     ("llama", {"num_hidden_layers": 2**31 - 1}, "layers.2"),
     ("llama", {"vocab_size": 64}, "embed_tokens.weight"),
@@ -320,8 +320,8 @@ def test_what_changes_nothing_is_no_hindrance(tmp_path: Path) -> None:
     harmless = {
         "_name_or_path": "x", "architectures": None, "pretraining_tp": 4, "torch_dtype": "float64", "initializer_range": 7,
         "use_cache": False, "partial_rotary_factor": 1.0, "quantization_config": None, "pruned_heads": {}, "num_experts": 0,
-        "attn_logit_softcapping": None, "rope_interleaved": False, "sliding_window": 4096, "pad_token_id": -1, "max_window_layers": 1,
-        "tomorrow": {"key": [1]}, "reorder_and_upcast_attn": True, "is_causal": True,
+        "attn_logit_softcapping": None, "rope_interleaved": False, "sliding_window": 4096, "pad_token_id": -1,
+        "max_window_layers": 1, "tomorrow": {"key": [1]}, "reorder_and_upcast_attn": True, "is_causal": True,
     }  # fmt: skip
     assert config_of(tmp_path / "model", "llama", **harmless) == CONFIGS["llama"]
 
