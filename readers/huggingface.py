@@ -20,6 +20,7 @@ from .safetensors import SafetensorsFile
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD = "lm_head.weight"
+LONGEST_NAME = 255  # of a file, in letters
 COMPARED_ROWS = 2048  # of an embedding and a head at a time
 
 
@@ -266,14 +267,15 @@ def _open_files(path: Path) -> tuple[list[SafetensorsFile], dict[str, Safetensor
 
 def _shard(index: Path, name: Any) -> Path:
     """The file of an index's folder that has that name; a link may lead out of it, as in the hub's cache, a name may not."""
-    if not isinstance(name, str) or not name or "\0" in name:
-        raise CheckpointError(f"{index} names the file {shown(name)}; expected one beside it")
+    told = f"{index} names the file {shown(name)}"
+    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
+        raise CheckpointError(f"{told}; expected one beside it")
     if any(path.anchor or ".." in path.parts for path in (PurePosixPath(name), PureWindowsPath(name))):
-        raise CheckpointError(f"{index} names the file {shown(name)}, outside of its folder; expected one beside it")
+        raise CheckpointError(f"{told}, outside of its folder; expected one beside it")
     shard = index.parent / name
     with telling_os_errors(shard):
         if not shard.exists():
-            raise CheckpointError(f"{shard} is missing, which {INDEX} names")
+            raise CheckpointError(f"{told}, which is missing; fetch the folder again, whole")
     return shard
 
 

@@ -74,9 +74,7 @@ class SafetensorsFile:
         keys: dict[str, Any] = value if isinstance(value, dict) else {}
         dtype, shape, offsets = (keys.get(key, 0) for key in ("dtype", "shape", "data_offsets"))
         if not (isinstance(dtype, str) and _are_whole(shape) and _are_whole(offsets) and len(offsets) == 2):
-            raise CheckpointError(
-                f"{self.path}: {shown(name)} has not the dtype, the shape and the two data_offsets that it needs"
-            )
+            raise CheckpointError(f"{self.path}: {shown(name)} is {shown(value)}; expected dtype, shape and two data_offsets")
         first, last = offsets
         size = math.prod(shape) * BITS[dtype] if dtype in BITS else None
         if size is not None and size != 8 * (last - first):

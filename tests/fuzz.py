@@ -9,6 +9,7 @@ import atexit
 import functools
 import importlib
 import itertools
+import json
 import math
 import multiprocessing
 import random
@@ -28,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specdec.architectures import Config
+from specdec.architectures import Config, architecture_of
 from specdec.architectures.llama import LLAMA
 from specdec.decoder import SpeculativeDecoder, load_model
 from specdec.decoding import VERIFIERS, Proposal, Step, decode
@@ -36,13 +37,14 @@ from specdec.drafters import ModelDrafter
 from specdec.machine.memory import zeros
 from specdec.machine.threads import available_threads
 from specdec.machine.vectors import LANES, round_up
-from specdec.readers import CheckpointError
+from specdec.readers import CheckpointError, load_checkpoint
 from specdec.sampling import Sampler, Sampling, draw, keep_or_redraw
 from specdec.tokenizer import BOS, EOS, TextStream, Tokenizer, TokenizerError
 from specdec.transformer import Transformer
 from specdec.weights import FP32, INT8
 from specdec.weights.int8 import NATIVE_INT8, PORTABLE_INT8
 from tests import checkpoints as made
+from tests import folders as huggingface
 from tests import reference
 from tests.models import END_MARKS
 
@@ -51,6 +53,9 @@ PATIENCE = 120  # seconds after which a case hangs
 SHOWN = 5  # failures of a campaign that are told
 FOLDER = Path(tempfile.mkdtemp(prefix="specdec-fuzz-"))
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
+KEYS = (
+    "attention_bias", "rope_scaling", "rope_theta", "head_dim", "quantization_config", "sliding_window", "layer_types",
+)  # fmt: skip
 EXTREMES = (0, 1, 2, 3, 7, 8, -1, -2, 255, 2**15, 2**16, 2**24, 2**30, 2**31 - 2, 2**31 - 1, -(2**31), -(2**31) + 1)
 ODD_FLOATS = (math.nan, math.inf, -math.inf, -0.0, 1e-45, 1e-40, 1e-30, 1e19, 3e38, -3e38, -1.0)
 
@@ -103,6 +108,54 @@ def damaged(rng, data, other, header, fields):
                 at = header + rng.randrange((len(data) - header) // 4) * 4
                 data[at : at + 4] = struct.pack("<f", rng.choice(ODD_FLOATS))
     return bytes(data)
+
+
+def random_json(rng):
+    """Any value that JSON can say, and some that only Python's can."""
+    return rng.choice([
+        None, True, False, 0, 1, 2, 3, 7, -1, 16, 64, 128, 2**31, 2**63, 10**30, 10**400, 0.0, 1.0, 1e-6, 0.5, 1e5, 5e5, 1e300,
+        math.nan, math.inf, "", "silu", "default", "llama3", "llama", "gpt2", "qwen2", "x" * 5000, "\ud800", "a\nb", [], [1],
+        [2, 3], ["full_attention"] * 2, ["sliding_attention"] * 2, {}, {"rope_type": "yarn"}, {"a": {"b": [None]}},
+    ])  # fmt: skip
+
+
+def folders(rng):
+    """A Hugging Face folder with some harm done is refused in one line that names it, or is a model."""
+    folder = FOLDER / f"folder{rng.randrange(3)}"
+    shutil.rmtree(folder, ignore_errors=True)
+    huggingface.copy(folder, rng.choice(huggingface.NAMES))
+    files = sorted(folder.iterdir(), key=lambda file: (file.name == "config.json", file.name))
+    for path in rng.sample(files[-4:], rng.choice([0, 1, 1, 1, 2])):
+        data = path.read_bytes()
+        if path.suffix == ".safetensors" and rng.random() < 0.5:
+            header, rest = huggingface.split(data)
+            name, keys = rng.choice(list(header)), ["dtype", "shape", "data_offsets"]
+            place, key = rng.choice([(header, name), (header[name], rng.choice(keys)), (header, "x")])
+            another = dict(rng.choice(list(header.values())))
+            place[key] = rng.choice([random_json(rng), another, "F16", [0, 64], [8, 4], [2**70, 2]])
+            path.write_bytes(huggingface.joined(header, rest))
+        elif path.suffix == ".json" and rng.random() < 0.7:
+            values = json.loads(data)
+            place = rng.choice([values, *(value for value in values.values() if isinstance(value, dict))])
+            known = [*place, *KEYS]
+            for _ in range(rng.choice([1, 1, 2])):
+                place[rng.choice(known)] = random_json(rng)
+            path.write_text(json.dumps(values))
+        else:
+            start = 8 + int.from_bytes(data[:8], "little") if path.suffix == ".safetensors" else len(data)
+            path.write_bytes(damaged(rng, data, rng.choice(files).read_bytes(), start, [0, 4, 8, start]))
+    try:
+        checkpoint = load_checkpoint(folder)
+        shapes = architecture_of(checkpoint.config).shapes(checkpoint.config)
+        for name, tensor in checkpoint.tensors.items():
+            each = [t[:] for t in tensor] if isinstance(tensor, list) else [tensor[:]]
+            assert {array.shape for array in each} == {shapes[name][1:] if isinstance(tensor, list) else shapes[name]}, name
+            assert not isinstance(tensor, list) or len(each) == shapes[name][0], name
+    except CheckpointError as error:
+        return one_line(error, str(folder))
+    assert set(checkpoint.tensors) == set(shapes)
+    assert all(0 <= i < checkpoint.config.vocab_size for i in [*checkpoint.end_marks, checkpoint.bos or 0])
+    return FINE
 
 
 def random_checkpoint(rng):
@@ -530,7 +583,9 @@ def caches(rng):
     return FINE
 
 
-CAMPAIGNS = {campaign.__name__: campaign for campaign in (checkpoints, tokenizers, texts, sampling, streams, values, caches)}
+CAMPAIGNS = {
+    campaign.__name__: campaign for campaign in (checkpoints, folders, tokenizers, texts, sampling, streams, values, caches)
+}
 
 
 def run_case(name, case):

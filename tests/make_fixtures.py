@@ -1,0 +1,164 @@
+"""Makes the model folders of tests/fixtures with transformers, and what it says of them: `python tests/make_fixtures.py`.
+
+Not with -m: transformers would take our kernels.py for a package. Needs torch, transformers and safetensors, which no test does.
+Each folder is a tiny model of random weights as `save_pretrained` writes it, and expected.npz: `tokens` (60,), transformers' fp32
+`logits` (60, V) of them, and its greedy `continuation` of the first five of them; `names` and `sums`, the CRC-32 of each tensor's
+bytes as the safetensors library reads them.
+"""
+
+import importlib.metadata
+import json
+import shutil
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    logging,
+)
+
+FIXTURES = Path(__file__).parent / "fixtures"
+N_TOKENS, N_PROMPT, N_CONTINUATION = 60, 5, 24
+CLEAR = 1e-2  # by which the likeliest token of a greedy text leads, in logits: no rounding moves it
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+
+
+def sizes(vocab, dim, hidden, layers, heads, kv_heads, positions=128, **others):
+    return {
+        "vocab_size": vocab, "hidden_size": dim, "intermediate_size": hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": positions,
+        "bos_token_id": 1, "eos_token_id": 2, **others,
+    }  # fmt: skip
+
+
+def gpt2_sizes(vocab, positions, dim, layers, heads):
+    return {
+        "vocab_size": vocab, "n_positions": positions, "n_embd": dim, "n_layer": layers, "n_head": heads, "bos_token_id": 0,
+        "eos_token_id": 0,
+    }  # fmt: skip
+
+
+# name: config, dtype, what else `save` takes
+MODELS = {
+    "llama": (LlamaConfig(**sizes(65, 20, 37, 2, 2, 2)), torch.float32, {}),
+    "llama_tied": (LlamaConfig(**sizes(72, 32, 48, 2, 4, 2, tie_word_embeddings=True)), torch.bfloat16, {}),
+    "llama_biases": (LlamaConfig(**sizes(64, 24, 40, 2, 3, 1, attention_bias=True, mlp_bias=True)), torch.float16, {}),
+    "llama3": (
+        LlamaConfig(**sizes(70, 32, 48, 2, 4, 2, head_dim=16, rope_parameters=LLAMA3, tie_word_embeddings=True)),
+        torch.bfloat16,
+        {"shards": "10KB", "ends": [2, 5, 9]},
+    ),
+    "mistral": (MistralConfig(**sizes(64, 32, 40, 3, 4, 2, sliding_window=12)), torch.bfloat16, {"shards": "12KB"}),
+    "qwen2": (Qwen2Config(**sizes(80, 32, 48, 2, 4, 2, tie_word_embeddings=True)), torch.bfloat16, {}),
+    "qwen2_window": (
+        Qwen2Config(**sizes(64, 24, 30, 2, 2, 1, use_sliding_window=True, sliding_window=17, max_window_layers=0)),
+        torch.bfloat16,
+        {},
+    ),
+    "qwen3": (Qwen3Config(**sizes(66, 32, 48, 2, 4, 2, head_dim=12)), torch.bfloat16, {}),
+    "gpt2": (GPT2Config(**gpt2_sizes(71, 64, 18, 2, 3)), torch.float32, {}),
+    "gpt2_base": (
+        GPT2Config(**gpt2_sizes(64, 96, 32, 2, 4), n_inner=50, activation_function="gelu_pytorch_tanh"),
+        torch.float16,
+        {"as_base": True},
+    ),
+}
+
+
+def random_model(config, dtype, seed):
+    """Norms near one, biases and matrices of a size that makes attention choose and logits differ."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            is_norm = "norm" in name or "ln_" in name
+            if parameter.dim() > 1:
+                n_inputs = parameter.shape[0 if "c_" in name else 1]
+                parameter.copy_(noise * (0.7 if "wpe" in name or "embed" in name or "wte" in name else 1.6 / n_inputs**0.5))
+            else:
+                parameter.copy_(1 + 0.2 * noise if is_norm and name.endswith("weight") else 0.3 * noise)
+    return model.to(dtype).eval()
+
+
+def save(model, folder, shards="1GB", ends=None, as_base=False):
+    model.generation_config = GenerationConfig.from_model_config(model.config)
+    if ends:
+        model.generation_config.eos_token_id = ends
+    model.save_pretrained(folder, max_shard_size=shards)
+    if as_base:  # as openai-community/gpt2: no prefix, and the buffers of older versions
+        path = folder / "model.safetensors"
+        tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
+        n = model.config.n_positions
+        for i in range(model.config.n_layer):
+            tensors[f"h.{i}.attn.bias"] = torch.ones(n, n, dtype=torch.uint8).tril()[None, None, :8, :8].contiguous()
+            tensors[f"h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
+        save_file(tensors, path, {"format": "pt"})
+
+
+def expected(folder, seed):
+    """What transformers says of a folder in fp32, and by how much the likeliest tokens of its greedy text lead."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    tokens = torch.from_numpy(np.random.default_rng(seed).integers(3, model.config.vocab_size, N_TOKENS))
+    with torch.no_grad():
+        logits = model(tokens[None]).logits[0]
+        text = tokens[:N_PROMPT].tolist()
+        leads = []
+        for _ in range(N_CONTINUATION):
+            best = model(torch.tensor([text]), use_cache=False).logits[0, -1].topk(2)
+            leads.append(float(best.values[0] - best.values[1]))
+            text.append(int(best.indices[0]))
+        model.generation_config = GenerationConfig(max_new_tokens=N_CONTINUATION, do_sample=False)
+        generated = model.generate(tokens[None, :N_PROMPT], attention_mask=torch.ones(1, N_PROMPT))[0].tolist()
+    assert generated == text, "generate and the pass over the whole text disagree"
+    return tokens.numpy(), logits.numpy(), np.array(text[N_PROMPT:]), min(leads)
+
+
+def sums_of(folder):
+    """The CRC-32 of each tensor's bytes, by name."""
+    tensors = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {name: zlib.crc32(tensor.flatten().view(torch.uint8).numpy().tobytes()) for name, tensor in tensors.items()}
+
+
+def make(name, folder):
+    config, dtype, others = MODELS[name]
+    for seed in range(100):
+        shutil.rmtree(folder, ignore_errors=True)
+        save(random_model(config, dtype, seed), folder, **others)
+        tokens, logits, continuation, lead = expected(folder, seed)
+        if lead > CLEAR and len(set(continuation.tolist())) > 8:
+            sums = sums_of(folder)
+            told = {"names": np.array(list(sums)), "sums": np.array(list(sums.values()))}
+            np.savez_compressed(folder / "expected.npz", tokens=tokens, logits=logits, continuation=continuation, **told)
+            return seed, lead
+    raise SystemExit(f"{name}: no seed gives a greedy text without near ties")
+
+
+def main():
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    for name in sys.argv[1:] or MODELS:
+        seed, lead = make(name, FIXTURES / name)
+        n_bytes = sum(path.stat().st_size for path in (FIXTURES / name).iterdir())
+        print(f"{name}: seed {seed}, lead {lead:.3f}, {n_bytes} bytes")
+    versions = {package: importlib.metadata.version(package) for package in ("torch", "transformers", "safetensors", "numpy")}
+    (FIXTURES / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
