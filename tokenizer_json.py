@@ -5,6 +5,7 @@ file's decoder, which is GPT-2's table of bytes ("ByteLevel") or SentencePiece's
 """
 
 import codecs
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -40,6 +41,7 @@ class JsonTokenizer:
         self._bos = bos
         self._marks = {token for token, added in self._added.items() if added.special} | set(self.end_marks)
         self._cached: dict[int, bytes | None] = {}
+        self._digest = hashlib.sha256(data).digest()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
@@ -79,6 +81,11 @@ class JsonTokenizer:
             said_first = self._decoder.at_the_beginning(said)
             return said_first, TEXT_HAS_BEGUN if said else before
         return said, before
+
+    def is_of(self, path: Path) -> bool:
+        """Whether a file, or the one in a folder, is the same to the byte."""
+        path = _file_of(path)
+        return path.suffix == ".json" and hashlib.sha256(file_bytes(path, "a tokenizer.json")).digest() == self._digest
 
     def is_spelled_like(self, other: "JsonTokenizer") -> bool:
         """Whether tokens of the same name say the same in both."""
@@ -191,13 +198,17 @@ def _parsed(path: Path, data: bytes) -> Any:
         raise TokenizerError(f"{path} is read with the package tokenizers, which is missing{reason}; {INSTALL}") from None
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(data)
-    except Exception as error:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
+        tokenizer.encode("a")  # a template of tokens that are not there panics here
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the library is no Exception
+        reason = checks.short(error)
         raise TokenizerError(
-            f"{path} is no tokenizer.json, or one that tokenizers {tokenizers.__version__} cannot read: {error}"
+            f"{path} is no tokenizer.json, or one that tokenizers {tokenizers.__version__} cannot read: {reason}"
         ) from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
     return tokenizer
 
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from .tokenizer import AnyTokenizer
-from .tokenizer_json import JsonTokenizer
+from .tokenizer_json import JsonTokenizer, load_tokenizer
 
 MOST_PADDING = 1024  # rows without a token; the most that is published are 905, Phi-2's
 LEAST_KNOWN = 0.5  # share of the rows that have a token, of models that are small
@@ -33,11 +34,18 @@ def known_ids(tokenizer: AnyTokenizer, rows: int, model: str = "the target") -> 
     return min(n, rows)
 
 
-def common_vocabulary(target: AnyTokenizer, target_rows: int, draft: AnyTokenizer, draft_rows: int) -> Vocabulary:
+def common_vocabulary(target: AnyTokenizer, target_rows: int, draft: AnyTokenizer | Path, draft_rows: int) -> Vocabulary:
     """Compares two tokenizers by what their tokens say, over the ids that both know, where names of special tokens may differ.
 
-    Raises ValueError with the first token that differs, or for a tokenizer that is not its model's.
+    draft: its tokenizer, or the file or folder of one, which is not loaded where it is a copy of the target's. Raises ValueError
+    with the first token that differs or for a tokenizer that is not its model's, TokenizerError for a file that is none.
     """
+    if isinstance(draft, Path):
+        is_copy = isinstance(target, JsonTokenizer) and target.is_of(draft)
+        draft = target if is_copy else load_tokenizer(draft)
+    if draft is target:
+        n_target = known_ids(target, target_rows)
+        return Vocabulary(n_target, min(n_target, known_ids(target, draft_rows, "the draft")))
     n_target, n_draft = known_ids(target, target_rows), known_ids(draft, draft_rows, "the draft")
     n = min(n_target, n_draft)
     for token in _that_differ(target, draft, n):

@@ -245,6 +245,7 @@ def test_what_is_no_text_is_refused(text: Any, error: type[Exception]) -> None:
         (path_of("gpt2").read_bytes()[:-2000], "no tokenizer.json"),
         (b'{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}', "no tokenizer.json"),
         (b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}', "no tokenizer.json"),
+        (path_of("llama3").read_bytes().replace(b'"special_tokens":{"<|b', b'"special_tokens":{"<|c'), "no tokenizer.json"),
     ],
 )
 def test_a_file_that_is_no_tokenizer_is_told_in_one_line(tmp_path: Path, content: bytes, word: str) -> None:
@@ -312,6 +313,18 @@ def test_rows_that_pad_a_vocabulary_are_never_said() -> None:
     assert common_vocabulary(target, n + 40, draft, n + 8) == Vocabulary(n, n)
     assert common_vocabulary(target, n, draft, n + 8) == Vocabulary(n, n)
     assert known_ids(target, n) == n
+    assert common_vocabulary(target, n + 40, path_of("qwen2"), n + 8) == Vocabulary(n, n)
+
+
+@needs_library
+def test_a_copy_of_the_targets_tokenizer_is_not_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = JsonTokenizer(path_of("qwen2"))
+    (tmp_path / "tokenizer.json").write_bytes(path_of("qwen2").read_bytes())
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    n = target.vocab_size
+    assert common_vocabulary(target, n, tmp_path, n + 9) == Vocabulary(n, n)
+    with pytest.raises(TokenizerError, match="package tokenizers"):
+        common_vocabulary(target, n, path_of("gpt2"), n)
 
 
 @needs_library
