@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
@@ -36,6 +36,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 UsageError = cast(type[Exception], next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"))
+BAR_CELLS = 24
 BROKEN_PIPE = 141  # what a shell reports for SIGPIPE
 
 
@@ -48,13 +49,17 @@ def flag(*names: str, group: str, help: str) -> Any:
 
 
 ModelFile = Annotated[
-    str, option("-m", "--model", group="Models", metavar="FILE", help="Target checkpoint: a path, or a name in models/.")
-]
+    str,
+    option(
+        *("-m", "--model"), group="Models", metavar="NAME",
+        help="Target: a Hugging Face folder or org/name, or a llama2.c checkpoint: a path, or a name in models/.",
+    ),
+]  # fmt: skip
 DraftFile = Annotated[
     str,
     option(
-        *("-d", "--draft"), group="Models", metavar="FILE|self",
-        help="Draft checkpoint; self: an int8 copy of the target. Without -d a named target decodes alone.",
+        *("-d", "--draft"), group="Models", metavar="NAME|self",
+        help="Draft, as -m; self: an int8 copy of the target. Without -d a named target decodes alone.",
     ),
 ]  # fmt: skip
 WhatToQuantize = Annotated[
@@ -68,7 +73,7 @@ TokenizerFile = Annotated[
     str,
     option(
         *("-z", "--tokenizer"), group="Models", metavar="FILE",
-        help="Tokenizer. By default tok<vocab>.bin or tokenizer.bin beside the model, else in models/.",
+        help="Tokenizer. By default the folder's; for a checkpoint tok<vocab>.bin or tokenizer.bin beside it, else in models/.",
     ),
 ]  # fmt: skip
 Prompt = Annotated[str, option("-i", "--prompt", group="Text", metavar="TEXT", help="What the text begins with.")]
@@ -76,7 +81,7 @@ Steps = Annotated[
     int,
     option(
         *("-n", "--steps"), group="Text", metavar="N", min=0,
-        help="Tokens in all, prompt included, BOS not. 0: up to the target's seq_len.",
+        help="Tokens in all, prompt included, BOS not. 0: to the end of the target's context, or of memory.",
     ),
 ]  # fmt: skip
 Temperature = Annotated[float, option("-t", "--temperature", group="Sampling", metavar="X", min=0.0, help="0 is greedy.")]
@@ -160,7 +165,7 @@ def tell(
         target, small = default_pair()
         model, draft = str(target), draft or str(small)
     sampling = Sampling(temperature, top_k, top_p, seed or int.from_bytes(os.urandom(4), "little") or 1)
-    with loading():
+    with loading() as show:
         begin = time.perf_counter()
         with telling_how_to_restore():
             decoder = SpeculativeDecoder(
@@ -171,21 +176,25 @@ def tell(
                 verify=cast(VerifyMode, verify),
                 n_threads=threads or None,
                 quantize=cast(Quantize, quantize),
+                progress=lambda name, share: show(progress_bar(name, share)),
             )
+        show(LOADING)
         prompt_tokens = decoder.encode(prompt)
         loaded = time.perf_counter()
         decoder.warm_up()
         times = {"load_seconds": loaded - begin, "warmup_seconds": time.perf_counter() - loaded}
     statistics = Statistics(len(prompt_tokens))
     # llama2.c counts positions: n steps make n + 1 tokens, BOS included
-    total = min(steps or decoder.target.n_positions, decoder.target.n_positions)
+    total = min(steps or decoder.n_positions, decoder.target.n_positions)
+    if not steps and total < decoder.target.n_positions:
+        _tell(f"this machine's memory has room for {total} of the {decoder.target.n_positions} tokens of the target's context")
     max_tokens = max(0, total + 1 - len(prompt_tokens))
     out = Console()
     view: View
     if as_json:
         view = SilentView(decoder.tokenizer)
     elif not plain and LivePanel.fits(out):
-        title = " + ".join(Path(name).stem for name in (model, draft) if name)
+        title = " + ".join(Path(name).name.removesuffix(".bin") for name in (model, draft) if name)
         view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, gamma if draft else 0, title, pace)
     else:
         view = PlainView(decoder.tokenizer, sys.stdout)
@@ -278,23 +287,34 @@ def measure(shape: Shape = "42M", threads: Threads = 0, int8: Int8 = False, as_j
         print(benchmark.to_json(result)) if as_json else Console().print(benchmark.to_table(result, shape))
 
 
+def progress_bar(name: str, share: float) -> str:
+    """How far the loading of a model is, in a line."""
+    return f"loading {name} {'━' * round(BAR_CELLS * share):{BAR_CELLS}} {share:4.0%}"
+
+
 @contextmanager
-def loading(message: str = LOADING) -> Iterator[None]:
-    """Around all that writes no output: a terminal shows the message meanwhile, and a disk's trouble is not the output's."""
+def loading(message: str = LOADING) -> Iterator[Callable[[str], None]]:
+    """Around all that writes no output: a terminal shows the message meanwhile, and a disk's trouble is not the output's.
+
+    Gives what shows another message instead.
+    """
     is_shown = bool(message) and sys.stderr.isatty()
     room = (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1 if is_shown else 0
+    width = 0
 
     def show(line: str) -> None:
+        nonlocal width
         if is_shown:
+            width = max(width, len(line))
             with suppress(OSError):  # the terminal has gone
-                os.write(sys.stderr.fileno(), f"\r{line[:room]}\r".encode())
+                os.write(sys.stderr.fileno(), f"\r{line.ljust(width)[:room]}\r".encode(errors="replace"))
 
     def erase() -> None:
-        show(" " * len(message + "^C"))
+        show(" " * (width + len("^C")))
 
     with signals.at_sudden_end(erase, do=lambda: show(message)):
         try:
-            yield
+            yield show
         except OSError as error:
             raise ValueError(f"cannot load: {error.filename or 'a file'}: {error.strerror or error}") from None
         finally:
@@ -339,6 +359,11 @@ def main() -> None:
 
 
 def _complain(message: str) -> int:
+    _tell(message)
+    return 2
+
+
+def _tell(message: str) -> None:
+    """One line on stderr."""
     with suppress(OSError):
         print(f"specdec: {printable(' '.join(message.split()))}", file=sys.stderr)
-    return 2

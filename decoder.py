@@ -173,13 +173,24 @@ class SpeculativeDecoder:
         drafter = ModelDrafter(self.draft, sampler, verifier.draft_noise, marks) if self.draft else None
         return decode(self.target, drafter, verifier, tokens, max_tokens, self.gamma, marks)
 
+    @property
+    def n_positions(self) -> int:
+        """How long a text may get: the target's context, or as much of it as the machine's memory holds beside the weights."""
+        n = self.target.n_positions
+        room = physical_memory_bytes() - sum(model.weights.n_bytes for model in self._models)
+        while n > 1 and self._text_bytes(n) > room:
+            n -= max(1, n // 64)
+        return n
+
+    def _text_bytes(self, n_positions: int) -> int:
+        return sum(model.text_bytes(n_positions) for model in self._models)
+
     def _check_memory(self, n_tokens: int) -> None:
-        n_positions = min(n_tokens, self.target.n_positions)
-        needed = sum(model.text_bytes(n_positions) for model in self._models)
-        if needed > physical_memory_bytes():
+        n = min(n_tokens, self.target.n_positions)
+        if n > (most := self.n_positions):
             raise ValueError(
-                f"a text of {n_positions} tokens needs {needed / 2**30:.1f} GiB beside the weights, more than this machine has; "
-                "ask for fewer (-n, max_tokens)"
+                f"a text of {n} tokens needs {self._text_bytes(n) / 2**30:.1f} GiB beside the weights; this machine's memory has "
+                f"room for {most} tokens (-n, max_tokens)"
             )
 
     def generate(
