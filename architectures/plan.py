@@ -88,11 +88,11 @@ class Architecture:
     program: Callable[[Config, Weights, Buffers], Program]
 
     def pack(self, config: Config, tensors: Mapping[str, Any], kind: Kind | None = None) -> Weights:
-        """The tensors, in the shapes of `shapes`, as the kernels read them; kind: what those of floats become,
-        by default what they are.
+        """The tensors, in the shapes of `shapes`, as the kernels read them.
 
-        Tensors are indexed by layer, then by a slice of rows, a block at a time: they may lie in a file. Raises ValueError for a
-        matrix of another shape, MemoryError for weights that the machine cannot hold.
+        kind: what those of floats become, by default what they are. Tensors are indexed by layer, then by a slice of rows, a
+        block at a time: they may lie in a file. Raises ValueError for a matrix of another shape, MemoryError for weights that
+        the machine cannot hold.
         """
         parts, vectors = self.parts(config), self.vectors(config)
         sources = {part: [_at(tensors, *place) for place in part.tensors] for part in parts.values()}
