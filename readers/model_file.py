@@ -17,7 +17,6 @@ from ..machine.memory import all_finite
 
 FLOAT_BYTES = 4
 FP32, FP16, BF16 = np.dtype("<f4"), np.dtype("<f2"), np.dtype("<u2")  # of bf16 the bits: numpy has no such numbers
-EXPONENTS: dict[np.dtype[Any], int] = {FP16: 0x7C00, BF16: 0x7F80}  # all of them set: NaN or infinity
 PIECE_BYTES = 1 << 26  # read at once: between two reads Ctrl-C is heard
 Bytes = npt.NDArray[np.uint8]
 
@@ -121,16 +120,9 @@ class FileTensor:
 
     def checked(self, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The numbers, all finite."""
-        if not _are_finite(numbers):
+        if not all_finite(numbers):
             raise CheckpointError(f"{self.file.path} is damaged: {self.name} holds NaN or infinite {self.what}")
         return numbers
-
-
-def _are_finite(numbers: npt.NDArray[Any]) -> bool:
-    if numbers.dtype == FP32:
-        return all_finite(numbers)
-    exponent = EXPONENTS[numbers.dtype]
-    return not ((numbers.view(np.uint16) & exponent) == exponent).any()
 
 
 @contextmanager
