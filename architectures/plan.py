@@ -99,7 +99,6 @@ class Architecture:
     program: Callable[[Config, Weights, Buffers], Program]
     learned_positions: bool = False
 
-<<<<<<< HEAD
     def pack(
         self,
         config: Config,
@@ -107,16 +106,11 @@ class Architecture:
         kind: Kind | None = None,
         progress: Callable[[float], None] = tell_nobody,
     ) -> Weights:
-        """The tensors, in the shapes of `shapes`, as the kernels read them; kind: what those of floats become, by default what
-        they are; progress: is told the share that is done.
-=======
-    def pack(self, config: Config, tensors: Mapping[str, Any], kind: Kind | None = None) -> Weights:
         """The tensors, in the shapes of `shapes`, as the kernels read them.
->>>>>>> a2613be235f1e79c717c2a75af6f3a8449107858
 
-        kind: what those of floats become, by default what they are. Tensors are indexed by layer, then by a slice of rows, a
-        block at a time: they may lie in a file. Raises ValueError for a matrix of another shape, MemoryError for weights that
-        the machine cannot hold.
+        kind: what those of floats become, by default what they are; progress: is told the share that is done. Tensors are
+        indexed by layer, then by a slice of rows, a block at a time: they may lie in a file. Raises ValueError for a matrix of
+        another shape, MemoryError for weights that the machine cannot hold.
         """
         parts, vectors = self.parts(config), self.vectors(config)
         sources = {part: [_at(tensors, *place) for place in part.tensors] for part in parts.values()}
