@@ -129,7 +129,7 @@ CONFIGS = {
     "llama_tied": Config(32, 48, 2, 4, 2, 72, 128, True, norm_eps=1e-6),
     "llama_biases": Config(24, 40, 2, 3, 1, 64, 128, False, norm_eps=1e-6, qkv_bias=True, wo_bias=True, mlp_bias=True),
     "llama3": Config(
-        32, 48, 2, 4, 2, 70, 128, True, norm_eps=1e-6, rope_theta=5e5, head_dim=16, rope_scaling=RopeScaling(8, 1, 4, 32)
+        32, 48, 2, 4, 2, 70, 128, True, norm_eps=1e-6, rope_theta=5e5, head_dim=16, rope_scaling=RopeScaling(8, 1, 4, 64)
     ),
     "mistral": Config(32, 40, 3, 4, 2, 64, 128, False, norm_eps=1e-6, window=12),
     "qwen2": Config(32, 48, 2, 4, 2, 80, 128, True, norm_eps=1e-6, qkv_bias=True),
@@ -183,7 +183,7 @@ FEATURES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"window": 13}),
     ("qwen2_window", {"window": 0}),
     ("llama3", {"rope_scaling": None}),
-    ("llama3", {"rope_scaling": RopeScaling(8, 1, 3, 32)}),
+    ("llama3", {"rope_scaling": RopeScaling(8, 1, 3, 64)}),
     ("llama", {"rope_theta": 20000.0}),
 ]
 
@@ -201,7 +201,7 @@ def config_of(folder: Path, name: str = "llama", /, **changes: Any) -> Config:
 
 
 def test_rope_of_an_older_transformers_is_the_same(tmp_path: Path) -> None:
-    scaling = {"type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 32}
+    scaling = {"type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 64}
     old = {"rope_parameters": GONE, "rope_theta": 500000, "rope_scaling": scaling}
     assert config_of(tmp_path / "old", "llama3", **old) == CONFIGS["llama3"]
     new = scaling | {"rope_type": "llama3"}
