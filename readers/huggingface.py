@@ -20,6 +20,7 @@ from .safetensors import SafetensorsFile
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD = "lm_head.weight"
+TURNED_AT_ONCE = 16  # inputs of a stored matrix: a cache line of each output; GPT-2 large in fp32 at 2.7 GB/s, all at once 0.7
 LONGEST_NAME = 255  # of a file, in letters
 COMPARED_ROWS = 2048  # of an embedding and a head at a time
 
@@ -140,7 +141,11 @@ class Transposed:
 
     def __getitem__(self, index: slice) -> npt.NDArray[Any]:
         first, last, _ = index.indices(self.n_rows)
-        return np.ascontiguousarray(self.stored.columns(self.first + first, self.first + max(first, last)).T)
+        columns = self.stored.columns(self.first + first, self.first + max(first, last))
+        rows = np.empty(columns.shape[::-1], columns.dtype)
+        for i in range(0, len(columns), TURNED_AT_ONCE):
+            rows[:, i : i + TURNED_AT_ONCE] = columns[i : i + TURNED_AT_ONCE].T
+        return rows
 
 
 class Folder:

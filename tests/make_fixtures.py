@@ -33,7 +33,7 @@ CLEAR = 1e-2  # by which the likeliest token of a greedy text leads, in logits: 
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
+    "original_max_position_embeddings": 64,  # of a head of 16, the second of eight angles is one that fades
 }  # fmt: skip
 
 

@@ -109,13 +109,12 @@ def test_every_tensor_is_the_stored_one_in_our_order_of_rows(name: str) -> None:
         np.testing.assert_array_equal(array, expected[key], strict=True)
 
 
-@pytest.mark.parametrize("name", ["llama3", "gpt2"])
-@pytest.mark.parametrize("key", ["wq", "wk", "w2", "bq"])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("llama3", "wq"), ("qwen2", "wk"), ("qwen2", "bq"), ("qwen3", "k_norm"), ("gpt2", "wk"), ("gpt2_base", "w2")],
+)
 def test_any_rows_of_a_view_are_those_of_the_whole(name: str, key: str) -> None:
-    tensors = load_checkpoint(FIXTURES / name).tensors
-    if key not in tensors:
-        pytest.skip("no biases")
-    tensor = tensors[key][1]
+    tensor = load_checkpoint(FIXTURES / name).tensors[key][1]
     whole = tensor[:]
     assert (tensor.shape, tensor.dtype) == (whole.shape, whole.dtype)
     for first in range(0, len(whole) + 1, 3):
@@ -130,7 +129,7 @@ CONFIGS = {
     "llama_tied": Config(32, 48, 2, 4, 2, 72, 128, True, norm_eps=1e-6),
     "llama_biases": Config(24, 40, 2, 3, 1, 64, 128, False, norm_eps=1e-6, qkv_bias=True, wo_bias=True, mlp_bias=True),
     "llama3": Config(
-        32, 48, 2, 4, 2, 70, 128, True, norm_eps=1e-6, rope_theta=5e5, head_dim=16, rope_scaling=RopeScaling(8, 1, 4, 32)
+        32, 48, 2, 4, 2, 70, 128, True, norm_eps=1e-6, rope_theta=5e5, head_dim=16, rope_scaling=RopeScaling(8, 1, 4, 64)
     ),
     "mistral": Config(32, 40, 3, 4, 2, 64, 128, False, norm_eps=1e-6, window=12),
     "qwen2": Config(32, 48, 2, 4, 2, 80, 128, True, norm_eps=1e-6, qkv_bias=True),
@@ -154,23 +153,44 @@ def test_a_config_says_what_config_json_says(name: str) -> None:
 # What comes out of it
 
 
-def model_of(name: str) -> Transformer:
+def model_of(name: str, **changes: Any) -> Transformer:
+    """A fixture's model, some numbers of whose config are others."""
     checkpoint = load_checkpoint(FIXTURES / name)
-    weights = architecture_of(checkpoint.config).pack(checkpoint.config, checkpoint.tensors)
-    return Transformer(checkpoint.config, weights)
+    config = replace(checkpoint.config, **changes)
+    return Transformer(config, architecture_of(config).pack(config, checkpoint.tensors))
+
+
+def error_of(model: Transformer, expected: folders.Expected) -> float:
+    """The largest difference of a logit from transformers', of the largest logit at its position."""
+    difference = np.abs(model.forward(expected.tokens, len(expected.tokens)) - expected.logits).max(1)
+    return float((difference / np.abs(expected.logits).max(1)).max())
 
 
 @pytest.mark.parametrize("name", folders.NAMES)
 def test_logits_and_greedy_text_are_those_of_transformers(name: str) -> None:
-    """At each of 60 positions within 2e-4 of its largest logit, in one pass and in several."""
+    """At each of 60 positions; 1.3e-5 is the most that was seen of 39 random models."""
     model, expected = model_of(name), folders.expected(name)
-    logits = model.forward(expected.tokens, len(expected.tokens))
-    scale = np.abs(expected.logits).max(1)
-    assert (np.abs(logits - expected.logits).max(1) <= 2e-4 * scale).all()
+    assert error_of(model, expected) < 3e-5
     text = expected.tokens[:5]
     for _ in expected.continuation:
         text.append(int(model.forward(text)[0].argmax()))
     assert text[5:] == expected.continuation
+
+
+FEATURES: list[tuple[str, dict[str, Any]]] = [
+    ("mistral", {"window": 0}),
+    ("mistral", {"window": 11}),
+    ("mistral", {"window": 13}),
+    ("qwen2_window", {"window": 0}),
+    ("llama3", {"rope_scaling": None}),
+    ("llama3", {"rope_scaling": RopeScaling(8, 1, 3, 64)}),
+    ("llama", {"rope_theta": 20000.0}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), FEATURES, ids=str)
+def test_a_fixture_tells_whether_its_feature_is_done(name: str, changes: dict[str, Any]) -> None:
+    assert error_of(model_of(name, **changes), folders.expected(name)) > 1e-2
 
 
 # Configs
@@ -181,7 +201,7 @@ def config_of(folder: Path, name: str = "llama", /, **changes: Any) -> Config:
 
 
 def test_rope_of_an_older_transformers_is_the_same(tmp_path: Path) -> None:
-    scaling = {"type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 32}
+    scaling = {"type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 64}
     old = {"rope_parameters": GONE, "rope_theta": 500000, "rope_scaling": scaling}
     assert config_of(tmp_path / "old", "llama3", **old) == CONFIGS["llama3"]
     new = scaling | {"rope_type": "llama3"}
