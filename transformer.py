@@ -24,12 +24,12 @@ LAZY = ("keys", "values")  # of which only what is written becomes resident
 def buffer_shapes(config: Config, weights: Weights, n_positions: int, n_threads: int) -> dict[str, tuple[int, ...]]:
     """The shapes of `Buffers`, but for the tokens."""
     head_dim, kv_heads, layers = config.head_dim, config.n_kv_heads, config.n_layers
-    positions, dim = round_up(n_positions, LANES), round_up(config.dim, STRIP_ROWS)
+    positions, dim = round_up(n_positions, STRIP_ROWS), round_up(config.dim, STRIP_ROWS)
     turned = 0 if architecture_of(config).learned_positions else positions
     head_blocks = ceil_div(head_dim, LANES)
     matrices = weights.matrices
     return {
-        "keys": (layers, kv_heads, positions // LANES, head_dim, LANES),
+        "keys": (layers, kv_heads, positions // STRIP_ROWS, head_dim, STRIP_ROWS),
         "values": (layers, kv_heads, head_blocks, positions, LANES),
         "rope_cos": (turned, head_dim + LANES),
         "rope_sin": (turned, head_dim + LANES),
@@ -174,7 +174,7 @@ class Transformer:
         fill_tables(self._config, arrays["rope_cos"], arrays["rope_sin"])
         buffers = Buffers(tokens=np.zeros(MAX_TOKENS, np.int64), **arrays)
         if self._held:
-            buffers.keys[:, :, : self._capacity // LANES] = self._buffers.keys
+            buffers.keys[:, :, : self._capacity // STRIP_ROWS] = self._buffers.keys
             buffers.values[:, :, :, : self._capacity] = self._buffers.values
         runner = Runner(self._architecture.program(self._config, self._weights, buffers))
         # all or nothing: an interrupt between two calls would leave a program of buffers that are gone
