@@ -171,8 +171,11 @@ class Transformer:
         shapes = buffer_shapes(self._config, self._weights, most, self._most_threads)
         arrays = {name: (lazy_zeros if name in LAZY else zeros)(*shape) for name, shape in shapes.items()}
         capacity = arrays["values"].shape[3]
-        fill_tables(self._config, arrays["rope_cos"], arrays["rope_sin"])
         buffers = Buffers(tokens=np.zeros(MAX_TOKENS, np.int64), **arrays)
+        if self._capacity:
+            buffers.rope_cos[: self._capacity] = self._buffers.rope_cos
+            buffers.rope_sin[: self._capacity] = self._buffers.rope_sin
+        fill_tables(self._config, buffers.rope_cos, buffers.rope_sin, self._capacity)
         if self._held:
             buffers.keys[:, :, : self._capacity // STRIP_ROWS] = self._buffers.keys
             buffers.values[:, :, :, : self._capacity] = self._buffers.values
