@@ -19,7 +19,7 @@ import numpy as np
 from .machine.cache import compiled, inlined
 from .machine.programs import Floats1, Floats2, Floats3, Floats4, Pass, operation
 from .machine.threads import share
-from .machine.tiles import STRIP_ROWS, TILE_TOKENS, vector_tile
+from .machine.tiles import STRIP_ROWS, TILE_TOKENS, strip_tile, vector_tile
 from .machine.vectors import (
     LANES,
     Float32,
@@ -49,7 +49,7 @@ class Buffers(NamedTuple):
     """What operations read and write beside weights: tokens, KV cache, activations, and a scratch for each thread."""
 
     tokens: Int64  # (T,)
-    keys: Float32  # (L, G, S / LANES, K, LANES): blocks of positions, as many as there is room for
+    keys: Float32  # (L, G, S / R, K, R): strips of positions, as many as there is room for
     values: Float32  # (L, G, ceil(K / LANES), S, LANES)
     rope_cos: Float32  # (S, K + LANES): entry j belongs to row j % K of a head
     rope_sin: Float32  # (S, K + LANES), negative for the first row of a pair
@@ -197,23 +197,24 @@ def rope(
     The pair (2i, 2i + 1) of a head turns by pos times its frequency: x * cos + swapped x * signed sin.
     """
     first, last = own_rows(x.shape[1], unit, thread, run.n_threads, base, n_rows)
-    for t in range(run.n_tokens):
-        for row in range(first, last, LANES):
+    for row in range(first, last, LANES):
+        place = row % head_dim
+        for t in range(run.n_tokens):
             at = t * x.shape[1] + base + row
-            angle = (run.pos + t) * cos.shape[1] + row % head_dim
+            angle = (run.pos + t) * cos.shape[1] + place
             v = load(x, at)
             store(x, at, fma(swap_pairs(v), load(sin, angle), mul(v, load(cos, angle))))
 
 
 @operation
 def store_keys(run: Pass, thread: int, keys: Floats4, x: Floats2, unit: int, base: int) -> None:
-    """Put the heads that begin at row `base` of x at pos.. of keys (G, S / LANES, K, LANES): this thread's rows of them."""
+    """Put the heads that begin at row `base` of x at pos.. of keys (G, S / R, K, R): this thread's rows of them."""
     head_dim = keys.shape[2]
     first, last = own_rows(x.shape[1], unit, thread, run.n_threads, base, keys.shape[0] * head_dim)
     if first >= last:
         return
     for t in range(run.n_tokens):
-        block, lane = divmod(run.pos + t, LANES)
+        block, lane = divmod(run.pos + t, STRIP_ROWS)
         for head in range(first // head_dim, (last - 1) // head_dim + 1):
             row = head * head_dim
             for k in range(max(first - row, 0), min(last - row, head_dim)):
@@ -224,13 +225,18 @@ def store_keys(run: Pass, thread: int, keys: Floats4, x: Floats2, unit: int, bas
 def store_values(run: Pass, thread: int, values: Floats4, x: Floats2, unit: int, base: int, head_dim: int) -> None:
     """Put the heads that begin at row `base` of x at pos.. of values (G, K / LANES, S, LANES): this thread's rows of them."""
     first, last = own_rows(x.shape[1], unit, thread, run.n_threads, base, values.shape[0] * head_dim)
-    if first >= last:
-        return
-    for t in range(run.n_tokens):
-        for head in range(first // head_dim, (last - 1) // head_dim + 1):
-            row = head * head_dim
-            for k in range(max(first - row, 0), min(last - row, head_dim)):
-                values[head, k // LANES, run.pos + t, k % LANES] = x[t, base + row + k]
+    row = first
+    while row < last:
+        head, k = divmod(row, head_dim)
+        n = min(last - row, head_dim - k, LANES - k % LANES)  # to the end of a vector, a head or these rows
+        for t in range(run.n_tokens):
+            if n == LANES:
+                at = ((head * values.shape[1] + k // LANES) * values.shape[2] + run.pos + t) * LANES
+                store(values, at, load(x, t * x.shape[1] + base + row))
+            else:
+                for i in range(n):
+                    values[head, k // LANES, run.pos + t, k % LANES + i] = x[t, base + row + i]
+        row += n
 
 
 @compiled
@@ -271,36 +277,38 @@ def mix_values(mixed, values, scores, token, n_tokens, start, end):
 
 
 @inlined
-def attend(heads, qkv, keys, values, scores, mixed, head, pos, first, last, window):
-    """heads[t, head] = softmax(q[t] . keys / sqrt(K)) values for tokens first to last (Vaswani et al. 2017).
+def attend(heads, qkv, keys, values, scores, mixed, head, token, n_queries, along_heads, pos, window):
+    """heads[t, head] = softmax(q[t] . keys / sqrt(K)) values for n_queries from that token's head on  (Vaswani et al. 2017).
 
-    keys (S / LANES, K, LANES) and values (K / LANES, S, LANES) are those of the head's group. Token t sees the last
-    `window` positions up to its own, by loop bounds: the positions that all tokens see are mixed in one go, those before
-    and after them token by token, so that each token's chain is the one that it would have alone.
+    They are those of as many tokens, or along_heads: of heads that share keys (S / R, K, R) and values (K / LANES, S, LANES). A
+    token sees the last `window` positions up to its own, by loop bounds: the positions that all of them see are mixed in one go,
+    those before and after them query by query, so that each query's chain is the one that it would have alone.
     """
     zero, one = np.int64(0), np.int64(1)  # literals would have what they go into compiled once more
     head_dim = keys.shape[1]
-    n_tokens = last - first
-    oldest = max(0, pos + first + 1 - window)
-    for block in range(oldest // LANES, (pos + last - 1) // LANES + 1):
-        vector_tile(
-            scores, block * LANES, scores.shape[1], keys, block * head_dim * LANES,
-            qkv, first * qkv.shape[1] + head * head_dim, qkv.shape[1], head_dim, 0, n_tokens, False,
+    next_token, next_head = (0, 1) if along_heads else (1, 0)
+    first_pos, last_pos = pos + token, pos + token + next_token * (n_queries - 1)
+    for block in range(max(0, first_pos + 1 - window) // STRIP_ROWS, last_pos // STRIP_ROWS + 1):
+        strip_tile(
+            scores, block * STRIP_ROWS, scores.shape[1], keys, block * head_dim * STRIP_ROWS,
+            qkv, token * qkv.shape[1] + head * head_dim, next_token * qkv.shape[1] + next_head * head_dim,
+            head_dim, 0, n_queries, False,
         )  # fmt: skip
-    common_start = max(0, pos + last - window)
-    common_end = max(common_start, pos + first + 1)
+    common_start = max(0, last_pos + 1 - window)
+    common_end = max(common_start, first_pos + 1)
     scale = np.float32(1.0) / np.sqrt(np.float32(head_dim))
-    mixed[:n_tokens] = 0.0
-    for i in range(n_tokens):
-        start, end = max(0, pos + first + i + 1 - window), pos + first + i + 1
+    mixed[:n_queries] = 0.0
+    for i in range(n_queries):
+        end = first_pos + next_token * i + 1
+        start = max(0, end - window)
         softmax(scores, i, start, end, scale)
         mix_values(mixed, values, scores, i, one, start, min(common_start, end))
-    mix_values(mixed, values, scores, zero, n_tokens, common_start, common_end)
-    for i in range(n_tokens):
-        start, end = max(0, pos + first + i + 1 - window), pos + first + i + 1
-        mix_values(mixed, values, scores, i, one, max(start, common_end), end)
+    mix_values(mixed, values, scores, zero, n_queries, common_start, common_end)
+    for i in range(n_queries):
+        end = first_pos + next_token * i + 1
+        mix_values(mixed, values, scores, i, one, max(0, end - window, common_end), end)
         for k in range(head_dim):
-            heads[first + i, head * head_dim + k] = mixed[i, k]
+            heads[token + next_token * i, (head + next_head * i) * head_dim + k] = mixed[i, k]
 
 
 @operation
@@ -308,17 +316,26 @@ def attention(
     run: Pass, thread: int, heads: Floats3, qkv: Floats2, keys: Floats4, values: Floats4, scores: Floats3, mixed: Floats3,
     n_heads: int, window: int,
 ) -> None:  # fmt: skip
-    """Every head over chunks of up to TILE_TOKENS tokens, this thread's share of them; query head h reads kv head h G / H."""
-    n_chunks = ceil_div(run.n_tokens, TILE_TOKENS)
-    first, last = share(n_heads * n_chunks, thread, run.n_threads)
-    for unit in range(first, last):
-        head, chunk = divmod(unit, n_chunks)
-        first_token, last_token = share(run.n_tokens, chunk, n_chunks)
-        kv_head = head // (n_heads // keys.shape[0])
-        attend(
-            heads[0], qkv, keys[kv_head], values[kv_head], scores[thread], mixed[thread],
-            head, run.pos, first_token, last_token, window,
-        )  # fmt: skip
+    """Every head of every token, this thread's share of them; query head h reads kv head h G / H.
+
+    In chunks of up to TILE_TOKENS queries of the same keys and values: a head's tokens, or a token's heads where those are more.
+    """
+    n_sharing = n_heads // keys.shape[0]
+    along_heads = n_sharing > run.n_tokens
+    length = n_sharing if along_heads else run.n_tokens
+    first, last = share(run.n_tokens * n_heads, thread, run.n_threads)
+    for line in range(first // length, ceil_div(last, length)):
+        begin, end = max(first - line * length, 0), min(last - line * length, length)
+        token, head = (line // keys.shape[0], line % keys.shape[0] * n_sharing) if along_heads else (0, line)
+        kv_head = head // n_sharing
+        n_chunks = ceil_div(end - begin, TILE_TOKENS)
+        for chunk in range(n_chunks):
+            start, stop = share(end - begin, chunk, n_chunks)
+            at = begin + start
+            attend(
+                heads[0], qkv, keys[kv_head], values[kv_head], scores[thread], mixed[thread],
+                head + at if along_heads else head, token if along_heads else at, stop - start, along_heads, run.pos, window,
+            )  # fmt: skip
 
 
 @operation

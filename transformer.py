@@ -24,12 +24,12 @@ LAZY = ("keys", "values")  # of which only what is written becomes resident
 def buffer_shapes(config: Config, weights: Weights, n_positions: int, n_threads: int) -> dict[str, tuple[int, ...]]:
     """The shapes of `Buffers`, but for the tokens."""
     head_dim, kv_heads, layers = config.head_dim, config.n_kv_heads, config.n_layers
-    positions, dim = round_up(n_positions, LANES), round_up(config.dim, STRIP_ROWS)
+    positions, dim = round_up(n_positions, STRIP_ROWS), round_up(config.dim, STRIP_ROWS)
     turned = 0 if architecture_of(config).learned_positions else positions
     head_blocks = ceil_div(head_dim, LANES)
     matrices = weights.matrices
     return {
-        "keys": (layers, kv_heads, positions // LANES, head_dim, LANES),
+        "keys": (layers, kv_heads, positions // STRIP_ROWS, head_dim, STRIP_ROWS),
         "values": (layers, kv_heads, head_blocks, positions, LANES),
         "rope_cos": (turned, head_dim + LANES),
         "rope_sin": (turned, head_dim + LANES),
@@ -171,10 +171,13 @@ class Transformer:
         shapes = buffer_shapes(self._config, self._weights, most, self._most_threads)
         arrays = {name: (lazy_zeros if name in LAZY else zeros)(*shape) for name, shape in shapes.items()}
         capacity = arrays["values"].shape[3]
-        fill_tables(self._config, arrays["rope_cos"], arrays["rope_sin"])
         buffers = Buffers(tokens=np.zeros(MAX_TOKENS, np.int64), **arrays)
+        if self._capacity:
+            buffers.rope_cos[: self._capacity] = self._buffers.rope_cos
+            buffers.rope_sin[: self._capacity] = self._buffers.rope_sin
+        fill_tables(self._config, buffers.rope_cos, buffers.rope_sin, self._capacity)
         if self._held:
-            buffers.keys[:, :, : self._capacity // LANES] = self._buffers.keys
+            buffers.keys[:, :, : self._capacity // STRIP_ROWS] = self._buffers.keys
             buffers.values[:, :, :, : self._capacity] = self._buffers.values
         runner = Runner(self._architecture.program(self._config, self._weights, buffers))
         # all or nothing: an interrupt between two calls would leave a program of buffers that are gone

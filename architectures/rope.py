@@ -23,11 +23,11 @@ def positions_a_radian(config: Config) -> npt.NDArray[np.float64]:
     return scaled
 
 
-def fill_tables(config: Config, cos: Float32, sin: Float32) -> None:
-    """cos and signed sin (S, K + LANES) of each position, periodic in K, so that a vector may begin in any row of a head."""
+def fill_tables(config: Config, cos: Float32, sin: Float32, start: int = 0) -> None:
+    """cos and signed sin (S, K + LANES) from position start on, periodic in K: a vector may begin in any row of a head."""
     rows = np.arange(config.head_dim + LANES) % config.head_dim
     signs = np.where(rows % 2 == 0, -1, 1)
-    for first in range(0, len(cos), BLOCK_POSITIONS):
+    for first in range(start, len(cos), BLOCK_POSITIONS):
         block = slice(first, min(first + BLOCK_POSITIONS, len(cos)))
         angles = np.arange(block.start, block.stop)[:, None] / positions_a_radian(config)
         cos[block] = np.cos(angles).astype(np.float32)[:, rows // 2]

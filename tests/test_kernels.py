@@ -8,14 +8,16 @@ import numba
 import numpy as np
 import pytest
 
-from specdec.kernels import exp
+from specdec.kernels import exp, gelu, head_norm, layer_norm
 from specdec.machine.memory import lazy_zeros, zeros
-from specdec.machine.vectors import LANES, load, store
+from specdec.machine.programs import Row, Runner
+from specdec.machine.vectors import LANES, load, round_up, store
 from specdec.sampling import mix_bits
 from specdec.weights import FP32
 from specdec.weights.matrix import pack
+from tests import reference
 from tests.checkpoints import ROOT
-from tests.models import product, round_to_float32
+from tests.models import THREADS, product, round_to_float32
 
 
 @numba.njit
@@ -43,6 +45,60 @@ def test_exp_of_nan_is_nan():
     out = np.zeros(16, np.float32)
     vector_exp(out, np.full(16, np.nan, np.float32))
     assert np.isnan(out).all()
+
+
+def run(row: Row, n_tokens: int, n_threads: int = 1) -> None:
+    Runner([[row]])(n_tokens, 0, n_tokens, n_threads)
+
+
+def test_gelu_is_exact_near_zero_and_far_from_it():
+    """Against float64: what 1 + tanh would cancel is there to the last bits."""
+    x = np.concatenate([np.linspace(-12, 12, 4096), np.logspace(-30, 20, 2048), -np.logspace(-30, 0.7, 2048)]).astype(np.float32)
+    x, out = x.reshape(8, -1), zeros(1, 8, 1024)
+    run(gelu(out, np.ascontiguousarray(x)), 8)
+    wide = x.astype(np.float64)
+    with np.errstate(over="ignore"):
+        exact = wide / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
+    # e^v of a v rounded to float32 is off by |v| units
+    assert (np.abs(out[0] - exact) <= 2e-7 * (3 + np.abs(wide) ** 3) * np.abs(exact) + 1e-36).all()
+    np.testing.assert_allclose(exact[:4], reference.gelu(wide[:4]), rtol=0, atol=1e-12)
+
+
+def test_gelu_keeps_what_is_not_finite():
+    x, out = zeros(1, 32), zeros(1, 1, 32)
+    x[0, :3] = np.nan, np.inf, -np.inf
+    run(gelu(out, x), 1)
+    assert not np.isfinite(out[0, 0, :3]).any() and (out[0, 0, 3:] == 0).all()
+
+
+@pytest.mark.parametrize("mean", [0.0, 300.0])
+@pytest.mark.parametrize("dim", [31, 32, 33, 100])
+def test_a_layer_norm_leaves_out_the_mean_and_what_pads_the_row(dim, mean):
+    rng = np.random.default_rng(0)
+    width = round_up(dim, 32)
+    x, out, weight, bias = zeros(1, 3, width), zeros(1, 3, width), zeros(width), zeros(width)
+    for array in (x[0].T, weight, bias):
+        array[:dim] = rng.standard_normal(array[:dim].shape)
+    x[0, :, :dim] += mean
+    out[:] = np.nan  # what an earlier pass left
+    run(layer_norm(out, x, weight, bias, dim, 1e-5, False), 3)
+    expected = reference.layer_norm(x[0, :, :dim].astype(np.float64), weight[:dim].astype(np.float64), bias[:dim])
+    np.testing.assert_allclose(out[0, :, :dim], expected, rtol=0, atol=2e-6 * (1 + mean))
+    assert (out[0, :, dim:] == 0).all()
+
+
+@pytest.mark.parametrize(("head_dim", "n_heads", "unit"), [(8, 9, 1), (32, 3, 1), (128, 3, 4), (80, 4, 5), (12, 7, 6)])
+def test_every_head_is_normed_once_by_whichever_thread(head_dim, n_heads, unit):
+    base, weight = 32 * unit, zeros(round_up(head_dim, 32))
+    x = np.random.default_rng(0).standard_normal((5, base + round_up(n_heads * head_dim, 32 * unit))).astype(np.float32)
+    weight[:head_dim] = np.random.default_rng(1).standard_normal(head_dim)
+    expected = x.astype(np.float64)
+    heads = expected[:, base : base + n_heads * head_dim].reshape(5, n_heads, head_dim)
+    heads[:] = reference.rms_norm(heads, weight[:head_dim].astype(np.float64), 1e-6)
+    for n_threads in THREADS:
+        out = x.copy()
+        run(head_norm(out, unit, base, n_heads, head_dim, weight, 1e-6), 5, n_threads)
+        np.testing.assert_allclose(out, expected, rtol=2e-6, atol=1e-6)
 
 
 def test_a_product_is_one_chain_of_fused_multiply_adds_in_ascending_k():
