@@ -45,7 +45,7 @@ class SafetensorsFile:
         """Raises CheckpointError for numbers that are not F32, F16 or BF16."""
         entry = self.entries[name]
         if entry.dtype not in DTYPES:
-            raise CheckpointError(f"{self.path}: {shown(name)} is {entry.dtype}; expected {', '.join(DTYPES)}")
+            raise CheckpointError(f"{self.path}: {shown(name)} is {shown(entry.dtype)}; expected {', '.join(DTYPES)}")
         return FileTensor(self._file, name, entry.shape, entry.first, dtype=DTYPES[entry.dtype])
 
     def _read_header(self) -> dict[str, Entry]:

@@ -8,12 +8,31 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
+
+from specdec.architectures import Config
+from specdec.architectures.config import RopeScaling
+from specdec.readers import Checkpoint, CheckpointError, load_checkpoint
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/expected.npz"))
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U8": np.uint8}
 GONE = object()  # as a key's value: no such key
+CONFIGS = {
+    "llama": Config(20, 37, 2, 2, 2, 65, 128, False, norm_eps=1e-6),
+    "llama_tied": Config(32, 48, 2, 4, 2, 72, 128, True, norm_eps=1e-6),
+    "llama_biases": Config(24, 40, 2, 3, 1, 64, 128, False, norm_eps=1e-6, qkv_bias=True, wo_bias=True, mlp_bias=True),
+    "llama3": Config(
+        32, 48, 2, 4, 2, 70, 128, True, norm_eps=1e-6, rope_theta=5e5, head_dim=16, rope_scaling=RopeScaling(8, 1, 4, 64)
+    ),
+    "mistral": Config(32, 40, 3, 4, 2, 64, 128, False, norm_eps=1e-6, window=12),
+    "qwen2": Config(32, 48, 2, 4, 2, 80, 128, True, norm_eps=1e-6, qkv_bias=True),
+    "qwen2_window": Config(24, 30, 2, 2, 1, 64, 128, False, norm_eps=1e-6, qkv_bias=True, window=17),
+    "qwen3": Config(32, 48, 2, 4, 2, 66, 128, False, norm_eps=1e-6, head_dim=12, qk_norm=True),
+    "gpt2": Config(18, 72, 2, 3, 3, 71, 64, True, "gpt2"),
+    "gpt2_base": Config(32, 50, 2, 4, 4, 64, 96, True, "gpt2"),
+}
 
 
 class Expected(NamedTuple):
@@ -90,3 +109,23 @@ def retensor(folder: Path, change: Callable[[dict[str, tuple[str, Any]]], Any]) 
         path.unlink(missing_ok=True)
     (folder / WEIGHTS).write_bytes(safetensors_bytes(tensors))
     return folder
+
+
+def read_all(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Every tensor, those of layers one on the other."""
+    tensors = checkpoint.tensors
+    return {name: np.stack([t[:] for t in ts]) if isinstance(ts, list) else ts[:] for name, ts in tensors.items()}
+
+
+def message_of(folder: Path, *words: str) -> str:
+    """The refusal's text, which is a line, names the folder or a file in it, and says those words."""
+    with pytest.raises(CheckpointError) as caught:
+        read_all(load_checkpoint(folder))
+    message = str(caught.value)
+    assert str(folder) in message
+    assert "\n" not in message
+    assert len(message) < 300 + len(str(folder))
+    for word in words:
+        assert word in message.replace(str(folder), ""), message
+    message.encode()
+    return message

@@ -71,7 +71,7 @@ def test_every_tensor_is_what_the_safetensors_library_reads(name: str) -> None:
 def test_other_numbers_are_refused_by_name_where_they_are_needed(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(joined(HEADER, DATA))
-    with pytest.raises(CheckpointError, match=r'"d" is U8; expected F32, F16, BF16'):
+    with pytest.raises(CheckpointError, match=r'"d" is "U8"; expected F32, F16, BF16'):
         SafetensorsFile(path).tensor("d")
 
 
@@ -157,10 +157,10 @@ def test_nothing_is_allocated_for_what_a_damaged_header_announces(tmp_path: Path
 
 def test_a_dtype_of_tomorrow_hurts_only_who_needs_it(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    path.write_bytes(with_entry("d", dtype="F3_E1M1"))
+    path.write_bytes(with_entry("d", dtype="F3\nE1M1"))
     file = SafetensorsFile(path)
     np.testing.assert_array_equal(file.tensor("a")[:], ARRAYS["a"][1])
-    with pytest.raises(CheckpointError, match="F3_E1M1"):
+    with pytest.raises(CheckpointError, match=r"F3\\nE1M1"):
         file.tensor("d")
 
 

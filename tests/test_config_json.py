@@ -1,0 +1,196 @@
+"""readers/config_json.py: what a config.json says is done or refused by name, and where it is silent its family speaks."""
+
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.architectures import Config
+from specdec.readers import load_checkpoint
+from tests.folders import CONFIGS, GONE, INDEX, configure, copy, message_of
+
+
+def config_of(folder: Path, name: str = "llama", /, **changes: Any) -> Config:
+    return load_checkpoint(copy(folder, name, **changes)).config
+
+
+def test_rope_of_an_older_transformers_is_the_same(tmp_path: Path) -> None:
+    scaling = {"type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 64}
+    old = {"rope_parameters": GONE, "rope_theta": 500000, "rope_scaling": scaling}
+    assert config_of(tmp_path / "old", "llama3", **old) == CONFIGS["llama3"]
+    new = scaling | {"rope_type": "llama3"}
+    assert config_of(tmp_path / "both", "llama3", **old | {"rope_scaling": new}) == CONFIGS["llama3"]
+    none = {"rope_parameters": GONE, "rope_theta": GONE, "rope_scaling": None}
+    plain = replace(CONFIGS["llama3"], rope_theta=10000.0, rope_scaling=None)
+    assert config_of(tmp_path / "none", "llama3", **none) == plain
+
+
+def test_where_a_file_is_silent_its_familys_default_holds(tmp_path: Path) -> None:
+    """transformers 5.23: Qwen2 has no window unless asked, GPT-2 ties, Llama does not, and eps differ."""
+    silent = dict.fromkeys(("rms_norm_eps", "tie_word_embeddings", "num_key_value_heads", "head_dim", "hidden_act"), GONE)
+    assert config_of(tmp_path / "llama", "llama", **silent) == CONFIGS["llama"]
+    windows = dict.fromkeys(("use_sliding_window", "sliding_window", "layer_types", "max_window_layers"), GONE)
+    assert config_of(tmp_path / "qwen2", "qwen2_window", **windows).window == 0
+    assert config_of(tmp_path / "mistral", "mistral", sliding_window=GONE).window == 4096
+    assert config_of(tmp_path / "null", "mistral", sliding_window=None).window == 0
+    assert config_of(tmp_path / "gpt2", "gpt2", tie_word_embeddings=GONE, layer_norm_epsilon=GONE) == CONFIGS["gpt2"]
+
+
+def test_a_window_of_qwen_counts_where_all_layers_have_it(tmp_path: Path) -> None:
+    full, sliding = ["full_attention"] * 2, ["sliding_attention"] * 2
+    cases: list[tuple[dict[str, Any], int | None]] = [
+        ({}, 17),
+        ({"use_sliding_window": False, "layer_types": full}, 0),
+        ({"layer_types": full, "max_window_layers": 2}, 0),
+        ({"layer_types": GONE, "max_window_layers": 2}, 0),
+        ({"layer_types": GONE, "max_window_layers": 28}, 0),
+        ({"layer_types": GONE, "max_window_layers": 0}, 17),
+        ({"layer_types": GONE, "max_window_layers": 1}, None),
+        ({"layer_types": [full[0], sliding[0]]}, None),
+        ({"layer_types": sliding, "use_sliding_window": False}, None),
+        ({"layer_types": sliding[:1]}, None),
+        ({"layer_types": 5}, None),
+    ]
+    for i, (changes, window) in enumerate(cases):
+        folder = copy(tmp_path / str(i), "qwen2_window", **changes)
+        if window is None:
+            message_of(folder, "layer")
+        else:
+            assert load_checkpoint(folder).config.window == window, changes
+
+
+def test_end_marks_are_those_of_both_files(tmp_path: Path) -> None:
+    cases: list[tuple[Any, Any, list[int]]] = [
+        (2, GONE, [2]), ([3, 4], 2, [3, 4, 2]), (GONE, [7], [7]), (GONE, GONE, [2]), (None, GONE, []), (None, 5, [5]),
+        ([], [], []), (64, GONE, [64]), (65, 128001, []),  # beyond the vocabulary: they never come
+    ]  # fmt: skip
+    for i, (config, generation, expected) in enumerate(cases):
+        folder = configure(
+            copy(tmp_path / str(i), "llama", eos_token_id=config), "generation_config.json", eos_token_id=generation
+        )
+        assert list(load_checkpoint(folder).end_marks) == expected
+    (folder / "generation_config.json").unlink()
+    assert load_checkpoint(configure(folder, eos_token_id=9, bos_token_id=None)).end_marks == {9: "eos"}
+    assert load_checkpoint(folder).bos is None
+
+
+ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"model_type": "gemma2"}, '"gemma2" is not there; there are llama, mistral, qwen2, qwen3, gpt2'),
+    ("llama", {"model_type": GONE}, "model_type"),
+    ("llama", {"model_type": ["llama"]}, "model_type"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act"),
+    ("llama", {"hidden_act": None}, "hidden_act"),
+    ("gpt2", {"activation_function": "gelu"}, "activation_function"),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+    ("gpt2", {"n_inner": 0}, "n_inner"),
+    ("gpt2", {"layer_norm_epsilon": "1e-5"}, "layer_norm_epsilon"),
+    ("gpt2", {"n_head": 4}, "n_heads 4"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ("llama", {"rope_scaling": {"rope_type": ["llama3"]}}, "rope_type"),
+    ("llama", {"rope_scaling": "llama3"}, "rope_scaling"),
+    ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
+    ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ("llama", {"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta"),
+    ("llama", {"rope_parameters": {"rope_theta": 0}}, "rope_theta"),
+    ("llama", {"rope_parameters": {"rope_theta": None}}, "rope_theta"),
+    ("llama3", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_factor": 1}}, "factor"),
+    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}}, "high_freq"),
+    ("llama", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+    ("llama", {"attention_bias": "yes"}, "attention_bias"),
+    ("llama", {"mlp_bias": 1}, "mlp_bias"),
+    ("mistral", {"attention_bias": True}, "attention_bias"),
+    ("qwen3", {"mlp_bias": True}, "mlp_bias"),
+    ("llama", {"sliding_window": 16}, "sliding_window"),
+    ("mistral", {"sliding_window": 0}, "sliding_window"),
+    ("mistral", {"sliding_window": "12"}, "sliding_window"),
+    ("mistral", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
+    ("llama", {"tie_word_embeddings": 0}, "tie_word_embeddings"),
+    ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, '"gptq"'),
+    ("llama", {"quantization_config": []}, "quantization_config"),
+    ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    ("llama", {"num_experts": 8}, "num_experts"),
+    ("llama", {"num_local_experts": 8}, "num_local_experts"),
+    ("llama", {"attention_multiplier": 0.5}, "attention_multiplier"),
+    ("llama", {"is_causal": False}, "is_causal"),
+    ("llama", {"rope_interleaved": True}, "rope_interleaved"),
+    ("llama", {"head_dim": 5}, "head_dim"),
+    ("llama", {"head_dim": -10}, "head_dim"),
+    ("llama", {"rms_norm_eps": float("inf")}, "rms_norm_eps"),
+    ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+    ("llama", {"rms_norm_eps": -1e-6}, "rms_norm_eps"),
+    ("llama", {"rms_norm_eps": True}, "rms_norm_eps"),
+    *(("llama", {"hidden_size": bad}, "hidden_size") for bad in (0, -20, 20.0, "20", None, True, [20], 10**30, 2**31)),
+    ("llama", {"num_hidden_layers": 3}, "layers.2."),
+    ("llama", {"num_hidden_layers": 1}, "layers.1"),
+    ("llama", {"num_hidden_layers": 2**31 - 1}, "layers.2"),
+    ("llama", {"vocab_size": 64}, "embed_tokens.weight"),
+    ("llama", {"vocab_size": 2**31 - 1}, "embed_tokens.weight"),
+    ("llama", {"intermediate_size": 36}, "mlp.gate_proj.weight"),
+    ("llama", {"num_attention_heads": 4, "num_key_value_heads": 3}, "n_heads 4"),
+    ("llama", {"num_key_value_heads": 1}, "self_attn.k_proj.weight"),
+    ("llama_biases", {"attention_bias": False}, "bias"),
+    ("llama", {"attention_bias": True}, "self_attn.q_proj.bias"),
+    ("llama_tied", {"tie_word_embeddings": False}, "lm_head.weight"),
+    *(("llama", {"eos_token_id": bad}, "eos_token_id") for bad in (-1, "2", True, 2.0, {}, [2, -1], [2, None], [[2]])),
+    *(("llama", {"bos_token_id": bad}, "bos_token_id") for bad in (-1, "1", False, 1.5)),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "word"), ONE_WORD, ids=lambda value: None if isinstance(value, str) else str(value)[:60]
+)
+def test_a_config_that_cannot_be_followed_is_refused_by_name(
+    tmp_path: Path, name: str, changes: dict[str, Any], word: str
+) -> None:
+    message_of(copy(tmp_path / "model", name, **changes), word)
+
+
+def test_what_changes_nothing_is_no_hindrance(tmp_path: Path) -> None:
+    harmless = {
+        "_name_or_path": "x", "architectures": None, "pretraining_tp": 4, "torch_dtype": "float64", "initializer_range": 7,
+        "use_cache": False, "partial_rotary_factor": 1.0, "quantization_config": None, "pruned_heads": {}, "num_experts": 0,
+        "attn_logit_softcapping": None, "rope_interleaved": False, "sliding_window": 4096, "pad_token_id": -1,
+        "max_window_layers": 1, "tomorrow": {"key": [1]}, "reorder_and_upcast_attn": True, "is_causal": True,
+    }  # fmt: skip
+    assert config_of(tmp_path / "model", "llama", **harmless) == CONFIGS["llama"]
+
+
+BAD_JSON: dict[str, tuple[bytes, str]] = {
+    "a list": (b"[1]", "a JSON list; expected an object"),
+    "null": (b"null", "null"),
+    "empty": (b"", "no JSON"),
+    "half": (b'{"model_type": "lla', "no JSON"),
+    "two": (b"{}{}", "no JSON"),
+    "no UTF-8": (b'{"a": "\xff"}', "UTF-8"),
+    "nested": (b'{"a":' * 100_000, "nested"),
+    "lists without end": (b"[" * 200_000, "nested"),
+    "a number of 5000 digits": (b'{"hidden_size": ' + b"9" * 5000 + b"}", "no JSON"),
+    "a key twice": (b'{"model_type": "llama", "model_type": "gpt2"}', "twice"),
+}
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", INDEX])
+@pytest.mark.parametrize("damage", BAD_JSON)
+def test_a_file_that_is_no_json_object_is_refused_by_name(tmp_path: Path, file: str, damage: str) -> None:
+    folder = copy(tmp_path / "model", "mistral")
+    (folder / file).write_bytes(BAD_JSON[damage][0])
+    message_of(folder, file, BAD_JSON[damage][1])
+
+
+def test_a_config_of_many_megabytes_is_not_read(tmp_path: Path) -> None:
+    folder = copy(tmp_path / "model")
+    with (folder / "config.json").open("r+b") as file:
+        file.truncate(2**40)
+    tracemalloc.start()
+    try:
+        message_of(folder, "config.json", str(2**40))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
