@@ -72,7 +72,9 @@ def fetch(name: str) -> Path:
         return folder
     try:
         with _telling(name, name, lacks if folder else []):
-            return _Fetch(name).folder()
+            fetch = _Fetch(name)
+            with _quiet():
+                return fetch.folder()
     except CheckpointError:
         if folder and not lacks:  # another program has brought it
             return folder
@@ -88,7 +90,9 @@ def fetch_file(name: str) -> Path:
         if path.is_file():
             return path
     with _telling(name, TINYLLAMAS, []):
-        return _Fetch(TINYLLAMAS).file(file)
+        fetch = _Fetch(TINYLLAMAS)
+        with _quiet():
+            return fetch.file(file)
 
 
 class _Fetch:
@@ -254,9 +258,6 @@ def _telling(name: str, repository: str, lacks: list[str]) -> Iterator[None]:
     endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
     page = f"{endpoint}/{repository}"
     gap = f"in {_cache()} it lacks {lacks[0]}" if lacks else f"it is not in {_cache()}"
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # it tells of each try again
     try:
         yield
     except CheckpointError:
@@ -267,6 +268,16 @@ def _telling(name: str, repository: str, lacks: list[str]) -> Iterator[None]:
         raise CheckpointError(f"{name} is no path here, {gap}, and HF_HUB_OFFLINE keeps it from being fetched") from None
     except Exception as error:
         raise CheckpointError(_reason(error, name, page, gap)) from None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within, the library, which is loaded by then, does not tell of each try again."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
     finally:
         logger.setLevel(level)
 

@@ -138,7 +138,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         first, rest = data[start : start + hub.cut_at], data[start + hub.cut_at :]
         self.wfile.write(first)
-        hub.gate.wait(30)
+        if rest:
+            hub.gate.wait(30)
         if hub.cuts and rest:
             hub.cuts -= 1
             self.close_connection = True

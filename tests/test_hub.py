@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,7 +28,7 @@ MODEL = {
     "config.json": b'{"model_type": "llama"}',
     "generation_config.json": b"{}",
     "tokenizer.json": b'{"model": {}}',
-    "tokenizer_config.json": b"{}",
+    "tokenizer_config.json": b'{"eos_token": "</s>"}',
     "model.safetensors": WEIGHTS,
 }
 OTHERS = {
@@ -41,7 +42,7 @@ OTHERS = {
 }
 SHARDED = {
     "config.json": b"{}",
-    "tokenizer.json": b"{}",
+    "tokenizer.json": b'{"model": {}}',
     "model.safetensors.index.json": json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}).encode(),
     "model-1.safetensors": b"first",
     "model-2.safetensors": b"second",
@@ -248,16 +249,23 @@ def test_a_process_that_was_killed_leaves_what_the_next_one_goes_on_with(server:
 
 @needs_library
 @pytest.mark.usefixtures("no_patience")
-def test_a_file_shorter_than_announced_is_refused_and_a_longer_rest_of_another_time_thrown_away(
-    server: Hub, tmp_path: Path
-) -> None:
+def test_a_small_file_shorter_than_announced_is_refused(server: Hub) -> None:
     server.shorter = 1000
     server.repositories["org/model"] = {"config.json": b" " * 2000, "model.safetensors": WEIGHTS}
-    assert refused(lambda: hub.fetch("org/model")).startswith("cannot fetch org/model")  # the config, by the library
+    assert refused(lambda: hub.fetch("org/model")).startswith("cannot fetch org/model")
     server.shorter = 0
-    hub.fetch("org/sharded")
-    server.repositories["org/model"]["model.safetensors"] = WEIGHTS[:MB]
-    assert contents(hub.fetch("org/model"))["model.safetensors"] == WEIGHTS[:MB]
+    assert contents(hub.fetch("org/model"))["config.json"] == b" " * 2000
+
+
+@needs_library
+@pytest.mark.parametrize("n_bytes", [len(WEIGHTS), len(WEIGHTS) + 1000, len(WEIGHTS) - 1000])
+def test_a_part_of_something_else_does_no_harm(server: Hub, tmp_path: Path, n_bytes: int) -> None:
+    part = tmp_path / "home/hub/models--org--model/blobs" / f"{hashlib.sha256(WEIGHTS).hexdigest()}.incomplete"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(bytes(n_bytes))
+    if n_bytes <= len(WEIGHTS):
+        assert "has been removed; try again" in refused(lambda: hub.fetch("org/model"))
+    assert contents(hub.fetch("org/model")) == MODEL
 
 
 @needs_library
@@ -266,9 +274,8 @@ def test_weights_shorter_than_announced_are_refused_and_what_came_is_kept(server
     server.repositories["karpathy/tinyllamas"] = {"stories15M.bin": WEIGHTS}
     server.shorter = 1000
     line = refused(lambda: hub.fetch_file("stories15M.bin"))
-    assert line == (
-        f"stories15M.bin of karpathy/tinyllamas ended after {len(WEIGHTS) - 1000} of {len(WEIGHTS)} bytes; what has come is kept, try again"
-    )
+    came = f"stories15M.bin of karpathy/tinyllamas ended after {len(WEIGHTS) - 1000} of {len(WEIGHTS)} bytes"
+    assert line == f"{came}; what has come is kept, try again"
     assert len(left_over(tmp_path)) == 1
 
 
@@ -287,9 +294,10 @@ def test_a_full_disk_is_told_before_and_while_it_is_written_to(
     server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as small:
-        small.setattr("shutil.disk_usage", lambda _: (10 * MB, 6 * MB, 4 * MB))
-        assert refused(lambda: hub.fetch("org/model")) == (
-            f"no room for org/model in {tmp_path / 'home' / 'hub'}: 0.01 GB are to come, and 0.00 GB are free; HF_HOME names another place"
+        small.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=4 * MB))
+        line = refused(lambda: hub.fetch("org/model"))
+        assert line.startswith(
+            f"no room for org/model in {tmp_path / 'home' / 'hub'}: 0.01 GB are to come, and 0.00 GB are free; "
         )
         assert "model.safetensors" not in server.fetched()
     limit = 2 * MB
