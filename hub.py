@@ -124,7 +124,7 @@ class _Fetch:
             missing = [file for file in weights if file not in sizes]
             if missing:
                 raise CheckpointError(f"{self.name} on the hub names {missing[0]!r} in its {SHARDS}, and has no such file")
-        _check_room(self.name, sum(sizes[file] or 0 for file in weights if not (folder / file).exists()))
+        _check_room(self.name, sum(self._to_come(file, sizes[file] or 0) for file in weights))
         for file in weights:
             if not (folder / file).exists():
                 self._large(file, folder.name)
@@ -163,6 +163,11 @@ class _Fetch:
         self._sums = {entry.path: entry.lfs.sha256 for entry in entries if entry.lfs}
         return {entry.path: entry.size for entry in entries}
 
+    def _to_come(self, file: str, size: int) -> int:
+        """Bytes of a file that are not here yet. On the hub, the ETag of a large file is its sha256."""
+        blob = _storage(self.name) / "blobs" / self._sums.get(file, "none")
+        return max(0, size - _size(blob) - _size(_partial(blob)))
+
     def _small(self, file: str) -> Path:
         with _no_bars(self._hub):
             return Path(self._hub.hf_hub_download(self.name, file, revision=self._revision, **self._where))
@@ -190,7 +195,7 @@ class _Fetch:
     def _download(self, url: str, path: Path, file: str, size: int | None, headers: dict[str, str]) -> None:
         """All bytes of an address, from where the last try ended. Raises CheckpointError for others than announced."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".incomplete")
+        partial = _partial(path)
         if size is not None:
             _check_room(self.name, size - _size(partial))
         is_first, left = True, TRIES
@@ -391,6 +396,10 @@ def _check_room(name: str, n_bytes: int) -> None:
             f"no room for {name} in {_cache()}: {n_bytes / 1e9:.2f} GB are to come, and {free / 1e9:.2f} GB are free; "
             "HF_HOME names another place"
         )
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".incomplete")
 
 
 def _size(path: Path) -> int:

@@ -290,9 +290,7 @@ def test_bytes_of_another_sum_are_refused_and_removed(server: Hub, tmp_path: Pat
 
 
 @needs_library
-def test_a_full_disk_is_told_before_and_while_it_is_written_to(
-    server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_told_before_it_is_written_to(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as small:
         small.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=4 * MB))
         line = refused(lambda: hub.fetch("org/model"))
@@ -300,6 +298,14 @@ def test_a_full_disk_is_told_before_and_while_it_is_written_to(
             f"no room for org/model in {tmp_path / 'home' / 'hub'}: 0.01 GB are to come, and 0.00 GB are free; "
         )
         assert "model.safetensors" not in server.fetched()
+        part = tmp_path / "home/hub/models--org--model/blobs" / f"{hashlib.sha256(WEIGHTS).hexdigest()}.incomplete"
+        part.write_bytes(WEIGHTS[: 2 * MB])
+        assert contents(hub.fetch("org/sharded")) and contents(hub.fetch("org/model")) == MODEL
+        assert server.ranges == [f"bytes={2 * MB}-"]
+
+
+@needs_library
+def test_a_disk_that_becomes_full_keeps_what_has_come(server: Hub, tmp_path: Path) -> None:
     limit = 2 * MB
     done = subprocess.run(
         [sys.executable, "-c", FETCH, "org/model"],
