@@ -1,10 +1,14 @@
-"""A name becomes a file: a path, a name in models/, or the pair that comes along. Knows nothing of what is in a file."""
+"""A name becomes a file or folder: a path, a name in models/, the pair that comes along, or what is on the hub.
+
+Knows nothing of what is in a file.
+"""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from . import hub
 from .readers import CheckpointError
 from .tokenizer import TokenizerError
 
@@ -12,30 +16,46 @@ MODELS = Path(__file__).resolve().parent / "models"
 DEFAULT_TARGET, DEFAULT_DRAFT = MODELS / "stories6M.bin", MODELS / "stories650K.bin"
 DEFAULT_TOKENIZER = MODELS / "tok1024.bin"
 HUB, LLAMA2C = "https://huggingface.co/karpathy/tinyllamas", "https://github.com/karpathy/llama2.c"
+PUBLISHED_TOKENIZERS = {512: "tok512.bin", 32000: "tokenizer.bin"}  # by size
 RESTORE = "restore it with 'git checkout models' or by installing again"
 
 
 def find(name: str | os.PathLike[str], source: str = f"the stories models are at {HUB}") -> Path:
-    """The file of that path, else of that name in models/. Raises CheckpointError, which tells the source."""
+    """The file or folder of that path, else of that name in models/, else on the hub: a repository, or one of `hub.FILES`.
+
+    Raises CheckpointError, which tells the source.
+    """
     if not os.fspath(name):
         raise CheckpointError("a name of no letters is no file; expected a path, or a name in models/")
     path = Path(name)
     found = _first([path, *(folder / path for folder in _folders())])
+    if not found and os.fspath(name) in hub.FILES:
+        return hub.fetch_file(os.fspath(name))
+    if not found and hub.is_repository(os.fspath(name)):
+        return hub.fetch(os.fspath(name))
     if not found and not path.is_absolute():
         raise CheckpointError(f"{path} is neither here nor in {' or '.join(map(str, _folders()))}; {source}")
     return found or path
 
 
 def find_tokenizer(given: str | os.PathLike[str] | None, target: Path | None, vocab_size: int) -> Path:
-    """The file that was given, else tok<vocab>.bin or tokenizer.bin beside the target, else in models/."""
+    """What was given, else a target that is a folder, else tok<vocab>.bin or tokenizer.bin beside it, in models/, on the hub."""
     if given is not None:
         return find(given, f"llama2.c's tokenizer.bin is at {LLAMA2C}")
+    if target and target.is_dir():
+        return target
     folders = [*([target.parent] if target else []), *_folders()]
     names = [f"tok{vocab_size}.bin", "tokenizer.bin"]
     found = _first([folder / name for folder in folders for name in names])
     if not found:
         where = ", ".join(str(folder) for folder in folders)
-        raise TokenizerError(f"no {' or '.join(names)} in any of {where}; name the tokenizer with -z")
+        lacking = f"no {' or '.join(names)} in any of {where}"
+        if vocab_size not in PUBLISHED_TOKENIZERS:
+            raise TokenizerError(f"{lacking}; name the tokenizer with -z")
+        try:
+            return hub.fetch_file(PUBLISHED_TOKENIZERS[vocab_size])
+        except CheckpointError as error:
+            raise TokenizerError(f"{lacking}, so name the tokenizer with -z; {error}") from None
     return found
 
 

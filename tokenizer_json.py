@@ -98,7 +98,7 @@ class JsonTokenizer:
 
     def _highest_id(self) -> int:
         """Of the tokens, which are numbered without a gap but for added ones."""
-        n = self._tokenizer.get_vocab_size()
+        n: int = self._tokenizer.get_vocab_size()
         highest = max(self._added, default=0)
         if highest < n and self._tokenizer.id_to_token(n - 1) is not None and self._tokenizer.id_to_token(n) is None:
             return n - 1

@@ -1,6 +1,6 @@
 """Whether two tokenizers mean the same by their ids, and which ids a model may say. Knows nothing of models."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def common_vocabulary(target: AnyTokenizer, target_rows: int, draft: AnyTokenize
 
 def _that_differ(one: AnyTokenizer, other: AnyTokenizer, n: int) -> Iterator[int]:
     """The ids below n that mean something to both, and not the same."""
-    ids = range(n)
+    ids: Iterable[int] = range(n)
     if isinstance(one, JsonTokenizer) and isinstance(other, JsonTokenizer) and one.is_spelled_like(other):
         names = zip(map(one.name, ids), map(other.name, ids), strict=True)
         ids = [token for token, (a, b) in zip(ids, names, strict=True) if a != b and a is not None and b is not None]

@@ -38,13 +38,16 @@ MAY_IMPORT = {
     },
     "decoding": {"drafters", "sampling", "kernels", "machine"},
     "drafters": {"sampling", "transformer", "machine"},
-    "files": {"readers", "tokenizer"},
+    "files": {"hub", "readers", "tokenizer"},
+    "hub": {"readers"},
     "readers": {"architectures", "weights", "machine"},
     "transformer": {"architectures", "kernels", "machine", "checks"},
     "architectures": {"weights", "kernels", "machine"},
     "sampling": {"kernels", "machine", "checks"},
     "weights": {"machine"},
     "kernels": {"machine"},
+    "vocabulary": {"tokenizer", "tokenizer_json"},
+    "tokenizer_json": {"checks", "tokenizer"},
     "tokenizer": {"checks"},
     "interrupts": set(),
     "machine": set(),
@@ -63,6 +66,8 @@ OUTSIDE = {
     "weights": {"numba", "numpy", "llvmlite"},  # llvmlite is numba's own
     "machine": {"numba", "numpy", "llvmlite"},
     "checks": {"numpy"},
+    "hub": {"huggingface_hub"},
+    "tokenizer_json": {"tokenizers"},
 }
 
 

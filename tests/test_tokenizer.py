@@ -121,6 +121,12 @@ def test_one_leading_space_goes_right_after_bos_and_nowhere_else(tokenizer: Toke
     assert tokenizer.decode([BOS, the, BOS, the, the]) == "thethe the"
 
 
+def test_a_token_says_the_same_wherever_it_stands_and_a_mark_says_nothing(tokenizer: Tokenizer) -> None:
+    assert tokenizer.says(tokenizer.pieces.index(b" the")) == b" the"
+    assert tokenizer.says(FIRST_BYTE + 10) == b"\n"
+    assert [tokenizer.says(token) for token in (-1, 0, BOS, EOS, tokenizer.vocab_size)] == [None] * 5
+
+
 def test_marks_are_not_text(tokenizer: Tokenizer) -> None:
     letter = tokenizer.pieces.index(b"e")
     assert tokenizer.decode([BOS, letter, EOS]) == "e"

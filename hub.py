@@ -1,0 +1,450 @@
+"""Names on the Hugging Face hub become folders and files here. Knows nothing of what is in them, but for a list of shards.
+
+They lie in the cache of the huggingface_hub library, in its documented layout, where other programs find them too; a name that
+is whole there is used without asking the network. Weights are fetched into a file beside their place, `<etag>.incomplete`, which
+an interrupt leaves and the next try goes on with: the library itself begins anew (as of 2.4).
+"""
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import urlsplit
+
+from .readers import CheckpointError
+
+INSTALL = "pip install tokenizers"  # which brings huggingface_hub
+SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+WEIGHTS, SHARDS = "model.safetensors", "model.safetensors.index.json"
+TRIES = 2  # without a byte that came, of several by the library each
+NO_ROOM = (errno.ENOSPC, errno.EFBIG, *([errno.EDQUOT] if hasattr(errno, "EDQUOT") else []))
+RANGE_NOT_SATISFIABLE = 416
+_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
+_FILE_ENDINGS = (".bin", ".json", ".gguf", ".safetensors", ".pt", ".model")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A file of karpathy/tinyllamas, or one of llama2.c that belongs to them: where it lies and what its sha256 is."""
+
+    path: str
+    sha256: str
+    elsewhere: str = ""  # its address, where the repository has none
+
+
+TINYLLAMAS = "karpathy/tinyllamas"
+LLAMA2C_TOKENIZER = "https://raw.githubusercontent.com/karpathy/llama2.c/master/tokenizer.bin"
+FILES = {
+    "stories260K.bin": Published(
+        "stories260K/stories260K.bin", "b0a507e7ad0f626624f17112325e66691f9076d622e1d3274d103d00299f2696"
+    ),
+    "stories15M.bin": Published("stories15M.bin", "cd590644d963867a2b6e5a1107f51fad663c41d79c149fbecbbb1f95fa81f49a"),
+    "stories42M.bin": Published("stories42M.bin", "9f65a1000e17d0bc167dd6332e0ce5119a0222a3d920cead5bce413bfab2ee7b"),
+    "stories110M.bin": Published("stories110M.bin", "515267168726a1ed1317a64a408492e6af3b67c1f71c5bd98c01d9d721803a24"),
+    "tok512.bin": Published("stories260K/tok512.bin", "037cb335abb25d1fa9e8ecae30ed2a3a8ace9302862ebcdc05d51a6bbb10c312"),
+    "tokenizer.bin": Published(
+        "tokenizer.bin", "50a52ef822ee9e83de5ce9d0be0a025a773d019437f58b5ff9dcafb063ece361", LLAMA2C_TOKENIZER
+    ),
+}
+
+
+def is_repository(name: str) -> bool:
+    """Whether a name has the form org/name, and is none of a file."""
+    return bool(_NAME.fullmatch(name)) and not name.endswith(_FILE_ENDINGS)
+
+
+def fetch(name: str) -> Path:
+    """The folder of a repository: its safetensors weights, config and tokenizer. Raises CheckpointError.
+
+    What is whole in the cache is taken from there; what is not is fetched, with a progress bar where stderr is a terminal.
+    """
+    folder = _cached_folder(name)
+    lacks = _lacks(folder) if folder else [SMALL_FILES[0]]
+    if folder and not lacks and all(_is_settled(folder, file) for file in SMALL_FILES):
+        return folder
+    try:
+        with _telling(name, name, lacks if folder else []):
+            fetch = _Fetch(name)
+            with _quiet():
+                return fetch.folder()
+    except CheckpointError:
+        if folder and not lacks:  # another program has brought it
+            return folder
+        raise
+
+
+def fetch_file(name: str) -> Path:
+    """One of FILES, checked by its sum. Raises CheckpointError."""
+    file = FILES[name]
+    storage = _storage(TINYLLAMAS)
+    cached = [storage / "llama2.c" / name, *storage.glob(f"snapshots/*/{file.path}")]
+    for path in cached:
+        if path.is_file():
+            return path
+    with _telling(name, TINYLLAMAS, []):
+        fetch = _Fetch(TINYLLAMAS)
+        with _quiet():
+            return fetch.file(file)
+
+
+class _Fetch:
+    """What a repository's files are brought with."""
+
+    def __init__(self, name: str) -> None:
+        if _is_offline():
+            raise _Offline
+        import huggingface_hub
+
+        self.name, self._hub = name, huggingface_hub
+        self._endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
+        self._sums: dict[str, str] = {}
+        self._where = {"cache_dir": str(_cache()), "endpoint": self._endpoint}
+
+    def folder(self) -> Path:
+        sizes = self._list()
+        wanted = [file for file in SMALL_FILES if file in sizes]
+        for needed in (SMALL_FILES[0], WEIGHTS if SHARDS not in sizes else SHARDS):
+            if needed not in sizes:
+                raise CheckpointError(f"{self.name} on the hub has no {needed}, so it is no model in safetensors' format")
+        folder = self._small(wanted[0]).parent
+        for file in wanted[1:]:
+            self._small(file)
+        if WEIGHTS in sizes:
+            weights = [WEIGHTS]
+        else:
+            weights = _shards(self._small(SHARDS))
+            missing = [file for file in weights if file not in sizes]
+            if missing:
+                raise CheckpointError(f"{self.name} on the hub names {missing[0]!r} in its {SHARDS}, and has no such file")
+        _check_room(self.name, sum(self._to_come(file, sizes[file] or 0) for file in weights))
+        for file in weights:
+            if not (folder / file).exists():
+                self._large(file, folder.name)
+        for file in SMALL_FILES:
+            if file not in sizes:
+                _touch(_no_exist(folder) / file)
+        _replace_text(folder.parents[1] / "refs" / "main", folder.name)
+        return folder
+
+    def file(self, file: Published) -> Path:
+        self._sums[file.path] = file.sha256
+        try:
+            return self._large(file.path, "main")
+        except Exception as error:
+            if not file.elsewhere or _status(error) != 404:
+                raise
+        path = _storage(self.name) / "llama2.c" / file.path
+        with self._locked(file.sha256):
+            if not path.exists():
+                self._download(file.elsewhere, path, file.path, None, {})
+        return path
+
+    def _list(self) -> dict[str, int | None]:
+        """The files of the newest revision with their sizes, where they are told."""
+        api = self._hub.HfApi(endpoint=self._endpoint)
+        info = api.model_info(self.name, revision="main")
+        self._revision = str(info.sha)
+        try:
+            entries = [
+                entry for entry in api.list_repo_tree(self.name, recursive=True, revision=info.sha) if hasattr(entry, "size")
+            ]
+        except Exception as error:
+            if _status(error) != 404:  # a mirror that knows no trees
+                raise
+            return {sibling.rfilename: None for sibling in info.siblings or []}
+        self._sums = {entry.path: entry.lfs.sha256 for entry in entries if entry.lfs}
+        return {entry.path: entry.size for entry in entries}
+
+    def _to_come(self, file: str, size: int) -> int:
+        """Bytes of a file that are not here yet. On the hub, the ETag of a large file is its sha256."""
+        blob = _storage(self.name) / "blobs" / self._sums.get(file, "none")
+        return max(0, size - _size(blob) - _size(_partial(blob)))
+
+    def _small(self, file: str) -> Path:
+        with _no_bars(self._hub):
+            return Path(self._hub.hf_hub_download(self.name, file, revision=self._revision, **self._where))
+
+    def _large(self, file: str, revision: str) -> Path:
+        """The place of a file that is fetched so that an interrupt loses little."""
+        from huggingface_hub.file_download import get_hf_file_metadata
+        from huggingface_hub.utils import build_hf_headers
+
+        url = self._hub.hf_hub_url(self.name, file, revision=revision, endpoint=self._endpoint)
+        about = get_hf_file_metadata(url)
+        etag = str(about.etag)
+        if not re.fullmatch(r"[\w-]{1,128}", etag, re.ASCII):
+            raise CheckpointError(f"{url} has the ETag {etag[:40]!r}; expected that of a Hugging Face hub")
+        headers = build_hf_headers()
+        if not _is_same_host(url, about.location):  # a signed address, which is not to see the token
+            headers = {key: value for key, value in headers.items() if key.lower() != "authorization"}
+        blob = _storage(self.name) / "blobs" / etag
+        with self._locked(etag):
+            if not blob.exists():
+                self._download(about.location, blob, file, about.size, headers)
+        with _no_bars(self._hub):  # finds the bytes there, and links them to their name
+            return Path(self._hub.hf_hub_download(self.name, file, revision=revision, **self._where))
+
+    def _download(self, url: str, path: Path, file: str, size: int | None, headers: dict[str, str]) -> None:
+        """All bytes of an address, from where the last try ended. Raises CheckpointError for others than announced."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = _partial(path)
+        if size is not None:
+            _check_room(self.name, size - _size(partial))
+        is_first, left = True, TRIES
+        while left and (size is None or _size(partial) != size):
+            before = _size(partial)
+            try:
+                with _fine_chunks(self._hub), partial.open("ab") as out:
+                    self._get(url, out, before, headers, size, file)
+                break
+            except Exception as error:
+                now = _size(partial)
+                if is_first and before and _status(error) == RANGE_NOT_SATISFIABLE:
+                    partial.unlink()  # of another time, and longer than what there is now
+                elif size is not None and now > size:
+                    partial.unlink()
+                    raise CheckpointError(f"{file} of {self.name} is longer than the {size} bytes that were announced") from None
+                elif _is_final(error) or (not now and left == 1):
+                    raise
+                left = TRIES if now > before else left - 1
+            is_first = False
+        if size is not None and _size(partial) != size:
+            raise CheckpointError(
+                f"{file} of {self.name} ended after {_size(partial)} of {size} bytes; what has come is kept, try again"
+            )
+        self._check(partial, file)
+        os.replace(partial, path)
+
+    def _get(self, url: str, out: BinaryIO, done: int, headers: dict[str, str], size: int | None, file: str) -> None:
+        from huggingface_hub.file_download import http_get
+
+        http_get(url, out, resume_size=done, headers=headers, expected_size=size, displayed_filename=Path(file).name)
+
+    def _check(self, partial: Path, file: str) -> None:
+        expected = self._sums.get(file)
+        if expected is None:
+            return
+        digest = hashlib.sha256()
+        with partial.open("rb") as data:
+            while block := data.read(1 << 20):
+                digest.update(block)
+        if digest.hexdigest() != expected:
+            partial.unlink()
+            raise CheckpointError(
+                f"{Path(file).name} came with sha256 {digest.hexdigest()}, not {expected}, and has been removed; try again"
+            )
+
+    @contextmanager
+    def _locked(self, etag: str) -> Iterator[None]:
+        """Of two processes that fetch one file, the second waits for the first. The lock is the library's own."""
+        from huggingface_hub.utils import WeakFileLock
+
+        path = _cache() / ".locks" / _storage(self.name).name / f"{etag}.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(path):
+            yield
+
+
+class _Offline(Exception):
+    """HF_HUB_OFFLINE is set."""
+
+
+@contextmanager
+def _telling(name: str, repository: str, lacks: list[str]) -> Iterator[None]:
+    """Whatever keeps a name from being fetched, as a CheckpointError. lacks: of what is in the cache already."""
+    endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
+    page = f"{endpoint}/{repository}"
+    gap = f"in {_cache()} it lacks {lacks[0]}" if lacks else f"it is not in {_cache()}"
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except ImportError:
+        raise CheckpointError(f"{name} is no path here; to fetch it from {page}, {INSTALL}") from None
+    except _Offline:
+        raise CheckpointError(f"{name} is no path here, {gap}, and HF_HUB_OFFLINE keeps it from being fetched") from None
+    except Exception as error:
+        raise CheckpointError(_reason(error, name, page, gap)) from None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within, the library, which is loaded by then, does not tell of each try again."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _reason(error: Exception, name: str, page: str, gap: str) -> str:
+    from huggingface_hub import errors
+
+    status = _status(error)
+    if isinstance(error, errors.GatedRepoError) or status == 403:
+        return f"{name} is gated: accept its conditions at {page}, and set HF_TOKEN to a token of yours that may read it"
+    if status == 401:
+        return (
+            f"{page} may not be read: there is none, or it is private or gated; where it is gated, accept its conditions there, "
+            "and set HF_TOKEN to a token of yours that may read it"
+        )
+    if status == 404:
+        return f"{name} is no path here, and nothing is at {page}; what is private needs HF_TOKEN"
+    if status:
+        return f"cannot fetch {name}: {page} answers with status {status}, and {gap}; try again later"
+    if isinstance(error, errors.HFValidationError):
+        return f"{name} is no name of a repository: {_line(error)}"
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        return f"no room for {name} in {_cache()}: {error.strerror}; what has come is kept, and HF_HOME names another place"
+    if isinstance(error, OSError) and error.errno and error.filename:
+        return f"cannot write {error.filename}: {error.strerror}; HF_HOME names another place"
+    while isinstance(error.__cause__, Exception):  # what the library wraps in advice
+        error = error.__cause__
+    return f"cannot fetch {name} from {page}: {_line(error) or type(error).__name__}, and {gap}"
+
+
+def _status(error: Exception) -> int:
+    """Of an answer over HTTP, else 0."""
+    while isinstance(error.__cause__, Exception) and getattr(error, "response", None) is None:
+        error = error.__cause__
+    return getattr(getattr(error, "response", None), "status_code", None) or 0
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether the same would come of another try: an answer of the hub's, or trouble with the disk."""
+    return _status(error) not in (0, RANGE_NOT_SATISFIABLE) or bool(getattr(error, "errno", None))
+
+
+def _line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+
+
+# The cache
+
+
+def _cache() -> Path:
+    """The hub's, where huggingface_hub has it, which needs half a second to say so."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    return Path(os.path.expandvars(os.path.expanduser(given))).absolute()
+
+
+def _is_offline() -> bool:
+    setting = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    return setting.upper() in ("1", "ON", "YES", "TRUE")
+
+
+def _storage(name: str) -> Path:
+    """What the cache keeps of a repository: blobs/, refs/ and snapshots/."""
+    return _cache() / f"models--{name.replace('/', '--')}"
+
+
+def _cached_folder(name: str) -> Path | None:
+    """The snapshot that was fetched last."""
+    try:
+        folder = _storage(name) / "snapshots" / (_storage(name) / "refs" / "main").read_text().strip()
+        return folder if folder.is_dir() else None
+    except (OSError, ValueError):
+        return None
+
+
+def _lacks(folder: Path) -> list[str]:
+    """What a snapshot lacks of a model."""
+    shards = [WEIGHTS]
+    if (folder / SHARDS).exists() and not (folder / WEIGHTS).exists():
+        try:
+            shards = _shards(folder / SHARDS)
+        except CheckpointError:
+            shards = []  # which the reader will tell of
+    return [file for file in (SMALL_FILES[0], *shards) if not (folder / file).exists()]
+
+
+def _is_settled(folder: Path, file: str) -> bool:
+    """Whether the file is there, or known not to be in the repository."""
+    return (folder / file).exists() or (_no_exist(folder) / file).exists()
+
+
+def _no_exist(folder: Path) -> Path:
+    """The cache's own list of what a snapshot has not: empty files."""
+    return folder.parents[1] / ".no_exist" / folder.name
+
+
+def _shards(index: Path) -> list[str]:
+    """The files that an index names."""
+    try:
+        return sorted({str(file) for file in json.loads(index.read_bytes())["weight_map"].values()})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise CheckpointError(f"{index} is no index of safetensors' shards") from None
+
+
+def _check_room(name: str, n_bytes: int) -> None:
+    """Raises CheckpointError where the disk of the cache is too small for that."""
+    place = next(path for path in (_cache(), *_cache().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    if n_bytes > free:
+        raise CheckpointError(
+            f"no room for {name} in {_cache()}: {n_bytes / 1e9:.2f} GB are to come, and {free / 1e9:.2f} GB are free; "
+            "HF_HOME names another place"
+        )
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".incomplete")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _touch(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+
+
+def _replace_text(path: Path, text: str) -> None:
+    """Whole or not at all, for whoever reads it meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    new.write_text(text)
+    os.replace(new, path)
+
+
+def _is_same_host(one: str, other: str) -> bool:
+    return urlsplit(one).netloc == urlsplit(other).netloc
+
+
+@contextmanager
+def _no_bars(hub: Any) -> Iterator[None]:
+    """Within, the library shows no progress: of files that are small, or there already."""
+    was_on = not hub.utils.are_progress_bars_disabled()
+    if was_on:
+        hub.utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if was_on:
+            hub.utils.enable_progress_bars()
+
+
+@contextmanager
+def _fine_chunks(hub: Any) -> Iterator[None]:
+    """Within, the library writes what has come by the MB, and not by ten, which a broken connection would lose."""
+    before = hub.constants.DOWNLOAD_CHUNK_SIZE
+    hub.constants.DOWNLOAD_CHUNK_SIZE = 1 << 20
+    try:
+        yield
+    finally:
+        hub.constants.DOWNLOAD_CHUNK_SIZE = before

@@ -1,0 +1,474 @@
+"""hub.py against a hub on the loopback, and the names that files.py makes files of."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from specdec import files, hub
+from specdec.readers import CheckpointError
+from specdec.tokenizer import TokenizerError
+from tests.checkpoints import ROOT, SHARED
+from tests.loopback_hub import COMMIT, Hub
+
+MB = 1 << 20
+WEIGHTS = random.Random(1).randbytes(5 * MB)
+MODEL = {
+    "config.json": b'{"model_type": "llama"}',
+    "generation_config.json": b"{}",
+    "tokenizer.json": b'{"model": {}}',
+    "tokenizer_config.json": b'{"eos_token": "</s>"}',
+    "model.safetensors": WEIGHTS,
+}
+OTHERS = {
+    ".gitattributes": b"*",
+    "README.md": b"# read me",
+    "pytorch_model.bin": b"pickle",
+    "consolidated.safetensors": b"again",
+    "original/consolidated.00.pth": b"again",
+    "original/model.safetensors": b"again",
+    "onnx/model.onnx": b"again",
+}
+SHARDED = {
+    "config.json": b"{}",
+    "tokenizer.json": b'{"model": {}}',
+    "model.safetensors.index.json": json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}).encode(),
+    "model-1.safetensors": b"first",
+    "model-2.safetensors": b"second",
+    "model-3.safetensors": b"nobody's",
+}
+FETCH = "import sys; from specdec.hub import fetch; print(fetch(sys.argv[1]))"
+needs_library = pytest.mark.skipif(
+    importlib.util.find_spec("huggingface_hub") is None, reason='needs the package huggingface_hub: pip install ".[test]"'
+)
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with org/model, org/sharded and the stories; nothing is in the cache."""
+    for name in (
+        "HF_TOKEN",
+        "HUGGING_FACE_HUB_TOKEN",
+        "HF_HUB_CACHE",
+        "HUGGINGFACE_HUB_CACHE",
+        "HF_HUB_OFFLINE",
+        "TRANSFORMERS_OFFLINE",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    repositories = {"org/model": MODEL | OTHERS, "org/sharded": dict(SHARDED)}
+    with Hub(repositories).serving() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.chdir(tmp_path)
+        yield server
+
+
+@pytest.fixture
+def stories(server: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """The hub, with files of the right sums in karpathy/tinyllamas; tokenizer.bin is elsewhere."""
+    contents = {file.path: f"these are {name}".encode() for name, file in hub.FILES.items()}
+    for name, file in hub.FILES.items():
+        elsewhere = f"{server.url}/karpathy/llama2.c/resolve/master/tokenizer.bin" if file.elsewhere else ""
+        published = hub.Published(file.path, hashlib.sha256(contents[file.path]).hexdigest(), elsewhere)
+        monkeypatch.setitem(hub.FILES, name, published)
+    tokenizer = {"tokenizer.bin": contents.pop("tokenizer.bin")}
+    server.repositories |= {"karpathy/tinyllamas": contents, "karpathy/llama2.c": tokenizer}
+    return server
+
+
+@pytest.fixture
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library sleeps a second before each try again."""
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda _: None)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def left_over(tmp_path: Path) -> list[str]:
+    """The parts of files in the cache."""
+    return [path.name for path in (tmp_path / "home" / "hub").glob("models--*/**/*.incomplete")]
+
+
+def refused(call: Callable[[], object], error: type[Exception] = CheckpointError) -> str:
+    """The one line."""
+    with pytest.raises(error) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# Repositories
+
+
+@needs_library
+def test_a_name_becomes_a_folder_of_what_a_model_needs_and_nothing_else(server: Hub, tmp_path: Path) -> None:
+    folder = hub.fetch("org/model")
+    assert contents(folder) == MODEL
+    assert sorted(server.fetched()) == sorted(MODEL)
+    assert folder == tmp_path / "home" / "hub" / "models--org--model" / "snapshots" / COMMIT
+    assert files.find("org/model") == folder
+
+
+@needs_library
+def test_of_shards_those_are_fetched_that_the_index_names(server: Hub) -> None:
+    assert contents(hub.fetch("org/sharded")) == {name: data for name, data in SHARDED.items() if name != "model-3.safetensors"}
+
+
+@needs_library
+def test_a_mirror_without_sizes_will_do(server: Hub) -> None:
+    server.knows_trees = False
+    assert contents(hub.fetch("org/model")) == MODEL
+
+
+@needs_library
+@pytest.mark.parametrize("name", ["org/model", "org/sharded"])
+def test_a_name_that_was_fetched_once_asks_the_network_no_more(server: Hub, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    folder = hub.fetch(name)
+    server.requests.clear()
+    assert hub.fetch(name) == folder
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert hub.fetch(name) == folder
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert hub.fetch(name) == folder
+    assert server.requests == []
+
+
+@needs_library
+def test_what_another_program_has_fetched_does_when_the_hub_is_away(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    where = {"cache_dir": str(Path(os.environ["HF_HOME"]) / "hub"), "endpoint": server.url}
+    for file in ("config.json", "model.safetensors"):
+        huggingface_hub.hf_hub_download("org/model", file, **where)
+    with monkeypatch.context() as offline:
+        offline.setenv("HF_HUB_OFFLINE", "1")
+        assert set(contents(hub.fetch("org/model"))) == {"config.json", "model.safetensors"}
+        offline.delenv("HF_HUB_OFFLINE")
+        offline.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+        assert set(contents(hub.fetch("org/model"))) == {"config.json", "model.safetensors"}
+    assert contents(hub.fetch("org/model")) == MODEL
+    assert server.fetched().count("model.safetensors") == 1
+
+
+@needs_library
+def test_without_the_network_one_line_tells_what_is_missing(server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    line = refused(lambda: hub.fetch("org/model"))
+    assert line.startswith("cannot fetch org/model from http://127.0.0.1:9/org/model: ")
+    assert line.endswith(f"and it is not in {tmp_path / 'home' / 'hub'}")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "HF_HUB_OFFLINE keeps it from being fetched" in refused(lambda: hub.fetch("org/model"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    assert f"it is not in {tmp_path / 'elsewhere'}" in refused(lambda: hub.fetch("org/model"))
+    (tmp_path / "elsewhere/models--org--model/refs").mkdir(parents=True)
+    (tmp_path / "elsewhere/models--org--model/refs/main").write_text(COMMIT)
+    snapshot = tmp_path / "elsewhere/models--org--model/snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").touch()
+    assert "it lacks model.safetensors" in refused(lambda: hub.fetch("org/model"))
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("name", "refusal", "words"),
+    [
+        ("org/nobody", None, "org/nobody is no path here, and nothing is at {url}/org/nobody; what is private needs HF_TOKEN"),
+        ("org/model", (401, "GatedRepo"), "org/model is gated: accept its conditions at {url}/org/model, and set HF_TOKEN"),
+        ("org/model", (403, "GatedRepo"), "org/model is gated: accept its conditions at {url}/org/model, and set HF_TOKEN"),
+        ("org/model", (401, ""), "{url}/org/model may not be read: there is none, or it is private or gated; "),
+        ("org/model", (503, ""), "cannot fetch org/model: {url}/org/model answers with status 503"),
+        ("org/mo--del", None, "org/mo--del is no name of a repository: "),
+    ],
+)  # fmt: skip
+def test_a_refusal_is_told_in_one_line_with_what_to_do(
+    server: Hub, name: str, refusal: tuple[int, str] | None, words: str
+) -> None:
+    server.refusal = refusal
+    assert refused(lambda: files.find(name)).startswith(words.format(url=server.url))
+
+
+@needs_library
+def test_a_token_opens_what_is_gated_and_goes_to_the_hub_alone(
+    stories: Hub, server: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.token = "hf_secret"
+    assert "HF_TOKEN" in refused(lambda: hub.fetch("org/model"))
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert contents(hub.fetch("org/model")) == MODEL
+    server.token = ""
+    hub.fetch_file("tokenizer.bin")
+    assert server.authorizations["/karpathy/tinyllamas/resolve/main/tokenizer.bin"] == "Bearer hf_secret"
+    assert server.authorizations["/karpathy/llama2.c/resolve/master/tokenizer.bin"] == ""
+
+
+@needs_library
+@pytest.mark.usefixtures("no_patience")
+def test_a_broken_connection_is_taken_up_where_it_broke(server: Hub, tmp_path: Path) -> None:
+    server.repositories["org/model"] = MODEL
+    server.cuts, server.cut_at = 3, 2 * MB + 5
+    assert contents(hub.fetch("org/model")) == MODEL
+    assert server.ranges == [f"bytes={2 * MB}-", f"bytes={4 * MB}-"]
+    assert left_over(tmp_path) == []
+
+
+@needs_library
+def test_a_process_that_was_killed_leaves_what_the_next_one_goes_on_with(server: Hub, tmp_path: Path) -> None:
+    server.gate.clear()
+    server.cut_at = 3 * MB
+    process = subprocess.Popen([sys.executable, "-c", FETCH, "org/model"], cwd=ROOT)
+    parts = tmp_path / "home" / "hub" / "models--org--model" / "blobs"
+    wait_for(lambda: any(path.stat().st_size >= 2 * MB for path in parts.glob("*.incomplete")))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    server.gate.set()
+    assert not (tmp_path / "home" / "hub" / "models--org--model" / "refs" / "main").exists()
+    assert contents(hub.fetch("org/model")) == MODEL
+    assert len(server.ranges) == 1 and int(server.ranges[0].removeprefix("bytes=").rstrip("-")) >= 2 * MB
+
+
+@needs_library
+@pytest.mark.usefixtures("no_patience")
+def test_a_small_file_shorter_than_announced_is_refused(server: Hub) -> None:
+    server.shorter = 1000
+    server.repositories["org/model"] = {"config.json": b" " * 2000, "model.safetensors": WEIGHTS}
+    assert refused(lambda: hub.fetch("org/model")).startswith("cannot fetch org/model")
+    server.shorter = 0
+    assert contents(hub.fetch("org/model"))["config.json"] == b" " * 2000
+
+
+@needs_library
+@pytest.mark.parametrize("n_bytes", [len(WEIGHTS), len(WEIGHTS) + 1000, len(WEIGHTS) - 1000])
+def test_a_part_of_something_else_does_no_harm(server: Hub, tmp_path: Path, n_bytes: int) -> None:
+    part = tmp_path / "home/hub/models--org--model/blobs" / f"{hashlib.sha256(WEIGHTS).hexdigest()}.incomplete"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(bytes(n_bytes))
+    if n_bytes <= len(WEIGHTS):
+        assert "has been removed; try again" in refused(lambda: hub.fetch("org/model"))
+    assert contents(hub.fetch("org/model")) == MODEL
+
+
+@needs_library
+@pytest.mark.usefixtures("no_patience")
+def test_weights_shorter_than_announced_are_refused_and_what_came_is_kept(server: Hub, tmp_path: Path) -> None:
+    server.repositories["karpathy/tinyllamas"] = {"stories15M.bin": WEIGHTS}
+    server.shorter = 1000
+    line = refused(lambda: hub.fetch_file("stories15M.bin"))
+    came = f"stories15M.bin of karpathy/tinyllamas ended after {len(WEIGHTS) - 1000} of {len(WEIGHTS)} bytes"
+    assert line == f"{came}; what has come is kept, try again"
+    assert len(left_over(tmp_path)) == 1
+
+
+@needs_library
+def test_bytes_of_another_sum_are_refused_and_removed(server: Hub, tmp_path: Path) -> None:
+    server.sums["model.safetensors"] = "1" * 64
+    line = refused(lambda: hub.fetch("org/model"))
+    right = hashlib.sha256(WEIGHTS).hexdigest()
+    assert line == f"model.safetensors came with sha256 {right}, not {'1' * 64}, and has been removed; try again"
+    assert left_over(tmp_path) == []
+    assert not (tmp_path / "home/hub/models--org--model/blobs" / right).exists()
+
+
+@needs_library
+def test_a_full_disk_is_told_before_it_is_written_to(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as small:
+        small.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=4 * MB))
+        line = refused(lambda: hub.fetch("org/model"))
+        assert line.startswith(
+            f"no room for org/model in {tmp_path / 'home' / 'hub'}: 0.01 GB are to come, and 0.00 GB are free; "
+        )
+        assert "model.safetensors" not in server.fetched()
+        part = tmp_path / "home/hub/models--org--model/blobs" / f"{hashlib.sha256(WEIGHTS).hexdigest()}.incomplete"
+        part.write_bytes(WEIGHTS[: 2 * MB])
+        assert contents(hub.fetch("org/sharded")) and contents(hub.fetch("org/model")) == MODEL
+        assert server.ranges == [f"bytes={2 * MB}-"]
+
+
+@needs_library
+def test_a_disk_that_becomes_full_keeps_what_has_come(server: Hub, tmp_path: Path) -> None:
+    limit = 2 * MB
+    done = subprocess.run(
+        [sys.executable, "-c", FETCH, "org/model"],
+        cwd=ROOT,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (
+        f"CheckpointError: no room for org/model in {tmp_path / 'home' / 'hub'}: File too large; what has come is kept"
+        in done.stderr
+    )
+    assert contents(hub.fetch("org/model")) == MODEL
+    assert server.ranges == [f"bytes={limit}-"]
+
+
+@needs_library
+def test_a_cache_that_cannot_be_written_to_is_told(server: Hub, tmp_path: Path) -> None:
+    (tmp_path / "home").write_text("a file")
+    assert "; HF_HOME names another place" in refused(lambda: hub.fetch("org/model"))
+
+
+@needs_library
+def test_two_processes_that_fetch_at_once_fetch_the_weights_once(server: Hub) -> None:
+    server.repositories["org/model"] = {"config.json": b"{}", "model.safetensors": WEIGHTS}
+    server.gate.clear()
+    server.cut_at = 100
+    processes = [
+        subprocess.Popen([sys.executable, "-c", FETCH, "org/model"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    wait_for(
+        lambda: [path.rsplit("/")[-1] for method, path in server.requests if method == "HEAD"].count("model.safetensors") == 2
+    )
+    time.sleep(0.1)
+    server.gate.set()
+    folders = {process.communicate()[0].strip() for process in processes}
+    assert [process.returncode for process in processes] == [0, 0]
+    assert len(folders) == 1 and contents(Path(folders.pop()))["model.safetensors"] == WEIGHTS
+    assert server.fetched().count("model.safetensors") == 1
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("repository", "words"),
+    [
+        ({"model.safetensors": b""}, "org/model on the hub has no config.json"),
+        ({"config.json": b"{}", "pytorch_model.bin": b""}, "org/model on the hub has no model.safetensors"),
+        ({**SHARDED, "model.safetensors.index.json": b"[]"}, "is no index of safetensors' shards"),
+        ({**SHARDED, "model.safetensors.index.json": b'{"weight_map": {"a": "../../../x"}}'}, "names '../../../x'"),
+    ],
+)
+def test_a_repository_that_is_no_model_is_refused(server: Hub, repository: dict[str, bytes], words: str) -> None:
+    server.repositories["org/model"] = repository
+    assert words in refused(lambda: hub.fetch("org/model"))
+
+
+@needs_library
+def test_an_etag_does_not_lead_out_of_the_cache(server: Hub, tmp_path: Path) -> None:
+    server.etags["model.safetensors"] = "../../../../outside"
+    assert "has the ETag '../../../../outside'" in refused(lambda: hub.fetch("org/model"))
+    assert not list(tmp_path.glob("outside*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [
+        ("org/model", True),
+        ("HuggingFaceTB/SmolLM2-1.7B", True),
+        ("a/b/c", False),
+        ("./model", False),
+        ("../model", False),
+        ("/model", False),
+        ("~/model", False),
+        ("model", False),
+        ("models/other.bin", False),
+        ("org/model\n", False),
+        ("örg/model", False),
+        ("", False),
+    ],
+)
+def test_a_repository_is_an_organization_and_a_name(name: str, is_one: bool) -> None:
+    assert hub.is_repository(name) == is_one
+
+
+def test_a_path_that_is_there_is_no_repository(server: Hub, tmp_path: Path) -> None:
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org" / "model").mkdir()
+    assert files.find("org/model") == Path("org/model")
+    assert server.requests == []
+
+
+def test_without_the_library_one_line_tells_how_to_install_it(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    page = f"{server.url}/org/model"
+    assert (
+        refused(lambda: files.find("org/model")) == f"org/model is no path here; to fetch it from {page}, pip install tokenizers"
+    )
+    assert "pip install tokenizers" in refused(lambda: files.find("stories42M.bin"))
+
+
+# The stories
+
+
+@needs_library
+def test_the_stories_are_fetched_where_they_are_nowhere_and_then_are_there(stories: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in hub.FILES:
+        assert files.find(name).read_bytes() == f"these are {name}".encode()
+    stories.requests.clear()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in hub.FILES:
+        assert files.find(name).read_bytes() == f"these are {name}".encode()
+    assert stories.requests == []
+
+
+@needs_library
+def test_a_story_that_is_here_is_not_fetched(stories: Hub) -> None:
+    Path("stories15M.bin").write_bytes(b"mine")
+    assert files.find("stories15M.bin") == Path("stories15M.bin")
+    Path("models").mkdir()
+    Path("models/stories42M.bin").write_bytes(b"mine")
+    assert files.find("stories42M.bin") == Path("models/stories42M.bin")
+    assert stories.requests == []
+
+
+@needs_library
+def test_a_story_of_another_sum_is_refused_and_removed(stories: Hub, tmp_path: Path) -> None:
+    wrong = {"stories15M.bin": b"forged", "tokenizer.bin": b"forged too"}
+    stories.repositories = {"karpathy/tinyllamas": {"stories15M.bin": wrong["stories15M.bin"]}, "karpathy/llama2.c": wrong}
+    for name, data in wrong.items():
+        right = hub.FILES[name].sha256
+        line = f"{name} came with sha256 {hashlib.sha256(data).hexdigest()}, not {right}, and has been removed; try again"
+        assert refused(lambda name=name: files.find(name)) == line
+    assert left_over(tmp_path) == []
+    assert not list((tmp_path / "home").rglob("stories15M.bin")) and not list((tmp_path / "home").rglob("tokenizer.bin"))
+
+
+@needs_library
+def test_the_tokenizer_of_the_stories_is_fetched_where_none_lies_beside_the_model(stories: Hub, tmp_path: Path) -> None:
+    for size, name in ((32000, "tokenizer.bin"), (512, "tok512.bin")):
+        assert files.find_tokenizer(None, tmp_path / "model.bin", size).read_bytes() == f"these are {name}".encode()
+    stories.repositories["karpathy/tinyllamas"]["tokenizer.bin"] = b"of a mirror that has it"
+    assert files.find_tokenizer(None, None, 32000).read_bytes() == b"these are tokenizer.bin"
+    (tmp_path / "tokenizer.bin").write_bytes(b"mine")
+    assert files.find_tokenizer(None, tmp_path / "model.bin", 32000) == tmp_path / "tokenizer.bin"
+    line = refused(lambda: files.find_tokenizer(None, None, 300), TokenizerError)
+    assert line.startswith("no tok300.bin or tokenizer.bin in any of ") and line.endswith("; name the tokenizer with -z")
+
+
+def test_a_tokenizer_that_cannot_be_fetched_may_be_named(stories: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    line = refused(lambda: files.find_tokenizer(None, None, 32000), TokenizerError)
+    assert line.startswith("no tok32000.bin or tokenizer.bin in any of models, ") and "so name the tokenizer with -z; " in line
+
+
+def test_a_folder_brings_its_tokenizer_along(tmp_path: Path) -> None:
+    assert files.find_tokenizer(None, tmp_path, 32000) == tmp_path
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="needs the sums of ../shared")
+def test_the_sums_are_those_of_the_manifest() -> None:
+    manifest = json.loads((SHARED / "golden" / "assets_manifest.json").read_text("utf-8"))
+    assert {file.path: file.sha256 for file in hub.FILES.values()} == {
+        path: about["sha256"] for path, about in manifest.items() if isinstance(about, dict)
+    }
