@@ -15,9 +15,9 @@ from rich.console import Console
 
 import specdec
 
-from .decoder import Quantize, SpeculativeDecoder
+from .decoder import SELF, Quantize, SpeculativeDecoder
 from .decoding import MAX_GAMMA, VERIFIERS, Statistics, VerifyMode
-from .files import default_pair, telling_how_to_restore
+from .files import default_pair, find, telling_how_to_restore
 from .interrupts import exit_code, signals
 from .machine.threads import available_threads
 from .output import PlainView, SilentView, View, print_summary, printable, to_json
@@ -165,12 +165,13 @@ def tell(
         target, small = default_pair()
         model, draft = str(target), draft or str(small)
     sampling = Sampling(temperature, top_k, top_p, seed or int.from_bytes(os.urandom(4), "little") or 1)
+    sources = [name if name in ("", SELF) else find(name) for name in (model, draft)]  # fetching shows a bar of its own
     with loading() as show:
         begin = time.perf_counter()
         with telling_how_to_restore():
             decoder = SpeculativeDecoder(
-                model,
-                draft or None,
+                sources[0],
+                sources[1] or None,
                 tokenizer or None,
                 gamma=gamma,
                 verify=cast(VerifyMode, verify),

@@ -106,11 +106,11 @@ class SpeculativeDecoder:
         if isinstance(draft, Transformer):
             return draft, self._alike("the draft", draft.config.vocab_size)
         source = _opened("draft", draft)
-        own = _own_tokenizer(source)
         draft_rows = source.config.vocab_size
-        vocabulary = (
-            common_vocabulary(self.tokenizer, rows, own, draft_rows) if own else self._alike(f"the draft {draft}", draft_rows)
-        )
+        if (source.path / TOKENIZER_FILE).exists():
+            vocabulary = common_vocabulary(self.tokenizer, rows, source.path, draft_rows)
+        else:
+            vocabulary = self._alike(f"the draft {draft}", draft_rows)
         return _loaded(source, int8, n_threads, self.target.n_positions, progress), vocabulary
 
     def _alike(self, name: str, rows: int) -> Vocabulary:
@@ -286,19 +286,10 @@ def _loaded(
     return Transformer(checkpoint.config, weights, n_threads, n_positions)
 
 
-def _own_tokenizer(checkpoint: Checkpoint) -> AnyTokenizer | None:
-    """The tokenizer that a model's folder holds."""
-    if not (checkpoint.path / TOKENIZER_FILE).exists():
-        return None
-    return load_tokenizer(checkpoint.path, checkpoint.bos, checkpoint.end_marks)
-
-
 def _tokenizer(given: str | os.PathLike[str] | AnyTokenizer | None, target: Checkpoint | None, rows: int) -> AnyTokenizer:
     """The tokenizer that was given, else the target's own or the one that lies where a llama2.c file's is looked for."""
-    if given is not None and not isinstance(given, str | os.PathLike):
+    if isinstance(given, AnyTokenizer):
         return given
     bos, marks = (target.bos, target.end_marks) if target else (None, {})
-    if given is None and target and target.path.is_dir():
-        return load_tokenizer(target.path, bos, marks)
     path = find_tokenizer(None if given is None else file_name("tokenizer", given), target.path if target else None, rows)
     return load_tokenizer(path, bos, marks)

@@ -32,11 +32,14 @@ class ModelDrafter:
 
     def __init__(self, model: Transformer, sampler: Sampler, stream: int, end_marks: Container[int]) -> None:
         self._model, self._sampler, self._stream, self._end_marks = model, sampler, stream, end_marks
+        self._n_rows = model.config.vocab_size  # the target may know more tokens
         self._q: list[Float32] = []
 
     def propose(self, tokens: list[int], n: int) -> Draft:
+        if len(tokens) + n > self._model.n_positions:
+            n = min(n, self._model.n_positions // 2)
         start = self._start(len(tokens) + n)
-        text = tokens[start:]
+        text = [token if token < self._n_rows else 0 for token in tokens[start:]]
         while len(self._q) < n:
             self._q.append(self._sampler.new_probs())
         with self._model.lock:

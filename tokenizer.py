@@ -12,7 +12,7 @@ import re
 import struct
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from . import checks
 from .checks import whole
@@ -27,6 +27,7 @@ class TokenizerError(ValueError):
     """A file that cannot be used as a tokenizer: one line with the file, what is wrong and what would be right."""
 
 
+@runtime_checkable
 class AnyTokenizer(Protocol):
     """Text to ids and back.
 

@@ -55,7 +55,7 @@ def continuation(
 ) -> list[int]:
     """What the target says after the prompt, up to n_tokens or with the end mark; a draft makes it faster, not another text."""
     verifier = CoupledVerifier(target.config.vocab_size, sampling)
-    drafter = ModelDrafter(draft, sampling, verifier.draft_noise, end_marks) if draft else None
+    drafter = ModelDrafter(draft, Sampler(draft.config.vocab_size, sampling), verifier.draft_noise, end_marks) if draft else None
     tokens: list[int] = []
     for event in decode(target, drafter, verifier, prompt, n_tokens, GAMMA, end_marks):
         if isinstance(event, Step):

@@ -33,7 +33,8 @@ MAY_IMPORT = {
     "panel": {"output", "decoding", "interrupts", "tokenizer"},
     "output": {"decoding", "tokenizer"},
     "decoder": {
-        "decoding", "drafters", "files", "readers", "sampling", "tokenizer", "transformer", "architectures", "weights", "machine",
+        "vocabulary", "tokenizer_json", "decoding",
+        "drafters", "files", "readers", "sampling", "tokenizer", "transformer", "architectures", "weights", "machine",
         "checks",
     },
     "decoding": {"drafters", "sampling", "kernels", "machine"},

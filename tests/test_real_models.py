@@ -1,0 +1,241 @@
+"""Folders of models with their tokenizers, from the command line and the library: what they write, alone and with a draft."""
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdec import Sampling, SpeculativeDecoder, Step
+from specdec.architectures.gpt2 import GPT2
+from specdec.decoder import load_model
+from specdec.readers import CheckpointError
+from specdec.tokenizer import TokenizerError
+from tests.folders import FIXTURES, safetensors_bytes
+from tests.test_cli import Run, run  # noqa: F401  (a fixture)
+
+pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
+from specdec.tokenizer_json import JsonTokenizer
+
+TOKENIZERS = FIXTURES / "tokenizers"
+SIZES = {"dim": 48, "hidden": 72, "layers": 2, "heads": 4, "kv_heads": 2, "positions": 96}
+
+
+def llama_config(rows: int, positions: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama", "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": rows, "max_position_embeddings": positions, "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "eos_token_id": 0, "bos_token_id": 0,
+    }  # fmt: skip
+
+
+def gpt2_config(rows: int, positions: int) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": rows, "n_positions": positions,
+        "activation_function": "gelu_new", "eos_token_id": 0, "bos_token_id": 0,
+    }  # fmt: skip
+
+
+def llama_shapes(rows: int, positions: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (rows, 48), "model.norm.weight": (48,)}
+    for i in range(2):
+        shapes |= {
+            f"model.layers.{i}.{name}.weight": shape
+            for name, shape in {
+                "input_layernorm": (48,), "post_attention_layernorm": (48,),
+                "self_attn.q_proj": (48, 48), "self_attn.k_proj": (24, 48), "self_attn.v_proj": (24, 48),
+                "self_attn.o_proj": (48, 48), "mlp.gate_proj": (72, 48), "mlp.up_proj": (72, 48), "mlp.down_proj": (48, 72),
+            }.items()
+        }  # fmt: skip
+    return shapes
+
+
+def gpt2_shapes(rows: int, positions: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (rows, 48), "wpe.weight": (positions, 48)}
+    layers = {
+        "ln_1": (48,), "ln_2": (48,), "attn.c_attn": (48, 144), "attn.c_proj": (48, 48), "mlp.c_fc": (48, 192),
+        "mlp.c_proj": (192, 48),
+    }  # fmt: skip
+    for i in range(2):
+        for name, shape in layers.items():
+            shapes |= {f"h.{i}.{name}.weight": shape, f"h.{i}.{name}.bias": shape[-1:]}
+    return shapes | {"ln_f.weight": (48,), "ln_f.bias": (48,)}
+
+
+def folder(
+    path: Path, family: str = "llama", tokenizer: str = "smollm2", padding: int = 0, positions: int = 96, seed: int = 0
+) -> Path:
+    """A bf16 model of random weights, with a tokenizer of the fixtures'; padding: rows beyond it."""
+    path.mkdir()
+    rows = JsonTokenizer(TOKENIZERS / f"{tokenizer}.json").vocab_size + padding
+    config, shapes = (
+        (llama_config(rows, positions), llama_shapes(rows, positions))
+        if family == "llama"
+        else (gpt2_config(rows, positions), gpt2_shapes(rows, positions))
+    )
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in shapes.items():
+        numbers = rng.standard_normal(shape).astype(np.float32) * np.float32(0.3)
+        numbers += np.float32("norm" in name or ".ln_" in name or name.startswith("ln_"))
+        tensors[name] = "BF16", (numbers.view(np.uint32) >> 16).astype(np.uint16)
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "model.safetensors").write_bytes(safetensors_bytes(tensors))
+    shutil.copy(TOKENIZERS / f"{tokenizer}.json", path / "tokenizer.json")
+    return path
+
+
+def text_of(decoder: SpeculativeDecoder, sampling: Sampling, n: int = 60) -> list[int]:
+    events = decoder.stream("The cat sat", n, sampling)
+    return [token for event in events if isinstance(event, Step) for token in event.tokens]
+
+
+SAMPLINGS = [Sampling(0), Sampling(1.0, top_p=0, seed=3), Sampling(0.7, top_k=20, seed=4)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_draft_changes_no_token_of_a_folders_text(tmp_path: Path, family: str) -> None:
+    """By the int8 copy of itself, and by another model that knows less rows."""
+    target, other = folder(tmp_path / "target", family, padding=30), folder(tmp_path / "draft", family, padding=7, seed=1)
+    alone, by_itself, by_other = (SpeculativeDecoder(target, draft) for draft in (None, "self", other))
+    assert alone.target.weights.kind == "bf16" and by_itself.draft is not None and by_itself.draft.weights.kind == "int8"
+    for sampling in SAMPLINGS:
+        assert text_of(by_itself, sampling) == text_of(by_other, sampling) == text_of(alone, sampling)
+
+
+def test_rows_past_the_tokenizer_never_win(tmp_path: Path) -> None:
+    """Though their logits are the largest: their embeddings are those of the others, many times as long."""
+    target, draft = folder(tmp_path / "target", padding=40), folder(tmp_path / "draft", padding=64)
+    n = JsonTokenizer(target).vocab_size
+    model = load_model(target)
+    logits = model.forward([1, 2, 3], 3)
+    assert logits.shape[1] == n + 40
+    for verify in ("coupled", "rejection"):
+        decoder = SpeculativeDecoder(target, draft, verify=verify)  # type: ignore[arg-type]
+        for seed in range(1, 6):
+            assert max(text_of(decoder, Sampling(5.0, top_p=0, seed=seed))) < n
+
+
+def test_a_target_may_say_tokens_that_its_draft_has_no_row_for(tmp_path: Path) -> None:
+    target, draft = folder(tmp_path / "target", seed=2), folder(tmp_path / "draft", seed=3)
+    tokenizer = json.loads((target / "tokenizer.json").read_text())
+    n = JsonTokenizer(target).vocab_size
+    config = json.loads((draft / "config.json").read_text())
+    cut = n - 40
+    tokenizer["model"]["vocab"] = {name: token for name, token in tokenizer["model"]["vocab"].items() if token < cut}
+    names = set(tokenizer["model"]["vocab"])
+    tokenizer["model"]["merges"] = [pair for pair in tokenizer["model"]["merges"] if "".join(pair) in names]
+    (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
+    shapes = llama_shapes(cut, 96)
+    rng = np.random.default_rng(5)
+    tensors = {name: ("F32", rng.standard_normal(shape).astype(np.float32)) for name, shape in shapes.items()}
+    (draft / "model.safetensors").write_bytes(safetensors_bytes(tensors))
+    (draft / "config.json").write_text(json.dumps(config | {"vocab_size": cut}))
+    alone, drafted = SpeculativeDecoder(target), SpeculativeDecoder(target, draft)
+    said: set[int] = set()
+    for seed in range(1, 9):
+        sampling = Sampling(3.0, top_p=0, seed=seed)
+        said.update(tokens := text_of(alone, sampling))
+        assert text_of(drafted, sampling) == tokens
+    assert max(said) >= cut
+
+
+def test_a_draft_whose_positions_end_goes_on_drafting(tmp_path: Path) -> None:
+    """GPT-2's are a table of the file's; its text slides along it."""
+    target, draft = folder(tmp_path / "target", "llama"), folder(tmp_path / "draft", "gpt2", positions=24)
+    decoder = SpeculativeDecoder(target, draft)
+    assert decoder.draft is not None and decoder.draft.n_positions == 24
+    steps = [event for event in decoder.stream("The cat sat", 80, Sampling(0.9, seed=2)) if isinstance(event, Step)]
+    assert sum(len(step.tokens) for step in steps) == 80
+    assert all(step.draft_tokens for step in steps[:-1])
+    assert text_of(decoder, SAMPLINGS[0], 80) == text_of(SpeculativeDecoder(target), SAMPLINGS[0], 80)
+
+
+def test_a_text_of_learned_positions_ends_with_them(tmp_path: Path) -> None:
+    decoder = SpeculativeDecoder(folder(tmp_path / "target", "gpt2", positions=40))
+    statistics = decoder.generate("The cat sat", 100, temperature=3.0, top_p=0, seed=1).statistics
+    assert statistics.stop_reason == "seq_len"
+    assert statistics.n_prompt + statistics.n_generated == 41
+
+
+def test_different_tokenizers_are_refused_in_one_line(tmp_path: Path) -> None:
+    target, draft = folder(tmp_path / "target"), folder(tmp_path / "draft", tokenizer="gpt2")
+    with pytest.raises(ValueError, match="the draft's tokenizer is another one than the target's: token ") as caught:
+        SpeculativeDecoder(target, draft)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_loaded_model_takes_the_tokenizer_of_a_folder(tmp_path: Path) -> None:
+    path = folder(tmp_path / "target")
+    decoder = SpeculativeDecoder(load_model(path), load_model(path, int8=True), tokenizer=path)
+    assert text_of(decoder, SAMPLINGS[1]) == text_of(SpeculativeDecoder(path), SAMPLINGS[1])
+    again = pickle.loads(pickle.dumps(decoder))
+    assert text_of(again, SAMPLINGS[1]) == text_of(decoder, SAMPLINGS[1])
+
+
+def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    path = folder(tmp_path / "target")
+    (path / "tokenizer.json").unlink()
+    with pytest.raises(TokenizerError, match=r"target has no tokenizer\.json"):
+        SpeculativeDecoder(path)
+
+
+def test_weights_of_two_bytes_are_kept_once(tmp_path: Path) -> None:
+    path = folder(tmp_path / "target")
+    model = load_model(path)
+    n_bytes = (path / "model.safetensors").stat().st_size
+    assert n_bytes <= model.weights.n_bytes + 4096 and model.weights.n_bytes < 1.3 * n_bytes  # strips and vectors are padded
+    assert load_model(path, int8=True).weights.kind == "int8"
+
+
+def test_the_command_line_tells_the_text_of_a_folder(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    target, draft = folder(tmp_path / "target"), folder(tmp_path / "draft", seed=1)
+    for more in ([], ["-d", draft], ["-d", "self"], ["--quantize", "none", "-d", draft]):
+        code, out, err = run("-m", target, *more, "-i", "The cat sat", "-n", 30, "-s", 5, "-t", 1, "--json")
+        assert (code, err) == (0, "")
+        result = json.loads(out)
+        assert result["text"].startswith("The cat sat") and len(result["tokens"]) > 5
+        assert result["tokens"] == (first := locals().get("first", result["tokens"]))
+    code, out, err = run("-m", tmp_path / "target" / "model.safetensors")
+    assert code == 2 and "name the folder" in err and err.count("\n") == 1
+
+
+def test_no_steps_go_to_the_end_of_the_context(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    target = folder(tmp_path / "target", positions=64)
+    code, out, _ = run("-m", target, "-n", 0, "-s", 1, "-t", 4, "-p", 0, "--json")
+    result = json.loads(out)
+    assert code == 0 and result["stop_reason"] == "seq_len" and result["n_prompt"] + result["n_generated"] == 65
+
+
+def test_the_memory_is_told_before_a_text_that_does_not_fit(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:  # fmt: skip
+    target = folder(tmp_path / "target", positions=100_000)
+    model = load_model(target)
+    room = model.weights.n_bytes + model.text_bytes(3000)
+    monkeypatch.setattr("specdec.decoder.physical_memory_bytes", lambda: room)
+    n = SpeculativeDecoder(target).n_positions
+    assert 2900 < n <= 3000
+    code, _, err = run("-m", target, "-n", 50_000)
+    assert code == 2 and f"has room for {n} tokens" in err and err.count("\n") == 1
+    monkeypatch.setattr("specdec.decoder.physical_memory_bytes", lambda: model.weights.n_bytes + model.text_bytes(300))
+    code, out, err = run("-m", target, "-n", 0, "-s", 1, "-t", 4, "-p", 0, "--json")
+    assert code == 0 and "of the 100000 tokens of the target's context" in err
+    assert json.loads(out)["n_generated"] <= 300
+
+
+def test_a_bad_folder_is_one_line(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    path = folder(tmp_path / "target")
+    (path / "config.json").write_text('{"model_type": "mamba"}')
+    code, _, err = run("-m", path)
+    assert code == 2 and "mamba" in err and "qwen3" in err and err.count("\n") == 1
+    with pytest.raises(CheckpointError, match="mamba"):
+        SpeculativeDecoder(path)
+
+
+def test_gpt2_is_a_family_of_its_own(tmp_path: Path) -> None:
+    assert load_model(folder(tmp_path / "target", "gpt2")).config.architecture == "gpt2"
+    assert GPT2.learned_positions
