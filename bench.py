@@ -15,13 +15,15 @@ from .architectures.llama import LLAMA
 from .kernels import MAX_TOKENS
 from .machine.memory import all_finite, physical_memory_bytes, zeros
 from .transformer import Transformer
-from .weights import FP32, INT8
+from .weights import BF16, FP16, FP32, INT8
+from .weights.matrix import Floats
 
 SHAPES = {  # the public stories models: dim, hidden_dim, layers, heads, kv heads, vocabulary, seq_len
     "15M": (288, 768, 6, 6, 6, 32000, 256),
     "42M": (512, 1376, 8, 8, 8, 32000, 1024),
     "110M": (768, 2048, 12, 12, 12, 32000, 1024),
 }
+KINDS = {kind.name: kind for kind in (FP32, BF16, FP16, INT8)}
 TOKENS = (1, 2, 4, 8, 16, 64)
 PREFILL_TOKENS = 128
 ROUNDS = 15  # each with every T, so that a change of the machine's speed meets them all
@@ -76,15 +78,24 @@ def parse_shape(text: str) -> Config:
     return config
 
 
-def run(config: Config, n_threads: int | None = None, int8: bool = False) -> Result:
-    """Passes from an empty cache; medians of ROUNDS, everything interleaved."""
+def random_tensors(config: Config, kind: str) -> dict[str, Floats]:
+    """Every tensor of the config as a file of that kind of weights would give it."""
     rng = np.random.default_rng(0)
-    tensors = {
-        name: rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)
-        for name, shape in LLAMA.shapes(config).items()
-    }
+
+    def one(shape: tuple[int, ...]) -> Floats:
+        floats = rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)
+        if kind == BF16.name:
+            return (floats.view(np.uint32) >> 16).astype(np.uint16)
+        return floats.astype(np.float16) if kind == FP16.name else floats
+
+    return {name: one(shape) for name, shape in LLAMA.shapes(config).items()}
+
+
+def run(config: Config, n_threads: int | None = None, kind: str = FP32.name) -> Result:
+    """Passes from an empty cache, of weights of a kind in KINDS; medians of ROUNDS, everything interleaved."""
+    tensors = random_tensors(config, kind)
     n_weights = sum(tensor.size for tensor in tensors.values())
-    weights = LLAMA.pack(config, tensors, INT8 if int8 else FP32)
+    weights = LLAMA.pack(config, tensors, KINDS[kind])
     model = Transformer(config, weights, n_threads)
     del tensors
     block = zeros(READ_BYTES // 4)

@@ -273,7 +273,7 @@ def measure(shape: Shape = "42M", threads: Threads = 0, int8: Int8 = False, as_j
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="'--shape'") from None
     with loading(""):
-        result = benchmark.run(config, threads or None, int8)
+        result = benchmark.run(config, threads or None, "int8" if int8 else "fp32")
     with writing():
         print(benchmark.to_json(result)) if as_json else Console().print(benchmark.to_table(result, shape))
 

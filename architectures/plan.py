@@ -10,8 +10,8 @@ from ..machine.memory import Block, aligned, physical_memory_bytes, zeros
 from ..machine.programs import Program
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import Float32, round_up
-from ..weights import FP32, Kind, kind_for
-from ..weights.matrix import Matrix, converted, n_strips, pack
+from ..weights import Kind, kind_for
+from ..weights.matrix import Floats, Matrix, converted, floats, n_strips, pack
 from .config import Config
 
 
@@ -95,22 +95,27 @@ class Architecture:
     program: Callable[[Config, Weights, Buffers], Program]
     learned_positions: bool = False
 
-    def pack(self, config: Config, tensors: Mapping[str, Any], kind: Kind = FP32) -> Weights:
-        """The tensors, in the shapes of `shapes`, as the kernels read them; kind: what those of floats become.
+    def pack(self, config: Config, tensors: Mapping[str, Any], kind: Kind | None = None) -> Weights:
+        """The tensors, in the shapes of `shapes`, as the kernels read them.
 
-        Tensors are indexed by layer, then by a slice of rows, a block at a time: they may lie in a file. Raises MemoryError for
-        weights that the machine cannot hold.
+        kind: what those of floats become, by default what they are. Tensors are indexed by layer, then by a slice of rows, a
+        block at a time: they may lie in a file. Raises ValueError for a matrix of another shape, MemoryError for weights that
+        the machine cannot hold.
         """
         parts, vectors = self.parts(config), self.vectors(config)
         sources = {part: [_at(tensors, *place) for place in part.tensors] for part in parts.values()}
+        for part, ts in sources.items():
+            for (name, _), rows, tensor in zip(part.tensors, part.rows, ts, strict=True):
+                if tuple(tensor.shape) != (rows, part.n):  # compiled code would write where nothing is
+                    raise ValueError(f"{name} has the shape {tuple(tensor.shape)}; this config needs {(rows, part.n)}")
+        kinds = {part: kind_for(tensors, kind) for part, tensors in sources.items()}
         needed = 4 * sum(
-            _n_floats(part.n_strips, part.n, getattr(tensors[0], "group", 0), kind_for(tensors[0], kind))
-            for part, tensors in sources.items()
+            _n_floats(part.n_strips, part.n, getattr(tensors[0], "group", 0), kinds[part]) for part, tensors in sources.items()
         )
         if needed > (memory := physical_memory_bytes()):
             raise MemoryError(f"its weights take {needed / 2**30:.2f} GiB; this machine has {memory / 2**30:.2f} GiB of memory")
         block = Block(needed // 4)
-        packed = {part: pack(ts, kind_for(ts[0], kind), part.in_turns, block.take) for part, ts in sources.items()}
+        packed = {part: pack(ts, kinds[part], part.in_turns, block.take) for part, ts in sources.items()}
         return Weights(
             {name: packed[part] for name, part in parts.items()},
             {
@@ -143,11 +148,11 @@ def _n_floats(n_strips: int, n: int, group: int, kind: Kind) -> int:
     return n_strips * math.prod(kind.strip_shape(n, kind.group(n, group)))
 
 
-def _pack_vector(vector: Vector, tensors: list[Float32]) -> Float32:
+def _pack_vector(vector: Vector, tensors: list[Floats]) -> Float32:
     out, at = zeros(*vector.shape), 0
     for i, (tensor, size) in enumerate(zip(tensors, vector.sizes, strict=True)):
         padded = zeros(*tensor.shape[:-1], round_up(size, STRIP_ROWS))
-        padded[..., :size] = tensor
+        padded[..., :size] = floats(tensor)
         if vector.in_turns:
             out.reshape(-1, len(tensors), STRIP_ROWS)[:, i] = padded.reshape(-1, STRIP_ROWS)
         else:

@@ -12,7 +12,7 @@ from numba import prange
 
 from .cache import parallel
 from .threads import available_threads, on_threads, set_num_threads, share, use_threads
-from .vectors import LANES, Float32, add, fma, load, reduce_add, splat
+from .vectors import LANES, Float32, add, ceil_div, fma, load, load_bf16, load_fp16, reduce_add, splat
 
 
 def aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -84,10 +84,42 @@ def read_all(sums, array, n_threads):
     set_num_threads(before)
 
 
-def all_finite(array: Float32, n_threads: int | None = None) -> bool:
-    """Whether no element of a C-contiguous array is NaN or infinite, at the speed of memory."""
-    flat = array.reshape(-1)
-    flat.flags.writeable = False  # as a mapped file is: one type, one compilation
+@parallel
+def read_halves(sums, bits, are_fp16, n_threads):
+    """The same for the bits (n,) of fp16 or bf16, n at least LANES: the last vector ends where they end."""
+    before = use_threads(n_threads)
+    for i in prange(n_threads):
+        first, last = share(ceil_div(bits.size, LANES), np.int64(i), n_threads)
+        a, b = splat(0.0), splat(0.0)
+        for place in range(first, last, 2):
+            at = min(place * LANES, bits.size - LANES)
+            behind = min(at + LANES, bits.size - LANES)
+            if are_fp16:
+                a, b = fma(load_fp16(bits, at), splat(0.0), a), fma(load_fp16(bits, behind), splat(0.0), b)
+            else:
+                a, b = fma(load_bf16(bits, at), splat(0.0), a), fma(load_bf16(bits, behind), splat(0.0), b)
+        sums[i] = reduce_add(add(a, b))
+    set_num_threads(before)
+
+
+def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A view that is not to be written to, as a mapped file is: so compiled functions meet one type."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def bits_of(halves: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
+    """The bits (n,) of fp16 or bf16, zeros behind them if they fill no vector: compiled functions know no fp16."""
+    bits = np.ascontiguousarray(halves).view(np.uint16).reshape(-1)
+    return read_only(bits if bits.size >= LANES else np.pad(bits, (0, LANES - bits.size)))
+
+
+def all_finite(array: npt.NDArray[Any], n_threads: int | None = None) -> bool:
+    """Whether no element of a C-contiguous array is NaN or infinite, at the speed of memory; uint16 stands for bits of bf16."""
     sums = zeros(n_threads or available_threads())
-    on_threads(read_all, sums, flat, sums.size)
+    if array.dtype == np.float32:
+        on_threads(read_all, sums, read_only(array.reshape(-1)), sums.size)
+    else:
+        on_threads(read_halves, sums, bits_of(array), array.dtype == np.float16, sums.size)
     return not np.isnan(sums).any()

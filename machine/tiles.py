@@ -1,4 +1,4 @@
-"""The tile: a block of rows times a few tokens that stays in registers. Knows vectors, and no kind of weights but plain floats.
+"""The tile: a block of rows times a few tokens that stays in registers. Knows vectors, and no kind of weights but floats.
 
 A matrix (rows, n) lies in strips of STRIP_ROWS rows, k innermost but for the rows, so that a vector holds LANES rows at one k.
 Each accumulator is one chain, of one row and one token, whatever the number of tokens that share the tile: so bits do not depend
@@ -13,7 +13,21 @@ from numba.extending import intrinsic
 
 from .cache import inlined
 from .threads import share
-from .vectors import CPU_FEATURES, F32, I32, I64, LANES, VECTOR, broadcast, ceil_div, element_pointer, llvm, offset
+from .vectors import (
+    CPU_FEATURES,
+    F32,
+    FP32_STORAGE,
+    I32,
+    I64,
+    LANES,
+    VECTOR,
+    Storage,
+    broadcast,
+    ceil_div,
+    element_pointer,
+    llvm,
+    offset,
+)  # fmt: skip
 
 STRIP_ROWS = 2 * LANES  # divides 288, 512, 768, 1376, 2048 and 32000, so the known models carry no padding
 # Accumulators of a tile are STRIP_ROWS x TILE_TOKENS floats and have to stay in registers: 16 of 32 with AVX-512, else 12 of 16.
@@ -21,6 +35,7 @@ TILE_TOKENS = 8 if "+avx512f" in CPU_FEATURES else 3
 UNROLL = 2  # of k in a tile's loop: with one prefetch for both, 8 tokens of fp32 from DRAM 40 GB/s, else 33 (Zen 5)
 # Of 4096, 8192 and 16384 the best on Zen 5: 15M int8 from L3, 8 tokens 0.53 ms, else 0.61 and 0.56.
 PREFETCH_BYTES = 8192
+LINE_WORDS = 16  # of a cache line
 
 
 def prefetch(builder: Any, weights: Any, word: Any) -> None:
@@ -62,66 +77,73 @@ def cells(builder: Any, out: Any, out_stride: Any, accumulate: Any, n_vectors: i
     return places, [builder.select(accumulate, builder.load(place, align=4), zero) for place in places]
 
 
-def fp32_body(
-    builder: Any, n_vectors: int, n_tokens: int,
-    out: Any, out_stride: Any, w: Any, x: Any, x_stride: Any, n: Any, n_quads: Any, accumulate: Any,
-) -> None:  # fmt: skip
-    """The body of a tile over fp32 weights, all accumulators in registers."""
-    entry = builder.block
-    pairs, odd, last, done = (builder.append_basic_block(block) for block in ("pairs", "odd", "last", "done"))
-    places, start = cells(builder, out, out_stride, accumulate, n_vectors, n_tokens)
-    rows = [builder.gep(x, [builder.mul(x_stride, const(t))]) for t in range(n_tokens)]
-    whole = builder.and_(n, const(-UNROLL))
-    builder.cbranch(builder.icmp_signed(">", whole, const(0)), pairs, odd)
+def float_body(stored: Storage) -> Any:
+    """The body of a tile over weights that are floats, stored so: all accumulators in registers."""
+    words = LANES * stored.item_bytes // 4  # of a vector
 
-    def step(k: Any, acc: list[Any]) -> list[Any]:
-        strip = builder.mul(k, const(LANES * n_vectors))
-        weights = [
-            builder.load(offset(builder, w, builder.add(strip, const(LANES * v)), VECTOR), align=64) for v in range(n_vectors)
-        ]
-        for v in range(n_vectors):
-            prefetch(builder, w, builder.add(strip, const(LANES * v)))
-        result = []
-        for t in range(n_tokens):
-            x_k = broadcast(builder, builder.load(builder.gep(rows[t], [k])), VECTOR)
-            for v in range(n_vectors):
-                result.append(llvm(builder, "llvm.fma.v16f32", VECTOR, weights[v], x_k, acc[t * n_vectors + v]))
-        return result
+    def emit(
+        builder: Any, n_vectors: int, n_tokens: int,
+        out: Any, out_stride: Any, w: Any, x: Any, x_stride: Any, n: Any, n_quads: Any, accumulate: Any,
+    ) -> None:  # fmt: skip
+        entry = builder.block
+        pairs, odd, last, done = (builder.append_basic_block(block) for block in ("pairs", "odd", "last", "done"))
+        places, start = cells(builder, out, out_stride, accumulate, n_vectors, n_tokens)
+        rows = [builder.gep(x, [builder.mul(x_stride, const(t))]) for t in range(n_tokens)]
+        whole = builder.and_(n, const(-UNROLL))
+        builder.cbranch(builder.icmp_signed(">", whole, const(0)), pairs, odd)
 
-    def phis(*sources: tuple[list[Any], Any]) -> list[Any]:
-        merged = []
-        for i in range(len(places)):
-            phi = builder.phi(VECTOR)
-            for values, block in sources:
-                phi.add_incoming(values[i], block)
-            merged.append(phi)
-        return merged
+        def step(k: Any, acc: list[Any]) -> list[Any]:
+            row = builder.mul(k, const(words * n_vectors))
+            loaded = [
+                builder.load(offset(builder, w, builder.add(row, const(words * v)), stored.type), align=4 * words)
+                for v in range(n_vectors)
+            ]
+            weights = [stored.widen(builder, bits) for bits in loaded]
+            for line in range(0, words * n_vectors, LINE_WORDS):
+                prefetch(builder, w, builder.add(row, const(line)))
+            result = []
+            for t in range(n_tokens):
+                x_k = broadcast(builder, builder.load(builder.gep(rows[t], [k])), VECTOR)
+                for v in range(n_vectors):
+                    result.append(llvm(builder, "llvm.fma.v16f32", VECTOR, weights[v], x_k, acc[t * n_vectors + v]))
+            return result
 
-    builder.position_at_end(pairs)
-    k = builder.phi(I64)
-    k.add_incoming(const(0), entry)
-    acc = phis((start, entry))
-    new = acc
-    for u in range(UNROLL):
-        new = step(builder.add(k, const(u)), new)
-    k_next = builder.add(k, const(UNROLL))
-    k.add_incoming(k_next, pairs)
-    for phi, value in zip(acc, new, strict=True):
-        phi.add_incoming(value, pairs)
-    builder.cbranch(builder.icmp_signed("<", k_next, whole), pairs, odd)
+        def phis(*sources: tuple[list[Any], Any]) -> list[Any]:
+            merged = []
+            for i in range(len(places)):
+                phi = builder.phi(VECTOR)
+                for values, block in sources:
+                    phi.add_incoming(values[i], block)
+                merged.append(phi)
+            return merged
 
-    builder.position_at_end(odd)
-    so_far = phis((start, entry), (new, pairs))
-    builder.cbranch(builder.icmp_signed("<", whole, n), last, done)
+        builder.position_at_end(pairs)
+        k = builder.phi(I64)
+        k.add_incoming(const(0), entry)
+        acc = phis((start, entry))
+        new = acc
+        for u in range(UNROLL):
+            new = step(builder.add(k, const(u)), new)
+        k_next = builder.add(k, const(UNROLL))
+        k.add_incoming(k_next, pairs)
+        for phi, value in zip(acc, new, strict=True):
+            phi.add_incoming(value, pairs)
+        builder.cbranch(builder.icmp_signed("<", k_next, whole), pairs, odd)
 
-    builder.position_at_end(last)
-    final = step(whole, so_far)
-    builder.branch(done)
+        builder.position_at_end(odd)
+        so_far = phis((start, entry), (new, pairs))
+        builder.cbranch(builder.icmp_signed("<", whole, n), last, done)
 
-    builder.position_at_end(done)
-    for place, value in zip(places, phis((so_far, odd), (final, last)), strict=True):
-        builder.store(value, place, align=4)
-    builder.ret_void()
+        builder.position_at_end(last)
+        final = step(whole, so_far)
+        builder.branch(done)
+
+        builder.position_at_end(done)
+        for place, value in zip(places, phis((so_far, odd), (final, last)), strict=True):
+            builder.store(value, place, align=4)
+        builder.ret_void()
+
+    return emit
 
 
 def _switch_tokens(builder: Any, n_tokens: Any, function_of: Any, call_args: list[Any]) -> None:
@@ -140,7 +162,7 @@ def _switch_tokens(builder: Any, n_tokens: Any, function_of: Any, call_args: lis
 def make_tile(name: str, emit: Any, n_vectors: int) -> Any:
     """A tile over strips of n_vectors * LANES rows, for 1 to TILE_TOKENS tokens; indexes and strides are flat, in words.
 
-    fp32: out[t, r] (+)= sum_k w[k, r] x[t, k] for k < n, ascending, fused; n_quads is of no meaning. int8, n groups of n_quads:
+    Floats: out[t, r] (+)= sum_k w[k, r] x[t, k] for k < n, ascending, fused; n_quads is of no meaning. int8, n groups of n_quads:
     out[t, r] (+)= sum over groups of (sum_k w[r, k] x[t, k]) times both scales; see `Weights` and `quantize` for the layouts.
     """
 
@@ -166,16 +188,21 @@ def make_tile(name: str, emit: Any, n_vectors: int) -> Any:
     return tile
 
 
-strip_tile = make_tile("fp32_tile", fp32_body, STRIP_ROWS // LANES)
-vector_tile = make_tile("fp32_tile", fp32_body, 1)
+def float_tile(name: str, stored: Storage) -> Any:
+    """The tile of a strip of floats that are stored so."""
+    return make_tile(name, float_body(stored), STRIP_ROWS // LANES)
+
+
+strip_tile = float_tile("fp32_tile", FP32_STORAGE)
+vector_tile = make_tile("fp32_tile", float_body(FP32_STORAGE), 1)
 
 
 @inlined
 def multiply_strips(tile, out, out_width, w, x, x_width, n, n_quads, n_tokens, first, last, accumulate):
-    """out[t] (+)= W x[t] for the rows of strips first to last, by a tile: n units of 1 + n_quads words a row."""
+    """out[t] (+)= W x[t] for the rows of strips first to last, by a tile over n, or n groups of n_quads."""
     n_parts = ceil_div(n_tokens, TILE_TOKENS)
     for strip in range(first, last):
-        words = strip * n * (1 + n_quads) * STRIP_ROWS
+        words = strip * w.shape[1] * w.shape[2]
         for part in range(n_parts):
             t, end = share(n_tokens, part, n_parts)
             at = t * out_width + strip * STRIP_ROWS

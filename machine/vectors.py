@@ -4,7 +4,9 @@ A vector is LANES floats on every machine, for the sake of the bits; LLVM splits
 that emit LLVM's code take its builder first; those above them, the intrinsics, are what compiled functions call.
 """
 
-from typing import Any
+import platform
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -143,14 +145,74 @@ def element_pointer(context: Any, builder: Any, array_type: Any, array: Any, ind
     return builder.bitcast(builder.gep(data, [index]), pointee.as_pointer())
 
 
+class Storage(NamedTuple):
+    """How LANES floats lie in memory: bytes of each, a vector of an LLVM type, and what makes float32 of it, exactly."""
+
+    item_bytes: int
+    type: Any
+    widen: Callable[[Any, Any], Any]
+
+
+def _widen_bf16(builder: Any, bits: Any) -> Any:
+    """The upper half of a float32."""
+    return builder.bitcast(builder.shl(builder.zext(bits, INTEGERS), ir.Constant(INTEGERS, [16] * LANES)), VECTOR)
+
+
+def _widen_fp16(builder: Any, bits: Any) -> Any:
+    """By the CPU's own conversion."""
+    return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), VECTOR)
+
+
+def _widen_fp16_portable(builder: Any, bits: Any) -> Any:
+    """The bits of a float32 whose exponent is 112 too small, times 2^112, which is exact; subnormals are no special case."""
+
+    def constant(value: int) -> Any:
+        return ir.Constant(INTEGERS, [value] * LANES)
+
+    wide = builder.shl(builder.sext(bits, INTEGERS), constant(13))
+    small = builder.bitcast(builder.and_(wide, constant(~(7 << 28))), VECTOR)
+    scaled = builder.fmul(small, ir.Constant(VECTOR, [2.0**112] * LANES))
+    not_finite = builder.icmp_signed("==", builder.and_(wide, constant(0x1F << 23)), constant(0x1F << 23))
+    return builder.select(not_finite, builder.bitcast(builder.or_(wide, constant(0xFF << 23)), VECTOR), scaled)
+
+
+_HALVES = ir.VectorType(ir.IntType(16), LANES)
+FP32_STORAGE = Storage(4, VECTOR, lambda builder, floats: floats)
+BF16_STORAGE = Storage(2, _HALVES, _widen_bf16)
+PORTABLE_FP16_STORAGE = Storage(2, _HALVES, _widen_fp16_portable)
+# without the instruction LLVM would call a function of a library that is not there
+CONVERTS_FP16 = "+f16c" in CPU_FEATURES.split(",") or platform.machine().lower() in ("arm64", "aarch64")
+FP16_STORAGE = Storage(2, _HALVES, _widen_fp16) if CONVERTS_FP16 else PORTABLE_FP16_STORAGE
+
+
+def load_as(storage: Storage) -> Any:
+    """An intrinsic (array, index): LANES floats of a C-contiguous array's memory, from a flat index in floats as stored there."""
+
+    @intrinsic
+    def load_as(typingctx, array, index):
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            start = element_pointer(context, builder, signature.args[0], args[0], ir.Constant(I64, 0), storage.type.element)
+            pointer = builder.bitcast(builder.gep(start, [args[1]]), storage.type.as_pointer())
+            return storage.widen(builder, builder.load(pointer, align=storage.item_bytes))
+
+        return vector(array, types.intp), codegen
+
+    return load_as
+
+
+load = load_as(FP32_STORAGE)
+load_bf16 = load_as(BF16_STORAGE)
+load_fp16 = load_as(FP16_STORAGE)
+
+
 @intrinsic
-def load(typingctx, array, index):
-    """LANES floats of a C-contiguous float32 array, from a flat index."""
+def lane(typingctx, a, i):
+    """The float in lane i of a vector."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(element_pointer(context, builder, signature.args[0], args[0], args[1], VECTOR), align=4)
+        return builder.extract_element(*args)
 
-    return vector(array, types.intp), codegen
+    return types.float32(a, types.intp), codegen
 
 
 @intrinsic

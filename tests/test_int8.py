@@ -233,6 +233,54 @@ def test_real_int8_logits_do_not_depend_on_the_batch_the_threads_or_the_path_bit
                     np.testing.assert_array_equal(run_in_blocks(model, tokens, block).view(np.int32), alone.view(np.int32))
 
 
+def rows_by_numpy(rows: np.ndarray, group: int) -> Grouped:
+    """`quantize_rows` as it was written first."""
+    groups = np.zeros((rows.shape[0], round_up(rows.shape[1], group)), np.float32)
+    groups[:, : rows.shape[1]] = rows
+    groups = groups.reshape(rows.shape[0], -1, group)
+    scales = np.maximum(groups.max(-1), np.float32(0) - groups.min(-1)) / np.float32(127)
+    scales[scales < np.finfo(np.float32).tiny] = 0
+    groups /= np.where(scales > 0, scales, np.float32(1))[:, :, None]
+    return Grouped(np.rint(groups, out=groups).astype(np.int8), scales)
+
+
+def strips_by_numpy(grouped: Grouped) -> np.ndarray:
+    """The words of strips, by the layout's description: scales, then quads of codes w + 128, the rows of each innermost."""
+    n_rows, n_groups, group = grouped.values.shape
+    padded, quads = round_up(n_rows, STRIP_ROWS), round_up(group, QUADS)
+    codes, scales = np.full((padded, n_groups, quads), 128, np.uint8), np.zeros((padded, n_groups, 1), np.float32)
+    codes[:n_rows, :, :group] = grouped.values.astype(int) + 128
+    scales[:n_rows, :, 0] = grouped.scales
+    words = np.concatenate([scales.view(np.uint32), codes.view(np.uint32)], 2)
+    return words.reshape(padded // STRIP_ROWS, STRIP_ROWS, n_groups, -1).transpose(0, 2, 3, 1)
+
+
+@pytest.mark.parametrize(("n", "group"), [(64, 64), (576, 64), (96, 32), (172, 32), (50, 25), (33, 11), (40, 2), (7, 1), (5, 32)])
+def test_weights_are_quantized_and_packed_bit_for_bit_as_numpy_does(n: int, group: int) -> None:
+    rng = np.random.default_rng(n)
+    rows = rng.standard_normal((70, n)).astype(np.float32) * np.float32(10) ** rng.integers(-44, 37, (70, 1)).astype(np.float32)
+    rows[0], rows[1], rows[2, : n // 2] = 0, -0.0, 0
+    rows[3] = np.resize(np.array([127, 0.5, -0.5, 1.5, -1.5, 2.5], np.float32), n)  # ties
+    got, expected = quantize_rows(rows, group), rows_by_numpy(rows, group)
+    np.testing.assert_array_equal(got.values, expected.values)
+    np.testing.assert_array_equal(got.scales.view(np.uint32), expected.scales.view(np.uint32))
+    strips = zeros(2 * 3 + 1, *INT8.strip_shape(n, group))
+    INT8.fill(strips, 1, 2, expected, group)
+    np.testing.assert_array_equal(
+        strips[1::2].view(np.uint32).reshape(strips_by_numpy(expected).shape), strips_by_numpy(expected)
+    )
+    assert not strips[::2].any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_have_no_finite_scale(bad: float) -> None:
+    rows = np.ones((3, 96), np.float32)
+    rows[1, 40] = bad
+    scales = quantize_rows(rows, 32).scales
+    assert not np.isfinite(scales[1, 1])
+    assert np.isfinite(np.delete(scales.reshape(-1), 4)).all()
+
+
 def test_weights_that_nearly_vanish_keep_their_sign_or_vanish():
     """190 / 127 units of the smallest float are one unit, and 190 of it no int8."""
     rows = np.full((400, 32), 1e-45, np.float32) * np.arange(400, dtype=np.float32)[:, None]

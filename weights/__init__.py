@@ -1,13 +1,25 @@
 """Kinds of weights, a room each: how they lie in memory, and what multiplies them."""
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from .fp32 import FP32
+from .half import BF16, FP16
 from .int8 import INT8
 from .matrix import Kind, Tensor
 
 
-def kind_for(tensor: Tensor, kind: Kind) -> Kind:
-    """What a tensor's weights become: int8 where they share scales already, else that kind."""
-    return INT8 if getattr(tensor, "group", 0) else kind
+def kind_for(tensors: Sequence[Tensor], kind: Kind | None = None) -> Kind:
+    """What the weights of tensors become: int8 where they share scales already, else that kind, or None: what they are.
+
+    Tensors of several types become fp32, which holds them all.
+    """
+    if any(getattr(tensor, "group", 0) for tensor in tensors):
+        return INT8
+    dtypes = {np.dtype(getattr(tensor, "dtype", np.float32)) for tensor in tensors}
+    kinds = {np.dtype(np.float16): FP16, np.dtype(np.uint16): BF16}
+    return kind or (kinds.get(dtypes.pop(), FP32) if len(dtypes) == 1 else FP32)
 
 
-__all__ = ["FP32", "INT8", "Kind", "kind_for"]
+__all__ = ["BF16", "FP16", "FP32", "INT8", "Kind", "kind_for"]

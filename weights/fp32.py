@@ -3,12 +3,36 @@
 import numpy as np
 from numba import prange
 
-from ..machine.cache import parallel
+from ..machine.cache import inlined, parallel
+from ..machine.memory import read_only
 from ..machine.programs import Floats2, Floats3, Ints1, Pass, operation
 from ..machine.threads import available_threads, on_threads, set_num_threads, share, use_threads
 from ..machine.tiles import STRIP_ROWS, multiply_strips, strip_tile
-from ..machine.vectors import LANES, Float32, ceil_div
-from .matrix import Kind
+from ..machine.vectors import LANES, Float32, ceil_div, lane, load
+from .matrix import Floats, Kind, floats
+
+BLOCK = 32  # columns of a block that is turned, a number that the compiler sees: 135M weights on two threads 0.04 s, else 0.1
+
+
+@inlined
+def multiply(tile, run, thread, out, w, x, n, adding, unit, of_logits):
+    """out[t] (+)= W x[t] by a tile over floats: this thread's strips; see `Matrix.product`."""
+    first, last = share(w.shape[0] // unit, thread, run.n_threads)
+    n_tokens = run.n_logits if of_logits else run.n_tokens
+    source = x[thread if x.shape[0] > 1 else 0]
+    multiply_strips(tile, out, out.shape[1], w, source, x.shape[2], n, 0, n_tokens, unit * first, unit * last, adding)
+
+
+@inlined
+def gather(load_weights, run, thread, out, w, tokens, n):
+    """out[t] = W[tokens[t]]: this thread's columns; see `Matrix.embedding`."""
+    first, last = share(n, thread, run.n_threads)
+    for t in range(run.n_tokens):
+        strip, row = divmod(tokens[t], STRIP_ROWS)
+        out[t, n:] = 0.0  # what an earlier pass left there may be NaN
+        for k in range(first, last):
+            weights = load_weights(w, (strip * n + k) * STRIP_ROWS + row // LANES * LANES)
+            out[t, k] = lane(weights, row % LANES)
 
 
 @operation
@@ -16,52 +40,76 @@ def product(
     run: Pass, thread: int, out: Floats2, w: Floats3, x: Floats3, scratch: Floats3,
     n: int, group: int, adding: int, unit: int, of_logits: int,
 ) -> None:  # fmt: skip
-    """out[t] (+)= W x[t]: this thread's strips; see `Matrix.product`."""
-    first, last = share(w.shape[0] // unit, thread, run.n_threads)
-    n_tokens = run.n_logits if of_logits else run.n_tokens
-    source = x[thread if x.shape[0] > 1 else 0]
-    multiply_strips(
-        strip_tile, out, out.shape[1], w, source, x.shape[2], n, 0, n_tokens, unit * first, unit * last, adding
-    )  # fmt: skip
+    """`multiply` of fp32 weights."""
+    multiply(strip_tile, run, thread, out, w, x, n, adding, unit, of_logits)
 
 
 @operation
 def embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: int, group: int) -> None:
-    """out[t] = W[tokens[t]]: this thread's columns; see `Matrix.embedding`."""
-    first, last = share(n, thread, run.n_threads)
-    for t in range(run.n_tokens):
-        strip, row = divmod(tokens[t], STRIP_ROWS)
-        out[t, n:] = 0.0  # what an earlier pass left there may be NaN
-        for k in range(first, last):
-            out[t, k] = w[strip, k, row]
+    """`gather` of fp32 weights."""
+    gather(load, run, thread, out, w, tokens, n)
 
 
 @parallel
 def fill_strips(strips, first, stride, matrix, n_threads):
     """strips[first + stride * i, k, r] = matrix[R i + r, k]: rows (rows, n) into every stride-th of strips (P, n, R)."""
     rows, n = matrix.shape
+    whole = n // BLOCK * BLOCK
     before = use_threads(n_threads)
     for i in prange(n_threads):
         begin, end = share(ceil_div(rows, STRIP_ROWS), np.int64(i), n_threads)
         for strip in range(begin, end):
-            row = strip * STRIP_ROWS
-            for k in range(0, n, LANES):
-                for r in range(min(STRIP_ROWS, rows - row)):
-                    for j in range(k, min(k + LANES, n)):
-                        strips[first + stride * strip, j, r] = matrix[row + r, j]
+            out, source = strips[first + stride * strip], matrix[strip * STRIP_ROWS : (strip + 1) * STRIP_ROWS]
+            for k in range(0, whole, BLOCK):
+                for r in range(source.shape[0]):
+                    for j in range(BLOCK):
+                        out[k + j, r] = source[r, k + j]
+            for k in range(whole, n):
+                for r in range(source.shape[0]):
+                    out[k, r] = source[r, k]
     set_num_threads(before)
 
 
-def fill(strips: Float32, first: int, stride: int, rows: Float32, group: int) -> None:
-    """`Kind.fill`: the rows that pad the last strip stay zero."""
-    source = np.ascontiguousarray(rows).view()
-    source.flags.writeable = False  # as what a reader gives may be: one type, one compilation
-    on_threads(fill_strips, strips, first, stride, source, available_threads())
+@parallel
+def read_strips(matrix, strips, n_threads):
+    """matrix[R i + r, k] = strips[i, k, r]."""
+    n = matrix.shape[1]
+    whole = n // BLOCK * BLOCK
+    before = use_threads(n_threads)
+    for i in prange(n_threads):
+        begin, end = share(strips.shape[0], np.int64(i), n_threads)
+        for strip in range(begin, end):
+            out, source = matrix[strip * STRIP_ROWS : (strip + 1) * STRIP_ROWS], strips[strip]
+            for k in range(0, whole, BLOCK):
+                for r in range(STRIP_ROWS):
+                    for j in range(BLOCK):
+                        out[r, k + j] = source[k + j, r]
+            for k in range(whole, n):
+                for r in range(STRIP_ROWS):
+                    out[r, k] = source[k, r]
+    set_num_threads(before)
+
+
+def pack_rows(strips: Floats, first: int, stride: int, rows: Floats) -> None:
+    """`fill_strips` on all threads: the rows that pad the last strip stay zero."""
+    on_threads(fill_strips, strips, first, stride, read_only(np.ascontiguousarray(rows)), available_threads())
+
+
+def unpack_rows(strips: Floats, n: int) -> Floats:
+    """All rows of strips (P, n, R), those that pad the last one among them."""
+    rows = np.empty((len(strips) * STRIP_ROWS, n), strips.dtype)
+    on_threads(read_strips, rows, read_only(strips), available_threads())
+    return rows
+
+
+def fill(strips: Float32, first: int, stride: int, rows: Floats, group: int) -> None:
+    """`Kind.fill`, of floats of any type."""
+    pack_rows(strips, first, stride, floats(rows))
 
 
 def rows_of(strips: Float32, n: int, group: int) -> Float32:
     """`Kind.rows`."""
-    return strips.transpose(0, 2, 1).reshape(-1, n)
+    return unpack_rows(strips, n)
 
 
 def no_group(n: int, file_group: int) -> int:

@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
+from numba import prange
 from numba.core import cgutils
 
-from ..machine.cache import compiled, inlined
+from ..machine.cache import compiled, inlined, parallel
+from ..machine.memory import read_only
 from ..machine.programs import Floats2, Floats3, Ints1, Pass, operation
-from ..machine.threads import share
+from ..machine.threads import available_threads, on_threads, set_num_threads, share, use_threads
 from ..machine.tiles import STRIP_ROWS, cells, const, make_tile, multiply_strips, prefetch
 from ..machine.vectors import (
     CPU_FEATURES,
@@ -33,6 +35,7 @@ from ..machine.vectors import (
     broadcast,
     ceil_div,
     div,
+    fma,
     llvm,
     load,
     load_byte,
@@ -41,18 +44,20 @@ from ..machine.vectors import (
     offset,
     reduce_add,
     reduce_max,
+    rint,
     round_half_away,
-    round_up,
     shuffle,
     splat,
     store_byte,
     store_bytes,
     store_int,
 )  # fmt: skip
-from .matrix import Grouped, Kind
+from .matrix import Floats, Grouped, Kind, floats
 
 Int8 = npt.NDArray[np.int8]
 QUADS = 4  # bytes in a word
+ZEROS_OF_CODES = np.uint32(0x80808080)  # four weights of 0 as they are stored
+SMALLEST_SCALE = np.finfo(np.float32).tiny  # below, it has so few bits that a weight might be 190 of them, which wraps around
 GROUP_HEAD = 2  # words in front of a group of activations: its scale and its correction
 
 
@@ -254,30 +259,78 @@ def embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: in
             out[t, k] = np.float32(code) * w[strip, place, row]
 
 
+@compiled
+def quantize_group(values, scales, rows, row, g, group):
+    """values (rows, groups, group) and scales (rows, groups) of group g of a row of rows (rows, n); zeros fill it up."""
+    n = rows.shape[1]
+    at, out = row * n, (row * scales.shape[1] + g) * group
+    start, end = g * group, min((g + 1) * group, n)
+    whole = start + (end - start) // LANES * LANES
+    top, not_finite = splat(0.0), splat(0.0)
+    for i in range(start, whole, LANES):
+        weights = load(rows, at + i)
+        top, not_finite = maximum(absolute(weights), top), fma(weights, splat(0.0), not_finite)
+    for i in range(whole, end):
+        weights = splat(rows[row, i])
+        top, not_finite = maximum(absolute(weights), top), fma(weights, splat(0.0), not_finite)
+    scale = np.float32(reduce_max(top) / np.float32(127.0))
+    if scale < SMALLEST_SCALE:
+        scale = np.float32(0.0)
+    divisor = splat(scale if scale > 0.0 else np.float32(1.0))
+    for i in range(start, whole, LANES):
+        store_bytes(values, out + i - start, rint(div(load(rows, at + i), divisor)))
+    for i in range(whole, start + group):
+        weight = splat(rows[row, i] if i < end else np.float32(0.0))
+        store_byte(values, out + i - start, reduce_max(rint(div(weight, divisor))))
+    scales[row, g] = scale + reduce_add(not_finite)
+
+
+@parallel
+def quantize_all(values, scales, rows, group, n_threads):
+    """Every group of rows (rows, n); see `quantize_group`."""
+    before = use_threads(n_threads)
+    for i in prange(n_threads):
+        first, last = share(rows.shape[0], np.int64(i), n_threads)
+        for row in range(first, last):
+            for g in range(scales.shape[1]):
+                quantize_group(values, scales, rows, row, g, group)
+    set_num_threads(before)
+
+
 def quantize_rows(rows: Float32, group: int) -> Grouped:
     """Rows (rows, n) in groups of so many; zeros fill up a row's last one."""
-    groups = np.zeros((rows.shape[0], round_up(rows.shape[1], group)), np.float32)
-    groups[:, : rows.shape[1]] = rows
-    groups = groups.reshape(rows.shape[0], -1, group)
-    scales = np.maximum(groups.max(-1), np.float32(0) - groups.min(-1)) / np.float32(127)
-    scales[scales < np.finfo(np.float32).tiny] = 0  # so few bits that a weight might be 190 of them, which wraps around
-    groups /= np.where(scales > 0, scales, np.float32(1))[:, :, None]
-    return Grouped(np.rint(groups, out=groups).astype(np.int8), scales)
+    shape = len(rows), ceil_div(rows.shape[1], group)
+    values, scales = np.empty((*shape, group), np.int8), np.empty(shape, np.float32)
+    on_threads(quantize_all, values, scales, read_only(np.ascontiguousarray(rows)), group, available_threads())
+    return Grouped(values, scales)
 
 
-def fill(strips: Float32, first: int, stride: int, rows: Float32 | Grouped, group: int) -> None:
+@parallel
+def fill_words(words, first, stride, codes, scales, n_threads):
+    """Codes (rows, groups, quads), 4 to a word, and scales (rows, groups) into every stride-th of strips of words."""
+    rows, n_groups, n_quads = codes.shape
+    before = use_threads(n_threads)
+    for i in prange(n_threads):
+        begin, end = share(ceil_div(rows, STRIP_ROWS), np.int64(i), n_threads)
+        for strip in range(begin, end):
+            out = words[first + stride * strip]
+            for g in range(n_groups):
+                for r in range(STRIP_ROWS):
+                    row = strip * STRIP_ROWS + r
+                    out[g, 0, r] = scales[row, g] if row < rows else 0
+                    for q in range(n_quads):
+                        out[g, 1 + q, r] = (codes[row, g, q] if row < rows else 0) ^ ZEROS_OF_CODES
+    set_num_threads(before)
+
+
+def fill(strips: Float32, first: int, stride: int, rows: Floats | Grouped, group: int) -> None:
     """`Kind.fill`: what pads rows and groups weighs nothing."""
-    grouped = rows if isinstance(rows, Grouped) else quantize_rows(rows, group)
-    n_rows, n_groups, _ = grouped.values.shape
-    part = strips[first::stride][: ceil_div(n_rows, STRIP_ROWS)]
+    grouped = rows if isinstance(rows, Grouped) else quantize_rows(floats(rows), group)
     n_quads = strips.shape[2] // STRIP_ROWS - 1
-    codes = np.full((len(part) * STRIP_ROWS, n_groups, n_quads * QUADS), 128, np.uint8)
-    np.bitwise_xor(grouped.values.view(np.uint8), 128, out=codes[:n_rows, :, :group])
-    scales = np.zeros((len(part) * STRIP_ROWS, n_groups), np.float32)
-    scales[:n_rows] = grouped.scales
-    words = part.view(np.uint32).reshape(-1, n_groups, 1 + n_quads, STRIP_ROWS)
-    words[:, :, 0] = scales.view(np.uint32).reshape(-1, STRIP_ROWS, n_groups).transpose(0, 2, 1)
-    words[:, :, 1:] = codes.view(np.uint32).reshape(-1, STRIP_ROWS, n_groups, n_quads).transpose(0, 2, 3, 1)
+    words = strips.view(np.uint32).reshape(len(strips), -1, 1 + n_quads, STRIP_ROWS)
+    values = np.pad(grouped.values, ((0, 0), (0, 0), (0, -group % QUADS))) if group % QUADS else grouped.values
+    codes, scales = (read_only(np.ascontiguousarray(array)).view(np.uint32) for array in (values, grouped.scales))
+    on_threads(fill_words, words, first, stride, codes, scales, available_threads())
 
 
 def rows_of(strips: Float32, n: int, group: int) -> Float32:

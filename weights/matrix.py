@@ -9,24 +9,53 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from numba import prange
 
-from ..machine.memory import aligned, zeros
+from ..machine.cache import parallel
+from ..machine.memory import aligned, bits_of, zeros
 from ..machine.programs import Operation, Row
+from ..machine.threads import available_threads, on_threads, set_num_threads, share, use_threads
 from ..machine.tiles import STRIP_ROWS
-from ..machine.vectors import Float32, Int64, ceil_div
+from ..machine.vectors import LANES, Float32, Int64, ceil_div, load_bf16, load_fp16, store
 
+Floats = npt.NDArray[Any]  # see `Tensor`
 BLOCK_STRIPS = 64  # packed at a time: 42M loads in 0.13 s, with 16 in 0.17
 
 
 class Tensor(Protocol):
     """A matrix (rows, n) before it is packed: an array, or one that a reader gives. [first:last] gives rows.
 
-    Of floats they are an array (rows, n); a tensor whose weights share scales says of how many `group` is, and gives `Grouped`.
+    Of floats they are an array (rows, n) of its dtype: float32, float16, or uint16, which stands for the bits of bf16. A tensor
+    whose weights share scales says of how many `group` is, and gives `Grouped`.
     """
 
     @property
     def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
     def __getitem__(self, rows: slice, /) -> Any: ...
+
+
+@parallel
+def widen(out, bits, are_fp16, n_threads):
+    """out = the float32 of bits (n,) of fp16 or bf16, n at least LANES: the last vector ends where they end."""
+    before = use_threads(n_threads)
+    for i in prange(n_threads):
+        first, last = share(ceil_div(bits.size, LANES), np.int64(i), n_threads)
+        for place in range(first, last):
+            at = min(place * LANES, bits.size - LANES)
+            store(out, at, load_fp16(bits, at) if are_fp16 else load_bf16(bits, at))
+    set_num_threads(before)
+
+
+def floats(rows: Floats) -> Float32:
+    """The same numbers in float32, exactly; what is float32 stays where it is."""
+    if rows.dtype not in (np.float16, np.uint16):
+        return rows.astype(np.float32, copy=False)
+    bits = bits_of(rows)
+    out = np.empty(bits.size, np.float32)
+    on_threads(widen, out, bits, rows.dtype == np.float16, available_threads())
+    return out[: rows.size].reshape(rows.shape)
 
 
 @dataclass(frozen=True)
