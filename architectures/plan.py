@@ -138,7 +138,7 @@ class Architecture:
         )
 
     def check(self, config: Config, weights: Weights) -> None:
-        """Raises ValueError for weights that are not of that config's shape."""
+        """Raises ValueError for weights that are not of that config's shape, or more than it needs."""
         for name, part in self.parts(config).items():
             matrix = weights.matrices.get(name)
             expected = (part.n_strips * STRIP_ROWS, part.n)
@@ -147,6 +147,9 @@ class Architecture:
         for name, vector in self.vectors(config).items():
             if name not in weights.vectors or weights.vectors[name].shape != vector.shape:
                 raise ValueError(f"the weights' {name} has not the shape {vector.shape} that the config needs")
+        known = {*self.parts(config), *self.vectors(config)}
+        if more := {*weights.matrices, *weights.vectors} - known:
+            raise ValueError(f"the weights' {min(more)} is none of the config's")
 
 
 def _at(tensors: Mapping[str, Any], name: str, layer: int | None) -> Any:

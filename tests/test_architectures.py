@@ -91,7 +91,7 @@ def test_a_text_that_outgrows_its_buffers_keeps_its_logits(name: str) -> None:
     np.testing.assert_array_equal(at_once.forward(tokens, 1), logits)
 
 
-@pytest.mark.parametrize("name", ["everything", "gpt2, odd"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_text_is_the_targets_own_whatever_drafts_for_it(name: str) -> None:
     target, draft = model_of(FAMILIES[name]), model_of(FAMILIES[name], kind=INT8)
     sampling = Sampling(0.8, seed=3)
@@ -141,6 +141,15 @@ def test_a_token_that_is_not_finite_leaves_nothing_behind(name: str) -> None:
 # Positions
 
 
+@pytest.mark.parametrize(("seq_len", "window"), [(20, 12), (12, 20), (12, 0)])
+def test_beyond_its_seq_len_a_model_sees_what_its_window_or_its_seq_len_holds(seq_len: int, window: int) -> None:
+    config = replace(FAMILIES["mistral"], seq_len=seq_len, window=window)
+    tokens = tokens_for(config, 60)
+    expected = reference.forward(config, random_tensors(config), tokens, 12)
+    got = run_in_blocks(model_of(config, n_positions=64), tokens, 7)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
 def test_llama_3_scales_slow_pairs_alone() -> None:
     config = replace(FAMILIES["llama 3"], head_dim=128, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192))
     np.testing.assert_allclose(1 / positions_a_radian(config), reference.frequencies(config), rtol=1e-12)
@@ -185,6 +194,17 @@ def test_a_context_that_is_not_used_takes_no_memory() -> None:
 def test_an_architecture_that_is_not_there_is_named_with_those_that_are() -> None:
     with pytest.raises(ValueError, match=r"'mamba'.*llama.*gpt2"):
         architecture_of(Config(8, 8, 1, 1, 1, 8, 8, architecture="mamba"))
+
+
+@pytest.mark.parametrize("flag", ["qkv_bias", "wo_bias", "mlp_bias", "qk_norm"])
+def test_weights_of_another_flag_are_refused(flag: str) -> None:
+    config = FAMILIES["everything"]
+    other = replace(config, **{flag: False})
+    weights = [architecture_of(c).pack(c, random_tensors(c)) for c in (config, other)]
+    with pytest.raises(ValueError, match="none of the config's"):
+        Transformer(other, weights[0])
+    with pytest.raises(ValueError, match="has not the shape"):
+        Transformer(config, weights[1])
 
 
 @pytest.mark.parametrize(
