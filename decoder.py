@@ -162,7 +162,7 @@ class SpeculativeDecoder:
         """
         tokens = self.encode(prompt)
         max_tokens = whole("max_tokens", max_tokens, 0)
-        self._check_memory(len(tokens) + max_tokens)
+        self._check_memory(len(tokens) + max_tokens - 1)  # the last one is never run
         if not isinstance(sampling, Sampling):
             raise TypeError(f"sampling is {short(sampling, repr)}; expected Sampling(temperature=..., seed=...)")
         if not self._is_warm:
