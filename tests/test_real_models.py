@@ -224,7 +224,7 @@ def test_the_memory_is_told_before_a_text_that_does_not_fit(
     monkeypatch.setattr("specdec.decoder.physical_memory_bytes", lambda: model.weights.n_bytes + model.text_bytes(300))
     code, out, err = run("-m", target, "-n", 0, "-s", 1, "-t", 4, "-p", 0, "--json")
     assert code == 0 and "of the 100000 tokens of the target's context" in err
-    assert json.loads(out)["n_generated"] <= 300
+    assert json.loads(out)["n_generated"] <= 320
 
 
 def test_a_bad_folder_is_one_line(run: Run, tmp_path: Path) -> None:  # noqa: F811
