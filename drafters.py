@@ -1,6 +1,6 @@
 """Whatever proposes tokens. Knows nothing of verifying."""
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,16 +27,16 @@ class Drafter(Protocol):
 class ModelDrafter:
     """A smaller model that decodes n tokens one by one. Beyond its own seq_len it sees a sliding window.
 
-    stream: the noise that its tokens are drawn with; end_marks: the tokens behind which it proposes none.
+    noise: the stream that tokens from a position on are drawn with; end_marks: the tokens behind which it proposes none.
     """
 
-    def __init__(self, model: Transformer, sampling: Sampling, stream: int, end_marks: Container[int]) -> None:
-        self._model, self._stream, self._end_marks = model, stream, end_marks
+    def __init__(self, model: Transformer, sampling: Sampling, noise: Callable[[int], int], end_marks: Container[int]) -> None:
+        self._model, self._noise, self._end_marks = model, noise, end_marks
         self._sampler = Sampler(model.config.vocab_size, sampling)
         self._q: list[Float32] = []
 
     def propose(self, tokens: list[int], n: int) -> Draft:
-        text = [*tokens]
+        text, stream = [*tokens], self._noise(len(tokens))
         while len(self._q) < n:
             self._q.append(self._sampler.new_probs())
         with self._model.lock:
@@ -44,7 +44,7 @@ class ModelDrafter:
                 self._model.forward(text[:-1], n_logits=0)
             for q in self._q[:n]:
                 logits = self._model.forward(text)
-                token = self._sampler.draw(q, logits[0], self._stream, len(text))
+                token = self._sampler.draw(q, logits[0], stream, len(text))
                 if token < 0:
                     break
                 text.append(token)

@@ -15,7 +15,13 @@ from .machine.cache import compiled
 from .machine.memory import zeros
 from .machine.vectors import LANES, Float32, round_up
 
-TARGET_NOISE, DRAFT_NOISE, ACCEPT_NOISE = range(3)  # streams: shared by target and draft; a draft's own; what accepts its draws
+# streams: shared by target and draft; a draft's own; what accepts its draws; those of rounds, two a round (`round_noise`)
+TARGET_NOISE, DRAFT_NOISE, ACCEPT_NOISE, FIRST_ROUND_NOISE = range(4)
+
+
+def round_noise(position: int) -> tuple[int, int]:
+    """The streams, a draft's own and what accepts its draws, that no round uses but the one that begins at that position."""
+    return FIRST_ROUND_NOISE + 2 * position, FIRST_ROUND_NOISE + 2 * position + 1
 
 
 @dataclass(frozen=True)
@@ -222,20 +228,53 @@ def draw(probs, logits, temperature, top_k, top_p, seed, stream, position, keys)
 
 
 @compiled
+def redraw(p, q, n, weight, seed, stream, position):
+    """A token from the residual max(0, weight p - q), which is left in p (1, V padded). -1 where p is NaN."""
+    if np.isnan(p[0, 0]):
+        return np.int64(-1)
+    weight = np.float32(weight)
+    total = 0.0
+    for i in range(n):
+        total += max(np.float32(0.0), weight * p[0, i] - q[0, i])
+    if total > 0.0:  # where rounding leaves no residual, p and q are one distribution; p may yet be 0 where q is not
+        for i in range(n):
+            p[0, i] = max(np.float32(0.0), weight * p[0, i] - q[0, i])
+    return race(p, n, seed, stream, position)
+
+
+@compiled
 def keep_or_redraw(p, q, n, token, seed, accept_stream, target_stream, position):
     """The target's token where the draft proposed `token`: rejection sampling (Leviathan et al. 2023, section 2.3).
 
     The proposal is kept with probability min(1, p / q); else the token comes from the residual max(0, p - q), which never
     holds the proposal: it was accepted exactly if it is what this returns. p (1, V padded) is overwritten. -1 where p is NaN.
     """
-    if np.isnan(p[0, token]):
-        return -1
     if uniform(noise_key(seed, accept_stream, position), token) * q[0, token] < p[0, token]:
-        return token
-    total = 0.0
+        return np.int64(token)
+    return redraw(p, q, n, 1.0, seed, target_stream, position)
+
+
+@compiled
+def weigh_prefix(p, q, n, token, weight):
+    """h_i and p_(i+1) of Sun et al. 2024, Algorithm 2, from weight = p_i, the target's p and the draft's q behind i proposals.
+
+    p, q: (1, V padded); token: the proposal i + 1. Where p is NaN the block ends, and h is what it is of a whole one: p_i.
+    """
+    if np.isnan(p[0, token]):
+        return weight, 0.0
+    w = np.float32(weight)
+    residual = 0.0
     for i in range(n):
-        total += max(np.float32(0.0), p[0, i] - q[0, i])
-    if total > 0.0:  # where rounding leaves no residual, p and q are one distribution; p may yet be 0 where q is not
-        for i in range(n):
-            p[0, i] = max(np.float32(0.0), p[0, i] - q[0, i])
-    return race(p, n, seed, target_stream, position)
+        residual += max(np.float32(0.0), w * p[0, i] - q[0, i])
+    left_over = residual + (1.0 - weight)
+    odds = residual / left_over if left_over > 0.0 else 1.0  # nothing can be refused any more
+    ratio = weight * p[0, token]
+    if ratio < q[0, token]:
+        return odds, ratio / q[0, token]
+    return odds, 1.0 if ratio > 0.0 else 0.0
+
+
+@compiled
+def happens(odds, seed, stream, position):
+    """Whether a thing of these odds does, by the noise of a stream at a position."""
+    return uniform(noise_key(seed, stream, position), np.int64(0)) < odds
