@@ -97,8 +97,9 @@ Gamma = Annotated[
 VerifyOption = Annotated[
     str,
     option(
-        "--verify", group="Speculation", metavar="coupled|rejection",
-        help="coupled: the text is the plain run's of the same seed. rejection: same distribution (Leviathan et al. 2023).",
+        "--verify", group="Speculation", metavar="coupled|rejection|block",
+        help="coupled: the text is the plain run's of the same seed. rejection (Leviathan et al. 2023), block (Sun et al. 2024; "
+        "accepts more): same distribution.",
     ),
 ]  # fmt: skip
 Threads = Annotated[
