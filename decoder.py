@@ -37,10 +37,11 @@ class SpeculativeDecoder:
 
     target, draft: paths of llama2.c checkpoints (also looked for in models/) or loaded `Transformer`s; without a draft, plain
     decoding; the draft "self" is an int8 copy of the target. tokenizer: a path or a `Tokenizer`; found beside the target or in
-    models/ where not given. gamma: draft tokens a step, 1 to 63. verify: "coupled" (the text is the plain run's of the same seed),
-    "rejection" (Leviathan et al. 2023) or "block" (Sun et al. 2024), which have the plain run's distribution. n_threads: by default
-    all cores, or fewer where a trial shows that they are faster; it changes no text. quantize: which of the fp32 checkpoints that are named by path become int8: "target", "draft",
-    "both" or "none"; an int8 draft changes no text, an int8 target does.
+    models/ where not given. gamma: draft tokens a step, 1 to 63. verify: "coupled" (the text is the plain run's of the same
+    seed), "rejection" (Leviathan et al. 2023) or "block" (Sun et al. 2024), which have the plain run's distribution. n_threads:
+    by default all cores, or fewer where a trial shows that they are faster; it changes no text. quantize: which of the fp32
+    checkpoints that are named by path become int8: "target", "draft", "both" or "none"; an int8 draft changes no text, an int8
+    target does.
 
     Raises CheckpointError or TokenizerError for files that cannot be used, ValueError for values or models that do not fit.
     """
