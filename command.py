@@ -53,8 +53,9 @@ ModelFile = Annotated[
 DraftFile = Annotated[
     str,
     option(
-        *("-d", "--draft"), group="Models", metavar="FILE|self",
-        help="Draft checkpoint; self: an int8 copy of the target. Without -d a named target decodes alone.",
+        *("-d", "--draft"), group="Models", metavar="FILE|self|ngram",
+        help="Draft checkpoint; self: an int8 copy of the target; ngram: what followed in the text before. "
+        "Without -d a named target decodes alone.",
     ),
 ]  # fmt: skip
 WhatToQuantize = Annotated[
@@ -217,7 +218,7 @@ def tell(
 
 def _whose(decoder: SpeculativeDecoder) -> dict[str, str]:
     """What the draft has no part in, for the summary."""
-    if not decoder.draft:
+    if not (decoder.draft or decoder.ngrams):
         return {}
     return {"text" if decoder.verify == "coupled" else "distribution": f"the {decoder.target.weights.kind} target's own"}
 

@@ -9,10 +9,11 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 from .architectures import architecture_of
 from .checks import file_name, one_of, short, text, whole
 from .decoding import MAX_GAMMA, VERIFIERS, Event, Statistics, Step, VerifyMode, decode
-from .drafters import ModelDrafter
+from .drafters import Drafter, ModelDrafter
 from .files import find, find_tokenizer
 from .machine.memory import physical_memory_bytes
 from .machine.threads import available_threads, give_lock
+from .ngrams import NgramDrafter
 from .readers import CheckpointError, load_checkpoint
 from .sampling import Sampling
 from .tokenizer import Tokenizer
@@ -21,6 +22,7 @@ from .weights import FP32, INT8
 
 DEFAULT_SAMPLING = Sampling()
 SELF = "self"  # as a draft: an int8 copy of the target
+NGRAM = "ngram"  # as a draft: what followed in the text before
 Quantize = Literal["target", "draft", "both", "none"]
 TRIAL_SECONDS, TRIAL_TOKENS, TRIAL_MARGIN = 0.05, 4, 1.25  # of the choice of threads; all of them unless so much slower
 
@@ -36,12 +38,12 @@ class SpeculativeDecoder:
     """A target, a draft that proposes for it, and their tokenizer.
 
     target, draft: paths of llama2.c checkpoints (also looked for in models/) or loaded `Transformer`s; without a draft, plain
-    decoding; the draft "self" is an int8 copy of the target. tokenizer: a path or a `Tokenizer`; found beside the target or in
-    models/ where not given. gamma: draft tokens a step, 1 to 63. verify: "coupled" (the text is the plain run's of the same
-    seed), "rejection" (Leviathan et al. 2023) or "block" (Sun et al. 2024), which have the plain run's distribution. n_threads:
-    by default all cores, or fewer where a trial shows that they are faster; it changes no text. quantize: which of the fp32
-    checkpoints that are named by path become int8: "target", "draft", "both" or "none"; an int8 draft changes no text, an int8
-    target does.
+    decoding; the draft "self" is an int8 copy of the target, "ngram" what followed in the text before. tokenizer: a path or a
+    `Tokenizer`; found beside the target or in models/ where not given. gamma: draft tokens a step, 1 to 63. verify: "coupled"
+    (the text is the plain run's of the same seed), "rejection" (Leviathan et al. 2023) or "block" (Sun et al. 2024), which have
+    the plain run's distribution. n_threads: by default all cores, or fewer where a trial shows that they are faster; it changes
+    no text. quantize: which of the fp32 checkpoints that are named by path become int8: "target", "draft", "both" or "none"; an
+    int8 draft changes no text, an int8 target does.
 
     Raises CheckpointError or TokenizerError for files that cannot be used, ValueError for values or models that do not fit.
     """
@@ -70,8 +72,11 @@ class SpeculativeDecoder:
             self.target = load_model(path, int8, n_threads)
         config = self.target.config
         self.tokenizer = _tokenizer(tokenizer, path, config.vocab_size)
+        self.ngrams = not (draft is None or isinstance(draft, Transformer)) and file_name("draft", draft) == NGRAM
         if draft is None or isinstance(draft, Transformer):
             self.draft = draft
+        elif self.ngrams:
+            self.draft = None
         elif file_name("draft", draft) == SELF:
             if self.target.weights.kind != FP32.name:
                 raise ValueError(
@@ -98,7 +103,7 @@ class SpeculativeDecoder:
         self._most_threads = self.target.n_threads if is_free else 1  # to choose from
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self.target, self.draft, self.tokenizer, self.gamma, self.verify)
+        return _rebuilt, (self.target, NGRAM if self.ngrams else self.draft, self.tokenizer, self.gamma, self.verify)
 
     @property
     def gamma(self) -> int:
@@ -143,7 +148,9 @@ class SpeculativeDecoder:
             self.warm_up()
         verifier = VERIFIERS[self.verify](self.target.config.vocab_size, sampling)
         marks = self.tokenizer.end_marks
-        drafter = ModelDrafter(self.draft, sampling, verifier.draft_noise, marks) if self.draft else None
+        drafter: Drafter | None = NgramDrafter(marks) if self.ngrams else None
+        if self.draft:
+            drafter = ModelDrafter(self.draft, sampling, verifier.draft_noise, marks)
         return decode(self.target, drafter, verifier, tokens, max_tokens, self.gamma, marks)
 
     def _check_memory(self, n_tokens: int) -> None:
@@ -192,8 +199,17 @@ class SpeculativeDecoder:
             if not self._is_warm:
                 self._is_warm = True
                 self._seconds(2)
+                if self.ngrams:  # which propose nothing at the start of a text
+                    self._judge_a_proposal()
                 if self._most_threads > 1:
                     self._choose_threads()
+
+    def _judge_a_proposal(self) -> None:
+        """Compile what judges one that no model drew."""
+        verifier = VERIFIERS[self.verify](self.target.config.vocab_size, DEFAULT_SAMPLING)
+        repeated = [0] * min(3, self.target.n_positions)
+        for _ in decode(self.target, NgramDrafter(()), verifier, repeated, 2, 1, {}):
+            pass
 
     def _seconds(self, max_tokens: int) -> float:
         """What that many tokens take."""
@@ -216,7 +232,7 @@ class SpeculativeDecoder:
 
 
 def _rebuilt(
-    target: Transformer, draft: Transformer | None, tokenizer: Tokenizer, gamma: int, verify: VerifyMode
+    target: Transformer, draft: Transformer | str | None, tokenizer: Tokenizer, gamma: int, verify: VerifyMode
 ) -> SpeculativeDecoder:
     """A decoder from its pickled parts."""
     return SpeculativeDecoder(target, draft, tokenizer, gamma=gamma, verify=verify)

@@ -32,7 +32,6 @@ from .sampling import (
     Sampling,
     happens,
     keep_or_redraw,
-    race,
     redraw,
     round_noise,
     weigh_prefix,
@@ -216,7 +215,7 @@ class BlockVerifier:
 
     def __init__(self, vocab_size: int, sampling: Sampling) -> None:
         self._sampler = Sampler(vocab_size, sampling)
-        self._probs, self._kept, self._certain = (self._sampler.new_probs() for _ in range(3))
+        self._probs, self._kept, self._certain, self._nothing = (self._sampler.new_probs() for _ in range(4))
 
     @staticmethod
     def draft_noise(position: int) -> int:
@@ -233,18 +232,19 @@ class BlockVerifier:
             if i < n:
                 q = q_of(draft, i, self._certain)
                 odds, next_weight = weigh_prefix(self._probs, q, vocab_size, draft.tokens[i], weight)
-            if i == 0 or happens(odds, seed, lots, i):
+            if happens(odds, seed, lots, i) or i == 0:
                 n_accepted, kept_weight = i, weight
                 self._probs, self._kept = self._kept, self._probs
             weight = next_weight
             if weight == 0.0:  # nor can anything longer stand
                 break
-        tokens, behind = draft.tokens[:n_accepted], position + n_accepted
-        if n_accepted < n:
-            q = q_of(draft, n_accepted, self._certain)
-            tokens.append(int(redraw(self._kept, q, vocab_size, kept_weight, seed, TARGET_NOISE, behind)))
-        elif n < len(logits):
-            tokens.append(int(race(self._kept, vocab_size, seed, TARGET_NOISE, behind)))
+        tokens = draft.tokens[:n_accepted]
+        if n_accepted < len(logits):
+            if n_accepted == n:  # what is left of p is all of it
+                q, kept_weight = self._nothing, 1.0
+            else:
+                q = q_of(draft, n_accepted, self._certain)
+            tokens.append(int(redraw(self._kept, q, vocab_size, kept_weight, seed, TARGET_NOISE, position + n_accepted)))
         return tokens, n_accepted
 
 

@@ -11,10 +11,15 @@ from .transformer import Transformer
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens, and the q that each was drawn from, (1, V padded) a token; None where they were not drawn."""
+    """Proposed tokens; where a proposal ends may hang on its tokens and their q, on none that was drawn and left out.
+
+    q: what each was drawn from, (1, V padded) a token; None where they were not drawn. confidence: how sure the drafter is that
+    each stands if those before it do, in a measure of its own that rises with the odds; None where it has none.
+    """
 
     tokens: list[int]
     q: list[Float32] | None = None
+    confidence: list[float] | None = None
 
 
 class Drafter(Protocol):

@@ -36,6 +36,7 @@ from specdec.drafters import ModelDrafter
 from specdec.machine.memory import zeros
 from specdec.machine.threads import available_threads
 from specdec.machine.vectors import LANES, round_up
+from specdec.ngrams import NgramDrafter
 from specdec.readers import CheckpointError
 from specdec.sampling import Sampling, draw, keep_or_redraw, weigh_prefix
 from specdec.tokenizer import BOS, EOS, TextStream, Tokenizer, TokenizerError
@@ -231,7 +232,9 @@ def random_sampling(rng):
 def written(target, draft, sampling, verify, prompt, n, gamma):
     """The tokens of a text up to its end or its error, and the error's words."""
     verifier = VERIFIERS[verify](target.config.vocab_size, sampling)
-    drafter = ModelDrafter(draft, sampling, verifier.draft_noise, END_MARKS) if draft else None
+    drafter = NgramDrafter(END_MARKS) if draft == "ngram" else None
+    if draft and not drafter:
+        drafter = ModelDrafter(draft, sampling, verifier.draft_noise, END_MARKS)
     tokens = []
     try:
         for event in decode(target, drafter, verifier, prompt, n, gamma, END_MARKS):
@@ -256,12 +259,12 @@ def texts(rng):
     if rng.random() < 0.6:
         draft_config = random_config(rng, config.vocab_size)
         draft = twin(rng, random_model(rng, draft_config, None, loud and rng.random() < 0.5), first.n_positions)
-    for _ in range(2):
-        tokens, error = written(target, draft, sampling, "coupled", prompt, n, rng.choice([1, 2, 3, 4, 7, 8, 9, 63]))
+    for proposer in (draft, draft, "ngram"):
+        tokens, error = written(target, proposer, sampling, "coupled", prompt, n, rng.choice([1, 2, 3, 4, 7, 8, 9, 63]))
         assert error == flaw, f"{error!r} where the plain text has {flaw!r}"
         assert tokens == (plain[: len(tokens)] if error else plain), f"{tokens} where the plain text is {plain}"
     for verify in ("rejection", "block"):
-        kept, _ = written(twin(rng, first), draft, sampling, verify, prompt, n, 4)
+        kept, _ = written(twin(rng, first), rng.choice([draft, "ngram"]), sampling, verify, prompt, n, 4)
         assert all(0 <= token < config.vocab_size for token in kept)
         assert sampling.temperature or kept == plain[: len(kept)]
     # the logits, one token a pass, by a model that ran nothing else
@@ -354,7 +357,7 @@ def random_jobs(rng):
     models = [random_model(rng, random_config(rng, 300, seq_len=rng.choice([64, 64, 300]))) for _ in range(2)]
     target, draft = (twin(rng, model, max(model.n_positions for model in models)) for model in models)
     verify, gamma = rng.choice(list(VERIFIERS)), rng.randint(1, 9)
-    pairs = [(target, draft), (draft, target), (rng.choice([target, draft]), None)]
+    pairs = [(target, draft), (draft, target), (target, rng.choice([None, "ngram"]))]
     decoders = [SpeculativeDecoder(*pair, small_tokenizer(), gamma=gamma, verify=verify) for pair in pairs]
     jobs = []
     for _ in range(rng.randint(2, 5)):

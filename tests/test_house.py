@@ -33,10 +33,11 @@ MAY_IMPORT = {
     "panel": {"output", "decoding", "interrupts", "tokenizer"},
     "output": {"decoding", "tokenizer"},
     "decoder": {
-        "decoding", "drafters", "files", "readers", "sampling", "tokenizer", "transformer", "architectures", "weights", "machine",
-        "checks",
+        "decoding", "ngrams", "drafters", "files", "readers", "sampling", "tokenizer", "transformer", "architectures", "weights",
+        "machine", "checks",
     },
     "decoding": {"drafters", "sampling", "kernels", "machine"},
+    "ngrams": {"drafters"},
     "drafters": {"sampling", "transformer", "machine"},
     "files": {"readers", "tokenizer"},
     "readers": {"architectures", "weights", "machine"},
