@@ -15,7 +15,7 @@ from rich.console import Console
 
 import specdec
 
-from .decoder import SELF, Quantize, SpeculativeDecoder
+from .decoder import NGRAM, SELF, Quantize, SpeculativeDecoder
 from .decoding import MAX_GAMMA, VERIFIERS, Statistics, VerifyMode
 from .files import default_pair, find, telling_how_to_restore
 from .interrupts import exit_code, signals
@@ -58,8 +58,9 @@ ModelFile = Annotated[
 DraftFile = Annotated[
     str,
     option(
-        *("-d", "--draft"), group="Models", metavar="NAME|self",
-        help="Draft, as -m; self: an int8 copy of the target. Without -d a named target decodes alone.",
+        *("-d", "--draft"), group="Models", metavar="NAME|self|ngram",
+        help="Draft, as -m; self: an int8 copy of the target; ngram: what followed in the text before. "
+        "Without -d a named target decodes alone.",
     ),
 ]  # fmt: skip
 WhatToQuantize = Annotated[
@@ -102,8 +103,9 @@ Gamma = Annotated[
 VerifyOption = Annotated[
     str,
     option(
-        "--verify", group="Speculation", metavar="coupled|rejection",
-        help="coupled: the text is the plain run's of the same seed. rejection: same distribution (Leviathan et al. 2023).",
+        "--verify", group="Speculation", metavar="coupled|rejection|block",
+        help="coupled: the text is the plain run's of the same seed. rejection (Leviathan et al. 2023), block (Sun et al. 2024; "
+        "accepts more): same distribution.",
     ),
 ]  # fmt: skip
 Threads = Annotated[
@@ -165,7 +167,7 @@ def tell(
         target, small = default_pair()
         model, draft = str(target), draft or str(small)
     sampling = Sampling(temperature, top_k, top_p, seed or int.from_bytes(os.urandom(4), "little") or 1)
-    sources = [name if name in ("", SELF) else find(name) for name in (model, draft)]  # fetching shows a bar of its own
+    sources = [name if name in ("", SELF, NGRAM) else find(name) for name in (model, draft)]  # fetching shows a bar of its own
     with loading() as show:
         begin = time.perf_counter()
         with telling_how_to_restore():
@@ -226,7 +228,7 @@ def tell(
 
 def _whose(decoder: SpeculativeDecoder) -> dict[str, str]:
     """What the draft has no part in, for the summary."""
-    if not decoder.draft:
+    if not (decoder.draft or decoder.ngrams):
         return {}
     return {"text" if decoder.verify == "coupled" else "distribution": f"the {decoder.target.weights.kind} target's own"}
 

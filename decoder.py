@@ -8,10 +8,11 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 from .architectures import architecture_of
 from .checks import file_name, one_of, short, text, whole
 from .decoding import MAX_GAMMA, VERIFIERS, Event, Statistics, Step, VerifyMode, decode
-from .drafters import ModelDrafter
+from .drafters import Drafter, ModelDrafter
 from .files import find, find_tokenizer
 from .machine.memory import physical_memory_bytes
 from .machine.threads import available_threads, give_lock
+from .ngrams import NgramDrafter
 from .readers import Checkpoint, CheckpointError, load_checkpoint
 from .sampling import Sampler, Sampling
 from .tokenizer import AnyTokenizer, Tokenizer
@@ -22,6 +23,7 @@ from .weights import INT8
 
 DEFAULT_SAMPLING = Sampling()
 SELF = "self"  # as a draft: an int8 copy of the target
+NGRAM = "ngram"  # as a draft: what followed in the text before
 Progress = Callable[[str, float], None]  # is told the name of a model and the share of it that is loaded
 Quantize = Literal["target", "draft", "both", "none"]
 TRIAL_SECONDS, TRIAL_TOKENS, TRIAL_MARGIN = 0.05, 4, 1.25  # of the choice of threads; all of them unless so much slower
@@ -42,9 +44,10 @@ class SpeculativeDecoder:
     """A target, a draft that proposes for it, and their tokenizer.
 
     target, draft: Hugging Face folders, names on its hub ("org/name"), paths of llama2.c checkpoints (also looked for in models/)
-    or loaded `Transformer`s; without a draft, plain decoding; the draft "self" is an int8 copy of the target. tokenizer: a path
-    or a tokenizer; found in the target's folder, beside its file or in models/ where not given. gamma: draft tokens a step, 1 to
-    63. verify: "coupled" (the text is the plain run's of the same seed) or "rejection" (Leviathan et al. 2023). n_threads: by
+    or loaded `Transformer`s; without a draft, plain decoding; the draft "self" is an int8 copy of the target, "ngram" what
+    followed in the text before. tokenizer: a path or a tokenizer; found in the target's folder, beside its file or in models/
+    where not given. gamma: draft tokens a step, 1 to 63. verify: "coupled" (the text is the plain run's of the same seed),
+    "rejection" (Leviathan et al. 2023) or "block" (Sun et al. 2024), which have the plain run's distribution. n_threads: by
     default all cores, or fewer where a trial shows that they are faster; it changes no text. quantize: which of the models that
     are named, not loaded, become int8 where their weights are floats: "target", "draft", "both" or "none"; an int8 draft changes
     no text, an int8 target does. progress: is told the name of a model and the share of it that is loaded.
@@ -75,6 +78,7 @@ class SpeculativeDecoder:
             else _loaded(cast(Checkpoint, source), quantize in ("target", "both"), n_threads, None, progress)
         )
         self.tokenizer = _tokenizer(tokenizer, source, self.target.config.vocab_size)
+        self.ngrams = isinstance(draft, str) and draft == NGRAM
         self.draft, self.vocabulary = self._draft(draft, n_threads, quantize in ("draft", "both"), progress)
         if self.draft is self.target:
             raise ValueError("target and draft are one object; they need a KV cache each")
@@ -93,7 +97,7 @@ class SpeculativeDecoder:
         """The draft, and the ids that the two models may say."""
         rows = self.target.config.vocab_size
         n_target = known_ids(self.tokenizer, rows)
-        if draft is None:
+        if draft is None or self.ngrams:
             return None, Vocabulary(n_target, n_target)
         if not isinstance(draft, Transformer) and file_name("draft", draft) == SELF:
             if INT8.name in self.target.weights.kind:
@@ -121,7 +125,7 @@ class SpeculativeDecoder:
         return Vocabulary(min(n, target_rows), min(n, rows))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self.target, self.draft, self.tokenizer, self.gamma, self.verify)
+        return _rebuilt, (self.target, NGRAM if self.ngrams else self.draft, self.tokenizer, self.gamma, self.verify)
 
     @property
     def gamma(self) -> int:
@@ -169,8 +173,10 @@ class SpeculativeDecoder:
             self.warm_up()
         verifier = VERIFIERS[self.verify](self.vocabulary.n_target, sampling)
         marks = self.tokenizer.end_marks
-        sampler = Sampler(self.vocabulary.n_target, sampling, self.vocabulary.n_common)
-        drafter = ModelDrafter(self.draft, sampler, verifier.draft_noise, marks) if self.draft else None
+        drafter: Drafter | None = NgramDrafter(marks) if self.ngrams else None
+        if self.draft:
+            sampler = Sampler(self.vocabulary.n_target, sampling, self.vocabulary.n_common)
+            drafter = ModelDrafter(self.draft, sampler, verifier.draft_noise, marks)
         return decode(self.target, drafter, verifier, tokens, max_tokens, self.gamma, marks)
 
     @property
@@ -230,8 +236,17 @@ class SpeculativeDecoder:
             if not self._is_warm:
                 self._is_warm = True
                 self._seconds(2)
+                if self.ngrams:  # which propose nothing at the start of a text
+                    self._judge_a_proposal()
                 if self._most_threads > 1:
                     self._choose_threads()
+
+    def _judge_a_proposal(self) -> None:
+        """Compile what judges one that no model drew."""
+        verifier = VERIFIERS[self.verify](self.target.config.vocab_size, DEFAULT_SAMPLING)
+        repeated = [0] * min(3, self.target.n_positions)
+        for _ in decode(self.target, NgramDrafter(()), verifier, repeated, 2, 1, {}):
+            pass
 
     def _seconds(self, max_tokens: int) -> float:
         """What that many tokens take."""
@@ -254,7 +269,7 @@ class SpeculativeDecoder:
 
 
 def _rebuilt(
-    target: Transformer, draft: Transformer | None, tokenizer: Tokenizer, gamma: int, verify: VerifyMode
+    target: Transformer, draft: Transformer | str | None, tokenizer: Tokenizer, gamma: int, verify: VerifyMode
 ) -> SpeculativeDecoder:
     """A decoder from its pickled parts."""
     return SpeculativeDecoder(target, draft, tokenizer, gamma=gamma, verify=verify)

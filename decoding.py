@@ -10,20 +10,34 @@ the target's own of the same seed, whatever was proposed.
 `rejection`: a proposal stands with probability min(1, p / q), else its place is drawn from the residual (Leviathan et al. 2023,
 arXiv:2211.17192); independent noise, since shared noise would bias it. The distribution is the target's, the text is not that
 of a plain run.
+
+`block`: the longest prefix of the proposal that may stand as a whole (Sun et al. 2024, arXiv:2403.10444): the distribution of
+`rejection`, and never fewer accepted on the average.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from .drafters import Draft, Drafter
 from .kernels import MAX_TOKENS
 from .machine.vectors import Float32
-from .sampling import ACCEPT_NOISE, DRAFT_NOISE, TARGET_NOISE, Sampler, Sampling, keep_or_redraw
+from .sampling import (
+    ACCEPT_NOISE,
+    DRAFT_NOISE,
+    TARGET_NOISE,
+    Sampler,
+    Sampling,
+    happens,
+    keep_or_redraw,
+    redraw,
+    round_noise,
+    weigh_prefix,
+)
 
-VerifyMode = Literal["coupled", "rejection"]
+VerifyMode = Literal["coupled", "rejection", "block"]
 StopReason = str  # a name of an end mark, "max_tokens", "seq_len" or "interrupted"
 MAX_GAMMA = MAX_TOKENS - 1
 
@@ -111,52 +125,134 @@ class Statistics:
 
 
 class Verifier(Protocol):
-    """Whatever says the target's token; draft_noise is the noise stream that its drafts are drawn with."""
+    """Whatever decides which proposals stand, and what the target says behind them."""
 
-    draft_noise: int
+    def draft_noise(self, position: int) -> int:
+        """The noise stream that a proposal from `position` on is to be drawn with."""
 
-    def token(self, logits: Float32, draft: Draft, i: int, position: int) -> int:
-        """The token at a position from the target's logits (V,), where proposal i of the draft is to be judged; or -1."""
+    def judge(self, logits: Float32, draft: Draft, position: int) -> tuple[list[int], int]:
+        """The text's tokens from `position` on, and how many of them are proposals that stand; those come first.
+
+        logits: (n + 1, V) for n proposals; (n, V) where nothing may follow the last one. Behind the proposals that stand comes
+        one token of the target's, if there are logits for it: -1 where none can be drawn from them.
+        """
+
+
+def judge_in_turn(
+    token_at: Callable[[Float32, Draft, int, int], int], logits: Float32, draft: Draft, position: int
+) -> tuple[list[int], int]:
+    """`Verifier.judge` by the target's token at one position after the other; none is looked at behind the first mismatch."""
+    tokens: list[int] = []
+    for i, row in enumerate(logits):
+        token = token_at(row, draft, i, position + i)
+        tokens.append(token)
+        if i == len(draft.tokens) or token != draft.tokens[i]:
+            return tokens, i
+    return tokens, len(tokens)
 
 
 class CoupledVerifier:
     """The target's own token, whatever was proposed."""
 
-    draft_noise = TARGET_NOISE
-
     def __init__(self, vocab_size: int, sampling: Sampling) -> None:
         self._sampler = Sampler(vocab_size, sampling)
         self._probs = self._sampler.new_probs()
 
-    def token(self, logits: Float32, draft: Draft, i: int, position: int) -> int:
+    @staticmethod
+    def draft_noise(position: int) -> int:
+        return TARGET_NOISE
+
+    def judge(self, logits: Float32, draft: Draft, position: int) -> tuple[list[int], int]:
+        return judge_in_turn(self._token, logits, draft, position)
+
+    def _token(self, logits: Float32, draft: Draft, i: int, position: int) -> int:
         return self._sampler.draw(self._probs, logits, TARGET_NOISE, position)
+
+
+def q_of(draft: Draft, i: int, certain: Float32) -> Float32:
+    """What proposal i was drawn from, (1, V padded); one that was not drawn came with certainty, and `certain` is filled."""
+    if draft.q is not None:
+        return draft.q[i]
+    certain[0] = 0
+    certain[0, draft.tokens[i]] = 1
+    return certain
 
 
 class RejectionVerifier:
     """The proposal with probability min(1, p / q), else a draw from the residual; past the proposals, a draw from p.
 
-    A proposal that was not drawn came with certainty: q is 1.
+    A round's outcome hangs on the noise of the positions that it fills, and on none behind them: those, which the next round
+    uses again, are still as good as new.
     """
-
-    draft_noise = DRAFT_NOISE
 
     def __init__(self, vocab_size: int, sampling: Sampling) -> None:
         self._sampler = Sampler(vocab_size, sampling)
         self._probs, self._certain = self._sampler.new_probs(), self._sampler.new_probs()
 
-    def token(self, logits: Float32, draft: Draft, i: int, position: int) -> int:
+    @staticmethod
+    def draft_noise(position: int) -> int:
+        return DRAFT_NOISE
+
+    def judge(self, logits: Float32, draft: Draft, position: int) -> tuple[list[int], int]:
+        return judge_in_turn(self._token, logits, draft, position)
+
+    def _token(self, logits: Float32, draft: Draft, i: int, position: int) -> int:
         if i == len(draft.tokens):
             return self._sampler.draw(self._probs, logits, TARGET_NOISE, position)
         self._sampler.probabilities(self._probs, logits)
-        seed, n, proposal = self._sampler.sampling.seed, self._sampler.vocab_size, draft.tokens[i]
-        if draft.q is None:
-            self._certain[0] = 0
-            self._certain[0, proposal] = 1
-        q = self._certain if draft.q is None else draft.q[i]
-        return int(keep_or_redraw(self._probs, q, n, proposal, seed, ACCEPT_NOISE, TARGET_NOISE, position))
+        seed, n, q = self._sampler.sampling.seed, self._sampler.vocab_size, q_of(draft, i, self._certain)
+        return int(keep_or_redraw(self._probs, q, n, draft.tokens[i], seed, ACCEPT_NOISE, TARGET_NOISE, position))
 
 
-VERIFIERS: dict[str, Callable[[int, Sampling], Verifier]] = {"coupled": CoupledVerifier, "rejection": RejectionVerifier}
+class BlockVerifier:
+    """The longest prefix whose own lot falls on standing (Sun et al. 2024, Algorithm 2); behind it, a draw from its residual.
+
+    A prefix is kept because all longer ones fell, so a round's outcome hangs on the noise of positions that it does not fill,
+    and those of a next round at the same positions must not be that noise: proposals and lots take streams of their round,
+    which no other round of a text shares, as each begins at another position. What a round draws for the target may take
+    TARGET_NOISE: it is used at that one position, which is filled with it.
+    """
+
+    def __init__(self, vocab_size: int, sampling: Sampling) -> None:
+        self._sampler = Sampler(vocab_size, sampling)
+        self._probs, self._kept, self._certain, self._nothing = (self._sampler.new_probs() for _ in range(4))
+
+    @staticmethod
+    def draft_noise(position: int) -> int:
+        return round_noise(position)[0]
+
+    def judge(self, logits: Float32, draft: Draft, position: int) -> tuple[list[int], int]:
+        seed, vocab_size, n = self._sampler.sampling.seed, self._sampler.vocab_size, len(draft.tokens)
+        lots = round_noise(position)[1]
+        n_accepted, kept_weight, weight = 0, 1.0, 1.0
+        for i in range(n + 1):
+            if i < len(logits):
+                self._sampler.probabilities(self._probs, logits[i])
+            odds, next_weight = weight, 0.0  # of the whole block
+            if i < n:
+                q = q_of(draft, i, self._certain)
+                odds, next_weight = weigh_prefix(self._probs, q, vocab_size, draft.tokens[i], weight)
+            if happens(odds, seed, lots, i) or i == 0:
+                n_accepted, kept_weight = i, weight
+                self._probs, self._kept = self._kept, self._probs
+            weight = next_weight
+            if weight == 0.0:  # nor can anything longer stand
+                break
+        tokens = draft.tokens[:n_accepted]
+        if n_accepted < len(logits):
+            if n_accepted == n:  # what is left of p is all of it
+                q, kept_weight = self._nothing, 1.0
+            else:
+                q = q_of(draft, n_accepted, self._certain)
+            tokens.append(int(redraw(self._kept, q, vocab_size, kept_weight, seed, TARGET_NOISE, position + n_accepted)))
+        return tokens, n_accepted
+
+
+VERIFIERS: dict[str, Callable[[int, Sampling], Verifier]] = {
+    "coupled": CoupledVerifier,
+    "rejection": RejectionVerifier,
+    "block": BlockVerifier,
+}
 
 
 class Target(Protocol):
@@ -174,21 +270,16 @@ class Target(Protocol):
 def judge(
     logits: Float32, draft: Draft, verifier: Verifier, position: int, end_marks: Mapping[int, str]
 ) -> tuple[list[int], int]:
-    """The target's tokens from `position` on, up to and with an end mark or the first that is not the proposal; how many stood.
+    """The text's tokens from `position` on, up to and with an end mark or the first that is not the proposal; how many stood.
 
     logits: (len(draft.tokens) + 1, V). Raises ValueError for logits that no token can be drawn from.
     """
-    tokens: list[int] = []
-    n_accepted = 0
-    for i, row in enumerate(logits):
-        token = verifier.token(row, draft, i, position + i)
-        if token < 0:
-            raise ValueError("the target's logits are not finite: its weights are damaged, or too large to compute with")
-        tokens.append(token)
-        stands = i < len(draft.tokens) and token == draft.tokens[i]
-        n_accepted += stands
-        if not stands or token in end_marks:
-            break
+    end = next((i for i, token in enumerate(draft.tokens, 1) if token in end_marks), None)
+    if end:  # what is proposed behind an end mark is no part of the text, nor is the target's token behind one that stands
+        draft, logits = replace(draft, tokens=draft.tokens[:end]), logits[:end]
+    tokens, n_accepted = verifier.judge(logits, draft, position)
+    if tokens[-1] < 0:
+        raise ValueError("the target's logits are not finite: its weights are damaged, or too large to compute with")
     return tokens, n_accepted
 
 

@@ -1,6 +1,6 @@
 """Whatever proposes tokens. Knows nothing of verifying."""
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,10 +11,15 @@ from .transformer import Transformer
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens, and the q that each was drawn from, (1, V padded) a token; None where they were not drawn."""
+    """Proposed tokens; where a proposal ends may hang on its tokens and their q, on none that was drawn and left out.
+
+    q: what each was drawn from, (1, V padded) a token; None where they were not drawn. confidence: how sure the drafter is that
+    each stands if those before it do, in a measure of its own that rises with the odds; None where it has none.
+    """
 
     tokens: list[int]
     q: list[Float32] | None = None
+    confidence: list[float] | None = None
 
 
 class Drafter(Protocol):
@@ -27,18 +32,19 @@ class Drafter(Protocol):
 class ModelDrafter:
     """A smaller model that decodes n tokens one by one. Beyond its own seq_len it sees a sliding window.
 
-    sampler: draws its tokens, with the noise of `stream`; end_marks: the tokens behind which it proposes none.
+    sampler: draws its tokens; noise: the stream of those from a position on; end_marks: the tokens behind which it
+    proposes none.
     """
 
-    def __init__(self, model: Transformer, sampler: Sampler, stream: int, end_marks: Container[int]) -> None:
-        self._model, self._sampler, self._stream, self._end_marks = model, sampler, stream, end_marks
+    def __init__(self, model: Transformer, sampler: Sampler, noise: Callable[[int], int], end_marks: Container[int]) -> None:
+        self._model, self._sampler, self._noise, self._end_marks = model, sampler, noise, end_marks
         self._n_rows = model.config.vocab_size  # the target may know more tokens
         self._q: list[Float32] = []
 
     def propose(self, tokens: list[int], n: int) -> Draft:
         if len(tokens) + n > self._model.n_positions:
             n = min(n, self._model.n_positions // 2)
-        start = self._start(len(tokens) + n)
+        start, stream = self._start(len(tokens) + n), self._noise(len(tokens))
         text = [token if token < self._n_rows else 0 for token in tokens[start:]]
         while len(self._q) < n:
             self._q.append(self._sampler.new_probs())
@@ -47,7 +53,7 @@ class ModelDrafter:
                 self._model.forward(text[:-1], n_logits=0)
             for q in self._q[:n]:
                 logits = self._model.forward(text)
-                token = self._sampler.draw(q, logits[0], self._stream, start + len(text))
+                token = self._sampler.draw(q, logits[0], stream, start + len(text))
                 if token < 0:
                     break
                 text.append(token)

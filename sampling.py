@@ -13,9 +13,15 @@ from .checks import real, whole
 from .kernels import softmax
 from .machine.cache import compiled
 from .machine.memory import zeros
-from .machine.vectors import LANES, Float32, round_up
+from .machine.vectors import LANES, Float32, load, maximum, reduce_max, round_up, splat
 
-TARGET_NOISE, DRAFT_NOISE, ACCEPT_NOISE = range(3)  # streams: shared by target and draft; a draft's own; what accepts its draws
+# streams: shared by target and draft; a draft's own; what accepts its draws; those of rounds, two a round (`round_noise`)
+TARGET_NOISE, DRAFT_NOISE, ACCEPT_NOISE, FIRST_ROUND_NOISE = range(4)
+
+
+def round_noise(position: int) -> tuple[int, int]:
+    """The streams, a draft's own and what accepts its draws, that no round uses but the one that begins at that position."""
+    return FIRST_ROUND_NOISE + 2 * position, FIRST_ROUND_NOISE + 2 * position + 1
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,9 @@ class Sampler:
         probabilities(probs, logits, s.temperature, self._top_k, s.top_p, self._keys)
 
 
+BLOCK = 64  # tokens that are passed over at once, where none of them can matter
+MANY_TOKENS = 4096
+FIRST_CUTOFF, CUTOFF_STEP, LAST_CUTOFF = 2.0**-5, 2.0**-3, 2.0**-32  # how likely a token must be to be looked at, try by try
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / the golden ratio, SplitMix64's step
 
 
@@ -101,6 +110,9 @@ def rank_key(prob, token):
     """An integer that sorts tokens by falling probability, then by rising id."""
     bits = np.float32(prob).view(np.uint32)
     return (np.uint64(~bits & np.uint32(0xFFFFFFFF)) << np.uint64(32)) | np.uint64(token)
+
+
+NO_KEY = np.uint64(0xFFFFFFFFFFFFFFFF)  # behind every `rank_key`
 
 
 @compiled
@@ -145,18 +157,65 @@ def last_kept(keys, n, top_k, top_p):
         if place + 1 >= top_k or mass > top_p:
             return keys[place]
         first = place + 1
-    return np.uint64(0xFFFFFFFFFFFFFFFF)
+    return NO_KEY
+
+
+@compiled
+def largest(x, first, last):
+    """The largest of x[first:last], flat, and of what fills up its last vector; NaN counts as nothing."""
+    top = splat(-np.inf)
+    for i in range(first, last, LANES):
+        top = maximum(load(x, i), top)
+    return reduce_max(top)
 
 
 @compiled
 def rank_keys(keys, probs, n, cutoff):
     """The `rank_key`s of the tokens whose probs[0, :n] reach the cutoff, in front of keys; how many there are."""
     m = np.int64(0)  # a literal 0 would have the callers' other functions compiled twice
-    for token in range(n):
-        if probs[0, token] >= cutoff:
-            keys[m] = rank_key(probs[0, token], token)
-            m += 1
+    for first in range(0, n, BLOCK):
+        last = min(first + BLOCK, n)
+        if largest(probs, first, last) < cutoff:
+            continue
+        for token in range(first, last):
+            if probs[0, token] >= cutoff:
+                keys[m] = rank_key(probs[0, token], token)
+                m += 1
     return m
+
+
+@compiled
+def last_of_set(keys, probs, n, top_k, top_p, cutoff):
+    """`last_kept` of the tokens that reach the cutoff: of the likeliest alone, where those suffice and others are many."""
+    tried = np.float32(FIRST_CUTOFF if n > MANY_TOKENS else 0.0)
+    while tried > cutoff and tried > np.float32(LAST_CUTOFF):
+        m = rank_keys(keys, probs, n, tried)
+        end = last_kept(keys, m, top_k, top_p)
+        if end != NO_KEY:
+            return end
+        tried *= np.float32(CUTOFF_STEP)
+    m = rank_keys(keys, probs, n, cutoff)
+    return last_kept(keys, m, top_k, top_p)
+
+
+@compiled
+def argmax(x):
+    """The first place of the largest of x (V,), or -1 where one is NaN or the largest is not finite."""
+    n, n_nans = x.size, 0
+    whole = n // LANES * LANES
+    top = np.float32(-np.inf)
+    if whole:
+        top = largest(x, np.int64(0), whole)
+    for i in range(whole, n):
+        top = max(top, x[i])
+    for i in range(n):
+        n_nans += x[i] != x[i]
+    if n_nans or not np.isfinite(top):
+        return -1
+    place = 0
+    while x[place] != top:
+        place += 1
+    return place
 
 
 @compiled
@@ -169,8 +228,8 @@ def probabilities(probs, logits, temperature, top_k, top_p, keys):
     """
     n = logits.size
     if temperature == 0.0:
-        best = np.argmax(logits)  # a NaN is the largest to numpy
-        probs[0] = 0.0 if np.isfinite(logits[best]) else np.nan
+        best = argmax(logits)
+        probs[0] = 0.0 if best >= 0 else np.nan
         probs[0, best] += 1.0
         return
     for token in range(n):
@@ -179,23 +238,30 @@ def probabilities(probs, logits, temperature, top_k, top_p, keys):
     softmax(probs, zero, zero, n, np.float32(max(1e-45, min(1.0 / temperature, 3e38))))  # 0 times the padding's infinity is NaN
     limit_k = top_k if 0 < top_k < n else n
     limit_p = top_p if 0.0 < top_p < 1.0 else np.inf
-    if limit_k == n and limit_p == np.inf:
+    if (limit_k == n and limit_p == np.inf) or np.isnan(probs[0, 0]):
         return
     # n - 1 tokens below this would not weigh 1 - top_p together, so none of them is in the set (run.c does the same)
     cutoff = np.float32((1.0 - limit_p) / (n - 1)) if limit_p < np.inf and n > 1 else np.float32(0.0)
-    m = rank_keys(keys, probs, n, cutoff)
-    if m == 0:  # unless all are below it: the most likely token is always in the set
+    if largest(probs, zero, n) < cutoff:  # unless all are below it: the most likely token is always in the set
         cutoff = np.float32(0.0)
-        m = rank_keys(keys, probs, n, cutoff)
-    end = last_kept(keys, m, limit_k, limit_p)
+    end = last_of_set(keys, probs, n, limit_k, limit_p, cutoff)
+    m = rank_keys(keys, probs, n, max(cutoff, rank_key_probability(end)))  # by rising id again
     total = 0.0
-    for token in range(n):
-        p = probs[0, token]
-        if p < cutoff or rank_key(p, token) > end:
-            probs[0, token] = 0.0
-        total += probs[0, token]
-    for token in range(n):
-        probs[0, token] = np.float32(probs[0, token] / total)
+    for i in range(m):
+        total += rank_key_probability(keys[i]) if keys[i] <= end else 0.0
+    probs[0] = 0.0
+    for i in range(m):
+        if keys[i] <= end:
+            probs[0, keys[i] & np.uint64(0xFFFFFFFF)] = np.float32(rank_key_probability(keys[i]) / total)
+
+
+@compiled
+def may_win(probs, first, last, key, best):
+    """Whether a token from first to last may take less time than best in `race`: no branches, so that LLVM takes vectors."""
+    n = np.int64(0)
+    for token in range(first, last):
+        n += 1.0 - uniform(key, token) <= best * np.float64(probs[0, token])
+    return n > 0
 
 
 @compiled
@@ -207,14 +273,21 @@ def race(probs, n, seed, stream, position):
     """
     key = noise_key(seed, stream, position)
     best, winner = np.inf, -1
-    for token in range(n):
-        p = np.float64(probs[0, token])
-        if p > 0.0:
-            u = uniform(key, token)
-            if 1.0 - u <= best * p:
-                time = -math.log(u) / p
-                if time < best:
-                    best, winner = time, token
+    for first in range(0, n, BLOCK):
+        last = min(first + BLOCK, n)
+        if largest(probs, first, last) <= 0.0:
+            continue
+        looks_full = probs[0, first] > 0.0 and probs[0, last - 1] > 0.0
+        if looks_full and not may_win(probs, first, last, key, best):
+            continue
+        for token in range(first, last):
+            p = np.float64(probs[0, token])
+            if p > 0.0:
+                u = uniform(key, token)
+                if 1.0 - u <= best * p:
+                    time = -math.log(u) / p
+                    if time < best:
+                        best, winner = time, token
     return winner
 
 
@@ -226,20 +299,53 @@ def draw(probs, logits, temperature, top_k, top_p, seed, stream, position, keys)
 
 
 @compiled
+def redraw(p, q, n, weight, seed, stream, position):
+    """A token from the residual max(0, weight p - q), which is left in p (1, V padded). -1 where p is NaN."""
+    if np.isnan(p[0, 0]):
+        return np.int64(-1)
+    weight = np.float32(weight)
+    total = 0.0
+    for i in range(n):
+        total += max(np.float32(0.0), weight * p[0, i] - q[0, i])
+    if total > 0.0:  # where rounding leaves no residual, p and q are one distribution; p may yet be 0 where q is not
+        for i in range(n):
+            p[0, i] = max(np.float32(0.0), weight * p[0, i] - q[0, i])
+    return race(p, n, seed, stream, position)
+
+
+@compiled
 def keep_or_redraw(p, q, n, token, seed, accept_stream, target_stream, position):
     """The target's token where the draft proposed `token`: rejection sampling (Leviathan et al. 2023, section 2.3).
 
     The proposal is kept with probability min(1, p / q); else the token comes from the residual max(0, p - q), which never
     holds the proposal: it was accepted exactly if it is what this returns. p (1, V padded) is overwritten. -1 where p is NaN.
     """
-    if np.isnan(p[0, token]):
-        return -1
     if uniform(noise_key(seed, accept_stream, position), token) * q[0, token] < p[0, token]:
-        return token
-    total = 0.0
+        return np.int64(token)
+    return redraw(p, q, n, 1.0, seed, target_stream, position)
+
+
+@compiled
+def weigh_prefix(p, q, n, token, weight):
+    """h_i and p_(i+1) of Sun et al. 2024, Algorithm 2, from weight = p_i, the target's p and the draft's q behind i proposals.
+
+    p, q: (1, V padded); token: the proposal i + 1. Where p is NaN the block ends, and h is what it is of a whole one: p_i.
+    """
+    if np.isnan(p[0, token]):
+        return weight, 0.0
+    w = np.float32(weight)
+    residual = 0.0
     for i in range(n):
-        total += max(np.float32(0.0), p[0, i] - q[0, i])
-    if total > 0.0:  # where rounding leaves no residual, p and q are one distribution; p may yet be 0 where q is not
-        for i in range(n):
-            p[0, i] = max(np.float32(0.0), p[0, i] - q[0, i])
-    return race(p, n, seed, target_stream, position)
+        residual += max(np.float32(0.0), w * p[0, i] - q[0, i])
+    left_over = residual + (1.0 - weight)
+    odds = residual / left_over if left_over > 0.0 else 1.0  # nothing can be refused any more
+    ratio = weight * p[0, token]
+    if ratio < q[0, token]:
+        return odds, ratio / q[0, token]
+    return odds, 1.0 if ratio > 0.0 else 0.0
+
+
+@compiled
+def happens(odds, seed, stream, position):
+    """Whether a thing of these odds does, by the noise of a stream at a position."""
+    return uniform(noise_key(seed, stream, position), np.int64(0)) < odds

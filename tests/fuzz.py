@@ -37,8 +37,9 @@ from specdec.drafters import ModelDrafter
 from specdec.machine.memory import zeros
 from specdec.machine.threads import available_threads
 from specdec.machine.vectors import LANES, round_up
+from specdec.ngrams import NgramDrafter
 from specdec.readers import CheckpointError, load_checkpoint
-from specdec.sampling import Sampler, Sampling, draw, keep_or_redraw
+from specdec.sampling import Sampler, Sampling, draw, keep_or_redraw, weigh_prefix
 from specdec.tokenizer import BOS, EOS, TextStream, Tokenizer, TokenizerError
 from specdec.transformer import Transformer
 from specdec.weights import FP32, INT8
@@ -284,7 +285,9 @@ def random_sampling(rng):
 def written(target, draft, sampling, verify, prompt, n, gamma):
     """The tokens of a text up to its end or its error, and the error's words."""
     verifier = VERIFIERS[verify](target.config.vocab_size, sampling)
-    drafter = ModelDrafter(draft, Sampler(draft.config.vocab_size, sampling), verifier.draft_noise, END_MARKS) if draft else None
+    drafter = NgramDrafter(END_MARKS) if draft == "ngram" else None
+    if draft and not drafter:
+        drafter = ModelDrafter(draft, Sampler(draft.config.vocab_size, sampling), verifier.draft_noise, END_MARKS)
     tokens = []
     try:
         for event in decode(target, drafter, verifier, prompt, n, gamma, END_MARKS):
@@ -309,12 +312,14 @@ def texts(rng):
     if rng.random() < 0.6:
         draft_config = random_config(rng, config.vocab_size)
         draft = twin(rng, random_model(rng, draft_config, None, loud and rng.random() < 0.5), first.n_positions)
-    for _ in range(2):
-        tokens, error = written(target, draft, sampling, "coupled", prompt, n, rng.choice([1, 2, 3, 4, 7, 8, 9, 63]))
+    for proposer in (draft, draft, "ngram"):
+        tokens, error = written(target, proposer, sampling, "coupled", prompt, n, rng.choice([1, 2, 3, 4, 7, 8, 9, 63]))
         assert error == flaw, f"{error!r} where the plain text has {flaw!r}"
         assert tokens == (plain[: len(tokens)] if error else plain), f"{tokens} where the plain text is {plain}"
-    kept, _ = written(twin(rng, first), draft, sampling, "rejection", prompt, n, 4)
-    assert all(0 <= token < config.vocab_size for token in kept)
+    for verify in ("rejection", "block"):
+        kept, _ = written(twin(rng, first), rng.choice([draft, "ngram"]), sampling, verify, prompt, n, 4)
+        assert all(0 <= token < config.vocab_size for token in kept)
+        assert sampling.temperature or kept == plain[: len(kept)]
     # the logits, one token a pass, by a model that ran nothing else
     text = (prompt + plain)[: first.n_positions]
     alone = twin(rng, first)
@@ -370,6 +375,8 @@ def sampling(rng):
         assert token == redrawn == -1
         return REFUSED
     assert p[token] > 0 and p[redrawn] > 0, f"drawn: {token} of {p[token]}, {redrawn} of {p[redrawn]}"
+    odds, weight = weigh_prefix(probs, q, n, proposal, rng.choice([1.0, 0.5, 1e-30]))
+    assert 0 <= odds <= 1 and 0 <= weight <= 1 and (weight > 0) == (p[proposal] > 0), f"{odds}, {weight}"
     assert abs(p.sum() - 1) < 1e-4 and p.min() >= 0 and not probs[0, n:].any()
     with np.errstate(over="ignore"):  # 1 / temperature of what is no normal number
         whole = reference.probabilities(logits, temperature, 0, 0)
@@ -403,7 +410,7 @@ def random_jobs(rng):
     models = [random_model(rng, random_config(rng, 300, seq_len=rng.choice([64, 64, 300]))) for _ in range(2)]
     target, draft = (twin(rng, model, max(model.n_positions for model in models)) for model in models)
     verify, gamma = rng.choice(list(VERIFIERS)), rng.randint(1, 9)
-    pairs = [(target, draft), (draft, target), (rng.choice([target, draft]), None)]
+    pairs = [(target, draft), (draft, target), (target, rng.choice([None, "ngram"]))]
     decoders = [SpeculativeDecoder(*pair, small_tokenizer(), gamma=gamma, verify=verify) for pair in pairs]
     jobs = []
     for _ in range(rng.randint(2, 5)):
@@ -475,9 +482,9 @@ def some_value(rng):
     return rng.choice([
         None, True, False, 0, 1, 3, 5, 64, -1, 10**9, 2**63, 2**64, -(2**63), 10**400, 10**5000, 0.0, -0.0, 0.5, 1.0, 2.5,
         5e-324, -1e-9, 1e308, math.nan, math.inf, -math.inf, 1j, Fraction(1, 3), Fraction(10**400), "", "ab", "1", "é日🙂",
-        "a\0b", "\ud800", "coupled", "rejection", "self", "both", "x y", "x" * 5000, b"", b"ab", bytearray(b"ab"), [], [1, 2, 3],
-        [1.0], ["1"], [[1]], [None], [-1], [300], [10**30], [1] * 500, [np.int64(1)], [Index()], (1, 2), {}, {1}, {"a": 1},
-        range(3), iter([1, 2]), object(), bool, Index(), len, lambda *_: None, slice(3), NotImplemented, ...,
+        "a\0b", "\ud800", "coupled", "rejection", "block", "self", "both", "x y", "x" * 5000, b"", b"ab", bytearray(b"ab"), [],
+        [1, 2, 3], [1.0], ["1"], [[1]], [None], [-1], [300], [10**30], [1] * 500, [np.int64(1)], [Index()], (1, 2), {}, {1},
+        {"a": 1}, range(3), iter([1, 2]), object(), bool, Index(), len, lambda *_: None, slice(3), NotImplemented, ...,
         np.int8(5), np.uint8(250), np.int64(7), np.uint64(2**63), np.float16(0.5), np.float32(0.5), np.float64(math.nan),
         np.bool_(True), np.array(5), np.array([1, 2]), np.zeros((3, 3)), np.array([]), np.array(["a"]), np.arange(5),
         Path("nowhere"), Path("."), np.str_("ab"),

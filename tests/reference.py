@@ -175,6 +175,38 @@ def probabilities(logits: np.ndarray, temperature: float, top_k: int, top_p: flo
     return out / out.sum()
 
 
+def mixed_bits(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's finalizer, of uint64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def drawn(probs: np.ndarray, seed: int, stream: int, positions: np.ndarray) -> list[int]:
+    """The token of each position: the least -log(u) / p of all, the first of equals; every u computed (see `sampling.race`)."""
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    with np.errstate(over="ignore"):
+        stream_key = mixed_bits(np.array([seed], np.uint64) + golden * np.uint64(stream + 1))
+        keys = mixed_bits(stream_key + golden * (positions.astype(np.uint64) + np.uint64(1)))
+        bits = mixed_bits(keys[:, None] + golden * np.arange(1, len(probs) + 1, dtype=np.uint64))
+    u = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    times = np.where(probs > 0, -np.log(u) / np.where(probs > 0, probs, 1).astype(np.float64), np.inf)
+    return times.argmin(1).tolist() if (probs > 0).any() else [-1] * len(positions)
+
+
+def kept(probs: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
+    """float32 probs after top_k and top_p, by a full sort; bit for bit, since no sum here rounds before the last division."""
+    order = sorted(range(len(probs)), key=lambda i: (-probs[i], i))[: top_k or None]
+    if 0 < top_p < 1:
+        mass = np.cumsum(probs[order].astype(np.float64))
+        order = order[: int((mass <= top_p).sum()) + 1]
+    if len(order) == len(probs) and not 0 < top_p < 1:
+        return probs
+    out = np.zeros_like(probs)
+    out[order] = (probs[order] / probs[sorted(order)].astype(np.float64).sum()).astype(np.float32)
+    return out
+
+
 def chi_square_limit(degrees: int, sigmas: float) -> float:
     """The value that chi-square passes with the odds of a normal variable passing `sigmas` (Wilson and Hilferty 1931)."""
     a = 2 / (9 * degrees)

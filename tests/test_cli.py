@@ -253,7 +253,9 @@ def test_a_bad_shape_to_measure_is_refused(run: Run, shape: str) -> None:
 # What a good run says
 
 
-@pytest.mark.parametrize("extra", [[], ["--verify", "rejection"], ["-t", "0"], ["-g", "1"], ["-k", "5"]], ids=str)
+@pytest.mark.parametrize(
+    "extra", [[], ["--verify", "rejection"], ["--verify", "block"], ["-t", "0"], ["-g", "1"], ["-k", "5"]], ids=str
+)
 def test_json_is_one_object_whose_figures_agree(run: Run, pair: Pair, extra: list[str]) -> None:
     code, out, err = run(*with_pair(pair, "-n", 60, "--json", *extra))
     assert (code, err) == (0, "")
@@ -306,6 +308,15 @@ def test_what_is_int8_is_told_and_an_fp32_target_keeps_its_text(run: Run, pair: 
         _, _, summary = run(*with_pair(pair, "-n", 20, "--plain", "--verify", verify, *more))
         assert weights in summary
         assert re.search(rf"^{what} +the {weights[7:11]} target's own$", summary, re.MULTILINE)
+
+
+@pytest.mark.parametrize("verify", ["coupled", "rejection", "block"])
+def test_ngrams_draft_without_a_model(run: Run, pair: Pair, verify: str) -> None:
+    told = ("-m", pair.target, "-i", "ab ab ab ab ab ab", "-t", 0, "-j", 1, "-n", 100, "--json")
+    alone, result = from_json(run(*told)), from_json(run(*told, "-d", "ngram", "--verify", verify))
+    assert result["tokens"] == alone["tokens"]
+    assert result["n_drafted"] > 0
+    assert result["settings"]["draft"] == "ngram"
 
 
 def test_version_2_files_are_target_and_draft_as_they_are(run: Run, pair: Pair, tmp_path: Path) -> None:

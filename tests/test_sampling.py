@@ -111,6 +111,37 @@ def test_draws_of_neighbouring_positions_seeds_and_streams_are_independent():
         assert abs((a == b).mean() - 1 / 8) < 5 * math.sqrt(7 / 64 / 20_000)
 
 
+@pytest.mark.parametrize("vocab_size", [17, 63, 64, 65, 1024, 5000, 49152])
+def test_what_is_passed_over_cannot_win(vocab_size):
+    """Bit for bit the probabilities of a full sort and the winners of a race of all: 10^5 draws of all sizes together."""
+    n_rows, n_positions = (40, 500) if vocab_size <= 1024 else (10, 100) if vocab_size <= 5000 else (4, 25)
+    for case in range(n_rows):
+        rng = np.random.default_rng(case)
+        logits = (rng.standard_normal(vocab_size) * rng.choice([0.1, 1, 3, 8])).astype(np.float32)
+        logits[rng.integers(0, vocab_size, 5)] += np.float32(rng.choice([0, 10]))
+        logits = np.round(logits) if case % 3 == 0 else logits
+        temperature, top_k, top_p = rng.choice([0.7, 1.0, 1.3]), int(rng.choice([0, 0, 5, 300])), rng.choice([0.0, 0.5, 0.9, 0.9])
+        row, keys = zeros(1, round_up(vocab_size, LANES)), np.empty(vocab_size, np.uint64)
+        probabilities(row, logits, temperature, 0, 0.0, keys)
+        expected = reference.kept(row[0, :vocab_size].copy(), top_k, top_p)
+        probabilities(row, logits, temperature, top_k, top_p, keys)
+        np.testing.assert_array_equal(row[0, :vocab_size], expected)
+        winners = reference.drawn(expected, case, case % 3, np.arange(n_positions))
+        assert [race(row, vocab_size, case, case % 3, position) for position in range(n_positions)] == winners
+
+
+@pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 64, 1000])
+def test_greedy_takes_the_first_of_the_largest(n):
+    rng, keys = np.random.default_rng(n), np.empty(n, np.uint64)
+    for _ in range(50):
+        logits = rng.integers(0, 4, n).astype(np.float32)
+        logits[rng.random(n) < 0.3] = -np.inf
+        logits[rng.integers(n)] = rng.integers(0, 9)
+        row = zeros(1, round_up(n, LANES))
+        assert draw(row, logits, 0.0, 0, 0.9, 1, 0, 5, keys) == logits.argmax()
+        assert row.sum() == 1
+
+
 def test_kept_or_redrawn_tokens_follow_p_whatever_q_is():
     """Chi-square of 100,000 rejection samples for each of four q; false alarm below 1e-6 each."""
     p = np.array([0.4, 0.3, 0.2, 0.1, 0.0])
