@@ -314,11 +314,12 @@ def decode(
             yield Proposal(draft.tokens)
         begin = time.perf_counter()
         with target.lock:
-            passes = -1
-            while passes != target.n_passes:  # at once, unless a signal handler ran a pass over these logits
-                logits = target.forward(tokens + draft.tokens, n_logits=len(draft.tokens) + 1)
+            is_judged = False
+            while not is_judged:  # at once, unless a signal handler ran a pass over these logits
                 passes = target.n_passes
+                logits = target.forward(tokens + draft.tokens, n_logits=len(draft.tokens) + 1)
                 new, n_accepted = judge(logits, draft, verifier, len(tokens), end_marks)
+                is_judged = target.n_passes <= passes + 1
         if new[-1] in end_marks:
             stop = end_marks[new.pop()]
         tokens += new

@@ -493,6 +493,35 @@ def test_a_signal_handler_gets_the_right_text_or_is_refused_and_spoils_none(pair
     assert texts or refused
 
 
+class Interrupted:
+    """A model over whose logits another pass runs as soon as a forward has returned, as a signal handler's may."""
+
+    def __init__(self, model):
+        self._model, self.lock, self.n_positions = model, model.lock, model.n_positions
+        self.n_interrupts = 0
+
+    @property
+    def n_passes(self):
+        return self._model.n_passes
+
+    def forward(self, tokens, n_logits=1):
+        logits = self._model.forward(tokens, n_logits)
+        if n_logits and len(tokens) % 3 == 0 and self.n_interrupts < 8:
+            self.n_interrupts += 1
+            self._model.forward([BOS, 17, 4, 99, 5, 6, 7], min(n_logits, 7))
+        return logits
+
+
+def test_logits_that_a_handlers_pass_ran_over_are_judged_anew():
+    for sampling in SAMPLINGS:
+        plain, _ = continuation(tiny_model(0), None, sampling)
+        target = Interrupted(tiny_model(0))
+        drafter = ModelDrafter(tiny_model(1), Sampler(105, sampling), CoupledVerifier.draft_noise, END_MARKS)
+        steps = steps_of(decode(target, drafter, CoupledVerifier(105, sampling), [BOS, 7, 9], 60, 4, END_MARKS))
+        assert [token for step in steps for token in step.tokens] == plain
+        assert target.n_interrupts > 0
+
+
 class Trial:
     """In the place of `decode`: steps that take as long as the number of threads says."""
 
