@@ -7,6 +7,7 @@ import pytest
 
 from specdec.architectures import Config, RopeScaling, architecture_of
 from specdec.architectures.rope import fill_tables, positions_a_radian
+from specdec.decoding import CoupledVerifier
 from specdec.drafters import ModelDrafter
 from specdec.machine.memory import zeros
 from specdec.machine.vectors import LANES
@@ -99,7 +100,11 @@ def test_the_text_is_the_targets_own_whatever_drafts_for_it(name: str) -> None:
     drafted, statistics = continuation(target, draft, sampling, max_tokens=40)
     assert drafted == plain
     assert statistics.n_accepted > 0
-    assert ModelDrafter(draft, Sampler(draft.config.vocab_size, sampling), 0, END_MARKS).propose([1, 5], 3).tokens
+    assert (
+        ModelDrafter(draft, Sampler(draft.config.vocab_size, sampling), CoupledVerifier.draft_noise, END_MARKS)
+        .propose([1, 5], 3)
+        .tokens
+    )
 
 
 POISON = 7  # the token whose values are not finite somewhere inside
