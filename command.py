@@ -8,20 +8,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 import typer
 from rich.console import Console
 
 import specdec
 
-from .decoder import NGRAM, SELF, Quantize, SpeculativeDecoder
-from .decoding import MAX_GAMMA, VERIFIERS, Statistics, VerifyMode
+from .decoder import AUTO, FIXED_GAMMA, NGRAM, SELF, Quantize, SpeculativeDecoder
+from .decoding import VERIFIERS, Statistics, VerifyMode
 from .files import default_pair, find, telling_how_to_restore
 from .interrupts import exit_code, signals
 from .machine.threads import available_threads
 from .output import PlainView, SilentView, View, print_summary, printable, to_json
 from .panel import LivePanel
+from .planning import MAX_GAMMA
 from .readers import CheckpointError
 from .sampling import Sampling
 from .tokenizer import TokenizerError
@@ -98,7 +99,13 @@ Seed = Annotated[
     int, option("-s", "--seed", group="Sampling", metavar="N", min=0, help="Same seed, same text. 0: a new one each time.")
 ]
 Gamma = Annotated[
-    int, option("-g", "--gamma", group="Speculation", metavar="N", min=1, max=MAX_GAMMA, help="Draft tokens per step (γ).")
+    str,
+    option(
+        *("-g", "--gamma"),
+        group="Speculation",
+        metavar="N|auto",
+        help="Draft tokens per step (γ). auto: as many as pay, none where none do; with --verify rejection or block, 4.",
+    ),
 ]
 VerifyOption = Annotated[
     str,
@@ -143,7 +150,7 @@ def tell(
     top_p: TopP = 0.9,
     top_k: TopK = 0,
     seed: Seed = 0,
-    gamma: Gamma = 4,
+    gamma: Gamma = AUTO,
     verify: VerifyOption = "coupled",
     threads: Threads = 0,
     plain: Plain = False,
@@ -163,6 +170,7 @@ def tell(
         print(specdec.__version__)
         return
     _check_arguments(prompt, top_p, seed, threads, verify=verify, quantize=quantize)
+    _gamma(gamma)
     if not model:
         target, small = default_pair()
         model, draft = str(target), draft or str(small)
@@ -175,7 +183,7 @@ def tell(
                 sources[0],
                 sources[1] or None,
                 tokenizer or None,
-                gamma=gamma,
+                gamma=_gamma(gamma),
                 verify=cast(VerifyMode, verify),
                 n_threads=threads or None,
                 quantize=cast(Quantize, quantize),
@@ -193,17 +201,19 @@ def tell(
         _tell(f"this machine's memory has room for {total} of the {decoder.target.n_positions} tokens of the target's context")
     max_tokens = max(0, total + 1 - len(prompt_tokens))
     out = Console()
+    n_proposed = (FIXED_GAMMA if gamma == AUTO else int(gamma)) if draft else 0
     view: View
     if as_json:
         view = SilentView(decoder.tokenizer)
     elif not plain and LivePanel.fits(out):
         title = " + ".join(Path(name).name.removesuffix(".bin") for name in (model, draft) if name)
-        view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, gamma if draft else 0, title, pace)
+        view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, n_proposed, title, pace)
     else:
         view = PlainView(decoder.tokenizer, sys.stdout)
     signals.text_begins()
     with writing():
         _run(view, decoder, prompt, max_tokens, sampling, statistics)
+        statistics.plain_seconds = decoder.plain_seconds
         if isinstance(view, SilentView):
             settings = {
                 "model": model,
@@ -213,7 +223,7 @@ def tell(
                 "temperature": temperature,
                 "top_p": top_p,
                 "top_k": top_k,
-                "gamma": gamma if draft else 0,
+                "gamma": _gamma(gamma) if draft else 0,
                 "verify": verify,
                 "quantize": quantize,
                 "threads": decoder.target.n_threads,
@@ -249,6 +259,15 @@ def _run(
             if signals.asked:
                 statistics.stop_reason = "interrupted"
                 break
+
+
+def _gamma(text: str) -> int | Literal["auto"]:
+    """The draft length that an option names."""
+    if text == AUTO:
+        return AUTO
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_GAMMA:
+        raise typer.BadParameter(f"{text!r} is neither auto nor 1 to {MAX_GAMMA}.", param_hint="'-g' / '--gamma'")
+    return int(text)
 
 
 def _check_arguments(prompt: str, top_p: float, seed: int, threads: int, verify: str, quantize: str) -> None:

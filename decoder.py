@@ -1,20 +1,23 @@
 """`SpeculativeDecoder`: a target, what drafts for it, and their tokenizer. Knows no terminals."""
 
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from .architectures import architecture_of
 from .checks import file_name, one_of, short, text, whole
-from .decoding import MAX_GAMMA, VERIFIERS, Event, Statistics, Step, VerifyMode, decode
+from .decoding import VERIFIERS, Event, Statistics, Step, VerifyMode, decode
 from .drafters import Drafter, ModelDrafter
 from .files import find, find_tokenizer
 from .machine.memory import physical_memory_bytes
 from .machine.threads import available_threads, give_lock
 from .ngrams import NgramDrafter
+from .planning import MAX_GAMMA, Acceptance, AutoLength, Costs, FixedLength, Plan
 from .readers import Checkpoint, CheckpointError, load_checkpoint
-from .sampling import Sampler, Sampling
+from .sampling import TARGET_NOISE, Sampler, Sampling
 from .tokenizer import AnyTokenizer, Tokenizer
 from .tokenizer_json import TOKENIZER_FILE, JsonTokenizer, load_tokenizer
 from .transformer import Transformer
@@ -25,7 +28,12 @@ DEFAULT_SAMPLING = Sampling()
 SELF = "self"  # as a draft: an int8 copy of the target
 NGRAM = "ngram"  # as a draft: what followed in the text before
 Progress = Callable[[str, float], None]  # is told the name of a model and the share of it that is loaded
+AUTO: Literal["auto"] = "auto"
+FIXED_GAMMA = 4  # where the clock must not decide
+Gamma = int | Literal["auto"]
 Quantize = Literal["target", "draft", "both", "none"]
+# Passes over so many tokens are timed in turns, for about so long, with each at least once: the first two, of a slow target
+COSTS_TOKENS, COSTS_SECONDS = (1, 8, 2, 4, 16, 32), 0.03
 TRIAL_SECONDS, TRIAL_TOKENS, TRIAL_MARGIN = 0.05, 4, 1.25  # of the choice of threads; all of them unless so much slower
 
 
@@ -46,11 +54,12 @@ class SpeculativeDecoder:
     target, draft: Hugging Face folders, names on its hub ("org/name"), paths of llama2.c checkpoints (also looked for in models/)
     or loaded `Transformer`s; without a draft, plain decoding; the draft "self" is an int8 copy of the target, "ngram" what
     followed in the text before. tokenizer: a path or a tokenizer; found in the target's folder, beside its file or in models/
-    where not given. gamma: draft tokens a step, 1 to 63. verify: "coupled" (the text is the plain run's of the same seed),
-    "rejection" (Leviathan et al. 2023) or "block" (Sun et al. 2024), which have the plain run's distribution. n_threads: by
-    default all cores, or fewer where a trial shows that they are faster; it changes no text. quantize: which of the models that
-    are named, not loaded, become int8 where their weights are floats: "target", "draft", "both" or "none"; an int8 draft changes
-    no text, an int8 target does. progress: is told the name of a model and the share of it that is loaded.
+    where not given. gamma: draft tokens a step, 1 to 63, or "auto": as many as pay. verify: "coupled" (the text is the plain
+    run's of the same seed), "rejection" (Leviathan et al. 2023) or "block" (Sun et al. 2024), which have the plain run's
+    distribution. n_threads: by default all cores, or fewer where a trial shows that they are faster; it changes no text.
+    quantize: which of the models that are named, not loaded, become int8 where their weights are floats: "target", "draft",
+    "both" or "none"; an int8 draft changes no text, an int8 target does. progress: is told the name of a model and the share of
+    it that is loaded.
 
     Raises CheckpointError or TokenizerError for files that cannot be used, ValueError for values or models that do not fit.
     """
@@ -61,7 +70,7 @@ class SpeculativeDecoder:
         draft: str | os.PathLike[str] | Transformer | None = None,
         tokenizer: str | os.PathLike[str] | AnyTokenizer | None = None,
         *,
-        gamma: int = 4,
+        gamma: Gamma = AUTO,
         verify: VerifyMode = "coupled",
         n_threads: int | None = None,
         quantize: Quantize = "draft",
@@ -84,6 +93,8 @@ class SpeculativeDecoder:
             raise ValueError("target and draft are one object; they need a KV cache each")
         if self.draft and self.draft.n_positions < self.target.n_positions:
             self.draft = Transformer(self.draft.config, self.draft.weights, self.draft.n_threads, self.target.n_positions)
+        self.costs: Costs | None = None  # measured when warm
+        self.acceptance = Acceptance()
         self._is_warm = False
         self._turn: threading._RLock
         give_lock(self, "_turn")
@@ -128,13 +139,13 @@ class SpeculativeDecoder:
         return _rebuilt, (self.target, NGRAM if self.ngrams else self.draft, self.tokenizer, self.gamma, self.verify)
 
     @property
-    def gamma(self) -> int:
-        """Draft tokens a step."""
+    def gamma(self) -> Gamma:
+        """Draft tokens a step; "auto": as many as pay, and none where none do."""
         return self._gamma
 
     @gamma.setter
-    def gamma(self, gamma: int) -> None:
-        self._gamma = whole("gamma", gamma, 1, MAX_GAMMA)
+    def gamma(self, gamma: Gamma) -> None:
+        self._gamma: Gamma = AUTO if isinstance(gamma, str) and gamma == AUTO else whole("gamma", gamma, 1, MAX_GAMMA)
 
     @property
     def verify(self) -> VerifyMode:
@@ -177,7 +188,18 @@ class SpeculativeDecoder:
         if self.draft:
             sampler = Sampler(self.vocabulary.n_target, sampling, self.vocabulary.n_common)
             drafter = ModelDrafter(self.draft, sampler, verifier.draft_noise, marks)
-        return decode(self.target, drafter, verifier, tokens, max_tokens, self.gamma, marks)
+        return decode(self.target, drafter, verifier, tokens, max_tokens, self._plan(), marks)
+
+    def _plan(self) -> Plan:
+        """How long proposals get. A text of `rejection` or `block` hangs on that, so that there it must not hang on the clock."""
+        if self.gamma == AUTO and self.verify == "coupled" and self.costs:
+            return AutoLength(self.costs, self.acceptance)
+        return FixedLength(FIXED_GAMMA if self.gamma == AUTO else self.gamma, self.costs)
+
+    @property
+    def plain_seconds(self) -> float:
+        """What a token takes the target alone, as measured at the start and kept up since; 0 where nothing drafts."""
+        return float(self.costs.passes[1]) if self.costs else 0.0
 
     @property
     def n_positions(self) -> int:
@@ -218,6 +240,7 @@ class SpeculativeDecoder:
             for event in self.stream(prompt, max_tokens, Sampling(temperature, top_k, top_p, seed)):
                 statistics.add(event)
                 tokens += event.tokens if isinstance(event, Step) else []
+        statistics.plain_seconds = self.plain_seconds
         return Generation(self.tokenizer.decode(tokens), statistics)
 
     @property
@@ -240,12 +263,37 @@ class SpeculativeDecoder:
                     self._judge_a_proposal()
                 if self._most_threads > 1:
                     self._choose_threads()
+                if self.draft or self.ngrams:
+                    self.costs = self._measured_costs()
+
+    def _measured_costs(self) -> Costs:
+        """What passes over some tokens take, and a token of the draft, with their draws: the least of several, in turns."""
+        sampler = Sampler(self.vocabulary.n_target, DEFAULT_SAMPLING, self.vocabulary.n_common)
+        probs = sampler.new_probs()
+
+        def seconds(model: Transformer, n: int) -> float:
+            begin = time.perf_counter()
+            with model.lock:
+                for logits in model.forward([0] * n, n):
+                    sampler.draw(probs, logits, TARGET_NOISE, n)
+            return time.perf_counter() - begin
+
+        jobs = [(self.draft, 1)] if self.draft else []
+        jobs += [(self.target, n) for n in COSTS_TOKENS if n <= self.target.n_positions]
+        least: dict[int, float] = {}
+        deadline = time.perf_counter() + COSTS_SECONDS
+        while not least or time.perf_counter() < deadline:
+            for i, (model, n) in enumerate(jobs):
+                if i < 3 or time.perf_counter() < deadline:
+                    least[i] = min(least.get(i, math.inf), seconds(model, n))
+        draft = least.pop(0) if self.draft else 0.0
+        return Costs({jobs[i][1]: taken for i, taken in least.items()}, draft)
 
     def _judge_a_proposal(self) -> None:
         """Compile what judges one that no model drew."""
         verifier = VERIFIERS[self.verify](self.target.config.vocab_size, DEFAULT_SAMPLING)
         repeated = [0] * min(3, self.target.n_positions)
-        for _ in decode(self.target, NgramDrafter(()), verifier, repeated, 2, 1, {}):
+        for _ in decode(self.target, NgramDrafter(()), verifier, repeated, 2, FixedLength(1), {}):
             pass
 
     def _seconds(self, max_tokens: int) -> float:
@@ -269,7 +317,7 @@ class SpeculativeDecoder:
 
 
 def _rebuilt(
-    target: Transformer, draft: Transformer | str | None, tokenizer: Tokenizer, gamma: int, verify: VerifyMode
+    target: Transformer, draft: Transformer | str | None, tokenizer: Tokenizer, gamma: Gamma, verify: VerifyMode
 ) -> SpeculativeDecoder:
     """A decoder from its pickled parts."""
     return SpeculativeDecoder(target, draft, tokenizer, gamma=gamma, verify=verify)

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from .drafters import Draft, Drafter
-from .kernels import MAX_TOKENS
 from .machine.vectors import Float32
+from .planning import Plan
 from .sampling import (
     ACCEPT_NOISE,
     DRAFT_NOISE,
@@ -39,7 +39,6 @@ from .sampling import (
 
 VerifyMode = Literal["coupled", "rejection", "block"]
 StopReason = str  # a name of an end mark, "max_tokens", "seq_len" or "interrupted"
-MAX_GAMMA = MAX_TOKENS - 1
 
 
 @dataclass(frozen=True)
@@ -90,6 +89,8 @@ class Statistics:
     n_accepted: int = 0
     target_passes: int = 0
     accepted_histogram: list[int] = field(default_factory=list)  # passes by how many proposals they accepted
+    drafted_histogram: list[int] = field(default_factory=list)  # passes by how many they had to judge
+    plain_seconds: float = 0.0  # that a token takes the target alone, measured in this run; 0: it was not
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     stop_reason: StopReason | None = "max_tokens"  # of a text of no steps
@@ -105,8 +106,9 @@ class Statistics:
         self.n_drafted += len(step.draft_tokens)
         self.n_accepted += step.n_accepted
         self.target_passes += 1
-        self.accepted_histogram += [0] * (step.n_accepted + 1 - len(self.accepted_histogram))
-        self.accepted_histogram[step.n_accepted] += 1
+        for histogram, n in ((self.accepted_histogram, step.n_accepted), (self.drafted_histogram, len(step.draft_tokens))):
+            histogram += [0] * (n + 1 - len(histogram))
+            histogram[n] += 1
         self.decode_seconds += step.seconds
         self.stop_reason = step.stop_reason
 
@@ -114,6 +116,17 @@ class Statistics:
     def acceptance_rate(self) -> float:
         """Accepted / drafted, 0 where nothing was drafted."""
         return self.n_accepted / self.n_drafted if self.n_drafted else 0.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Accepted / drafted of the first proposals of all passes, of the second ones, ..."""
+        drafted = [sum(self.drafted_histogram[i:]) for i in range(1, len(self.drafted_histogram))]
+        return [sum(self.accepted_histogram[i:]) / n for i, n in enumerate(drafted, 1)]
+
+    @property
+    def speed_up(self) -> float:
+        """Over the target alone, whose time for a token was measured in this run; 0 where it was not."""
+        return self.tokens_per_second * self.plain_seconds
 
     @property
     def tokens_per_pass(self) -> float:
@@ -289,13 +302,13 @@ def decode(
     verifier: Verifier,
     prompt: list[int],
     max_tokens: int,
-    gamma: int,
+    plan: Plan,
     end_marks: Mapping[int, str],
 ) -> Iterator[Event]:
     """Continue the prompt by up to max_tokens tokens: the prompt, then a proposal, where there is a drafter, and a step in turns.
 
-    gamma: proposals a step; end_marks: tokens that end a text, with their names. A step runs what the target's cache does not
-    hold: the last token and the proposal. Raises ValueError where the target's logits are not finite.
+    plan: how long proposals get; end_marks: tokens that end a text, with their names. A step runs what the target's cache does
+    not hold: the last token and the proposal. Raises ValueError where the target's logits are not finite.
     """
     begin = time.perf_counter()
     tokens = list(prompt)
@@ -304,11 +317,12 @@ def decode(
     stop: StopReason | None = None
     target.forward(tokens[:-1], n_logits=0)
     if drafter:
-        drafter.propose(tokens, 0)
+        drafter.get_ready(tokens)
     yield Prompt(prompt, time.perf_counter() - begin)
     while len(tokens) < limit and stop is None:
         begin = time.perf_counter()
-        draft = drafter.propose(tokens, min(gamma, limit - len(tokens) - 1)) if drafter else Draft([])
+        is_drafted = drafter and plan.begins(limit - len(tokens) - 1)
+        draft = drafter.propose(tokens, plan) if drafter and is_drafted else Draft([])
         draft_seconds = time.perf_counter() - begin
         if drafter:
             yield Proposal(draft.tokens)
@@ -325,4 +339,6 @@ def decode(
         tokens += new
         if stop is None and len(tokens) == limit:
             stop = "seq_len" if limit > target.n_positions else "max_tokens"
-        yield Step(new, draft.tokens, n_accepted, time.perf_counter() - begin + draft_seconds, draft_seconds, stop)
+        pass_seconds = time.perf_counter() - begin
+        plan.saw(len(draft.tokens), n_accepted, pass_seconds, draft_seconds)
+        yield Step(new, draft.tokens, n_accepted, pass_seconds + draft_seconds, draft_seconds, stop)

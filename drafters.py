@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .machine.vectors import Float32, ceil_div
+from .planning import Plan
 from .sampling import Sampler
 from .transformer import Transformer
 
@@ -13,24 +14,25 @@ from .transformer import Transformer
 class Draft:
     """Proposed tokens; where a proposal ends may hang on its tokens and their q, on none that was drawn and left out.
 
-    q: what each was drawn from, (1, V padded) a token; None where they were not drawn. confidence: how sure the drafter is that
-    each stands if those before it do, in a measure of its own that rises with the odds; None where it has none.
+    q: what each was drawn from, (1, V padded) a token; None where they were not drawn.
     """
 
     tokens: list[int]
     q: list[Float32] | None = None
-    confidence: list[float] | None = None
 
 
 class Drafter(Protocol):
-    """A proposal may be shorter than asked for, and empty."""
+    """A proposal may be shorter than planned, and empty."""
 
-    def propose(self, tokens: list[int], n: int) -> Draft:
-        """Up to n tokens that may follow tokens; none for n = 0, which only gets ready."""
+    def get_ready(self, tokens: list[int]) -> None:
+        """Take in a prompt."""
+
+    def propose(self, tokens: list[int], plan: Plan) -> Draft:
+        """Tokens that may follow tokens, as long as the plan, which has begun, goes on."""
 
 
 class ModelDrafter:
-    """A smaller model that decodes n tokens one by one. Beyond its own seq_len it sees a sliding window.
+    """A smaller model that decodes one token after the other. Beyond its own seq_len it sees a sliding window.
 
     sampler: draws its tokens; noise: the stream of those from a position on; end_marks: the tokens behind which it
     proposes none.
@@ -41,26 +43,31 @@ class ModelDrafter:
         self._n_rows = model.config.vocab_size  # the target may know more tokens
         self._q: list[Float32] = []
 
-    def propose(self, tokens: list[int], n: int) -> Draft:
-        if len(tokens) + n > self._model.n_positions:
-            n = min(n, self._model.n_positions // 2)
-        start, stream = self._start(len(tokens) + n), self._noise(len(tokens))
-        text = [token if token < self._n_rows else 0 for token in tokens[start:]]
-        while len(self._q) < n:
-            self._q.append(self._sampler.new_probs())
+    def get_ready(self, tokens: list[int]) -> None:
         with self._model.lock:
-            if n == 0:
-                self._model.forward(text[:-1], n_logits=0)
-            for q in self._q[:n]:
+            self._model.forward(self._seen(tokens, self._start(len(tokens)))[:-1], n_logits=0)
+
+    def propose(self, tokens: list[int], plan: Plan) -> Draft:
+        start, stream = self._start(len(tokens) + min(plan.most, self._model.n_positions // 2)), self._noise(len(tokens))
+        text, n = self._seen(tokens, start), 0
+        with self._model.lock:
+            while len(text) <= self._model.n_positions:
+                if n == len(self._q):
+                    self._q.append(self._sampler.new_probs())
                 logits = self._model.forward(text)
-                token = self._sampler.draw(q, logits[0], stream, start + len(text))
+                token, margin = self._sampler.draw_surely(self._q[n], logits[0], stream, start + len(text))
                 if token < 0:
                     break
                 text.append(token)
-                if token in self._end_marks:
+                n += 1
+                if not plan.goes_on(margin) or token in self._end_marks:
                     break
-        new = text[len(tokens) - start :]
-        return Draft(new, self._q[: len(new)])
+        return Draft(text[len(text) - n :], self._q[:n])
+
+    def _seen(self, tokens: list[int], start: int) -> list[int]:
+        """What the draft sees of a text."""
+        seen = tokens[start:]
+        return seen if self._sampler.vocab_size <= self._n_rows else [token if token < self._n_rows else 0 for token in seen]
 
     def _start(self, n_tokens: int) -> int:
         """Where the text begins that the draft sees: later, by half of its positions, where those cannot go on."""

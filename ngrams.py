@@ -3,6 +3,7 @@
 from collections.abc import Container
 
 from .drafters import Draft
+from .planning import Plan
 
 WORTH = 0.2  # a proposal that is less likely than this to stand is none: what it costs is more than it brings (see NOTES.md)
 # How often what followed a match follows it again, by the length of the match in bits: 1, 2 to 3, 4 to 7, ... tokens. A text
@@ -84,25 +85,28 @@ class NgramDrafter:
     def _begin(self) -> None:
         self._automaton, self._shares = SuffixAutomaton(), [*FIRST_SHARES]
 
-    def propose(self, tokens: list[int], n: int) -> Draft:
+    def get_ready(self, tokens: list[int]) -> None:
+        self._follow(tokens)
+
+    def propose(self, tokens: list[int], plan: Plan) -> Draft:
         self._follow(tokens)
         length, place = self._automaton.match()
         text, likely = self._automaton.text, 1.0
         draft: list[int] = []
-        confidence: list[float] = []
-        while length and len(draft) < n:
+        odds: list[float] = []
+        while length and len(draft) < plan.most:
             share = self._shares[_rank(length)]
             likely *= share
             if likely < WORTH:
                 break
             # where the match's continuation reaches the text's end, the proposal is what follows: a text that goes in circles
             draft.append(text[place] if place < len(text) else draft[place - len(text)])
-            confidence.append(share)
+            odds.append(share / (1 - share))
             if draft[-1] in self._end_marks:
                 break
             place += 1
             length += 1
-        return Draft(draft, None, confidence)
+        return Draft(draft[: plan.takes(odds)] if draft else draft)
 
     def _follow(self, tokens: list[int]) -> None:
         """Take in what is new of a text; all of it, where it does not begin with the one before."""

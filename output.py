@@ -86,6 +86,8 @@ def print_summary(console: Console, statistics: Statistics, **more: object) -> N
             ("acceptance rate", f"{s.acceptance_rate:.1%}"),
             ("tokens per pass", f"{s.tokens_per_pass:.2f}"),
         ]
+    if s.speed_up:
+        rows.append(("speed-up over the target alone", f"{s.speed_up:.2f}"))
     rows += [
         ("prefill", f"{s.prefill_seconds:.3f} s"),
         ("decode", f"{s.decode_seconds:.3f} s"),
@@ -119,6 +121,8 @@ def to_json(statistics: Statistics, text: str, tokens: list[int], **extra: Any) 
             "prefill_seconds": s.prefill_seconds,
             "decode_seconds": s.decode_seconds,
             "tokens_per_second": s.tokens_per_second,
+            "acceptance_by_position": s.acceptance_by_position,
+            "speed_up": s.speed_up or None,
             "stop_reason": s.stop_reason,
         }
         | extra

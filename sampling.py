@@ -66,8 +66,13 @@ class Sampler:
 
     def draw(self, probs: Float32, logits: Float32, stream: int, position: int) -> int:
         """The token of that noise, -1 where the logits are not finite; fills probs (1, V padded) from them."""
+        return self.draw_surely(probs, logits, stream, position)[0]
+
+    def draw_surely(self, probs: Float32, logits: Float32, stream: int, position: int) -> tuple[int, float]:
+        """`draw`, and by how much its noisy score log p + Gumbel, or its logit where there is no noise, exceeds the next one."""
         s, logits = self.sampling, logits[: self._n_ids]
-        return int(draw(probs, logits, s.temperature, self._top_k, s.top_p, s.seed, stream, position, self._keys))
+        token, margin = draw(probs, logits, s.temperature, self._top_k, s.top_p, s.seed, stream, position, self._keys)
+        return int(token), float(margin)
 
     def probabilities(self, probs: Float32, logits: Float32) -> None:
         """Fill probs (1, V padded) from logits."""
@@ -257,7 +262,7 @@ def probabilities(probs, logits, temperature, top_k, top_p, keys):
 
 @compiled
 def may_win(probs, first, last, key, best):
-    """Whether a token from first to last may take less time than best in `race`: no branches, so that LLVM takes vectors."""
+    """Whether a token from first to last may take less time than that in `race`: no branches, so that LLVM takes vectors."""
     n = np.int64(0)
     for token in range(first, last):
         n += 1.0 - uniform(key, token) <= best * np.float64(probs[0, token])
@@ -268,34 +273,56 @@ def may_win(probs, first, last, key, best):
 def race(probs, n, seed, stream, position):
     """A token with probability proportional to probs[0, :n]: argmin E / p for exponential E, that is argmax log p + Gumbel.
 
-    E = -log u is at least 1 - u, which spares the logarithm of tokens that cannot win. Ties go to the lower id. -1 where no
-    probability is above 0.
+    E = -log u is at least 1 - u, which spares the logarithm of tokens that come in third. Ties go to the lower id. -1 where no
+    probability is above 0. Also the margin to the second: of log p + Gumbel.
     """
     key = noise_key(seed, stream, position)
-    best, winner = np.inf, -1
+    best, second, winner = np.inf, np.inf, -1
     for first in range(0, n, BLOCK):
         last = min(first + BLOCK, n)
         if largest(probs, first, last) <= 0.0:
             continue
         looks_full = probs[0, first] > 0.0 and probs[0, last - 1] > 0.0
-        if looks_full and not may_win(probs, first, last, key, best):
+        if looks_full and not may_win(probs, first, last, key, second):
             continue
         for token in range(first, last):
             p = np.float64(probs[0, token])
             if p > 0.0:
                 u = uniform(key, token)
-                if 1.0 - u <= best * p:
+                if 1.0 - u <= second * p:
                     time = -math.log(u) / p
                     if time < best:
-                        best, winner = time, token
-    return winner
+                        best, second, winner = time, best, token
+                    elif time < second:
+                        second = time
+    return winner, math.log(second / best) if winner >= 0 else 0.0
 
 
 @compiled
 def draw(probs, logits, temperature, top_k, top_p, seed, stream, position, keys):
-    """Fill probs from logits (see `probabilities`) and draw the token of (seed, stream, position) from them."""
+    """Fill probs from logits (see `probabilities`) and draw the token of (seed, stream, position) from them; see `race`."""
     probabilities(probs, logits, temperature, top_k, top_p, keys)
-    return race(probs, logits.size, seed, stream, position)
+    token, margin = race(probs, logits.size, seed, stream, position)
+    if temperature == 0.0 and token >= 0:
+        margin = np.float64(logits[token]) - runner_up(logits, token)
+    return token, margin
+
+
+@compiled
+def runner_up(x, place):
+    """The largest of x (V,) but for the one at a place."""
+    n, top = x.size, np.float32(-np.inf)
+    whole = n // BLOCK * BLOCK
+    for first in range(0, whole, BLOCK):
+        if not first <= place < first + BLOCK:
+            top = max(top, largest(x, first, first + BLOCK))
+    for i in range(place // BLOCK * BLOCK, min(place // BLOCK * BLOCK + BLOCK, n)):
+        if i != place:
+            top = max(top, x[i])
+    for i in range(whole, n):
+        if i != place:
+            top = max(top, x[i])
+    return top
 
 
 @compiled
@@ -310,7 +337,7 @@ def redraw(p, q, n, weight, seed, stream, position):
     if total > 0.0:  # where rounding leaves no residual, p and q are one distribution; p may yet be 0 where q is not
         for i in range(n):
             p[0, i] = max(np.float32(0.0), weight * p[0, i] - q[0, i])
-    return race(p, n, seed, stream, position)
+    return race(p, n, seed, stream, position)[0]
 
 
 @compiled

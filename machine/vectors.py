@@ -17,6 +17,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_jitable, register_model
 
 Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
 
 LANES = 16

@@ -19,6 +19,7 @@ from ..decoding import CoupledVerifier, Step, decode
 from ..drafters import ModelDrafter
 from ..kernels import MAX_TOKENS
 from ..machine.vectors import Float32, Int64
+from ..planning import FixedLength
 from ..sampling import TARGET_NOISE, Sampler, Sampling
 from ..tokenizer import FIRST_BYTE, Tokenizer
 from ..transformer import Transformer
@@ -57,7 +58,7 @@ def continuation(
     verifier = CoupledVerifier(target.config.vocab_size, sampling)
     drafter = ModelDrafter(draft, Sampler(draft.config.vocab_size, sampling), verifier.draft_noise, end_marks) if draft else None
     tokens: list[int] = []
-    for event in decode(target, drafter, verifier, prompt, n_tokens, GAMMA, end_marks):
+    for event in decode(target, drafter, verifier, prompt, n_tokens, FixedLength(GAMMA), end_marks):
         if isinstance(event, Step):
             tokens += event.tokens
             tokens += [mark for mark, name in end_marks.items() if name == event.stop_reason]

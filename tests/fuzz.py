@@ -38,6 +38,7 @@ from specdec.machine.memory import zeros
 from specdec.machine.threads import available_threads
 from specdec.machine.vectors import LANES, round_up
 from specdec.ngrams import NgramDrafter
+from specdec.planning import FixedLength
 from specdec.readers import CheckpointError, load_checkpoint
 from specdec.sampling import Sampler, Sampling, draw, keep_or_redraw, weigh_prefix
 from specdec.tokenizer import BOS, EOS, TextStream, Tokenizer, TokenizerError
@@ -290,7 +291,7 @@ def written(target, draft, sampling, verify, prompt, n, gamma):
         drafter = ModelDrafter(draft, Sampler(draft.config.vocab_size, sampling), verifier.draft_noise, END_MARKS)
     tokens = []
     try:
-        for event in decode(target, drafter, verifier, prompt, n, gamma, END_MARKS):
+        for event in decode(target, drafter, verifier, prompt, n, FixedLength(gamma), END_MARKS):
             tokens += event.tokens if isinstance(event, Step) else []
     except ValueError as error:
         one_line(error, "not finite")
@@ -364,7 +365,7 @@ def sampling(rng):
     temperature, top_k, top_p = float(s.temperature), min(s.top_k, n), float(s.top_p)
     probs, keys = zeros(1, round_up(n, LANES)), np.empty(n, np.uint64)
     position = rng.randrange(1000)
-    token = draw(probs, logits, temperature, top_k, top_p, s.seed, 0, position, keys)
+    token, _ = draw(probs, logits, temperature, top_k, top_p, s.seed, 0, position, keys)
     p = probs[0, :n].astype(np.float64)
     proposal, q = rng.randrange(n), zeros(*probs.shape)
     q[0, :n] = p if rng.random() < 0.3 else np.random.default_rng(s.seed).dirichlet(np.full(n, 0.3))

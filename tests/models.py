@@ -13,6 +13,7 @@ from specdec.machine.memory import zeros
 from specdec.machine.programs import Runner
 from specdec.machine.threads import available_threads
 from specdec.machine.vectors import Float32
+from specdec.planning import FixedLength
 from specdec.sampling import Sampler
 from specdec.tokenizer import BOS, EOS
 from specdec.transformer import Transformer
@@ -65,6 +66,13 @@ def round_to_float32(exact: Fraction) -> Any:
     return min(candidates, key=lambda c: abs(Fraction(float(c)) - exact))
 
 
+def begun(n: int) -> FixedLength:
+    """A plan for a proposal of up to n tokens that has begun."""
+    plan = FixedLength(n)
+    plan.begins(n)
+    return plan
+
+
 END_MARKS = {BOS: "bos", EOS: "eos"}
 
 
@@ -79,7 +87,7 @@ def continuation(target, draft, sampling, gamma=4, verify="coupled", prompt=(BOS
     verifier = VERIFIERS[verify](target.config.vocab_size, sampling)
     drafter = ModelDrafter(draft, Sampler(draft.config.vocab_size, sampling), verifier.draft_noise, END_MARKS) if draft else None
     statistics, tokens = Statistics(len(prompt)), []
-    for event in decode(target, drafter, verifier, list(prompt), max_tokens, gamma, END_MARKS):
+    for event in decode(target, drafter, verifier, list(prompt), max_tokens, FixedLength(gamma), END_MARKS):
         statistics.add(event)
         tokens += event.tokens if isinstance(event, Step) else []
     return tokens, statistics

@@ -15,7 +15,7 @@ from specdec.sampling import Sampler, Sampling
 from specdec.transformer import FIRST_POSITIONS, Transformer
 from specdec.weights import FP32, INT8
 from tests import reference
-from tests.models import END_MARKS, THREADS, continuation, run_in_blocks, tokens_for
+from tests.models import END_MARKS, THREADS, begun, continuation, run_in_blocks, tokens_for
 
 LLAMA_3 = RopeScaling(8.0, 1.0, 4.0, 40)  # of so few positions that pairs of all three sorts are there
 ALL = {"wo_bias": True, "qkv_bias": True, "mlp_bias": True, "qk_norm": True}
@@ -102,7 +102,7 @@ def test_the_text_is_the_targets_own_whatever_drafts_for_it(name: str) -> None:
     assert statistics.n_accepted > 0
     assert (
         ModelDrafter(draft, Sampler(draft.config.vocab_size, sampling), CoupledVerifier.draft_noise, END_MARKS)
-        .propose([1, 5], 3)
+        .propose([1, 5], begun(3))
         .tokens
     )
 

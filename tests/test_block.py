@@ -12,10 +12,11 @@ import pytest
 from specdec.decoding import VERIFIERS, BlockVerifier, Step, decode, judge
 from specdec.drafters import Draft, ModelDrafter
 from specdec.machine.memory import zeros
+from specdec.planning import FixedLength
 from specdec.sampling import Sampler, Sampling, redraw, weigh_prefix
 from specdec.tokenizer import BOS, EOS
 from tests import reference
-from tests.models import END_MARKS, tiny_model
+from tests.models import END_MARKS, begun, tiny_model
 
 PLAIN = (1.0, 0, 0.0)  # temperature, top_k, top_p: the logits' own softmax
 
@@ -92,7 +93,7 @@ def rounds_of(target, draft, verify, n_runs, n_tokens, gamma, prompt):
         sampling = Sampling(*PLAIN, seed)
         verifier = VERIFIERS[verify](len(target.probs), sampling)
         drafter = ModelDrafter(draft, Sampler(draft.config.vocab_size, sampling), verifier.draft_noise, {})
-        events = decode(target, drafter, verifier, prompt, n_tokens, gamma, {})
+        events = decode(target, drafter, verifier, prompt, n_tokens, FixedLength(gamma), {})
         yield tuple(token for event in events if isinstance(event, Step) for token in event.tokens)
 
 
@@ -118,7 +119,7 @@ def accepted_of_the_same_drafts(target, draft, prompts, gamma, n_rounds):
     for seed in range(n_rounds):
         sampling, prompt = Sampling(*PLAIN, seed), prompts[seed % len(prompts)]
         sampler = Sampler(draft.config.vocab_size, sampling)
-        proposal = ModelDrafter(draft, sampler, BlockVerifier.draft_noise, {}).propose(prompt, gamma)
+        proposal = ModelDrafter(draft, sampler, BlockVerifier.draft_noise, {}).propose(prompt, begun(gamma))
         logits = target.forward(prompt + proposal.tokens, gamma + 1)
         verifiers = [VERIFIERS[verify](vocab_size, sampling) for verify in ("rejection", "block")]
         accepted.append([judge(logits, proposal, verifier, len(prompt), {})[1] for verifier in verifiers])
@@ -162,7 +163,7 @@ def test_nothing_is_judged_behind_an_end_mark_or_a_mismatch(verify):
 
 def test_coupled_verification_draws_no_token_that_is_not_needed(monkeypatch):
     drawn = []
-    monkeypatch.setattr("specdec.sampling.draw", lambda probs, logits, *_: drawn.append(logits[0]) or int(logits[1]))
+    monkeypatch.setattr("specdec.sampling.draw", lambda probs, logits, *_: (drawn.append(logits[0]) or int(logits[1]), 0.0))
     verifier = VERIFIERS["coupled"](6, Sampling(0.0))
     logits = np.array([[0, 3], [1, 4], [2, 5], [3, 5]], np.float32)
     assert judge(logits, Draft([3, 5, 5]), verifier, 7, END_MARKS) == ([3, 4], 1)

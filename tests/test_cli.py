@@ -38,7 +38,7 @@ from tests.terminal import COMMAND, PROMPT, Screen, endless, in_terminal, starte
 JSON_FIELDS = {
     "text", "tokens", "n_prompt", "n_generated", "n_drafted", "n_accepted", "acceptance_rate", "target_passes",
     "tokens_per_pass", "accepted_histogram", "load_seconds", "warmup_seconds", "prefill_seconds", "decode_seconds",
-    "tokens_per_second", "stop_reason", "seed", "settings",
+    "tokens_per_second", "acceptance_by_position", "speed_up", "stop_reason", "seed", "settings",
 }  # fmt: skip
 
 Run = Callable[..., tuple[int, str, str]]
@@ -274,6 +274,10 @@ def test_json_is_one_object_whose_figures_agree(run: Run, pair: Pair, extra: lis
     assert sum(i * n for i, n in enumerate(histogram)) == result["n_accepted"]
     assert result["n_generated"] == result["n_accepted"] + result["target_passes"]
     assert 0 < result["n_accepted"] < result["n_drafted"]
+    assert result["speed_up"] > 0
+    by_position = result["acceptance_by_position"]
+    assert by_position[0] == pytest.approx(1 - histogram[0] / sum(histogram), abs=0.1)  # but for passes without a proposal
+    assert all(0 <= rate <= 1 for rate in by_position) and len(by_position) <= 4
     assert result["acceptance_rate"] == pytest.approx(result["n_accepted"] / result["n_drafted"])
     assert result["tokens_per_pass"] == pytest.approx(result["n_generated"] / result["target_passes"])
     assert result["tokens_per_second"] == pytest.approx(result["n_generated"] / result["decode_seconds"])
@@ -425,7 +429,7 @@ def test_the_default_pair_is_used_where_no_model_is_named(run: Run, pair: Pair) 
     (files.MODELS / "tok300.bin").write_bytes(pair.tokenizer.read_bytes())
     assert_refused(run("-i", PROMPT, "-n", 20), "draft.bin", "git checkout models")
     (files.MODELS / "draft.bin").write_bytes(pair.draft.read_bytes())
-    assert from_json(run("-i", PROMPT, "-n", 20, "-j", 1, "--json"))["n_drafted"] > 0
+    assert from_json(run("-i", PROMPT, "-n", 20, "-j", 1, "-g", 4, "--json"))["n_drafted"] > 0
     for name in ("target.bin", "draft.bin", "tok300.bin"):
         path = files.MODELS / name
         whole = path.read_bytes()

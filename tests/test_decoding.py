@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.decoding import MAX_GAMMA, VERIFIERS, CoupledVerifier, Prompt, Proposal, Statistics, Step, decode
+from specdec.decoding import VERIFIERS, CoupledVerifier, Prompt, Proposal, Statistics, Step, decode
 from specdec.drafters import Draft, ModelDrafter
 from specdec.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.machine.threads import available_threads
+from specdec.planning import MAX_GAMMA, FixedLength
 from specdec.sampling import Sampler, Sampling
 from specdec.tokenizer import BOS, EOS
 from specdec.transformer import Transformer
@@ -44,7 +45,7 @@ def test_a_draft_that_is_the_target_is_accepted_whole():
         target, twin = tiny_model(0), tiny_model(0)
         plain, _ = continuation(target, None, sampling)
         drafter = ModelDrafter(twin, Sampler(twin.config.vocab_size, sampling), CoupledVerifier.draft_noise, END_MARKS)
-        steps = steps_of(decode(target, drafter, CoupledVerifier(105, sampling), [BOS, 7, 9], 60, 4, END_MARKS))
+        steps = steps_of(decode(target, drafter, CoupledVerifier(105, sampling), [BOS, 7, 9], 60, FixedLength(4), END_MARKS))
         assert [token for step in steps for token in step.tokens] == plain
         # behind an end mark nothing is judged any more
         assert all(step.n_accepted == len(step.draft_tokens) for step in steps if step.stop_reason not in ("bos", "eos"))
@@ -57,8 +58,11 @@ class HostileDrafter:
         self.wrong = wrong
         self.lengths = itertools.cycle((3, 0, 1, 7))
 
-    def propose(self, tokens, n):
-        return Draft([self.wrong] * min(n, next(self.lengths)))
+    def get_ready(self, tokens):
+        pass
+
+    def propose(self, tokens, plan):
+        return Draft([self.wrong] * min(plan.most, next(self.lengths)))
 
 
 class Script:
@@ -78,10 +82,13 @@ class Guesses:
     """A drafter that proposes what it was told, in turns."""
 
     def __init__(self, *proposals):
-        self.proposals = [[], *proposals]
+        self.proposals = [*proposals]
 
-    def propose(self, tokens, n):
-        return Draft(self.proposals.pop(0)[:n])
+    def get_ready(self, tokens):
+        pass
+
+    def propose(self, tokens, plan):
+        return Draft(self.proposals.pop(0)[: plan.most])
 
 
 def test_the_loop_by_hand():
@@ -89,7 +96,7 @@ def test_the_loop_by_hand():
     text = [BOS, 5, 6, 7, 8, 9, 10, 11, 12, EOS, 13, 14, 15]
     target, drafter = Script(text), Guesses([6, 7, 4], [9, 10], [3, 3], [EOS, 5])
     verifier = CoupledVerifier(20, Sampling(0.0))
-    events = list(decode(target, drafter, verifier, [BOS, 5], 50, 3, END_MARKS))
+    events = list(decode(target, drafter, verifier, [BOS, 5], 50, FixedLength(3), END_MARKS))
     assert events[0].tokens == [BOS, 5]
     assert [event.tokens for event in events[1::2]] == [[6, 7, 4], [9, 10], [3, 3], [EOS, 5]]
     steps = [(step.tokens, step.n_accepted, step.stop_reason) for step in events[2::2]]
@@ -104,7 +111,7 @@ def test_the_loop_by_hand():
 def test_the_loop_stops_where_it_should(max_tokens, n_positions, reason):
     target = Script([BOS, *range(4, 19)], n_positions=n_positions)
     statistics, tokens = Statistics(2), []
-    for event in decode(target, None, CoupledVerifier(20, Sampling(0.0)), [BOS, 4], max_tokens, 3, END_MARKS):
+    for event in decode(target, None, CoupledVerifier(20, Sampling(0.0)), [BOS, 4], max_tokens, FixedLength(3), END_MARKS):
         statistics.add(event)
         tokens += event.tokens if isinstance(event, Step) else []
     assert tokens == list(range(5, 5 + min(max_tokens, n_positions - 1)))
@@ -118,7 +125,7 @@ def test_a_hostile_drafter_changes_nothing():
         plain, _ = continuation(target, None, sampling)
         wrong = next(token for token in range(3, 105) if token not in plain)
         verifier = CoupledVerifier(105, sampling)
-        steps = steps_of(decode(target, HostileDrafter(wrong), verifier, [BOS, 7, 9], 60, 8, END_MARKS))
+        steps = steps_of(decode(target, HostileDrafter(wrong), verifier, [BOS, 7, 9], 60, FixedLength(8), END_MARKS))
         assert [token for step in steps for token in step.tokens] == plain
         assert sum(step.n_accepted for step in steps) == 0 < sum(len(step.draft_tokens) for step in steps)
 
@@ -150,7 +157,7 @@ def test_after_every_step_the_cache_holds_all_tokens_but_the_last(verify, sampli
     verifier = VERIFIERS[verify](105, sampling)
     tokens = [BOS, 7, 9]
     drafter = ModelDrafter(draft, Sampler(draft.config.vocab_size, sampling), verifier.draft_noise, END_MARKS)
-    for step in decode(target, drafter, verifier, [BOS, 7, 9], 40, 5, END_MARKS):
+    for step in decode(target, drafter, verifier, [BOS, 7, 9], 40, FixedLength(5), END_MARKS):
         if not isinstance(step, Step):
             continue
         tokens += step.tokens
@@ -215,8 +222,11 @@ def test_continuations_follow_the_target_distribution_over_an_enumerated_vocabul
 class Favourite:
     """A drafter that always proposes the same tokens, and no probabilities."""
 
-    def propose(self, tokens, n):
-        return Draft([3, 4][:n])
+    def get_ready(self, tokens):
+        pass
+
+    def propose(self, tokens, plan):
+        return Draft([3, 4][: plan.most])
 
 
 @pytest.mark.parametrize("verify", VERIFIERS)
@@ -226,7 +236,7 @@ def test_a_drafter_without_probabilities_leaves_the_distribution_as_it_is(verify
     counts = {}
     for seed in range(6000):
         verifier = VERIFIERS[verify](6, Sampling(1.0, 0, 1.0, seed))
-        events = decode(target, Favourite(), verifier, [BOS, 3], 2, 2, END_MARKS)
+        events = decode(target, Favourite(), verifier, [BOS, 3], 2, FixedLength(2), END_MARKS)
         tokens = tuple(token for step in steps_of(events) for token in step.tokens)
         counts[tokens] = counts.get(tokens, 0) + 1
     expected = {}
@@ -517,7 +527,7 @@ def test_logits_that_a_handlers_pass_ran_over_are_judged_anew():
         plain, _ = continuation(tiny_model(0), None, sampling)
         target = Interrupted(tiny_model(0))
         drafter = ModelDrafter(tiny_model(1), Sampler(105, sampling), CoupledVerifier.draft_noise, END_MARKS)
-        steps = steps_of(decode(target, drafter, CoupledVerifier(105, sampling), [BOS, 7, 9], 60, 4, END_MARKS))
+        steps = steps_of(decode(target, drafter, CoupledVerifier(105, sampling), [BOS, 7, 9], 60, FixedLength(4), END_MARKS))
         assert [token for step in steps for token in step.tokens] == plain
         assert target.n_interrupts > 0
 

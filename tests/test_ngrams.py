@@ -10,11 +10,12 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.decoding import VERIFIERS, Statistics, Step, decode
-from specdec.ngrams import FIRST_SHARES, WORTH, NgramDrafter, SuffixAutomaton
+from specdec.ngrams import NgramDrafter, SuffixAutomaton
+from specdec.planning import FixedLength
 from specdec.sampling import Sampling
 from specdec.tokenizer import BOS, EOS
 from tests import reference
-from tests.models import END_MARKS, continuation, tiny_model
+from tests.models import END_MARKS, begun, continuation, tiny_model
 from tests.test_block import Table
 
 
@@ -70,19 +71,19 @@ def test_the_automaton_of_a_long_text_has_few_states_and_edges():
 
 def test_a_proposal_is_what_followed_the_longest_match():
     text = [1, 7, 8, 9, 10, 11, 12, 13, 3, 8, 9, 20, 21, 4, 7, 8, 9]
-    assert NgramDrafter(()).propose(text, 2).tokens == [10, 11]  # behind 7 8 9, not behind the later 8 9
-    assert NgramDrafter(()).propose(text, 0).tokens == []
-    assert NgramDrafter(()).propose([1, 2, 3], 4).tokens == []
+    assert NgramDrafter(()).propose(text, begun(2)).tokens == [10, 11]  # behind 7 8 9, not behind the later 8 9
+    assert NgramDrafter(()).propose(text, begun(0)).tokens == []
+    assert NgramDrafter(()).propose([1, 2, 3], begun(4)).tokens == []
 
 
 def test_a_text_that_goes_in_circles_is_proposed_beyond_its_end():
-    assert NgramDrafter(()).propose([1, *[4, 5, 6] * 8], 7).tokens == [4, 5, 6, 4, 5, 6, 4]
-    assert NgramDrafter(()).propose([1, *[4] * 40], 5).tokens == [4] * 5
+    assert NgramDrafter(()).propose([1, *[4, 5, 6] * 8], begun(7)).tokens == [4, 5, 6, 4, 5, 6, 4]
+    assert NgramDrafter(()).propose([1, *[4] * 40], begun(5)).tokens == [4] * 5
 
 
 def test_nothing_is_proposed_behind_an_end_mark():
     text = [1, *[4, 5, EOS, 6] * 6, 4]
-    assert NgramDrafter(END_MARKS).propose(text, 6).tokens == [5, EOS]
+    assert NgramDrafter(END_MARKS).propose(text, begun(6)).tokens == [5, EOS]
 
 
 def test_a_drafter_that_follows_a_text_proposes_what_a_new_one_does_and_begins_anew_with_another():
@@ -90,7 +91,7 @@ def test_a_drafter_that_follows_a_text_proposes_what_a_new_one_does_and_begins_a
     for _ in range(30):
         text = [rng.randrange(3) for _ in range(rng.randint(1, 40))]
         for _ in range(20):
-            assert drafter.propose(text, 6) == NgramDrafter(()).propose(text, 6)
+            assert drafter.propose(text, begun(6)) == NgramDrafter(()).propose(text, begun(6))
             text += [rng.randrange(3) for _ in range(rng.randint(0, 3))]
 
 
@@ -98,20 +99,17 @@ def test_a_proposal_goes_as_far_as_its_matches_have_been_right():
     """Random letters: a match says nothing about the next one, and after 400 of them hardly anything is proposed."""
     rng, drafter = random.Random(5), NgramDrafter(())
     text = [rng.randrange(20) for _ in range(400)]
-    drafter.propose(text, 0)
+    drafter.get_ready(text)
     lengths = []
     for _ in range(200):
-        draft = drafter.propose(text, 8)
+        draft = drafter.propose(text, begun(8))
         lengths.append(len(draft.tokens))
-        assert math.prod(draft.confidence) >= WORTH or not draft.tokens
         text.append(rng.randrange(20))
     assert sum(lengths) < 20
     # the same letters once more: every match is right, and longer by the token
-    drafter.propose(text + text[:200], 0)
-    draft = drafter.propose(text + text[:201], 8)
+    drafter.get_ready(text + text[:200])
+    draft = drafter.propose(text + text[:201], begun(8))
     assert draft.tokens == text[201:209]
-    assert draft.confidence == sorted(draft.confidence)
-    assert draft.confidence[0] > FIRST_SHARES[-1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
@@ -124,7 +122,7 @@ def test_the_text_is_the_plain_text(temperature):
         for gamma in (1, 4, 9):
             statistics, tokens = Statistics(len(prompt)), []
             verifier = VERIFIERS["coupled"](12, sampling)
-            for event in decode(target, NgramDrafter(END_MARKS), verifier, prompt, 100, gamma, END_MARKS):
+            for event in decode(target, NgramDrafter(END_MARKS), verifier, prompt, 100, FixedLength(gamma), END_MARKS):
                 statistics.add(event)
                 tokens += event.tokens if isinstance(event, Step) else []
             assert tokens == plain
@@ -141,7 +139,9 @@ def test_the_distribution_is_the_targets_own(verify):
     counts, drafted = Counter(), 0
     for seed in range(20_000):
         verifier = VERIFIERS[verify](2, Sampling(1.0, 0, 0.0, seed))
-        steps = [step for step in decode(target, NgramDrafter({}), verifier, prompt, 4, 3, {}) if isinstance(step, Step)]
+        steps = [
+            step for step in decode(target, NgramDrafter({}), verifier, prompt, 4, FixedLength(3), {}) if isinstance(step, Step)
+        ]
         counts[tuple(token for step in steps for token in step.tokens)] += 1
         drafted += sum(len(step.draft_tokens) for step in steps)
     assert drafted > 20_000

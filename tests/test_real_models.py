@@ -100,7 +100,7 @@ SAMPLINGS = [Sampling(0), Sampling(1.0, top_p=0, seed=3), Sampling(0.7, top_k=20
 def test_a_draft_changes_no_token_of_a_folders_text(tmp_path: Path, family: str) -> None:
     """By the int8 copy of itself, and by another model that knows less rows."""
     target, other = folder(tmp_path / "target", family, padding=30), folder(tmp_path / "draft", family, padding=7, seed=1)
-    alone, by_itself, by_other = (SpeculativeDecoder(target, draft) for draft in (None, "self", other))
+    alone, by_itself, by_other = (SpeculativeDecoder(target, draft, gamma=4) for draft in (None, "self", other))
     assert alone.target.weights.kind == "bf16" and by_itself.draft is not None and by_itself.draft.weights.kind == "int8"
     for sampling in SAMPLINGS:
         assert text_of(by_itself, sampling) == text_of(by_other, sampling) == text_of(alone, sampling)
@@ -134,7 +134,7 @@ def test_a_target_may_say_tokens_that_its_draft_has_no_row_for(tmp_path: Path) -
     tensors = {name: ("F32", rng.standard_normal(shape).astype(np.float32)) for name, shape in shapes.items()}
     (draft / "model.safetensors").write_bytes(safetensors_bytes(tensors))
     (draft / "config.json").write_text(json.dumps(config | {"vocab_size": cut}))
-    alone, drafted = SpeculativeDecoder(target), SpeculativeDecoder(target, draft)
+    alone, drafted = SpeculativeDecoder(target), SpeculativeDecoder(target, draft, gamma=4)
     said: set[int] = set()
     for seed in range(1, 9):
         sampling = Sampling(3.0, top_p=0, seed=seed)
@@ -146,7 +146,7 @@ def test_a_target_may_say_tokens_that_its_draft_has_no_row_for(tmp_path: Path) -
 def test_a_draft_whose_positions_end_goes_on_drafting(tmp_path: Path) -> None:
     """GPT-2's are a table of the file's; its text slides along it."""
     target, draft = folder(tmp_path / "target", "llama"), folder(tmp_path / "draft", "gpt2", positions=24)
-    decoder = SpeculativeDecoder(target, draft)
+    decoder = SpeculativeDecoder(target, draft, gamma=4)
     assert decoder.draft is not None and decoder.draft.n_positions == 24
     steps = [event for event in decoder.stream("The cat sat", 80, Sampling(0.9, seed=2)) if isinstance(event, Step)]
     assert sum(len(step.tokens) for step in steps) == 80

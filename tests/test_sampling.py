@@ -59,7 +59,7 @@ def test_extreme_temperatures_stay_finite(temperature):
 def test_a_logit_that_is_nan_or_a_largest_that_is_not_finite_leaves_no_token_to_draw(temperature, filters, bad):
     probs = zeros(1, 16)
     logits, keys = np.array(bad, np.float32), np.empty(4, np.uint64)
-    assert draw(probs, logits, temperature, *filters, 1, 0, 5, keys) == -1
+    assert draw(probs, logits, temperature, *filters, 1, 0, 5, keys)[0] == -1
     for token in range(4):
         probabilities(probs, logits, temperature, *filters, keys)
         q = zeros(1, 16)
@@ -89,7 +89,7 @@ def test_the_most_likely_token_is_always_in_the_set(n, top_p, temperature):
 def races(probs, n, seed=1, stream=0):
     row = zeros(1, 16)
     row[0, : len(probs)] = probs
-    return np.array([race(row, len(probs), seed, stream, position) for position in range(n)])
+    return np.array([race(row, len(probs), seed, stream, position)[0] for position in range(n)])
 
 
 def test_the_race_draws_tokens_by_their_probability():
@@ -127,7 +127,7 @@ def test_what_is_passed_over_cannot_win(vocab_size):
         probabilities(row, logits, temperature, top_k, top_p, keys)
         np.testing.assert_array_equal(row[0, :vocab_size], expected)
         winners = reference.drawn(expected, case, case % 3, np.arange(n_positions))
-        assert [race(row, vocab_size, case, case % 3, position) for position in range(n_positions)] == winners
+        assert [race(row, vocab_size, case, case % 3, position)[0] for position in range(n_positions)] == winners
 
 
 @pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 64, 1000])
@@ -138,7 +138,7 @@ def test_greedy_takes_the_first_of_the_largest(n):
         logits[rng.random(n) < 0.3] = -np.inf
         logits[rng.integers(n)] = rng.integers(0, 9)
         row = zeros(1, round_up(n, LANES))
-        assert draw(row, logits, 0.0, 0, 0.9, 1, 0, 5, keys) == logits.argmax()
+        assert draw(row, logits, 0.0, 0, 0.9, 1, 0, 5, keys)[0] == logits.argmax()
         assert row.sum() == 1
 
 
@@ -150,7 +150,7 @@ def test_kept_or_redrawn_tokens_follow_p_whatever_q_is():
         row_q[0, :5] = q
         counts = np.zeros(5)
         for position in range(100_000):
-            proposal = race(row_q, 5, 7, 1, position)
+            proposal, _ = race(row_q, 5, 7, 1, position)
             row_p = zeros(1, 16)
             row_p[0, :5] = p
             counts[keep_or_redraw(row_p, row_q, 5, proposal, 7, 2, 0, position)] += 1

@@ -1,0 +1,194 @@
+"""How long a proposal gets: what pays, by measured costs and by what has stood so far. Knows no models.
+
+A round of n proposals yields 1 + sum_{k <= n} S_k tokens, S_k the chance that the first k stand, and takes c(n + 1) + n d
+seconds, c(T) a pass of the target over T tokens and d a token of the draft (Leviathan et al. 2023, arXiv:2211.17192, section
+3.3). With R the best rate that can be had, m tokens more are worth their while if they are expected to bring more than R times
+their seconds: the optimal stopping of a renewal process. S_k is the product of the acceptance that proposals of such confidence
+have had.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+from .kernels import MAX_TOKENS
+from .machine.vectors import Float64
+
+MAX_GAMMA = MAX_TOKENS - 1
+BUCKETS = 12  # of confidence: below 1/8, 1/4, 1/2, 1, 2, ...
+PRIOR_RATE, PRIOR_WEIGHT = 0.6, 2.0  # of acceptance, before anything was seen: a hopeless draft loses two passes, not ten
+MEMORY = 0.98  # what an observation weighs after the next one
+AHEAD = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32])  # how many tokens more are considered at once, since c has steps
+TRIAL_SHARE = 0.01  # of the time goes into drafts that do not seem to pay, to look again
+CATCH_UP = 10  # tokens that a draft runs in a prompt's way in the time of one
+PLAIN_ROUND = 64  # the first one that is made without a draft, to see c(1); then the 128th, the 256th, ...
+
+
+class Plan(Protocol):
+    """Whoever decides how long proposals get: asked before each and after each of its tokens, told what became of it.
+
+    most: how many tokens the proposal that has begun may get.
+    """
+
+    most: int
+
+    def begins(self, most: int) -> bool:
+        """Whether to draft for the next step; a proposal may have up to `most` tokens."""
+
+    def goes_on(self, confidence: float) -> bool:
+        """Whether another token is wanted behind one of that confidence, which is >= 0 and rises with the odds that it stands."""
+
+    def takes(self, confidences: list[float]) -> int:
+        """How many of tokens of such confidences to propose, of a drafter that has them at no cost; in the place of `goes_on`."""
+
+    def saw(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
+        """How the step went."""
+
+
+class FixedLength:
+    """Always gamma tokens; costs are kept up where there are any."""
+
+    def __init__(self, gamma: int, costs: "Costs | None" = None) -> None:
+        self._gamma, self._costs = gamma, costs
+        self.most = self._left = 0
+
+    def begins(self, most: int) -> bool:
+        self.most = self._left = min(self._gamma, most)
+        return self._left > 0
+
+    def goes_on(self, confidence: float) -> bool:
+        self._left -= 1
+        return self._left > 0
+
+    def takes(self, confidences: list[float]) -> int:
+        return len(confidences)
+
+    def saw(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
+        if self._costs:
+            self._costs.saw(n_drafted, pass_seconds, draft_seconds)
+
+
+class Costs:
+    """Seconds of a target's pass over T tokens, and of a draft's token: measured at some T, then kept up with what steps take.
+
+    The machine's speed changes for all T at once more than for one, so an observation moves all of them, its own a little more.
+    """
+
+    def __init__(self, passes: Mapping[int, float], draft: float) -> None:
+        measured = sorted(passes)
+        self.passes = np.interp(np.arange(MAX_TOKENS + 1), measured, [passes[n] for n in measured])
+        beyond = np.arange(measured[-1] + 1, MAX_TOKENS + 1)
+        self.passes[beyond] *= beyond / measured[-1]  # arithmetic alone
+        self.draft = draft
+
+    def saw(self, n_drafted: int, pass_seconds: float, draft_seconds: float) -> None:
+        """A step's seconds; one that somebody interrupted moves them no further than a slow one."""
+        ratio = min(max(pass_seconds / self.passes[n_drafted + 1], 0.5), 2.0)
+        self.passes *= ratio**0.1
+        self.passes[n_drafted + 1] *= ratio**0.1
+        if n_drafted:
+            ratio = draft_seconds / n_drafted / self.draft if self.draft else 1.0
+            self.draft *= min(max(ratio, 0.5), 2.0) ** 0.1
+
+
+class Acceptance:
+    """How often proposals stood, by their confidence, the latest weighing most."""
+
+    def __init__(self) -> None:
+        self._stood = [PRIOR_RATE * PRIOR_WEIGHT] * (BUCKETS + 1)  # the last one counts all
+        self._seen = [PRIOR_WEIGHT] * (BUCKETS + 1)
+        self.rates = [PRIOR_RATE] * BUCKETS
+
+    @property
+    def rate(self) -> float:
+        """Of all confidences."""
+        return self._stood[-1] / self._seen[-1]
+
+    def saw(self, bucket: int, stood: bool) -> None:
+        """A proposal that the target judged."""
+        for i in (bucket, BUCKETS):
+            self._stood[i] = MEMORY * self._stood[i] + stood
+            self._seen[i] = MEMORY * self._seen[i] + 1.0
+        self.rates[bucket] = self._stood[bucket] / self._seen[bucket]
+
+
+def bucket_of(confidence: float) -> int:
+    """The bucket of a confidence >= 0, by its power of two."""
+    return min(int(8.0 * min(confidence, 1e6)).bit_length(), BUCKETS - 1)
+
+
+class AutoLength:
+    """As many tokens as pay. costs and acceptance outlive a text; costs.draft is 0 where proposing costs nothing."""
+
+    def __init__(self, costs: Costs, acceptance: Acceptance) -> None:
+        self.costs, self.acceptance = costs, acceptance
+        self.most = self._round = 0
+        self._tokens, self._seconds = 1.0, float(costs.passes[1])  # of the last rounds
+        self._survival, self._budget = 1.0, 0.0
+        self._buckets: list[int] = []
+        self._needed: list[float] = []  # what survival k tokens need to have, for another to be worth it
+        self._since_draft = 0  # tokens that the draft has not run yet
+        self._is_trial = False
+
+    def begins(self, most: int) -> bool:
+        self._buckets = []
+        self.most, self._survival = min(most, MAX_GAMMA), 1.0
+        self._round += 1
+        if self._round & (self._round - 1) == 0 or self._round % 16 == 0:
+            self._needed = needed_survivals(self.costs, self.acceptance.rate)
+        self._is_trial = False
+        if most < 1 or (self._round >= PLAIN_ROUND and self._round & (self._round - 1) == 0):
+            return False
+        if self._needed[0] <= 1.0 or self.costs.draft == 0.0:
+            return True
+        price = (1 + self._since_draft / CATCH_UP) * self.costs.draft + float(self.costs.passes[2] - self.costs.passes[1])
+        self._is_trial = self._budget > price > 0
+        return self._is_trial
+
+    def goes_on(self, confidence: float) -> bool:
+        bucket = bucket_of(confidence)
+        self._buckets.append(bucket)
+        self._survival *= self.acceptance.rates[bucket]
+        n = len(self._buckets)
+        return n < self.most and not self._is_trial and self._survival > self._needed[n]
+
+    def takes(self, confidences: list[float]) -> int:
+        rate, passes = self._tokens / self._seconds, self.costs.passes
+        self._buckets = [bucket_of(confidence) for confidence in confidences]
+        best, n_best, survival, gain = 0.0, 0, 1.0, 0.0
+        for n, bucket in enumerate(self._buckets, 1):
+            survival *= self.acceptance.rates[bucket]
+            gain += survival
+            worth = gain - rate * float(passes[n + 1] - passes[1])
+            if worth > best:
+                best, n_best = worth, n
+        del self._buckets[n_best:]
+        return n_best
+
+    def saw(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
+        self._tokens = MEMORY * self._tokens + n_accepted + 1
+        self._seconds = MEMORY * self._seconds + pass_seconds + draft_seconds
+        for i, bucket in enumerate(self._buckets[: n_accepted + 1]):
+            self.acceptance.saw(bucket, i < n_accepted)
+        if self._since_draft == 0 or not n_drafted:  # catching up is no draft token's price
+            self.costs.saw(n_drafted, pass_seconds, draft_seconds)
+        self._budget = 0.0 if n_drafted else self._budget + TRIAL_SHARE * pass_seconds
+        self._since_draft = 0 if n_drafted else self._since_draft + 1
+
+
+def needed_survivals(costs: Costs, rate: float) -> list[float]:
+    """What the chance that the first k proposals stand has to exceed for more of them to pay, for k = 0 to MAX_GAMMA.
+
+    Each token behind them stands at `rate`.
+    """
+    n = np.arange(MAX_GAMMA + 1)
+    gains: Float64 = np.cumsum(rate ** n[1:])  # of 1, 2, ... tokens
+    tokens = np.concatenate([[1.0], 1.0 + gains])
+    best = np.max(tokens / (costs.passes[1:] + n * costs.draft))
+    after = np.minimum(n[:, None] + AHEAD, MAX_GAMMA)
+    seconds = costs.passes[after + 1] - costs.passes[n + 1][:, None] + (after - n[:, None]) * costs.draft
+    needed = best * np.maximum(seconds, 0.0) / gains[np.maximum(after - n[:, None], 1) - 1]
+    needed[-1] = np.inf
+    result: list[float] = needed.min(axis=1).tolist()
+    return result

@@ -1,0 +1,138 @@
+"""How long proposals get, played with costs and acceptance that are known: against every fixed length, and against no draft."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from specdec.kernels import MAX_TOKENS
+from specdec.planning import MAX_GAMMA, Acceptance, AutoLength, Costs, FixedLength, bucket_of, needed_survivals
+
+# microseconds of a pass over so many tokens, and of a draft's token: stories6M from L3, a large target, a dear draft, an int8
+# target in L3, and a draft dearer than its target
+MACHINES = {
+    "stories6M": ({1: 776, 4: 755, 8: 1105, 16: 1870, 64: 6000}, 27.0),
+    "large": ({1: 1000, 8: 1050, 16: 1500, 64: 3000}, 40.0),
+    "dear draft": ({1: 1000, 8: 1100, 16: 2000, 64: 7000}, 300.0),
+    "int8 in L3": ({1: 150, 2: 170, 4: 210, 8: 320, 16: 650, 64: 2800}, 30.0),
+    "swapped": ({1: 100, 8: 200, 64: 1200}, 900.0),
+}
+# of a pair: the mean of its margins, and how often a token of no margin stands
+PAIRS = {"good": (3.0, 0.5), "middling": (1.5, 0.3), "weak": (0.7, 0.2), "hopeless": (1.0, None)}
+TEXTS, TOKENS = 20, 200
+
+
+def seconds_of(passes, n):
+    """As the machine has it: between the points, and beyond them in proportion."""
+    points = sorted(passes)
+    return float(np.interp(n, points, [passes[x] for x in points]))
+
+
+def play(plan, machine, pair, seed):
+    """Tokens a second of a text."""
+    passes, draft = MACHINES[machine]
+    mean, least = PAIRS[pair]
+    rng, seconds, tokens = random.Random(seed), 0.0, 0
+    while tokens < TOKENS:
+        n, n_accepted, stands = 0, 0, True
+        if plan.begins(TOKENS - tokens - 1):
+            while True:
+                margin = rng.expovariate(1 / mean)
+                chance = 0.02 if least is None else 1 - (1 - least) * math.exp(-margin)
+                stands = stands and rng.random() < chance
+                n, n_accepted = n + 1, n_accepted + stands
+                if not plan.goes_on(margin):
+                    break
+        pass_seconds = seconds_of(passes, n + 1) * rng.lognormvariate(0, 0.05)
+        draft_seconds = n * draft * rng.lognormvariate(0, 0.05)
+        plan.saw(n, n_accepted, pass_seconds, draft_seconds)
+        seconds, tokens = seconds + pass_seconds + draft_seconds, tokens + n_accepted + 1
+    return tokens / seconds
+
+
+def mean_of(new_plan, machine, pair):
+    return np.mean([play(new_plan(), machine, pair, seed) for seed in range(TEXTS)])
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_automatic_is_near_the_best_fixed_length_and_never_far_below_no_draft(machine, pair):
+    """From its first token on, 20 texts of 200 tokens; and better still where it has learned before."""
+    costs, draft = MACHINES[machine]
+    fixed = {gamma: mean_of(lambda gamma=gamma: FixedLength(gamma), machine, pair) for gamma in (0, 1, 2, 3, 4, 5, 6, 8, 12)}
+    cold = mean_of(lambda: AutoLength(Costs(costs, draft), Acceptance()), machine, pair)
+    known = Costs(costs, draft), Acceptance()
+    warm = mean_of(lambda: AutoLength(*known), machine, pair)
+    assert cold > 0.92 * max(fixed.values())
+    assert warm > 0.97 * max(fixed.values())
+    assert cold > 0.98 * fixed[0]
+
+
+def test_a_draft_that_is_no_use_is_left_out_and_looked_at_again():
+    costs, draft = MACHINES["stories6M"]
+    plan = AutoLength(Costs(costs, draft), Acceptance())
+    play(plan, "stories6M", "hopeless", 1)
+    drafted = []
+    for _ in range(2000):
+        begins = plan.begins(50)
+        drafted.append(begins)
+        if begins:
+            assert not plan.goes_on(0.5)  # a trial is one token long
+        plan.saw(int(begins), 0, costs[1], draft * begins)
+    assert sum(drafted) >= 20
+    assert sum(drafted) * draft < 0.011 * len(drafted) * costs[1]
+
+
+def test_a_draft_that_becomes_good_is_taken_up_again():
+    costs, draft = MACHINES["large"]
+    plan = AutoLength(Costs(costs, draft), Acceptance())
+    slow = [play(plan, "large", "hopeless", seed) for seed in range(3)][-1]
+    fast = [play(plan, "large", "good", seed) for seed in range(10)][-1]
+    assert fast > 3 * slow
+
+
+def test_tokens_that_cost_nothing_are_taken_as_far_as_their_judging_pays():
+    """Of passes whose each token costs a tenth of the first."""
+    plan = AutoLength(Costs({1: 1.0, 64: 7.3}, 0.0), Acceptance())
+    for _ in range(300):  # what is confident stands, what is not does not
+        plan.begins(20)
+        n = plan.takes([20.0, 20.0, 0.3, 20.0])
+        plan.saw(n, min(n, 2), 1.0 + n / 10, 0.0)
+    assert plan.begins(20)
+    assert plan.takes([20.0] * 7) == 7
+    assert plan.takes([0.3] * 7) == 0
+    assert plan.takes([]) == 0
+
+
+def test_fixed_is_what_it_says():
+    plan = FixedLength(3)
+    assert plan.begins(10) and [plan.goes_on(0.0) for _ in range(3)] == [True, True, False]
+    assert plan.begins(2) and [plan.goes_on(9.0) for _ in range(2)] == [True, False]
+    assert not plan.begins(0)
+
+
+def test_costs_follow_the_machine():
+    costs = Costs({1: 1.0, 8: 2.0}, 0.1)
+    assert costs.passes[1] == 1 and costs.passes[8] == 2 and costs.passes[64] == pytest.approx(16)
+    for _ in range(60):
+        costs.saw(3, 3 * 1.4286, 0.6)  # everything takes three times as long as the interpolation says, a draft's token twice
+    assert costs.passes[4] == pytest.approx(3 * 1.4286, rel=0.02)
+    assert costs.draft == pytest.approx(0.2, rel=0.02)
+    assert costs.passes[1] > 1.5  # though it was never seen
+    before = costs.passes.copy()
+    costs.saw(0, 1e9, 0.0)  # somebody pressed Ctrl-Z
+    assert (costs.passes < 1.2 * before).all()
+
+
+def test_what_survival_has_to_be_rises_with_the_price_and_is_never_less_than_nothing():
+    cheap, dear = (needed_survivals(Costs({1: 1.0, 64: 4.0}, draft), 0.8) for draft in (0.01, 0.3))
+    assert len(cheap) == MAX_GAMMA + 1 == MAX_TOKENS
+    assert all(0 <= a < b for a, b in zip(cheap[:-1], dear[:-1], strict=True))
+    assert cheap[-1] == math.inf  # no room for another
+    assert needed_survivals(Costs({1: 1.0, 64: 64.0}, 5.0), 0.9)[0] > 1  # none pays
+
+
+@pytest.mark.parametrize("confidence", [0.0, 0.1, 0.5, 1.0, 7.9, 1e300, math.inf])
+def test_every_confidence_has_a_bucket(confidence):
+    assert 0 <= bucket_of(confidence) <= bucket_of(2 * confidence + 0.2) < 12
