@@ -38,6 +38,7 @@ app = typer.Typer(
 )
 UsageError = cast(type[Exception], next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"))
 BAR_CELLS = 24
+NONE = "none"  # as a draft: the target decodes alone
 BROKEN_PIPE = 141  # what a shell reports for SIGPIPE
 
 
@@ -59,9 +60,8 @@ ModelFile = Annotated[
 DraftFile = Annotated[
     str,
     option(
-        *("-d", "--draft"), group="Models", metavar="NAME|self|ngram",
-        help="Draft, as -m; self: an int8 copy of the target; ngram: what followed in the text before. "
-        "Without -d a named target decodes alone.",
+        *("-d", "--draft"), group="Models", metavar="NAME|self|ngram|none",
+        help="Draft, as -m; self: an int8 copy of the target; ngram: what followed in the text before, the default with -m.",
     ),
 ]  # fmt: skip
 WhatToQuantize = Annotated[
@@ -174,6 +174,9 @@ def tell(
     if not model:
         target, small = default_pair()
         model, draft = str(target), draft or str(small)
+    elif not draft and verify == "coupled":  # whose text no drafter changes
+        draft = NGRAM
+    draft = "" if draft == NONE else draft
     sampling = Sampling(temperature, top_k, top_p, seed or int.from_bytes(os.urandom(4), "little") or 1)
     sources = [name if name in ("", SELF, NGRAM) else find(name) for name in (model, draft)]  # fetching shows a bar of its own
     with loading() as show:

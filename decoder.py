@@ -199,7 +199,7 @@ class SpeculativeDecoder:
     @property
     def plain_seconds(self) -> float:
         """What a token takes the target alone, as measured at the start and kept up since; 0 where nothing drafts."""
-        return float(self.costs.passes[1]) if self.costs else 0.0
+        return self.costs.of(1) if self.costs else 0.0
 
     @property
     def n_positions(self) -> int:

@@ -86,8 +86,8 @@ def print_summary(console: Console, statistics: Statistics, **more: object) -> N
             ("acceptance rate", f"{s.acceptance_rate:.1%}"),
             ("tokens per pass", f"{s.tokens_per_pass:.2f}"),
         ]
-    if s.speed_up:
-        rows.append(("speed-up over the target alone", f"{s.speed_up:.2f}"))
+        if s.speed_up:
+            rows.append(("speed-up over the target alone", f"{s.speed_up:.2f}"))
     rows += [
         ("prefill", f"{s.prefill_seconds:.3f} s"),
         ("decode", f"{s.decode_seconds:.3f} s"),

@@ -77,16 +77,27 @@ class Costs:
 
     def __init__(self, passes: Mapping[int, float], draft: float) -> None:
         measured = sorted(passes)
-        self.passes = np.interp(np.arange(MAX_TOKENS + 1), measured, [passes[n] for n in measured])
+        curve = np.interp(np.arange(MAX_TOKENS + 1), measured, [passes[n] for n in measured])
         beyond = np.arange(measured[-1] + 1, MAX_TOKENS + 1)
-        self.passes[beyond] *= beyond / measured[-1]  # arithmetic alone
+        curve[beyond] *= beyond / measured[-1]  # arithmetic alone
+        self._curve: list[float] = curve.tolist()  # Python's numbers: a step of a small model has no microsecond to lose
+        self._scale = 1.0
         self.draft = draft
+
+    def of(self, n: int) -> float:
+        """Seconds of a pass over n tokens."""
+        return self._curve[n] * self._scale
+
+    @property
+    def passes(self) -> Float64:
+        """Seconds of passes over 0 to MAX_TOKENS tokens."""
+        return np.array(self._curve) * self._scale
 
     def saw(self, n_drafted: int, pass_seconds: float, draft_seconds: float) -> None:
         """A step's seconds; one that somebody interrupted moves them no further than a slow one."""
-        ratio = min(max(pass_seconds / self.passes[n_drafted + 1], 0.5), 2.0)
-        self.passes *= ratio**0.1
-        self.passes[n_drafted + 1] *= ratio**0.1
+        move = min(max(pass_seconds / self.of(n_drafted + 1), 0.5), 2.0) ** 0.1
+        self._scale *= move
+        self._curve[n_drafted + 1] *= move
         if n_drafted:
             ratio = draft_seconds / n_drafted / self.draft if self.draft else 1.0
             self.draft *= min(max(ratio, 0.5), 2.0) ** 0.1
@@ -124,7 +135,7 @@ class AutoLength:
     def __init__(self, costs: Costs, acceptance: Acceptance) -> None:
         self.costs, self.acceptance = costs, acceptance
         self.most = self._round = 0
-        self._tokens, self._seconds = 1.0, float(costs.passes[1])  # of the last rounds
+        self._tokens, self._seconds = 1.0, costs.of(1)  # of the last rounds
         self._survival, self._budget = 1.0, 0.0
         self._buckets: list[int] = []
         self._needed: list[float] = []  # what survival k tokens need to have, for another to be worth it
@@ -135,14 +146,16 @@ class AutoLength:
         self._buckets = []
         self.most, self._survival = min(most, MAX_GAMMA), 1.0
         self._round += 1
+        self._is_trial = False
+        if self.costs.draft == 0.0:
+            return most > 0
         if self._round & (self._round - 1) == 0 or self._round % 16 == 0:
             self._needed = needed_survivals(self.costs, self.acceptance.rate)
-        self._is_trial = False
         if most < 1 or (self._round >= PLAIN_ROUND and self._round & (self._round - 1) == 0):
             return False
-        if self._needed[0] <= 1.0 or self.costs.draft == 0.0:
+        if self._needed[0] <= 1.0:
             return True
-        price = (1 + self._since_draft / CATCH_UP) * self.costs.draft + float(self.costs.passes[2] - self.costs.passes[1])
+        price = (1 + self._since_draft / CATCH_UP) * self.costs.draft + self.costs.of(2) - self.costs.of(1)
         self._is_trial = self._budget > price > 0
         return self._is_trial
 
@@ -154,13 +167,13 @@ class AutoLength:
         return n < self.most and not self._is_trial and self._survival > self._needed[n]
 
     def takes(self, confidences: list[float]) -> int:
-        rate, passes = self._tokens / self._seconds, self.costs.passes
+        rate, of = self._tokens / self._seconds, self.costs.of
         self._buckets = [bucket_of(confidence) for confidence in confidences]
         best, n_best, survival, gain = 0.0, 0, 1.0, 0.0
         for n, bucket in enumerate(self._buckets, 1):
             survival *= self.acceptance.rates[bucket]
             gain += survival
-            worth = gain - rate * float(passes[n + 1] - passes[1])
+            worth = gain - rate * (of(n + 1) - of(1))
             if worth > best:
                 best, n_best = worth, n
         del self._buckets[n_best:]
@@ -185,9 +198,10 @@ def needed_survivals(costs: Costs, rate: float) -> list[float]:
     n = np.arange(MAX_GAMMA + 1)
     gains: Float64 = np.cumsum(rate ** n[1:])  # of 1, 2, ... tokens
     tokens = np.concatenate([[1.0], 1.0 + gains])
-    best = np.max(tokens / (costs.passes[1:] + n * costs.draft))
+    passes = costs.passes
+    best = np.max(tokens / (passes[1:] + n * costs.draft))
     after = np.minimum(n[:, None] + AHEAD, MAX_GAMMA)
-    seconds = costs.passes[after + 1] - costs.passes[n + 1][:, None] + (after - n[:, None]) * costs.draft
+    seconds = passes[after + 1] - passes[n + 1][:, None] + (after - n[:, None]) * costs.draft
     needed = best * np.maximum(seconds, 0.0) / gains[np.maximum(after - n[:, None], 1) - 1]
     needed[-1] = np.inf
     result: list[float] = needed.min(axis=1).tolist()

@@ -338,9 +338,12 @@ def test_version_2_files_are_target_and_draft_as_they_are(run: Run, pair: Pair, 
 
 def test_the_text_with_a_draft_is_the_text_without(run: Run, pair: Pair) -> None:
     for more in (["-t", 0], ["-t", 1], ["-t", 1.5, "-p", 1], ["-k", 3]):
-        alone = from_json(run("-m", pair.target, "-i", PROMPT, "-s", 5, "-j", 1, "-n", 100, "--json", *more))
-        drafted = from_json(run(*with_pair(pair, "-n", 100, "--json", "-g", 3, *more)))
-        assert alone["tokens"] == drafted["tokens"]
+        told = ("-m", pair.target, "-i", PROMPT, "-s", 5, "-j", 1, "-n", 100, "--json", *more)
+        alone = from_json(run(*told, "-d", "none"))
+        for drafted in (run(*with_pair(pair, "-n", 100, "--json", "-g", 3, *more)), run(*told), run(*told, "-g", 7)):
+            assert from_json(drafted)["tokens"] == alone["tokens"]
+        assert from_json(run(*told))["settings"]["draft"] == "ngram"
+        assert from_json(run(*told, "--verify", "rejection"))["n_drafted"] == 0  # whose text would be another
         assert (alone["n_drafted"], alone["acceptance_rate"]) == (0, 0)
 
 
