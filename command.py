@@ -370,3 +370,55 @@ def _tell(message: str) -> None:
     """One line on stderr."""
     with suppress(OSError):
         print(f"specdec: {printable(' '.join(message.split()))}", file=sys.stderr)
+
+
+# The sweep's own command
+
+Gammas = Annotated[
+    str, option("-g", "--gammas", group="Speculation", metavar="LIST", help="Draft tokens per step (γ) to try, 1 to 63, or auto.")
+]
+Lengths = Annotated[
+    str,
+    option("--tokens", group="Text", metavar="LIST", help="Lengths of the texts. By default 50,200; with --full 50,100,200,500."),
+]
+Temperatures = Annotated[str, option("--temperatures", group="Sampling", metavar="LIST", help="0 is greedy.")]
+PromptFile = Annotated[str, option("--prompts", group="Text", metavar="FILE", help="One prompt a line. By default a dozen stories.")]
+Rounds = Annotated[
+    int, option("--rounds", group="Measuring", metavar="N", min=0, help="How often each text is timed. 0: 3; with --full 5.")
+]
+Seeds = Annotated[
+    int, option("--seeds", group="Measuring", metavar="N", min=0, help="Sampled texts of each prompt. 0: 1; with --full 3.")
+]
+Full = Annotated[bool, flag("--full", group="Measuring", help="All lengths, more rounds and seeds: minutes instead of one.")]
+AsCsv = Annotated[bool, flag("--csv", group="Output", help="Rows of CSV on stdout.")]
+SvgFile = Annotated[str, option("--svg", group="Output", metavar="FILE", help="Draw the speed-ups as a bar chart.")]
+
+
+@app.command("sweep")
+def sweep(
+    model: ModelFile = "",
+    draft: DraftFile = "",
+    quantize: WhatToQuantize = "draft",
+    tokenizer: TokenizerFile = "",
+    gammas: Gammas = "1,2,4,8,auto",
+    tokens: Lengths = "",
+    prompts: PromptFile = "",
+    temperatures: Temperatures = "0,1",
+    top_p: TopP = 0.9,
+    seeds: Seeds = 0,
+    rounds: Rounds = 0,
+    full: Full = False,
+    threads: Threads = 0,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    svg: SvgFile = "",
+) -> None:
+    """Measure which options of speculation are best for these models and prompts.
+
+    Every text is written by the target alone, the draft alone, n-grams and the
+    pair, in turn, and compared. A minute or two for the pair that comes along.
+    """
+    from . import sweep_command  # which nothing else needs
+
+    _check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize)
+    raise NotImplementedError
