@@ -6,13 +6,15 @@ timed is decoding, as the summary of a text counts it: without the prompt's own 
 (coupled verification), and every one of them is compared.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from .decoder import NGRAM, SpeculativeDecoder
-from .decoding import Event, Step
+from .decoding import MAX_GAMMA, Event, Step
 from .sampling import Sampling
 
 AUTO = "auto"
@@ -35,6 +37,7 @@ PROMPTS = (  # short: behind each of them a context of 512 has room for 500 toke
     "The cat was very sad because",
 )
 Kind = Literal["alone", "draft", "ngram", "pair"]
+T = TypeVar("T")
 
 
 class TextsDiffer(Exception):
@@ -257,6 +260,48 @@ def samplings_of(temperatures: Sequence[float], top_p: float, n_seeds: int) -> l
     return [Sampling(t, 0, top_p, seed) for t in temperatures for seed in range(1, 1 + (n_seeds if t else 1))]
 
 
+def lengths_of(text: str) -> list[int]:
+    """Of "50,200". This and the next ones raise ValueError with the option's name."""
+    return _several("--tokens", text, int, lambda n: n > 0, "whole numbers from 1 on")
+
+
+def temperatures_of(text: str) -> list[float]:
+    return _several("--temperatures", text, float, lambda t: 0 <= t < math.inf, "numbers from 0 (greedy) on")
+
+
+def gammas_of(text: str) -> list[int | str]:
+    def one(part: str) -> int | str:
+        return AUTO if part == AUTO else int(part)
+
+    return _several(
+        "--gammas", text, one, lambda g: g == AUTO or int(g) in range(1, MAX_GAMMA + 1), f"1 to {MAX_GAMMA} or {AUTO}"
+    )
+
+
+def _several(option: str, text: str, read: Callable[[str], T], fits: Callable[[T], bool], right: str) -> list[T]:
+    try:
+        values = list(dict.fromkeys(read(part.strip()) for part in text.split(",")))
+        if all(map(fits, values)):
+            return values
+    except ValueError:
+        pass
+    raise ValueError(f"{option} is {text!r}; expected {right}, parted by commas")
+
+
+def prompts_of(path: str) -> list[str]:
+    """The lines of a file that are not empty. Raises ValueError."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(f"--prompts: {path} is not valid UTF-8") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--prompts: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    prompts = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
+    if not prompts:
+        raise ValueError(f"--prompts: {path} has no line with a prompt")
+    return prompts
+
+
 # Measuring
 
 
@@ -272,6 +317,7 @@ def measure(
     tell: is told the share that is done; is_asked: whether to stop with what there is. Raises TextsDiffer.
     """
     measured = Measured(settings)
+    _warm_up(settings, texts, is_asked)
     work, done = rounds * len(settings) * sum(text.max_tokens for text in texts), 0
     visits = [(text, i + number) for number in range(rounds) for i, text in enumerate(texts)]
     for text, turn in visits:
@@ -294,7 +340,7 @@ def measure(
     return measured
 
 
-def warm_up(settings: Sequence[Setting], texts: Sequence[Text], is_asked: Callable[[], object] = lambda: False) -> None:
+def _warm_up(settings: Sequence[Setting], texts: Sequence[Text], is_asked: Callable[[], object]) -> None:
     """A short text of every setting and sampling that counts for nothing, so that whatever comes once has come."""
     for sampling in dict.fromkeys(text.sampling for text in texts):
         for setting in settings:

@@ -5,6 +5,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -15,7 +16,6 @@ from rich.text import Text
 from .output import printable
 from .sweep import Figures, Measured, Overall, conclusion, name_of, overall
 
-TABLE_WIDTH = 78  # with the rates by position; without them where the terminal is narrower
 MOST_POSITIONS = 8  # of a table's rates
 BAR_CELLS = 44
 EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -42,6 +42,16 @@ class Report:
         return cls(title, cells, totals, overall(cells), conclusion(totals), [*notes, *short], measured.is_whole)
 
     @property
+    def charted(self) -> list[Figures]:
+        """The totals but those of the draft alone, beside which the other bars would vanish."""
+        return [figures for figures in self.totals if figures.kind != "draft"]
+
+    def draft_alone_in_words(self) -> str:
+        """What the charts leave out."""
+        told = [f"{f.speedup_mean:.1f} ({self.name(f.temperature)})" for f in self.totals if f.kind == "draft"]
+        return f"The draft alone, with texts of its own: {', '.join(told)} times the target alone." if told else ""
+
+    @property
     def temperatures(self) -> list[float]:
         return list(dict.fromkeys(figures.temperature for figures in self.totals))
 
@@ -64,45 +74,62 @@ class Report:
 
 def show(report: Report, console: Console) -> None:
     """Table, bars, notes and the sentence; plain where the console is no terminal."""
-    parts: list[RenderableType] = [to_table(report, console.width), Text(), to_bars(report, console), Text()]
-    parts = parts if report.cells else []
+    parts: list[RenderableType] = []
+    if report.cells:
+        title = Text("mean speed-up, all lengths", style="bold")
+        parts = [to_table(report, console.width), Text(), title, to_bars(report, console), Text()]
     parts += [Text(note, style="dim") for note in report.notes]
-    parts += [Text(line) for line in [report.overall_in_words()] if line]
+    parts += [Text(line) for line in (report.draft_alone_in_words(), report.overall_in_words()) if line]
     console.print(Group(*parts, Text(report.conclusion, style="bold")))
 
 
-def to_table(report: Report, width: int) -> Table:
+def to_table(report: Report, width: int) -> Group:
     """A block of settings for each temperature and length."""
-    table = Table(title=printable(report.title), title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("")
-    for name in ("min", "mean", "max", "tok/s", "accepted", "a pass"):
-        table.add_column(name, justify="right")
-    if has_positions := width >= TABLE_WIDTH:
-        table.add_column("by position, %")
-    block = None
-    for f in report.cells:
-        if block != (block := (f.temperature, f.max_tokens)):
-            table.add_row()
-            table.add_row(Text(f"{report.name(f.temperature)}, {f.max_tokens} tokens", style="bold"))
-        speeds = [f"{x:.2f}" for x in (f.speedup_min, f.speedup_mean, f.speedup_max)]
-        rates = [f"{f.acceptance_rate:.0%}", f"{f.tokens_per_pass:.2f}"] if f.n_drafted else ["", ""]
-        by_position = " ".join(f"{100 * rate:.0f}" for rate in f.acceptance_by_position[:MOST_POSITIONS])
-        more = " …" if len(f.acceptance_by_position) > MOST_POSITIONS else ""
-        table.add_row(f"  {f.setting}", *speeds, f"{f.tokens_per_second:.0f}", *rates, *[by_position + more] * has_positions)
-    return table
+    names = max(len(f.setting) for f in report.cells)
+    titles = ("", "min", "mean", "max", "tok/s", "accepted", "a pass", "by position, %")
+    widths = (names, 5, 5, 5, 6, 8, 6, 3 * MOST_POSITIONS + 1)
+    if sum(widths) + len(widths) > width:
+        titles, widths = titles[:-1], widths[:-1]
+
+    def block(rows: list[tuple[str, ...]], style: str = "") -> Table:
+        table = Table.grid(padding=(0, 1, 0, 0))
+        for i, column in enumerate(widths):
+            table.add_column(min_width=column, justify="right" if 0 < i < 7 else "left", style=style)
+        for row in rows:
+            table.add_row(*row[: len(widths)])
+        return table
+
+    parts: list[RenderableType] = [Text(printable(report.title), style="bold"), block([titles], "dim")]
+    for kind in dict.fromkeys((f.temperature, f.max_tokens) for f in report.cells):
+        of_kind = [f for f in report.cells if (f.temperature, f.max_tokens) == kind]
+        parts += [Text(f"{report.name(kind[0])}, {kind[1]} tokens", style="bold"), block([_row(f) for f in of_kind])]
+    return Group(*parts)
+
+
+def _row(f: Figures) -> tuple[str, ...]:
+    speeds = [f"{x:.2f}" for x in (f.speedup_min, f.speedup_mean, f.speedup_max)]
+    rates = [f"{f.acceptance_rate:.0%}", f"{f.tokens_per_pass:.2f}"] if f.n_drafted else ["", ""]
+    by_position = " ".join(f"{100 * rate:.0f}" for rate in f.acceptance_by_position[:MOST_POSITIONS])
+    more = " …" if len(f.acceptance_by_position) > MOST_POSITIONS else ""
+    return (f.setting, *speeds, f"{f.tokens_per_second:.0f}", *rates, by_position + more)
 
 
 def to_bars(report: Report, console: Console) -> Table:
     """Mean speed-ups over all lengths, a bar for each setting and temperature."""
     table = Table(
-        title="mean speed-up, all lengths", title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False, show_header=False
+        title="mean speed-up, all lengths",
+        title_justify="left",
+        box=None,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_header=False,
     )
     for _ in range(4):
         table.add_column(no_wrap=True)
     highest = max((f.speedup_mean for f in report.totals), default=1.0)
     cells = max(4, min(BAR_CELLS, console.width - 34))
     is_utf = console.encoding.startswith("utf")
-    for setting, of_setting in _by_setting(report.totals):
+    for setting, of_setting in _by_setting(report.charted):
         for i, f in enumerate(of_setting):
             style = STYLES[report.temperatures.index(f.temperature) % len(STYLES)]
             bar = Text(bar_of(f.speedup_mean / highest, cells, is_utf), style=style)
@@ -162,8 +189,35 @@ def to_csv(report: Report) -> str:
 
 # For a page
 
-WIDTH, MARGIN, LABELS, VALUES = 760, 24, 120, 130  # px: of the picture, around it, left of the bars, right of them
-BAR, GAP, TOP, BOTTOM = 15, 13, 96, 46  # px: height of a bar, between settings, above the first one, below the last
+
+def check_writable(path: str) -> None:
+    """Before a long run: whether a file can be written there; leaves none behind. Raises ValueError."""
+    try:
+        was_there = Path(path).exists()
+        with Path(path).open("a"):
+            pass
+        if not was_there:
+            Path(path).unlink()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--svg: {_not_written(path, error)}") from None
+
+
+def write_svg(report: Report, path: str) -> str:
+    """Draw it, if there is anything to draw; a word on why it could not be written, else nothing."""
+    try:
+        if report.totals:
+            Path(path).write_text(to_svg(report), encoding="utf-8")
+    except OSError as error:
+        return _not_written(path, error)
+    return ""
+
+
+def _not_written(path: str, error: Exception) -> str:
+    return f"cannot write {path}: {getattr(error, 'strerror', None) or error}"
+
+
+WIDTH, MARGIN, LABELS, VALUES = 760, 24, 104, 150  # px: of the picture, around it, left of the bars, right of them
+BAR, GAP, TOP, BOTTOM = 15, 13, 96, 62  # px: height of a bar, between settings, above the first one, below the last
 CHARACTER = 6.6  # px that one takes at most on the average, at FONT
 FONT = 12
 INK, PALE = "#1f2937", "#6b7280"
@@ -171,8 +225,8 @@ INK, PALE = "#1f2937", "#6b7280"
 
 def to_svg(report: Report) -> str:
     """Speed-ups by setting, a bar for each temperature: its end is the mean over all texts, the line its smallest and largest."""
-    settings = list(_by_setting(report.totals))
-    highest = max((f.speedup_max for f in report.totals), default=1.0)
+    settings = list(_by_setting(report.charted))
+    highest = max((f.speedup_max for f in report.charted), default=1.0)
     step = next((s for s in (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0) if highest / s <= 9), highest / 4)
     scale = (WIDTH - 2 * MARGIN - LABELS - VALUES) / (step * -(-highest // step))
     left = MARGIN + LABELS
@@ -206,6 +260,7 @@ def to_svg(report: Report) -> str:
             parts.append(_text(max(mean, high) + 7, middle + 4, told))
             y += BAR
         y += GAP
+    parts.append(_text(MARGIN, height - 16, report.draft_alone_in_words(), color=PALE))
     one = left + scale
     parts.append(f'<line x1="{one:.1f}" y1="{TOP - 6}" x2="{one:.1f}" y2="{bottom}" stroke="{PALE}" stroke-dasharray="4 3"/>')
     return (
