@@ -49,7 +49,7 @@ class Report:
     def draft_alone_in_words(self) -> str:
         """What the charts leave out."""
         told = [f"{f.speedup_mean:.1f} ({self.name(f.temperature)})" for f in self.totals if f.kind == "draft"]
-        return f"The draft alone, with texts of its own: {', '.join(told)} times the target alone." if told else ""
+        return f"The draft alone, with texts of its own: {', '.join(told)}." if told else ""
 
     @property
     def temperatures(self) -> list[float]:
@@ -116,17 +116,10 @@ def _row(f: Figures) -> tuple[str, ...]:
 
 def to_bars(report: Report, console: Console) -> Table:
     """Mean speed-ups over all lengths, a bar for each setting and temperature."""
-    table = Table(
-        title="mean speed-up, all lengths",
-        title_justify="left",
-        box=None,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_header=False,
-    )
+    table = Table.grid(padding=(0, 1, 0, 0))
     for _ in range(4):
         table.add_column(no_wrap=True)
-    highest = max((f.speedup_mean for f in report.totals), default=1.0)
+    highest = max((f.speedup_mean for f in report.charted), default=1.0)
     cells = max(4, min(BAR_CELLS, console.width - 34))
     is_utf = console.encoding.startswith("utf")
     for setting, of_setting in _by_setting(report.charted):
@@ -240,11 +233,12 @@ def to_svg(report: Report) -> str:
         parts.append(f'<rect x="{x:.1f}" y="66" width="11" height="11" rx="2" fill="{COLORS[i % len(COLORS)]}"/>')
         parts.append(_text(x + 16, 76, report.name(temperature)))
         x += 36 + CHARACTER * len(report.name(temperature))
-    ticks = [step * i for i in range(int(-(-highest // step)) + 1)]
-    for tick in ticks:
+    for tick in sorted({1.0, *(step * i for i in range(int(-(-highest // step)) + 1))}):
         at = left + scale * tick
-        parts.append(f'<line x1="{at:.1f}" y1="{TOP - 6}" x2="{at:.1f}" y2="{bottom}" stroke="#e5e7eb"/>')
-        parts.append(_text(at, bottom + 17, f"{tick:g}", color=PALE, anchor="middle"))
+        look = f'stroke="{PALE}" stroke-dasharray="4 3"' if tick == 1 else 'stroke="#e5e7eb"'
+        parts.append(f'<line x1="{at:.1f}" y1="{TOP - 6}" x2="{at:.1f}" y2="{bottom}" {look}/>')
+        if tick != 1 or scale > CHARACTER * 1.5:  # beside the 0
+            parts.append(_text(at, bottom + 17, f"{tick:g}", color=PALE, anchor="middle"))
     y = float(TOP)
     for setting, of_setting in settings:
         parts.append(_text(left - 10, y + BAR * len(of_setting) / 2 + 4, setting, anchor="end"))
@@ -261,8 +255,6 @@ def to_svg(report: Report) -> str:
             y += BAR
         y += GAP
     parts.append(_text(MARGIN, height - 16, report.draft_alone_in_words(), color=PALE))
-    one = left + scale
-    parts.append(f'<line x1="{one:.1f}" y1="{TOP - 6}" x2="{one:.1f}" y2="{bottom}" stroke="{PALE}" stroke-dasharray="4 3"/>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
         f'font-family="system-ui, \'DejaVu Sans\', Helvetica, Arial, sans-serif" role="img">\n'
@@ -272,10 +264,11 @@ def to_svg(report: Report) -> str:
 
 def _text(x: float, y: float, text: str, size: int = FONT, bold: bool = False, color: str = INK, anchor: str = "start") -> str:
     """A line at most as long as the picture has room for."""
-    room = (x if anchor == "end" else WIDTH - x) - MARGIN * (anchor != "end")
-    text = escape(_fitting(text, int(room / (CHARACTER * size / FONT))))
+    room = x if anchor == "end" else WIDTH - MARGIN - x
+    text = escape(_fitting(text, int(room / (CHARACTER * size / FONT * (1.25 if bold else 1)))))
     weight = ' font-weight="600"' if bold else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{color}" text-anchor="{anchor}"{weight}>{text}</text>'
+    halo = ' paint-order="stroke" stroke="white" stroke-width="3"'  # where a line of the grid runs behind it
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{color}" text-anchor="{anchor}"{weight}{halo}>{text}</text>'
 
 
 def _fitting(text: str, n: int) -> str:
