@@ -460,9 +460,9 @@ def compare(
         _tell(wrong)
         raise typer.Exit(1)
     n_threads = pair.target.n_threads
-    scale = (
-        f"{len(beginnings)} prompts, {rounds} rounds, {n_threads} thread{'s' * (n_threads > 1)}, {pair.weights}, top-p {top_p:g}"
-    )
+    counts = {"prompt": len(beginnings), "round": rounds, "thread": n_threads}
+    told = [f"{n} {name}{'s' * (n != 1)}" for name, n in counts.items()]
+    scale = ", ".join([*told, pair.weights, f"top-p {top_p:g}"])
     title = " + ".join(Path(name).name.removesuffix(".bin") for name in (model, draft) if name)
     report = sweep_chart.Report.of(measured, title, [scale, *notes, *left_out])
     flaw = sweep_chart.write_svg(report, svg) if svg else ""  # first: whoever reads stdout may have left

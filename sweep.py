@@ -217,8 +217,10 @@ def settings_of(pair: SpeculativeDecoder, gammas: Sequence[int | str]) -> tuple[
     if pair.draft is None:
         return settings + [Setting(f"n-grams γ {g}", f"-d ngram -g {g}", ngrams, "ngram", g) for g in gammas], notes
     try:
+        if pair.draft.n_positions < target.n_positions:
+            raise ValueError(f"it has room for {pair.draft.n_positions} tokens, the target for {target.n_positions}")
         settings.append(Setting("draft alone", "", SpeculativeDecoder(pair.draft, None, tokenizer), "draft"))
-    except ValueError as error:  # a vocabulary of its own size
+    except ValueError as error:  # also of a vocabulary of another size
         notes.append(f"the draft alone is left out: {error}")
     most = AUTO if AUTO in gammas else max(gamma for gamma in gammas if isinstance(gamma, int))
     settings.append(Setting(f"n-grams γ {most}", f"-d ngram -g {most}", ngrams, "ngram", most))
@@ -400,12 +402,11 @@ def conclusion(totals: Sequence[Figures]) -> str:
 
     def told(of: list[float], behind: str) -> str:
         """Options and what they reach, those of equal options together."""
-        parts: list[str] = []
+        groups: dict[str, list[str]] = {}
         for t in of:
-            times = f"{speed[best[t], t]:.2f}{'' if parts else behind} ({name_of(t, temperatures)})"
-            is_same = parts and best[t] == best[of[of.index(t) - 1]]
-            parts.append(times if is_same else f"{best[t]}, {times}")
-        return ", ".join(parts)
+            times = f"{speed[best[t], t]:.2f}{'' if groups else behind} ({name_of(t, temperatures)})"
+            groups.setdefault(best[t], []).append(times)
+        return "; ".join(f"{options}, {', '.join(times)}" for options, times in groups.items())
 
     behind = " times the target alone"
     if not others:

@@ -87,9 +87,9 @@ def to_table(report: Report, width: int) -> Group:
     """A block of settings for each temperature and length."""
     names = max(len(f.setting) for f in report.cells)
     titles = ("", "min", "mean", "max", "tok/s", "accepted", "a pass", "by position, %")
-    widths = (names, 5, 5, 5, 6, 8, 6, 3 * MOST_POSITIONS + 1)
+    widths = [names, 5, 5, 5, 6, 8, 6, 3 * MOST_POSITIONS + 1]
     if sum(widths) + len(widths) > width:
-        titles, widths = titles[:-1], widths[:-1]
+        widths.pop()
 
     def block(rows: list[tuple[str, ...]], style: str = "") -> Table:
         table = Table.grid(padding=(0, 1, 0, 0))

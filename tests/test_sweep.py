@@ -205,7 +205,7 @@ SENTENCES = {
     ),
     "one each": (
         {"-g 2": (1.5, 2.1), "-g 8": (2.9, 1.2)},
-        "Best here: -g 8, 2.90 times the target alone (greedy), -g 2, 2.10 (sampled).",
+        "Best here: -g 8, 2.90 times the target alone (greedy); -g 2, 2.10 (sampled).",
     ),
     "n-grams": (
         {"-d ngram -g 8": (1.5, 1.2), "-g 4": (1.1, 1.0)},
@@ -360,6 +360,13 @@ def test_without_a_draft_n_grams_have_all_gammas(pair: Pair) -> None:
     decoder = SpeculativeDecoder(pair.target, None, pair.tokenizer, n_threads=1)
     settings, _ = sweep.settings_of(decoder, [1, 6])
     assert [s.options for s in settings] == ["", "-d ngram -g 1", "-d ngram -g 6"]
+
+
+def test_a_draft_of_fewer_positions_does_not_write_alone(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(decoder.draft), "n_positions", property(lambda model: 64 if model is decoder.draft else 128))
+    settings, notes = sweep.settings_of(decoder, [2])
+    assert [s.kind for s in settings] == ["alone", "ngram", "pair"]
+    assert notes == ["the draft alone is left out: it has room for 64 tokens, the target for 128"]
 
 
 def test_the_automatic_length_is_measured_where_there_is_one(
