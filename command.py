@@ -392,3 +392,131 @@ def _tell(message: str) -> None:
     """One line on stderr."""
     with suppress(OSError):
         print(f"specdec: {printable(' '.join(message.split()))}", file=sys.stderr)
+
+
+# The sweep's own command
+
+Gammas = Annotated[
+    str, option("-g", "--gammas", group="Speculation", metavar="LIST", help="Draft tokens per step (γ), 1 to 63, or auto.")
+]
+Lengths = Annotated[
+    str,
+    option("--tokens", group="Text", metavar="LIST", help="Lengths of the texts. By default 50,200; with --full 50,100,200,500."),
+]
+Temperatures = Annotated[str, option("--temperatures", group="Sampling", metavar="LIST", help="0 is greedy.")]
+PromptFile = Annotated[
+    str, option("--prompts", group="Text", metavar="FILE", help="One prompt a line. By default a dozen stories.")
+]
+Rounds = Annotated[
+    int, option("--rounds", group="Measuring", metavar="N", min=0, help="How often each text is timed. 0: 3; with --full 5.")
+]
+Seeds = Annotated[
+    int, option("--seeds", group="Measuring", metavar="N", min=0, help="Sampled texts of each prompt. 0: 1; with --full 3.")
+]
+Full = Annotated[bool, flag("--full", group="Measuring", help="All lengths, more rounds and seeds: minutes instead of one.")]
+AsCsv = Annotated[bool, flag("--csv", group="Output", help="Rows of CSV on stdout.")]
+SvgFile = Annotated[str, option("--svg", group="Output", metavar="FILE", help="Draw the speed-ups as a bar chart.")]
+
+
+@app.command("sweep")
+def compare(
+    model: ModelFile = "",
+    draft: DraftFile = "",
+    quantize: WhatToQuantize = "draft",
+    tokenizer: TokenizerFile = "",
+    prompts: PromptFile = "",
+    tokens: Lengths = "",
+    temperatures: Temperatures = "0,1",
+    top_p: TopP = 0.9,
+    gammas: Gammas = "1,2,4,8,auto",
+    rounds: Rounds = 0,
+    seeds: Seeds = 0,
+    full: Full = False,
+    threads: Threads = 0,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    svg: SvgFile = "",
+) -> None:
+    """Find the options that are fastest for these models and prompts.
+
+    The target alone, the draft alone, n-grams and the pair write the same texts
+    in turn. It takes a minute for the pair that comes along.
+    """
+    from . import sweep, sweep_chart  # which nothing else needs
+
+    _check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize)
+    if as_json and as_csv:
+        raise typer.BadParameter("one of the two goes to stdout.", param_hint="'--json' / '--csv'")
+    lengths = sweep.lengths_of(tokens or ("50,100,200,500" if full else "50,200"))
+    degrees, sizes = sweep.temperatures_of(temperatures), sweep.gammas_of(gammas)
+    beginnings = sweep.prompts_of(prompts) if prompts else sweep.PROMPTS
+    rounds, seeds = rounds or (5 if full else 3), seeds or (3 if full else 1)
+    if svg:
+        sweep_chart.check_writable(svg)
+    if not model:
+        target, small = default_pair()
+        model, draft = str(target), draft or str(small)
+    sources = [name if name in ("", SELF, NGRAM) else find(name) for name in (model, draft)]
+    with loading() as show:
+        with telling_how_to_restore():
+            pair = SpeculativeDecoder(
+                sources[0],
+                sources[1] or None,
+                tokenizer or None,
+                n_threads=threads or None,
+                quantize=cast(Quantize, quantize),
+                progress=lambda name, share: show(progress_bar(name, share)),
+            )
+        show(LOADING)
+        texts, notes = sweep.texts_of(pair, beginnings, lengths, sweep.samplings_of(degrees, top_p, seeds))
+        pair.warm_up()  # which chooses the threads of both models
+        settings, left_out = sweep.settings_of(pair, sizes)
+        signals.text_begins()
+        try:
+            measured = sweep.measure(settings, texts, rounds, _telling(show), lambda: signals.asked)
+        except sweep.TextsDiffer as error:
+            wrong = str(error)
+        else:
+            wrong = ""
+    if wrong:
+        _tell(wrong)
+        raise typer.Exit(1)
+    n_threads = pair.target.n_threads
+    counts = {"prompt": len(beginnings), "round": rounds, "thread": n_threads}
+    told = [f"{n} {name}{'s' * (n != 1)}" for name, n in counts.items()]
+    scale = ", ".join([*told, pair.weights, f"top-p {top_p:g}"])
+    title = " + ".join(Path(name).name.removesuffix(".bin") for name in (model, draft) if name)
+    report = sweep_chart.Report.of(measured, title, [scale, *notes, *left_out])
+    flaw = sweep_chart.write_svg(report, svg) if svg else ""  # first: whoever reads stdout may have left
+    with writing():
+        if as_json:
+            settled = {
+                "model": model,
+                "draft": draft or None,
+                "quantize": quantize,
+                "threads": n_threads,
+                "weights": pair.weights,
+            }
+            print(sweep_chart.to_json(report, **settled, prompts=beginnings, rounds=rounds, seeds=seeds, top_p=top_p))
+        elif as_csv:
+            print(sweep_chart.to_csv(report), end="")
+            Console(stderr=True, soft_wrap=True).print(report.conclusion, markup=False, highlight=False)
+        else:
+            sweep_chart.show(report, Console())
+    if flaw:
+        raise ValueError(flaw)
+
+
+def _telling(show: Callable[[str], None]) -> Callable[[float], None]:
+    """What shows a share that is done as a bar, with the time that is left; not so often that it would cost any."""
+    begin, last = time.monotonic(), 0.0
+
+    def tell(share: float) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now > last + 0.1:
+            last = now
+            left = f", {(now - begin) * (1 - share) / share:.0f} s left" if share > 0.01 else ""
+            show(f"measuring {'━' * round(BAR_CELLS * share):{BAR_CELLS}} {share:4.0%}{left}")
+
+    return tell

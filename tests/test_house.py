@@ -26,10 +26,12 @@ MAY_IMPORT = {
     # the library's names, when asked for, and the command
     "specdec": {"command", "interrupts", "decoder", "decoding", "readers", "sampling", "tokenizer", "transformer"},
     "command": {
-        "specdec", "interrupts", "bench", "panel", "output", "decoder", "decoding", "planning", "files", "readers", "sampling",
-        "tokenizer", "machine",
+        "specdec", "interrupts", "bench", "sweep_chart", "sweep", "panel", "output", "decoder", "decoding", "planning", "files",
+        "readers", "sampling", "tokenizer", "machine",
     },
     "bench": {"transformer", "architectures", "weights", "kernels", "machine"},
+    "sweep_chart": {"sweep", "output"},
+    "sweep": {"decoder", "decoding", "sampling"},
     "panel": {"output", "decoding", "interrupts", "tokenizer"},
     "output": {"decoding", "tokenizer"},
     "decoder": {
@@ -58,6 +60,7 @@ MAY_IMPORT = {
 OUTSIDE = {
     "command": {"typer", "rich"},
     "bench": {"numpy", "rich"},
+    "sweep_chart": {"rich"},
     "panel": {"rich"},
     "output": {"rich"},
     "planning": {"numpy"},
