@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
-from .decoder import NGRAM, SpeculativeDecoder
-from .decoding import MAX_GAMMA, Event, Step
+from .decoder import AUTO, NGRAM, SpeculativeDecoder
+from .decoding import Event, Step
+from .planning import MAX_GAMMA
 from .sampling import Sampling
 
-AUTO = "auto"
 GAMMAS: tuple[int | str, ...] = (1, 2, 4, 8, AUTO)
 PAYS = 1.03  # times the target alone; less than that is noise
 AS_GOOD = 0.98  # of the best setting: one for all temperatures is then simpler than two
@@ -206,11 +206,8 @@ def settings_of(pair: SpeculativeDecoder, gammas: Sequence[int | str]) -> tuple[
     """The target alone first, the draft alone, n-grams, and the pair with each gamma; and a word on what had to be left out.
 
     Decoders share the pair's models, whose caches hold one text each: a text is to be written to its end. Without a draft model
-    the gammas are those of n-grams. Raises ValueError where no gamma is left.
+    the gammas are those of n-grams.
     """
-    gammas = [gamma for gamma in gammas if gamma != AUTO or _knows_auto(pair)]
-    if not gammas:
-        raise ValueError("no draft length is left to measure")
     target, tokenizer, notes = pair.target, pair.tokenizer, list[str]()
     settings = [Setting("target alone", "", SpeculativeDecoder(target, None, tokenizer), "alone")]
     ngrams = SpeculativeDecoder(target, NGRAM, tokenizer)
@@ -225,18 +222,6 @@ def settings_of(pair: SpeculativeDecoder, gammas: Sequence[int | str]) -> tuple[
     most = AUTO if AUTO in gammas else max(gamma for gamma in gammas if isinstance(gamma, int))
     settings.append(Setting(f"n-grams γ {most}", f"-d ngram -g {most}", ngrams, "ngram", most))
     return settings + [Setting(f"γ {g}", f"-g {g}", pair, "pair", g) for g in gammas], notes
-
-
-def _knows_auto(decoder: SpeculativeDecoder) -> bool:
-    """Whether it can choose the draft's length itself."""
-    any_decoder: Any = decoder
-    before = any_decoder.gamma
-    try:
-        any_decoder.gamma = AUTO
-    except (ValueError, TypeError):
-        return False
-    any_decoder.gamma = before
-    return True
 
 
 def texts_of(

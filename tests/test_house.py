@@ -31,7 +31,7 @@ MAY_IMPORT = {
     },
     "bench": {"transformer", "architectures", "weights", "kernels", "machine"},
     "sweep_chart": {"sweep", "output"},
-    "sweep": {"decoder", "decoding", "sampling"},
+    "sweep": {"decoder", "decoding", "planning", "sampling"},
     "panel": {"output", "decoding", "interrupts", "tokenizer"},
     "output": {"decoding", "tokenizer"},
     "decoder": {
