@@ -15,7 +15,7 @@ from .files import find, find_tokenizer
 from .machine.memory import physical_memory_bytes
 from .machine.threads import available_threads, give_lock
 from .ngrams import NgramDrafter
-from .planning import MAX_GAMMA, Acceptance, AutoLength, Costs, FixedLength, Plan
+from .planning import MARGIN_RATES, MAX_GAMMA, ODDS_RATES, Acceptance, AutoLength, Costs, FixedLength, Plan
 from .readers import Checkpoint, CheckpointError, load_checkpoint
 from .sampling import TARGET_NOISE, Sampler, Sampling
 from .tokenizer import AnyTokenizer, Tokenizer
@@ -32,6 +32,7 @@ AUTO: Literal["auto"] = "auto"
 FIXED_GAMMA = 4  # where the clock must not decide
 Gamma = int | Literal["auto"]
 Quantize = Literal["target", "draft", "both", "none"]
+NGRAM_SECONDS = 3e-4  # what a target's token has to take for n-grams to be looked for: that costs up to 5 us of Python
 # Passes over so many tokens are timed in turns, for about so long, with each at least once: the first two, of a slow target
 COSTS_TOKENS, COSTS_SECONDS = (1, 8, 2, 4, 16, 32), 0.03
 TRIAL_SECONDS, TRIAL_TOKENS, TRIAL_MARGIN = 0.05, 4, 1.25  # of the choice of threads; all of them unless so much slower
@@ -94,7 +95,7 @@ class SpeculativeDecoder:
         if self.draft and self.draft.n_positions < self.target.n_positions:
             self.draft = Transformer(self.draft.config, self.draft.weights, self.draft.n_threads, self.target.n_positions)
         self.costs: Costs | None = None  # measured when warm
-        self.acceptance = Acceptance()
+        self.acceptance = Acceptance(ODDS_RATES if self.ngrams else MARGIN_RATES)
         self._is_warm = False
         self._turn: threading._RLock
         give_lock(self, "_turn")
@@ -184,11 +185,13 @@ class SpeculativeDecoder:
             self.warm_up()
         verifier = VERIFIERS[self.verify](self.vocabulary.n_target, sampling)
         marks = self.tokenizer.end_marks
-        drafter: Drafter | None = NgramDrafter(marks) if self.ngrams else None
+        plan = self._plan()
+        is_slow = not isinstance(plan, AutoLength) or plan.costs.of(1) > NGRAM_SECONDS
+        drafter: Drafter | None = NgramDrafter(marks) if self.ngrams and is_slow else None
         if self.draft:
             sampler = Sampler(self.vocabulary.n_target, sampling, self.vocabulary.n_common)
             drafter = ModelDrafter(self.draft, sampler, verifier.draft_noise, marks)
-        return decode(self.target, drafter, verifier, tokens, max_tokens, self._plan(), marks)
+        return decode(self.target, drafter, verifier, tokens, max_tokens, plan, marks)
 
     def _plan(self) -> Plan:
         """How long proposals get. A text of `rejection` or `block` hangs on that, so that there it must not hang on the clock."""

@@ -7,7 +7,7 @@ their seconds: the optimal stopping of a renewal process. S_k is the product of 
 have had.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +17,11 @@ from .machine.vectors import Float64
 
 MAX_GAMMA = MAX_TOKENS - 1
 BUCKETS = 12  # of confidence: below 1/8, 1/4, 1/2, 1, 2, ...
-PRIOR_RATE, PRIOR_WEIGHT = 0.6, 2.0  # of acceptance, before anything was seen: a hopeless draft loses two passes, not ten
+# Acceptance before anything was seen: of all, and by the buckets of a model's margins, as two pairs of models had it; a hopeless
+# draft loses two passes by it, not ten. Of odds it is what they say.
+PRIOR_RATE, PRIOR_WEIGHT = 0.6, 2.0
+MARGIN_RATES = (0.45, 0.45, 0.5, 0.6, 0.75, 0.9, *[0.95] * 6)
+ODDS_RATES = tuple(1 / (1 + 2 ** (3.5 - bucket)) for bucket in range(BUCKETS))
 MEMORY = 0.98  # what an observation weighs after the next one
 AHEAD = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32])  # how many tokens more are considered at once, since c has steps
 TRIAL_SHARE = 0.01  # of the time goes into drafts that do not seem to pay, to look again
@@ -104,12 +108,12 @@ class Costs:
 
 
 class Acceptance:
-    """How often proposals stood, by their confidence, the latest weighing most."""
+    """How often proposals stood, by their confidence, the latest weighing most. prior: by bucket, before any was seen."""
 
-    def __init__(self) -> None:
-        self._stood = [PRIOR_RATE * PRIOR_WEIGHT] * (BUCKETS + 1)  # the last one counts all
+    def __init__(self, prior: Sequence[float] = MARGIN_RATES) -> None:
+        self.rates = [*prior]
+        self._stood = [PRIOR_WEIGHT * rate for rate in (*prior, PRIOR_RATE)]  # the last one counts all
         self._seen = [PRIOR_WEIGHT] * (BUCKETS + 1)
-        self.rates = [PRIOR_RATE] * BUCKETS
 
     @property
     def rate(self) -> float:

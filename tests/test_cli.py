@@ -317,7 +317,7 @@ def test_what_is_int8_is_told_and_an_fp32_target_keeps_its_text(run: Run, pair: 
 @pytest.mark.parametrize("verify", ["coupled", "rejection", "block"])
 def test_ngrams_draft_without_a_model(run: Run, pair: Pair, verify: str) -> None:
     told = ("-m", pair.target, "-i", "ab ab ab ab ab ab", "-t", 0, "-j", 1, "-n", 100, "--json")
-    alone, result = from_json(run(*told)), from_json(run(*told, "-d", "ngram", "--verify", verify))
+    alone, result = from_json(run(*told)), from_json(run(*told, "-d", "ngram", "-g", 4, "--verify", verify))
     assert result["tokens"] == alone["tokens"]
     assert result["n_drafted"] > 0
     assert result["settings"]["draft"] == "ngram"

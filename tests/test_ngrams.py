@@ -11,7 +11,7 @@ import pytest
 from specdec import SpeculativeDecoder
 from specdec.decoding import VERIFIERS, Statistics, Step, decode
 from specdec.ngrams import NgramDrafter, SuffixAutomaton
-from specdec.planning import FixedLength
+from specdec.planning import Costs, FixedLength
 from specdec.sampling import Sampling
 from specdec.tokenizer import BOS, EOS
 from tests import reference
@@ -154,7 +154,7 @@ def test_the_distribution_is_the_targets_own(verify):
 
 @pytest.mark.parametrize("verify", VERIFIERS)
 def test_the_library_drafts_without_a_model(pair, verify):
-    decoder = SpeculativeDecoder(pair.target, "ngram", verify=verify)
+    decoder = SpeculativeDecoder(pair.target, "ngram", verify=verify, gamma=4)
     assert decoder.draft is None
     plain = SpeculativeDecoder(decoder.target, None, decoder.tokenizer, verify=verify)
     prompt = "abc abd abc abd abc ab"
@@ -162,3 +162,13 @@ def test_the_library_drafts_without_a_model(pair, verify):
     assert text == plain.generate(prompt, 40, 0.0).text
     assert statistics.n_drafted > 0
     assert pickle.loads(pickle.dumps(decoder)).generate(prompt, 40, 0.0).text == text
+
+
+def test_ngrams_are_not_looked_for_where_a_pass_is_as_quick_as_looking(pair, monkeypatch):
+    """By the clock of the machine, set here."""
+    prompt, drafted = "abc abd abc abd abc ab", []
+    for seconds in (1e-6, 1e-2):
+        decoder = SpeculativeDecoder(pair.target, "ngram")
+        monkeypatch.setattr(decoder, "_measured_costs", lambda seconds=seconds: Costs({1: seconds, 8: seconds}, 0.0))
+        drafted.append(decoder.generate(prompt, 40, 0.0).statistics.n_drafted)
+    assert drafted[0] == 0 < drafted[1]
