@@ -38,6 +38,7 @@ app = typer.Typer(
 )
 UsageError = cast(type[Exception], next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"))
 BAR_CELLS = 24
+FEW_PASSES = 20  # that tell nothing
 NONE = "none"  # as a draft: the target decodes alone
 BROKEN_PIPE = 141  # what a shell reports for SIGPIPE
 
@@ -236,6 +237,7 @@ def tell(
             print(to_json(statistics, view.text, view.tokens, **times, seed=sampling.seed, settings=settings))
         else:
             told = {"seed": sampling.seed, "threads": decoder.target.n_threads, "weights": decoder.weights, **_whose(decoder)}
+            told |= _advice(decoder, statistics)
             print_summary(Console(stderr=True), statistics, **told)
 
 
@@ -244,6 +246,18 @@ def _whose(decoder: SpeculativeDecoder) -> dict[str, str]:
     if not (decoder.draft or decoder.ngrams):
         return {}
     return {"text" if decoder.verify == "coupled" else "distribution": f"the {decoder.target.weights.kind} target's own"}
+
+
+def _advice(decoder: SpeculativeDecoder, statistics: Statistics) -> dict[str, str]:
+    """What to do where a draft does not pay, for the summary."""
+    if not decoder.draft or statistics.target_passes < FEW_PASSES:
+        return {}
+    n_drafted = sum(statistics.drafted_histogram[1:])
+    if decoder.gamma == AUTO and n_drafted < statistics.target_passes / 4:
+        return {"note": f"a draft does not pay here: {n_drafted} of {statistics.target_passes} passes had one"}
+    if decoder.gamma != AUTO and 0 < statistics.speed_up < 1:
+        return {"note": "this draft does not pay: leave out -g, or the draft (-d none)"}
+    return {}
 
 
 def _run(

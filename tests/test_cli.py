@@ -17,6 +17,7 @@ from rich.cells import cell_len
 import specdec
 from specdec import command, files, interrupts
 from specdec.architectures import Config
+from specdec.planning import Costs
 from specdec.readers import load_checkpoint
 from specdec.tokenizer import Tokenizer
 from tests.checkpoints import (
@@ -643,3 +644,17 @@ def test_a_model_that_writes_control_characters_cannot_move_the_cursor(run: Run,
     code, screen, _ = in_terminal(arguments, 80, 24)
     assert code == 0
     assert screen.text().startswith("a[2J")
+
+
+def test_a_draft_that_does_not_pay_is_told_with_what_to_do(run: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred times as dear as its target, as the clock is made to say."""
+    slow = Costs({1: 1e-6, 8: 2e-6}, 1e-4)
+    monkeypatch.setattr(command.SpeculativeDecoder, "_measured_costs", lambda _: slow)
+    monkeypatch.setattr(Costs, "saw", lambda *_: None)
+    told = ("-m", pair.endless, "-d", pair.draft, "-s", 3, "-j", 1, "-n", 100, "--plain")
+    _, _, summary = run(*told)
+    assert re.search(r"note +a draft does not pay here: [0-2] of \d+ passes had one\n", summary)
+    _, _, summary = run(*told, "-g", 2)
+    assert re.search(r"speed-up over the target alone +0\.\d+\n", summary)
+    assert re.search(r"note +this draft does not pay: leave out -g, or the draft", summary)
+    assert "note" not in run(*told, "-d", "none")[2]
