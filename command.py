@@ -256,7 +256,7 @@ def _advice(decoder: SpeculativeDecoder, statistics: Statistics) -> dict[str, st
     if decoder.gamma == AUTO and n_drafted < statistics.target_passes / 4:
         return {"note": f"a draft does not pay here: {n_drafted} of {statistics.target_passes} passes had one"}
     if decoder.gamma != AUTO and 0 < statistics.speed_up < 1:
-        return {"note": "a draft of this length does not pay: leave out -g"}
+        return {"note": "-g does not pay here: leave it out"}
     return {}
 
 

@@ -656,5 +656,5 @@ def test_a_draft_that_does_not_pay_is_told_with_what_to_do(run: Run, pair: Pair,
     assert re.search(r"note +a draft does not pay here: [0-2] of \d+ passes had one\n", summary)
     _, _, summary = run(*told, "-g", 2)
     assert re.search(r"speed-up over the target alone +0\.\d+\n", summary)
-    assert re.search(r"note +a draft of this length does not pay: leave out -g", summary)
+    assert re.search(r"note +-g does not pay here: leave it out", summary)
     assert "note" not in run(*told, "-d", "none")[2]
