@@ -16,11 +16,12 @@ MODELS = Path(__file__).resolve().parent / "models"
 DEFAULT_TARGET, DEFAULT_DRAFT = MODELS / "stories6M.bin", MODELS / "stories650K.bin"
 DEFAULT_TOKENIZER = MODELS / "tok1024.bin"
 HUB, LLAMA2C = "https://huggingface.co/karpathy/tinyllamas", "https://github.com/karpathy/llama2.c"
+MODELS_SOURCE = f"the stories models are at {HUB}; one on the hub is named as there, org/name"
 PUBLISHED_TOKENIZERS = {512: "tok512.bin", 32000: "tokenizer.bin"}  # by size
 RESTORE = "restore it with 'git checkout models' or by installing again"
 
 
-def find(name: str | os.PathLike[str], source: str = f"the stories models are at {HUB}") -> Path:
+def find(name: str | os.PathLike[str], source: str = MODELS_SOURCE) -> Path:
     """The file or folder of that path, else of that name in models/, else on the hub: a repository, or one of `hub.FILES`.
 
     Raises CheckpointError, which tells the source.

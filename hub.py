@@ -24,6 +24,7 @@ from .readers import CheckpointError
 INSTALL = "pip install tokenizers"  # which brings huggingface_hub
 SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 WEIGHTS, SHARDS = "model.safetensors", "model.safetensors.index.json"
+PATIENCE = 10  # seconds that a hub may take to say what it has: the library would wait forever
 TRIES = 2  # without a byte that came, of several by the library each
 NO_ROOM = (errno.ENOSPC, errno.EFBIG, *([errno.EDQUOT] if hasattr(errno, "EDQUOT") else []))
 RANGE_NOT_SATISFIABLE = 416
@@ -102,6 +103,7 @@ class _Fetch:
         if _is_offline():
             raise _Offline
         import huggingface_hub
+        import huggingface_hub.file_download  # which sets its own level of logging as it is loaded
 
         self.name, self._hub = name, huggingface_hub
         self._endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
@@ -148,20 +150,13 @@ class _Fetch:
         return path
 
     def _list(self) -> dict[str, int | None]:
-        """The files of the newest revision with their sizes, where they are told."""
+        """The files of the newest revision with their sizes, which a mirror may not tell."""
         api = self._hub.HfApi(endpoint=self._endpoint)
-        info = api.model_info(self.name, revision="main")
+        info = api.model_info(self.name, revision="main", files_metadata=True, timeout=PATIENCE)
         self._revision = str(info.sha)
-        try:
-            entries = [
-                entry for entry in api.list_repo_tree(self.name, recursive=True, revision=info.sha) if hasattr(entry, "size")
-            ]
-        except Exception as error:
-            if _status(error) != 404:  # a mirror that knows no trees
-                raise
-            return {sibling.rfilename: None for sibling in info.siblings or []}
-        self._sums = {entry.path: entry.lfs.sha256 for entry in entries if entry.lfs}
-        return {entry.path: entry.size for entry in entries}
+        files = info.siblings or []
+        self._sums = {file.rfilename: file.lfs.sha256 for file in files if file.lfs}
+        return {file.rfilename: file.size for file in files}
 
     def _to_come(self, file: str, size: int) -> int:
         """Bytes of a file that are not here yet. On the hub, the ETag of a large file is its sha256."""
@@ -212,7 +207,7 @@ class _Fetch:
                 elif size is not None and now > size:
                     partial.unlink()
                     raise CheckpointError(f"{file} of {self.name} is longer than the {size} bytes that were announced") from None
-                elif _is_final(error) or (not now and left == 1):
+                elif _is_final(error) or not now:
                     raise
                 left = TRIES if now > before else left - 1
             is_first = False

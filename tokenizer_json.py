@@ -19,6 +19,7 @@ from .tokenizer import NO_TEXT_YET, AnyTokenizer, Tokenizer, TokenizerError, fil
 TOKENIZER_FILE = "tokenizer.json"
 INSTALL = "pip install tokenizers"
 DECODERS = "ByteLevel, Metaspace or SentencePiece's (Replace, ByteFallback, Fuse, Strip of one space in front)"
+LFS_POINTER = b"version https://git-lfs"  # what a clone without git-lfs holds in the place of a large file
 TEXT_HAS_BEGUN = 0
 EACH_BYTE = "specdec.each_byte"  # an error handler's name: a U+FFFD for each byte of a broken character, as ByteFallback has it
 
@@ -196,6 +197,8 @@ def _parsed(path: Path, data: bytes) -> Any:
     except ImportError as error:
         reason = "" if isinstance(error, ModuleNotFoundError) else f" ({error})"
         raise TokenizerError(f"{path} is read with the package tokenizers, which is missing{reason}; {INSTALL}") from None
+    if data.startswith(LFS_POINTER):
+        raise TokenizerError(f"{path} is a pointer of git-lfs in the place of the tokenizer; fetch it with git lfs pull")
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(data)
         tokenizer.no_truncation()

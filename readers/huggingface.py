@@ -286,7 +286,11 @@ def _shard(index: Path, name: Any) -> Path:
 
 def _hint(path: Path) -> str:
     """What a folder that is no model here holds instead, and what to do about it."""
-    names = sorted(entry.name for entry in path.iterdir())
+    entries = sorted(path.iterdir())
+    names = [entry.name for entry in entries]
+    broken = [entry.name for entry in entries if entry.is_symlink() and not entry.exists()]
+    if broken:  # the hub's cache copied without its blobs
+        return f"its {broken[0]} is a link to what is not there; copy the folder with cp -rL, whole"
     if any(name.endswith(".gguf") for name in names):
         return "its GGUF files are not read; expected config.json and model.safetensors"
     if any(name.startswith("pytorch_model") for name in names):

@@ -16,6 +16,7 @@ from .model_file import BF16, FP16, FP32, CheckpointError, FileTensor, ModelFile
 LENGTH_BYTES = 8
 MAX_DIMENSIONS = 64
 METADATA = "__metadata__"
+LFS_POINTER = b"version https://git-lfs"  # what a clone without git-lfs holds in the place of a large file
 DTYPES: dict[str, np.dtype[Any]] = {"F32": FP32, "F16": FP16, "BF16": BF16}  # that are read
 BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
@@ -54,6 +55,10 @@ class SafetensorsFile:
             what = "is empty" if size == 0 else f"is truncated: {size} bytes cannot hold a header"
             raise CheckpointError(f"{self.path} {what}; expected a safetensors file")
         n_bytes = int.from_bytes(self._file.read(0, LENGTH_BYTES).tobytes(), "little")
+        if self._file.read(0, min(size, len(LFS_POINTER))).tobytes() == LFS_POINTER:
+            raise CheckpointError(
+                f"{self.path} is a pointer of git-lfs in the place of the weights; fetch them with git lfs pull"
+            )
         if n_bytes > MAX_BYTES:
             raise CheckpointError(f"{self.path} is no safetensors file: a header of {n_bytes} bytes; at most {MAX_BYTES} may be")
         start = LENGTH_BYTES + n_bytes

@@ -17,7 +17,7 @@ class Hub:
     """Repositories and what is in them, and the troubles that a test sets.
 
     refusal: status and X-Error-Code of every answer. token: without it, 401. cuts: how many bodies are cut off after `cut_at`
-    bytes. shorter: bytes of a body that are announced and never come. knows_trees: whether it lists files with their sizes.
+    bytes. shorter: bytes of a body that are announced and never come. knows_sizes: whether it lists files with them.
     sums, etags: what it says of a file in the place of the truth. gate: bodies wait at `cut_at` bytes until it is set.
     """
 
@@ -27,7 +27,7 @@ class Hub:
     cuts: int = 0
     cut_at: int = 0
     shorter: int = 0
-    knows_trees: bool = True
+    knows_sizes: bool = True
     sums: dict[str, str] = field(default_factory=dict)
     etags: dict[str, str] = field(default_factory=dict)
     gate: threading.Event = field(default_factory=threading.Event)
@@ -75,7 +75,7 @@ class _Handler(BaseHTTPRequestHandler):
         hub.requests.append((self.command, path))
         hub.ranges += filter(None, [self.headers.get("Range")])
         hub.authorizations[path] = self.headers.get("Authorization", "")
-        about = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(revision|tree)/([^/]+)", path)
+        about = re.fullmatch(r"/api/models/([^/]+/[^/]+)/revision/([^/]+)", path)
         file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         found = about or file
         repository = hub.repositories.get(found[1]) if found else None
@@ -85,22 +85,20 @@ class _Handler(BaseHTTPRequestHandler):
             self.refuse(*hub.refusal)
         elif repository is None:
             self.refuse(404, "RepoNotFound")
-        elif about and about[2] == "revision":
-            siblings = [{"rfilename": name} for name in repository]
-            self.send(json.dumps({"id": about[1], "sha": COMMIT, "siblings": siblings}).encode(), with_body)
         elif about:
-            self.refuse(404, "") if not hub.knows_trees else self.send(json.dumps(self.tree(repository)).encode(), with_body)
+            siblings = self.siblings(repository) if hub.knows_sizes and "blobs=" in self.path else names_of(repository)
+            self.send(json.dumps({"id": about[1], "sha": COMMIT, "siblings": siblings}).encode(), with_body)
         elif file and file[3] in repository:
             self.send_file(file[3], repository[file[3]], with_body)
         else:
             self.refuse(404, "EntryNotFound")
 
-    def tree(self, repository: dict[str, bytes]) -> list[object]:
-        entries: list[object] = []
-        for name, data in repository.items():
-            lfs = {"oid": self.the_hub.sums.get(name, hashlib.sha256(data).hexdigest()), "size": len(data), "pointerSize": 130}
-            large = {"lfs": lfs} if name.endswith((".safetensors", ".bin")) else {}
-            entries.append({"type": "file", "path": name, "size": len(data), "oid": "0" * 40} | large)
+    def siblings(self, repository: dict[str, bytes]) -> list[dict[str, object]]:
+        entries = names_of(repository)
+        for entry, (name, data) in zip(entries, repository.items(), strict=True):
+            sha256 = self.the_hub.sums.get(name, hashlib.sha256(data).hexdigest())
+            large = {"lfs": {"sha256": sha256, "size": len(data), "pointerSize": 130}}
+            entry |= {"size": len(data), "blobId": "0" * 40} | (large if name.endswith((".safetensors", ".bin")) else {})
         return entries
 
     def refuse(self, status: int, code: str) -> None:
@@ -148,3 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass
+
+
+def names_of(repository: dict[str, bytes]) -> list[dict[str, object]]:
+    return [{"rfilename": name} for name in repository]

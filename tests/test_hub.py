@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -137,7 +138,7 @@ def test_of_shards_those_are_fetched_that_the_index_names(server: Hub) -> None:
 
 @needs_library
 def test_a_mirror_without_sizes_will_do(server: Hub) -> None:
-    server.knows_trees = False
+    server.knows_sizes = False
     assert contents(hub.fetch("org/model")) == MODEL
 
 
@@ -187,6 +188,27 @@ def test_without_the_network_one_line_tells_what_is_missing(server: Hub, monkeyp
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").touch()
     assert "it lacks model.safetensors" in refused(lambda: hub.fetch("org/model"))
+
+
+@needs_library
+def test_a_hub_that_never_answers_is_told_soon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As behind a firewall: the connection stands, and nothing comes."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("HF_HOME", str(tmp_path))
+        monkeypatch.setattr(hub, "PATIENCE", 0.2)
+        begin = time.monotonic()
+        assert "timed out" in refused(lambda: hub.fetch("org/model"))
+        assert time.monotonic() - begin < 5
+
+
+@needs_library
+def test_the_library_is_quiet_where_it_tries_again(server: Hub) -> None:
+    """In a process of its own, where nothing has loaded the library's rooms before."""
+    server.repositories["org/model"] = MODEL
+    server.cuts, server.cut_at = 1, 2 * MB
+    result = subprocess.run([sys.executable, "-c", FETCH, "org/model"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "resume" not in result.stderr
 
 
 @needs_library

@@ -183,9 +183,19 @@ def test_a_folder_that_is_no_model_says_what_it_is_instead(tmp_path: Path) -> No
     message_of(folder, "config.json", "directory")
 
 
-def test_a_file_of_a_folder_is_told_to_be_a_part(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [WEIGHTS, "config.json"])
+def test_a_file_of_a_folder_is_told_to_be_a_part(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match="name the folder"):
-        load_checkpoint(copy(tmp_path / "model") / WEIGHTS)
+        load_checkpoint(copy(tmp_path / "model") / name)
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "config.json"])
+def test_a_link_to_nothing_is_told_by_name(tmp_path: Path, name: str) -> None:
+    """As in a snapshot of the hub's cache that was copied without its blobs."""
+    folder = copy(tmp_path / "model")
+    (folder / name).unlink()
+    (folder / name).symlink_to("../../blobs/0123")
+    message_of(folder, name, "link")
 
 
 def index_of(folder: Path) -> dict[str, Any]:

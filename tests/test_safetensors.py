@@ -145,6 +145,11 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, damage: str) -> None:
     message.encode()
 
 
+def test_a_pointer_of_git_lfs_is_told_with_the_way_to_the_file(tmp_path: Path) -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
+    assert "git lfs pull" in message_of(tmp_path / "model.safetensors", pointer)
+
+
 def test_nothing_is_allocated_for_what_a_damaged_header_announces(tmp_path: Path) -> None:
     tracemalloc.start()
     try:

@@ -240,6 +240,7 @@ def test_what_is_no_text_is_refused(text: Any, error: type[Exception]) -> None:
     [
         (b"", "no tokenizer.json"),
         (b"{}", "no tokenizer.json"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
         (b"[1, 2]", "no tokenizer.json"),
         (b"\xff\xfe", "no tokenizer.json"),
         (path_of("gpt2").read_bytes()[:-2000], "no tokenizer.json"),
