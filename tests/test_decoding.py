@@ -303,7 +303,7 @@ def test_a_short_draft_never_ends_the_story():
 def acceptance_by_position(target, draft, tokenizer, first):
     """Accepted / drafted from position `first` on, over 24 sampled stories."""
     accepted = drafted = 0
-    decoder = SpeculativeDecoder(target, draft, tokenizer)
+    decoder = SpeculativeDecoder(target, draft, tokenizer, gamma=4)
     for seed in range(1, 25):
         position = len(decoder.encode("Once upon a time"))
         for step in steps_of(decoder.stream("Once upon a time", 495, Sampling(0.8, seed=seed))):
