@@ -317,23 +317,15 @@ def mix_values(mixed, values, scores, token, n_tokens, start, end):
 
 
 @compiled
-def mix_path(mixed, values, scores, token, start, end, n_text, path):
-    """mixed[token] += sum_p scores[token, p] values[slot of p] for start <= p < end behind the text, on a node's path (N,)."""
+def mix_path(mixed, values, scores, token, start, end, n_text, paths, node):
+    """mixed[token] += sum_p scores[token, p] values[slot of p] for start <= p < end behind the text, on a node's path."""
     for block in range(values.shape[0]):
         at = token * mixed.shape[1] + block * LANES
         acc = load(mixed, at)
         for position in range(start, end):
-            slot = n_text + path[position - n_text]
+            slot = n_text + paths[node, position - n_text]
             acc = fma(load(values, (block * values.shape[1] + slot) * LANES), splat(scores[token, position]), acc)
         store(mixed, at, acc)
-
-
-@inlined
-def mix_own(mixed, values, scores, i, start, end, n_text, path):
-    """`mix_values` of the query i alone for the positions start to end, of the text and of its path through the tree."""
-    mix_values(mixed, values, scores, i, np.int64(1), start, min(end, n_text))
-    if end > n_text:
-        mix_path(mixed, values, scores, i, max(start, n_text), end, n_text, path)
 
 
 @inlined
@@ -345,14 +337,17 @@ def attend(run, heads, qkv, keys, values, scores, mixed, depths, paths, head, to
     in one go, those before and after them query by query, so that each query's chain is the one that it would have alone. The
     scores of a node's path move from their slots to their positions, which are no larger: none that is still to move is lost.
     """
-    zero, n_text = np.int64(0), run.n_text  # a literal would have what it goes into compiled once more
+    zero, one, n_text = np.int64(0), np.int64(1), run.n_text  # literals would have what they go into compiled once more
     head_dim = keys.shape[1]
     next_token, next_head = (0, 1) if along_heads else (1, 0)
-    first_pos = last_pos = position_of(run, depths, token)
-    for i in range(1, next_token * n_queries):
-        pos = position_of(run, depths, token + i)
-        first_pos, last_pos = min(first_pos, pos), max(last_pos, pos)
-    last_slot = run.pos + token + next_token * (n_queries - 1)
+    slot = run.pos + token
+    last_slot = slot + next_token * (n_queries - 1)
+    first_pos, last_pos, has_nodes = slot, last_slot, last_slot >= n_text
+    if has_nodes:
+        first_pos = last_pos = position_of(run, depths, token)
+        for i in range(1, next_token * n_queries):
+            pos = position_of(run, depths, token + i)
+            first_pos, last_pos = min(first_pos, pos), max(last_pos, pos)
     for block in range(max(0, first_pos + 1 - window) // STRIP_ROWS, last_slot // STRIP_ROWS + 1):
         strip_tile(
             scores, block * STRIP_ROWS, scores.shape[1], keys, block * head_dim * STRIP_ROWS,
@@ -365,19 +360,23 @@ def attend(run, heads, qkv, keys, values, scores, mixed, depths, paths, head, to
     mixed[:n_queries] = 0.0
     for i in range(n_queries):
         t = token + next_token * i
-        end = position_of(run, depths, t) + 1
+        end = (position_of(run, depths, t) if has_nodes else run.pos + t) + 1
         start = max(0, end - window)
-        path = paths[max(0, run.pos + t - n_text)]
-        for pos in range(max(start, n_text), end):
-            scores[i, pos] = scores[i, n_text + path[pos - n_text]]
+        if has_nodes:
+            for pos in range(max(start, n_text), end):
+                scores[i, pos] = scores[i, n_text + paths[run.pos + t - n_text, pos - n_text]]
         softmax(scores, i, start, end, scale)
-        mix_own(mixed, values, scores, i, start, min(common_start, end), n_text, path)
+        mix_values(mixed, values, scores, i, one, start, min(common_start, end, n_text))
+        if has_nodes:
+            mix_path(mixed, values, scores, i, max(start, n_text), min(common_start, end), n_text, paths, run.pos + t - n_text)
     mix_values(mixed, values, scores, zero, n_queries, common_start, common_end)
     for i in range(n_queries):
         t = token + next_token * i
-        end = position_of(run, depths, t) + 1
-        path = paths[max(0, run.pos + t - n_text)]
-        mix_own(mixed, values, scores, i, max(0, end - window, common_end), end, n_text, path)
+        end = (position_of(run, depths, t) if has_nodes else run.pos + t) + 1
+        start = max(0, end - window, common_end)
+        mix_values(mixed, values, scores, i, one, start, min(end, n_text))
+        if has_nodes:
+            mix_path(mixed, values, scores, i, max(start, n_text), end, n_text, paths, run.pos + t - n_text)
         for k in range(head_dim):
             heads[t, (head + next_head * i) * head_dim + k] = mixed[i, k]
 
