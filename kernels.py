@@ -317,6 +317,16 @@ def mix_values(mixed, values, scores, token, n_tokens, start, end):
 
 
 @compiled
+def gather_path(scores, token, start, end, n_text, paths, node):
+    """scores[token, p] = scores[token, slot of p] for start <= p < end behind the text, on a node's path.
+
+    No slot is before its position, so none that is still to be read has been written.
+    """
+    for position in range(start, end):
+        scores[token, position] = scores[token, n_text + paths[node, position - n_text]]
+
+
+@compiled
 def mix_path(mixed, values, scores, token, start, end, n_text, paths, node):
     """mixed[token] += sum_p scores[token, p] values[slot of p] for start <= p < end behind the text, on a node's path."""
     for block in range(values.shape[0]):
@@ -334,8 +344,7 @@ def attend(run, heads, qkv, keys, values, scores, mixed, depths, paths, head, to
 
     They are those of as many tokens, or along_heads: of heads that share keys (S / R, K, R) and values (K / LANES, S, LANES). A
     token sees the last `window` positions up to its own, by loop bounds: the positions of the text that all of them see are mixed
-    in one go, those before and after them query by query, so that each query's chain is the one that it would have alone. The
-    scores of a node's path move from their slots to their positions, which are no larger: none that is still to move is lost.
+    in one go, those before and after them query by query, so that each query's chain is the one that it would have alone.
     """
     zero, one, n_text = np.int64(0), np.int64(1), run.n_text  # literals would have what they go into compiled once more
     head_dim = keys.shape[1]
@@ -363,8 +372,7 @@ def attend(run, heads, qkv, keys, values, scores, mixed, depths, paths, head, to
         end = (position_of(run, depths, t) if has_nodes else run.pos + t) + 1
         start = max(0, end - window)
         if has_nodes:
-            for pos in range(max(start, n_text), end):
-                scores[i, pos] = scores[i, n_text + paths[run.pos + t - n_text, pos - n_text]]
+            gather_path(scores, i, max(start, n_text), end, n_text, paths, run.pos + t - n_text)
         softmax(scores, i, start, end, scale)
         mix_values(mixed, values, scores, i, one, start, min(common_start, end, n_text))
         if has_nodes:

@@ -2,8 +2,8 @@
 
 import math
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from .machine.vectors import LANES, Float32, ceil_div, round_up
 FIRST_POSITIONS = 256  # that a model has room for before its text grows
 LAZY = ("keys", "values")  # of which only what is written becomes resident
 Node = tuple[int, int]  # of a tree: its token, and the index of its parent, or -1
-Result = TypeVar("Result")
+IN_THE_MIDDLE = "this thread is in the middle of a pass of this model; a signal handler cannot use it"
 
 
 def buffer_shapes(config: Config, weights: Weights, n_positions: int, n_threads: int) -> dict[str, tuple[int, ...]]:
@@ -132,7 +132,7 @@ class Transformer:
             n_logits = whole("n_logits", n_logits, 0, min(n, MAX_TOKENS))
         if n > self._n_positions:
             raise ValueError(f"{n} tokens do not fit {self._n_positions} positions")
-        return self._alone(self._run, tokens, [], n_logits)
+        return self._forward(tokens, [], n_logits)
 
     def forward_tree(
         self, tokens: Sequence[int], nodes: Sequence[int], parents: Sequence[int], n_logits: int | None = None
@@ -158,9 +158,9 @@ class Transformer:
                 raise ValueError(f"parents[{node}] is {short(parent)}; expected -1 to {node - 1}")
             depths.append(depths[parent] + 1 if parent >= 0 else 1)
         if n + max(depths, default=0) > self._n_positions:
-            raise ValueError(f"{n} tokens and a tree of depth {max(depths)} do not fit {self._n_positions} positions")
+            raise ValueError(f"{n} tokens and a tree of depth {max(depths, default=0)} do not fit {self._n_positions} positions")
         n_logits = most if n_logits is None else whole("n_logits", n_logits, 0, most)
-        return self._alone(self._run, tokens, [*zip(nodes, parents, strict=True)], n_logits)
+        return self._forward(tokens, [*zip(nodes, parents, strict=True)], n_logits)
 
     def keep(self, path: Sequence[int]) -> None:
         """Let the cache's text go on by a path of the last tree, indexes of nodes from one that follows the text on down; the
@@ -169,33 +169,46 @@ class Transformer:
         A pass over a text that goes on as the tree does keeps its path by itself. Raises ValueError for what is no such path,
         TypeError for what are no whole numbers, RuntimeError as `forward` does.
         """
-        self._alone(self._keep, ids("path", path))
-
-    def _alone(self, step: Callable[..., Result], *args: Any) -> Result:
-        """step(*args), in the middle of which no other thread gets, and no signal handler."""
+        path = ids("path", path)
         with self.lock:
             if self._is_running:
-                raise RuntimeError("this thread is in the middle of a pass of this model; a signal handler cannot use it")
+                raise RuntimeError(IN_THE_MIDDLE)
             try:
                 self._is_running = True
-                return step(*args)
+                self._keep(path)
             finally:
                 self._is_running = False
 
-    def _run(self, tokens: list[int], nodes: list[Node], n_logits: int) -> Float32:
+    def _forward(self, tokens: list[int], nodes: list[Node], n_logits: int) -> Float32:
+        with self.lock:
+            if self._is_running:
+                raise RuntimeError(IN_THE_MIDDLE)
+            try:
+                self._is_running = True
+                self.n_passes += 1
+                self._run(tokens, nodes, n_logits)
+                return self._buffers.logits[:n_logits, : self._config.vocab_size]
+            finally:
+                self._is_running = False
+
+    def _run(self, tokens: list[int], nodes: list[Node], n_logits: int) -> None:
         """The tokens and nodes that the cache does not hold, and the last n_logits of both."""
-        self.n_passes += 1
-        limit = min(len(tokens), len(tokens) + len(nodes) - n_logits)
-        start = n_common(self._held, tokens, limit)
-        if self._nodes and start == len(self._held) < limit:
-            start = self._keep(self._followed(tokens[start:limit]))
-        n_nodes = n_common(self._nodes, nodes, len(nodes) - n_logits) if start == len(self._held) == len(tokens) else 0
+        limit = len(tokens) - max(0, n_logits - len(nodes))
+        start, n_nodes = n_common(self._held, tokens, limit), 0
+        if self._nodes and start == len(self._held):
+            if start < limit:
+                start = self._keep(self._followed(tokens[start:limit]))
+            elif start == len(tokens):
+                n_nodes = n_common(self._nodes, nodes, len(nodes) - n_logits)
         new = ids("tokens", tokens[start:])
-        new += [token for token, _ in nodes[n_nodes:]]
+        if nodes:
+            new += [token for token, _ in nodes[n_nodes:]]
         if new and not 0 <= min(new) <= max(new) < self._config.vocab_size:
             raise ValueError(f"token out of range 0..{self._config.vocab_size - 1}")
         self._reserve(len(tokens) + len(nodes))
-        del self._nodes[n_nodes:], self._held[start:]
+        if self._nodes:
+            del self._nodes[n_nodes:]
+        del self._held[start:]
         if nodes:
             trace(self._buffers.depths, self._buffers.paths, np.array([parent for _, parent in nodes]), len(nodes))
         while new:
@@ -203,12 +216,10 @@ class Transformer:
             block = new[: len(new) % MAX_TOKENS or MAX_TOKENS]
             del new[: len(block)]
             self._buffers.tokens[: len(block)] = block
-            slot = len(self._held) + n_nodes
-            n_text = min(slot + len(block), len(tokens))
-            self._runner(len(block), slot, 0 if new else n_logits, self._n_threads, n_text)
-            self._held += block[: n_text - len(self._held)]
-        self._nodes += nodes[n_nodes:]
-        return self._buffers.logits[:n_logits, : self._config.vocab_size]
+            self._runner(len(block), len(self._held) + n_nodes, 0 if new else n_logits, self._n_threads, len(tokens))
+            self._held += block[: len(tokens) - len(self._held)] if nodes else block
+        if nodes:
+            self._nodes += nodes[n_nodes:]
 
     def _followed(self, tokens: list[int]) -> list[int]:
         """The path of the tree that tokens behind the text follow."""
@@ -255,7 +266,7 @@ class Transformer:
 
 def n_common(held: list[Any], wanted: list[Any], limit: int) -> int:
     """With how many of the same, at most limit, two lists begin."""
-    n = max(min(len(held), limit), 0)
+    n = min(len(held), limit)
     held = held if n == len(held) else held[:n]
     if held == wanted[:n]:
         return n
