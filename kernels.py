@@ -165,6 +165,8 @@ def move_slots(keys, values, path, n_text):
     for layer in range(keys.shape[0]):
         for head in range(keys.shape[1]):
             for depth in range(path.size):
+                if path[depth] == depth:  # so a tree whose likeliest path is laid first mostly has nothing to move
+                    continue
                 (block, lane), (strip, row) = divmod(n_text + depth, STRIP_ROWS), divmod(n_text + path[depth], STRIP_ROWS)
                 for k in range(keys.shape[3]):
                     keys[layer, head, block, k, lane] = keys[layer, head, strip, k, row]

@@ -140,9 +140,10 @@ class Transformer:
         """Logits (n_logits, V) at the last of: a text's last token, then the nodes of a token tree behind it (SpecInfer,
         arXiv:2305.09781); bit for bit what `forward` gives of the text and a node's path. Valid until the next call.
 
-        nodes: tokens; parents: of each node an earlier one's index, or -1 where it follows the text; n_logits: by default one
-        more than there are nodes. Runs what the cache does not hold and the last n_logits: nodes that are appended to the last
-        call's, and asked for alone, run alone. Raises what `forward` raises, ValueError for MAX_TOKENS nodes or more, too.
+        nodes: tokens, a path that is likely to be kept best at the front; parents: of each node an earlier one's index, or -1
+        where it follows the text; n_logits: by default one more than there are nodes. Runs what the cache does not hold and the
+        last n_logits: nodes that are appended to the last call's, and asked for alone, run alone. Raises what `forward` raises,
+        ValueError for MAX_TOKENS nodes or more, too.
         """
         tokens = tokens if isinstance(tokens, list) else ids("tokens", tokens)
         nodes, parents = ids("nodes", nodes), ids("parents", parents)
