@@ -9,7 +9,11 @@ Two promises hold by construction, and the tests compare bits:
 Embedding and matrix products are the kinds of weights' own (`weights/`). Every operation does its thread's share.
 
 Shapes: T tokens of this pass, S cached positions, D dim, F hidden_dim, L n_layers, H query heads, G kv heads, K head_dim,
-V vocab_size, R rows of a strip. `run` is the pass: n_tokens, the first of them at pos.
+V vocab_size, R rows of a strip. `run` is the pass: n_tokens, the first of them in slot pos of the cache.
+
+A text lies in the cache's slots position by position. Behind it, from slot n_text on, may lie the nodes of a token tree, each
+behind its parent: siblings share a position, and of the tree a node sees its ancestors and itself alone, as depths and paths tell
+(see `Buffers`). All that it is computed from enters by position, not by slot, as in a chain of the same tokens: bit for bit.
 """
 
 from typing import NamedTuple
@@ -17,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .machine.cache import compiled, inlined
-from .machine.programs import Floats1, Floats2, Floats3, Floats4, Pass, operation
+from .machine.programs import Floats1, Floats2, Floats3, Floats4, Ints1, Ints2, Pass, operation
 from .machine.threads import share
 from .machine.tiles import STRIP_ROWS, TILE_TOKENS, strip_tile, vector_tile
 from .machine.vectors import (
@@ -49,6 +53,8 @@ class Buffers(NamedTuple):
     """What operations read and write beside weights: tokens, KV cache, activations, and a scratch for each thread."""
 
     tokens: Int64  # (T,)
+    depths: Int64  # (N,) of a tree's nodes: position n_text + depth
+    paths: Int64  # (N, N): the node at each depth on the way to a node, itself the last
     keys: Float32  # (L, G, S / R, K, R): strips of positions, as many as there is room for
     values: Float32  # (L, G, ceil(K / LANES), S, LANES)
     rope_cos: Float32  # (S, K + LANES): entry j belongs to row j % K of a head
@@ -135,6 +141,40 @@ def layer_norm(
 
 
 @inlined
+def position_of(run, depths, t):
+    """Where token t of the pass stands in its text, or in the text that its path through the tree makes."""
+    slot = run.pos + t
+    return slot if slot < run.n_text else run.n_text + depths[slot - run.n_text]
+
+
+@compiled
+def trace(depths, paths, parents, n):
+    """depths and paths of n nodes, whose parents are earlier nodes, or -1 for those that follow the text."""
+    for node in range(n):
+        parent, depth = parents[node], 0
+        if parent >= 0:
+            depth = depths[parent] + 1
+            for i in range(depth):
+                paths[node, i] = paths[parent, i]
+        depths[node], paths[node, depth] = depth, node
+
+
+@compiled
+def move_slots(keys, values, path, n_text):
+    """What keys and values (L, ...) hold of a tree's path, nodes from depth 0 on, to the slots that follow the text."""
+    for layer in range(keys.shape[0]):
+        for head in range(keys.shape[1]):
+            for depth in range(path.size):
+                if path[depth] == depth:  # so a tree whose likeliest path is laid first mostly has nothing to move
+                    continue
+                (block, lane), (strip, row) = divmod(n_text + depth, STRIP_ROWS), divmod(n_text + path[depth], STRIP_ROWS)
+                for k in range(keys.shape[3]):
+                    keys[layer, head, block, k, lane] = keys[layer, head, strip, k, row]
+                for k in range(values.shape[2]):
+                    values[layer, head, k, n_text + depth] = values[layer, head, k, n_text + path[depth]]
+
+
+@inlined
 def own_rows(width, unit, thread, n_threads, base, n_rows):
     """Which of n_rows, the first of them row `base` of a product of that width, a thread has computed, counted from base.
 
@@ -155,12 +195,13 @@ def add_bias(run: Pass, thread: int, out: Floats2, bias: Floats1, unit: int) -> 
 
 
 @operation
-def add_positions(run: Pass, thread: int, x: Floats2, positions: Floats2, dim: int) -> None:
-    """x[t] += positions[pos + t]: the columns that this thread's embedding filled."""
+def add_positions(run: Pass, thread: int, x: Floats2, positions: Floats2, depths: Ints1, dim: int) -> None:
+    """x[t] += positions[the position of t]: the columns that this thread's embedding filled."""
     first, last = share(dim, thread, run.n_threads)
     for t in range(run.n_tokens):
+        position = position_of(run, depths, t)
         for k in range(first, last):
-            x[t, k] += positions[run.pos + t, k]
+            x[t, k] += positions[position, k]
 
 
 @operation
@@ -190,18 +231,19 @@ def head_norm(
 
 @operation
 def rope(
-    run: Pass, thread: int, x: Floats2, unit: int, base: int, n_rows: int, cos: Floats2, sin: Floats2, head_dim: int
+    run: Pass, thread: int, x: Floats2, unit: int, base: int, n_rows: int, cos: Floats2, sin: Floats2, depths: Ints1,
+    head_dim: int,
 ) -> None:  # fmt: skip
     """Rotate n_rows of the heads that begin at row `base` of x (Su et al. 2021), those of this thread.
 
-    The pair (2i, 2i + 1) of a head turns by pos times its frequency: x * cos + swapped x * signed sin.
+    The pair (2i, 2i + 1) of a head turns by the position times its frequency: x * cos + swapped x * signed sin.
     """
     first, last = own_rows(x.shape[1], unit, thread, run.n_threads, base, n_rows)
     for row in range(first, last, LANES):
         place = row % head_dim
         for t in range(run.n_tokens):
             at = t * x.shape[1] + base + row
-            angle = (run.pos + t) * cos.shape[1] + place
+            angle = position_of(run, depths, t) * cos.shape[1] + place
             v = load(x, at)
             store(x, at, fma(swap_pairs(v), load(sin, angle), mul(v, load(cos, angle))))
 
@@ -276,45 +318,83 @@ def mix_values(mixed, values, scores, token, n_tokens, start, end):
         )  # fmt: skip
 
 
+@compiled
+def gather_path(scores, token, start, end, n_text, paths, node):
+    """scores[token, p] = scores[token, slot of p] for start <= p < end behind the text, on a node's path.
+
+    No slot is before its position, so none that is still to be read has been written.
+    """
+    for position in range(start, end):
+        scores[token, position] = scores[token, n_text + paths[node, position - n_text]]
+
+
+@compiled
+def mix_path(mixed, values, scores, token, start, end, n_text, paths, node):
+    """mixed[token] += sum_p scores[token, p] values[slot of p] for start <= p < end behind the text, on a node's path."""
+    for block in range(values.shape[0]):
+        at = token * mixed.shape[1] + block * LANES
+        acc = load(mixed, at)
+        for position in range(start, end):
+            slot = n_text + paths[node, position - n_text]
+            acc = fma(load(values, (block * values.shape[1] + slot) * LANES), splat(scores[token, position]), acc)
+        store(mixed, at, acc)
+
+
 @inlined
-def attend(heads, qkv, keys, values, scores, mixed, head, token, n_queries, along_heads, pos, window):
+def attend(run, heads, qkv, keys, values, scores, mixed, depths, paths, head, token, n_queries, along_heads, window):
     """heads[t, head] = softmax(q[t] . keys / sqrt(K)) values for n_queries from that token's head on  (Vaswani et al. 2017).
 
     They are those of as many tokens, or along_heads: of heads that share keys (S / R, K, R) and values (K / LANES, S, LANES). A
-    token sees the last `window` positions up to its own, by loop bounds: the positions that all of them see are mixed in one go,
-    those before and after them query by query, so that each query's chain is the one that it would have alone.
+    token sees the last `window` positions up to its own, by loop bounds: the positions of the text that all of them see are mixed
+    in one go, those before and after them query by query, so that each query's chain is the one that it would have alone.
     """
-    zero, one = np.int64(0), np.int64(1)  # literals would have what they go into compiled once more
+    zero, one, n_text = np.int64(0), np.int64(1), run.n_text  # literals would have what they go into compiled once more
     head_dim = keys.shape[1]
     next_token, next_head = (0, 1) if along_heads else (1, 0)
-    first_pos, last_pos = pos + token, pos + token + next_token * (n_queries - 1)
-    for block in range(max(0, first_pos + 1 - window) // STRIP_ROWS, last_pos // STRIP_ROWS + 1):
+    slot = run.pos + token
+    last_slot = slot + next_token * (n_queries - 1)
+    first_pos, last_pos, has_nodes = slot, last_slot, last_slot >= n_text
+    if has_nodes:
+        first_pos = last_pos = position_of(run, depths, token)
+        for i in range(1, next_token * n_queries):
+            pos = position_of(run, depths, token + i)
+            first_pos, last_pos = min(first_pos, pos), max(last_pos, pos)
+    for block in range(max(0, first_pos + 1 - window) // STRIP_ROWS, last_slot // STRIP_ROWS + 1):
         strip_tile(
             scores, block * STRIP_ROWS, scores.shape[1], keys, block * head_dim * STRIP_ROWS,
             qkv, token * qkv.shape[1] + head * head_dim, next_token * qkv.shape[1] + next_head * head_dim,
             head_dim, 0, n_queries, False,
         )  # fmt: skip
     common_start = max(0, last_pos + 1 - window)
-    common_end = max(common_start, first_pos + 1)
+    common_end = max(common_start, min(first_pos + 1, n_text))
     scale = np.float32(1.0) / np.sqrt(np.float32(head_dim))
     mixed[:n_queries] = 0.0
     for i in range(n_queries):
-        end = first_pos + next_token * i + 1
+        t = token + next_token * i
+        end = (position_of(run, depths, t) if has_nodes else run.pos + t) + 1
         start = max(0, end - window)
+        if has_nodes:
+            gather_path(scores, i, max(start, n_text), end, n_text, paths, run.pos + t - n_text)
         softmax(scores, i, start, end, scale)
-        mix_values(mixed, values, scores, i, one, start, min(common_start, end))
+        mix_values(mixed, values, scores, i, one, start, min(common_start, end, n_text))
+        if has_nodes:
+            mix_path(mixed, values, scores, i, max(start, n_text), min(common_start, end), n_text, paths, run.pos + t - n_text)
     mix_values(mixed, values, scores, zero, n_queries, common_start, common_end)
     for i in range(n_queries):
-        end = first_pos + next_token * i + 1
-        mix_values(mixed, values, scores, i, one, max(0, end - window, common_end), end)
+        t = token + next_token * i
+        end = (position_of(run, depths, t) if has_nodes else run.pos + t) + 1
+        start = max(0, end - window, common_end)
+        mix_values(mixed, values, scores, i, one, start, min(end, n_text))
+        if has_nodes:
+            mix_path(mixed, values, scores, i, max(start, n_text), end, n_text, paths, run.pos + t - n_text)
         for k in range(head_dim):
-            heads[token + next_token * i, (head + next_head * i) * head_dim + k] = mixed[i, k]
+            heads[t, (head + next_head * i) * head_dim + k] = mixed[i, k]
 
 
 @operation
 def attention(
     run: Pass, thread: int, heads: Floats3, qkv: Floats2, keys: Floats4, values: Floats4, scores: Floats3, mixed: Floats3,
-    n_heads: int, window: int,
+    depths: Ints1, paths: Ints2, n_heads: int, window: int,
 ) -> None:  # fmt: skip
     """Every head of every token, this thread's share of them; query head h reads kv head h G / H.
 
@@ -333,8 +413,8 @@ def attention(
             start, stop = share(end - begin, chunk, n_chunks)
             at = begin + start
             attend(
-                heads[0], qkv, keys[kv_head], values[kv_head], scores[thread], mixed[thread],
-                head + at if along_heads else head, token if along_heads else at, stop - start, along_heads, run.pos, window,
+                run, heads[0], qkv, keys[kv_head], values[kv_head], scores[thread], mixed[thread], depths, paths,
+                head + at if along_heads else head, token if along_heads else at, stop - start, along_heads, window,
             )  # fmt: skip
 
 

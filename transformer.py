@@ -9,8 +9,8 @@ import numpy as np
 
 from .architectures import Config, Weights, architecture_of
 from .architectures.rope import fill_tables
-from .checks import ids, whole
-from .kernels import MAX_TOKENS, Buffers
+from .checks import ids, short, whole
+from .kernels import MAX_TOKENS, Buffers, move_slots, trace
 from .machine.memory import lazy_zeros, zeros
 from .machine.programs import Runner
 from .machine.threads import available_threads, give_lock
@@ -19,10 +19,12 @@ from .machine.vectors import LANES, Float32, ceil_div, round_up
 
 FIRST_POSITIONS = 256  # that a model has room for before its text grows
 LAZY = ("keys", "values")  # of which only what is written becomes resident
+Node = tuple[int, int]  # of a tree: its token, and the index of its parent, or -1
+IN_THE_MIDDLE = "this thread is in the middle of a pass of this model; a signal handler cannot use it"
 
 
 def buffer_shapes(config: Config, weights: Weights, n_positions: int, n_threads: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of `Buffers`, but for the tokens."""
+    """The shapes of `Buffers`, but for those of whole numbers; n_positions is how many slots the cache has."""
     head_dim, kv_heads, layers = config.head_dim, config.n_kv_heads, config.n_layers
     positions, dim = round_up(n_positions, STRIP_ROWS), round_up(config.dim, STRIP_ROWS)
     turned = 0 if architecture_of(config).learned_positions else positions
@@ -53,8 +55,9 @@ class Transformer:
     seq_len, and no farther than that where positions are learned. Buffers grow with the text. Beyond its own seq_len a model
     sees a sliding window of that many positions.
 
-    Whatever runs, the logits are those of the tokens that were asked for: the cache knows which tokens it holds. Threads may
-    share a model; `lock` is for whoever reads logits that another's pass must not overwrite. A model can be pickled and copied.
+    Whatever runs, the logits are those of the tokens that were asked for: the cache knows which tokens it holds, those of the
+    last tree among them. Threads may share a model; `lock` is for whoever reads logits that another's pass must not overwrite. A
+    model can be pickled and copied.
 
     Raises ValueError for weights of another shape than the config's, for n_threads that the machine does not give and for
     n_positions below 1.
@@ -76,7 +79,8 @@ class Transformer:
         give_lock(self, "lock")
         self._is_running = False
         self.n_passes = 0  # so that whoever reads logits can tell whether a signal handler ran a pass meanwhile
-        self._held: list[int] = []  # the tokens whose keys and values the cache holds
+        self._held: list[int] = []  # the tokens whose keys and values the cache holds, those of a text
+        self._nodes: list[Node] = []  # and in the slots behind them, those of a tree
         self._capacity = 0
         self._buffers: Buffers
         self._reserve(min(self._n_positions, FIRST_POSITIONS))
@@ -111,8 +115,8 @@ class Transformer:
         return len(self._held)
 
     def text_bytes(self, n_positions: int) -> int:
-        """What a text of so many positions takes beside the weights."""
-        shapes = buffer_shapes(self._config, self._weights, n_positions, self._most_threads)
+        """What a text of so many positions takes beside the weights, and a tree at its end."""
+        shapes = buffer_shapes(self._config, self._weights, n_positions + MAX_TOKENS, self._most_threads)
         return sum(4 * math.prod(shape) for shape in shapes.values())
 
     def forward(self, tokens: Sequence[int], n_logits: int = 1) -> Float32:
@@ -128,50 +132,127 @@ class Transformer:
             n_logits = whole("n_logits", n_logits, 0, min(n, MAX_TOKENS))
         if n > self._n_positions:
             raise ValueError(f"{n} tokens do not fit {self._n_positions} positions")
+        return self._forward(tokens, [], n_logits)
+
+    def forward_tree(
+        self, tokens: Sequence[int], nodes: Sequence[int], parents: Sequence[int], n_logits: int | None = None
+    ) -> Float32:
+        """Logits (n_logits, V) at the last of: a text's last token, then the nodes of a token tree behind it (SpecInfer,
+        arXiv:2305.09781); bit for bit what `forward` gives of the text and a node's path. Valid until the next call.
+
+        nodes: tokens, a path that is likely to be kept best at the front; parents: of each node an earlier one's index, or -1
+        where it follows the text; n_logits: by default one more than there are nodes. Runs what the cache does not hold and the
+        last n_logits: nodes that are appended to the last call's, and asked for alone, run alone. Raises what `forward` raises,
+        ValueError for MAX_TOKENS nodes or more, too.
+        """
+        tokens = tokens if isinstance(tokens, list) else ids("tokens", tokens)
+        nodes, parents = ids("nodes", nodes), ids("parents", parents)
+        n, most = len(tokens), len(nodes) + 1
+        if not n or most > MAX_TOKENS or len(nodes) != len(parents):
+            raise ValueError(
+                f"{len(nodes)} nodes of {len(parents)} parents behind {n} tokens; "
+                f"expected at most {MAX_TOKENS - 1} with a parent each, behind one token or more"
+            )
+        depths: list[int] = []
+        for node, parent in enumerate(parents):
+            if not -1 <= parent < node:
+                raise ValueError(f"parents[{node}] is {short(parent)}; expected -1 to {node - 1}")
+            depths.append(depths[parent] + 1 if parent >= 0 else 1)
+        if n + max(depths, default=0) > self._n_positions:
+            raise ValueError(f"{n} tokens and a tree of depth {max(depths, default=0)} do not fit {self._n_positions} positions")
+        n_logits = most if n_logits is None else whole("n_logits", n_logits, 0, most)
+        return self._forward(tokens, [*zip(nodes, parents, strict=True)], n_logits)
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Let the cache's text go on by a path of the last tree, indexes of nodes from one that follows the text on down; the
+        other nodes are forgotten.
+
+        A pass over a text that goes on as the tree does keeps its path by itself. Raises ValueError for what is no such path,
+        TypeError for what are no whole numbers, RuntimeError as `forward` does.
+        """
+        path = ids("path", path)
         with self.lock:
             if self._is_running:
-                raise RuntimeError("this thread is in the middle of a pass of this model; a signal handler cannot use it")
+                raise RuntimeError(IN_THE_MIDDLE)
+            try:
+                self._is_running = True
+                self._keep(path)
+            finally:
+                self._is_running = False
+
+    def _forward(self, tokens: list[int], nodes: list[Node], n_logits: int) -> Float32:
+        with self.lock:
+            if self._is_running:
+                raise RuntimeError(IN_THE_MIDDLE)
             try:
                 self._is_running = True
                 self.n_passes += 1
-                self._run(tokens, n_logits)
+                self._run(tokens, nodes, n_logits)
                 return self._buffers.logits[:n_logits, : self._config.vocab_size]
             finally:
                 self._is_running = False
 
-    def _run(self, tokens: list[int], n_logits: int) -> None:
-        """The tokens that the cache does not hold, and the last n_logits."""
-        start = self._n_common(tokens, len(tokens) - n_logits)
+    def _run(self, tokens: list[int], nodes: list[Node], n_logits: int) -> None:
+        """The tokens and nodes that the cache does not hold, and the last n_logits of both."""
+        limit = len(tokens) - max(0, n_logits - len(nodes))
+        start, n_nodes = n_common(self._held, tokens, limit), 0
+        if self._nodes and start == len(self._held):
+            if start < limit:
+                start = self._keep(self._followed(tokens[start:limit]))
+            elif start == len(tokens):
+                n_nodes = n_common(self._nodes, nodes, len(nodes) - n_logits)
         new = ids("tokens", tokens[start:])
+        if nodes:
+            new += [token for token, _ in nodes[n_nodes:]]
         if new and not 0 <= min(new) <= max(new) < self._config.vocab_size:
             raise ValueError(f"token out of range 0..{self._config.vocab_size - 1}")
-        self._reserve(len(tokens))
+        self._reserve(len(tokens) + len(nodes))
+        if self._nodes:
+            del self._nodes[n_nodes:]
         del self._held[start:]
+        if nodes:
+            trace(self._buffers.depths, self._buffers.paths, np.array([parent for _, parent in nodes]), len(nodes))
         while new:
-            # the last pass is a full one where there are several, so that it holds all n_logits tokens
+            # the last pass is a full one where there are several, so that it holds all n_logits tokens, and all nodes
             block = new[: len(new) % MAX_TOKENS or MAX_TOKENS]
             del new[: len(block)]
             self._buffers.tokens[: len(block)] = block
-            self._runner(len(block), len(self._held), 0 if new else n_logits, self._n_threads)
-            self._held += block
+            self._runner(len(block), len(self._held) + n_nodes, 0 if new else n_logits, self._n_threads, len(tokens))
+            self._held += block[: len(tokens) - len(self._held)] if nodes else block
+        if nodes:
+            self._nodes += nodes[n_nodes:]
 
-    def _n_common(self, tokens: list[int], limit: int) -> int:
-        """How many tokens, at most limit, the cache holds of a text."""
-        n = min(len(self._held), limit)
-        held = self._held if n == len(self._held) else self._held[:n]
-        if held == tokens[:n]:
-            return n
-        return next(i for i in range(n) if held[i] != tokens[i])
+    def _followed(self, tokens: list[int]) -> list[int]:
+        """The path of the tree that tokens behind the text follow."""
+        path = [-1]
+        for token in tokens:
+            if (token, path[-1]) not in self._nodes:
+                break
+            path.append(self._nodes.index((token, path[-1])))
+        return path[1:]
 
-    def _reserve(self, n_positions: int) -> None:
-        """Room for a text of that many positions, twice as much as there was if that is not enough."""
-        if n_positions <= self._capacity:
+    def _keep(self, path: list[int]) -> int:
+        """`keep`; how many tokens the cache then holds. While rows move, it holds no nodes."""
+        for parent, node in zip([-1, *path], path, strict=False):
+            if not 0 <= node < len(self._nodes) or self._nodes[node][1] != parent:
+                raise ValueError(f"path is {short(path)}; expected nodes of the last tree, each the parent of the next")
+        tokens = [self._nodes[node][0] for node in path]
+        self._nodes.clear()
+        if path != [*range(len(path))]:
+            move_slots(self._buffers.keys, self._buffers.values, np.array(path), len(self._held))
+        self._held += tokens
+        return len(self._held)
+
+    def _reserve(self, n_slots: int) -> None:
+        """Room for so many tokens of a text and its tree, twice as much as there was if that is not enough."""
+        if n_slots <= self._capacity:
             return
-        most = min(max(n_positions, 2 * self._capacity), self._n_positions)
+        most = min(max(n_slots, 2 * self._capacity), self._n_positions + (MAX_TOKENS if n_slots > self._n_positions else 0))
         shapes = buffer_shapes(self._config, self._weights, most, self._most_threads)
         arrays = {name: (lazy_zeros if name in LAZY else zeros)(*shape) for name, shape in shapes.items()}
         capacity = arrays["values"].shape[3]
-        buffers = Buffers(tokens=np.zeros(MAX_TOKENS, np.int64), **arrays)
+        paths = np.zeros((MAX_TOKENS, MAX_TOKENS), np.int64)
+        buffers = Buffers(np.zeros(MAX_TOKENS, np.int64), np.zeros(MAX_TOKENS, np.int64), paths, **arrays)
         if self._capacity:
             buffers.rope_cos[: self._capacity] = self._buffers.rope_cos
             buffers.rope_sin[: self._capacity] = self._buffers.rope_sin
@@ -182,6 +263,15 @@ class Transformer:
         runner = Runner(self._architecture.program(self._config, self._weights, buffers))
         # all or nothing: an interrupt between two calls would leave a program of buffers that are gone
         self._runner, self._buffers, self._capacity = runner, buffers, capacity
+
+
+def n_common(held: list[Any], wanted: list[Any], limit: int) -> int:
+    """With how many of the same, at most limit, two lists begin."""
+    n = min(len(held), limit)
+    held = held if n == len(held) else held[:n]
+    if held == wanted[:n]:
+        return n
+    return next(i for i in range(n) if held[i] != wanted[i])
 
 
 def _rebuilt(config: Config, weights: Weights, n_threads: int, n_positions: int) -> Transformer:

@@ -66,7 +66,11 @@ def program(config: Config, weights: Weights, b: Buffers) -> Program:
                 store_keys(b.keys[i], b.qkv, 1, k_row),
                 store_values(b.values[i], b.qkv, 1, 2 * k_row, config.head_dim),
             ],
-            [attention(b.heads, b.qkv, b.keys[i], b.values[i], b.scores, b.mixed, config.n_heads, config.n_seen)],
+            [
+                attention(
+                    b.heads, b.qkv, b.keys[i], b.values[i], b.scores, b.mixed, b.depths, b.paths, config.n_heads, config.n_seen
+                )
+            ],
             [w[f"{i}.wo"].product(b.x[0], b.heads, b.scratch, adding=True), add_bias(b.x[0], v[f"{i}.bo"], 1)],
             [
                 norm(f"{i}.ln_ffn"),
@@ -78,7 +82,7 @@ def program(config: Config, weights: Weights, b: Buffers) -> Program:
         ]
 
     return [
-        [w["embedding"].embedding(b.x[0], b.tokens), add_positions(b.x[0], v["pos_emb"], config.dim)],
+        [w["embedding"].embedding(b.x[0], b.tokens), add_positions(b.x[0], v["pos_emb"], b.depths, config.dim)],
         *(phase for i in range(config.n_layers) for phase in layer(i)),
         [norm("ln_final", of_logits=True), w["classifier"].product(b.logits, b.normed, b.scratch, of_logits=True)],
     ]

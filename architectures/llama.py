@@ -99,7 +99,7 @@ def program(config: Config, weights: Weights, b: Buffers) -> Program:
         ]
 
     def turned(base: int, end: int) -> Row:
-        return rope(b.qkv, unit, base, end - base, b.rope_cos, b.rope_sin, config.head_dim)
+        return rope(b.qkv, unit, base, end - base, b.rope_cos, b.rope_sin, b.depths, config.head_dim)
 
     def layer(i: int) -> Program:
         return [
@@ -113,7 +113,11 @@ def program(config: Config, weights: Weights, b: Buffers) -> Program:
                 store_keys(b.keys[i], b.qkv, unit, k_row),
                 store_values(b.values[i], b.qkv, unit, v_row, config.head_dim),
             ],
-            [attention(b.heads, b.qkv, b.keys[i], b.values[i], b.scores, b.mixed, config.n_heads, config.n_seen)],
+            [
+                attention(
+                    b.heads, b.qkv, b.keys[i], b.values[i], b.scores, b.mixed, b.depths, b.paths, config.n_heads, config.n_seen
+                )
+            ],
             [w[f"{i}.wo"].product(b.x[0], b.heads, b.scratch, adding=True), *biased(b.x[0], f"{i}.bo")],
             [
                 norm(f"{i}.rms_ffn"),

@@ -26,15 +26,21 @@ Floats2 = Annotated[Float32, types.float32, 2]
 Floats3 = Annotated[Float32, types.float32, 3]
 Floats4 = Annotated[Float32, types.float32, 4]
 Ints1 = Annotated[Int64, types.int64, 1]
+Ints2 = Annotated[Int64, types.int64, 2]
 
 
 class Pass(NamedTuple):
-    """What every operation of a pass knows: n_tokens, the first of them at pos, and logits asked for at the last n_logits."""
+    """What every operation of a pass knows.
+
+    n_tokens, the first of them in the cache's slot pos, and logits asked for at the last n_logits. The first n_text slots hold a
+    text, each at the position of its number; those behind them the nodes of a tree.
+    """
 
     n_tokens: int
     pos: int
     n_logits: int
     n_threads: int
+    n_text: int
 
 
 class Row(NamedTuple):
@@ -63,6 +69,7 @@ def pass_at(address):
         load_word(address + WORD_BYTES),
         load_word(address + 2 * WORD_BYTES),
         load_word(address + 3 * WORD_BYTES),
+        load_word(address + 4 * WORD_BYTES),
     )
 
 
@@ -199,12 +206,13 @@ class Runner:
         self._program = program  # whose arrays the rows name by address
         self.in_one_region: bool | None = None
 
-    def __call__(self, n_tokens: int, pos: int, n_logits: int, n_threads: int) -> None:
-        """Run the program; the numbers are those of a `Pass`."""
+    def __call__(self, n_tokens: int, pos: int, n_logits: int, n_threads: int, n_text: int | None = None) -> None:
+        """Run the program; the numbers are those of a `Pass`, n_text by default of one whose tokens are all a text's."""
+        n_text = pos + n_tokens if n_text is None else n_text
         in_one = threads_meet(n_threads) if self.in_one_region is None else self.in_one_region
         first = 0
         for last in self._ends[-1:] if in_one else self._ends:
-            NUMBERS.pack_into(self._run.data, 0, n_tokens, pos, n_logits, n_threads)
+            NUMBERS.pack_into(self._run.data, 0, n_tokens, pos, n_logits, n_threads, n_text)
             self._run[ARRIVALS] = 0
             run_on_threads(_runner(), *self._addresses, first, last, n_threads)
             first = last

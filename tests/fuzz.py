@@ -342,6 +342,66 @@ def texts(rng):
     return REFUSED if flaw else FINE
 
 
+def random_tree(rng, vocab, n):
+    """n nodes or so of few tokens, so that siblings may be alike, and their parents."""
+    few = rng.choices(range(vocab), k=rng.choice([1, 2, 5, 60]))
+    nearest = rng.choice([1, 2, 64])  # 1: a chain
+    parents = [-1 if rng.random() < 0.1 else rng.randrange(max(node - nearest, -1), node) for node in range(n)]
+    return rng.choices(few, k=n), parents
+
+
+def path_to(node, parents):
+    """The nodes from one that follows the text down to that one; none for -1."""
+    return [] if node < 0 else [*path_to(parents[node], parents), node]
+
+
+def trees(rng):
+    """Whatever is run, grown, kept and asked for in between: each node's logits are those of the chain of its ancestors."""
+    config = random_config(rng)
+    first = random_model(rng, config, None, rng.random() < 0.2, rng.choice([None, config.seq_len + rng.randint(0, 400)]))
+    model, chains, most = twin(rng, first), twin(rng, first), first.n_positions
+    text = rng.choices(range(config.vocab_size), k=rng.randint(1, most) if rng.random() < 0.5 else min(most, rng.randint(1, 20)))
+    nodes, parents, refused = [], [], False
+
+    def expected(ends):
+        return np.concatenate([chains.forward(text + [nodes[i] for i in path_to(end, parents)]).copy() for end in ends])
+
+    for _ in range(rng.randint(3, 12)):
+        match rng.randrange(6):
+            case 0:
+                nodes, parents = random_tree(rng, config.vocab_size, rng.choice([0, 1, 7, 63, rng.randint(0, 63)]))
+            case 1:  # as a draft grows it
+                more, links = random_tree(rng, config.vocab_size, rng.randint(0, 63 - len(nodes)))
+                parents += [link + len(nodes) if link >= 0 else rng.randrange(-1, len(nodes)) for link in links]
+                nodes += more
+            case 2 | 3 if nodes:  # a path is text from now on, whether it is kept, found or run again
+                path = path_to(rng.randrange(len(nodes)), parents)
+                if model._nodes == [*zip(nodes, parents, strict=True)] and rng.random() < 0.6:
+                    model.keep(path)
+                text, nodes, parents = text + [nodes[node] for node in path], [], []
+                text += rng.choices(range(config.vocab_size), k=rng.choice([0, 1, 1, 3]))
+                text = text[:most]
+            case 4:
+                n_logits = rng.randint(0, min(len(text), 64))
+                same_bits(model.forward(text, n_logits), chains.forward(text, n_logits))
+            case 5:
+                text, nodes, parents = text[: rng.randint(1, len(text))], [], []
+        ends = rng.sample(range(-1, len(nodes)), 1 + len(nodes))
+        n_logits = rng.choice([len(nodes) + 1, rng.randint(0, len(nodes) + 1)])
+        depth = max((len(path_to(end, parents)) for end in ends), default=0)
+        try:
+            logits = model.forward_tree(text, nodes, parents, n_logits).copy()
+            assert len(text) + depth <= most
+        except ValueError as error:
+            assert len(text) + depth > most
+            refused, nodes, parents = one_line(error, "do not fit"), [], []
+            continue
+        for end in ends[:6]:
+            if len(nodes) - end <= n_logits:
+                same_bits(logits[end - len(nodes)][None], expected([end]))
+    return REFUSED if refused else FINE
+
+
 # Sampling
 
 
@@ -514,6 +574,11 @@ CALLS = (
     ),
     (("n_threads", "n_positions"), lambda d, given: Transformer(d.target.config, d.target.weights, **given).forward([1])),
     (("tokens", "n_logits"), lambda d, given: d.target.forward(**({"tokens": [1, 2, 3]} | given))),
+    (
+        ("nodes", "parents", "n_logits"),
+        lambda d, given: d.target.forward_tree(**({"tokens": [1, 2, 3], "nodes": [5, 6, 7], "parents": [-1, 0, 0]} | given)),
+    ),
+    (("path",), lambda d, given: (d.target.forward_tree([1], [5, 6], [-1, 0]), d.target.keep(**given))),
     (("gamma", "verify"), lambda d, given: [setattr(d, name, value) for name, value in given.items()]),
     (("n_threads",), lambda d, given: setattr(d.target, *given.popitem())),
 )
@@ -592,7 +657,8 @@ def caches(rng):
 
 
 CAMPAIGNS = {
-    campaign.__name__: campaign for campaign in (checkpoints, folders, tokenizers, texts, sampling, streams, values, caches)
+    campaign.__name__: campaign
+    for campaign in (checkpoints, folders, tokenizers, texts, trees, sampling, streams, values, caches)
 }
 
 
