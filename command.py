@@ -16,7 +16,7 @@ from rich.console import Console
 import specdec
 
 from .decoder import AUTO, FIXED_GAMMA, NGRAM, SELF, Quantize, SpeculativeDecoder
-from .decoding import VERIFIERS, Statistics, VerifyMode
+from .decoding import VERIFIERS, Prompt, Statistics, VerifyMode
 from .files import default_pair, find, telling_how_to_restore
 from .interrupts import exit_code, signals
 from .machine.threads import available_threads
@@ -79,7 +79,7 @@ TokenizerFile = Annotated[
         help="Tokenizer. By default the folder's; for a checkpoint tok<vocab>.bin or tokenizer.bin beside it, else in models/.",
     ),
 ]  # fmt: skip
-Prompt = Annotated[str, option("-i", "--prompt", group="Text", metavar="TEXT", help="What the text begins with.")]
+PromptText = Annotated[str, option("-i", "--prompt", group="Text", metavar="TEXT", help="What the text begins with.")]
 Steps = Annotated[
     int,
     option(
@@ -145,7 +145,7 @@ def tell(
     draft: DraftFile = "",
     quantize: WhatToQuantize = "draft",
     tokenizer: TokenizerFile = "",
-    prompt: Prompt = DEFAULT_PROMPT,
+    prompt: PromptText = DEFAULT_PROMPT,
     steps: Steps = 256,
     temperature: Temperature = 1.0,
     top_p: TopP = 0.9,
@@ -214,7 +214,6 @@ def tell(
         view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, n_proposed, title, pace)
     else:
         view = PlainView(decoder.tokenizer, sys.stdout)
-    signals.text_begins()
     with writing():
         _run(view, decoder, prompt, max_tokens, sampling, statistics)
         statistics.plain_seconds = decoder.plain_seconds
@@ -271,6 +270,8 @@ def _run(
     """Decode into the view, until the text or somebody's patience is at its end."""
     with view:
         for event in decoder.stream(prompt, max_tokens, sampling):
+            if isinstance(event, Prompt):  # before, while a long one is read, there is nothing to print at the end
+                signals.text_begins()
             statistics.add(event)
             view.show(event)
             if signals.asked:

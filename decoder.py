@@ -21,7 +21,7 @@ from .sampling import TARGET_NOISE, Sampler, Sampling
 from .tokenizer import AnyTokenizer, Tokenizer
 from .tokenizer_json import TOKENIZER_FILE, JsonTokenizer, load_tokenizer
 from .transformer import Transformer
-from .vocabulary import Vocabulary, common_vocabulary, known_ids
+from .vocabulary import LEAST_KNOWN, MOST_PADDING, Vocabulary, common_vocabulary, known_ids
 from .weights import INT8
 
 DEFAULT_SAMPLING = Sampling()
@@ -82,12 +82,14 @@ class SpeculativeDecoder:
         if n_threads is not None:
             whole("n_threads", n_threads, 1, available_threads())
         source = None if isinstance(target, Transformer) else _opened("target", target)
+        rows = (target if isinstance(target, Transformer) else cast(Checkpoint, source)).config.vocab_size
+        self.tokenizer = _tokenizer(tokenizer, source, rows)
+        known_ids(self.tokenizer, rows)  # a tokenizer that does not fit is told before the weights are read
         self.target = (
             target
             if isinstance(target, Transformer)
             else _loaded(cast(Checkpoint, source), quantize in ("target", "both"), n_threads, None, progress)
         )
-        self.tokenizer = _tokenizer(tokenizer, source, self.target.config.vocab_size)
         self.ngrams = isinstance(draft, str) and draft == NGRAM
         self.draft, self.vocabulary = self._draft(draft, n_threads, quantize in ("draft", "both"), progress)
         if self.draft is self.target:
@@ -132,7 +134,8 @@ class SpeculativeDecoder:
     def _alike(self, name: str, rows: int) -> Vocabulary:
         """Of a draft without a tokenizer of its own. Raises ValueError for one that cannot share the target's."""
         n, target_rows = self.tokenizer.vocab_size, self.target.config.vocab_size
-        if rows != target_rows and not (isinstance(self.tokenizer, JsonTokenizer) and rows >= n):
+        is_padded = isinstance(self.tokenizer, JsonTokenizer) and n <= rows <= min(n + MOST_PADDING, n / LEAST_KNOWN)
+        if rows != target_rows and not is_padded:
             raise ValueError(f"{name} has a vocabulary of {rows} tokens, the target one of {target_rows}; they must agree")
         return Vocabulary(min(n, target_rows), min(n, rows))
 

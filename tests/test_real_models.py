@@ -239,3 +239,18 @@ def test_a_bad_folder_is_one_line(run: Run, tmp_path: Path) -> None:  # noqa: F8
 def test_gpt2_is_a_family_of_its_own(tmp_path: Path) -> None:
     assert load_model(folder(tmp_path / "target", "gpt2")).config.architecture == "gpt2"
     assert GPT2.learned_positions
+
+
+def test_a_draft_of_many_more_rows_and_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    """Rows that pad a vocabulary are few; these are another one."""
+    target, draft = folder(tmp_path / "target"), folder(tmp_path / "draft", padding=1500)
+    (draft / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="they must agree"):
+        SpeculativeDecoder(target, draft)
+
+
+def test_a_wrong_tokenizer_is_told_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, other = folder(tmp_path / "target", padding=0), folder(tmp_path / "other", tokenizer="llama2")
+    monkeypatch.setattr("specdec.decoder._loaded", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(ValueError, match="name the target's own with -z"):
+        SpeculativeDecoder(target, tokenizer=other)
