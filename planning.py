@@ -94,14 +94,16 @@ class Costs:
 
     @property
     def passes(self) -> Float64:
-        """Seconds of passes over 0 to MAX_TOKENS tokens."""
-        return np.array(self._curve) * self._scale
+        """Seconds of passes over 0 to MAX_TOKENS tokens; more tokens never take less, whatever the noise has it."""
+        curve = np.array(self._curve)
+        rising: Float64 = (np.maximum.accumulate(curve) + np.minimum.accumulate(curve[::-1])[::-1]) * (self._scale / 2)
+        return rising
 
     def saw(self, n_drafted: int, pass_seconds: float, draft_seconds: float) -> None:
         """A step's seconds; one that somebody interrupted moves them no further than a slow one."""
-        move = min(max(pass_seconds / self.of(n_drafted + 1), 0.5), 2.0) ** 0.1
-        self._scale *= move
-        self._curve[n_drafted + 1] *= move
+        ratio = min(max(pass_seconds / self.of(n_drafted + 1), 0.5), 2.0)
+        self._scale *= ratio**0.1
+        self._curve[n_drafted + 1] *= ratio**0.02
         if n_drafted:
             ratio = draft_seconds / n_drafted / self.draft if self.draft else 1.0
             self.draft *= min(max(ratio, 0.5), 2.0) ** 0.1
