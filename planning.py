@@ -74,7 +74,9 @@ class FixedLength:
 
 
 class Costs:
-    """Seconds of a target's pass over T tokens, and of a draft's token: measured at some T, then kept up with what steps take.
+    """Seconds of a target's pass over T tokens, measured at some T, and of a draft: of its start and of each token.
+
+    All are kept up with what steps take.
 
     The machine's speed changes for all T at once more than for one, so an observation moves all of them, its own a little more.
     """
@@ -86,7 +88,8 @@ class Costs:
         curve[beyond] *= beyond / measured[-1]  # arithmetic alone
         self._curve: list[float] = curve.tolist()  # Python's numbers: a step of a small model has no microsecond to lose
         self._scale = 1.0
-        self.draft = draft
+        self.start, self.draft = 0.0, draft
+        self._sums = [0.0] * 5  # of the last drafts: how many, their n, n^2, seconds, n seconds
 
     def of(self, n: int) -> float:
         """Seconds of a pass over n tokens."""
@@ -104,9 +107,19 @@ class Costs:
         ratio = min(max(pass_seconds / self.of(n_drafted + 1), 0.5), 2.0)
         self._scale *= ratio**0.1
         self._curve[n_drafted + 1] *= ratio**0.02
-        if n_drafted:
-            ratio = draft_seconds / n_drafted / self.draft if self.draft else 1.0
-            self.draft *= min(max(ratio, 0.5), 2.0) ** 0.1
+        if n_drafted and self.draft:
+            self._saw_draft(float(n_drafted), min(draft_seconds, 4 * (self.start + n_drafted * self.draft)))
+
+    def _saw_draft(self, n: float, seconds: float) -> None:
+        """A line through the last drafts, start + n draft: the first token finds the draft's weights out of the cache."""
+        self._sums = [MEMORY * old + new for old, new in zip(self._sums, (1.0, n, n * n, seconds, n * seconds), strict=True)]
+        one, n1, n2, s, ns = self._sums
+        spread = one * n2 - n1 * n1
+        if spread > 0.1 * one * one:  # else all are of one length, and what is dear about them cannot be told
+            self.draft = min(max((one * ns - n1 * s) / spread, 0.05 * s / n1), s / n1)
+        self.start = max(0.0, (s - self.draft * n1) / one)
+        if not self.start:
+            self.draft = s / n1
 
 
 class Acceptance:
@@ -161,7 +174,7 @@ class AutoLength:
             return False
         if self._needed[0] <= 1.0:
             return True
-        price = (1 + self._since_draft / CATCH_UP) * self.costs.draft + self.costs.of(2) - self.costs.of(1)
+        price = (1 + self._since_draft / CATCH_UP) * self.costs.draft + self.costs.start + self.costs.of(2) - self.costs.of(1)
         self._is_trial = self._budget > price > 0
         return self._is_trial
 
@@ -205,9 +218,10 @@ def needed_survivals(costs: Costs, rate: float) -> list[float]:
     gains: Float64 = np.cumsum(rate ** n[1:])  # of 1, 2, ... tokens
     tokens = np.concatenate([[1.0], 1.0 + gains])
     passes = costs.passes
-    best = np.max(tokens / (passes[1:] + n * costs.draft))
+    best = np.max(tokens / (passes[1:] + n * costs.draft + costs.start * (n > 0)))
     after = np.minimum(n[:, None] + AHEAD, MAX_GAMMA)
     seconds = passes[after + 1] - passes[n + 1][:, None] + (after - n[:, None]) * costs.draft
+    seconds[0] += costs.start
     needed = best * np.maximum(seconds, 0.0) / gains[np.maximum(after - n[:, None], 1) - 1]
     needed[-1] = np.inf
     result: list[float] = needed.min(axis=1).tolist()

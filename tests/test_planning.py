@@ -116,10 +116,15 @@ def test_costs_follow_the_machine():
     costs = Costs({1: 1.0, 8: 2.0}, 0.1)
     assert costs.passes[1] == 1 and costs.passes[8] == 2 and costs.passes[64] == pytest.approx(16)
     for _ in range(60):
-        costs.saw(3, 3 * 1.4286, 0.6)  # everything takes three times as long as the interpolation says, a draft's token twice
-    assert costs.passes[4] == pytest.approx(3 * 1.4286, rel=0.02)
-    assert costs.draft == pytest.approx(0.2, rel=0.02)
-    assert costs.passes[1] > 1.5  # though it was never seen
+        costs.saw(3, 3 * 1.4286, 0.6)  # everything takes three times as long as the interpolation says, three draft tokens 0.6
+    assert costs.of(4) == pytest.approx(3 * 1.4286, rel=0.02)
+    assert costs.start + 3 * costs.draft == pytest.approx(0.6, rel=0.02)
+    assert costs.of(1) > 1.5  # though it was never seen
+    assert (np.diff(costs.passes) >= 0).all()  # though 5 to 8 were never seen either
+    for n in (1, 5, 2, 6) * 60:
+        costs.saw(n, costs.of(n + 1), 0.5 + 0.02 * n)
+    assert costs.start == pytest.approx(0.5, rel=0.05)
+    assert costs.draft == pytest.approx(0.02, rel=0.25)
     before = costs.passes.copy()
     costs.saw(0, 1e9, 0.0)  # somebody pressed Ctrl-Z
     assert (costs.passes < 1.2 * before).all()
