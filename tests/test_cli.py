@@ -536,7 +536,7 @@ def test_ctrl_c_through_a_pipe_leaves_the_text_so_far(pair: Pair) -> None:
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the real weights of ../shared")
 def test_a_real_story_through_a_pipe(pair: Pair) -> None:
     models = SHARED / "models"
-    done = shell(["-m", models / "stories3M.bin", "-d", models / "stories260K.bin", "-t", 0, "-n", 64, "--json"])
+    done = shell(["-m", models / "stories3M.bin", "-d", models / "stories260K.bin", "-t", 0, "-n", 64, "-g", 4, "--json"])
     result = json.loads(done.stdout)
     assert result["text"].startswith("Once upon a time")
     assert result["acceptance_rate"] > 0.5
