@@ -19,7 +19,7 @@ MAX_GAMMA = MAX_TOKENS - 1
 BUCKETS = 12  # of confidence: below 1/8, 1/4, 1/2, 1, 2, ...
 # Acceptance before anything was seen: of all, and by the buckets of a model's margins, as two pairs of models had it; a hopeless
 # draft loses two passes by it, not ten. Of odds it is what they say.
-PRIOR_RATE, PRIOR_WEIGHT = 0.6, 2.0
+PRIOR_RATE, PRIOR_WEIGHT = 0.8, 2.0
 MARGIN_RATES = (0.45, 0.45, 0.5, 0.6, 0.75, 0.9, *[0.95] * 6)
 ODDS_RATES = tuple(1 / (1 + 2 ** (3.5 - bucket)) for bucket in range(BUCKETS))
 MEMORY = 0.98  # what an observation weighs after the next one
@@ -81,14 +81,14 @@ class Costs:
     The machine's speed changes for all T at once more than for one, so an observation moves all of them, its own a little more.
     """
 
-    def __init__(self, passes: Mapping[int, float], draft: float) -> None:
+    def __init__(self, passes: Mapping[int, float], draft: float, start: float = 0.0) -> None:
         measured = sorted(passes)
         curve = np.interp(np.arange(MAX_TOKENS + 1), measured, [passes[n] for n in measured])
         beyond = np.arange(measured[-1] + 1, MAX_TOKENS + 1)
         curve[beyond] *= beyond / measured[-1]  # arithmetic alone
         self._curve: list[float] = curve.tolist()  # Python's numbers: a step of a small model has no microsecond to lose
         self._scale = 1.0
-        self.start, self.draft = 0.0, draft
+        self.start, self.draft = start, draft
         self._sums = [0.0] * 5  # of the last drafts: how many, their n, n^2, seconds, n seconds
 
     def of(self, n: int) -> float:
