@@ -178,8 +178,8 @@ def _stages(drafts: list[str], stage: str) -> tuple[str, str]:
         raise typer.BadParameter("two at most: a draft, and what drafts for it.", param_hint="'-d' / '--draft'")
     if len(drafts) == 2 and stage:
         raise typer.BadParameter("a second -d drafts for the draft already; name one of the two.", param_hint="'--stage'")
-    draft, stage = [*drafts, "", ""][0], [*drafts, stage, ""][max(1, len(drafts) - 1)]
-    return draft, "" if stage == NONE else stage
+    stage = drafts[1] if len(drafts) == 2 else stage
+    return drafts[0] if drafts else "", "" if stage == NONE else stage
 
 
 def _found(*names: str) -> list[str | Path]:
