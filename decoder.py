@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 from .architectures import architecture_of
 from .checks import file_name, one_of, short, text, whole
 from .decoding import VERIFIERS, Event, Statistics, Step, VerifyMode, decode
-from .drafters import Drafter, ModelDrafter
+from .drafters import Drafter, ModelDrafter, TreeDrafter
 from .files import find, find_tokenizer
 from .machine.memory import physical_memory_bytes
 from .machine.threads import available_threads, give_lock
@@ -21,6 +21,7 @@ from .sampling import TARGET_NOISE, Sampler, Sampling
 from .tokenizer import AnyTokenizer, Tokenizer
 from .tokenizer_json import TOKENIZER_FILE, JsonTokenizer, load_tokenizer
 from .transformer import Transformer
+from .tree_planning import WIDEST, AutoTree, StaticTree, TreeCosts, new_acceptances
 from .vocabulary import LEAST_KNOWN, MOST_PADDING, Vocabulary, common_vocabulary, known_ids
 from .weights import INT8
 
@@ -31,6 +32,7 @@ Progress = Callable[[str, float], None]  # is told the name of a model and the s
 AUTO: Literal["auto"] = "auto"
 FIXED_GAMMA = 4  # where the clock must not decide
 Gamma = int | Literal["auto"]
+TreeMode = Literal["auto", "on", "off"]
 Quantize = Literal["target", "draft", "both", "none"]
 NGRAM_SECONDS = 3e-4  # what a target's token has to take for n-grams to be looked for: that costs up to 5 us of Python
 # Passes over so many tokens are timed in turns, for about so long, with each at least once: the first two, of a slow target
@@ -57,7 +59,8 @@ class SpeculativeDecoder:
     followed in the text before. tokenizer: a path or a tokenizer; found in the target's folder, beside its file or in models/
     where not given. gamma: draft tokens a step, 1 to 63, or "auto": as many as pay. verify: "coupled" (the text is the plain
     run's of the same seed), "rejection" (Leviathan et al. 2023) or "block" (Sun et al. 2024), which have the plain run's
-    distribution. n_threads: by default all cores, or fewer where a trial shows that they are faster; it changes no text.
+    distribution. tree: whether proposals are token trees, several candidates for a place: "on", "off" or "auto", where they pay,
+    with gamma "auto" and coupled verification; a draft without a model proposes chains. n_threads: by default all cores, or fewer where a trial shows that they are faster; it changes no text.
     quantize: which of the models that are named, not loaded, become int8 where their weights are floats: "target", "draft",
     "both" or "none"; an int8 draft changes no text, an int8 target does. progress: is told the name of a model and the share of
     it that is loaded.
@@ -73,12 +76,15 @@ class SpeculativeDecoder:
         *,
         gamma: Gamma = AUTO,
         verify: VerifyMode = "coupled",
+        tree: TreeMode = AUTO,
         n_threads: int | None = None,
         quantize: Quantize = "draft",
         progress: Progress = tell_nobody,
     ) -> None:
         one_of("quantize", quantize, get_args(Quantize))
+        self._tree: TreeMode = AUTO
         self.gamma, self.verify = gamma, verify
+        self.tree = tree
         if n_threads is not None:
             whole("n_threads", n_threads, 1, available_threads())
         source = None if isinstance(target, Transformer) else _opened("target", target)
@@ -97,7 +103,9 @@ class SpeculativeDecoder:
         if self.draft and self.draft.n_positions < self.target.n_positions:
             self.draft = Transformer(self.draft.config, self.draft.weights, self.draft.n_threads, self.target.n_positions)
         self.costs: Costs | None = None  # measured when warm
+        self.tree_costs: TreeCosts | None = None
         self.acceptance = Acceptance(ODDS_RATES if self.ngrams else MARGIN_RATES)
+        self.acceptances = new_acceptances(self.acceptance)
         self._is_warm = False
         self._turn: threading._RLock
         give_lock(self, "_turn")
@@ -140,7 +148,7 @@ class SpeculativeDecoder:
         return Vocabulary(min(n, target_rows), min(n, rows))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self.target, NGRAM if self.ngrams else self.draft, self.tokenizer, self.gamma, self.verify)
+        return _rebuilt, (self.target, NGRAM if self.ngrams else self.draft, self.tokenizer, self.gamma, self.verify, self.tree)
 
     @property
     def gamma(self) -> Gamma:
@@ -158,7 +166,18 @@ class SpeculativeDecoder:
 
     @verify.setter
     def verify(self, verify: VerifyMode) -> None:
-        self._verify = one_of("verify", verify, cast(Collection[VerifyMode], VERIFIERS))
+        _check_trees(self.tree, one_of("verify", verify, cast(Collection[VerifyMode], VERIFIERS)))
+        self._verify = verify
+
+    @property
+    def tree(self) -> TreeMode:
+        """Whether proposals are trees; "auto": where they pay, with gamma "auto" and coupled verification."""
+        return self._tree
+
+    @tree.setter
+    def tree(self, tree: TreeMode) -> None:
+        _check_trees(one_of("tree", tree, get_args(TreeMode)), self.verify)
+        self._tree = tree
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's tokens, behind BOS where the model has one.
@@ -192,15 +211,27 @@ class SpeculativeDecoder:
         is_slow = not isinstance(plan, AutoLength) or plan.costs.of(1) > NGRAM_SECONDS
         drafter: Drafter | None = NgramDrafter(marks) if self.ngrams and is_slow else None
         if self.draft:
+            model, noise = self.draft, verifier.draft_noise
             sampler = Sampler(self.vocabulary.n_target, sampling, self.vocabulary.n_common)
-            drafter = ModelDrafter(self.draft, sampler, verifier.draft_noise, marks)
+            if isinstance(plan, AutoTree | StaticTree):
+                drafter = TreeDrafter(model, sampler, noise, marks, plan)
+            else:
+                drafter = ModelDrafter(model, sampler, noise, marks)
         return decode(self.target, drafter, verifier, tokens, max_tokens, plan, marks)
 
     def _plan(self) -> Plan:
         """How long proposals get. A text of `rejection` or `block` hangs on that, so that there it must not hang on the clock."""
-        if self.gamma == AUTO and self.verify == "coupled" and self.costs:
+        is_auto = self.gamma == AUTO and self.verify == "coupled" and self.costs
+        gamma = FIXED_GAMMA if self.gamma == AUTO else self.gamma
+        if self.draft and self.tree != "off":
+            marks = self.tokenizer.end_marks
+            if is_auto and self.costs and self.tree_costs:
+                return AutoTree(self.costs, self.tree_costs, self.acceptances, marks, is_forced=self.tree == "on")
+            if self.tree == "on":
+                return StaticTree(gamma, self.costs, self.tree_costs, self.acceptances, marks)
+        if is_auto and self.costs:
             return AutoLength(self.costs, self.acceptance)
-        return FixedLength(FIXED_GAMMA if self.gamma == AUTO else self.gamma, self.costs)
+        return FixedLength(gamma, self.costs)
 
     @property
     def plain_seconds(self) -> float:
@@ -271,6 +302,8 @@ class SpeculativeDecoder:
                     self._choose_threads()
                 if self.draft or self.ngrams:
                     self.costs = self._measured_costs()
+                if self.draft and self.tree != "off":
+                    self.tree_costs = self._measured_tree_costs(self.draft)
 
     def _measured_costs(self) -> Costs:
         """What passes over some tokens take, and a token of the draft, with their draws: the least of several, in turns."""
@@ -294,6 +327,29 @@ class SpeculativeDecoder:
                     least[i] = min(least.get(i, math.inf), seconds(model, n))
         first, draft = (least.pop(0), least.pop(1)) if self.draft else (0.0, 0.0)
         return Costs({jobs[i][1]: taken for i, taken in least.items()}, draft, max(0.0, first - draft))
+
+    def _measured_tree_costs(self, draft: Transformer) -> TreeCosts:
+        """What passes of the draft over several nodes take, with their draws, and a tree beyond a chain: the least of several."""
+        sampler = Sampler(self.vocabulary.n_target, DEFAULT_SAMPLING, self.vocabulary.n_common)
+        probs, nodes = sampler.new_probs(), [0] * WIDEST
+
+        def level(n: int) -> None:
+            with draft.lock:
+                for logits in draft.forward_tree([0], nodes[:n], [-1] * n, n):
+                    sampler.draw_few(probs, logits, TARGET_NOISE, n)
+
+        def chain() -> None:
+            self.target.forward([0] * (n_nodes + 1), n_nodes + 1)
+            self.target.forward([0] * 2, 0)
+
+        def tree() -> None:
+            self.target.forward_tree([0], nodes[:n_nodes], [-1] * n_nodes)
+            self.target.forward([0] * 2, 0)
+
+        n_nodes = min(TREE_NODES, self.target.n_positions - 1)
+        jobs: list[Callable[[], None]] = [lambda n=n: level(n) for n in TREE_WIDTHS]  # type: ignore[misc]
+        least = least_seconds([*jobs, chain, tree], COSTS_SECONDS)
+        ...
 
     def _judge_a_proposal(self) -> None:
         """Compile what judges one that no model drew."""
@@ -322,11 +378,16 @@ class SpeculativeDecoder:
             model.n_threads = n
 
 
+def _check_trees(tree: TreeMode, verify: VerifyMode) -> None:
+    if tree == "on" and verify == "block":
+        raise ValueError("tree is 'on', and verify is 'block', which judges chains alone; leave one of them out")
+
+
 def _rebuilt(
-    target: Transformer, draft: Transformer | str | None, tokenizer: Tokenizer, gamma: Gamma, verify: VerifyMode
+    target: Transformer, draft: Transformer | str | None, tokenizer: Tokenizer, gamma: Gamma, verify: VerifyMode, tree: TreeMode
 ) -> SpeculativeDecoder:
     """A decoder from its pickled parts."""
-    return SpeculativeDecoder(target, draft, tokenizer, gamma=gamma, verify=verify)
+    return SpeculativeDecoder(target, draft, tokenizer, gamma=gamma, verify=verify, tree=tree)
 
 
 def load_model(
