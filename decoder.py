@@ -14,6 +14,7 @@ from .drafters import Drafter, ModelDrafter, TreeDrafter
 from .files import find, find_tokenizer
 from .machine.memory import physical_memory_bytes
 from .machine.threads import available_threads, give_lock
+from .machine.tiles import TILE_TOKENS
 from .ngrams import NgramDrafter
 from .planning import MARGIN_RATES, MAX_GAMMA, ODDS_RATES, Acceptance, AutoLength, Costs, FixedLength, Plan
 from .readers import Checkpoint, CheckpointError, load_checkpoint
@@ -35,8 +36,10 @@ Gamma = int | Literal["auto"]
 TreeMode = Literal["auto", "on", "off"]
 Quantize = Literal["target", "draft", "both", "none"]
 NGRAM_SECONDS = 3e-4  # what a target's token has to take for n-grams to be looked for: that costs up to 5 us of Python
-# Passes over so many tokens are timed in turns, for about so long, with each at least once: the first two, of a slow target
-COSTS_TOKENS, COSTS_SECONDS = (1, 8, 2, 4, 16, 32), 0.03
+# Passes over so many tokens are timed in turns, for about so long, with each at least once: the first two, of a slow target.
+# Where a second tile begins, a pass costs a step more.
+COSTS_TOKENS, COSTS_SECONDS = (1, TILE_TOKENS, TILE_TOKENS + 1, 2, 4, 2 * TILE_TOKENS, 32), 0.03
+TREE_WIDTHS = 2, 4, WIDEST  # of levels of trees, timed likewise
 TRIAL_SECONDS, TRIAL_TOKENS, TRIAL_MARGIN = 0.05, 4, 1.25  # of the choice of threads; all of them unless so much slower
 
 
@@ -60,10 +63,10 @@ class SpeculativeDecoder:
     where not given. gamma: draft tokens a step, 1 to 63, or "auto": as many as pay. verify: "coupled" (the text is the plain
     run's of the same seed), "rejection" (Leviathan et al. 2023) or "block" (Sun et al. 2024), which have the plain run's
     distribution. tree: whether proposals are token trees, several candidates for a place: "on", "off" or "auto", where they pay,
-    with gamma "auto" and coupled verification; a draft without a model proposes chains. n_threads: by default all cores, or fewer where a trial shows that they are faster; it changes no text.
-    quantize: which of the models that are named, not loaded, become int8 where their weights are floats: "target", "draft",
-    "both" or "none"; an int8 draft changes no text, an int8 target does. progress: is told the name of a model and the share of
-    it that is loaded.
+    with gamma "auto" and coupled verification; a draft without a model proposes chains. n_threads: by default all cores, or
+    fewer where a trial shows that they are faster; it changes no text. quantize: which of the models that are named, not loaded,
+    become int8 where their weights are floats: "target", "draft", "both" or "none"; an int8 draft changes no text, an int8
+    target does. progress: is told the name of a model and the share of it that is loaded.
 
     Raises CheckpointError or TokenizerError for files that cannot be used, ValueError for values or models that do not fit.
     """
@@ -190,7 +193,7 @@ class SpeculativeDecoder:
         return tokens
 
     def stream(self, prompt: str = "", max_tokens: int = 256, sampling: Sampling = DEFAULT_SAMPLING) -> Iterator[Event]:
-        """Events as they come: the `Prompt`, then a `Proposal`, where there is a draft, and a `Step` in turns.
+        """Events as they come: the `Prompt`, then `Step`s, each behind its `Proposal` where there is one.
 
         Ends at an end mark, after max_tokens beyond the prompt, or at the target's seq_len. Several streams may take turns on one
         model, in one thread or several, and each says what it would say alone; but a model's cache holds one text, so that a
@@ -329,27 +332,33 @@ class SpeculativeDecoder:
         return Costs({jobs[i][1]: taken for i, taken in least.items()}, draft, max(0.0, first - draft))
 
     def _measured_tree_costs(self, draft: Transformer) -> TreeCosts:
-        """What passes of the draft over several nodes take, with their draws, and a tree beyond a chain: the least of several."""
+        """What the draft's passes over siblings take beside those over a chain, with their draws: the least of several."""
+        for model in self._models:  # compiles what a text may need
+            if model.n_positions > 1:
+                model.forward_tree([0], [0, 0], [-1, -1])
+                model.keep([1])
         sampler = Sampler(self.vocabulary.n_target, DEFAULT_SAMPLING, self.vocabulary.n_common)
-        probs, nodes = sampler.new_probs(), [0] * WIDEST
+        probs = sampler.new_probs()
 
-        def level(n: int) -> None:
+        def seconds(n: int, is_tree: bool) -> float:
+            begin = time.perf_counter()
             with draft.lock:
-                for logits in draft.forward_tree([0], nodes[:n], [-1] * n, n):
-                    sampler.draw_few(probs, logits, TARGET_NOISE, n)
+                logits = draft.forward_tree([0], [0] * n, [-1] * n, n) if is_tree else draft.forward([0] * (n + 1), n)
+                for row in logits:
+                    sampler.draw_few(probs, row, TARGET_NOISE, n)
+            return time.perf_counter() - begin
 
-        def chain() -> None:
-            self.target.forward([0] * (n_nodes + 1), n_nodes + 1)
-            self.target.forward([0] * 2, 0)
-
-        def tree() -> None:
-            self.target.forward_tree([0], nodes[:n_nodes], [-1] * n_nodes)
-            self.target.forward([0] * 2, 0)
-
-        n_nodes = min(TREE_NODES, self.target.n_positions - 1)
-        jobs: list[Callable[[], None]] = [lambda n=n: level(n) for n in TREE_WIDTHS]  # type: ignore[misc]
-        least = least_seconds([*jobs, chain, tree], COSTS_SECONDS)
-        ...
+        jobs = [(1, False), (WIDEST, False), *((n, True) for n in TREE_WIDTHS)]
+        if draft.n_positions <= WIDEST:
+            return TreeCosts.measured({}, 0.0)
+        least = dict.fromkeys(jobs, math.inf)
+        seconds(1, True)  # which compiles what a draw needs
+        deadline = time.perf_counter() + COSTS_SECONDS
+        while math.inf in least.values() or time.perf_counter() < deadline:
+            for job in jobs:
+                least[job] = min(least[job], seconds(*job))
+        widths = {n: least[n, True] / least[1, False] for n in TREE_WIDTHS}
+        return TreeCosts.measured(widths, least[WIDEST, True] - least[WIDEST, False])
 
     def _judge_a_proposal(self) -> None:
         """Compile what judges one that no model drew."""

@@ -76,7 +76,7 @@ class Sampler:
         return int(token), float(margin)
 
     def draw_few(self, probs: Float32, logits: Float32, stream: int, position: int) -> tuple[list[int], list[float]]:
-        """Up to FEW tokens, the best noisy score first, which is `draw`'s, and their FEW scores, -inf for a token that is not there.
+        """Up to FEW tokens, the best noisy score first, which is `draw`'s, and FEW scores, -inf where there is no token.
 
         Scores are those whose margin `draw_surely` tells. Without noise other tokens have a score too, though no probability.
         None where the logits are not finite; fills probs (1, V padded).

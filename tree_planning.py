@@ -7,7 +7,7 @@ arXiv:2402.12374). Where a pass gets dearer with each token no sibling is, and t
 """
 
 import heapq
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +25,7 @@ STEPS = np.array([1, 2, 3, 4, 6, 8])  # nodes more that are considered at once
 REPRICED = 16  # rounds after which what nodes cost is looked at again
 WIDEST = 8  # nodes of a level that the draft runs at once
 FORGETS = 0.05  # what the newest tree weighs in what trees cost beyond chains
+DOUBTED = 0.998  # what that falls by where it has a chain proposed, so that a tree is tried again
 
 
 def new_acceptances(first: Acceptance | None = None) -> list[Acceptance]:
@@ -140,6 +141,13 @@ class TreeCosts:
     widths: list[float]
     branching: float
 
+    @classmethod
+    def measured(cls, widths: Mapping[int, float], branching: float) -> "TreeCosts":
+        """From widths at some n."""
+        points = {0: 0.0, 1: 1.0} | dict(widths)
+        curve = np.interp(range(WIDEST + 1), [*points], [*points.values()])
+        return cls(np.maximum.accumulate(curve).tolist(), max(0.0, branching))
+
     def as_a_chain(self, costs: Costs, n_nodes: int, levels: Sequence[int], seconds: float) -> float:
         """The seconds of a draft that ran levels of such widths, as if it had run as many tokens as there are nodes in turn."""
         return seconds + (n_nodes - sum(self.widths[n] for n in levels)) * costs.draft
@@ -219,6 +227,7 @@ class AutoTree(AutoLength):
                 self._branches = self._is_forced or worth - self._rate * self._tree_costs.branching > worth_chain
                 if not self._branches:
                     order, n = path, n_chain
+                    self._tree_costs.branching *= DOUBTED
         return tree.in_order({*order[:n]})
 
     def _most_worth(self, order: list[int]) -> tuple[int, float]:
