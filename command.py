@@ -15,7 +15,7 @@ from rich.console import Console
 
 import specdec
 
-from .decoder import AUTO, FIXED_GAMMA, NGRAM, SELF, Quantize, SpeculativeDecoder
+from .decoder import AUTO, FIXED_GAMMA, NGRAM, SELF, Quantize, SpeculativeDecoder, TreeMode
 from .decoding import VERIFIERS, Prompt, Statistics, VerifyMode
 from .files import default_pair, find, telling_how_to_restore
 from .interrupts import exit_code, signals
@@ -116,6 +116,13 @@ VerifyOption = Annotated[
         "accepts more): same distribution.",
     ),
 ]  # fmt: skip
+TreeOption = Annotated[
+    str,
+    option(
+        "--tree", group="Speculation", metavar="auto|on|off",
+        help="Several candidates for a place (a token tree) in one pass. auto: where they pay, with -g auto. Same text.",
+    ),
+]  # fmt: skip
 Threads = Annotated[
     int,
     option(
@@ -153,6 +160,7 @@ def tell(
     seed: Seed = 0,
     gamma: Gamma = AUTO,
     verify: VerifyOption = "coupled",
+    tree: TreeOption = AUTO,
     threads: Threads = 0,
     plain: Plain = False,
     pace: Pace = 0.0,
@@ -170,7 +178,7 @@ def tell(
     if version:
         print(specdec.__version__)
         return
-    _check_arguments(prompt, top_p, seed, threads, verify=verify, quantize=quantize)
+    _check_arguments(prompt, top_p, seed, threads, verify=verify, quantize=quantize, tree=tree)
     _gamma(gamma)
     if not model:
         target, small = default_pair()
@@ -189,6 +197,7 @@ def tell(
                 tokenizer or None,
                 gamma=_gamma(gamma),
                 verify=cast(VerifyMode, verify),
+                tree=cast(TreeMode, tree),
                 n_threads=threads or None,
                 quantize=cast(Quantize, quantize),
                 progress=lambda name, share: show(progress_bar(name, share)),
@@ -228,6 +237,7 @@ def tell(
                 "top_k": top_k,
                 "gamma": _gamma(gamma) if draft else 0,
                 "verify": verify,
+                "tree": tree,
                 "quantize": quantize,
                 "threads": decoder.target.n_threads,
                 "tokenizer": str(decoder.tokenizer.path),
@@ -288,7 +298,7 @@ def _gamma(text: str) -> int | Literal["auto"]:
     return int(text)
 
 
-def _check_arguments(prompt: str, top_p: float, seed: int, threads: int, verify: str, quantize: str) -> None:
+def _check_arguments(prompt: str, top_p: float, seed: int, threads: int, verify: str, quantize: str, tree: str) -> None:
     """What Typer's own types do not check."""
     try:
         prompt.encode()
@@ -298,9 +308,12 @@ def _check_arguments(prompt: str, top_p: float, seed: int, threads: int, verify:
         raise typer.BadParameter(f"{top_p} is not a number from 0 to 1.", param_hint="'-p' / '--top-p'")
     if seed >= 2**63:
         raise typer.BadParameter(f"{seed} is not below 2^63.", param_hint="'-s' / '--seed'")
-    for name, value, choices in (("verify", verify, tuple(VERIFIERS)), ("quantize", quantize, get_args(Quantize))):
+    options = ("verify", verify, tuple(VERIFIERS)), ("quantize", quantize, get_args(Quantize)), ("tree", tree, get_args(TreeMode))
+    for name, value, choices in options:
         if value not in choices:
             raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}.", param_hint=f"'--{name}'")
+    if tree == "on" and verify == "block":
+        raise typer.BadParameter("--verify block judges chains alone; leave one of the two out.", param_hint="'--tree'")
     _check_threads(threads)
 
 
@@ -459,7 +472,7 @@ def compare(
     """
     from . import sweep, sweep_chart  # which nothing else needs
 
-    _check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize)
+    _check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize, tree=AUTO)
     if as_json and as_csv:
         raise typer.BadParameter("one of the two goes to stdout.", param_hint="'--json' / '--csv'")
     lengths = sweep.lengths_of(tokens or ("50,100,200,500" if full else "50,200"))

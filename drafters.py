@@ -120,7 +120,7 @@ class TreeDrafter(ModelDrafter):
         first_room = model.n_positions - len(text)
         nodes, parents = list[int](), list[int]()  # that the draft has run behind the text, which a chain is part of
         places = {-1: -1}  # of the plan's nodes among those
-        rows = {}  # what the candidates behind a node were drawn from
+        rows: dict[int, Float32] = {}  # what the candidates behind a node were drawn from
         level, depth = [-1], 0
         with model.lock:
             while level and depth <= first_room:
@@ -144,5 +144,5 @@ class TreeDrafter(ModelDrafter):
         order = {node: i for i, node in enumerate(picked)} | {-1: -1}
         above = [order[tree.parents[node]] for node in picked]
         is_chain = above == [*range(-1, len(above) - 1)]
-        q = [rows[tree.parents[node]] for node in picked]
-        return Draft([tree.tokens[node] for node in picked], q, None if is_chain else above)
+        drawn_from = [rows[tree.parents[node]] for node in picked]
+        return Draft([tree.tokens[node] for node in picked], drawn_from, None if is_chain else above)

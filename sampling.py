@@ -446,7 +446,7 @@ def keep_or_refuse(p, q, n, token, sibling, seed, stream, position):
     p_left, q_left = 0.0, 0.0
     for i in range(n):
         p_left += max(np.float32(0.0), p[0, i] - q[0, i])
-        q_left += q[0, i] if i != token else np.float32(0.0)
+        q_left += np.float64(q[0, i]) if i != token else 0.0
     if p_left > 0.0:  # else p and q are one distribution but for rounding
         for i in range(n):
             p[0, i] = np.float32(max(np.float32(0.0), p[0, i] - q[0, i]) / p_left)
