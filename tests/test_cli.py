@@ -37,8 +37,8 @@ from tests.conftest import Pair
 from tests.terminal import COMMAND, PROMPT, Screen, endless, in_terminal, started, with_pair
 
 JSON_FIELDS = {
-    "text", "tokens", "n_prompt", "n_generated", "n_drafted", "n_accepted", "n_nodes",
-    "acceptance_rate", "target_passes", "tokens_per_pass", "accepted_histogram", "load_seconds", "warmup_seconds", "prefill_seconds", "decode_seconds",
+    "text", "tokens", "n_prompt", "n_generated", "n_drafted", "n_accepted", "n_nodes", "acceptance_rate", "target_passes",
+    "tokens_per_pass", "accepted_histogram", "load_seconds", "warmup_seconds", "prefill_seconds", "decode_seconds",
     "tokens_per_second", "acceptance_by_position", "speed_up", "stop_reason", "seed", "settings",
 }  # fmt: skip
 

@@ -79,10 +79,10 @@ def test_a_draft_may_know_fewer_tokens():
 def test_the_embedded_pair_says_the_plain_text_with_every_tree():
     plain = SpeculativeDecoder(DEFAULT_TARGET)
     decoder = SpeculativeDecoder(plain.target, DEFAULT_DRAFT, plain.tokenizer)
-    for temperature, seed in ((0.0, 1), (1.0, 1), (1.0, 2)):
-        expected = plain.generate("Once upon a time", 160, temperature, seed=seed).text
-        for decoder.tree, decoder.gamma in itertools.product(("auto", "on"), ("auto", 4, MAX_GAMMA)):
-            assert decoder.generate("Once upon a time", 160, temperature, seed=seed).text == expected
+    for temperature in (0.0, 1.0):
+        expected = plain.generate("Once upon a time", 160, temperature, seed=1).text
+        for decoder.tree, decoder.gamma in (("auto", "auto"), ("on", "auto"), ("on", 3), ("on", MAX_GAMMA)):
+            assert decoder.generate("Once upon a time", 160, temperature, seed=1).text == expected
 
 
 def test_a_path_is_walked_as_far_as_the_targets_own_tokens_lead():
@@ -104,26 +104,28 @@ def test_a_path_is_walked_as_far_as_the_targets_own_tokens_lead():
 
 
 def test_what_is_told_counts_the_path_that_was_taken_and_no_branch():
-    target, draft, sampling = tiny_model(0), tiny_model(1), Sampling(1.0, seed=2)
-    statistics, proposal, n_branched = Statistics(3), None, 0
-    for event in events_of(target, draft, sampling, static(4)):
-        statistics.add(event)
-        if isinstance(event, Proposal):
-            proposal = event
-        if isinstance(event, Step) and event.draft_tokens:
-            nodes, parents = proposal.tree
-            assert event.n_nodes == len(nodes) == len(parents) > len(event.draft_tokens)
-            assert event.draft_tokens[: event.n_accepted][: len(event.tokens)] == event.tokens[: event.n_accepted]
-            assert len(event.draft_tokens) <= 4
-            n_branched += event.draft_tokens != proposal.tokens
-            paths = [[]]
-            for node, parent in zip(nodes, parents, strict=True):
-                paths.append([*paths[parent + 1], node])
-            assert proposal.tokens in paths and event.draft_tokens in paths
-    assert n_branched > 3
+    target, draft = (tiny_model(seed, vocab=31, scale=0.1) for seed in (0, 1))
+    statistics, n_branched, n_nodes = Statistics(3), 0, 0
+    events = itertools.chain.from_iterable(events_of(target, draft, Sampling(1.0, 0, 0.9, seed), static(4)) for seed in range(9))
+    for proposal, step in itertools.pairwise(events):
+        statistics.add(step)
+        if not isinstance(proposal, Proposal):
+            continue
+        nodes, parents = proposal.tree
+        assert step.n_nodes == len(nodes) == len(parents)
+        n_said = min(step.n_accepted, len(step.tokens))  # an end mark is not
+        assert step.draft_tokens[:n_said] == step.tokens[:n_said]
+        assert step.n_accepted <= len(step.draft_tokens) <= 4
+        paths = [[]]
+        for node, parent in zip(nodes, parents, strict=True):
+            paths.append([*paths[parent + 1], node])
+        assert proposal.tokens in paths and step.draft_tokens in paths
+        n_branched += step.draft_tokens != proposal.tokens
+        n_nodes += len(nodes)
+    assert n_branched > 20
     assert sum(statistics.drafted_histogram) == statistics.target_passes
     assert len(statistics.acceptance_by_position) == 4
-    assert statistics.n_nodes > statistics.n_drafted > statistics.n_accepted > 0
+    assert n_nodes == statistics.n_nodes > statistics.n_drafted > statistics.n_accepted > 0
 
 
 # The distribution
@@ -167,7 +169,7 @@ def counted(target, draft, n_runs, n_tokens, plan_of, temperature=1.0):
 @pytest.mark.parametrize("gamma", [1, 3])
 @pytest.mark.parametrize("case", ["poor", "alike", "five"])
 def test_rejection_of_trees_leaves_the_targets_distribution(gamma, case):
-    """Texts of 3 tokens over 3 or 5, 8,000 seeds; chi-square, false alarm below 1e-6 a case; the seeds are fixed.
+    """Texts of 3 tokens over 3 or 5, 6,000 seeds; chi-square, false alarm below 1e-6 a case; the seeds are fixed.
 
     "alike": the draft is the target, where residuals are rounding; "five": more tokens than candidates.
     """
@@ -176,7 +178,7 @@ def test_rejection_of_trees_leaves_the_targets_distribution(gamma, case):
     target = TreeTable(rng.dirichlet(np.full(size, 1.0), size) * 0.9 + 0.1 / size)
     draft = target if case == "alike" else TreeTable(rng.dirichlet(np.full(size, 0.7), size) * 0.9 + 0.1 / size)
     target.probs /= target.probs.sum(1, keepdims=True)
-    n_runs, length = 8000, 3 if size == 3 else 2
+    n_runs, length = 6000, 3 if size == 3 else 2
     counts = counted(target, draft, n_runs, length, lambda: StaticTree(gamma, None, None, new_acceptances(), {}))
     chi = 0.0
     for text in itertools.product(range(size), repeat=length):
@@ -186,19 +188,16 @@ def test_rejection_of_trees_leaves_the_targets_distribution(gamma, case):
     assert chi < reference.chi_square_limit(size**length - 1, 4.8)
 
 
-def test_siblings_are_accepted_more_often_than_the_first_alone_and_greedy_is_the_plain_text():
-    target, draft = tiny_model(0), tiny_model(1)
+def test_siblings_make_more_of_a_pass_and_greedy_is_the_plain_text():
+    target, draft = (tiny_model(seed, vocab=31, scale=0.1) for seed in (0, 1))
     tree, chain = Statistics(3), Statistics(3)
-    for seed in range(12):
+    for seed in range(30):
         sampling = Sampling(1.0, 0, 0.9, seed)
         for event in events_of(target, draft, sampling, static(3), "rejection"):
             tree.add(event)
-        chain_events = continuation(target, draft, sampling, 3, "rejection")[1]
-        chain.n_accepted, chain.target_passes = (
-            chain.n_accepted + chain_events.n_accepted,
-            chain.target_passes + chain_events.target_passes,
-        )
-    assert tree.n_accepted / tree.target_passes > 1.2 * chain.n_accepted / chain.target_passes
+        alone = continuation(target, draft, sampling, 3, "rejection")[1]
+        chain.n_generated, chain.target_passes = chain.n_generated + alone.n_generated, chain.target_passes + alone.target_passes
+    assert tree.tokens_per_pass > 1.2 * chain.tokens_per_pass
     plain, _ = continuation(target, None, Sampling(0.0))
     assert tokens_of(events_of(target, draft, Sampling(0.0), static(3), "rejection")) == plain
 
