@@ -228,7 +228,8 @@ class SpeculativeDecoder:
         gamma = FIXED_GAMMA if self.gamma == AUTO else self.gamma
         if self.draft and self.tree != "off":
             marks = self.tokenizer.end_marks
-            if is_auto and self.costs and self.tree_costs:
+            if is_auto and self.costs:
+                self.tree_costs = self.tree_costs or self._measured_tree_costs(self.draft)
                 return AutoTree(self.costs, self.tree_costs, self.acceptances, marks, is_forced=self.tree == "on")
             if self.tree == "on":
                 return StaticTree(gamma, self.costs, self.tree_costs, self.acceptances, marks)
@@ -305,8 +306,7 @@ class SpeculativeDecoder:
                     self._choose_threads()
                 if self.draft or self.ngrams:
                     self.costs = self._measured_costs()
-                if self.draft and self.tree != "off":
-                    self.tree_costs = self._measured_tree_costs(self.draft)
+                self._plan()  # which measures what trees cost, where there may be some
 
     def _measured_costs(self) -> Costs:
         """What passes over some tokens take, and a token of the draft, with their draws: the least of several, in turns."""

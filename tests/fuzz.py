@@ -560,7 +560,8 @@ def some_value(rng):
     return rng.choice([
         None, True, False, 0, 1, 3, 5, 64, -1, 10**9, 2**63, 2**64, -(2**63), 10**400, 10**5000, 0.0, -0.0, 0.5, 1.0, 2.5,
         5e-324, -1e-9, 1e308, math.nan, math.inf, -math.inf, 1j, Fraction(1, 3), Fraction(10**400), "", "ab", "1", "é日🙂",
-        "a\0b", "\ud800", "coupled", "rejection", "block", "self", "both", "on", "x y", "x" * 5000, b"", b"ab", bytearray(b"ab"), [],
+        "a\0b", "\ud800", "coupled", "rejection", "block", "self", "both", "on", "x y", "x" * 5000,
+        b"", b"ab", bytearray(b"ab"), [],
         [1, 2, 3], [1.0], ["1"], [[1]], [None], [-1], [300], [10**30], [1] * 500, [np.int64(1)], [Index()], (1, 2), {}, {1},
         {"a": 1}, range(3), iter([1, 2]), object(), bool, Index(), len, lambda *_: None, slice(3), NotImplemented, ...,
         np.int8(5), np.uint8(250), np.int64(7), np.uint64(2**63), np.float16(0.5), np.float32(0.5), np.float64(math.nan),
