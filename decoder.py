@@ -22,7 +22,7 @@ from .sampling import TARGET_NOISE, Sampler, Sampling
 from .tokenizer import AnyTokenizer, Tokenizer
 from .tokenizer_json import TOKENIZER_FILE, JsonTokenizer, load_tokenizer
 from .transformer import Transformer
-from .tree_planning import WIDEST, AutoTree, StaticTree, TreeCosts, new_acceptances
+from .tree_planning import STATIC_RATES, WIDEST, AutoTree, StaticTree, TreeCosts, new_acceptances
 from .vocabulary import LEAST_KNOWN, MOST_PADDING, Vocabulary, common_vocabulary, known_ids
 from .weights import INT8
 
@@ -232,7 +232,8 @@ class SpeculativeDecoder:
                 self.tree_costs = self.tree_costs or self._measured_tree_costs(self.draft)
                 return AutoTree(self.costs, self.tree_costs, self.acceptances, marks, is_forced=self.tree == "on")
             if self.tree == "on":
-                return StaticTree(gamma, self.costs, self.tree_costs, self.acceptances, marks)
+                rates = [acceptance.rate for acceptance in self.acceptances] if self.verify == "coupled" else STATIC_RATES
+                return StaticTree(gamma, self.costs, self.tree_costs, self.acceptances, marks, rates)
         if is_auto and self.costs:
             return AutoLength(self.costs, self.acceptance)
         return FixedLength(gamma, self.costs)

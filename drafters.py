@@ -114,6 +114,8 @@ class TreeDrafter(ModelDrafter):
 
     def propose(self, tokens: list[int], plan: Plan) -> Draft:
         growing, model = self._plan, self._model
+        if not growing.is_tree:
+            return super().propose(tokens, plan)
         growing.tree.plant(tokens)
         start, stream = self._start(len(tokens) + min(plan.most, model.n_positions // 2)), self._noise(len(tokens))
         text = self._seen(tokens, start)

@@ -26,6 +26,10 @@ REPRICED = 16  # rounds after which what nodes cost is looked at again
 WIDEST = 8  # nodes of a level that the draft runs at once
 FORGETS = 0.05  # what the newest tree weighs in what trees cost beyond chains
 DOUBTED = 0.998  # what that falls by where it has a chain proposed, so that a tree is tried again
+LEVEL_SECONDS = 5e-6  # that growing a level takes more than drafting a chain's token; of Python (see NOTES.md)
+# Rounds after which it is asked whether trees pay, tokens a round that they have to gain then, and rounds of chains if they do
+# not: a small model's round has no time for a look each time.
+LOOKS, PAYS, RESTS = 16, 0.05, 256
 
 
 def new_acceptances(first: Acceptance | None = None) -> list[Acceptance]:
@@ -37,6 +41,7 @@ class TreePlan(Plan, Protocol):
     """Whoever decides how a tree of candidates grows, level by level; `begins` and `saw` are those of a `Plan`."""
 
     tree: "CandidateTree"
+    is_tree: bool  # whether the proposal that has begun may be one; else it is a chain, and the plan that of one
 
     def offers(self, node: int, tokens: list[int], scores: list[float]) -> None:
         """The best candidates behind a node, -1 for the text's end, the best first, with their noisy scores."""
@@ -135,11 +140,15 @@ class TreeCosts:
     """What trees cost beyond chains, measured when warm.
 
     widths: what a pass of the draft over 0 to WIDEST nodes takes, with their draws, in those over one; branching: seconds that
-    a tree costs more than a chain of as many nodes, kept up with what steps take.
+    a tree costs more than a chain of as many nodes, kept up with what steps take. advantage: tokens that trees were reckoned to
+    gain over chains in the last rounds that were looked at; rest: rounds without a look that are left.
     """
 
     widths: list[float]
     branching: float
+    advantage: float = 0.0
+    n_looks: int = 0
+    rest: int = 0
 
     @classmethod
     def measured(cls, widths: Mapping[int, float], branching: float) -> "TreeCosts":
@@ -151,6 +160,14 @@ class TreeCosts:
     def as_a_chain(self, costs: Costs, n_nodes: int, levels: Sequence[int], seconds: float) -> float:
         """The seconds of a draft that ran levels of such widths, as if it had run as many tokens as there are nodes in turn."""
         return seconds + (n_nodes - sum(self.widths[n] for n in levels)) * costs.draft
+
+    def looked(self, advantage: float) -> None:
+        """What a tree is reckoned to gain; where LOOKS of them did not pay, chains it is for a while."""
+        self.advantage += advantage
+        self.n_looks += 1
+        if self.n_looks == LOOKS:
+            self.rest = 0 if self.advantage > LOOKS * PAYS else RESTS
+            self.advantage, self.n_looks = 0.0, 0
 
     def saw(self, beyond: float, most: float) -> None:
         """A tree's pass took so much more than one over a chain of as many nodes."""
@@ -179,11 +196,15 @@ class AutoTree(AutoLength):
         self._rate = 0.0
         self._levels: list[int] = []  # how many nodes the draft ran of each
         self._branches = False
+        self.is_tree = True
 
     def begins(self, most: int) -> bool:
         begins = super().begins(most)
         self._levels, self._branches = [], False
-        if begins:
+        self.is_tree = self._is_forced or not self._tree_costs.rest
+        if not self.is_tree:
+            self._tree_costs.rest -= 1
+        elif begins:
             self._levels.append(1)
             self._rate = self._tokens / self._seconds
             if not self._passes or self._round % REPRICED == 0:
@@ -219,15 +240,17 @@ class AutoTree(AutoLength):
     def picks(self) -> list[int]:
         tree, order = self.tree, self.tree.ranked()
         n, worth = self._most_worth(order)
-        self._branches = False
+        gain, self._branches = 0.0, False
         if not tree.is_chain:
             path = tree.first_choices(range(len(order)))
             if order[:n] != path[:n]:
                 n_chain, worth_chain = self._most_worth(path)
-                self._branches = self._is_forced or worth - self._rate * self._tree_costs.branching > worth_chain
+                gain = worth - self._rate * self._tree_costs.branching - worth_chain
+                self._branches = self._is_forced or gain > 0.0
                 if not self._branches:
                     order, n = path, n_chain
                     self._tree_costs.branching *= DOUBTED
+        self._tree_costs.looked(max(gain, 0.0) - self._rate * LEVEL_SECONDS * len(self._levels))
         return tree.in_order({*order[:n]})
 
     def _most_worth(self, order: list[int]) -> tuple[int, float]:
@@ -242,6 +265,9 @@ class AutoTree(AutoLength):
         return n_best, best
 
     def saw(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
+        if not self.is_tree:
+            super().saw(n_drafted, n_accepted, pass_seconds, draft_seconds)
+            return
         branching = 0.0
         if self._branches:
             branching = self._tree_costs.branching
@@ -269,6 +295,8 @@ class StaticTree(FixedLength):
     rates: of candidates by rank, where those before them were not the token. Nothing that was drawn has a say, so that
     `rejection` may judge it; but what is behind an end mark, or has no probability, is left out.
     """
+
+    is_tree = True
 
     def __init__(
         self,

@@ -7,6 +7,8 @@ import pytest
 from specdec.kernels import MAX_TOKENS
 from specdec.planning import MAX_GAMMA, AutoLength, Costs
 from specdec.tree_planning import (
+    LOOKS,
+    RESTS,
     STATIC_NODES,
     STATIC_RATES,
     WIDEST,
@@ -64,7 +66,7 @@ def play(plan, machine, seed=1, tokens=TOKENS, branching=0.0):
     while len(text) < tokens:
         scores, n_accepted, draft_seconds, chosen = {}, 0, 0.0, []
         if plan.begins(tokens):
-            if isinstance(plan, AutoLength) and not isinstance(plan, AutoTree):
+            if not getattr(plan, "is_tree", False):
                 scores[-1] = world.scores()
                 chosen, parents = [0], [-1]
                 while plan.goes_on(-scores[chosen[-1] - 1][1]):
@@ -119,6 +121,22 @@ def test_where_each_token_makes_a_pass_dearer_a_tree_is_a_chain():
     _, n_nodes = play(auto("steep"), "steep")
     assert n_nodes < 1.5
     assert play(auto("flat"), "flat")[1] > 8
+
+
+def test_where_trees_do_not_pay_they_are_looked_at_now_and_then():
+    plan = auto("some")
+    rounds = []
+    for _ in range(1200):
+        plan.begins(50)
+        rounds.append(plan.is_tree)
+        if plan.is_tree:
+            plan._tree_costs.looked(0.0)
+    assert sum(rounds) == pytest.approx(1200 * LOOKS / (LOOKS + RESTS), abs=2 * LOOKS)
+    for _ in range(2 * RESTS):
+        plan.begins(50)
+        if plan.is_tree:
+            plan._tree_costs.looked(1.0)
+    assert plan.is_tree
 
 
 def test_what_a_tree_costs_beyond_a_chain_is_learned_and_doubted():
