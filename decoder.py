@@ -233,7 +233,7 @@ class SpeculativeDecoder:
                 return AutoTree(self.costs, self.tree_costs, self.acceptances, marks, is_forced=self.tree == "on")
             if self.tree == "on":
                 rates = [acceptance.rate for acceptance in self.acceptances] if self.verify == "coupled" else STATIC_RATES
-                return StaticTree(gamma, self.costs, self.tree_costs, self.acceptances, marks, rates)
+                return StaticTree(gamma, self.costs, self.acceptances, marks, rates)
         if is_auto and self.costs:
             return AutoLength(self.costs, self.acceptance)
         return FixedLength(gamma, self.costs)

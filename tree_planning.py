@@ -26,10 +26,9 @@ REPRICED = 16  # rounds after which what nodes cost is looked at again
 WIDEST = 8  # nodes of a level that the draft runs at once
 FORGETS = 0.05  # what the newest tree weighs in what trees cost beyond chains
 DOUBTED = 0.998  # what that falls by where it has a chain proposed, so that a tree is tried again
-LEVEL_SECONDS = 5e-6  # that growing a level takes more than drafting a chain's token; of Python (see NOTES.md)
 # Rounds after which it is asked whether trees pay, tokens a round that they have to gain then, and rounds of chains if they do
-# not: a small model's round has no time for a look each time.
-LOOKS, PAYS, RESTS = 16, 0.05, 256
+# not, each time twice as many: growing a tree takes a small model's round too much Python.
+LOOKS, PAYS, FIRST_REST, LAST_REST = 8, 0.05, 128, 4096
 
 
 def new_acceptances(first: Acceptance | None = None) -> list[Acceptance]:
@@ -141,14 +140,16 @@ class TreeCosts:
 
     widths: what a pass of the draft over 0 to WIDEST nodes takes, with their draws, in those over one; branching: seconds that
     a tree costs more than a chain of as many nodes, kept up with what steps take. advantage: tokens that trees were reckoned to
-    gain over chains in the last rounds that were looked at; rest: rounds without a look that are left.
+    gain over chains in the last rounds that were looked at, less what they took longer; rest: rounds of chains that are left,
+    the first of which tell what a draft's tokens take.
     """
 
     widths: list[float]
     branching: float
     advantage: float = 0.0
     n_looks: int = 0
-    rest: int = 0
+    rest: int = 2 * LOOKS
+    next_rest: int = FIRST_REST
 
     @classmethod
     def measured(cls, widths: Mapping[int, float], branching: float) -> "TreeCosts":
@@ -157,16 +158,19 @@ class TreeCosts:
         curve = np.interp(range(WIDEST + 1), [*points], [*points.values()])
         return cls(np.maximum.accumulate(curve).tolist(), max(0.0, branching))
 
-    def as_a_chain(self, costs: Costs, n_nodes: int, levels: Sequence[int], seconds: float) -> float:
-        """The seconds of a draft that ran levels of such widths, as if it had run as many tokens as there are nodes in turn."""
-        return seconds + (n_nodes - sum(self.widths[n] for n in levels)) * costs.draft
+    def of_levels(self, costs: Costs, levels: Sequence[int]) -> float:
+        """Seconds of a draft that runs levels of such widths, were it as quick at it as at a chain."""
+        return costs.start + sum(self.widths[n] for n in levels) * costs.draft
 
     def looked(self, advantage: float) -> None:
-        """What a tree is reckoned to gain; where LOOKS of them did not pay, chains it is for a while."""
+        """A tree's tokens beyond a chain's, as they are reckoned; where LOOKS of them did not pay, chains it is for a while."""
         self.advantage += advantage
         self.n_looks += 1
         if self.n_looks == LOOKS:
-            self.rest = 0 if self.advantage > LOOKS * PAYS else RESTS
+            if self.advantage > LOOKS * PAYS:
+                self.next_rest = FIRST_REST
+            else:
+                self.rest, self.next_rest = self.next_rest, min(2 * self.next_rest, LAST_REST)
             self.advantage, self.n_looks = 0.0, 0
 
     def saw(self, beyond: float, most: float) -> None:
@@ -195,7 +199,7 @@ class AutoTree(AutoLength):
         self._another: list[float] = []  # seconds that a node more takes, where there are so many, with those that come with it
         self._rate = 0.0
         self._levels: list[int] = []  # how many nodes the draft ran of each
-        self._branches = False
+        self._branches, self._gain = False, 0.0
         self.is_tree = True
 
     def begins(self, most: int) -> bool:
@@ -240,17 +244,16 @@ class AutoTree(AutoLength):
     def picks(self) -> list[int]:
         tree, order = self.tree, self.tree.ranked()
         n, worth = self._most_worth(order)
-        gain, self._branches = 0.0, False
+        self._gain, self._branches = 0.0, False
         if not tree.is_chain:
             path = tree.first_choices(range(len(order)))
             if order[:n] != path[:n]:
                 n_chain, worth_chain = self._most_worth(path)
-                gain = worth - self._rate * self._tree_costs.branching - worth_chain
-                self._branches = self._is_forced or gain > 0.0
+                self._gain = max(0.0, worth - self._rate * self._tree_costs.branching - worth_chain)
+                self._branches = self._is_forced or self._gain > 0.0
                 if not self._branches:
                     order, n = path, n_chain
                     self._tree_costs.branching *= DOUBTED
-        self._tree_costs.looked(max(gain, 0.0) - self._rate * LEVEL_SECONDS * len(self._levels))
         return tree.in_order({*order[:n]})
 
     def _most_worth(self, order: list[int]) -> tuple[int, float]:
@@ -268,13 +271,16 @@ class AutoTree(AutoLength):
         if not self.is_tree:
             super().saw(n_drafted, n_accepted, pass_seconds, draft_seconds)
             return
-        branching = 0.0
+        costs, branching = self.costs, 0.0
         if self._branches:
             branching = self._tree_costs.branching
-            self._tree_costs.saw(pass_seconds - self.costs.of(n_drafted + 1), self.costs.of(1))
-        in_turn = self._tree_costs.as_a_chain(self.costs, n_drafted, self._levels, draft_seconds)
-        super().saw(n_drafted, n_accepted, pass_seconds - branching, in_turn)
-        self._seconds += branching + draft_seconds - in_turn  # costs are those of chains, the round's time is its own
+            self._tree_costs.saw(pass_seconds - costs.of(n_drafted + 1), costs.of(1))
+        as_a_chain = costs.start + n_drafted * costs.draft  # which tells the costs of chains nothing new
+        super().saw(n_drafted, n_accepted, pass_seconds - branching, as_a_chain)
+        if self._levels:
+            self._seconds += branching + draft_seconds - as_a_chain
+            quick = self._tree_costs.of_levels(costs, self._levels)
+            self._tree_costs.looked(self._gain - self._rate * min(draft_seconds - quick, 4 * quick))
 
 
 def prices(costs: Costs) -> tuple[list[float], list[float]]:
@@ -302,24 +308,22 @@ class StaticTree(FixedLength):
         self,
         gamma: int,
         costs: Costs | None,
-        tree_costs: TreeCosts | None,
         acceptances: Sequence[Acceptance],
         end_marks: Container[int],
         rates: Sequence[float] = STATIC_RATES,
     ) -> None:
         super().__init__(gamma, costs)
         self.tree = CandidateTree(acceptances)
-        self._tree_costs, self._end_marks, self._rates = tree_costs, end_marks, rates
+        self._end_marks, self._rates = end_marks, rates
         self._shape: list[list[int]] = [[]]
         self._shape_depth = 0
         self._places: dict[int, int] = {}  # of nodes in the shape
-        self._levels: list[int] = []
 
     def begins(self, most: int) -> bool:
         begins = super().begins(most)
         if self._shape_depth != self.most:
             self._shape, self._shape_depth = static_shape(self.most, self._rates), self.most
-        self._places, self._levels = {-1: 0}, [1] if begins else []
+        self._places = {-1: 0}
         return begins
 
     def offers(self, node: int, tokens: list[int], scores: list[float]) -> None:
@@ -330,18 +334,15 @@ class StaticTree(FixedLength):
     def grows(self) -> list[int]:
         tree = self.tree
         level = [node for node in sorted(tree.next_level()) if self._shape[self._places[node]]]
-        level = [node for node in level if tree.tokens[node] not in self._end_marks]
-        if level:
-            self._levels.append(len(level))
-        return level
+        return [node for node in level if tree.tokens[node] not in self._end_marks]
 
     def picks(self) -> list[int]:
         return self.tree.in_order({*range(len(self.tree.tokens))})
 
     def saw(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
-        if self._costs and self._tree_costs:
-            draft_seconds = self._tree_costs.as_a_chain(self._costs, n_drafted, self._levels, draft_seconds)
-            super().saw(n_drafted, n_accepted, pass_seconds, draft_seconds)
+        if self._costs:  # of chains, which a tree's draft tells nothing new
+            draft_seconds = self._costs.start + n_drafted * self._costs.draft
+        super().saw(n_drafted, n_accepted, pass_seconds, draft_seconds)
 
 
 def static_shape(depth: int, rates: Sequence[float]) -> list[list[int]]:

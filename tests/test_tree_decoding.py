@@ -24,7 +24,7 @@ SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.9
 
 
 def static(gamma):
-    return StaticTree(gamma, None, None, new_acceptances(), END_MARKS)
+    return StaticTree(gamma, None, new_acceptances(), END_MARKS)
 
 
 def auto(costs=FLAT, draft=0.002):
@@ -179,7 +179,7 @@ def test_rejection_of_trees_leaves_the_targets_distribution(gamma, case):
     draft = target if case == "alike" else TreeTable(rng.dirichlet(np.full(size, 0.7), size) * 0.9 + 0.1 / size)
     target.probs /= target.probs.sum(1, keepdims=True)
     n_runs, length = 6000, 3 if size == 3 else 2
-    counts = counted(target, draft, n_runs, length, lambda: StaticTree(gamma, None, None, new_acceptances(), {}))
+    counts = counted(target, draft, n_runs, length, lambda: StaticTree(gamma, None, new_acceptances(), {}))
     chi = 0.0
     for text in itertools.product(range(size), repeat=length):
         expected = n_runs * math.prod(target.probs[a][b] for a, b in itertools.pairwise((0, *text)))
