@@ -25,7 +25,7 @@ STEPS = np.array([1, 2, 3, 4, 6, 8])  # nodes more that are considered at once
 REPRICED = 16  # rounds after which what nodes cost is looked at again
 WIDEST = 8  # nodes of a level that the draft runs at once
 FORGETS = 0.05  # what the newest tree weighs in what trees cost beyond chains
-DOUBTED = 0.998  # what that falls by where it has a chain proposed, so that a tree is tried again
+DOUBTED = 0.9  # what that falls by where it has a chain proposed, so that a tree is tried again
 # Rounds after which it is asked whether trees pay, tokens a round that they have to gain then, and rounds of chains if they do
 # not, each time twice as many: growing a tree takes a small model's round too much Python.
 LOOKS, PAYS, FIRST_REST, LAST_REST = 8, 0.05, 128, 4096
@@ -148,15 +148,15 @@ class TreeCosts:
     branching: float
     advantage: float = 0.0
     n_looks: int = 0
-    rest: int = 2 * LOOKS
+    rest: int = 0
     next_rest: int = FIRST_REST
 
     @classmethod
-    def measured(cls, widths: Mapping[int, float], branching: float) -> "TreeCosts":
+    def measured(cls, widths: Mapping[int, float], branching: float, rest: int = 2 * LOOKS) -> "TreeCosts":
         """From widths at some n."""
         points = {0: 0.0, 1: 1.0} | dict(widths)
         curve = np.interp(range(WIDEST + 1), [*points], [*points.values()])
-        return cls(np.maximum.accumulate(curve).tolist(), max(0.0, branching))
+        return cls(np.maximum.accumulate(curve).tolist(), max(0.0, branching), rest=rest)
 
     def of_levels(self, costs: Costs, levels: Sequence[int]) -> float:
         """Seconds of a draft that runs levels of such widths, were it as quick at it as at a chain."""

@@ -293,7 +293,13 @@ def random_tree_plan(rng, static=False):
         return StaticTree(rng.choice([1, 2, 3, 4, 7, 9, 63]), None, acceptances, END_MARKS)
     costs = Costs({1: 1.0, 64: rng.choice([1.01, 1.5, 4.0, 30.0])}, rng.choice([1e-4, 0.01, 0.2]))
     widths = {8: rng.choice([1.0, 1.5, 8.0])}
-    return AutoTree(costs, TreeCosts.measured(widths, rng.choice([0.0, 0.2])), acceptances, END_MARKS, rng.random() < 0.5)
+    return AutoTree(
+        costs,
+        TreeCosts.measured(widths, rng.choice([0.0, 0.2]), rng.choice([0, 0, 4])),
+        acceptances,
+        END_MARKS,
+        rng.random() < 0.5,
+    )
 
 
 def written(target, draft, sampling, verify, prompt, n, plan):

@@ -28,7 +28,7 @@ def static(gamma):
 
 
 def auto(costs=FLAT, draft=0.002):
-    return AutoTree(Costs(costs, draft), TreeCosts.measured({8: 1.5}, 0.0), new_acceptances(), END_MARKS)
+    return AutoTree(Costs(costs, draft), TreeCosts.measured({8: 1.5}, 0.0, rest=0), new_acceptances(), END_MARKS)
 
 
 def events_of(target, draft, sampling, plan, verify="coupled", prompt=(BOS, 7, 9), max_tokens=60, marks=END_MARKS):

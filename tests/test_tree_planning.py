@@ -31,8 +31,8 @@ WIDTHS = {2: 1.1, 4: 1.2, 8: 1.4}
 TOKENS = 3000
 
 
-def tree_costs(branching=0.0):
-    return TreeCosts.measured(WIDTHS, branching)
+def tree_costs(branching=0.0, rest=0):
+    return TreeCosts.measured(WIDTHS, branching, rest)
 
 
 def auto(machine, branching=0.0, **more):
@@ -124,8 +124,8 @@ def test_where_each_token_makes_a_pass_dearer_a_tree_is_a_chain():
 
 
 def test_where_trees_do_not_pay_they_are_looked_at_now_and_then():
-    plan = auto("some")
-    rounds = []
+    plan, rounds = auto("some"), []
+    plan._tree_costs.rest = 2 * LOOKS
     for _ in range(5000):
         plan.begins(50)
         rounds.append(plan.is_tree)
