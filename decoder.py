@@ -358,8 +358,8 @@ class SpeculativeDecoder:
         while math.inf in least.values() or time.perf_counter() < deadline:
             for job in jobs:
                 least[job] = min(least[job], seconds(*job))
-        widths = {n: least[n, True] / least[1, False] for n in TREE_WIDTHS}
-        return TreeCosts.measured(widths, least[WIDEST, True] - least[WIDEST, False])
+        token, branching = least[1, False], least[WIDEST, True] - least[WIDEST, False]
+        return TreeCosts.measured({n: least[n, True] / token for n in TREE_WIDTHS}, min(branching, token))  # more is noise
 
     def _judge_a_proposal(self) -> None:
         """Compile what judges one that no model drew."""

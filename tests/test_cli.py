@@ -326,9 +326,10 @@ def test_a_tree_changes_no_text(run: Run, pair: Pair, tree: str, gamma: str) -> 
     alone, result = from_json(run(*told)), from_json(run(*told, "-d", pair.draft, "--tree", tree, "-g", gamma))
     assert result["tokens"] == alone["tokens"]
     assert result["settings"]["tree"] == tree
-    assert result["n_nodes"] >= result["n_drafted"] >= result["n_accepted"] > 0
-    if tree != "auto":
-        assert (result["n_nodes"] > result["n_drafted"]) == (tree == "on" and gamma == 3)
+    assert result["n_nodes"] >= result["n_drafted"] >= result["n_accepted"]
+    if gamma != "auto":  # which may draft nothing
+        assert (result["n_nodes"] > result["n_drafted"]) == (tree == "on")
+        assert result["n_accepted"] > 0
 
 
 @pytest.mark.parametrize("verify", ["coupled", "rejection", "block"])
