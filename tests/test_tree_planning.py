@@ -143,7 +143,7 @@ def test_where_trees_do_not_pay_they_are_looked_at_now_and_then():
 def test_what_a_tree_costs_beyond_a_chain_is_learned_and_doubted():
     plan = auto("some", 0.0)
     play(plan, "some", branching=0.5)
-    assert plan._tree_costs.branching > 0.1
+    assert plan._tree_costs.branching > 0.05  # where trees pay no more
     plan = auto("flat", 5.0)  # a moment of the start that lasted long
     play(plan, "flat", tokens=6000)
     assert plan._tree_costs.branching < 0.2
