@@ -42,9 +42,10 @@ Gamma = int | Literal["auto"]
 TreeMode = Literal["auto", "on", "off"]
 Quantize = Literal["target", "draft", "both", "none"]
 NGRAM_SECONDS = 3e-4  # what a target's token has to take for n-grams to be looked for: that costs up to 5 us of Python
-# Passes over so many tokens are timed in turns, for about so long, with each at least once: the first two, of a slow target.
-# Where a second tile begins, a pass costs a step more.
-COSTS_TOKENS, COSTS_SECONDS = (1, TILE_TOKENS, TILE_TOKENS + 1, 2, 4, 2 * TILE_TOKENS, 32), 0.03
+# Passes over so many tokens are timed in turns, for about so long: of a slow target over the first two, and twice unless once
+# takes SLOW seconds. Where a second tile begins, a pass costs a step more.
+COSTS_TOKENS, COSTS_SECONDS, SLOW = (TILE_TOKENS, 1, TILE_TOKENS + 1, 2, 4, 2 * TILE_TOKENS, 32), 0.03, 0.1
+TREE_SECONDS = 2e-3  # what it has to take for trees to be tried: growing one costs up to 100 us of Python
 TREE_WIDTHS = 2, 4, WIDEST  # of levels of trees, timed likewise
 TRIAL_SECONDS, TRIAL_TOKENS, TRIAL_MARGIN = 0.05, 4, 1.25  # of the choice of threads; all of them unless so much slower
 
@@ -277,7 +278,7 @@ class SpeculativeDecoder:
         gamma = FIXED_GAMMA if self.gamma == AUTO else self.gamma
         if self.draft and self.tree != "off" and not self._has_stage:
             marks = self.tokenizer.end_marks
-            if is_auto and self.costs:
+            if is_auto and self.costs and (self.tree == "on" or self.costs.of(1) > TREE_SECONDS):
                 self.tree_costs = self.tree_costs or self._measured_tree_costs(self.draft)
                 return AutoTree(self.costs, self.tree_costs, self.acceptances, marks, is_forced=self.tree == "on")
             if self.tree == "on":
@@ -379,16 +380,21 @@ class SpeculativeDecoder:
                     sampler.draw(probs, logits, TARGET_NOISE, n)
             return time.perf_counter() - begin
 
-        jobs = [(draft, 1), (draft, 1)] if draft else []  # the second finds the draft in the cache
-        jobs += [(target, n) for n in COSTS_TOKENS if n <= target.n_positions]
-        least: dict[int, float] = {}
-        deadline = time.perf_counter() + COSTS_SECONDS
-        while not least or time.perf_counter() < deadline:
+        jobs = [(target, n) for n in COSTS_TOKENS if n <= target.n_positions]
+        # as in a step, a draft comes behind a pass of few tokens, which has put it out of the cache; its second finds it there
+        jobs[2:2] = [(draft, 1), (draft, 1)] if draft else []
+        least = [math.inf] * len(jobs)
+        begin = time.perf_counter()
+        for cycle in itertools.count(1):
             for i, (model, n) in enumerate(jobs):
-                if i < 4 or time.perf_counter() < deadline:
-                    least[i] = min(least.get(i, math.inf), seconds(model, n))
-        first, token = (least.pop(0), least.pop(1)) if draft else (0.0, 0.0)
-        return Costs({jobs[i][1]: taken for i, taken in least.items()}, token, max(0.0, first - token))
+                if i < 4 or time.perf_counter() < begin + COSTS_SECONDS:
+                    least[i] = min(least[i], seconds(model, n))
+            if time.perf_counter() > begin + (COSTS_SECONDS if cycle > 1 else SLOW):
+                break
+        first, token = (least.pop(2), least.pop(2)) if draft else (0.0, 0.0)
+        n_tokens = [n for model, n in jobs if model is target]
+        passes = {n: taken for n, taken in zip(n_tokens, least, strict=True) if taken < math.inf}
+        return Costs(passes, token, max(0.0, first - token))
 
     def _measured_tree_costs(self, draft: Transformer) -> TreeCosts:
         """What the draft's passes over siblings take beside those over a chain, with their draws: the least of several."""

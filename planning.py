@@ -28,6 +28,7 @@ AHEAD = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32])
 PROPOSALS = np.arange(MAX_GAMMA + 1)
 AFTER = np.minimum(PROPOSALS[:, None] + AHEAD, MAX_GAMMA)
 TRIAL_SHARE = 0.01  # of the time goes into drafts that do not seem to pay, to look again
+TRIAL_TOKENS, TRIAL_ROUNDS = 2, 2  # of such a draft, and the rounds that a text begins with it
 DEAR = 2.0  # times the target's token: a draft that seems so dear is not even tried
 MOVED = 0.1  # by so much, costs are other costs
 MOST_REST = 64  # rounds without a look
@@ -205,9 +206,9 @@ class AutoLength:
     def _may_try(self) -> bool:
         """Whether a draft that does not seem to pay is tried again; where not, how long nobody asks."""
         costs, token = self.costs, self.costs.of(1)
-        if self._round == 1 and costs.draft < DEAR * token:  # it has just run the prompt, so that a trial costs least
+        if self._round <= TRIAL_ROUNDS and costs.draft < DEAR * token:  # it has just run the prompt: a trial costs least
             return True
-        price = (1 + self._since_draft / CATCH_UP) * costs.draft + costs.start + costs.of(2) - token
+        price = (TRIAL_TOKENS + self._since_draft / CATCH_UP) * costs.draft + costs.start + costs.of(1 + TRIAL_TOKENS) - token
         if self._budget > price > 0:
             return True
         saved = TRIAL_SHARE * token - costs.draft / CATCH_UP  # by a round without a draft
@@ -227,7 +228,7 @@ class AutoLength:
         self._buckets.append(bucket)
         self._survival *= self.acceptance.rates[bucket]
         n = len(self._buckets)
-        return n < self.most and not self._is_trial and self._survival > self._needed[n]
+        return n < self.most and (n < TRIAL_TOKENS if self._is_trial else self._survival > self._needed[n])
 
     def takes(self, confidences: list[float]) -> int:
         rate, of = self._tokens / self._seconds, self.costs.of

@@ -205,10 +205,10 @@ class AutoTree(AutoLength):
     def begins(self, most: int) -> bool:
         begins = super().begins(most)
         self._levels, self._branches = [], False
-        self.is_tree = self._is_forced or not self._tree_costs.rest
-        if not self.is_tree:
-            self._tree_costs.rest -= 1
-        elif begins:
+        self.is_tree = begins and not self._is_trial and (self._is_forced or not self._tree_costs.rest)
+        if begins and not self.is_tree:
+            self._tree_costs.rest = max(0, self._tree_costs.rest - 1)
+        if self.is_tree:
             self._levels.append(1)
             self._rate = self._tokens / self._seconds
             if not self._passes or self._round % REPRICED == 0:
@@ -217,7 +217,7 @@ class AutoTree(AutoLength):
 
     def offers(self, node: int, tokens: list[int], scores: list[float]) -> None:
         n = len(self.tree.tokens)
-        if self._is_trial or n == MAX_GAMMA:
+        if n == MAX_GAMMA:
             self.tree.add(node, tokens, scores, 1)
         else:
             self.tree.add(node, tokens, scores, len(tokens), self._rate * self._another[n])
@@ -225,7 +225,7 @@ class AutoTree(AutoLength):
     def grows(self) -> list[int]:
         tree, n = self.tree, len(self.tree.tokens)
         level = [node for node in tree.next_level() if tree.tokens[node] not in self._end_marks]
-        if self._is_trial or tree.depth >= self.most or n == MAX_GAMMA:
+        if tree.depth >= self.most or n == MAX_GAMMA:
             return []
         widths, mass, n_run = self._tree_costs.widths, 0.0, 0
         for node in level[:WIDEST]:

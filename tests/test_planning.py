@@ -78,10 +78,10 @@ def test_a_draft_that_is_no_use_is_left_out_and_looked_at_again():
         begins = plan.begins(50)
         drafted.append(begins)
         if begins:
-            assert not plan.goes_on(0.5)  # a trial is one token long
-        plan.saw(int(begins), 0, costs[1], draft * begins)
+            assert plan.goes_on(0.5) and not plan.goes_on(0.5)  # a trial is two tokens long
+        plan.saw(2 * begins, 0, costs[1], 2 * draft * begins)
     assert sum(drafted) >= 20
-    assert sum(drafted) * draft < 0.011 * len(drafted) * costs[1]
+    assert 2 * sum(drafted) * draft < 0.011 * len(drafted) * costs[1]
 
 
 def test_a_draft_that_becomes_good_is_taken_up_again():
