@@ -15,12 +15,12 @@ from rich.console import Console
 
 import specdec
 
-from .decoder import AUTO, FIXED_GAMMA, NGRAM, SELF, Quantize, SpeculativeDecoder
+from .decoder import AUTO, NGRAM, SELF, Quantize, SpeculativeDecoder
 from .decoding import VERIFIERS, Prompt, Statistics, VerifyMode
 from .files import default_pair, find, telling_how_to_restore
 from .interrupts import exit_code, signals
 from .machine.threads import available_threads
-from .output import PlainView, SilentView, View, print_summary, printable, to_json
+from .output import PlainView, Roles, SilentView, View, print_result, print_summary, printable, to_json
 from .panel import LivePanel
 from .planning import MAX_GAMMA
 from .readers import CheckpointError
@@ -127,9 +127,10 @@ Pace = Annotated[
     float,
     option(
         "--pace", group="Output", metavar="X", min=0.0,
-        help="Steps a second at most, to watch the panel; the pauses are not in the rates. 0: full speed.",
+        help="Steps a second at most, to watch the panel. 0: full speed.",
     ),
 ]  # fmt: skip
+Stats = Annotated[bool, flag("--stats", group="Output", help="Then all figures: drafted, accepted, mean length, by position.")]
 AsJson = Annotated[bool, flag("--json", group="Output", help="One JSON object on stdout.")]
 ShowVersion = Annotated[bool, flag("--version", group="Output", help="Print the version and exit.")]
 Shape = Annotated[
@@ -156,6 +157,7 @@ def tell(
     threads: Threads = 0,
     plain: Plain = False,
     pace: Pace = 0.0,
+    stats: Stats = False,
     as_json: AsJson = False,
     version: ShowVersion = False,
 ) -> None:
@@ -205,14 +207,17 @@ def tell(
         _tell(f"this machine's memory has room for {total} of the {decoder.target.n_positions} tokens of the target's context")
     max_tokens = max(0, total + 1 - len(prompt_tokens))
     out = Console()
-    n_proposed = (FIXED_GAMMA if gamma == AUTO else int(gamma)) if draft else 0
+    names = [Path(name).name.removesuffix(".bin") for name in (model, draft) if name]
+    sources_of_guesses = {"": "", NGRAM: "from the text so far", SELF: f"by {names[0]} in int8"}
+    roles = Roles(names[0], sources_of_guesses.get(draft, f"by {names[-1]}"))
     view: View
     if as_json:
         view = SilentView(decoder.tokenizer)
     elif not plain and LivePanel.fits(out):
-        title = " + ".join(Path(name).name.removesuffix(".bin") for name in (model, draft) if name)
-        view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, n_proposed, title, pace)
+        view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, roles, " + ".join(names), pace)
     else:
+        if pace and not plain:
+            _tell("--pace has no effect: no panel fits here")
         view = PlainView(decoder.tokenizer, sys.stdout)
     with writing():
         _run(view, decoder, prompt, max_tokens, sampling, statistics)
@@ -235,9 +240,13 @@ def tell(
             }
             print(to_json(statistics, view.text, view.tokens, **times, seed=sampling.seed, settings=settings))
         else:
-            told = {"seed": sampling.seed, "threads": decoder.target.n_threads, "weights": decoder.weights, **_whose(decoder)}
-            told |= _advice(decoder, statistics)
-            print_summary(Console(stderr=True), statistics, **told)
+            at_a_pace = isinstance(view, LivePanel) and view.was_held
+            errors, note = Console(stderr=True), "" if at_a_pace else _advice(decoder, statistics)
+            more = "--stats has more" + ", --pace 4 lets you watch" * (isinstance(view, LivePanel) and not view.was_seen)
+            print_result(errors, statistics, roles, verify == "coupled", at_a_pace, note, f"seed {sampling.seed}; {more}")
+            if stats:
+                told = {"seed": sampling.seed, "threads": decoder.target.n_threads, "weights": decoder.weights}
+                print_summary(errors, statistics, **told, **_whose(decoder))
 
 
 def _whose(decoder: SpeculativeDecoder) -> dict[str, str]:
@@ -247,16 +256,16 @@ def _whose(decoder: SpeculativeDecoder) -> dict[str, str]:
     return {"text" if decoder.verify == "coupled" else "distribution": f"the {decoder.target.weights.kind} target's own"}
 
 
-def _advice(decoder: SpeculativeDecoder, statistics: Statistics) -> dict[str, str]:
-    """What to do where a draft does not pay, for the summary."""
+def _advice(decoder: SpeculativeDecoder, statistics: Statistics) -> str:
+    """What to do where a draft does not pay."""
     if not decoder.draft or statistics.target_passes < FEW_PASSES:
-        return {}
+        return ""
     n_drafted = sum(statistics.drafted_histogram[1:])
     if decoder.gamma == AUTO and n_drafted < statistics.target_passes / 4:
-        return {"note": f"a draft does not pay here: {n_drafted} of {statistics.target_passes} passes had one"}
+        return f"a draft does not pay here: {n_drafted} of {statistics.target_passes} passes had one"
     if decoder.gamma != AUTO and 0 < statistics.speed_up < 1:
-        return {"note": "-g does not pay here: leave it out"}
-    return {}
+        return "-g does not pay here: leave it out"
+    return ""
 
 
 def _run(
@@ -274,7 +283,7 @@ def _run(
                 signals.text_begins()
             statistics.add(event)
             view.show(event)
-            if signals.asked:
+            if signals.asked or view.ended:
                 statistics.stop_reason = "interrupted"
                 break
 
