@@ -37,7 +37,7 @@ WIDEST = 100  # cells: longer lines are hard to read
 WIDTH_OF_HISTOGRAM = 92  # within the frame, from which on there is room for one
 SIDE_WIDTH, BAR_WIDTH = 26, 12
 MOST_TEXT_ROWS, MOST_PASSES = 14, 8
-CONTEXT = 4  # tokens that tell how the next one is to be read
+CONTEXT = 8  # tokens that tell how the next one is to be read
 
 
 KEYS = ("space: pause", "→: one pass", "+ -: pace", "q: end, keep the text", "?: the colours")
@@ -293,14 +293,14 @@ class LivePanel:
         accepted = "".join([stream.push(token) for token in step.tokens[: step.n_accepted]])
         first, *others = [*stream.peek(step.draft_tokens[step.n_accepted :]), ""]
         rest = "".join(others)
-        wrong = first + (word_at_start(rest) if word_at_end(first) else "")
+        wrong = first + (word_at_start(rest) if word_at_end(first) or first.isspace() else "")
         rest = rest[len(wrong) - len(first) :]
         own = "".join([stream.push(token) for token in step.tokens[step.n_accepted :]])
-        begun = word_at_end(accepted)
         if word_at_start(wrong) and word_at_start(own):  # two endings of one word: show it whole, twice
-            accepted, wrong, own = accepted[: len(accepted) - len(begun)], f" {begun}{wrong}", f" {begun}{own}"
-        elif wrong and not own.startswith(" "):
-            own = f" {own}"
+            begun = word_at_end(accepted or before)
+            accepted = accepted[: len(accepted) - len(begun)] if accepted else ""
+            wrong, own = apart(accepted, begun + wrong), begun + own
+        own = apart(wrong + rest, own)
         return self._line(before, room, (accepted, "accepted"), (wrong, "rejected"), (rest, "unread"), (own, "target"))
 
     def _guess(self, tokens: list[int], room: int) -> Row:
@@ -388,8 +388,8 @@ class LivePanel:
         left = cut(left, width - 6 - (cells(right) + 4 if right else 0), "…" if self._is_utf else "...")
         fill = width - 4 - sum(cells(text) + 2 for text in (left, right) if text)
         words = [[(f" {text} ", "strong")] if text else [] for text in (left, right)]
-        ends = [(corners[:2], "edge"), (corners[1] * fill, "edge"), (corners[1:], "edge")]
-        return [ends[0], *words[0], ends[1], *words[1], ends[2]]
+        left_end, line, stub, right_end = [(text, "edge") for text in (corners[:2], corners[1] * fill, corners[1], corners[2])]
+        return [left_end, *words[0], line, *words[1], stub, right_end]
 
     def _progress(self, width: int) -> Row:
         left, full, empty, right = "├━─┤" if self._is_utf else "+=-+"
@@ -422,6 +422,11 @@ def bins(n: int, most: int) -> list[tuple[int, int]]:
         if len(starts) <= most:
             break
     return [(first, after - 1) for first, after in pairwise([*starts, n])]
+
+
+def apart(before: str, text: str) -> str:
+    """The text with a space in front, if it needs one."""
+    return text if not before or before.endswith(" ") or text.startswith(" ") else f" {text}"
 
 
 def laid_out(items: Row, width: int) -> list[Row]:

@@ -4,7 +4,7 @@ import re
 import unicodedata
 from collections import deque
 
-from rich.cells import cell_len
+from rich.cells import get_character_cell_size
 
 Run = tuple[str, str]  # a stretch of text, and what it is
 Row = list[Run]
@@ -21,8 +21,8 @@ def is_of_a_word(character: str) -> bool:
 
 
 def cells(text: str) -> int:
-    """The columns that a text takes in a terminal."""
-    return len(text) if text.isascii() else cell_len(text)
+    """The columns that a text takes in a terminal: those of its characters, so that a text has as many as its parts."""
+    return len(text) if text.isascii() else sum(map(get_character_cell_size, text))
 
 
 def word_at_start(text: str) -> str:
@@ -48,7 +48,7 @@ def append(row: Row, text: str, kind: str) -> None:
 
 def cut(text: str, width: int, mark: str) -> str:
     """As much of a text's start as fits; the mark stands for the rest, where there is room for it."""
-    if cells(text) <= width:
+    if cells(text) <= max(width, 0):
         return text
     n, room = 0, width - cells(mark)
     while room >= cells(text[n]):
