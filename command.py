@@ -242,7 +242,8 @@ def tell(
         else:
             at_a_pace = isinstance(view, LivePanel) and view.was_held
             errors, note = Console(stderr=True), "" if at_a_pace else _advice(decoder, statistics)
-            more = "--stats has more" + ", --pace 4 lets you watch" * (isinstance(view, LivePanel) and not view.was_seen)
+            is_to_see = bool(draft) and isinstance(view, LivePanel) and not view.was_seen
+            more = "--stats has more" + ", --pace 4 lets you watch" * is_to_see
             print_result(errors, statistics, roles, verify == "coupled", at_a_pace, note, f"seed {sampling.seed}; {more}")
             if stats:
                 told = {"seed": sampling.seed, "threads": decoder.target.n_threads, "weights": decoder.weights}

@@ -252,7 +252,7 @@ def test_keys_pause_and_step_and_end_and_nothing_of_them_is_seen_or_left(pair: P
 
 
 def test_what_comes_through_a_pipe_is_no_key(pair: Pair) -> None:
-    command = ["sh", "-c", 'yes q | "$0" "$@"', *COMMAND]
+    command = ["/bin/sh", "-c", 'yes q | "$0" "$@"', *COMMAND]
     with Job(with_pair(pair, "-n", 60, "--pace", 100), command=command) as job:
         code, screen = end(job)
     assert code == 0

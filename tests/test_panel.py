@@ -2,8 +2,12 @@
 
 import io
 import json
+import os
+import pty
 import random
 import re
+import select
+import termios
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -565,6 +569,23 @@ def test_a_text_of_a_moment_has_no_panel(tokenizer: Tokenizer) -> None:
 
 
 # Keys
+
+
+def test_keys_come_one_by_one_and_the_terminal_is_as_it_was() -> None:
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs) as stdin, os.fdopen(ours, "wb", buffering=0) as hands:
+        before = termios.tcgetattr(stdin)
+        keyboard = Keyboard(stdin)
+        keyboard.open()
+        hands.write(b" q\x1b[C\x1b[1;5A\xc3\xa9\x1b")
+        assert keyboard.pressed() == [b" ", b"q", b"\x1b[C", b"\x1b[1;5A", b"\xc3", b"\xa9"]
+        hands.write(b"OC?")
+        assert keyboard.pressed() == [b"\x1bOC", b"?"]
+        assert keyboard.pressed() == []
+        hands.write(b"left\n")
+        keyboard.close()
+        assert termios.tcgetattr(stdin) == before
+        assert not select.select([stdin], [], [], 0)[0]
 
 
 def test_space_pauses_until_it_is_pressed_again(tokenizer: Tokenizer) -> None:
