@@ -82,7 +82,7 @@ class Rows:
     """
 
     def __init__(self, width: int, keep: int | None = None) -> None:
-        self._width = width
+        self._width, self._safe = width, width - min(MOST_HELD, width // 4)
         self._rows: deque[Row] = deque([[]], maxlen=keep)
         self._column = 0
         self._goes_on = False  # whether the last word has its place
@@ -93,8 +93,9 @@ class Rows:
             if part.isspace():
                 self._end_word()
                 self._space(part, kind)
-            elif self._goes_on:
+            elif self._goes_on or (not self._held and self._column + len(part) * 2 <= self._safe):
                 self._place(part, kind)
+                self._goes_on = True
             else:
                 self._hold(part, kind)
 
@@ -110,17 +111,20 @@ class Rows:
     def _hold(self, text: str, kind: str) -> None:
         append(self._held, text, kind)
         end = self._column + width_of(self._held)
-        if not self._width - min(MOST_HELD, self._width // 4) < end <= self._width:
+        if not self._safe < end <= self._width:
             self._end_word()
             self._goes_on = True
 
     def _end_word(self) -> None:
         """The word that waits gets its place."""
+        self._goes_on = False
+        if not self._held:
+            return
         if self._column and self._column + width_of(self._held) > self._width:
             self._new_row()
         for text, kind in self._held:
             self._place(text, kind)
-        self._held, self._goes_on = [], False
+        self._held = []
 
     def _place(self, text: str, kind: str) -> None:
         width = cells(text)
@@ -153,7 +157,7 @@ class Story:
         self._runs: Row = []
         self._in_word = False
         self._width = 0
-        self._tail = Rows(1, KEPT_ROWS)
+        self._tail: Rows | None = None
 
     def add(self, text: str, kind: str) -> None:
         if not text:
@@ -171,7 +175,7 @@ class Story:
 
     def tail(self, width: int, n: int) -> list[Row]:
         """The last n rows so far."""
-        if width != self._width:
+        if not self._tail or width != self._width:
             self._width, self._tail = width, Rows(width, KEPT_ROWS)
             for text, kind in self._last_runs(KEPT_ROWS * width):
                 self._tail.add(text, kind)
@@ -186,7 +190,8 @@ class Story:
 
     def _append(self, text: str, kind: str) -> None:
         append(self._runs, text, kind)
-        self._tail.add(text, kind)
+        if self._tail:
+            self._tail.add(text, kind)
 
     def _last_runs(self, n_characters: int) -> Row:
         start = len(self._runs)
