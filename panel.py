@@ -203,7 +203,7 @@ class LivePanel:
             if not at_step:
                 return GUESS_SECONDS
             return 0.0 if self._steps_asked else LONGEST_HOLD_SECONDS
-        frames_a_step = 2 if self._roles.guessed else 1
+        frames_a_step = 1 if at_step and not self._passes[-1].step.draft_tokens else 2
         return min(1 / frames_a_step / self._pace, LONGEST_HOLD_SECONDS) if self._pace else 0.0
 
     def _draw(self) -> None:

@@ -93,7 +93,7 @@ class Rows:
             if part.isspace():
                 self._end_word()
                 self._space(part, kind)
-            elif self._goes_on or (not self._held and self._column + len(part) * 2 <= self._safe):
+            elif self._goes_on or (not self._held and self._column + 2 * len(part) <= self._safe):  # two cells at most each
                 self._place(part, kind)
                 self._goes_on = True
             else:

@@ -821,6 +821,17 @@ def test_at_a_pace_every_step_is_seen_proposed_and_then_judged(tokenizer: Tokeni
             assert proposed != judged
 
 
+@pytest.mark.parametrize("guessed", ["by little", ""])
+def test_at_a_pace_a_step_without_guesses_is_seen_as_long(tokenizer: Tokenizer, guessed: str) -> None:
+    with Stage(tokenizer, pace=4, guessed=guessed) as stage:
+        stage.begin()
+        begin = stage.clock.now
+        for _ in range(3):
+            stage.panel.show(Proposal([]))
+            stage.panel.show(Step(stage.spell("x"), [], 0, 0.01, 0.0))
+        assert stage.clock.now - begin == pytest.approx(3 / 4)
+
+
 def test_a_pace_near_zero_waits_no_longer_than_a_clock_can_tell(tokenizer: Tokenizer) -> None:
     with Stage(tokenizer, pace=1e-300) as stage:
         stage.begin()
