@@ -56,7 +56,7 @@ from .options import (
     VerifyOption,
     WhatToQuantize,
 )
-from .output import PlainView, Roles, SilentView, View, print_result, print_summary, printable, to_json
+from .output import FEW_PASSES, PlainView, Roles, SilentView, View, print_result, print_summary, printable, to_json
 from .panel import LivePanel
 from .planning import MAX_GAMMA
 from .readers import CheckpointError
@@ -74,7 +74,6 @@ app = typer.Typer(
 )
 UsageError = cast(type[Exception], next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"))
 BAR_CELLS = 24
-FEW_PASSES = 20  # that tell nothing
 NONE = "none"  # as a draft: the target decodes alone
 BROKEN_PIPE = 141  # what a shell reports for SIGPIPE
 

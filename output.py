@@ -22,6 +22,7 @@ from .tokenizer import AnyTokenizer, TextStream
 _SEQUENCES = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b[]PX^_][^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)|\x1b[ -/]*[0-~]")
 _UNFINISHED = re.compile(r"(?:(?:\x1b\[|\x9b)[0-?]*[ -/]*|\x1b[]PX^_][^\x07\x1b\x9c\n]*\x1b?|\x1b[ -/]*)\Z")
 _TURNING = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+FEW_PASSES = 20  # that tell nothing
 MOST_POSITIONS = 8  # in the table of figures
 LONGEST_SEQUENCE = 64  # characters that wait for the end of one
 
@@ -120,12 +121,12 @@ class SilentView:
 
 
 def result(statistics: Statistics, roles: Roles, is_same_text: bool, at_a_pace: bool) -> str:
-    """What came of the guesses, in a sentence; "" where there were none. A run that was slowed down has no speed to tell."""
+    """What came of the guesses, in a sentence; "" where there were none. A short run has no speed to tell, nor one at a pace."""
     s = statistics
     if not s.n_drafted:
         return ""
     same = "the same text" if is_same_text else "the same distribution"
-    if at_a_pace or not s.speed_up:
+    if at_a_pace or not s.speed_up or s.target_passes < FEW_PASSES:
         return f"{s.tokens_per_pass:.1f} tokens in a pass of {roles.target}, which alone writes one; {same}."
     if 0.95 <= s.speed_up < 1.05:
         return f"As fast as {roles.target} alone; {same}."
