@@ -15,7 +15,7 @@ from rich.console import Console
 
 import specdec
 
-from .decoder import AUTO, FIXED_GAMMA, NGRAM, SELF, Quantize, SpeculativeDecoder, TreeMode
+from .decoder import AUTO, NGRAM, SELF, Quantize, SpeculativeDecoder, TreeMode
 from .decoding import VERIFIERS, Prompt, Statistics, VerifyMode
 from .files import default_pair, find, telling_how_to_restore
 from .interrupts import exit_code, signals
@@ -42,6 +42,7 @@ from .options import (
     Shape,
     ShowVersion,
     StageName,
+    Stats,
     Steps,
     SvgFile,
     TableFile,
@@ -56,7 +57,7 @@ from .options import (
     VerifyOption,
     WhatToQuantize,
 )
-from .output import PlainView, SilentView, View, print_summary, printable, to_json
+from .output import FEW_PASSES, PlainView, Roles, SilentView, View, print_result, print_summary, printable, to_json
 from .panel import LivePanel
 from .planning import MAX_GAMMA
 from .readers import CheckpointError
@@ -74,7 +75,6 @@ app = typer.Typer(
 )
 UsageError = cast(type[Exception], next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"))
 BAR_CELLS = 24
-FEW_PASSES = 20  # that tell nothing
 NONE = "none"  # as a draft: the target decodes alone
 BROKEN_PIPE = 141  # what a shell reports for SIGPIPE
 
@@ -99,6 +99,7 @@ def tell(
     threads: Threads = 0,
     plain: Plain = False,
     pace: Pace = 0.0,
+    stats: Stats = False,
     as_json: AsJson = False,
     version: ShowVersion = False,
 ) -> None:
@@ -147,14 +148,17 @@ def tell(
         _tell(f"this machine's memory has room for {total} of the {decoder.target.n_positions} tokens of the target's context")
     max_tokens = max(0, total + 1 - len(prompt_tokens))
     out = Console()
-    n_proposed = (FIXED_GAMMA if gamma == AUTO else int(gamma)) if draft else 0
+    names = [Path(name).name.removesuffix(".bin") for name in (model, draft, stage) if name]
+    origins = {NGRAM: "from the text so far", SELF: f"by {names[0]} in int8"}
+    roles = Roles(names[0], origins.get(draft, f"by {names[1]}") if draft else "")
     view: View
     if as_json:
         view = SilentView(decoder.tokenizer)
     elif not plain and LivePanel.fits(out):
-        title = " + ".join(Path(name).name.removesuffix(".bin") for name in (model, draft, stage) if name)
-        view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, n_proposed, title, pace)
+        view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, roles, " + ".join(names), pace)
     else:
+        if pace and not plain:
+            _tell("--pace has no effect: no panel fits here")
         view = PlainView(decoder.tokenizer, sys.stdout)
     with writing():
         _run(view, decoder, prompt, max_tokens, sampling, statistics)
@@ -179,9 +183,14 @@ def tell(
             }
             print(to_json(statistics, view.text, view.tokens, **times, seed=sampling.seed, settings=settings))
         else:
-            told = {"seed": sampling.seed, "threads": decoder.target.n_threads, "weights": decoder.weights, **_whose(decoder)}
-            told |= _advice(decoder, statistics)
-            print_summary(Console(stderr=True), statistics, **told)
+            at_a_pace = isinstance(view, LivePanel) and view.was_held
+            errors, note = Console(stderr=True), "" if at_a_pace else _advice(decoder, statistics)
+            is_to_see = bool(draft) and isinstance(view, LivePanel) and not view.was_seen
+            more = "--stats has more" + ", --pace 4 lets you watch" * is_to_see
+            print_result(errors, statistics, roles, verify == "coupled", at_a_pace, note, f"seed {sampling.seed}; {more}")
+            if stats:
+                told = {"seed": sampling.seed, "threads": decoder.target.n_threads, "weights": decoder.weights}
+                print_summary(errors, statistics, **told, **_whose(decoder))
 
 
 def _stages(drafts: list[str], stage: str) -> tuple[str, str]:
@@ -225,16 +234,16 @@ def _whose(decoder: SpeculativeDecoder) -> dict[str, str]:
     return {"text" if decoder.verify == "coupled" else "distribution": f"the {decoder.target.weights.kind} target's own"}
 
 
-def _advice(decoder: SpeculativeDecoder, statistics: Statistics) -> dict[str, str]:
-    """What to do where a draft does not pay, for the summary."""
+def _advice(decoder: SpeculativeDecoder, statistics: Statistics) -> str:
+    """What to do where a draft does not pay."""
     if not decoder.draft or statistics.target_passes < FEW_PASSES:
-        return {}
+        return ""
     n_drafted = sum(statistics.drafted_histogram[1:])
     if decoder.gamma == AUTO and n_drafted < statistics.target_passes / 4:
-        return {"note": f"a draft does not pay here: {n_drafted} of {statistics.target_passes} passes had one"}
+        return f"a draft does not pay here: {n_drafted} of {statistics.target_passes} passes had one"
     if decoder.gamma != AUTO and 0 < statistics.speed_up < 1:
-        return {"note": "-g does not pay here: leave it out"}
-    return {}
+        return "-g does not pay here: leave it out"
+    return ""
 
 
 def _run(
@@ -252,7 +261,7 @@ def _run(
                 signals.text_begins()
             statistics.add(event)
             view.show(event)
-            if signals.asked:
+            if signals.asked or view.ended:
                 statistics.stop_reason = "interrupted"
                 break
 

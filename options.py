@@ -106,14 +106,15 @@ Threads = Annotated[
         "-j", "--threads", group="Machine", metavar="N", min=0, help="CPU threads. 0: all cores; a text takes fewer if faster."
     ),
 ]
-Plain = Annotated[bool, flag("--plain", group="Output", help="No panel: the text on stdout as it comes, the summary on stderr.")]
+Plain = Annotated[bool, flag("--plain", group="Output", help="No panel: the text on stdout as it comes, the result on stderr.")]
 Pace = Annotated[
     float,
     option(
         "--pace", group="Output", metavar="X", min=0.0,
-        help="Steps a second at most, to watch the panel; the pauses are not in the rates. 0: full speed.",
+        help="Steps a second at most, to watch the panel. 0: full speed.",
     ),
 ]  # fmt: skip
+Stats = Annotated[bool, flag("--stats", group="Output", help="Then all figures: drafted, accepted, mean length, by position.")]
 AsJson = Annotated[bool, flag("--json", group="Output", help="One JSON object on stdout.")]
 ShowVersion = Annotated[bool, flag("--version", group="Output", help="Print the version and exit.")]
 Shape = Annotated[
