@@ -31,9 +31,9 @@ class Config:
 
     The first seven are a llama2.c header's; shared_classifier: whether the classifier is the embedding; architecture: a name in
     `ARCHITECTURES`; norm_eps: what keeps a norm from dividing by 0; rope_theta: the base of RoPE's angles; head_dim: 0 stands for
-    dim / n_heads; rope_divisors: of the angle of each pair, none for 1; window: how many positions, its own the last, a token
-    sees (0: all); qkv_bias, wo_bias, mlp_bias: which products add a bias; qk_norm: whether queries and keys go through an RMSNorm for
-    each head.
+    dim / n_heads; rope_divisors: of each pair's angle, none for 1; window: how many positions, its own the last, a token sees (0:
+    all); qkv_bias, wo_bias, mlp_bias: which products add a bias; qk_norm: whether queries and keys go through an RMSNorm for each
+    head.
     """
 
     dim: int
