@@ -105,7 +105,7 @@ class _Keys:
 def _pieces(keys: _Keys) -> Pieces:
     bos = keys.token("bos_token_id")
     begins = keys.a("add_bos_token", bool, True) and bos is not None
-    marks = keys.end_marks()
+    marks = keys.end_marks() | ({} if bos is None else {bos: "bos"})  # the stories models end a text by beginning one
     unknown = keys.token("unknown_token_id") or 0
     by_name = {keys.tokens[token].upper(): token for token in keys.of(BYTE)}
     return Pieces(

@@ -64,7 +64,7 @@ def test_marks_are_those_of_the_keys_and_of_known_names() -> None:
     assert marks("llama3") == {"<|end_of_text|>": "eos", "<|eot_id|>": "eot"}
     assert marks("smollm2") == {"<|im_end|>": "eos", "<|endoftext|>": "eos"}
     assert marks("smollm2", eos_token_id=5, eot_token_id=7)[keys_of("smollm2")["tokens"][7]] == "eot"
-    assert marks("llama2") == {"</s>": "eos"}
+    assert marks("llama2") == {"<s>": "bos", "</s>": "eos"}
     assert marks("gpt2", eos_token_id=2**32 - 1) == {"<|endoftext|>": "eos"}
 
 
