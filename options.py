@@ -17,7 +17,7 @@ ModelFile = Annotated[
     str,
     option(
         *("-m", "--model"), group="Models", metavar="NAME",
-        help="Target: a Hugging Face folder or org/name, or a llama2.c checkpoint: a path, or a name in models/.",
+        help="Target: a Hugging Face folder, org/name or org/name:Q4_K_M, a GGUF file, or a llama2.c checkpoint.",
     ),
 ]  # fmt: skip
 DraftFile = Annotated[

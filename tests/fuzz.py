@@ -44,12 +44,14 @@ from specdec.readers import CheckpointError, load_checkpoint
 from specdec.sampling import Sampler, Sampling, draw, keep_or_redraw, weigh_prefix
 from specdec.stages import Account, StagedDrafter
 from specdec.tokenizer import BOS, EOS, TextStream, Tokenizer, TokenizerError
+from specdec.tokenizer_gguf import gguf_tokenizer
 from specdec.transformer import Transformer
 from specdec.tree_planning import AutoTree, StaticTree, TreeCosts, new_acceptances
 from specdec.weights import FP32, INT8
 from specdec.weights.int8 import NATIVE_INT8, PORTABLE_INT8
 from tests import checkpoints as made
 from tests import folders as huggingface
+from tests import gguf_files as made_gguf
 from tests import reference
 from tests.models import END_MARKS
 
@@ -60,6 +62,11 @@ FOLDER = Path(tempfile.mkdtemp(prefix="specdec-fuzz-"))
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 KEYS = (
     "attention_bias", "rope_scaling", "rope_theta", "head_dim", "quantization_config", "sliding_window", "layer_types",
+)  # fmt: skip
+GGUF_VALUES = (
+    0, 1, 2, 3, 5, 2**31, 0.0, 1.0, math.nan, math.inf, 1e-5, True, False, "", "llama", "gpt2", "yarn", "linear", "\udcff",
+    made_gguf.Typed(10, 2**60), made_gguf.Typed(5, -1), made_gguf.Typed(11, -(2**60)), [1, 2], ["a", "b"], [0.5, math.nan],
+    [True],
 )  # fmt: skip
 EXTREMES = (0, 1, 2, 3, 7, 8, -1, -2, 255, 2**15, 2**16, 2**24, 2**30, 2**31 - 2, 2**31 - 1, -(2**31), -(2**31) + 1)
 ODD_FLOATS = (math.nan, math.inf, -math.inf, -0.0, 1e-45, 1e-40, 1e-30, 1e19, 3e38, -3e38, -1.0)
@@ -201,6 +208,48 @@ def checkpoints(rng):
     # rows padded to strips of 32, room for 256 positions and for 64 tokens of activations: 64 times a file of rows of 2
     assert peak + mapped < 64 * len(data) + 2**24, f"{peak} and {mapped} bytes for a file of {len(data)}"
     return outcome
+
+
+def ggufs(rng):
+    """A GGUF file with some harm done is refused in one line that names it, or is a model with its tokenizer."""
+    name = rng.choice(made_gguf.NAMES)
+    keys, tensors = made_gguf.model_keys(name), made_gguf.model_tensors(name)
+    if rng.random() < 0.5:
+        keys |= made_gguf.tokenizer_keys(rng.choice(["gpt2", "llama2", "llama3"]))
+        keys.pop(f"{keys['general.architecture']}.vocab_size", None)
+        rows = len(keys["tokenizer.ggml.tokens"]) + rng.choice([0, 0, 0, 1])
+        numbers = np.random.default_rng(rng.getrandbits(32))
+        for table in {"token_embd.weight", "output.weight"} & set(tensors):
+            tensors[table] = numbers.standard_normal((rows, tensors[table].shape[1])).astype(np.float32)
+    if rng.random() < 0.5:
+        for _ in range(rng.choice([1, 1, 2])):
+            keys[rng.choice([*keys, "split.count", "general.alignment", "llama.rope.scaling.type"])] = rng.choice(GGUF_VALUES)
+    data, header = made_gguf.gguf_bytes(keys, tensors), len(made_gguf.header_bytes(keys, tensors))
+    if rng.random() < 0.7:
+        marks = [match.start() for match in re.finditer(b"blk|token|general|split|rope", data[:header])]
+        fields = [at + rng.choice([-8, 20, 24, 28, 32, 36]) for at in rng.choices(marks, k=5)]
+        data = damaged(rng, data, made_gguf.gguf_bytes(keys, {}), header, [4, 8, 12, 16, 20, *fields])
+    path = FOLDER / f"model{rng.randrange(3)}.gguf"
+    path.write_bytes(data)
+    tracemalloc.start()
+    try:
+        checkpoint = load_checkpoint(path)
+        shapes = architecture_of(checkpoint.config).shapes(checkpoint.config)
+        for key, tensor in checkpoint.tensors.items():
+            each = [t[:] for t in tensor] if isinstance(tensor, list) else [tensor[:]]
+            assert {array.shape for array in each} == {shapes[key][1:] if isinstance(tensor, list) else shapes[key]}, key
+        if checkpoint.vocabulary:
+            tokenizer = gguf_tokenizer(path, checkpoint.vocabulary)
+            tokens = tokenizer.encode("the river été")
+            assert tokens and all(0 <= token < checkpoint.config.vocab_size for token in [*tokens, *tokenizer.end_marks])
+            tokenizer.decode(tokens)
+    except (CheckpointError, TokenizerError) as error:
+        return one_line(error, str(path))
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 2**26, f"{peak} bytes for a file of {len(data)}"
+    return FINE
 
 
 # Tokenizers
@@ -733,7 +782,7 @@ def caches(rng):
 
 CAMPAIGNS = {
     campaign.__name__: campaign
-    for campaign in (checkpoints, folders, tokenizers, texts, stages, trees, sampling, streams, values, caches)
+    for campaign in (checkpoints, folders, ggufs, tokenizers, texts, stages, trees, sampling, streams, values, caches)
 }
 
 

@@ -136,6 +136,74 @@ def test_of_shards_those_are_fetched_that_the_index_names(server: Hub) -> None:
     assert contents(hub.fetch("org/sharded")) == {name: data for name, data in SHARDED.items() if name != "model-3.safetensors"}
 
 
+GGUFS = {
+    "model-BF16.gguf": b"16 bits",
+    "model-F16.gguf": b"also 16",
+    "model-Q8_0.gguf": b"8 bits",
+    "model-q4_k_m.gguf": b"4 bits",
+    "mmproj-Q4_K_M.gguf": b"an eye",
+    "big/model-Q6_K-00001-of-00002.gguf": b"one",
+    "big/model-Q6_K-00002-of-00002.gguf": b"two",
+    "README.md": b"# read me",
+}
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("bits", "name"),
+    [("", "model-q4_k_m"), (":Q4_K_M", "model-q4_k_m"), (":q8_0", "model-Q8_0"), (":F16", "model-F16"), (":BF16", "model-BF16")],
+)
+def test_bits_choose_a_gguf_file_and_no_other_is_fetched(server: Hub, bits: str, name: str) -> None:
+    server.repositories["org/gguf"] = GGUFS
+    path = hub.fetch(f"org/gguf{bits}")
+    assert path.read_bytes() == GGUFS[f"{name}.gguf"]
+    assert server.fetched() == [f"{name}.gguf"]
+    n = len(server.requests)
+    assert hub.fetch(f"org/gguf{bits}") == files.find(f"org/gguf{bits}") == path
+    assert len(server.requests) == n
+
+
+@needs_library
+def test_a_split_gguf_comes_whole(server: Hub) -> None:
+    server.repositories["org/gguf"] = dict(GGUFS)
+    path = hub.fetch("org/gguf:Q6_K")
+    assert path.name == "model-Q6_K-00001-of-00002.gguf"
+    assert [each.read_bytes() for each in sorted(path.parent.iterdir())] == [b"one", b"two"]
+    path.with_name("model-Q6_K-00002-of-00002.gguf").unlink()
+    assert hub.fetch("org/gguf:Q6_K") == path and path.with_name("model-Q6_K-00002-of-00002.gguf").exists()
+    del server.repositories["org/gguf"]["big/model-Q6_K-00002-of-00002.gguf"]
+    path.with_name("model-Q6_K-00002-of-00002.gguf").unlink()
+    assert "lacks 'big/model-Q6_K-00002-of-00002.gguf'" in refused(lambda: hub.fetch("org/gguf:Q6_K"))
+
+
+@needs_library
+def test_without_bits_safetensors_go_before_gguf_and_8_bits_before_any(server: Hub) -> None:
+    server.repositories["org/both"] = MODEL | GGUFS
+    assert hub.fetch("org/both:Q4_K_M").is_file()
+    assert hub.fetch("org/both").is_dir()
+    without = {name: data for name, data in GGUFS.items() if "q4" not in name}
+    server.repositories["org/gguf"] = without
+    assert hub.fetch("org/gguf").name == "model-Q8_0.gguf"
+    server.repositories["org/few"] = {"model.IQ4_XS.gguf": b"few"}
+    assert hub.fetch("org/few").name == "model.IQ4_XS.gguf"
+
+
+@needs_library
+def test_bits_that_are_not_there_are_told_with_those_that_are(server: Hub) -> None:
+    server.repositories["org/gguf"] = {"model-Q8_0.gguf": b"8 bits"}
+    assert "no GGUF file of Q5_K; there is model-Q8_0.gguf" in refused(lambda: hub.fetch("org/gguf:Q5_K"))
+    assert "no GGUF file of Q5_K; there is none at all" in refused(lambda: hub.fetch("org/model:Q5_K"))
+
+
+@needs_library
+def test_a_gguf_file_in_the_cache_needs_no_network(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.repositories["org/gguf"] = GGUFS
+    path = hub.fetch("org/gguf:Q8_0")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert hub.fetch("org/gguf:Q8_0") == path == hub.fetch("org/gguf")
+    assert "HF_HUB_OFFLINE" in refused(lambda: hub.fetch("org/gguf:F16"))
+
+
 @needs_library
 def test_a_mirror_without_sizes_will_do(server: Hub) -> None:
     server.knows_sizes = False

@@ -1,0 +1,264 @@
+"""GGUF files for the tests: written byte by byte, and made of the fixtures' folders and tokenizers."""
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specdec.architectures import Config
+from tests import folders
+from tests.folders import CONFIGS, FIXTURES
+
+TOKENIZERS = FIXTURES / "tokenizers"
+TYPE_IDS = {
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "BF16": 30,
+}  # fmt: skip
+BLOCK_SIZES = {
+    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34), "Q4_K": (256, 144),
+    "Q5_K": (256, 176), "Q6_K": (256, 210),
+}  # fmt: skip
+FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+DTYPES = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", np.dtype(np.uint16): "BF16"}
+Keys = dict[str, Any]
+
+
+class Typed(NamedTuple):
+    """A value of a type that its Python type does not tell; 9 is an array, of `inner`."""
+
+    kind: int
+    value: Any
+    inner: int = 0
+
+
+class Raw(NamedTuple):
+    """A tensor that is no array: its type, its shape, the outermost dimension first, and its bytes."""
+
+    type: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+def string(text: str) -> bytes:
+    data = text.encode("utf-8", "surrogateescape")
+    return struct.pack("<Q", len(data)) + data
+
+
+def typed(value: Any) -> Typed:
+    """As writers have it: whole numbers u32, or i32 in arrays."""
+    if isinstance(value, Typed):
+        return value
+    if isinstance(value, list):
+        return Typed(9, value, {str: 8, float: 6, int: 5, bool: 7}[type(value[0])])
+    return Typed({str: 8, float: 6, int: 4, bool: 7}[type(value)], value)
+
+
+def value_bytes(value: Any) -> bytes:
+    kind, content, inner = typed(value)
+
+    def plain(kind: int, content: Any) -> bytes:
+        return string(content) if kind == 8 else struct.pack("<" + FORMATS[kind], content)
+
+    head = struct.pack("<I", kind)
+    if kind != 9:
+        return head + plain(kind, content)
+    return head + struct.pack("<IQ", inner, len(content)) + b"".join(plain(inner, each) for each in content)
+
+
+def raw(tensor: Any) -> Raw:
+    return tensor if isinstance(tensor, Raw) else Raw(DTYPES[tensor.dtype], tensor.shape, tensor.tobytes())
+
+
+def header_bytes(keys: Mapping[str, Any], tensors: Mapping[str, Any], version: int = 3, alignment: int = 32) -> bytes:
+    out = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(keys))
+    out += b"".join(string(key) + value_bytes(value) for key, value in keys.items())
+    at = 0
+    for name, tensor in tensors.items():
+        kind, shape, data = raw(tensor)
+        out += string(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1]) + struct.pack("<IQ", TYPE_IDS[kind], at)
+        at += -(-len(data) // alignment) * alignment
+    return out
+
+
+def gguf_bytes(keys: Mapping[str, Any], tensors: Mapping[str, Any], version: int = 3, alignment: int = 32) -> bytes:
+    """A whole file."""
+
+    def padded(data: bytes) -> bytes:
+        return data + bytes(-len(data) % alignment)
+
+    data = [padded(raw(tensor).data) for tensor in tensors.values()]
+    return padded(header_bytes(keys, tensors, version, alignment)) + b"".join(data)
+
+
+def split_bytes(keys: Keys, tensors: Mapping[str, Any], n: int) -> list[bytes]:
+    """The parts of a file that is split into so many."""
+    names = list(tensors)
+    size = math.ceil(len(names) / n)
+    parts = []
+    for i in range(n):
+        own = {"split.no": Typed(2, i), "split.count": Typed(2, n), "split.tensors.count": Typed(5, len(names))}
+        part = {name: tensors[name] for name in names[i * size : (i + 1) * size]}
+        parts.append(gguf_bytes((keys if i == 0 else {}) | own, part))
+    return parts
+
+
+def write_parts(folder: Path, parts: list[bytes]) -> Path:
+    """Those files in a folder; the path of the first."""
+    for i, data in enumerate(parts):
+        (folder / f"model-{i + 1:05}-of-{len(parts):05}.gguf").write_bytes(data)
+    return folder / f"model-00001-of-{len(parts):05}.gguf"
+
+
+def random_blocks(rng: np.random.Generator, kind: str, rows: int, n: int, scale: float = 0.02) -> Raw:
+    """A matrix of random codes, whose scales are about that large."""
+    n_weights, n_bytes = BLOCK_SIZES[kind]
+    blocks = rng.integers(0, 256, (rows * n // n_weights, n_bytes), np.uint8)
+    for at in {"Q6_K": (208,), "Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,)}.get(kind, (0, 2)):
+        scales = (rng.standard_normal(len(blocks)) * scale / (16 if "K" in kind else 1)).astype(np.float16)
+        blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+    return Raw(kind, (rows, n), blocks.tobytes())
+
+
+# Models
+
+LLAMA_NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+GPT2_NAMES = {
+    "wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "ln_1": "attn_norm", "ln_2": "ffn_norm",
+    "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
+}  # fmt: skip
+NAMES = [name for name in folders.NAMES if name in CONFIGS and not CONFIGS[name].window]
+
+
+def architecture(name: str) -> str:
+    return next(a for a in ("qwen2", "qwen3", "gpt2", "llama") if name.startswith(a))
+
+
+def stored_name(full: str) -> str:
+    """A tensor's name in GGUF."""
+    layer, rest = "", full.removeprefix("transformer.")
+    for prefix in ("model.layers.", "h."):
+        if rest.startswith(prefix):
+            number, _, rest = rest.removeprefix(prefix).partition(".")
+            layer = f"blk.{number}."
+    stem, _, end = rest.rpartition(".")
+    return f"{layer}{(LLAMA_NAMES | GPT2_NAMES)[stem]}.{end}"
+
+
+def adjacent(array: Any, head_dim: int) -> Any:
+    """Rows as `llama` has them: each head's halves interleaved, one row of each in turns."""
+    heads = array.reshape(-1, 2, head_dim // 2, *array.shape[1:])
+    return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(array.shape)
+
+
+def model_tensors(name: str) -> dict[str, Any]:
+    """A fixture's tensors as a converter writes them: vectors in fp32, matrices (outputs, inputs)."""
+    config, tensors = CONFIGS[name], {}
+    for full, (_, array) in folders.stored(FIXTURES / name).items():
+        if full.endswith((".attn.bias", ".attn.masked_bias")):
+            continue
+        stored, result = stored_name(full), array
+        if architecture(name) == "gpt2" and ".c_" in f".{full}" and array.ndim == 2:
+            result = np.ascontiguousarray(array.T)
+        if architecture(name) == "llama" and stored.split(".")[-2] in ("attn_q", "attn_k"):
+            result = adjacent(array, config.head_dim)
+        if result.ndim == 1 and result.dtype == np.uint16:
+            result = (result.astype(np.uint32) << 16).view(np.float32)
+        tensors[stored] = result.astype(np.float32) if result.ndim == 1 else result
+    if config.rope_scaling:
+        tensors["rope_freqs.weight"] = rope_divisors(config)
+    return tensors
+
+
+def rope_divisors(config: Config) -> Any:
+    """Llama 3.1's, in fp32: 1 for fast angles, the factor for slow ones."""
+    scaling = config.rope_scaling
+    assert scaling
+    waves = 2 * math.pi * config.rope_theta ** (np.arange(0, config.head_dim, 2) / config.head_dim)
+    low, high = (scaling.original_seq_len / each for each in (scaling.low_freq_factor, scaling.high_freq_factor))
+    smooth = (scaling.original_seq_len / waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    between = 1 / ((1 - smooth) / scaling.factor + smooth)
+    return np.where(waves < high, 1, np.where(waves > low, scaling.factor, between)).astype(np.float32)
+
+
+def model_keys(name: str) -> Keys:
+    """What a converter writes of a fixture's config."""
+    config, a = CONFIGS[name], architecture(name)
+    keys: Keys = {
+        "general.architecture": a,
+        f"{a}.block_count": config.n_layers,
+        f"{a}.context_length": config.seq_len,
+        f"{a}.embedding_length": config.dim,
+        f"{a}.feed_forward_length": config.hidden_dim,
+        f"{a}.attention.head_count": config.n_heads,
+    }
+    if a == "gpt2":
+        return keys | {"gpt2.attention.layer_norm_epsilon": config.norm_eps}
+    return keys | {
+        f"{a}.attention.head_count_kv": config.n_kv_heads,
+        f"{a}.attention.layer_norm_rms_epsilon": config.norm_eps,
+        f"{a}.rope.freq_base": config.rope_theta,
+        f"{a}.attention.key_length": config.head_dim,
+        f"{a}.attention.value_length": config.head_dim,
+        f"{a}.vocab_size": config.vocab_size,
+    }
+
+
+# Tokenizers
+
+
+def tokenizer_keys(name: str) -> Keys:
+    """What a converter writes of a tokenizer of the fixtures'."""
+    content = json.loads((TOKENIZERS / f"{name}.json").read_text(encoding="utf-8"))
+    vocabulary = dict(content["model"]["vocab"])
+    added = {each["id"]: each for each in content["added_tokens"]}
+    vocabulary |= {each["content"]: token for token, each in added.items()}
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    types = [(3 if added[i]["special"] else 4) if i in added else 1 for i in range(len(tokens))]
+    merges = [each if isinstance(each, str) else " ".join(each) for each in content["model"]["merges"]]
+    keys: Keys = {"tokens": tokens}
+    if name == "llama2":
+        ranks = {merge.replace(" ", ""): i for i, merge in reversed(list(enumerate(merges)))}
+        types = [6 if token.startswith("<0x") else kind for token, kind in zip(tokens, types, strict=True)]
+        types[vocabulary["<unk>"]] = 2
+        keys |= {"model": "llama", "scores": [-float(ranks.get(token, 10**6)) for token in tokens]}
+        keys |= {"bos_token_id": vocabulary["<s>"], "eos_token_id": vocabulary["</s>"], "unknown_token_id": vocabulary["<unk>"]}
+    else:
+        pre, bos, eos = {
+            "gpt2": ("gpt-2", "<|endoftext|>", "<|endoftext|>"),
+            "smollm2": ("smollm", "<|im_start|>", "<|im_end|>"),
+            "qwen2": ("qwen2", "<|endoftext|>", "<|im_end|>"),
+            "llama3": ("llama-bpe", "<|begin_of_text|>", "<|end_of_text|>"),
+        }[name]
+        keys |= {"model": "gpt2", "pre": pre, "merges": merges, "bos_token_id": vocabulary[bos], "eos_token_id": vocabulary[eos]}
+    return {f"tokenizer.ggml.{key}": value for key, value in (keys | {"token_type": types}).items()}
+
+
+def with_tokenizer(name: str, folder: Path) -> tuple[Keys, dict[str, Any]]:
+    """Keys and tensors of the model in a folder of tests/test_real_models.py, with a tokenizer of the fixtures'."""
+    values = json.loads((folder / "config.json").read_text())
+    keys: Keys = {
+        "general.architecture": "llama",
+        "llama.block_count": values["num_hidden_layers"],
+        "llama.context_length": values["max_position_embeddings"],
+        "llama.embedding_length": values["hidden_size"],
+        "llama.feed_forward_length": values["intermediate_size"],
+        "llama.attention.head_count": values["num_attention_heads"],
+        "llama.attention.head_count_kv": values["num_key_value_heads"],
+        "llama.attention.layer_norm_rms_epsilon": values["rms_norm_eps"],
+        "tokenizer.chat_template": "{{ messages }}",
+    }
+    head_dim = values["hidden_size"] // values["num_attention_heads"]
+    tensors = {}
+    for full, (_, array) in folders.stored(folder).items():
+        stored = stored_name(full)
+        turned = adjacent(array, head_dim) if stored.split(".")[-2] in ("attn_q", "attn_k") else array
+        tensors[stored] = (turned.astype(np.uint32) << 16).view(np.float32) if array.ndim == 1 else turned
+    return keys | tokenizer_keys(name), tensors

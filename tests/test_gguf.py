@@ -1,0 +1,455 @@
+"""readers/gguf.py and its files: a GGUF file is read as the package gguf and the folder it was made of say, or refused."""
+
+import math
+import struct
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdec.architectures import architecture_of
+from specdec.architectures.rope import positions_a_radian
+from specdec.readers import CheckpointError, load_checkpoint
+from specdec.readers.gguf_blocks import BLOCKS, BlockTensor, dequantized
+from specdec.readers.gguf_file import GgufFile
+from specdec.transformer import Transformer
+from tests import folders
+from tests.folders import CONFIGS, FIXTURES, message_of, read_all
+from tests.gguf_files import (
+    BLOCK_SIZES,
+    NAMES,
+    TYPE_IDS,
+    Keys,
+    Raw,
+    Typed,
+    gguf_bytes,
+    header_bytes,
+    model_keys,
+    model_tensors,
+    random_blocks,
+    rope_divisors,
+    split_bytes,
+    string,
+    value_bytes,
+    write_parts,
+)
+
+PACKAGE = FIXTURES / "gguf"
+
+
+# What is read
+
+
+@pytest.mark.parametrize("kind", BLOCK_SIZES)
+def test_blocks_are_the_numbers_that_the_package_says(kind: str) -> None:
+    with np.load(PACKAGE / "blocks.npz") as file:
+        blocks, floats = file[kind], file[f"{kind}_floats"]
+    assert blocks.shape[1] == BLOCKS[kind].n_bytes and floats.shape[1] == BLOCKS[kind].n_weights
+    np.testing.assert_array_equal(dequantized(kind, blocks), floats, strict=True)
+    np.testing.assert_array_equal(dequantized(kind, blocks.reshape(2, -1)), floats.reshape(2, -1), strict=True)
+
+
+def test_a_file_of_the_package_is_read_whole() -> None:
+    file = GgufFile(PACKAGE / "package.gguf")
+    expected_keys = {
+        "general.architecture": "llama", "llama.block_count": 3, "llama.attention.layer_norm_rms_epsilon": 1e-5, "a.truth": True,
+        "a.number": -(2**40), "a.float": 0.1, "tokenizer.ggml.tokens": ["<unk>", "é", "\u2581the", ""],
+        "tokenizer.ggml.scores": [0.0, -1.5, -2.0, 0.25], "a.list": [1, 2, 3],
+    }  # fmt: skip
+    assert {key: file.keys[key] for key in expected_keys} == expected_keys
+    with np.load(PACKAGE / "package.npz") as expected:
+        assert set(file.entries) == set(expected)
+        for name, floats in expected.items():
+            array = file.tensor(name)[:]
+            array = (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array
+            np.testing.assert_array_equal(array.astype(np.float32), floats)
+
+
+def write(folder: Path, name: str, version: int = 3, **changes: Any) -> Path:
+    """A fixture as a GGUF file; changes: of its keys."""
+    path = folder / f"{name}.gguf"
+    path.write_bytes(gguf_bytes(model_keys(name) | changes, model_tensors(name), version))
+    return path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_is_bit_for_bit_that_of_the_folder_it_was_made_of(tmp_path: Path, name: str) -> None:
+    """With the heads' rows permuted or not, fused or not, as each architecture has them."""
+    checkpoint, folder = load_checkpoint(write(tmp_path, name)), load_checkpoint(FIXTURES / name)
+    expected, got = read_all(folder), read_all(checkpoint)
+    divisors = tuple(map(float, rope_divisors(folder.config))) if folder.config.rope_scaling else ()
+    assert checkpoint.config == replace(folder.config, rope_scaling=None, rope_divisors=divisors)
+    assert set(got) == set(expected)
+    for key, array in got.items():
+        wide = expected[key]
+        if array.dtype != wide.dtype:  # vectors are fp32 in GGUF
+            wide = (wide.astype(np.uint32) << 16).view(np.float32) if wide.dtype == np.uint16 else wide.astype(np.float32)
+        np.testing.assert_array_equal(array, wide, strict=True)
+
+
+def model_of(path: Path) -> Transformer:
+    checkpoint = load_checkpoint(path)
+    return Transformer(checkpoint.config, architecture_of(checkpoint.config).pack(checkpoint.config, checkpoint.tensors))
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "gpt2"])
+def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    """Of llama3 by the divisors that the file holds in the place of a formula."""
+    expected, model = folders.expected(name), model_of(write(tmp_path, name))
+    difference = np.abs(model.forward(expected.tokens, len(expected.tokens)) - expected.logits).max(1)
+    assert (difference / np.abs(expected.logits).max(1)).max() < 3e-5
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_both_versions_and_any_alignment_are_read(tmp_path: Path, version: int) -> None:
+    whole = read_all(load_checkpoint(write(tmp_path, "llama_tied", version)))
+    keys = model_keys("llama_tied") | {"general.alignment": 256}
+    path = tmp_path / "no-name-that-tells"
+    path.write_bytes(gguf_bytes(keys, model_tensors("llama_tied"), version, 256))
+    for key, array in read_all(load_checkpoint(path)).items():
+        np.testing.assert_array_equal(array, whole[key])
+
+
+def test_what_a_silent_file_means(tmp_path: Path) -> None:
+    keys = model_keys("llama")
+    for key in ("attention.head_count_kv", "rope.freq_base", "attention.key_length", "attention.value_length", "vocab_size"):
+        del keys[f"llama.{key}"]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(keys, model_tensors("llama")))
+    assert load_checkpoint(path).config == CONFIGS["llama"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "factor"),
+    [
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, 4),
+        ({"rope.scaling.factor": 4.0}, 4),
+        ({"rope.scale_linear": 2.0}, 2),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, 1),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 0.0}, 1),
+    ],
+)
+def test_linear_scaling_divides_all_angles(tmp_path: Path, changes: Keys, factor: int) -> None:
+    config = load_checkpoint(write(tmp_path, "llama", **{f"llama.{key}": value for key, value in changes.items()})).config
+    np.testing.assert_array_equal(positions_a_radian(config), factor * positions_a_radian(CONFIGS["llama"]))
+
+
+def test_an_output_that_is_the_embedding_again_is_kept_once(tmp_path: Path) -> None:
+    tensors = model_tensors("gpt2")
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(model_keys("gpt2"), tensors | {"output.weight": tensors["token_embd.weight"]}))
+    assert load_checkpoint(path).config.shared_classifier
+    path.write_bytes(gguf_bytes(model_keys("gpt2"), tensors | {"output.weight": tensors["token_embd.weight"] * 2}))
+    checkpoint = load_checkpoint(path)
+    assert not checkpoint.config.shared_classifier
+    np.testing.assert_array_equal(checkpoint.tensors["wcls"][:], 2 * checkpoint.tensors["tok_emb"][:])
+
+
+# Blocks
+
+WIDE = {"embedding_length": 256, "feed_forward_length": 512, "attention.key_length": 64, "attention.value_length": 64}
+
+
+def block_model(a: str, rng: np.random.Generator) -> tuple[Keys, dict[str, Any]]:
+    """A model of 256 columns whose matrices are of every type."""
+    keys = model_keys({"llama": "llama_tied", "qwen2": "qwen2", "gpt2": "gpt2"}[a])
+    keys |= {f"{a}.{key}": value for key, value in WIDE.items() if a != "gpt2" or "length" in key}
+    keys[f"{a}.attention.head_count"] = 4
+    keys.pop(f"{a}.vocab_size", None)
+    shapes = {
+        "token_embd": (40, 256),
+        "blk.{}.attn_output": (256, 256),
+        "blk.{}.ffn_up": (512, 256),
+        "blk.{}.ffn_down": (256, 512),
+    }
+    vectors = {"output_norm.weight": 256, "blk.{}.attn_norm.weight": 256, "blk.{}.ffn_norm.weight": 256}
+    if a == "gpt2":
+        shapes |= {"blk.{}.attn_qkv": (768, 256)}
+        vectors |= {name.replace("weight", "bias"): n for name, n in vectors.items()}
+        vectors |= {"blk.{}.attn_qkv.bias": 768, "blk.{}.attn_output.bias": 256, "blk.{}.ffn_up.bias": 512}
+        vectors["blk.{}.ffn_down.bias"] = 256
+    else:
+        shapes |= {
+            "blk.{}.attn_q": (256, 256),
+            "blk.{}.attn_k": (128, 256),
+            "blk.{}.attn_v": (128, 256),
+            "blk.{}.ffn_gate": (512, 256),
+        }
+    if a == "qwen2":
+        vectors |= {"blk.{}.attn_q.bias": 256, "blk.{}.attn_k.bias": 128, "blk.{}.attn_v.bias": 128}
+    kinds = list(BLOCK_SIZES)
+    tensors: dict[str, Any] = {"position_embd.weight": rng.standard_normal((64, 256)).astype(np.float32)} if a == "gpt2" else {}
+    for name in [each.format(i) for each in shapes for i in range(2 if "{}" in each else 1)]:
+        shape = next(shape for each, shape in shapes.items() if name in (each.format(0), each.format(1)))
+        tensors[f"{name}.weight"] = random_blocks(rng, kinds[len(tensors) % len(kinds)], *shape)
+    for name in [each.format(i) for each in vectors for i in range(2 if "{}" in each else 1)]:
+        n = next(n for each, n in vectors.items() if name in (each.format(0), each.format(1)))
+        tensors[name] = (1 + 0.1 * rng.standard_normal(n)).astype(np.float32)
+    return keys, tensors
+
+
+def floats_of(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The same tensors, whose blocks are floats."""
+    return {
+        name: dequantized(tensor.type, np.frombuffer(tensor.data, np.uint8).reshape(tensor.shape[0], -1))
+        if isinstance(tensor, Raw)
+        else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("a", ["llama", "qwen2", "gpt2"])
+def test_blocks_lie_in_the_order_of_rows_that_their_floats_have(tmp_path: Path, a: str) -> None:
+    keys, tensors = block_model(a, np.random.default_rng(3))
+    (tmp_path / "blocks.gguf").write_bytes(gguf_bytes(keys, tensors))
+    (tmp_path / "floats.gguf").write_bytes(gguf_bytes(keys, floats_of(tensors)))
+    blocks, floats = (load_checkpoint(tmp_path / f"{name}.gguf").tensors for name in ("blocks", "floats"))
+    kinds = set()
+    for name, whole in floats.items():
+        for tensor, expected in zip(*(each if isinstance(each, list) else [each] for each in (blocks[name], whole)), strict=True):
+            np.testing.assert_array_equal(tensor[:], expected[:], strict=True)
+            if isinstance(tensor, BlockTensor):
+                kinds.add(tensor.type)
+                n = tensor.shape[0]
+                part = tensor.blocks(n // 3, n // 2)
+                assert part.flags.c_contiguous and part.dtype == np.uint8
+                np.testing.assert_array_equal(dequantized(tensor.type, part), expected[n // 3 : n // 2])
+                np.testing.assert_array_equal(tensor.rows(n // 3, n // 2), expected[n // 3 : n // 2])
+    assert len(kinds) > 4
+
+
+def test_infinite_scales_are_refused(tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    for kind in BLOCK_SIZES:
+        for at in BLOCKS[kind].scales:
+            for bits in (0x7C00, 0xFC00, 0x7E01):
+                keys, tensors = model_keys("llama_tied"), model_tensors("llama_tied")
+                blocks = random_blocks(rng, kind, 72, 256)
+                data = bytearray(blocks.data)
+                place = len(data) - BLOCK_SIZES[kind][1] + at
+                data[place : place + 2] = struct.pack("<H", bits)
+                path = tmp_path / "model.gguf"
+                path.write_bytes(gguf_bytes(keys, tensors | {"x": Raw(kind, blocks.shape, bytes(data))}))
+                tensor = GgufFile(path).tensor("x")
+                tensor[0:1]
+                with pytest.raises(CheckpointError, match=r'model\.gguf is damaged: "x" holds NaN or infinite scales'):
+                    tensor[:]
+
+
+# Splits
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_split_model_is_the_whole_one(tmp_path: Path, n: int) -> None:
+    path = write_parts(tmp_path, split_bytes(model_keys("qwen3"), model_tensors("qwen3"), n))
+    expected = read_all(load_checkpoint(write(tmp_path, "qwen3")))
+    for key, array in read_all(load_checkpoint(path)).items():
+        np.testing.assert_array_equal(array, expected[key])
+
+
+def test_a_split_that_is_not_whole_is_told_by_the_part(tmp_path: Path) -> None:
+    keys, tensors = model_keys("llama"), model_tensors("llama")
+    parts = split_bytes(keys, tensors, 3)
+    first = write_parts(tmp_path, parts)
+    second = first.with_name("model-00002-of-00003.gguf")
+    message_of(second, "later part", "model-00001-of-00003.gguf")
+    second.write_bytes(parts[2])
+    assert "split.no is 2; expected 1" in refused(first)
+    second.write_bytes(split_bytes(keys, tensors | {"output_norm.weight": tensors["output_norm.weight"]}, 2)[1])
+    assert "holds the tensor" in refused(first)
+    second.unlink()
+    assert "model-00002-of-00003.gguf is missing" in refused(first)
+    alone = tmp_path / "renamed.gguf"
+    alone.write_bytes(parts[0])
+    assert "-00001-of-00003.gguf" in refused(alone)
+
+
+# Files that are none
+
+
+def refused(path: Path) -> str:
+    """The refusal's text: one short line that names the file's folder, and is there at once."""
+    begin = time.monotonic()
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            read_all(load_checkpoint(path))
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
+    assert time.monotonic() - begin < 5
+    message = str(caught.value)
+    assert str(path.parent) in message and "\n" not in message and len(message) < 300 + 2 * len(str(path))
+    return message
+
+
+@pytest.fixture
+def small() -> tuple[Keys, dict[str, Any]]:
+    return model_keys("llama_tied"), model_tensors("llama_tied")
+
+
+def cuts(size: int, header: int) -> Iterator[int]:
+    yield from range(0, header, 7)
+    yield from range(header, size, 997)
+    yield size - 33
+
+
+def test_a_file_cut_anywhere_is_refused(tmp_path: Path, small: tuple[Keys, dict[str, Any]]) -> None:
+    data, header = gguf_bytes(*small), len(header_bytes(*small))
+    path = tmp_path / "model.gguf"
+    for cut in cuts(len(data), header):
+        path.write_bytes(data[:cut])
+        message = refused(path)
+        assert "truncated" in message or "damaged" in message or "no GGUF file" in message, (cut, message)
+
+
+def test_every_type_that_is_not_read_is_named(tmp_path: Path, small: tuple[Keys, dict[str, Any]]) -> None:
+    path, name = tmp_path / "model.gguf", b"blk.1.attn_q.weight"
+    for number, told in {17: "IQ2_XS", 10: "Q2_K", 39: "MXFP4", 28: "F64", 99: "number 99"}.items():
+        data = bytearray(gguf_bytes(*small))
+        at = data.index(name) + len(name) + 4 + 16
+        data[at : at + 4] = struct.pack("<I", number)
+        path.write_bytes(data)
+        assert f'tensor "blk.1.attn_q.weight" is of type {told}; specdec reads F32, F16, BF16, Q8_0' in refused(path)
+
+
+def u64(n: int) -> bytes:
+    return struct.pack("<Q", n)
+
+
+HUGE = (2**60, 2**63, 2**64 - 1, 2**40)
+
+
+def test_counts_beyond_all_bounds_are_refused_at_once(tmp_path: Path, small: tuple[Keys, dict[str, Any]]) -> None:
+    path, data = tmp_path / "model.gguf", gguf_bytes(*small)
+    key, name = data.index(b"general.architecture"), data.index(b"blk.1.attn_q.weight")
+    places = {8: "tensors", 16: "keys", key - 8: "name", key + 24: "", name - 8: "name", name + 23: "", name + 31: ""}
+    for at, word in places.items():
+        for n in HUGE:
+            path.write_bytes(data[:at] + u64(n) + data[at + 8 :])
+            assert word in refused(path)
+    for kind in (8, 4, 7, 9, 77):
+        for n in HUGE:
+            array = struct.pack("<IIQ", 9, kind, n)
+            path.write_bytes(data[:16] + u64(len(small[0]) + 1) + string("a.list") + array + data[24:])
+            assert "a.list" in refused(path)
+
+
+L = "llama."
+BAD_KEYS: dict[str, tuple[Keys, tuple[str, ...]]] = {
+    "no architecture": ({"general.architecture": None}, ("general.architecture", "qwen3")),
+    "an unknown architecture": ({"general.architecture": "mamba"}, ("mamba", "qwen3")),
+    "an architecture that is a number": ({"general.architecture": 5}, ("general.architecture", "5")),
+    "no layers": ({L + "block_count": None}, ("llama.block_count",)),
+    "more layers": ({L + "block_count": 3}, ("blk.2.",)),
+    "fewer layers": ({L + "block_count": 1}, ("no place",)),
+    "layers beyond bounds": ({L + "block_count": Typed(10, 2**60)}, ("llama.block_count",)),
+    "layers in words": ({L + "block_count": "two"}, ("llama.block_count", "two")),
+    "a truth of layers": ({L + "block_count": True}, ("llama.block_count", "true")),
+    "heads by layer": ({L + "attention.head_count": [4, 4]}, ("llama.attention.head_count", "[4, 4]")),
+    "no heads": ({L + "attention.head_count": 0}, ("llama.attention.head_count",)),
+    "odd heads": ({L + "attention.head_count_kv": 3}, ("n_kv_heads",)),
+    "another width": ({L + "embedding_length": 64}, ("shape",)),
+    "an eps that is none": ({L + "attention.layer_norm_rms_epsilon": math.nan}, ("epsilon", "NaN")),
+    "an eps in words": ({L + "attention.layer_norm_rms_epsilon": "1e-5"}, ("epsilon",)),
+    "a base that is none": ({L + "rope.freq_base": math.inf}, ("rope.freq_base",)),
+    "half a head turned": ({L + "rope.dimension_count": 4}, ("rope.dimension_count", "8")),
+    "yarn": ({L + "rope.scaling.type": "yarn"}, ("yarn", "linear")),
+    "experts": ({L + "expert_count": 8}, ("llama.expert_count",)),
+    "a window": ({L + "attention.sliding_window": 16}, ("sliding_window",)),
+    "another vocabulary": ({L + "vocab_size": 71}, ("vocab_size", "72")),
+    "fewer tokens": ({"tokenizer.ggml.tokens": ["a"] * 71}, ("71", "72")),
+    "an odd alignment": ({"general.alignment": 24}, ("general.alignment", "24")),
+    "no alignment": ({"general.alignment": 0}, ("general.alignment",)),
+    "an alignment in words": ({"general.alignment": "32"}, ("general.alignment",)),
+    "splits in words": ({"split.count": "3"}, ("split.count",)),
+    "splits beyond bounds": ({"split.count": Typed(10, 2**60)}, ("split.count",)),
+    "tensors of other parts": ({"split.tensors.count": 5}, ("split.tensors.count", "5")),
+}
+
+
+@pytest.mark.parametrize("what", BAD_KEYS)
+def test_keys_that_describe_no_model_are_named(tmp_path: Path, small: tuple[Keys, dict[str, Any]], what: str) -> None:
+    changes, words = BAD_KEYS[what]
+    keys = {key: value for key, value in (small[0] | changes).items() if value is not None}
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(keys, small[1]))
+    message = refused(path)
+    assert all(word in message for word in words), message
+
+
+def without(name: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda tensors: tensors.pop(name)
+
+
+def with_other(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda tensors: tensors.update(changes)
+
+
+NAN = np.full(32, np.nan, np.float32)
+BAD_TENSORS: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]] = {
+    "missing": (without("blk.1.ffn_up.weight"), ("blk.1.ffn_up.weight",)),
+    "no embedding": (without("token_embd.weight"), ("token_embd.weight",)),
+    "one too many": (with_other(**{"blk.0.extra.weight": NAN}), ("blk.0.extra.weight", "no place")),
+    "a line in a name": (with_other(**{"a\nb": NAN}), ("a\\nb", "no place")),
+    "half the biases": (with_other(**{"blk.0.attn_q.bias": NAN}), ("no tensor", "bias")),
+    "a shape": (with_other(**{"output_norm.weight": NAN[:31]}), ("(31,)", "(32,)")),
+    "turned": (with_other(**{"blk.0.ffn_up.weight": np.zeros((32, 48), np.float16)}), ("(32, 48)",)),
+    "NaN": (with_other(**{"output_norm.weight": NAN}), ("output_norm.weight", "NaN")),
+    "a vector of blocks": (with_other(**{"output_norm.weight": Raw("Q8_0", (32,), bytes(34))}), ("vector", "Q8_0")),
+    "half a block": (with_other(**{"output_norm.weight": Raw("Q4_K", (2, 128), bytes(144))}), ("256",)),
+    "five dimensions": (with_other(x=np.zeros((1,) * 5, np.float32)), ("5 dimensions",)),
+    "no rows": (with_other(**{"token_embd.weight": np.zeros((0, 32), np.float32)}), ("vocab_size",)),
+    "divisors that are none": (with_other(**{"rope_freqs.weight": np.zeros(4, np.float32)}), ("rope_divisor",)),
+    "divisors of another head": (with_other(**{"rope_freqs.weight": np.ones(5, np.float32)}), ("rope_freqs", "(5,)")),
+}
+
+
+@pytest.mark.parametrize("what", BAD_TENSORS)
+def test_tensors_that_make_no_model_are_named(tmp_path: Path, small: tuple[Keys, dict[str, Any]], what: str) -> None:
+    change, words = BAD_TENSORS[what]
+    change(small[1])
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(*small))
+    message = refused(path)
+    assert all(word in message for word in words), message
+
+
+def test_what_stands_twice_overlaps_or_is_not_aligned_is_refused(tmp_path: Path, small: tuple[Keys, dict[str, Any]]) -> None:
+    path, data = tmp_path / "model.gguf", gguf_bytes(*small)
+    path.write_bytes(data.replace(b"blk.1.attn_norm.weight", b"blk.0.attn_norm.weight"))
+    assert "twice" in refused(path)
+    block = string("llama.block_count") + value_bytes(2)
+    path.write_bytes(data[:16] + u64(len(small[0]) + 1) + block + data[24:])
+    assert "twice" in refused(path)
+    name = b"blk.1.attn_q.weight"
+    at = data.index(name) + len(name) + 4 + 16 + 4
+    (offset,) = struct.unpack_from("<Q", data, at)
+    for other, word in ((offset + 4, "multiple"), (offset - 32, "overlaps"), (2**62, "truncated"), (0, "overlaps")):
+        path.write_bytes(data[:at] + u64(other) + data[at + 8 :])
+        assert word in refused(path)
+
+
+def test_other_files_and_versions_say_what_they_are(tmp_path: Path, small: tuple[Keys, dict[str, Any]]) -> None:
+    path, data = tmp_path / "model.gguf", gguf_bytes(*small)
+    for version, word in ((1, "version 1"), (4, "version 4"), (3 << 24, "big-endian")):
+        path.write_bytes(data[:4] + struct.pack("<I", version) + data[8:])
+        assert word in refused(path)
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    assert "no GGUF file" in refused(path)
+    path.write_bytes(data[:16] + u64(len(small[0]) + 1) + string("a.flag") + struct.pack("<IB", 7, 2) + data[24:])
+    assert "a.flag" in refused(path)
+    path.unlink()
+    path.mkdir()
+    assert "model.gguf" in refused(path)
+
+
+def test_a_type_of_ours_has_the_number_of_the_format() -> None:
+    from specdec.readers.gguf_file import TYPES
+
+    assert {TYPES[number]: number for number in TYPE_IDS.values()} == TYPE_IDS

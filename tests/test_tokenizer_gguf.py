@@ -1,0 +1,213 @@
+"""tokenizer_gguf.py: a GGUF file's tokenizer is that of the tokenizer.json it was made of; and models in such files."""
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import Sampling, SpeculativeDecoder, Step
+from specdec.decoder import load_model
+from specdec.readers import load_checkpoint, read_vocabulary
+from specdec.tokenizer import Tokenizer, TokenizerError
+from specdec.tokenizer_gguf import gguf_tokenizer
+from specdec.vocabulary import common_vocabulary
+from tests.gguf_files import TOKENIZERS, Keys, gguf_bytes, tokenizer_keys, with_tokenizer
+from tests.test_cli import Run, run  # noqa: F401  (a fixture)
+
+pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
+from specdec.tokenizer_json import JsonTokenizer
+from tests.test_real_models import SAMPLINGS, folder, text_of
+
+BYTE_LEVEL = ["gpt2", "smollm2", "qwen2", "llama3"]
+TEXTS = [
+    "", " ", "  two", "Once upon a time", "I'm she'D we'LL they'Re", "1234 5,678.9", "a\n\n\tb \r\n", "été 日本 🙂🙂 Ωя",
+    "e\u0301", "<s></s><unk><0x41> <|im_end|><|endoftext|><|eot_id|>", "<tool_call>x</tool_call>",
+    "\x00\x1b\u00a0\u2003", "a" * 40,
+]  # fmt: skip
+
+
+def texts() -> list[str]:
+    rng = random.Random(7)
+    pool = "  \n\tthe rivr'sdTM0129.,!?<|>/é日🙂\u0301Ω"
+    return TEXTS + ["".join(rng.choices(pool, k=rng.randrange(1, 40))) for _ in range(200)]
+
+
+def keys_of(name: str, **changes: Any) -> Keys:
+    """Without their common beginning."""
+    keys = {key.removeprefix("tokenizer.ggml."): value for key, value in tokenizer_keys(name).items()} | changes
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+@pytest.mark.parametrize("name", [*BYTE_LEVEL, "llama2"])
+def test_ids_and_texts_are_those_of_the_tokenizer_json(name: str) -> None:
+    """But for what only decodes so that a text is not itself: SentencePiece's own sign of a space, in a text."""
+    ours, theirs = gguf_tokenizer(Path("x.gguf"), keys_of(name)), JsonTokenizer(TOKENIZERS / f"{name}.json")
+    assert ours.vocab_size == theirs.vocab_size
+    for text in texts():
+        tokens = theirs.encode(text)
+        if text:  # of no text a tokenizer.json knows no BOS
+            assert ours.encode(text) == tokens, text
+        assert ours.decode(tokens) == theirs.decode(tokens)
+    n = ours.vocab_size
+    assert [ours.says(token) for token in range(n)] == [theirs.says(token) for token in range(n)]
+    assert common_vocabulary(theirs, n, ours, n).n_common == n
+
+
+def test_marks_are_those_of_the_keys_and_of_known_names() -> None:
+    def marks(name: str, **changes: Any) -> dict[str, str]:
+        tokenizer, keys = gguf_tokenizer(Path("x"), keys_of(name, **changes)), keys_of(name)
+        return {keys["tokens"][token]: mark for token, mark in tokenizer.end_marks.items()}
+
+    assert marks("llama3") == {"<|end_of_text|>": "eos", "<|eot_id|>": "eot"}
+    assert marks("smollm2") == {"<|im_end|>": "eos", "<|endoftext|>": "eos"}
+    assert marks("smollm2", eos_token_id=5, eot_token_id=7)[keys_of("smollm2")["tokens"][7]] == "eot"
+    assert marks("llama2") == {"<s>": "bos", "</s>": "eos"}
+    assert marks("gpt2", eos_token_id=2**32 - 1) == {"<|endoftext|>": "eos"}
+
+
+def test_a_text_begins_as_the_keys_say() -> None:
+    def encode(name: str, text: str, **changes: Any) -> list[int]:
+        return gguf_tokenizer(Path("x"), keys_of(name, **changes)).encode(text)
+
+    bos = keys_of("llama3")["bos_token_id"]
+    assert encode("llama3", "a")[0] == bos and encode("llama3", "") == [bos]
+    assert encode("llama3", "a", add_bos_token=False) == encode("llama3", "a")[1:]
+    assert encode("gpt2", "a", add_bos_token=True)[0] == keys_of("gpt2")["bos_token_id"] != encode("gpt2", "a")[0]
+    bos = keys_of("llama2")["bos_token_id"]
+    assert encode("llama2", "the")[0] == bos and encode("llama2", "") == [bos]
+    assert encode("llama2", "the", add_bos_token=False) == encode("llama2", "the")[1:]
+    assert encode("llama2", " the", add_space_prefix=False) == encode("llama2", "the")
+    plain = gguf_tokenizer(Path("x"), keys_of("llama2", add_space_prefix=False, add_bos_token=False))
+    assert plain.decode(plain.encode(" the")) == " the"
+    assert plain.encode("") == [bos]
+
+
+def test_tokens_of_a_users_own_are_one_wherever_they_stand() -> None:
+    """Of two that begin alike the longer; text between them is no new beginning."""
+    keys = keys_of("llama2")
+    first = len(keys["tokens"])
+    keys["tokens"] = [*keys["tokens"], "<t>", "<t>x"]
+    keys["token_type"] = [*keys["token_type"], 4, 4]
+    keys["scores"] = [*keys["scores"], 0.0, 0.0]
+    tokenizer = gguf_tokenizer(Path("x"), keys)
+    tokens = tokenizer.encode("the<t>xthe <t>")
+    assert [token for token in tokens if token >= first] == [first + 1, first]
+    assert tokenizer.decode(tokens) == "the<t>xthe <t>"
+
+
+def test_unused_tokens_are_none() -> None:
+    keys = keys_of("gpt2")
+    n = len(keys["tokens"])
+    keys["tokens"] = [*keys["tokens"], "[PAD0]", "[PAD0]"]
+    keys["token_type"] = [*keys["token_type"], 5, 5]
+    tokenizer = gguf_tokenizer(Path("x"), keys)
+    assert tokenizer.vocab_size == n and tokenizer.says(n) is None
+
+
+BAD: dict[str, tuple[str, Keys, tuple[str, ...]]] = {
+    "no model": ("gpt2", {"model": None}, ("tokenizer.ggml.model", "llama or gpt2")),
+    "another model": ("gpt2", {"model": "bert"}, ("'bert'", "llama or gpt2")),
+    "another split": ("gpt2", {"pre": "tekken"}, ("'tekken'", "smollm")),
+    "a split that is a number": ("gpt2", {"pre": 5}, ("tokenizer.ggml.pre",)),
+    "no merges": ("gpt2", {"merges": None}, ("tokenizer.ggml.merges",)),
+    "merges of nothing": ("gpt2", {"merges": ["qq zz"]}, ("tokenizer.json",)),
+    "tokens that are numbers": ("gpt2", {"tokens": [1, 2]}, ("tokenizer.ggml.tokens",)),
+    "no tokens": ("gpt2", {"tokens": []}, ("tokenizer.ggml.tokens",)),
+    "too few types": ("gpt2", {"token_type": [1, 1]}, ("2 token types",)),
+    "types in words": ("gpt2", {"token_type": ["a"]}, ("token_type",)),
+    "no scores": ("llama2", {"scores": None}, ("scores",)),
+    "too few scores": ("llama2", {"scores": [1.0]}, ("scores",)),
+    "scores that are none": ("llama2", {"scores": [float("nan")] * len(keys_of("llama2")["tokens"])}, ("scores",)),
+    "a mark beyond the tokens": ("llama2", {"eos_token_id": 10**6}, ("eos_token_id",)),
+    "a mark in words": ("gpt2", {"bos_token_id": "<s>"}, ("bos_token_id",)),
+    "a flag that is a number": ("llama2", {"add_bos_token": 1}, ("add_bos_token", "bool")),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_keys_that_make_no_tokenizer_are_named(what: str) -> None:
+    name, changes, words = BAD[what]
+    with pytest.raises(TokenizerError) as caught:
+        gguf_tokenizer(Path("model.gguf"), keys_of(name, **changes))
+    message = str(caught.value)
+    assert message.startswith("model.gguf") and "\n" not in message and len(message) < 300
+    assert all(word in message for word in words), message
+
+
+# Models
+
+
+def gguf(path: Path, source: Path, tokenizer: str = "smollm2", **changes: Any) -> Path:
+    """A folder of tests/test_real_models.py as a GGUF file."""
+    keys, tensors = with_tokenizer(tokenizer, source)
+    path.write_bytes(gguf_bytes(keys | changes, tensors))
+    return path
+
+
+def test_a_file_says_what_the_folder_says_and_drafts_for_it(tmp_path: Path) -> None:
+    source, other = folder(tmp_path / "folder"), folder(tmp_path / "other", seed=1)
+    target, draft = gguf(tmp_path / "target.gguf", source), gguf(tmp_path / "draft", other)
+    expected = SpeculativeDecoder(source)
+    for decoder in (SpeculativeDecoder(target), SpeculativeDecoder(target, draft, gamma=4), SpeculativeDecoder(source, draft)):
+        for sampling in SAMPLINGS:
+            got, whole = text_of(decoder, sampling), text_of(expected, sampling)
+            assert got == whole[: len(got)]
+            assert (
+                len(got) == len(whole) or whole[len(got)] in decoder.tokenizer.end_marks or got[-1] in decoder.tokenizer.end_marks
+            )
+    assert load_checkpoint(target).chat_template == "{{ messages }}"
+
+
+def test_the_same_tokenizer_is_not_made_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+    monkeypatch.setattr("specdec.decoder.gguf_tokenizer", lambda path, keys: made.append(path) or gguf_tokenizer(path, keys))
+    source = folder(tmp_path / "folder")
+    target, draft = gguf(tmp_path / "target.gguf", source), gguf(tmp_path / "draft.gguf", source)
+    SpeculativeDecoder(target, draft)
+    assert made == [target]
+    SpeculativeDecoder(target, gguf(tmp_path / "other.gguf", source, **{"tokenizer.ggml.eos_token_id": 0}))
+    assert made == [target, target, tmp_path / "other.gguf"]
+
+
+def test_a_draft_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    source = folder(tmp_path / "folder")
+    draft = gguf(tmp_path / "draft.gguf", folder(tmp_path / "other", tokenizer="gpt2"), "gpt2")
+    for target in (source, gguf(tmp_path / "target.gguf", source)):
+        with pytest.raises(ValueError, match=r"the draft's tokenizer is another one than the target's: token .*draft\.gguf"):
+            SpeculativeDecoder(target, draft)
+
+
+def test_a_file_is_a_tokenizer_for_a_loaded_model(tmp_path: Path) -> None:
+    path = gguf(tmp_path / "target.gguf", folder(tmp_path / "folder"))
+    decoder = SpeculativeDecoder(load_model(path), tokenizer=path)
+    assert text_of(decoder, SAMPLINGS[1]) == text_of(SpeculativeDecoder(path), SAMPLINGS[1])
+    assert read_vocabulary(TOKENIZERS / "gpt2.json") == {}
+
+
+def test_sentence_pieces_need_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = gguf(tmp_path / "target.gguf", folder(tmp_path / "folder", tokenizer="llama2"), "llama2")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    decoder = SpeculativeDecoder(path)
+    assert isinstance(decoder.tokenizer, Tokenizer)
+    steps = [event for event in decoder.stream("the river", 20, Sampling(1.0, seed=1)) if isinstance(event, Step)]
+    assert steps
+    assert decoder.generate("the river", 0).text == "the river"
+    with pytest.raises(TokenizerError, match=r"x\.gguf is read with the package tokenizers, .*; pip install tokenizers"):
+        gguf_tokenizer(Path("x.gguf"), keys_of("gpt2"))
+
+
+def test_the_command_line_reads_a_file(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    source = folder(tmp_path / "folder")
+    target = gguf(tmp_path / "target.gguf", source)
+    code, out, err = run("-m", target, "-d", "self", "-i", "The cat sat", "-n", 30, "-s", 5, "-t", 1, "--json")
+    assert (code, err) == (0, "") and json.loads(out)["text"].startswith("The cat sat")
+    target.write_bytes(target.read_bytes()[:-4000])
+    code, _, err = run("-m", target)
+    assert code == 2 and "truncated" in err and err.count("\n") == 1
+    (source / "config.json").unlink()
+    (source / "model-Q8_0.gguf").touch()
+    code, _, err = run("-m", source)
+    assert code == 2 and "model-Q8_0.gguf" in err and err.count("\n") == 1
