@@ -131,7 +131,9 @@ Pace = Annotated[
     ),
 ]  # fmt: skip
 AsJson = Annotated[bool, flag("--json", group="Output", help="One JSON object on stdout.")]
-ShowVersion = Annotated[bool, flag("--version", group="Output", help="Print the version and exit.")]
+ShowVersion = Annotated[
+    bool, flag("--version", group="Output", help="Print the version and the arithmetic's revision, and exit.")
+]
 Shape = Annotated[
     str, option("--shape", group="Model", metavar="SHAPE", help="15M, 42M, 110M, or dim,hidden,layers,heads,kv,vocab,seq.")
 ]
@@ -168,7 +170,7 @@ def tell(
     if context.invoked_subcommand:
         return
     if version:
-        print(specdec.__version__)
+        print(f"specdec {specdec.__version__}, arithmetic {specdec.__arithmetic__}")
         return
     _check_arguments(prompt, top_p, seed, threads, verify=verify, quantize=quantize)
     _gamma(gamma)

@@ -12,6 +12,7 @@ import numpy as np
 from .checks import real, whole
 from .kernels import softmax
 from .machine.cache import compiled
+from .machine.elementary import log
 from .machine.memory import zeros
 from .machine.vectors import LANES, Float32, load, maximum, reduce_max, round_up, splat
 
@@ -290,12 +291,12 @@ def race(probs, n, seed, stream, position):
             if p > 0.0:
                 u = uniform(key, token)
                 if 1.0 - u <= second * p:
-                    time = -math.log(u) / p
+                    time = -log(u) / p
                     if time < best:
                         best, second, winner = time, best, token
                     elif time < second:
                         second = time
-    return winner, math.log(second / best) if winner >= 0 else 0.0
+    return winner, log(second / best) if winner >= 0 else 0.0
 
 
 @compiled
