@@ -55,7 +55,7 @@ class Setting(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A row: a model, a folder of `tests/fixtures` or a file of `models/`, in a kind of weights; a setting, and how long a text."""
+    """A row: a folder of `tests/fixtures` or a file of `models/`, in a kind of weights; a setting, and how long a text."""
 
     model: str
     kind: str

@@ -51,7 +51,7 @@ for machine in "${@:-arm64 sdot avx2 no-fma sse2}"; do
             no-fma) selected=("${tests[@]}") && run env NUMBA_CPU_NAME=ivybridge NUMBA_CPU_FEATURES=+avx,+f16c "$python" ;;
             sse2) selected=("${tests[@]}") && run env NUMBA_CPU_NAME=x86-64 NUMBA_CPU_FEATURES=+sse2 "$python" ;;
             arm64) selected=("${emulated[@]}") && emulate NUMBA_CPU_NAME=generic NUMBA_CPU_FEATURES=+neon ;;
-            sdot) selected=(tests/test_golden.py tests/test_int8.py -k "int8 and (golden or instruction or bytes) or bytes") &&
+            sdot) selected=(tests/test_golden.py tests/test_int8.py -k "golden_text and int8 or multiply_bytes or sdot") &&
                 emulate NUMBA_CPU_NAME=neoverse-n1 NUMBA_CPU_FEATURES=+neon,+dotprod ;;
             *) echo "$name is no machine that is known here" >&2 && exit 2 ;;
         esac
