@@ -25,6 +25,7 @@ ODDS_RATES = tuple(1 / (1 + 2 ** (3.5 - bucket)) for bucket in range(BUCKETS))
 MEMORY = 0.98  # what an observation weighs after the next one
 AHEAD = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32])  # how many tokens more are considered at once, since c has steps
 TRIAL_SHARE = 0.01  # of the time goes into drafts that do not seem to pay, to look again
+MOST_REST = 64  # rounds without a look
 CATCH_UP = 10  # tokens that a draft runs in a prompt's way in the time of one
 PLAIN_ROUND = 64  # the first one that is made without a draft, to see c(1); then the 128th, the 256th, ...
 
@@ -160,23 +161,42 @@ class AutoLength:
         self._needed: list[float] = []  # what survival k tokens need to have, for another to be worth it
         self._since_draft = 0  # tokens that the draft has not run yet
         self._is_trial = False
+        self._rest, self._rested, self._rested_seconds = 0, 0, 0.0  # rounds until drafts are looked at again, and since
 
     def begins(self, most: int) -> bool:
+        if self._rest:  # a small target's token takes no longer than a look at what pays
+            return False
         self._buckets = []
         self.most, self._survival = min(most, MAX_GAMMA), 1.0
-        self._round += 1
         self._is_trial = False
         if self.costs.draft == 0.0:
             return most > 0
-        if self._round & (self._round - 1) == 0 or self._round % 16 == 0:
-            self._needed = needed_survivals(self.costs, self.acceptance.rate)
+        self._round += 1
+        self._wake_up()
+        costs, token = self.costs, self.costs.of(1)
+        if costs.draft >= token:
+            self._rest = MOST_REST
+            return False
+        if not self._needed or self._since_draft or self._round & (self._round - 1) == 0 or self._round % 16 == 0:
+            self._needed = needed_survivals(costs, self.acceptance.rate)
         if most < 1 or (self._round >= PLAIN_ROUND and self._round & (self._round - 1) == 0):
             return False
         if self._needed[0] <= 1.0:
             return True
-        price = (1 + self._since_draft / CATCH_UP) * self.costs.draft + self.costs.start + self.costs.of(2) - self.costs.of(1)
+        price = (1 + self._since_draft / CATCH_UP) * costs.draft + costs.start + costs.of(2) - token
         self._is_trial = self._budget > price > 0
+        if not self._is_trial:
+            saved = TRIAL_SHARE * token - costs.draft / CATCH_UP  # by a round without a draft
+            self._rest = min(MOST_REST, 1 + int((price - self._budget) / saved)) if saved > 0 else MOST_REST
         return self._is_trial
+
+    def _wake_up(self) -> None:
+        """Make up for the rounds that nobody looked at."""
+        if self._rested:
+            self.costs.saw(0, self._rested_seconds / self._rested, 0.0)
+            self._budget += TRIAL_SHARE * self._rested_seconds
+            self._since_draft += self._rested
+            self._rested, self._rested_seconds = 0, 0.0
 
     def goes_on(self, confidence: float) -> bool:
         bucket = bucket_of(confidence)
@@ -199,6 +219,9 @@ class AutoLength:
         return n_best
 
     def saw(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
+        if self._rest:
+            self._rest, self._rested, self._rested_seconds = self._rest - 1, self._rested + 1, self._rested_seconds + pass_seconds
+            return
         self._tokens = MEMORY * self._tokens + n_accepted + 1
         self._seconds = MEMORY * self._seconds + pass_seconds + draft_seconds
         for i, bucket in enumerate(self._buckets[: n_accepted + 1]):
