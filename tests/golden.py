@@ -1,8 +1,9 @@
 """Golden texts: the same bits on every machine. `python -m tests.golden` makes their table, golden.json, anew.
 
 A row is a model in a kind of weights under a setting: the sums of the text that it writes with its draft (tokens, and how many of
-each proposal stood), of the logits of that whole text and of the probabilities that its tokens were drawn from. Another row is
-another line in `CASES`. A sum that changes is another text for somebody's seed: it takes a new `__arithmetic__` in specdec.py.
+each proposal stood), of the logits of that whole text, and of what a draw makes of each: probabilities, token and margin. Another
+row is another line in `CASES`. A sum that changes is another text for somebody's seed: it takes a new `__arithmetic__` in
+specdec.py.
 """
 
 import hashlib
@@ -150,11 +151,11 @@ def measure(case: Case) -> dict[str, str]:
     logits = run_in_blocks(target, tokens[:-1], 7)
     s = case.setting
     sampler = Sampler(config.vocab_size, Sampling(s.temperature, s.top_k, s.top_p, SEED))
-    probs, rows = sampler.new_probs(), []
+    probs, draws = sampler.new_probs(), []
     for position, row in enumerate(logits):
-        sampler.draw(probs, row, TARGET_NOISE, position)
-        rows.append(probs[0, : config.vocab_size].copy())
-    return {"text": bits(np.array(tokens), np.array(accepted)), "logits": bits(logits), "probabilities": bits(*rows)}
+        drawn = sampler.draw_surely(probs, row, TARGET_NOISE, position)
+        draws += [probs[0, : config.vocab_size].copy(), np.array(drawn)]
+    return {"text": bits(np.array(tokens), np.array(accepted)), "logits": bits(logits), "draws": bits(*draws)}
 
 
 def tree_of(model: str) -> str:
