@@ -92,6 +92,16 @@ def test_a_draft_that_becomes_good_is_taken_up_again():
     assert fast > 3 * slow
 
 
+def test_a_draft_that_looked_too_dear_is_tried_with_the_next_text():
+    """Something else had the machine while it was timed."""
+    passes, draft = MACHINES["large"]
+    costs = Costs(passes, 1.9 * passes[1])
+    assert costs.needed_survivals(0.8)[0] > 1
+    for seed in range(3):
+        play(AutoLength(costs, Acceptance()), "large", "good", seed)
+    assert costs.draft < 2 * draft
+
+
 def test_tokens_that_cost_nothing_are_taken_as_far_as_their_judging_pays():
     """Of passes whose each token costs a tenth of the first."""
     plan = AutoLength(Costs({1: 1.0, 64: 7.3}, 0.0), Acceptance())
