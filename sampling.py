@@ -339,12 +339,12 @@ def race_on(probs, n, seed, stream, position, tokens, scores):
             if p > 0.0:
                 u = uniform(key, token)
                 if 1.0 - u <= slowest * p:
-                    time = -math.log(u) / p
+                    time = -log(u) / p
                     if time < slowest:
                         insert(tokens, scores, token, -time)
                         slowest = -scores[last_in]
     for i in range(scores.size):
-        scores[i] = -math.log(-scores[i])
+        scores[i] = -log(-scores[i])
 
 
 @compiled
