@@ -112,7 +112,7 @@ def tell(
     if context.invoked_subcommand:
         return
     if version:
-        print(specdec.__version__)
+        print(f"specdec {specdec.__version__}, arithmetic {specdec.__arithmetic__}")
         return
     _check_arguments(prompt, top_p, seed, threads, verify=verify, quantize=quantize, tree=tree)
     _gamma(gamma)

@@ -66,17 +66,18 @@ class SpeculativeDecoder:
     """A target, a draft that proposes for it, and their tokenizer.
 
     target, draft: Hugging Face folders, GGUF files, names on the hub ("org/name", "org/name:Q4_K_M"), paths of llama2.c files
-    (also looked for in models/) or loaded `Transformer`s; without a draft, plain decoding; the draft "self" is an int8 copy of
-    the target, "ngram" what followed in the text before, a table of n-grams (`specdec ngrams`) or its path that and what the table
-    counted. stage: what drafts for a draft model, which judges it before the target sees anything: "ngram", a table or a smaller
-    model; it changes the speed alone. tokenizer: a path or a tokenizer; found in the target's folder or file, beside it or in
-    models/ where not given. gamma: draft tokens a step, 1 to 63, or "auto": as many as pay. verify: "coupled" (the text is the
-    plain run's of the same seed), "rejection" (Leviathan et al. 2023) or "block" (Sun et al. 2024), which have the plain run's
-    distribution. tree: token trees, several candidates for a place: "on", "off" or "auto", where they pay, with gamma "auto" and
-    coupled verification; a draft that is no model, or has a stage, proposes chains. n_threads: by default all cores, or fewer
-    where a trial shows that they are faster; it changes no text. quantize: which of the models that are named, not loaded, become
-    int8 where their weights are floats: "target", "draft" (and its stage), "both" or "none"; an int8 draft changes no text, an
-    int8 target does. progress: is told the name of a model and the share of it that is loaded.
+    (also looked for in models/) or loaded `Transformer`s; without a draft, plain decoding; the draft "self" is an int8 copy
+    of the target, "ngram" what followed in the text before, a table of n-grams (`specdec ngrams`) or its path that and what
+    the table counted. stage: what drafts for a draft model, which judges it before the target sees anything: "ngram", a table
+    or a smaller model; it changes the speed alone. tokenizer: a path or a tokenizer; found in the target's folder or file,
+    beside it or in models/ where not given. gamma: draft tokens a step, 1 to 63, or "auto": as many as pay. verify: "coupled"
+    (the text is the plain run's of the same seed), "rejection" (Leviathan et al. 2023) or "block" (Sun et al. 2024), which
+    have the plain run's distribution. tree: token trees, several candidates for a place: "on", "off" or "auto", where they
+    pay, with gamma "auto" and coupled verification; a draft that is no model, or has a stage, proposes chains. n_threads: by
+    default all cores, or fewer where a trial shows that they are faster; it changes no text. quantize: which of the models
+    that are named, not loaded, become int8 where their weights are floats: "target", "draft" (and its stage), "both" or
+    "none"; an int8 draft changes no text, an int8 target does. progress: is told the name of a model and the share of it that
+    is loaded.
 
     Raises CheckpointError or TokenizerError for files that cannot be used, ValueError for values or models that do not fit.
     """

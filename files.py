@@ -94,8 +94,10 @@ def _first(paths: list[Path]) -> Path | None:
     """The first that exists. Raises CheckpointError for one that cannot be looked for."""
     for path in paths:
         try:
-            if path.exists():
-                return path
+            path.stat()  # `exists` tells nothing of what kept it from looking, since Python 3.14
+            return path
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            continue
         except OSError as error:
             raise CheckpointError(f"cannot look for {path}: {error.strerror}") from None
     return None

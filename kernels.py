@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .machine.cache import compiled, inlined
+from .machine.elementary import exp, sine_and_cosine
 from .machine.programs import Floats1, Floats2, Floats3, Floats4, Ints1, Ints2, Pass, operation
 from .machine.threads import share
 from .machine.tiles import STRIP_ROWS, TILE_TOKENS, strip_tile, vector_tile
@@ -31,19 +32,16 @@ from .machine.vectors import (
     add,
     ceil_div,
     div,
-    exp2_of_integer,
     fma,
     load,
     maximum,
-    minimum,
     mul,
     reduce_add,
     reduce_max,
-    rint,
     splat,
+    sqrt,
     store,
     swap_pairs,
-    zero_unless_positive,
 )  # fmt: skip
 
 MAX_TOKENS = 64  # of one pass; longer prompts go in several
@@ -71,26 +69,6 @@ class Buffers(NamedTuple):
     logits: Float32  # (T, V padded)
 
 
-@compiled
-def exp(x):
-    """e^x of a vector, within 2 units in the last place; exactly 0 below -87, e^88 above 88; of NaN, NaN.
-
-    x = n log 2 + r (Cody and Waite 1980), 2^n through the exponent field, e^r by its Taylor polynomial of degree 7.
-    """
-    clamped = minimum(splat(88.0), maximum(splat(-87.0), x))  # in this order a NaN stays one
-    n = rint(mul(clamped, splat(1.4426950408889634)))
-    r = fma(n, splat(-0.693145751953125), clamped)
-    r = fma(n, splat(-1.4286068203094172e-06), r)
-    p = fma(splat(1.0 / 5040.0), r, splat(1.0 / 720.0))
-    p = fma(p, r, splat(1.0 / 120.0))
-    p = fma(p, r, splat(1.0 / 24.0))
-    p = fma(p, r, splat(1.0 / 6.0))
-    p = fma(p, r, splat(0.5))
-    p = fma(p, r, splat(1.0))
-    p = fma(p, r, splat(1.0))
-    return zero_unless_positive(mul(p, exp2_of_integer(n)), add(x, splat(87.0)))
-
-
 @operation
 def rms_norm(
     run: Pass, thread: int, out: Floats3, x: Floats3, weight: Floats1, dim: int, eps: float, of_logits: int
@@ -109,7 +87,7 @@ def rms_norm(
             squares = fma(v, v, squares)
         total = reduce_add(squares)
         # where the squares overflow, the row is NaN: 1 / infinity would make zeros of it, and logits of those
-        scale = splat(np.float32(1.0) / np.sqrt(total / np.float32(dim) + eps) + np.float32(0.0) * total)
+        scale = splat(np.float32(1.0) / sqrt(total / np.float32(dim) + eps) + np.float32(0.0) * total)
         for i in range(0, width, LANES):
             store(out, target + i, mul(load(weight, i), mul(load(x, row + i), scale)))
 
@@ -135,7 +113,7 @@ def layer_norm(
             v = load(out, target + i)
             squares = fma(v, v, squares)
         total = reduce_add(squares)
-        scale = splat(np.float32(1.0) / np.sqrt(total / np.float32(dim) + eps) + np.float32(0.0) * total)  # as in `rms_norm`
+        scale = splat(np.float32(1.0) / sqrt(total / np.float32(dim) + eps) + np.float32(0.0) * total)  # as in `rms_norm`
         for i in range(0, width, LANES):
             store(out, target + i, fma(load(weight, i), mul(load(out, target + i), scale), load(bias, i)))
 
@@ -222,11 +200,27 @@ def head_norm(
             for k in range(whole, head_dim):
                 v_k = x[t, base + head + k]
                 total += v_k * v_k
-            scale = np.float32(1.0) / np.sqrt(total / np.float32(head_dim) + eps) + np.float32(0.0) * total  # as in `rms_norm`
+            scale = np.float32(1.0) / sqrt(total / np.float32(head_dim) + eps) + np.float32(0.0) * total  # as in `rms_norm`
             for k in range(0, whole, LANES):
                 store(x, at + k, mul(load(weight, k), mul(load(x, at + k), splat(scale))))
             for k in range(whole, head_dim):
                 x[t, base + head + k] = weight[k] * (x[t, base + head + k] * scale)
+
+
+@compiled
+def fill_rotations(cos, sin, periods, start):
+    """cos and signed sin (S, K + LANES) of the pairs' angles from position `start` on: see `Buffers`.
+
+    periods: how many positions (K / 2,) a pair takes to turn by one radian, 1 or more.
+    """
+    head_dim = 2 * periods.size
+    for position in range(start, cos.shape[0]):
+        for i in range(periods.size):
+            sine, cosine = sine_and_cosine(position / periods[i])
+            cos[position, 2 * i] = cos[position, 2 * i + 1] = cosine
+            sin[position, 2 * i], sin[position, 2 * i + 1] = -sine, sine
+        for row in range(head_dim, cos.shape[1]):
+            cos[position, row], sin[position, row] = cos[position, row - head_dim], sin[position, row - head_dim]
 
 
 @operation
@@ -367,7 +361,7 @@ def attend(run, heads, qkv, keys, values, scores, mixed, depths, paths, head, to
         )  # fmt: skip
     common_start = max(0, last_pos + 1 - window)
     common_end = max(common_start, min(first_pos + 1, n_text))
-    scale = np.float32(1.0) / np.sqrt(np.float32(head_dim))
+    scale = np.float32(1.0) / sqrt(np.float32(head_dim))
     mixed[:n_queries] = 0.0
     for i in range(n_queries):
         t = token + next_token * i

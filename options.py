@@ -116,7 +116,9 @@ Pace = Annotated[
 ]  # fmt: skip
 Stats = Annotated[bool, flag("--stats", group="Output", help="Then all figures: drafted, accepted, mean length, by position.")]
 AsJson = Annotated[bool, flag("--json", group="Output", help="One JSON object on stdout.")]
-ShowVersion = Annotated[bool, flag("--version", group="Output", help="Print the version and exit.")]
+ShowVersion = Annotated[
+    bool, flag("--version", group="Output", help="Print the version and the arithmetic's revision, and exit.")
+]
 Shape = Annotated[
     str, option("--shape", group="Model", metavar="SHAPE", help="15M, 42M, 110M, or dim,hidden,layers,heads,kv,vocab,seq.")
 ]

@@ -12,6 +12,7 @@ import numpy as np
 from .checks import real, whole
 from .kernels import softmax
 from .machine.cache import compiled
+from .machine.elementary import log
 from .machine.memory import zeros
 from .machine.vectors import LANES, Float32, load, maximum, reduce_max, round_up, splat
 
@@ -303,12 +304,12 @@ def race(probs, n, seed, stream, position):
             if p > 0.0:
                 u = uniform(key, token)
                 if 1.0 - u <= second * p:
-                    time = -math.log(u) / p
+                    time = -log(u) / p
                     if time < best:
                         best, second, winner = time, best, token
                     elif time < second:
                         second = time
-    return winner, math.log(second / best) if winner >= 0 else 0.0
+    return winner, log(second / best) if winner >= 0 else 0.0
 
 
 @compiled
@@ -338,12 +339,12 @@ def race_on(probs, n, seed, stream, position, tokens, scores):
             if p > 0.0:
                 u = uniform(key, token)
                 if 1.0 - u <= slowest * p:
-                    time = -math.log(u) / p
+                    time = -log(u) / p
                     if time < slowest:
                         insert(tokens, scores, token, -time)
                         slowest = -scores[last_in]
     for i in range(scores.size):
-        scores[i] = -math.log(-scores[i])
+        scores[i] = -log(-scores[i])
 
 
 @compiled

@@ -20,6 +20,8 @@ class RopeScaling:
         for name in ("factor", "low_freq_factor", "original_seq_len"):
             if not 0 < getattr(self, name) < math.inf:
                 return f"{name} is {getattr(self, name)}; expected a positive number"
+        if self.factor < 1:
+            return f"factor is {self.factor}; expected 1 or more"
         if not self.low_freq_factor < self.high_freq_factor < math.inf:
             return f"high_freq_factor is {self.high_freq_factor}; expected more than low_freq_factor, {self.low_freq_factor}"
         return ""
@@ -75,8 +77,8 @@ class Config:
             return f"head_dim {self.head_dim} (dim / n_heads) is odd; RoPE turns pairs"
         if not 0 <= self.norm_eps < math.inf:
             return f"norm_eps is {self.norm_eps}; expected 0 or more"
-        if not 0 < self.rope_theta < math.inf:
-            return f"rope_theta is {self.rope_theta}; expected a positive number"
+        if not 1 <= self.rope_theta < math.inf:  # no pair turns by more than a radian a position
+            return f"rope_theta is {self.rope_theta}; expected 1 or more"
         if self.window < 0:
             return f"window is {self.window}; expected a number of positions, or 0 for all"
         if self.rope_scaling and (flaw := self.rope_scaling.flaw()):

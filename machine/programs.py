@@ -188,7 +188,7 @@ def threads_meet(n_threads: int) -> bool:
     run = np.zeros(PASS_WORDS, np.int64)
     run[N_THREADS] = n_threads
     run_on_threads(_runner(), run.ctypes.data, 0, 0, 0, n_threads)
-    return bool((n_threads == 1 or numba.threading_layer() != "tbb") and run[ARRIVALS] == n_threads + n_threads**2)
+    return bool((n_threads == 1 or numba.threading_layer() != "tbb") and run[ARRIVALS] == n_threads * (n_threads + 1))
 
 
 class Runner:

@@ -26,6 +26,7 @@ from .vectors import (
     ceil_div,
     element_pointer,
     llvm,
+    multiply_add,
     offset,
 )  # fmt: skip
 
@@ -105,7 +106,7 @@ def float_body(stored: Storage) -> Any:
             for t in range(n_tokens):
                 x_k = broadcast(builder, builder.load(builder.gep(rows[t], [k])), VECTOR)
                 for v in range(n_vectors):
-                    result.append(llvm(builder, "llvm.fma.v16f32", VECTOR, weights[v], x_k, acc[t * n_vectors + v]))
+                    result.append(multiply_add(builder, weights[v], x_k, acc[t * n_vectors + v]))
             return result
 
         def phis(*sources: tuple[list[Any], Any]) -> list[Any]:

@@ -22,6 +22,7 @@ Int64 = npt.NDArray[np.int64]
 
 LANES = 16
 CPU_FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]  # LLVM's names; what machine code is kept by
+IS_ARM64 = platform.machine().lower() in ("arm64", "aarch64")
 
 
 @register_jitable
@@ -106,12 +107,40 @@ def _exp2_of_integer(builder: Any, a: Any) -> Any:
     return builder.bitcast(builder.shl(biased, ir.Constant(INTEGERS, [23] * LANES)), VECTOR)
 
 
+def portable_multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """x y + z rounded once, of vectors, for CPUs without the instruction.
+
+    The product is exact in float64, where the sum is rounded to odd, which no second rounding can spoil (Boldo and Melquiond
+    2008): where the sum is not exact (Knuth's TwoSum tells) and its last bit is even, it is its neighbour on the error's side.
+    """
+    doubles, words = ir.VectorType(ir.DoubleType(), LANES), ir.VectorType(I64, LANES)
+    product = builder.fmul(builder.fpext(x, doubles), builder.fpext(y, doubles))
+    z = builder.fpext(z, doubles)
+    total = builder.fadd(product, z)
+    rest = builder.fsub(total, product)
+    error = builder.fadd(builder.fsub(product, builder.fsub(total, rest)), builder.fsub(z, rest))
+    nothing, one = ir.Constant(doubles, [0.0] * LANES), ir.Constant(words, [1] * LANES)
+    bits = builder.bitcast(total, words)
+    is_even = builder.icmp_signed("==", builder.and_(bits, one), ir.Constant(words, [0] * LANES))
+    grows = builder.icmp_signed("==", builder.fcmp_ordered(">", error, nothing), builder.fcmp_ordered(">", total, nothing))
+    neighbour = builder.select(grows, builder.add(bits, one), builder.sub(bits, one))
+    is_odd_wanted = builder.and_(is_even, builder.fcmp_ordered("!=", error, nothing))
+    return builder.fptrunc(builder.bitcast(builder.select(is_odd_wanted, neighbour, bits), doubles), VECTOR)
+
+
+def _multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """The same by the CPU's own instruction."""
+    return llvm(builder, "llvm.fma.v16f32", VECTOR, x, y, z)
+
+
+multiply_add = _multiply_add if IS_ARM64 or "+fma" in CPU_FEATURES.split(",") else portable_multiply_add
 add = _vector_op(2, lambda b, x, y: b.fadd(x, y))
 mul = _vector_op(2, lambda b, x, y: b.fmul(x, y))
 div = _vector_op(2, lambda b, x, y: b.fdiv(x, y))
 maximum = _vector_op(2, _maximum)
 minimum = _vector_op(2, lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y))
-fma = _vector_op(3, lambda b, x, y, z: llvm(b, "llvm.fma.v16f32", VECTOR, x, y, z))
+fma = _vector_op(3, multiply_add)
+portable_fma = _vector_op(3, portable_multiply_add)
 absolute = _vector_op(1, lambda b, x: llvm(b, "llvm.fabs.v16f32", VECTOR, x))
 round_half_away = _vector_op(1, lambda b, x: llvm(b, "llvm.round.v16f32", VECTOR, x))
 rint = _vector_op(1, lambda b, x: llvm(b, "llvm.rint.v16f32", VECTOR, x))
@@ -139,6 +168,16 @@ def splat(typingctx, a):
         return broadcast(builder, scalar, VECTOR)
 
     return vector(a), codegen
+
+
+@intrinsic
+def sqrt(typingctx, x):
+    """The square root of a float32, correctly rounded; numba's own calls the C library."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return llvm(builder, "llvm.sqrt.f32", F32, *args)
+
+    return types.float32(types.float32), codegen
 
 
 def element_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any, pointee: Any) -> Any:
@@ -182,7 +221,7 @@ FP32_STORAGE = Storage(4, VECTOR, lambda builder, floats: floats)
 BF16_STORAGE = Storage(2, _HALVES, _widen_bf16)
 PORTABLE_FP16_STORAGE = Storage(2, _HALVES, _widen_fp16_portable)
 # without the instruction LLVM would call a function of a library that is not there
-CONVERTS_FP16 = "+f16c" in CPU_FEATURES.split(",") or platform.machine().lower() in ("arm64", "aarch64")
+CONVERTS_FP16 = IS_ARM64 or "+f16c" in CPU_FEATURES.split(",")
 FP16_STORAGE = Storage(2, _HALVES, _widen_fp16) if CONVERTS_FP16 else PORTABLE_FP16_STORAGE
 
 

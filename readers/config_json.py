@@ -210,7 +210,7 @@ def _rope(values: Values) -> tuple[float, RopeScaling | None]:
     original = "original_max_position_embeddings"
     source = values if original in values else rope
     scaling = RopeScaling(
-        factor=rope.real("factor", 1e-6, 1e6),
+        factor=rope.real("factor", 1, 1e6),
         low_freq_factor=rope.real("low_freq_factor", 1e-6, 1e6),
         high_freq_factor=rope.real("high_freq_factor", 1e-6, 1e6),
         original_seq_len=source.whole(original) if original in source else values.whole("max_position_embeddings"),

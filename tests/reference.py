@@ -203,7 +203,8 @@ def kept(probs: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
     if len(order) == len(probs) and not 0 < top_p < 1:
         return probs
     out = np.zeros_like(probs)
-    out[order] = (probs[order] / probs[sorted(order)].astype(np.float64).sum()).astype(np.float32)
+    wide = probs.astype(np.float64)  # numpy 1 would divide float32 by a scalar in float32
+    out[order] = (wide[order] / wide[sorted(order)].sum()).astype(np.float32)
     return out
 
 

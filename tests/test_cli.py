@@ -489,7 +489,7 @@ def test_help_fits_80_columns_and_names_every_option(run: Run, monkeypatch: pyte
 
 
 def test_the_version_is_told(run: Run) -> None:
-    assert run("--version") == (0, specdec.__version__ + "\n", "")
+    assert run("--version") == (0, f"specdec {specdec.__version__}, arithmetic {specdec.__arithmetic__}\n", "")
 
 
 # Real processes: pipes

@@ -165,7 +165,7 @@ def test_in_another_thread_the_command_leaves_signals_alone(
     thread.start()
     thread.join()
     assert codes == [0]
-    assert capsys.readouterr().out == specdec.__version__ + "\n"
+    assert specdec.__version__ in capsys.readouterr().out
     assert [signal.getsignal(n) for n in interrupts.ENDS] == before
 
 

@@ -169,6 +169,11 @@ def test_the_wheel_holds_every_module() -> None:
         assert table[relative] == ("specdec/__init__.py" if name == "specdec" else f"specdec/{relative}")
 
 
+def test_continuous_integration_calls_the_test_command_of_the_readme() -> None:
+    command = (ROOT / "README.md").read_text(encoding="utf-8").split("<!-- test command -->\n```sh\n")[1].split("\n```")[0]
+    assert f"run: {command}\n" in (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+
+
 # Ways in
 
 AT_EXIT = """

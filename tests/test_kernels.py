@@ -4,47 +4,19 @@ import subprocess
 import sys
 from fractions import Fraction
 
-import numba
 import numpy as np
 import pytest
 
-from specdec.kernels import exp, gelu, head_norm, layer_norm
+from specdec.kernels import gelu, head_norm, layer_norm
 from specdec.machine.memory import lazy_zeros, zeros
 from specdec.machine.programs import Row, Runner
-from specdec.machine.vectors import LANES, load, round_up, store
+from specdec.machine.vectors import round_up
 from specdec.sampling import mix_bits
 from specdec.weights import FP32
 from specdec.weights.matrix import pack
 from tests import reference
 from tests.checkpoints import ROOT
 from tests.models import THREADS, product, round_to_float32
-
-
-@numba.njit
-def vector_exp(out, x):
-    for i in range(0, x.size, LANES):
-        store(out, i, exp(load(x, i)))
-
-
-def test_exp_is_within_two_units_in_the_last_place():
-    x = np.linspace(-86.9, 87.9, 1 << 16, dtype=np.float32)
-    out = np.empty_like(x)
-    vector_exp(out, x)
-    exact = np.exp(x.astype(np.float64))
-    assert (np.abs(out - exact) / np.spacing(exact.astype(np.float32))).max() <= 2
-
-
-def test_exp_of_what_is_masked_is_exactly_zero():
-    x = np.array([-np.inf, -1e30, -200.0, -87.5] * 4, np.float32)
-    out = np.ones_like(x)
-    vector_exp(out, x)
-    assert (out == 0).all()
-
-
-def test_exp_of_nan_is_nan():
-    out = np.zeros(16, np.float32)
-    vector_exp(out, np.full(16, np.nan, np.float32))
-    assert np.isnan(out).all()
 
 
 def run(row: Row, n_tokens: int, n_threads: int = 1) -> None:

@@ -41,6 +41,7 @@ from ..machine.vectors import (
     load_byte,
     maximum,
     minimum,
+    multiply_add,
     offset,
     reduce_add,
     reduce_max,
@@ -158,7 +159,7 @@ def _int8_body(path: str) -> Any:
                 t, v = divmod(i, n_vectors)
                 scale = builder.fmul(scales[v], broadcast(builder, builder.load(rows[t]), VECTOR))
                 number = builder.sitofp(builder.load(sums[i]), VECTOR)
-                builder.store(llvm(builder, "llvm.fma.v16f32", VECTOR, number, scale, builder.load(total)), total)
+                builder.store(multiply_add(builder, number, scale, builder.load(total)), total)
         for place, total in zip(places, totals, strict=True):
             builder.store(builder.load(total), place, align=4)
         builder.ret_void()
