@@ -16,9 +16,10 @@ from .machine.memory import physical_memory_bytes
 from .machine.threads import available_threads, give_lock
 from .ngrams import NgramDrafter
 from .planning import MARGIN_RATES, MAX_GAMMA, ODDS_RATES, Acceptance, AutoLength, Costs, FixedLength, Plan
-from .readers import Checkpoint, CheckpointError, load_checkpoint
+from .readers import Checkpoint, CheckpointError, load_checkpoint, read_vocabulary
 from .sampling import TARGET_NOISE, Sampler, Sampling
 from .tokenizer import AnyTokenizer, Tokenizer
+from .tokenizer_gguf import gguf_tokenizer
 from .tokenizer_json import TOKENIZER_FILE, JsonTokenizer, load_tokenizer
 from .transformer import Transformer
 from .vocabulary import LEAST_KNOWN, MOST_PADDING, Vocabulary, common_vocabulary, known_ids
@@ -52,10 +53,10 @@ class Generation(NamedTuple):
 class SpeculativeDecoder:
     """A target, a draft that proposes for it, and their tokenizer.
 
-    target, draft: Hugging Face folders, names on its hub ("org/name"), paths of llama2.c checkpoints (also looked for in models/)
-    or loaded `Transformer`s; without a draft, plain decoding; the draft "self" is an int8 copy of the target, "ngram" what
-    followed in the text before. tokenizer: a path or a tokenizer; found in the target's folder, beside its file or in models/
-    where not given. gamma: draft tokens a step, 1 to 63, or "auto": as many as pay. verify: "coupled" (the text is the plain
+    target, draft: Hugging Face folders, GGUF files, names on the hub ("org/name", "org/name:Q4_K_M"), paths of llama2.c files (also
+    looked for in models/) or loaded `Transformer`s; without a draft, plain decoding; the draft "self" is an int8 copy of the
+    target, "ngram" what followed in the text before. tokenizer: a path or a tokenizer; found in the target's folder or file, beside
+    it or in models/ where not given. gamma: draft tokens a step, 1 to 63, or "auto": as many as pay. verify: "coupled" (the text is the plain
     run's of the same seed), "rejection" (Leviathan et al. 2023) or "block" (Sun et al. 2024), which have the plain run's
     distribution. n_threads: by default all cores, or fewer where a trial shows that they are faster; it changes no text.
     quantize: which of the models that are named, not loaded, become int8 where their weights are floats: "target", "draft",
@@ -84,6 +85,7 @@ class SpeculativeDecoder:
         source = None if isinstance(target, Transformer) else _opened("target", target)
         rows = (target if isinstance(target, Transformer) else cast(Checkpoint, source)).config.vocab_size
         self.tokenizer = _tokenizer(tokenizer, source, rows)
+        self._keys = source.vocabulary if source and tokenizer is None else {}  # that the tokenizer was made of
         known_ids(self.tokenizer, rows)  # a tokenizer that does not fit is told before the weights are read
         self.target = (
             target
@@ -125,7 +127,11 @@ class SpeculativeDecoder:
             return draft, self._alike("the draft", draft.config.vocab_size)
         source = _opened("draft", draft)
         draft_rows = source.config.vocab_size
-        if (source.path / TOKENIZER_FILE).exists():
+        if source.vocabulary:
+            is_same = source.vocabulary == self._keys
+            own = self.tokenizer if is_same else gguf_tokenizer(source.path, source.vocabulary)
+            vocabulary = common_vocabulary(self.tokenizer, rows, own, draft_rows)
+        elif (source.path / TOKENIZER_FILE).exists():
             vocabulary = common_vocabulary(self.tokenizer, rows, source.path, draft_rows)
         else:
             vocabulary = self._alike(f"the draft {draft}", draft_rows)
@@ -359,6 +365,9 @@ def _tokenizer(given: str | os.PathLike[str] | AnyTokenizer | None, target: Chec
     """The tokenizer that was given, else the target's own or the one that lies where a llama2.c file's is looked for."""
     if isinstance(given, AnyTokenizer):
         return given
+    if given is None and target and target.vocabulary:
+        return gguf_tokenizer(target.path, target.vocabulary)
     bos, marks = (target.bos, target.end_marks) if target else (None, {})
     path = find_tokenizer(None if given is None else file_name("tokenizer", given), target.path if target else None, rows)
-    return load_tokenizer(path, bos, marks)
+    keys = {} if path.is_dir() or not path.exists() else read_vocabulary(path)
+    return gguf_tokenizer(path, keys) if keys else load_tokenizer(path, bos, marks)

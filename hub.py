@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +22,17 @@ from urllib.parse import urlsplit
 from .readers import CheckpointError
 
 INSTALL = "pip install tokenizers"  # which brings huggingface_hub
+GGUF = ".gguf"
+DEFAULT_BITS = ("Q4_K_M", "Q8_0")  # of GGUF files the first that there is, as llama.cpp's -hf has it; else the first file
 SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 WEIGHTS, SHARDS = "model.safetensors", "model.safetensors.index.json"
 PATIENCE = 10  # seconds that a hub may take to say what it has: the library would wait forever
 TRIES = 2  # without a byte that came, of several by the library each
 NO_ROOM = (errno.ENOSPC, errno.EFBIG, *([errno.EDQUOT] if hasattr(errno, "EDQUOT") else []))
 RANGE_NOT_SATISFIABLE = 416
-_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*(:[\w.-]+)?", re.ASCII)
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.ASCII)
+_NO_MODEL = re.compile(r"mmproj|imatrix|(^|/)mtp-", re.IGNORECASE)  # what lies beside models in GGUF
 _FILE_ENDINGS = (".bin", ".json", ".gguf", ".safetensors", ".pt", ".model")
 
 
@@ -58,27 +62,34 @@ FILES = {
 
 
 def is_repository(name: str) -> bool:
-    """Whether a name has the form org/name, and is none of a file."""
+    """Whether a name has the form org/name or org/name:bits, and is none of a file."""
     return bool(_NAME.fullmatch(name)) and not name.endswith(_FILE_ENDINGS)
 
 
 def fetch(name: str) -> Path:
-    """The folder of a repository: its safetensors weights, config and tokenizer. Raises CheckpointError.
+    """The folder of a repository: its safetensors weights, config and tokenizer; else one of its GGUF files.
 
-    What is whole in the cache is taken from there; what is not is fetched, with a progress bar where stderr is a terminal.
+    name: org/name, or org/name:bits for the GGUF file whose name says those bits, Q4_K_M for one. What is whole in the cache is
+    taken from there; what is not is fetched, with a progress bar where stderr is a terminal. Raises CheckpointError.
     """
+    name, _, bits = name.partition(":")
     folder = _cached_folder(name)
-    lacks = _lacks(folder) if folder else [SMALL_FILES[0]]
+    cached = _cached_gguf(folder, bits or DEFAULT_BITS[0]) if folder else None
+    lacks = [f"a GGUF file of {bits}"] if bits else _lacks(folder) if folder else [SMALL_FILES[0]]
     if folder and not lacks and all(_is_settled(folder, file) for file in SMALL_FILES):
         return folder
+    if folder and cached and (bits or _has_no_others(folder)):
+        return cached
     try:
         with _telling(name, name, lacks if folder else []):
             fetch = _Fetch(name)
             with _quiet():
-                return fetch.folder()
+                return fetch.model(bits)
     except CheckpointError:
         if folder and not lacks:  # another program has brought it
             return folder
+        if folder and not bits and _has_no_others(folder) and (cached := _cached_gguf(folder, "")):
+            return cached
         raise
 
 
@@ -110,8 +121,35 @@ class _Fetch:
         self._sums: dict[str, str] = {}
         self._where = {"cache_dir": str(_cache()), "endpoint": self._endpoint}
 
-    def folder(self) -> Path:
+    def model(self, bits: str) -> Path:
+        """The folder of safetensors, or a GGUF file: of those bits, or where there is no other model."""
         sizes = self._list()
+        has_others = any(file in sizes for file in (WEIGHTS, SHARDS))
+        return self._gguf(bits, sizes) if bits or (gguf_of(sizes, "") and not has_others) else self._folder(sizes)
+
+    def _gguf(self, bits: str, sizes: dict[str, int | None]) -> Path:
+        found = gguf_of(sizes, bits)
+        if not found:
+            there = ", ".join(sorted(Path(file).name for file in sizes if file.endswith(GGUF))[:4]) or "none at all"
+            raise CheckpointError(f"{self.name} on the hub has no GGUF file of {bits}; there is {there}")
+        missing = [file for file in found if file not in sizes]
+        if missing:
+            raise CheckpointError(f"{self.name} on the hub has {found[0]!r} and lacks {missing[0]!r}")
+        path = self._weights(found, sizes)[0]
+        for file in (WEIGHTS, SHARDS):
+            if file not in sizes:
+                _touch(_storage(self.name) / ".no_exist" / self._revision / file)
+        return path
+
+    def _weights(self, files: list[str], sizes: dict[str, int | None]) -> list[Path]:
+        """The places of large files."""
+        _check_room(self.name, sum(self._to_come(file, sizes[file] or 0) for file in files))
+        snapshot = _storage(self.name) / "snapshots" / self._revision
+        paths = [snapshot / file if (snapshot / file).exists() else self._large(file, self._revision) for file in files]
+        _replace_text(_storage(self.name) / "refs" / "main", self._revision)
+        return paths
+
+    def _folder(self, sizes: dict[str, int | None]) -> Path:
         wanted = [file for file in SMALL_FILES if file in sizes]
         for needed in (SMALL_FILES[0], WEIGHTS if SHARDS not in sizes else SHARDS):
             if needed not in sizes:
@@ -126,14 +164,10 @@ class _Fetch:
             missing = [file for file in weights if file not in sizes]
             if missing:
                 raise CheckpointError(f"{self.name} on the hub names {missing[0]!r} in its {SHARDS}, and has no such file")
-        _check_room(self.name, sum(self._to_come(file, sizes[file] or 0) for file in weights))
-        for file in weights:
-            if not (folder / file).exists():
-                self._large(file, folder.name)
         for file in SMALL_FILES:
             if file not in sizes:
                 _touch(_no_exist(folder) / file)
-        _replace_text(folder.parents[1] / "refs" / "main", folder.name)
+        self._weights(weights, sizes)
         return folder
 
     def file(self, file: Published) -> Path:
@@ -362,6 +396,32 @@ def _lacks(folder: Path) -> list[str]:
         except CheckpointError:
             shards = []  # which the reader will tell of
     return [file for file in (SMALL_FILES[0], *shards) if not (folder / file).exists()]
+
+
+def gguf_of(files: Iterable[str], bits: str) -> list[str]:
+    """The GGUF file whose name says those bits, all its parts; without bits, of the first of DEFAULT_BITS or any. Empty: none."""
+    models = [file for file in sorted(files) if file.endswith(GGUF) and not _NO_MODEL.search(file)]
+    parts = {file: _PART.fullmatch(file) for file in models}
+    firsts = [file for file, part in parts.items() if not part or int(part[2]) == 1]
+    for wanted in [bits] if bits else [*DEFAULT_BITS, ""]:
+        said = re.compile(rf"(?<![a-z0-9]){re.escape(wanted)}[.-]", re.IGNORECASE)
+        for file in firsts:
+            if not wanted or said.search(file):
+                part = parts[file]
+                n = int(part[3]) if part else 1
+                return [f"{part[1]}-{i + 1:05}-of-{part[3]}{GGUF}" for i in range(n)] if part else [file]
+    return []
+
+
+def _cached_gguf(folder: Path, bits: str) -> Path | None:
+    """The GGUF file of those bits in a snapshot that has all its parts."""
+    found = gguf_of([path.relative_to(folder).as_posix() for path in folder.rglob(f"*{GGUF}")], bits)
+    return folder / found[0] if found and all((folder / file).exists() for file in found) else None
+
+
+def _has_no_others(folder: Path) -> bool:
+    """Whether GGUF files are known to be a repository's only weights."""
+    return all((_no_exist(folder) / file).exists() for file in (WEIGHTS, SHARDS))
 
 
 def _is_settled(folder: Path, file: str) -> bool:

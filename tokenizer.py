@@ -10,9 +10,9 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from . import checks
 from .checks import whole
@@ -20,7 +20,6 @@ from .checks import whole
 UNKNOWN, BOS, EOS = 0, 1, 2
 FIRST_BYTE = 3  # id of <0x00>
 NO_TEXT_YET = -1  # what a text begins with, of which `piece` is told
-_BYTE_PIECE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenizerError(ValueError):
@@ -53,39 +52,70 @@ class AnyTokenizer(Protocol):
         """The bytes of a token after `before`, and what to tell of it to the next one; NO_TEXT_YET comes before the first."""
 
 
+class Pieces(NamedTuple):
+    """A vocabulary of SentencePiece's.
+
+    pieces, scores: of each id, a space being a space. from_text: the ids that characters and merges may become; byte_ids: that of
+    each byte. whole: pieces that are one token wherever they stand. silent: ids that are no text; end_marks: those that end one,
+    with names. bos: what an empty text begins with, and, where begins, any. has_space: whether a space is put in front.
+    """
+
+    pieces: list[bytes]
+    scores: list[float]
+    from_text: Iterable[int]
+    byte_ids: Sequence[int]
+    whole: Collection[bytes]
+    silent: Collection[int]
+    end_marks: dict[int, str]
+    bos: int
+    begins: bool = True
+    has_space: bool = True
+
+
 class Tokenizer:
-    """The pieces and scores of a tokenizer.bin, whose number of tokens is as many as the file holds."""
+    """The pieces and scores of a tokenizer.bin, whose number of tokens is as many as the file holds, or of another file."""
 
     broken_characters = "replace"
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], vocabulary: Pieces | None = None) -> None:
         self.path = Path(path)
-        self.pieces, self.scores = _read(self.path)
+        self._vocabulary = vocabulary or _read(self.path)
+        self.pieces, self.scores = self._vocabulary[:2]
+        self.end_marks = self._vocabulary.end_marks
         self._ids: dict[bytes, int] = {}
-        for token, piece in enumerate(self.pieces):
-            self._ids.setdefault(piece, token)
-
-    @property
-    def end_marks(self) -> dict[int, str]:
-        """The tokens that end a text, with their names: marks, not text."""
-        return {BOS: "bos", EOS: "eos"}
+        for token in self._vocabulary.from_text:
+            self._ids.setdefault(self.pieces[token], token)
+        longest_first = sorted((piece.decode() for piece in self._vocabulary.whole), key=len, reverse=True)
+        self._whole = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
+        named = [token for token in enumerate(self._vocabulary.byte_ids) if token[1] < self.vocab_size]
+        self._byte_of = {token: byte for byte, token in named if self.pieces[token].upper() == b"<0X%02X>" % byte}
+        self._before_space = self._vocabulary.bos if self._vocabulary.begins else NO_TEXT_YET
 
     @property
     def vocab_size(self) -> int:
         return len(self.pieces)
 
     def encode(self, text: str) -> list[int]:
-        """BOS and the ids of the text. Raises TypeError for what is no string, ValueError for half a character."""
+        """BOS, where there is one, and the ids of the text.
+
+        Raises TypeError for what is no string, ValueError for half a character.
+        """
         text = checks.text("the text", text)
-        return [BOS, *self._merge(self._characters(" " + text))] if text else [BOS]
+        tokens = [self._vocabulary.bos] if self._vocabulary.begins or not text else []
+        for i, part in enumerate(self._whole.split(text) if self._whole else [text]):
+            if i % 2:
+                tokens.append(self._ids[part.encode()])
+            elif part:
+                tokens += self._merge(self._characters(" " * (i == 0 and self._vocabulary.has_space) + part))
+        return tokens
 
     def _characters(self, text: str) -> list[int]:
         tokens = []
         for character in text:
             raw = character.encode()
             token = self._ids.get(raw)
-            tokens += [token] if token is not None else [FIRST_BYTE + byte for byte in raw]
-        return [token if token < self.vocab_size else 0 for token in tokens]
+            tokens += [token] if token is not None else [self._vocabulary.byte_ids[byte] for byte in raw]
+        return [token if token < self.vocab_size else UNKNOWN for token in tokens]
 
     def _merge(self, tokens: list[int]) -> list[int]:
         """Merge the best-scoring pair of neighbours, the leftmost of equals, until no two make a piece.
@@ -121,19 +151,20 @@ class Tokenizer:
         return text_of(self, tokens)
 
     def says(self, token: int) -> bytes | None:
-        if not UNKNOWN < token < self.vocab_size or token in self.end_marks:
+        if not UNKNOWN < token < self.vocab_size or token in self._vocabulary.silent:
             return None
-        return self.piece(token, NO_TEXT_YET)[0]
+        return self._bytes_of(token)
 
     def piece(self, token: int, before: int) -> tuple[bytes, int]:
-        """The token's bytes, less one space in front right after BOS."""
-        if token in self.end_marks:
+        """The token's bytes, less the space that was put in front of the text."""
+        if token in self._vocabulary.silent:
             return b"", token
-        piece = self.pieces[token]
-        if before == BOS and piece.startswith(b" "):
-            piece = piece[1:]
-        byte = _BYTE_PIECE.fullmatch(piece)
-        return bytes([int(byte[1], 16)]) if byte else piece, token
+        said = self._bytes_of(token)
+        is_first = before == self._before_space and self._vocabulary.has_space
+        return said.removeprefix(b" ") if is_first else said, token
+
+    def _bytes_of(self, token: int) -> bytes:
+        return bytes([self._byte_of[token]]) if token in self._byte_of else self.pieces[token]
 
 
 class TextStream:
@@ -184,7 +215,7 @@ def file_bytes(path: Path, what: str) -> bytes:
         raise TokenizerError(f"cannot read {path}: {reason}") from None
 
 
-def _read(path: Path) -> tuple[list[bytes], list[float]]:
+def _read(path: Path) -> Pieces:
     """uint32 longest piece, then a float32 score, an int32 length and that many bytes for each token."""
     data = file_bytes(path, "a llama2.c tokenizer file")
     if len(data) < 4:
@@ -207,4 +238,5 @@ def _read(path: Path) -> tuple[list[bytes], list[float]]:
         at += length
     if len(pieces) < 3:
         raise TokenizerError(f"{path} holds {len(pieces)} tokens; expected <unk>, BOS, EOS and more")
-    return pieces, scores
+    marks = {BOS: "bos", EOS: "eos"}
+    return Pieces(pieces, scores, range(len(pieces)), range(FIRST_BYTE, FIRST_BYTE + 256), (), marks, marks, BOS)

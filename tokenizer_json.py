@@ -1,4 +1,4 @@
-"""Text to token ids and back, from a Hugging Face tokenizer.json. Knows nothing of models.
+"""Text to token ids and back, from a Hugging Face tokenizer.json, or what would be one. Knows nothing of models.
 
 The `tokenizers` library encodes. What a token says is computed here, since a text is shown while it grows: its bytes by the
 file's decoder, which is GPT-2's table of bytes ("ByteLevel") or SentencePiece's pieces (a space is "▁", a byte "<0x0A>").
@@ -28,12 +28,19 @@ class JsonTokenizer:
     """The tokenizer of a tokenizer.json, or of the folder that holds one.
 
     bos: the token that an empty text begins with where the file's template writes none; by default an end mark. end_marks: the
-    tokens that end a text; by default the eos_token of the file's neighbours. A special token's name in a text is text.
+    tokens that end a text; by default the eos_token of the file's neighbours. data: what a tokenizer.json would hold, of a file
+    that is another. A special token's name in a text is text.
     """
 
-    def __init__(self, path: str | os.PathLike[str], bos: int | None = None, end_marks: Mapping[int, str] | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        bos: int | None = None,
+        end_marks: Mapping[int, str] | None = None,
+        data: bytes | None = None,
+    ) -> None:
         self.path = _file_of(Path(path))
-        data = file_bytes(self.path, "a tokenizer.json")
+        data = file_bytes(self.path, "a tokenizer.json") if data is None else data
         self._tokenizer = _parsed(self.path, data)
         self._decoder = _decoder_of(self.path, self._tokenizer)
         self._added = dict(self._tokenizer.get_added_tokens_decoder())

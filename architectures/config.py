@@ -31,8 +31,9 @@ class Config:
 
     The first seven are a llama2.c header's; shared_classifier: whether the classifier is the embedding; architecture: a name in
     `ARCHITECTURES`; norm_eps: what keeps a norm from dividing by 0; rope_theta: the base of RoPE's angles; head_dim: 0 stands for
-    dim / n_heads; window: how many positions, its own the last, a token sees (0: all); qkv_bias, wo_bias, mlp_bias: which
-    products add a bias; qk_norm: whether queries and keys go through an RMSNorm for each head.
+    dim / n_heads; rope_divisors: of the angle of each pair, none for 1; window: how many positions, its own the last, a token
+    sees (0: all); qkv_bias, wo_bias, mlp_bias: which products add a bias; qk_norm: whether queries and keys go through an RMSNorm for
+    each head.
     """
 
     dim: int
@@ -48,6 +49,7 @@ class Config:
     rope_theta: float = 10000.0
     head_dim: int = 0
     rope_scaling: RopeScaling | None = None
+    rope_divisors: tuple[float, ...] = ()
     window: int = 0
     qkv_bias: bool = False
     wo_bias: bool = False
@@ -79,6 +81,10 @@ class Config:
             return f"window is {self.window}; expected a number of positions, or 0 for all"
         if self.rope_scaling and (flaw := self.rope_scaling.flaw()):
             return f"rope_scaling's {flaw}"
+        if self.rope_divisors and len(self.rope_divisors) != self.head_dim // 2:
+            return f"there are {len(self.rope_divisors)} rope_divisors; expected one for each of {self.head_dim // 2} pairs"
+        if not all(0 < divisor < math.inf for divisor in self.rope_divisors):
+            return "a rope_divisor is not a positive number"
         if self.vocab_size < 3:
             return f"vocab_size is {self.vocab_size}; BOS and EOS are the ids 1 and 2"
         return ""

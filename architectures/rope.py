@@ -14,6 +14,8 @@ BLOCK_POSITIONS = 4096  # whose angles are in memory as float64 at a time
 def positions_a_radian(config: Config) -> npt.NDArray[np.float64]:
     """How many positions (K / 2,) each pair of a head takes to turn by one radian: theta^(2i/K), scaled as the config says."""
     positions: npt.NDArray[np.float64] = config.rope_theta ** (np.arange(0, config.head_dim, 2) / config.head_dim)
+    if config.rope_divisors:
+        positions *= config.rope_divisors
     if (scaling := config.rope_scaling) is None:
         return positions
     # Llama 3.1 (Dubey et al. 2024, arXiv:2407.21783) as transformers' modeling_rope_utils has it

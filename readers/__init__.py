@@ -3,22 +3,21 @@
 import os
 from pathlib import Path
 
-from . import huggingface, llama2c
+from . import gguf, huggingface, llama2c
+from .gguf import read_vocabulary
 from .model_file import Checkpoint, CheckpointError, telling_os_errors
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """The model of a Hugging Face folder, or of a llama2.c file. Raises CheckpointError."""
+    """The model of a Hugging Face folder, of a GGUF file whatever its name, or of a llama2.c file. Raises CheckpointError."""
     path = Path(path)
     with telling_os_errors(path):
         is_folder = path.is_dir()
-    if not is_folder and path.suffix in (".safetensors", ".json"):
+    if is_folder:
+        return huggingface.load_checkpoint(path)
+    if path.suffix in (".safetensors", ".json"):
         raise CheckpointError(f"{path} is a part of a model; name the folder that holds it and its config.json")
-    if not is_folder and path.suffix == ".gguf":
-        raise CheckpointError(
-            f"{path} is a GGUF file, which is not read; expected a Hugging Face folder or a llama2.c checkpoint"
-        )
-    return huggingface.load_checkpoint(path) if is_folder else llama2c.load_checkpoint(path)
+    return gguf.load_checkpoint(path) if gguf.is_gguf(path) else llama2c.load_checkpoint(path)
 
 
-__all__ = ["Checkpoint", "CheckpointError", "load_checkpoint"]
+__all__ = ["Checkpoint", "CheckpointError", "load_checkpoint", "read_vocabulary"]

@@ -5,38 +5,19 @@ The names are those that transformers 5.23 saves (`models/*/modeling_*.py`), tho
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from ..architectures import architecture_of
 from .config_json import CONFIG, read_config
 from .json_text import read_object, shown
 from .model_file import Checkpoint, CheckpointError, FileTensor, telling_os_errors
+from .places import Place, are_equal, tensors_of
 from .safetensors import SafetensorsFile
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD = "lm_head.weight"
-TURNED_AT_ONCE = 16  # inputs of a stored matrix: a cache line of each output; GPT-2 large in fp32 at 2.7 GB/s, all at once 0.7
 LONGEST_NAME = 255  # of a file, in letters
-COMPARED_ROWS = 2048  # of an embedding and a head at a time
-
-
-class Place(NamedTuple):
-    """Where a tensor lies: its name, `{}` for the layer, and in which form.
-
-    halves: in each head all first parts of RoPE's pairs, then all second ones; conv: a matrix (inputs, outputs), not (outputs,
-    inputs); part, parts: of so many tensors side by side along the outputs, which one it is.
-    """
-
-    name: str
-    halves: bool = False
-    conv: bool = False
-    part: int = 0
-    parts: int = 1
 
 
 class Names(NamedTuple):
@@ -98,54 +79,6 @@ GPT2_NAMES = Names(
     re.compile(r"h\.\d+\.attn\.(masked_)?bias"),  # the causal mask
 )
 NAMES = {"llama": LLAMA_NAMES, "gpt2": GPT2_NAMES}
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """A tensor of heads whose rows i and i + head_dim/2 become 2i and 2i + 1, as our RoPE has its pairs."""
-
-    halves: FileTensor
-    head_dim: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.halves.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.halves.dtype
-
-    def __getitem__(self, index: slice) -> npt.NDArray[Any]:
-        first, last, _ = index.indices(self.shape[0])
-        begin = first // self.head_dim * self.head_dim
-        end = -(-last // self.head_dim) * self.head_dim
-        heads = self.halves[begin:end].reshape(-1, 2, self.head_dim // 2, *self.shape[1:])
-        return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(-1, *self.shape[1:])[first - begin : last - begin]
-
-
-@dataclass(frozen=True)
-class Transposed:
-    """The matrix whose rows are the columns from `first` on, so many, of a stored one, which are read and nothing else."""
-
-    stored: FileTensor
-    first: int
-    n_rows: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.n_rows, self.stored.shape[0]
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.stored.dtype
-
-    def __getitem__(self, index: slice) -> npt.NDArray[Any]:
-        first, last, _ = index.indices(self.n_rows)
-        columns = self.stored.columns(self.first + first, self.first + max(first, last))
-        rows = np.empty(columns.shape[::-1], columns.dtype)
-        for i in range(0, len(columns), TURNED_AT_ONCE):
-            rows[:, i : i + TURNED_AT_ONCE] = columns[i : i + TURNED_AT_ONCE].T
-        return rows
 
 
 class Folder:
@@ -211,42 +144,16 @@ def load_checkpoint(path: Path) -> Checkpoint:
     if config.shared_classifier and HEAD in folder:
         if places["tok_emb"].name not in folder:
             places["tok_emb"] = Place(HEAD)
-        elif _are_equal(*(folder.tensor(places[name].name, (config.vocab_size, config.dim)) for name in ("tok_emb", "wcls"))):
+        elif are_equal(*(folder.tensor(places[name].name, (config.vocab_size, config.dim)) for name in ("tok_emb", "wcls"))):
             folder.leave_out(HEAD)
         else:  # transformers, too, believes the weights
             config = replace(config, shared_classifier=False)
     if not config.shared_classifier and HEAD not in folder:
         raise CheckpointError(f"{path} holds no {HEAD}, and its {CONFIG} ties none to the embedding; expected a language model")
-    tensors = {}
-    for name, shape in architecture_of(config).shapes(config).items():
-        place = places[name]
-        if "{}" in place.name:
-            layers = range(shape[0])
-            tensors[name] = [_tensor(folder, place, place.name.format(i), shape[1:], config.head_dim) for i in layers]
-        else:
-            tensors[name] = _tensor(folder, place, place.name, shape, config.head_dim)
+    tensors = tensors_of(config, places, folder)
     if left := folder.unused:
         raise CheckpointError(f"{folder.told(left[0])} has no place in the model that {CONFIG} describes")
     return Checkpoint(path, config, tensors, end_marks, bos)
-
-
-def _tensor(folder: Folder, place: Place, name: str, shape: tuple[int, ...], head_dim: int) -> Any:
-    n_rows = shape[0]
-    if place.conv:
-        return Transposed(folder.tensor(name, (shape[1], n_rows * place.parts)), place.part * n_rows, n_rows)
-    if place.parts > 1:
-        stored = folder.tensor(name, (n_rows * place.parts, *shape[1:]))
-        return stored.rows(place.part * n_rows, (place.part + 1) * n_rows)
-    stored = folder.tensor(name, shape)
-    return Pairs(stored, head_dim) if place.halves else stored
-
-
-def _are_equal(a: FileTensor, b: FileTensor) -> bool:
-    """Whether two tensors of one shape hold the same, in the same numbers."""
-    starts = range(0, a.shape[0], COMPARED_ROWS)
-    return a.dtype == b.dtype and all(
-        np.array_equal(a[first : first + COMPARED_ROWS], b[first : first + COMPARED_ROWS]) for first in starts
-    )
 
 
 def _open_files(path: Path) -> tuple[list[SafetensorsFile], dict[str, SafetensorsFile] | None]:
@@ -291,8 +198,8 @@ def _hint(path: Path) -> str:
     broken = [entry.name for entry in entries if entry.is_symlink() and not entry.exists()]
     if broken:  # the hub's cache copied without its blobs
         return f"its {broken[0]} is a link to what is not there; copy the folder with cp -rL, whole"
-    if any(name.endswith(".gguf") for name in names):
-        return "its GGUF files are not read; expected config.json and model.safetensors"
+    if ggufs := [name for name in names if name.endswith(".gguf")]:
+        return f"name one of its GGUF files: {path / ggufs[0]}"
     if any(name.startswith("pytorch_model") for name in names):
         return "only safetensors are read; convert it with from_pretrained and save_pretrained of transformers"
     if "adapter_config.json" in names:

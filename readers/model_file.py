@@ -17,6 +17,7 @@ from ..machine.memory import all_finite
 
 FLOAT_BYTES = 4
 FP32, FP16, BF16 = np.dtype("<f4"), np.dtype("<f2"), np.dtype("<u2")  # of bf16 the bits: numpy has no such numbers
+BYTE = np.dtype("u1")  # of blocks, which are no numbers yet
 PIECE_BYTES = 1 << 26  # read at once: between two reads Ctrl-C is heard
 Bytes = npt.NDArray[np.uint8]
 
@@ -31,6 +32,7 @@ class Checkpoint:
 
     path: a file or a folder; config: its numbers; tensors: by the names and in the shapes of its architecture. What is asked of
     a tensor is read then. end_marks: names of the ids that end a text, bos: the id that begins one, where the files tell.
+    vocabulary: the keys of the tokenizer that lies in the same file; chat_template: that of conversations, where it does.
     """
 
     path: Path
@@ -38,6 +40,8 @@ class Checkpoint:
     tensors: Mapping[str, Any]
     end_marks: dict[int, str] = field(default_factory=dict)
     bos: int | None = None
+    vocabulary: Mapping[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
 
 
 class ModelFile:
@@ -86,7 +90,7 @@ def _identity(stat: os.stat_result) -> tuple[int, ...]:
 class FileTensor:
     """A tensor of floats that lies in a file. [layer] is the part of a layer; [first:last], rows or numbers, is read, an array.
 
-    what: its numbers are, for people; dtype: FP32, FP16 or BF16. Raises CheckpointError for numbers that are not finite.
+    what: its numbers are, for people; dtype: FP32, FP16, BF16 or BYTE. Raises CheckpointError for numbers that are not finite.
     """
 
     file: ModelFile
@@ -108,9 +112,13 @@ class FileTensor:
         data = self.file.read(self.start + first * self.row_bytes, max(last - first, 0) * self.row_bytes)
         return self.checked(data.view(self.dtype).reshape(-1, *inner))
 
-    def rows(self, first: int, last: int) -> "FileTensor":
+    def part(self, first: int, last: int) -> "FileTensor":
         """Those rows, which are not read yet."""
         return replace(self, shape=(last - first, *self.shape[1:]), start=self.start + first * self.row_bytes)
+
+    def in_pairs(self, head_dim: int) -> "Pairs":
+        """The same, whose rows are halves of heads, in our order."""
+        return Pairs(self, head_dim)
 
     def columns(self, first: int, last: int) -> npt.NDArray[Any]:
         """(n, last - first) of a matrix (n, columns), read."""
@@ -120,9 +128,32 @@ class FileTensor:
 
     def checked(self, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The numbers, all finite."""
-        if not all_finite(numbers):
+        if self.dtype != BYTE and not all_finite(numbers):
             raise CheckpointError(f"{self.file.path} is damaged: {self.name} holds NaN or infinite {self.what}")
         return numbers
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """A tensor of heads whose rows i and i + head_dim/2 become 2i and 2i + 1, as our RoPE has its pairs."""
+
+    halves: FileTensor
+    head_dim: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.halves.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.halves.dtype
+
+    def __getitem__(self, index: slice) -> npt.NDArray[Any]:
+        first, last, _ = index.indices(self.shape[0])
+        begin = first // self.head_dim * self.head_dim
+        end = -(-last // self.head_dim) * self.head_dim
+        heads = self.halves[begin:end].reshape(-1, 2, self.head_dim // 2, *self.shape[1:])
+        return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(-1, *self.shape[1:])[first - begin : last - begin]
 
 
 @contextmanager

@@ -98,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
         for entry, (name, data) in zip(entries, repository.items(), strict=True):
             sha256 = self.the_hub.sums.get(name, hashlib.sha256(data).hexdigest())
             large = {"lfs": {"sha256": sha256, "size": len(data), "pointerSize": 130}}
-            entry |= {"size": len(data), "blobId": "0" * 40} | (large if name.endswith((".safetensors", ".bin")) else {})
+            entry |= {"size": len(data), "blobId": "0" * 40} | (large if name.endswith((".safetensors", ".bin", ".gguf")) else {})
         return entries
 
     def refuse(self, status: int, code: str) -> None:

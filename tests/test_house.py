@@ -35,8 +35,8 @@ MAY_IMPORT = {
     "panel": {"output", "decoding", "interrupts", "tokenizer"},
     "output": {"decoding", "tokenizer"},
     "decoder": {
-        "vocabulary", "tokenizer_json", "decoding", "ngrams", "drafters", "planning", "files", "readers", "sampling", "tokenizer",
-        "transformer", "architectures", "weights", "machine", "checks",
+        "vocabulary", "tokenizer_gguf", "tokenizer_json", "decoding", "ngrams", "drafters", "planning", "files", "readers",
+        "sampling", "tokenizer", "transformer", "architectures", "weights", "machine", "checks",
     },
     "decoding": {"drafters", "planning", "sampling", "machine"},
     "ngrams": {"drafters", "planning"},
@@ -51,6 +51,7 @@ MAY_IMPORT = {
     "weights": {"machine"},
     "kernels": {"machine"},
     "vocabulary": {"tokenizer", "tokenizer_json"},
+    "tokenizer_gguf": {"tokenizer_json", "tokenizer", "checks"},
     "tokenizer_json": {"checks", "tokenizer"},
     "tokenizer": {"checks"},
     "interrupts": set(),

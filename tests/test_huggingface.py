@@ -14,7 +14,8 @@ import pytest
 from specdec.architectures import Config, architecture_of
 from specdec.architectures.config import RopeScaling
 from specdec.readers import CheckpointError, load_checkpoint
-from specdec.readers.huggingface import Pairs, Transposed
+from specdec.readers.model_file import Pairs
+from specdec.readers.places import Transposed
 from specdec.transformer import Transformer
 from tests import folders
 from tests.folders import CONFIGS, FIXTURES, INDEX, WEIGHTS, copy, joined, message_of, read_all, retensor, split

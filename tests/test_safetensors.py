@@ -53,7 +53,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path, padding: bytes) -> Non
         assert tensor.dtype == array.dtype
         np.testing.assert_array_equal(tensor[:], array, strict=True)
         np.testing.assert_array_equal(tensor[1:3], array[1:3], strict=True)
-        np.testing.assert_array_equal(tensor.rows(1, 3)[1:], array[2:3], strict=True)
+        np.testing.assert_array_equal(tensor.part(1, 3)[1:], array[2:3], strict=True)
     np.testing.assert_array_equal(file.tensor("a").columns(1, 3), ARRAYS["a"][1][:, 1:3], strict=True)
 
 

@@ -1,0 +1,264 @@
+"""A GGUF file, or several that are one model, to a `Checkpoint`: what its keys say of the model, and which tensor is which.
+
+Keys, names and what a silent file means are llama.cpp's (gguf-py's constants.py, src/llama-model.cpp). Whatever changes the
+arithmetic is either done or refused by name; other keys are not looked at.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..architectures import Config
+from .config_json import MAX_THETA, Values
+from .gguf_file import MAGIC, GgufFile
+from .json_text import shown
+from .model_file import Checkpoint, CheckpointError, ModelFile, telling_os_errors
+from .places import Place, are_equal, tensors_of
+
+ARCHITECTURE = "general.architecture"
+VOCABULARY, TOKENS, CHAT_TEMPLATE = "tokenizer.ggml.", "tokenizer.ggml.tokens", "tokenizer.chat_template"
+SPLIT_NUMBER, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
+MOST_PARTS = 99999
+EMBEDDING, HEAD, ROPE_DIVISORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.ASCII | re.DOTALL)
+
+LAYER_NAMES = {
+    "rms_att": "attn_norm.weight", "wq": "attn_q.weight", "wk": "attn_k.weight", "wv": "attn_v.weight",
+    "wo": "attn_output.weight", "bq": "attn_q.bias", "bk": "attn_k.bias", "bv": "attn_v.bias", "bo": "attn_output.bias",
+    "q_norm": "attn_q_norm.weight", "k_norm": "attn_k_norm.weight", "rms_ffn": "ffn_norm.weight", "w1": "ffn_gate.weight",
+    "w2": "ffn_down.weight", "w3": "ffn_up.weight", "b1": "ffn_gate.bias", "b2": "ffn_down.bias", "b3": "ffn_up.bias",
+}  # fmt: skip
+OUTER_PLACES = {"tok_emb": Place(EMBEDDING), "wcls": Place(HEAD)}
+TURNED = ("wq", "wk", "bq", "bk", "q_norm", "k_norm")  # stored in adjacent pairs by `llama` alone
+LLAMA_PLACES = OUTER_PLACES | {
+    "rms_final": Place("output_norm.weight"),
+    **{name: Place(f"blk.{{}}.{stored}") for name, stored in LAYER_NAMES.items()},
+}
+QWEN_PLACES = LLAMA_PLACES | {name: LLAMA_PLACES[name]._replace(halves=True) for name in TURNED}
+GPT2_PLACES = OUTER_PLACES | {
+    "pos_emb": Place("position_embd.weight"),
+    "ln_att": Place("blk.{}.attn_norm.weight"),
+    "ln_att_bias": Place("blk.{}.attn_norm.bias"),
+    **{f"w{name}": Place("blk.{}.attn_qkv.weight", part=i, parts=3) for i, name in enumerate("qkv")},
+    **{f"b{name}": Place("blk.{}.attn_qkv.bias", part=i, parts=3) for i, name in enumerate("qkv")},
+    "wo": Place("blk.{}.attn_output.weight"),
+    "bo": Place("blk.{}.attn_output.bias"),
+    "ln_ffn": Place("blk.{}.ffn_norm.weight"),
+    "ln_ffn_bias": Place("blk.{}.ffn_norm.bias"),
+    "w1": Place("blk.{}.ffn_up.weight"),
+    "b1": Place("blk.{}.ffn_up.bias"),
+    "w2": Place("blk.{}.ffn_down.weight"),
+    "b2": Place("blk.{}.ffn_down.bias"),
+    "ln_final": Place("output_norm.weight"),
+    "ln_final_bias": Place("output_norm.bias"),
+}
+PLACES = {"llama": LLAMA_PLACES, "qwen2": QWEN_PLACES, "qwen3": QWEN_PLACES, "gpt2": GPT2_PLACES}
+
+# what other arithmetic than ours is asked for by, behind the architecture's name, and the values that ask for nothing
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "expert_count": (0, None),
+    "use_parallel_residual": (False, None),
+    "hidden_activation": ("silu", None),
+    "logit_scale": (1, 0, None),
+    "residual_scale": (1, 0, None),
+    "embedding_scale": (1, 0, None),
+    "attn_logit_softcapping": (0, None),
+    "final_logit_softcapping": (0, None),
+    "attention.causal": (True, None),
+    "attention.scale": (0, None),
+    "attention.clamp_kqv": (0, None),
+    "attention.max_alibi_bias": (0, None),
+    "attention.sliding_window": (0, None),
+    "rope.scaling.attn_factor": (1, 0, None),
+    "rope.scaling.alpha": (0, None),
+}
+
+
+def is_gguf(path: Path) -> bool:
+    """By the first bytes of a file, or by its name. Raises CheckpointError for one that cannot be read."""
+    file = ModelFile(path)
+    return path.suffix == ".gguf" or file.read(0, min(len(MAGIC), file.size)).tobytes() == MAGIC
+
+
+def read_vocabulary(path: Path) -> dict[str, Any]:
+    """What a GGUF file's keys say of a tokenizer, without their common beginning; nothing of another file."""
+    return _vocabulary(GgufFile(path)) if is_gguf(path) else {}
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Open a file, and the others that it is split into, after checking all that their headers can tell.
+
+    Raises CheckpointError for anything but a complete and consistent model; numbers are checked when they are read.
+    """
+    model = _Model(path)
+    config = _config(model)
+    places = PLACES[model.architecture]
+    tensors = tensors_of(config, places, model)
+    if left := model.unused:
+        raise CheckpointError(f"{model.told(left[0])} has no place in the model that the keys describe")
+    template = model.keys.get(CHAT_TEMPLATE)
+    return Checkpoint(
+        path, config, tensors, vocabulary=_vocabulary(model.first), chat_template=template if isinstance(template, str) else None
+    )
+
+
+class _Model:
+    """The keys of a model's first file, and the tensors of all. Raises CheckpointError for parts that do not fit together."""
+
+    def __init__(self, path: Path) -> None:
+        self.first = GgufFile(path)
+        self.path, self.keys = path, self.first.keys
+        self._sources: dict[str, GgufFile] = {}
+        self._used: set[str] = set()
+        for file in _parts(self.first):
+            for name in file.entries:
+                if name in self._sources:
+                    raise CheckpointError(f"{file.path} holds the tensor {shown(name)}, as {self._sources[name].path} does")
+                self._sources[name] = file
+        n, expected = len(self._sources), self.keys.get(SPLIT_TENSORS)
+        if expected is not None and expected != n:
+            raise CheckpointError(f"{path}: {SPLIT_TENSORS} is {shown(expected)}; its parts hold {n} tensors")
+        architecture = self.keys.get(ARCHITECTURE)
+        if not isinstance(architecture, str) or architecture not in PLACES:
+            raise CheckpointError(f"{path}: {ARCHITECTURE} is {shown(architecture)}; there are {', '.join(PLACES)}")
+        self.architecture = architecture
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sources
+
+    @property
+    def unused(self) -> list[str]:
+        """The names that nobody asked for."""
+        return [name for name in self._sources if name not in self._used]
+
+    def told(self, name: str) -> str:
+        """Its file and its name, for people."""
+        return f"{self._sources[name].path}: {shown(name)}"
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Raises CheckpointError for a tensor that is missing."""
+        if name not in self._sources:
+            raise CheckpointError(f"{self.path} holds no tensor {name}, which its keys need")
+        return self._sources[name].entries[name].shape
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Any:
+        """Raises CheckpointError for one that is missing or of another shape."""
+        found = self.shape(name)
+        if found != shape:
+            raise CheckpointError(f"{self.told(name)} has the shape {found}; the keys say {shape}")
+        self._used.add(name)
+        return self._sources[name].tensor(name)
+
+    def is_twice(self, name: str, other: str) -> bool:
+        """Whether two tensors are one; then the second is left out."""
+        a, b = (self._sources[each] for each in (name, other))
+        result = a.entries[name][:2] == b.entries[other][:2] and are_equal(a.stored(name), b.stored(other))
+        if result:
+            self._used.add(other)
+        return result
+
+
+def _parts(first: GgufFile) -> list[GgufFile]:
+    """All files of the model that begins with that one."""
+    count, number = (Values(first.path, first.keys, {key: 0})[key] for key in (SPLIT_COUNT, SPLIT_NUMBER))
+    if type(count) is not int or not 0 <= count <= MOST_PARTS:
+        raise CheckpointError(f"{first.path}: {SPLIT_COUNT} is {shown(count)}; expected 1 to {MOST_PARTS}")
+    if count <= 1:
+        return [first]
+    name = _PART.fullmatch(first.path.name)
+    if not name or int(name[3]) != count:
+        raise CheckpointError(f"{first.path} is one of {count} parts; expected a name that ends in -00001-of-{count:05}.gguf")
+    paths = [first.path.with_name(f"{name[1]}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
+    if number != 0:
+        raise CheckpointError(f"{first.path} is a later part of {count}; name the first, {paths[0]}")
+    files = [first]
+    for i, path in enumerate(paths[1:], 1):
+        with telling_os_errors(path):
+            if not path.exists():
+                raise CheckpointError(f"{path} is missing, which is a part of {first.path.name}; fetch it again, whole")
+        files.append(GgufFile(path))
+        if (told := files[-1].keys.get(SPLIT_NUMBER)) != i:
+            raise CheckpointError(f"{path}: {SPLIT_NUMBER} is {shown(told)}; expected {i}")
+    return files
+
+
+def _vocabulary(file: GgufFile) -> dict[str, Any]:
+    return {key.removeprefix(VOCABULARY): value for key, value in file.keys.items() if key.startswith(VOCABULARY)}
+
+
+def _config(model: _Model) -> Config:
+    """What the keys, and the tensors that are there or not, say of the model."""
+    a = model.architecture
+    # rows are what a table of tokens has, whatever the keys say
+    rows = model.shape(EMBEDDING)[0]
+    values = Values(model.path, model.keys, {f"{a}.vocab_size": rows, TOKENS: None})
+    for key, neutral in NEUTRAL.items():
+        if f"{a}.{key}" in values:
+            values.must_be(f"{a}.{key}", *neutral)
+    _check_rows(values, f"{a}.vocab_size", rows)
+    common: dict[str, Any] = {
+        "dim": values.whole(f"{a}.embedding_length"),
+        "hidden_dim": values.whole(f"{a}.feed_forward_length"),
+        "n_layers": values.whole(f"{a}.block_count"),
+        "n_heads": values.whole(f"{a}.attention.head_count"),
+        "seq_len": values.whole(f"{a}.context_length"),
+        "vocab_size": rows,
+        "shared_classifier": HEAD not in model or model.is_twice(EMBEDDING, HEAD),
+    }
+    config = _gpt2(values, common) if a == "gpt2" else _llama(model, values, common)
+    if flaw := config.flaw():
+        raise CheckpointError(f"{model.path} describes no model: {flaw}")
+    return config
+
+
+def _check_rows(values: Values, key: str, rows: int) -> None:
+    if values[key] != rows:
+        raise values.refusal(key, f"{rows}, the rows of {EMBEDDING}")
+    tokens = values[TOKENS]
+    if isinstance(tokens, list) and len(tokens) != rows:
+        raise CheckpointError(f"{values.path}: {TOKENS} are {len(tokens)}; expected {rows}, the rows of {EMBEDDING}")
+
+
+def _gpt2(values: Values, common: Mapping[str, Any]) -> Config:
+    eps = values.real("gpt2.attention.layer_norm_epsilon", 0, 1)
+    return Config(**common, n_kv_heads=common["n_heads"], architecture="gpt2", norm_eps=eps)
+
+
+def _llama(model: _Model, values: Values, common: Mapping[str, Any]) -> Config:
+    a, n_heads = model.architecture, common["n_heads"]
+
+    def optional(key: str, default: int) -> int:
+        return values.whole(f"{a}.{key}") if f"{a}.{key}" in values else default
+
+    head_dim = optional("attention.key_length", common["dim"] // n_heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if optional(key, head_dim) != head_dim:
+            raise values.refusal(f"{a}.{key}", f"{head_dim}, a head's length")
+    theta = f"{a}.rope.freq_base"
+    return Config(
+        **common,
+        n_kv_heads=optional("attention.head_count_kv", n_heads),
+        norm_eps=values.real(f"{a}.attention.layer_norm_rms_epsilon", 0, 1),
+        rope_theta=values.real(theta, 1, MAX_THETA) if theta in values else 10000.0,
+        head_dim=head_dim,
+        rope_divisors=_rope_divisors(model, values, head_dim),
+        qkv_bias="blk.0.attn_q.bias" in model,
+        wo_bias="blk.0.attn_output.bias" in model,
+        mlp_bias="blk.0.ffn_gate.bias" in model,
+        qk_norm=a == "qwen3",
+    )
+
+
+def _rope_divisors(model: _Model, values: Values, head_dim: int) -> tuple[float, ...]:
+    """Of each pair's angle: those of a tensor, as Llama 3.1 has them, times one that is the same for all."""
+    scaling = f"{model.architecture}.rope.scaling"
+    kind, factor, older = f"{scaling}.type", f"{scaling}.factor", f"{model.architecture}.rope.scale_linear"
+    if kind in values:
+        values.must_be(kind, "linear", "none")
+    key = factor if factor in values else older
+    common = values.real(key, 0, 1e6) if key in values and values[kind] != "none" else 0.0
+    divisors = [float(x) for x in model.tensor(ROPE_DIVISORS, (head_dim // 2,))[:]] if ROPE_DIVISORS in model else []
+    if common in (0.0, 1.0):  # 0 stands for no scaling, too
+        return tuple(divisors)
+    return tuple(common * divisor for divisor in divisors or [1.0] * (head_dim // 2))
