@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, cast
 
 import typer
 from rich.console import Console
 
 import specdec
 
-from .decoder import AUTO, FIXED_GAMMA, NGRAM, SELF, Quantize, SpeculativeDecoder
+from .decoder import AUTO, FIXED_GAMMA, NGRAM, SELF, SpeculativeDecoder, kinds_to_make
 from .decoding import VERIFIERS, Prompt, Statistics, VerifyMode
 from .files import default_pair, find, telling_how_to_restore
 from .interrupts import exit_code, signals
@@ -62,14 +62,14 @@ DraftFile = Annotated[
     str,
     option(
         *("-d", "--draft"), group="Models", metavar="NAME|self|ngram|none",
-        help="Draft, as -m; self: an int8 copy of the target; ngram: what followed in the text before, the default with -m.",
+        help="Draft, as -m; self: a copy of the target in fewer bits; ngram: what followed in the text, the default with -m.",
     ),
 ]  # fmt: skip
 WhatToQuantize = Annotated[
     str,
     option(
         "--quantize", group="Models", metavar="WHAT",
-        help="Make int8 while loading: draft, target, both or none. An int8 draft changes the speed, never the text.",
+        help="Make int8 while loading: draft, target, both or none; or as in draft=int4. A draft's bits never change the text.",
     ),
 ]  # fmt: skip
 TokenizerFile = Annotated[
@@ -190,7 +190,7 @@ def tell(
                 gamma=_gamma(gamma),
                 verify=cast(VerifyMode, verify),
                 n_threads=threads or None,
-                quantize=cast(Quantize, quantize),
+                quantize=quantize,
                 progress=lambda name, share: show(progress_bar(name, share)),
             )
         show(LOADING)
@@ -298,9 +298,12 @@ def _check_arguments(prompt: str, top_p: float, seed: int, threads: int, verify:
         raise typer.BadParameter(f"{top_p} is not a number from 0 to 1.", param_hint="'-p' / '--top-p'")
     if seed >= 2**63:
         raise typer.BadParameter(f"{seed} is not below 2^63.", param_hint="'-s' / '--seed'")
-    for name, value, choices in (("verify", verify, tuple(VERIFIERS)), ("quantize", quantize, get_args(Quantize))):
-        if value not in choices:
-            raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}.", param_hint=f"'--{name}'")
+    if verify not in VERIFIERS:
+        raise typer.BadParameter(f"{verify!r} is not one of {', '.join(VERIFIERS)}.", param_hint="'--verify'")
+    try:
+        kinds_to_make(quantize)
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}.", param_hint="'--quantize'") from None
     _check_threads(threads)
 
 
@@ -479,7 +482,7 @@ def compare(
                 sources[1] or None,
                 tokenizer or None,
                 n_threads=threads or None,
-                quantize=cast(Quantize, quantize),
+                quantize=quantize,
                 progress=lambda name, share: show(progress_bar(name, share)),
             )
         show(LOADING)

@@ -70,10 +70,15 @@ class Weights:
         arrays = [*(matrix.strips for matrix in self.matrices.values()), *self.vectors.values()]
         return sum({id(array): array.nbytes for array in arrays}.values())
 
+    def n_bytes_as(self, kind: Kind) -> int:
+        """What the matrices would take in another kind of weights."""
+        matrices = {id(matrix): matrix for matrix in self.matrices.values()}
+        return 4 * sum(_n_floats(len(matrix.strips), matrix.n, 0, kind) for matrix in matrices.values())
+
     def converted(self, kind: Kind) -> "Weights":
         """The same matrices in another kind of weights, beside the same vectors."""
         matrices = {id(matrix): matrix for matrix in self.matrices.values()}
-        block = Block(sum(_n_floats(len(m.strips), m.n, 0, kind) for m in matrices.values()))
+        block = Block(self.n_bytes_as(kind) // 4)
         new = {name: converted(matrix, kind, block.take) for name, matrix in matrices.items()}
         return Weights({name: new[id(matrix)] for name, matrix in self.matrices.items()}, self.vectors)
 

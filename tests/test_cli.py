@@ -218,7 +218,7 @@ def test_no_model_at_all_is_told_with_how_to_get_one(run: Run) -> None:
         (["-s", "\udcff"], "--seed"),
         (["--\udcff"], "\\udcff"),
         (["--quantize", "int4"], "draft"),
-        (["-d", "self", "--quantize", "both"], "int8 already"),
+        (["-d", "self", "--quantize", "both=int8"], "int8 already"),
         (["-Q"], "-Q"),
         (["--nonsense"], "--nonsense"),
         (["--temperatur", "1"], "--temperature"),
@@ -299,6 +299,8 @@ def test_json_is_one_object_whose_figures_agree(run: Run, pair: Pair, extra: lis
         (["--quantize", "both"], "target int8, draft int8"),
         (["-d", "self"], "target fp32, draft int8"),
         (["-d", "self", "--quantize", "none"], "target fp32, draft int8"),
+        (["-d", "self", "--quantize", "draft=int4"], "target fp32, draft int4"),
+        (["--quantize", "target=int8,draft=int4"], "target int8, draft int4"),
     ],
     ids=str,
 )

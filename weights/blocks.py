@@ -9,9 +9,9 @@ Q5 and Q6 codes take 8 bits here, and what has no minimum lies around 128 there.
 """
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,9 +22,9 @@ from ..machine.vectors import Float32
 from .groups import NIBBLES, Bytes2, Form, Halves2, Rows, Words2, group_kind, on_all_threads, place
 from .matrix import Blocks, Kind
 
-FIFTH, TWO_BITS = 0x01010101, 0x03030303  # of each byte in a word
-# what makes codes around 8, 16 or 32 codes around 128
-AROUND_128_OF_8, AROUND_128_OF_16, AROUND_128_OF_32 = 0x78787878, 0x70707070, 0x60606060
+EACH, TWO_BITS = 0x01010101, 0x03030303  # of each byte in a word
+MIDDLES = {"Q4_0": 8, "Q5_0": 16, "Q6_K": 32, "Q8_0": 128}  # codes of a weight of 0
+AROUND_128_OF_16, AROUND_128_OF_32 = 0x70707070, 0x60606060  # what makes codes around 16 or 32 codes around 128
 SIGNS = 0x80808080
 
 
@@ -43,7 +43,7 @@ def byte_at(source, row, at):
 @inlined
 def spread(bits):
     """The 4 lowest bits, each as bit 4 of a byte."""
-    return (((bits & 15) * 0x00204081) & FIFTH) << 4
+    return (((bits & 15) * 0x00204081) & EACH) << 4
 
 
 @inlined
@@ -158,8 +158,8 @@ def read_q5_k(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: 
                 for k in range(8):
                     two = word_at(source, row, at + 24 + 16 * pair + 2 * k)
                     fifth = word_at(source, row, at + 8 + 2 * k) >> 2 * pair
-                    words[row, 64 * block + 16 * pair + k] = (two & NIBBLES) | (fifth & FIFTH) << 4
-                    words[row, 64 * block + 16 * pair + 8 + k] = (two >> 4 & NIBBLES) | (fifth >> 1 & FIFTH) << 4
+                    words[row, 64 * block + 16 * pair + k] = (two & NIBBLES) | (fifth & EACH) << 4
+                    words[row, 64 * block + 16 * pair + 8 + k] = (two >> 4 & NIBBLES) | (fifth >> 1 & EACH) << 4
 
 
 @operation
@@ -218,16 +218,17 @@ def rows_of_blocks(blocks: Blocks) -> Rows:
     return Rows(numbers, factors, words)
 
 
-def widened(rows: Rows, form: Form, wide: Form) -> Rows:
-    """Rows of a form in one of 8 bits: of Q4_0 in that of Q8_0, or of a K type in that of all."""
+def widened(rows: Rows, name: str, wide: Form) -> Rows:
+    """Rows of a type in a form of 8 bits that has minima or has none either, of groups as large or half as large."""
     numbers, factors, words = rows
+    form = TYPES[name].form
     if form.bits == 4:
         words = np.concatenate([words & NIBBLES, words >> 4 & NIBBLES], 3)
     if not wide.has_minima:
-        return Rows(numbers, factors, words + np.uint32(AROUND_128_OF_8))
-    if not form.has_minima:  # d sc (q - 32) = d sc q + (-32 d) sc
-        words = words - np.uint32(AROUND_128_OF_32)
-        minima = (np.float32(-32) * numbers.view(np.float16)).astype(np.float16).view(np.uint16)
+        words = words + np.uint32(EACH * (wide.middle - form.middle))
+    elif not form.has_minima:  # d (q - middle) = d q + (-middle d)
+        words = words - np.uint32(EACH * (form.middle - MIDDLES[name]))
+        minima = (np.float32(-MIDDLES[name]) * numbers.view(np.float16)).astype(np.float16).view(np.uint16)
         numbers, factors = np.concatenate([numbers, minima], 2), np.concatenate([factors, factors], 2)
     factors = np.repeat(factors, form.group // wide.group, 3)
     return Rows(numbers, factors, words.reshape(*words.shape[:2], wide.n_groups, wide.row_words))
@@ -236,7 +237,7 @@ def widened(rows: Rows, form: Form, wide: Form) -> Rows:
 def fill(form: Form, strips: Float32, first: int, stride: int, rows: Blocks, group: int) -> None:
     """`Kind.fill`."""
     own, read = TYPES[rows.type].form, rows_of_blocks(rows)
-    place(strips, first, stride, read if own == form else widened(read, own, form))
+    place(strips, first, stride, read if own == form else widened(read, rows.type, form))
 
 
 def _kind(name: str, form: Form) -> Kind:
@@ -249,11 +250,15 @@ KINDS = {name: _kind(name, block.form) for name, block in TYPES.items() if block
     "Q5_0": replace(Q8_0, name="Q5_0"),
 }
 
+MIX = replace(KINDS["Q5_1"], name="mixed")
+
 
 def kind_of_types(types: Collection[str]) -> Kind | None:
-    """The kind that holds matrices of those types, "" among them where one is of floats, without a loss; None: fp32 alone does."""
+    """The kind that holds matrices of those types, "" where one is of floats, without a loss; None: fp32 alone does."""
     if len(types) == 1:
         return KINDS[next(iter(types))]
     if all(name.endswith("_K") for name in types):
         return K_MIX
-    return Q8_0 if all(name.endswith("_0") for name in types) else None
+    if all(name.endswith("_0") for name in types):
+        return Q8_0
+    return MIX if all(name.endswith(("_0", "_1")) for name in types) else None

@@ -1,7 +1,7 @@
 """Weights in 4 or 8 bits whose groups share a scale and perhaps a minimum: code * scale + minimum, as GGUF's types have them.
 
 Activations are int8 in groups of the same size, as `int8.quantize` makes them; the integer sums of a group are exact, so their
-order is free, and its floats enter their row's chain at their place: sum (scale q + minimum) x is scale sum(q x) + minimum sum(x).
+order is free, and its floats enter their row's chain in their turn: sum (scale q + minimum) x = scale sum(q x) + minimum sum(x).
 
 A strip is (blocks, words). A block of columns holds, for each of the R rows, the fp16 scale and, with minima, the fp16 minimum;
 where scales have two levels, of each group the rows' int8 factors of the one, then of each those of the other; then of each
@@ -41,7 +41,7 @@ from ..machine.vectors import (
     load_fp16,
     offset,
 )  # fmt: skip
-from .int8 import GROUP_HEAD, QUADS, _dot4, best_dot4, multiply, scratch_words
+from .int8 import GROUP_HEAD, QUADS, best_dot4, dot4, multiply, scratch_words
 from .matrix import Kind
 
 Bytes2 = Annotated[npt.NDArray[np.uint8], types.uint8, 2]
@@ -105,7 +105,7 @@ class Form(NamedTuple):
 
 def group_body(form: Form, path: str) -> Any:
     """The body of a tile over weights of that form, n blocks, by that instruction of `int8.best_dot4`."""
-    dot4, x_group_words = _dot4(path), GROUP_HEAD + form.group // QUADS
+    multiply_bytes, x_group_words = dot4(path), GROUP_HEAD + form.group // QUADS
 
     def integers(value: int) -> Any:
         return ir.Constant(INTEGERS, [value] * LANES)
@@ -156,15 +156,19 @@ def group_body(form: Form, path: str) -> Any:
                         four = broadcast(builder, four, INTEGERS)
                         for v in range(n_vectors):
                             i = t * n_vectors + v
-                            sums[i] = dot4(builder, sums[i], weights[v], four)
+                            sums[i] = multiply_bytes(builder, sums[i], weights[v], four)
             for t, row in enumerate(rows):
                 x_scale = builder.load(row)
                 for v in range(n_vectors):
                     i = t * n_vectors + v
                     scale = builder.fmul(scales[0][v], broadcast(builder, x_scale, VECTOR))
-                    total = llvm(builder, "llvm.fma.v16f32", VECTOR, builder.sitofp(sums[i], VECTOR), scale, builder.load(totals[i]))
+                    total = llvm(
+                        builder, "llvm.fma.v16f32", VECTOR, builder.sitofp(sums[i], VECTOR), scale, builder.load(totals[i])
+                    )
                     if form.has_minima:
-                        x_sum = builder.fmul(builder.fmul(builder.sitofp(corrections[t], x_scale.type), x_scale.type(-1 / 128)), x_scale)
+                        x_sum = builder.fmul(
+                            builder.fmul(builder.sitofp(corrections[t], x_scale.type), x_scale.type(-1 / 128)), x_scale
+                        )
                         total = llvm(builder, "llvm.fma.v16f32", VECTOR, scales[1][v], broadcast(builder, x_sum, VECTOR), total)
                     builder.store(total, totals[i])
 
@@ -225,7 +229,14 @@ def group_product(form: Form, path: str) -> Callable[..., None]:
 
 def group_embed(form: Form) -> Callable[..., None]:
     """The kernel of `Matrix.embedding` for weights of that form."""
-    columns, of_group, n_groups, bits, has_minima, middle = form.columns, form.group, form.n_groups, form.bits, form.has_minima, form.middle
+    columns, of_group, n_groups, bits, has_minima, middle = (
+        form.columns,
+        form.group,
+        form.n_groups,
+        form.bits,
+        form.has_minima,
+        form.middle,
+    )
     factors_at, codes_at, row_words = form.factors_at, form.codes_at, form.row_words
 
     def embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: int, group: int) -> None:

@@ -4,17 +4,18 @@ For a few scales the codes that they ask for, then twice the least squares fit t
 of all. Scales and minima are then rounded to fp16, and the codes chosen for those.
 """
 
+from dataclasses import replace
+
 import numpy as np
-import numpy.typing as npt
 
 from ..machine.cache import inlined
-from ..machine.programs import Floats2, Operation, Pass, operation
+from ..machine.programs import Floats2, Pass, operation
+from ..machine.threads import share
 from ..machine.vectors import (
     LANES,
     Float32,
     add,
     ceil_div,
-    div,
     fma,
     load,
     maximum,
@@ -26,11 +27,11 @@ from ..machine.vectors import (
     splat,
     store_bytes,
 )  # fmt: skip
-from ..machine.threads import share
-from .groups import Form, Rows, group_kind, on_all_threads, place
+from .blocks import FOUR_AND_MINIMUM, KINDS
+from .groups import Rows, on_all_threads, place
 from .matrix import Floats, floats
 
-FORM = Form(4, 32, 1, True)
+FORM = FOUR_AND_MINIMUM
 LARGEST = 15.0  # code
 # Steps that a group's range is cut into, at first: what lies outside is cut off. With 4 and two fits the error of normal
 # weights is 0.0714 of their deviation, with one range of 15 0.0782, with 11 and one fit 0.0722.
@@ -117,4 +118,4 @@ def fill(strips: Float32, first: int, stride: int, rows: Floats, group: int) -> 
     place(strips, first, stride, quantize(floats(rows)))
 
 
-INT4 = group_kind("int4", FORM, fill)
+INT4 = replace(KINDS["Q4_1"], name="int4", fill=fill, of_blocks=False)

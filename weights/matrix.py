@@ -26,7 +26,7 @@ class Tensor(Protocol):
     """A matrix (rows, n) before it is packed: an array, or one that a reader gives. [first:last] gives rows.
 
     Of floats they are an array (rows, n) of its dtype: float32, float16, or uint16, which stands for the bits of bf16. A tensor
-    whose weights share scales says of how many `group` is, and gives `Grouped`. One of a GGUF block type says which `type` is, and
+    whose weights share scales says of how many `group` is, and gives `Grouped`. One of a GGUF block type says which: `type`, and
     `blocks(first, last)` gives the bytes (rows, bytes) of rows, uint8.
     """
 
