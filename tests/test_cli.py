@@ -299,8 +299,8 @@ def test_json_is_one_object_whose_figures_agree(run: Run, pair: Pair, extra: lis
         (["--quantize", "both"], "target int8, draft int8"),
         (["-d", "self"], "target fp32, draft int8"),
         (["-d", "self", "--quantize", "none"], "target fp32, draft int8"),
-        (["-d", "self", "--quantize", "draft=int4"], "target fp32, draft int4"),
-        (["--quantize", "target=int8,draft=int4"], "target int8, draft int4"),
+        (["-d", "self", "--quantize", "draft=int4"], "target fp32, draft int4 and int8"),
+        (["--quantize", "target=int8,draft=int4"], "target int8, draft int4 and int8"),
     ],
     ids=str,
 )

@@ -29,6 +29,7 @@ from ..machine.vectors import (
 )  # fmt: skip
 from .blocks import FOUR_AND_MINIMUM, KINDS
 from .groups import Rows, on_all_threads, place
+from .int8 import INT8
 from .matrix import Floats, floats
 
 FORM = FOUR_AND_MINIMUM
@@ -118,4 +119,5 @@ def fill(strips: Float32, first: int, stride: int, rows: Floats, group: int) -> 
     place(strips, first, stride, quantize(floats(rows)))
 
 
-INT4 = replace(KINDS["Q4_1"], name="int4", fill=fill, of_blocks=False)
+# Embedding and classifier in int8: SmolLM2 accepts 87% of such a copy, 69% of one that is int4 throughout, 88% of an int8 one.
+INT4 = replace(KINDS["Q4_1"], name="int4", fill=fill, of_blocks=False, of_tables=INT8)

@@ -83,7 +83,7 @@ class Kind:
     group: of n columns and of a tensor's own group, how many weights share a scale; 0: none do.
     strip_shape: of n columns in groups. fill: every stride-th of the strips from `first` on, from rows.
     rows: the floats of strips. scratch_words: that a token's activations of n columns take, in a form of the kind's own.
-    of_blocks: whether it is filled from `Blocks`.
+    of_blocks: whether it is filled from `Blocks`. of_tables: what embedding and classifier become instead, if anything.
     """
 
     name: str
@@ -95,6 +95,7 @@ class Kind:
     rows: Callable[[Float32, int, int], Float32]
     scratch_words: Callable[[int, int], int]
     of_blocks: bool = False
+    of_tables: "Kind | None" = None
 
 
 @dataclass(frozen=True)
