@@ -1,10 +1,12 @@
 """`SpeculativeDecoder`: a target, what drafts for it, and their tokenizer. Knows no terminals."""
 
+import itertools
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 from .architectures import Weights, architecture_of
@@ -14,11 +16,14 @@ from .drafters import Drafter, ModelDrafter
 from .files import find, find_tokenizer
 from .machine.memory import physical_memory_bytes
 from .machine.threads import available_threads, give_lock
+from .machine.tiles import TILE_TOKENS
+from .ngram_table import NgramTable, is_table, load_table
 from .ngrams import NgramDrafter
 from .planning import MARGIN_RATES, MAX_GAMMA, ODDS_RATES, Acceptance, AutoLength, Costs, FixedLength, Plan
 from .readers import Checkpoint, CheckpointError, load_checkpoint, read_vocabulary
 from .sampling import TARGET_NOISE, Sampler, Sampling
-from .tokenizer import AnyTokenizer, Tokenizer
+from .stages import Account, Guesser, StagedDrafter
+from .tokenizer import AnyTokenizer
 from .tokenizer_gguf import gguf_tokenizer
 from .tokenizer_json import TOKENIZER_FILE, JsonTokenizer, load_tokenizer
 from .transformer import Transformer
@@ -27,18 +32,21 @@ from .weights import INT4, INT8, Kind
 
 DEFAULT_SAMPLING = Sampling()
 SELF = "self"  # as a draft: a copy of the target in fewer bits
-NGRAM = "ngram"  # as a draft: what followed in the text before
+NGRAM: Literal["ngram"] = "ngram"  # as a draft: what followed in the text before
+Ngrams = Literal["ngram"] | NgramTable  # of the text alone, or of a table too
+Draftable = str | os.PathLike[str] | Transformer | NgramTable
 Progress = Callable[[str, float], None]  # is told the name of a model and the share of it that is loaded
 AUTO: Literal["auto"] = "auto"
 FIXED_GAMMA = 4  # where the clock must not decide
 Gamma = int | Literal["auto"]
 NGRAM_SECONDS = 3e-4  # what a target's token has to take for n-grams to be looked for: that costs up to 5 us of Python
-# Passes over so many tokens are timed in turns, for about so long, with each at least once: the first two, of a slow target
-COSTS_TOKENS, COSTS_SECONDS = (1, 8, 2, 4, 16, 32), 0.03
 QUANTIZED = {"int8": INT8, "int4": INT4, "none": None}
 # A copy of the target is int8 where that has so few bytes that it stays in a cache, where int4 is hardly faster and accepted
 # less; beyond, memory is the limit. It has to be that much smaller than the target.
 CACHED_BYTES, WORTH_A_COPY = 32 << 20, 0.75
+# Passes over so many tokens are timed in turns, for about so long, with each at least once: the first two, of a slow target.
+# Where a second tile begins, a pass costs a step more.
+COSTS_TOKENS, COSTS_SECONDS = (1, TILE_TOKENS, TILE_TOKENS + 1, 2, 4, 2 * TILE_TOKENS, 32), 0.03
 TRIAL_SECONDS, TRIAL_TOKENS, TRIAL_MARGIN = 0.05, 4, 1.25  # of the choice of threads; all of them unless so much slower
 
 
@@ -58,13 +66,16 @@ class SpeculativeDecoder:
 
     target, draft: Hugging Face folders, GGUF files, names on the hub ("org/name", "org/name:Q4_K_M"), paths of llama2.c files
     (also looked for in models/) or loaded `Transformer`s; without a draft, plain decoding; the draft "self" is an int8 or
-    int4 copy of the target, "ngram" what followed in the text before. tokenizer: a path or a tokenizer; found in the target's
+    int4 copy of the target, "ngram" what followed in the text before, a table of n-grams (`specdec ngrams`) or its path that
+    and what the table counted. stage: what drafts for a draft model, which judges it before the target sees anything:
+    "ngram", a table or a smaller model; it changes the speed alone. tokenizer: a path or a tokenizer; found in the target's
     folder or file, beside it or in models/ where not given. gamma: draft tokens a step, 1 to 63, or "auto": as many as pay.
     verify: "coupled" (the text is the plain run's of the same seed), "rejection" (Leviathan et al. 2023) or "block" (Sun et
     al. 2024), which have the plain run's distribution. n_threads: by default all cores, or fewer where a trial shows that
     they are faster; it changes no text. quantize: what models that are named, not loaded, become where their weights are
-    floats: "target", "draft" or "both" become int8, "none" does; as "draft=int4" or "target=int8,draft=int4" what is said; a
-    draft's changes no text, a target's does. progress: is told the name of a model and the share of it that is loaded.
+    floats: "target", "draft" (and its stage) or "both" become int8, "none" does; as "draft=int4" or "target=int8,draft=int4"
+    what is said; a draft's changes no text, a target's does. progress: is told the name of a model and the share of it that
+    is loaded.
 
     Raises CheckpointError or TokenizerError for files that cannot be used, ValueError for values or models that do not fit.
     """
@@ -72,9 +83,10 @@ class SpeculativeDecoder:
     def __init__(
         self,
         target: str | os.PathLike[str] | Transformer,
-        draft: str | os.PathLike[str] | Transformer | None = None,
+        draft: Draftable | None = None,
         tokenizer: str | os.PathLike[str] | AnyTokenizer | None = None,
         *,
+        stage: Draftable | None = None,
         gamma: Gamma = AUTO,
         verify: VerifyMode = "coupled",
         n_threads: int | None = None,
@@ -95,42 +107,77 @@ class SpeculativeDecoder:
             if isinstance(target, Transformer)
             else _loaded(cast(Checkpoint, source), kinds["target"], n_threads, None, progress)
         )
-        self.ngrams = isinstance(draft, str) and draft == NGRAM
-        self.draft, self.vocabulary = self._draft(
-            draft, n_threads, kinds["draft"], "draft=" in quantize or "both=" in quantize, progress
+        is_asked = "draft=" in quantize or "both=" in quantize
+        self.ngrams, self.draft, self.vocabulary = self._drafting("draft", draft, n_threads, kinds["draft"], is_asked, progress)
+        if stage is not None and not self.draft:
+            raise ValueError("a stage drafts for a draft that is a model, and there is none; name one with -d")
+        if isinstance(stage, str) and stage == SELF:
+            raise ValueError('the stage "self" would be a copy of the target, which is no smaller than the draft')
+        self.stage_ngrams, self.stage, self._stage_vocabulary = self._drafting(
+            "stage", stage, n_threads, kinds["draft"], is_asked, progress
         )
-        if self.draft is self.target:
-            raise ValueError("target and draft are one object; they need a KV cache each")
-        if self.draft and self.draft.n_positions < self.target.n_positions:
-            self.draft = Transformer(self.draft.config, self.draft.weights, self.draft.n_threads, self.target.n_positions)
+        models = {"target": self.target, "draft": self.draft, "stage": self.stage}
+        self._named = {name: model for name, model in models.items() if model}
+        for (one, model), (other, another) in itertools.combinations(self._named.items(), 2):
+            if model is another:
+                raise ValueError(f"{one} and {other} are one object; they need a KV cache each")
+        self._models = [*self._named.values()]
         self.costs: Costs | None = None  # measured when warm
+        self._account: Account | None = None  # of the stage
         self.acceptance = Acceptance(ODDS_RATES if self.ngrams else MARGIN_RATES)
         self._is_warm = False
         self._turn: threading._RLock
         give_lock(self, "_turn")
-        self._models = [model for model in (self.target, self.draft) if model]
-        is_free = n_threads is None and not any(isinstance(model, Transformer) for model in (target, draft))
+        is_free = n_threads is None and not any(isinstance(model, Transformer) for model in (target, draft, stage))
         self._most_threads = self.target.n_threads if is_free else 1  # to choose from
 
-    def _draft(
+    def _drafting(
         self,
-        draft: str | os.PathLike[str] | Transformer | None,
+        parameter: str,
+        draft: Draftable | None,
         n_threads: int | None,
         kind: Kind | None,
         is_asked: bool,
         progress: Progress,
-    ) -> tuple[Transformer | None, Vocabulary]:
-        """The draft, and the ids that the two models may say."""
+    ) -> tuple[Ngrams | None, Transformer | None, Vocabulary]:
+        """N-grams or a model, whichever was given, and the ids that the target and it may say."""
+        n_target = known_ids(self.tokenizer, self.target.config.vocab_size)
+        vocabulary = Vocabulary(n_target, n_target)
+        if draft is None or (isinstance(draft, str) and draft == NGRAM):
+            return NGRAM if draft else None, None, vocabulary
+        if not isinstance(draft, Transformer | NgramTable) and file_name(parameter, draft) != SELF:
+            draft = find(draft)
+            draft = load_table(draft) if is_table(draft) else draft
+        if isinstance(draft, NgramTable):
+            if draft.vocab_size != n_target:
+                raise ValueError(
+                    f"the table of n-grams is of a vocabulary of {draft.vocab_size} tokens, the target's has {n_target}; "
+                    "make one of this target with `specdec ngrams`"
+                )
+            return draft, None, vocabulary
+        model, vocabulary = self._draft(f"the {parameter}", draft, n_threads, kind, is_asked, progress)
+        if model.n_positions < self.target.n_positions:
+            model = Transformer(model.config, model.weights, model.n_threads, self.target.n_positions)
+        return None, model, vocabulary
+
+    def _draft(
+        self,
+        name: str,
+        draft: str | os.PathLike[str] | Transformer,
+        n_threads: int | None,
+        kind: Kind | None,
+        is_asked: bool,
+        progress: Progress,
+    ) -> tuple[Transformer, Vocabulary]:
+        """A model that drafts, and the ids that the target and it may say."""
         rows = self.target.config.vocab_size
-        n_target = known_ids(self.tokenizer, rows)
-        if draft is None or self.ngrams:
-            return None, Vocabulary(n_target, n_target)
-        if not isinstance(draft, Transformer) and file_name("draft", draft) == SELF:
+        if draft == SELF:
             copy = self.target.weights.converted(_kind_of_copy(self.target.weights, kind if is_asked else None))
+            n_target = known_ids(self.tokenizer, rows)
             return Transformer(self.target.config, copy, n_threads, self.target.n_positions), Vocabulary(n_target, n_target)
         if isinstance(draft, Transformer):
-            return draft, self._alike("the draft", draft.config.vocab_size)
-        source = _opened("draft", draft)
+            return draft, self._alike(name, draft.config.vocab_size)
+        source = load_checkpoint(Path(draft))
         draft_rows = source.config.vocab_size
         if source.vocabulary:
             is_same = source.vocabulary == self._keys
@@ -139,7 +186,7 @@ class SpeculativeDecoder:
         elif (source.path / TOKENIZER_FILE).exists():
             vocabulary = common_vocabulary(self.tokenizer, rows, source.path, draft_rows)
         else:
-            vocabulary = self._alike(f"the draft {draft}", draft_rows)
+            vocabulary = self._alike(f"{name} {draft}", draft_rows)
         return _loaded(source, kind, n_threads, self.target.n_positions, progress), vocabulary
 
     def _alike(self, name: str, rows: int) -> Vocabulary:
@@ -151,7 +198,8 @@ class SpeculativeDecoder:
         return Vocabulary(min(n, target_rows), min(n, rows))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self.target, NGRAM if self.ngrams else self.draft, self.tokenizer, self.gamma, self.verify)
+        stage = self.stage_ngrams or self.stage
+        return _rebuilt, (self.target, self.ngrams or self.draft, self.tokenizer, self.gamma, self.verify, stage)
 
     @property
     def gamma(self) -> Gamma:
@@ -182,7 +230,7 @@ class SpeculativeDecoder:
         return tokens
 
     def stream(self, prompt: str = "", max_tokens: int = 256, sampling: Sampling = DEFAULT_SAMPLING) -> Iterator[Event]:
-        """Events as they come: the `Prompt`, then a `Proposal`, where there is a draft, and a `Step` in turns.
+        """Events as they come: the `Prompt`, then `Step`s, each behind its `Proposal` where there is one.
 
         Ends at an end mark, after max_tokens beyond the prompt, or at the target's seq_len. Several streams may take turns on one
         model, in one thread or several, and each says what it would say alone; but a model's cache holds one text, so that a
@@ -201,11 +249,23 @@ class SpeculativeDecoder:
         marks = self.tokenizer.end_marks
         plan = self._plan()
         is_slow = not isinstance(plan, AutoLength) or plan.costs.of(1) > NGRAM_SECONDS
-        drafter: Drafter | None = NgramDrafter(marks) if self.ngrams and is_slow else None
+        drafter: Drafter | None = _ngram_drafter(self.ngrams, marks) if self.ngrams and is_slow else None
         if self.draft:
-            sampler = Sampler(self.vocabulary.n_target, sampling, self.vocabulary.n_common)
-            drafter = ModelDrafter(self.draft, sampler, verifier.draft_noise, marks)
+            drafter = self._model_drafter(self.draft, sampling, verifier.draft_noise)
         return decode(self.target, drafter, verifier, tokens, max_tokens, plan, marks)
+
+    def _model_drafter(self, draft: Transformer, sampling: Sampling, noise: Callable[[int], int]) -> Drafter:
+        """What drafts with a model, and with its stage where it has one."""
+        marks, n_target = self.tokenizer.end_marks, self.vocabulary.n_target
+        sampler = Sampler(n_target, sampling, self.vocabulary.n_common)
+        if not self._account:
+            return ModelDrafter(draft, sampler, noise, marks)
+        guesser: Guesser
+        if self.stage:
+            guesser = ModelDrafter(self.stage, Sampler(n_target, sampling, self._stage_vocabulary.n_common), noise, marks)
+        else:
+            guesser = _ngram_drafter(self.stage_ngrams, marks)
+        return StagedDrafter(self._models[1:], guesser, self._account, sampler, noise, marks)
 
     def _plan(self) -> Plan:
         """How long proposals get. A text of `rejection` or `block` hangs on that, so that there it must not hang on the clock."""
@@ -263,8 +323,7 @@ class SpeculativeDecoder:
     @property
     def weights(self) -> str:
         """What the weights are, in words: "target fp32, draft int8"."""
-        models = {"target": self.target, "draft": self.draft}
-        return ", ".join(f"{name} {model.weights.kind}" for name, model in models.items() if model)
+        return ", ".join(f"{name} {model.weights.kind}" for name, model in self._named.items())
 
     def warm_up(self) -> None:
         """Compile, or load from numba's cache, whatever a text needs; the first text does it where nobody has.
@@ -282,8 +341,14 @@ class SpeculativeDecoder:
                     self._choose_threads()
                 if self.draft or self.ngrams:
                     self.costs = self._measured_costs()
+                if self.draft and (self.stage or self.stage_ngrams):
+                    costs = self._costs_of(self.draft, self.stage)
+                    self._account = Account(costs, Acceptance(MARGIN_RATES if self.stage else ODDS_RATES))
 
     def _measured_costs(self) -> Costs:
+        return self._costs_of(self.target, self.draft)
+
+    def _costs_of(self, target: Transformer, draft: Transformer | None) -> Costs:
         """What passes over some tokens take, and a token of the draft, with their draws: the least of several, in turns."""
         sampler = Sampler(self.vocabulary.n_target, DEFAULT_SAMPLING, self.vocabulary.n_common)
         probs = sampler.new_probs()
@@ -295,16 +360,16 @@ class SpeculativeDecoder:
                     sampler.draw(probs, logits, TARGET_NOISE, n)
             return time.perf_counter() - begin
 
-        jobs = [(self.draft, 1), (self.draft, 1)] if self.draft else []  # the second finds the draft in the cache
-        jobs += [(self.target, n) for n in COSTS_TOKENS if n <= self.target.n_positions]
+        jobs = [(draft, 1), (draft, 1)] if draft else []  # the second finds the draft in the cache
+        jobs += [(target, n) for n in COSTS_TOKENS if n <= target.n_positions]
         least: dict[int, float] = {}
         deadline = time.perf_counter() + COSTS_SECONDS
         while not least or time.perf_counter() < deadline:
             for i, (model, n) in enumerate(jobs):
                 if i < 4 or time.perf_counter() < deadline:
                     least[i] = min(least.get(i, math.inf), seconds(model, n))
-        first, draft = (least.pop(0), least.pop(1)) if self.draft else (0.0, 0.0)
-        return Costs({jobs[i][1]: taken for i, taken in least.items()}, draft, max(0.0, first - draft))
+        first, token = (least.pop(0), least.pop(1)) if draft else (0.0, 0.0)
+        return Costs({jobs[i][1]: taken for i, taken in least.items()}, token, max(0.0, first - token))
 
     def _judge_a_proposal(self) -> None:
         """Compile what judges one that no model drew."""
@@ -334,10 +399,19 @@ class SpeculativeDecoder:
 
 
 def _rebuilt(
-    target: Transformer, draft: Transformer | str | None, tokenizer: Tokenizer, gamma: Gamma, verify: VerifyMode
+    target: Transformer,
+    draft: Draftable | None,
+    tokenizer: AnyTokenizer,
+    gamma: Gamma,
+    verify: VerifyMode,
+    stage: Draftable | None,
 ) -> SpeculativeDecoder:
     """A decoder from its pickled parts."""
-    return SpeculativeDecoder(target, draft, tokenizer, gamma=gamma, verify=verify)
+    return SpeculativeDecoder(target, draft, tokenizer, stage=stage, gamma=gamma, verify=verify)
+
+
+def _ngram_drafter(ngrams: Ngrams | None, end_marks: Container[int]) -> NgramDrafter:
+    return NgramDrafter(end_marks, ngrams if isinstance(ngrams, NgramTable) else None)
 
 
 def kinds_to_make(quantize: str) -> dict[str, Kind | None]:

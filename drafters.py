@@ -1,13 +1,14 @@
 """Whatever proposes tokens. Knows nothing of verifying."""
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from .architectures import Config
 from .machine.vectors import Float32, ceil_div
 from .planning import Plan
 from .sampling import Sampler
-from .transformer import Transformer
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,18 @@ class Drafter(Protocol):
         """Tokens that may follow tokens, as long as the plan, which has begun, goes on."""
 
 
+class Model(Protocol):
+    """What a drafter asks of a model: logits at the last tokens of a text, under a lock as long as they are read."""
+
+    @property
+    def lock(self) -> AbstractContextManager[object]: ...
+    @property
+    def config(self) -> Config: ...
+    @property
+    def n_positions(self) -> int: ...
+    def forward(self, tokens: list[int], n_logits: int = 1) -> Float32: ...
+
+
 class ModelDrafter:
     """A smaller model that decodes one token after the other. Beyond its own seq_len it sees a sliding window.
 
@@ -38,7 +51,7 @@ class ModelDrafter:
     proposes none.
     """
 
-    def __init__(self, model: Transformer, sampler: Sampler, noise: Callable[[int], int], end_marks: Container[int]) -> None:
+    def __init__(self, model: Model, sampler: Sampler, noise: Callable[[int], int], end_marks: Container[int]) -> None:
         self._model, self._sampler, self._noise, self._end_marks = model, sampler, noise, end_marks
         self._n_rows = model.config.vocab_size  # the target may know more tokens
         self._q: list[Float32] = []
@@ -47,9 +60,10 @@ class ModelDrafter:
         with self._model.lock:
             self._model.forward(self._seen(tokens, self._start(len(tokens)))[:-1], n_logits=0)
 
-    def propose(self, tokens: list[int], plan: Plan) -> Draft:
-        start, stream = self._start(len(tokens) + min(plan.most, self._model.n_positions // 2)), self._noise(len(tokens))
-        text, n = self._seen(tokens, start), 0
+    def propose(self, tokens: list[int], plan: Plan, tail: Sequence[int] = ()) -> Draft:
+        """tail: what may follow tokens: a proposal for that draft whose round it is (see `stages`)."""
+        start = self._start(len(tokens) + len(tail) + min(plan.most, self._model.n_positions // 2))
+        stream, text, n = self._noise(len(tokens)), self._seen([*tokens, *tail] if tail else tokens, start), 0
         with self._model.lock:
             while len(text) <= self._model.n_positions:
                 if n == len(self._q):

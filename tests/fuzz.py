@@ -37,10 +37,12 @@ from specdec.drafters import ModelDrafter
 from specdec.machine.memory import zeros
 from specdec.machine.threads import available_threads
 from specdec.machine.vectors import LANES, round_up
+from specdec.ngram_table import count, load_table, save_table
 from specdec.ngrams import NgramDrafter
-from specdec.planning import FixedLength
+from specdec.planning import MARGIN_RATES, ODDS_RATES, Acceptance, Costs, FixedLength
 from specdec.readers import CheckpointError, load_checkpoint
 from specdec.sampling import Sampler, Sampling, draw, keep_or_redraw, weigh_prefix
+from specdec.stages import Account, StagedDrafter
 from specdec.tokenizer import BOS, EOS, TextStream, Tokenizer, TokenizerError
 from specdec.transformer import Transformer
 from specdec.weights import FP32, INT8
@@ -340,6 +342,55 @@ def texts(rng):
         n_logits = rng.randint(0, min(end, 64))
         same_bits(target.forward(text[:end], n_logits), expected[end - n_logits : end])
     return REFUSED if flaw else FINE
+
+
+def stages(rng):
+    """Whatever guesses for a draft, and whatever the clock says: its proposals are those that it makes alone."""
+    config = random_config(rng)
+    first = random_model(rng, config, None, rng.random() < 0.2)
+    draft, smaller = (
+        twin(rng, random_model(rng, random_config(rng, rng.choice([config.vocab_size, rng.randint(3, config.vocab_size)]))), n)
+        for n in (first.n_positions, rng.randint(1, 200))
+    )
+    prompt = [BOS, *rng.choices(range(config.vocab_size), k=rng.randint(0, first.n_positions - 1))]
+    if rng.random() < 0.5:
+        prompt = (prompt[: rng.randint(1, 5)] * first.n_positions)[: len(prompt)]
+    sampling, gamma = random_sampling(rng), rng.choice([1, 2, 4, 9, 63])
+    table = count([[0, *rng.choices(range(config.vocab_size), k=300)], prompt], config.vocab_size)
+    path = FOLDER / "table.ngrams"
+    save_table(table, path)
+    if rng.random() < 0.5:
+        path.write_bytes(damaged(rng, path.read_bytes(), rng.randbytes(100), 24, [0, 8, 12, 16, 20]))
+    try:
+        table = load_table(path)
+    except CheckpointError as error:
+        one_line(error, str(path))
+    for verify in VERIFIERS:
+        said = []
+        for guesser in (None, NgramDrafter(END_MARKS), NgramDrafter(END_MARKS, table), smaller):
+            verifier = VERIFIERS[verify](config.vocab_size, sampling)
+            of = (config.vocab_size, sampling)
+            drawing = (Sampler(*of, draft.config.vocab_size), verifier.draft_noise, END_MARKS)
+            drafter, models = ModelDrafter(draft, *drawing), [draft]
+            if guesser:
+                costs = Costs({1: 10.0 ** rng.uniform(-7, 0), 8: 10.0 ** rng.uniform(-7, 0)}, 0.0)
+                if guesser is smaller:
+                    models.append(smaller)
+                    costs.draft = 10.0 ** rng.uniform(-7, -1)
+                    guesser = ModelDrafter(smaller, Sampler(*of, smaller.config.vocab_size), *drawing[1:])
+                account = Account(costs, Acceptance(MARGIN_RATES if costs.draft else ODDS_RATES))
+                drafter = StagedDrafter(models, guesser, account, *drawing)
+            target, steps = twin(rng, first), []
+            try:
+                for event in decode(target, drafter, verifier, list(prompt), 30, FixedLength(gamma), END_MARKS):
+                    if isinstance(event, Step):
+                        steps.append((event.tokens, event.draft_tokens, event.n_accepted, event.stop_reason))
+            except ValueError as error:
+                one_line(error, "not finite")
+                steps.append(str(error))
+            said.append(steps)
+        assert said[1:] == said[:1] * 3, f"{verify}: {said[1:]} where it is {said[0]}"
+    return FINE
 
 
 def random_tree(rng, vocab, n):
@@ -658,7 +709,7 @@ def caches(rng):
 
 CAMPAIGNS = {
     campaign.__name__: campaign
-    for campaign in (checkpoints, folders, tokenizers, texts, trees, sampling, streams, values, caches)
+    for campaign in (checkpoints, folders, tokenizers, texts, stages, trees, sampling, streams, values, caches)
 }
 
 
