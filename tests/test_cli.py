@@ -335,8 +335,10 @@ def test_version_2_files_are_target_and_draft_as_they_are(run: Run, pair: Pair, 
         drafted = from_json(run("-m", path, "-d", draft, "-z", pair.tokenizer, "-i", PROMPT, "-s", 5, "-n", 100, "--json"))
         assert drafted["tokens"] == alone["tokens"]
         assert drafted["settings"]["weights"] == "target int8, draft int8"
-    for more in ([], ["--quantize", "none"]):
-        assert_refused(run("-m", path, "-d", "self", "-z", pair.tokenizer, *more), "int8 already")
+    copied = from_json(run("-m", path, "-d", "self", "-z", pair.tokenizer, "-i", PROMPT, "-s", 5, "-n", 100, "--json"))
+    assert (copied["tokens"], copied["settings"]["weights"]) == (alone["tokens"], "target int8, draft int4 and int8")
+    more = ("--quantize", "draft=int8")
+    assert_refused(run("-m", path, "-d", "self", "-z", pair.tokenizer, *more), "int8 already")
 
 
 def test_the_text_with_a_draft_is_the_text_without(run: Run, pair: Pair) -> None:
