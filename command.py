@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import typer
 from rich.console import Console
 
 import specdec
 
-from .decoder import AUTO, FIXED_GAMMA, NGRAM, SELF, SpeculativeDecoder, kinds_to_make
+from .decoder import AUTO, FIXED_GAMMA, NGRAM, SELF, SpeculativeDecoder, TreeMode, kinds_to_make
 from .decoding import VERIFIERS, Prompt, Statistics, VerifyMode
 from .files import default_pair, find, telling_how_to_restore
 from .interrupts import exit_code, signals
@@ -52,6 +52,7 @@ from .options import (
     TokenizerFile,
     TopK,
     TopP,
+    TreeOption,
     VerifyOption,
     WhatToQuantize,
 )
@@ -94,6 +95,7 @@ def tell(
     seed: Seed = 0,
     gamma: Gamma = AUTO,
     verify: VerifyOption = "coupled",
+    tree: TreeOption = AUTO,
     threads: Threads = 0,
     plain: Plain = False,
     pace: Pace = 0.0,
@@ -111,7 +113,7 @@ def tell(
     if version:
         print(specdec.__version__)
         return
-    _check_arguments(prompt, top_p, seed, threads, verify=verify, quantize=quantize)
+    _check_arguments(prompt, top_p, seed, threads, verify=verify, quantize=quantize, tree=tree)
     _gamma(gamma)
     draft, stage = _stages(drafts or [], stage)
     if not model:
@@ -124,7 +126,16 @@ def tell(
     sources = _found(model, draft, stage)
     with loading() as show:
         begin = time.perf_counter()
-        decoder = _decoder(sources, tokenizer, quantize, threads, show, gamma=_gamma(gamma), verify=cast(VerifyMode, verify))
+        decoder = _decoder(
+            sources,
+            tokenizer,
+            quantize,
+            threads,
+            show,
+            gamma=_gamma(gamma),
+            verify=cast(VerifyMode, verify),
+            tree=cast(TreeMode, tree),
+        )
         prompt_tokens = decoder.encode(prompt)
         loaded = time.perf_counter()
         decoder.warm_up()
@@ -160,6 +171,7 @@ def tell(
                 "top_k": top_k,
                 "gamma": _gamma(gamma) if draft else 0,
                 "verify": verify,
+                "tree": tree,
                 "quantize": quantize,
                 "threads": decoder.target.n_threads,
                 "tokenizer": str(decoder.tokenizer.path),
@@ -254,7 +266,7 @@ def _gamma(text: str) -> int | Literal["auto"]:
     return int(text)
 
 
-def _check_arguments(prompt: str, top_p: float, seed: int, threads: int, verify: str, quantize: str) -> None:
+def _check_arguments(prompt: str, top_p: float, seed: int, threads: int, verify: str, quantize: str, tree: str) -> None:
     """What Typer's own types do not check."""
     try:
         prompt.encode()
@@ -264,8 +276,12 @@ def _check_arguments(prompt: str, top_p: float, seed: int, threads: int, verify:
         raise typer.BadParameter(f"{top_p} is not a number from 0 to 1.", param_hint="'-p' / '--top-p'")
     if seed >= 2**63:
         raise typer.BadParameter(f"{seed} is not below 2^63.", param_hint="'-s' / '--seed'")
-    if verify not in VERIFIERS:
-        raise typer.BadParameter(f"{verify!r} is not one of {', '.join(VERIFIERS)}.", param_hint="'--verify'")
+    options = ("verify", verify, tuple(VERIFIERS)), ("tree", tree, get_args(TreeMode))
+    for name, value, choices in options:
+        if value not in choices:
+            raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}.", param_hint=f"'--{name}'")
+    if tree == "on" and verify == "block":
+        raise typer.BadParameter("--verify block judges chains alone; leave one of the two out.", param_hint="'--tree'")
     try:
         kinds_to_make(quantize)
     except ValueError as error:
@@ -405,7 +421,7 @@ def compare(
     """
     from . import sweep, sweep_chart  # which nothing else needs
 
-    _check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize)
+    _check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize, tree=AUTO)
     if as_json and as_csv:
         raise typer.BadParameter("one of the two goes to stdout.", param_hint="'--json' / '--csv'")
     lengths = sweep.lengths_of(tokens or ("50,100,200,500" if full else "50,200"))
@@ -495,7 +511,7 @@ def count(
     """
     from . import counting, ngram_table, sweep  # which nothing else needs
 
-    _check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize)
+    _check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize, tree=AUTO)
     beginnings = sweep.prompts_of(prompts) if prompts else sweep.PROMPTS
     ngram_table.check_place(Path(table))
     if not model:

@@ -7,12 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Container, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from .architectures import Weights, architecture_of
 from .checks import file_name, one_of, short, text, whole
 from .decoding import VERIFIERS, Event, Statistics, Step, VerifyMode, decode
-from .drafters import Drafter, ModelDrafter
+from .drafters import Drafter, ModelDrafter, TreeDrafter
 from .files import find, find_tokenizer
 from .machine.memory import physical_memory_bytes
 from .machine.threads import available_threads, give_lock
@@ -27,6 +27,7 @@ from .tokenizer import AnyTokenizer
 from .tokenizer_gguf import gguf_tokenizer
 from .tokenizer_json import TOKENIZER_FILE, JsonTokenizer, load_tokenizer
 from .transformer import Transformer
+from .tree_planning import STATIC_RATES, WIDEST, AutoTree, StaticTree, TreeCosts, new_acceptances
 from .vocabulary import LEAST_KNOWN, MOST_PADDING, Vocabulary, common_vocabulary, known_ids
 from .weights import INT4, INT8, Kind
 
@@ -39,6 +40,7 @@ Progress = Callable[[str, float], None]  # is told the name of a model and the s
 AUTO: Literal["auto"] = "auto"
 FIXED_GAMMA = 4  # where the clock must not decide
 Gamma = int | Literal["auto"]
+TreeMode = Literal["auto", "on", "off"]
 NGRAM_SECONDS = 3e-4  # what a target's token has to take for n-grams to be looked for: that costs up to 5 us of Python
 QUANTIZED = {"int8": INT8, "int4": INT4, "none": None}
 # A copy of the target is int8 where that has so few bytes that it stays in a cache, where int4 is hardly faster and accepted
@@ -47,6 +49,7 @@ CACHED_BYTES, WORTH_A_COPY = 32 << 20, 0.75
 # Passes over so many tokens are timed in turns, for about so long, with each at least once: the first two, of a slow target.
 # Where a second tile begins, a pass costs a step more.
 COSTS_TOKENS, COSTS_SECONDS = (1, TILE_TOKENS, TILE_TOKENS + 1, 2, 4, 2 * TILE_TOKENS, 32), 0.03
+TREE_WIDTHS = 2, 4, WIDEST  # of levels of trees, timed likewise
 TRIAL_SECONDS, TRIAL_TOKENS, TRIAL_MARGIN = 0.05, 4, 1.25  # of the choice of threads; all of them unless so much slower
 
 
@@ -71,11 +74,12 @@ class SpeculativeDecoder:
     "ngram", a table or a smaller model; it changes the speed alone. tokenizer: a path or a tokenizer; found in the target's
     folder or file, beside it or in models/ where not given. gamma: draft tokens a step, 1 to 63, or "auto": as many as pay.
     verify: "coupled" (the text is the plain run's of the same seed), "rejection" (Leviathan et al. 2023) or "block" (Sun et
-    al. 2024), which have the plain run's distribution. n_threads: by default all cores, or fewer where a trial shows that
-    they are faster; it changes no text. quantize: what models that are named, not loaded, become where their weights are
-    floats: "target", "draft" (and its stage) or "both" become int8, "none" does; as "draft=int4" or "target=int8,draft=int4"
-    what is said; a draft's changes no text, a target's does. progress: is told the name of a model and the share of it that
-    is loaded.
+    al. 2024), which have the plain run's distribution. tree: token trees, several candidates for a place: "on", "off" or
+    "auto", where they pay, with gamma "auto" and coupled verification; a draft that is no model, or has a stage, proposes
+    chains. n_threads: by default all cores, or fewer where a trial shows that they are faster; it changes no text. quantize:
+    what models that are named, not loaded, become where their weights are floats: "target", "draft" (and its stage) or "both"
+    become int8, "none" does; as "draft=int4" or "target=int8,draft=int4" what is said; a draft's changes no text, a target's
+    does. progress: is told the name of a model and the share of it that is loaded.
 
     Raises CheckpointError or TokenizerError for files that cannot be used, ValueError for values or models that do not fit.
     """
@@ -89,12 +93,15 @@ class SpeculativeDecoder:
         stage: Draftable | None = None,
         gamma: Gamma = AUTO,
         verify: VerifyMode = "coupled",
+        tree: TreeMode = AUTO,
         n_threads: int | None = None,
         quantize: str = "draft",
         progress: Progress = tell_nobody,
     ) -> None:
         kinds = kinds_to_make(quantize)
+        self._tree: TreeMode = AUTO
         self.gamma, self.verify = gamma, verify
+        self.tree = tree
         if n_threads is not None:
             whole("n_threads", n_threads, 1, available_threads())
         source = None if isinstance(target, Transformer) else _opened("target", target)
@@ -116,6 +123,8 @@ class SpeculativeDecoder:
         self.stage_ngrams, self.stage, self._stage_vocabulary = self._drafting(
             "stage", stage, n_threads, kinds["draft"], is_asked, progress
         )
+        if self._has_stage and self.tree == "on":
+            raise ValueError('a draft with a stage proposes chains; leave out the stage, or tree "on"')
         models = {"target": self.target, "draft": self.draft, "stage": self.stage}
         self._named = {name: model for name, model in models.items() if model}
         for (one, model), (other, another) in itertools.combinations(self._named.items(), 2):
@@ -124,7 +133,9 @@ class SpeculativeDecoder:
         self._models = [*self._named.values()]
         self.costs: Costs | None = None  # measured when warm
         self._account: Account | None = None  # of the stage
+        self.tree_costs: TreeCosts | None = None
         self.acceptance = Acceptance(ODDS_RATES if self.ngrams else MARGIN_RATES)
+        self.acceptances = new_acceptances(self.acceptance)
         self._is_warm = False
         self._turn: threading._RLock
         give_lock(self, "_turn")
@@ -199,7 +210,7 @@ class SpeculativeDecoder:
 
     def __reduce__(self) -> tuple[Any, ...]:
         stage = self.stage_ngrams or self.stage
-        return _rebuilt, (self.target, self.ngrams or self.draft, self.tokenizer, self.gamma, self.verify, stage)
+        return _rebuilt, (self.target, self.ngrams or self.draft, self.tokenizer, self.gamma, self.verify, self.tree, stage)
 
     @property
     def gamma(self) -> Gamma:
@@ -217,7 +228,18 @@ class SpeculativeDecoder:
 
     @verify.setter
     def verify(self, verify: VerifyMode) -> None:
-        self._verify = one_of("verify", verify, cast(Collection[VerifyMode], VERIFIERS))
+        _check_trees(self.tree, one_of("verify", verify, cast(Collection[VerifyMode], VERIFIERS)))
+        self._verify = verify
+
+    @property
+    def tree(self) -> TreeMode:
+        """Whether proposals are trees; "auto": where they pay, with gamma "auto" and coupled verification."""
+        return self._tree
+
+    @tree.setter
+    def tree(self, tree: TreeMode) -> None:
+        _check_trees(one_of("tree", tree, get_args(TreeMode)), self.verify)
+        self._tree = tree
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's tokens, behind BOS where the model has one.
@@ -251,13 +273,15 @@ class SpeculativeDecoder:
         is_slow = not isinstance(plan, AutoLength) or plan.costs.of(1) > NGRAM_SECONDS
         drafter: Drafter | None = _ngram_drafter(self.ngrams, marks) if self.ngrams and is_slow else None
         if self.draft:
-            drafter = self._model_drafter(self.draft, sampling, verifier.draft_noise)
+            drafter = self._model_drafter(self.draft, sampling, verifier.draft_noise, plan)
         return decode(self.target, drafter, verifier, tokens, max_tokens, plan, marks)
 
-    def _model_drafter(self, draft: Transformer, sampling: Sampling, noise: Callable[[int], int]) -> Drafter:
+    def _model_drafter(self, draft: Transformer, sampling: Sampling, noise: Callable[[int], int], plan: Plan) -> Drafter:
         """What drafts with a model, and with its stage where it has one."""
         marks, n_target = self.tokenizer.end_marks, self.vocabulary.n_target
         sampler = Sampler(n_target, sampling, self.vocabulary.n_common)
+        if isinstance(plan, AutoTree | StaticTree):
+            return TreeDrafter(draft, sampler, noise, marks, plan)
         if not self._account:
             return ModelDrafter(draft, sampler, noise, marks)
         guesser: Guesser
@@ -269,9 +293,23 @@ class SpeculativeDecoder:
 
     def _plan(self) -> Plan:
         """How long proposals get. A text of `rejection` or `block` hangs on that, so that there it must not hang on the clock."""
-        if self.gamma == AUTO and self.verify == "coupled" and self.costs:
+        is_auto = self.gamma == AUTO and self.verify == "coupled" and self.costs
+        gamma = FIXED_GAMMA if self.gamma == AUTO else self.gamma
+        if self.draft and self.tree != "off" and not self._has_stage:
+            marks = self.tokenizer.end_marks
+            if is_auto and self.costs:
+                self.tree_costs = self.tree_costs or self._measured_tree_costs(self.draft)
+                return AutoTree(self.costs, self.tree_costs, self.acceptances, marks, is_forced=self.tree == "on")
+            if self.tree == "on":
+                rates = [acceptance.rate for acceptance in self.acceptances] if self.verify == "coupled" else STATIC_RATES
+                return StaticTree(gamma, self.costs, self.acceptances, marks, rates)
+        if is_auto and self.costs:
             return AutoLength(self.costs, self.acceptance)
-        return FixedLength(FIXED_GAMMA if self.gamma == AUTO else self.gamma, self.costs)
+        return FixedLength(gamma, self.costs)
+
+    @property
+    def _has_stage(self) -> bool:
+        return bool(self.stage or self.stage_ngrams)
 
     @property
     def plain_seconds(self) -> float:
@@ -341,9 +379,10 @@ class SpeculativeDecoder:
                     self._choose_threads()
                 if self.draft or self.ngrams:
                     self.costs = self._measured_costs()
-                if self.draft and (self.stage or self.stage_ngrams):
+                if self.draft and self._has_stage:
                     costs = self._costs_of(self.draft, self.stage)
                     self._account = Account(costs, Acceptance(MARGIN_RATES if self.stage else ODDS_RATES))
+                self._plan()  # which measures what trees cost, where there may be some
 
     def _measured_costs(self) -> Costs:
         return self._costs_of(self.target, self.draft)
@@ -370,6 +409,35 @@ class SpeculativeDecoder:
                     least[i] = min(least.get(i, math.inf), seconds(model, n))
         first, token = (least.pop(0), least.pop(1)) if draft else (0.0, 0.0)
         return Costs({jobs[i][1]: taken for i, taken in least.items()}, token, max(0.0, first - token))
+
+    def _measured_tree_costs(self, draft: Transformer) -> TreeCosts:
+        """What the draft's passes over siblings take beside those over a chain, with their draws: the least of several."""
+        for model in self._models:  # compiles what a text may need
+            if model.n_positions > 1:
+                model.forward_tree([0], [0, 0], [-1, -1])
+                model.keep([1])
+        sampler = Sampler(self.vocabulary.n_target, DEFAULT_SAMPLING, self.vocabulary.n_common)
+        probs = sampler.new_probs()
+
+        def seconds(n: int, is_tree: bool) -> float:
+            begin = time.perf_counter()
+            with draft.lock:
+                logits = draft.forward_tree([0], [0] * n, [-1] * n, n) if is_tree else draft.forward([0] * (n + 1), n)
+                for row in logits:
+                    sampler.draw_few(probs, row, TARGET_NOISE, n)
+            return time.perf_counter() - begin
+
+        jobs = [(1, False), (WIDEST, False), *((n, True) for n in TREE_WIDTHS)]
+        if draft.n_positions <= WIDEST:
+            return TreeCosts.measured({}, 0.0)
+        least = dict.fromkeys(jobs, math.inf)
+        seconds(1, True)  # which compiles what a draw needs
+        deadline = time.perf_counter() + COSTS_SECONDS
+        while math.inf in least.values() or time.perf_counter() < deadline:
+            for job in jobs:
+                least[job] = min(least[job], seconds(*job))
+        token, branching = least[1, False], least[WIDEST, True] - least[WIDEST, False]
+        return TreeCosts.measured({n: least[n, True] / token for n in TREE_WIDTHS}, min(branching, token))  # more is noise
 
     def _judge_a_proposal(self) -> None:
         """Compile what judges one that no model drew."""
@@ -398,16 +466,22 @@ class SpeculativeDecoder:
             model.n_threads = n
 
 
+def _check_trees(tree: TreeMode, verify: VerifyMode) -> None:
+    if tree == "on" and verify == "block":
+        raise ValueError("tree is 'on', and verify is 'block', which judges chains alone; leave one of them out")
+
+
 def _rebuilt(
     target: Transformer,
     draft: Draftable | None,
     tokenizer: AnyTokenizer,
     gamma: Gamma,
     verify: VerifyMode,
+    tree: TreeMode,
     stage: Draftable | None,
 ) -> SpeculativeDecoder:
     """A decoder from its pickled parts."""
-    return SpeculativeDecoder(target, draft, tokenizer, stage=stage, gamma=gamma, verify=verify)
+    return SpeculativeDecoder(target, draft, tokenizer, stage=stage, gamma=gamma, verify=verify, tree=tree)
 
 
 def _ngram_drafter(ngrams: Ngrams | None, end_marks: Container[int]) -> NgramDrafter:

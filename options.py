@@ -93,6 +93,13 @@ VerifyOption = Annotated[
         "accepts more): same distribution.",
     ),
 ]  # fmt: skip
+TreeOption = Annotated[
+    str,
+    option(
+        "--tree", group="Speculation", metavar="auto|on|off",
+        help="Several candidates for a place (a token tree) in one pass. auto: where they pay, with -g auto. Same text.",
+    ),
+]  # fmt: skip
 Threads = Annotated[
     int,
     option(

@@ -114,6 +114,7 @@ def to_json(statistics: Statistics, text: str, tokens: list[int], **extra: Any) 
             "n_generated": s.n_generated,
             "n_drafted": s.n_drafted,
             "n_accepted": s.n_accepted,
+            "n_nodes": s.n_nodes,
             "acceptance_rate": s.acceptance_rate,
             "target_passes": s.target_passes,
             "tokens_per_pass": s.tokens_per_pass,

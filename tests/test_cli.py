@@ -37,7 +37,7 @@ from tests.conftest import Pair
 from tests.terminal import COMMAND, PROMPT, Screen, endless, in_terminal, started, with_pair
 
 JSON_FIELDS = {
-    "text", "tokens", "n_prompt", "n_generated", "n_drafted", "n_accepted", "acceptance_rate", "target_passes",
+    "text", "tokens", "n_prompt", "n_generated", "n_drafted", "n_accepted", "n_nodes", "acceptance_rate", "target_passes",
     "tokens_per_pass", "accepted_histogram", "load_seconds", "warmup_seconds", "prefill_seconds", "decode_seconds",
     "tokens_per_second", "acceptance_by_position", "speed_up", "stop_reason", "seed", "settings",
 }  # fmt: skip
@@ -211,6 +211,8 @@ def test_no_model_at_all_is_told_with_how_to_get_one(run: Run) -> None:
         (["-j", "100000"], "--threads"),
         (["--verify", "never"], "--verify"),
         (["--verify", "\udcff"], "--verify"),
+        (["--tree", "never"], "--tree"),
+        (["--tree", "on", "--verify", "block"], "--verify block judges chains alone"),
         (["-i", "a\udcffb"], "--prompt"),
         (["-z", "\udcff"], "\\udcff"),
         (["-d", "\udcff"], "\\udcff"),
@@ -255,7 +257,9 @@ def test_a_bad_shape_to_measure_is_refused(run: Run, shape: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "extra", [[], ["--verify", "rejection"], ["--verify", "block"], ["-t", "0"], ["-g", "1"], ["-k", "5"]], ids=str
+    "extra",
+    [[], ["--verify", "rejection"], ["--verify", "block"], ["--tree", "on"], ["-t", "0"], ["-g", "1"], ["-k", "5"]],
+    ids=str,
 )
 def test_json_is_one_object_whose_figures_agree(run: Run, pair: Pair, extra: list[str]) -> None:
     code, out, err = run(*with_pair(pair, "-n", 60, "--json", *extra))
@@ -315,6 +319,19 @@ def test_what_is_int8_is_told_and_an_fp32_target_keeps_its_text(run: Run, pair: 
         _, _, summary = run(*with_pair(pair, "-n", 20, "--plain", "--verify", verify, *more))
         assert weights in summary
         assert re.search(rf"^{what} +the {weights[7:11]} target's own$", summary, re.MULTILINE)
+
+
+@pytest.mark.parametrize("tree", ["auto", "on", "off"])
+@pytest.mark.parametrize("gamma", ["auto", 3])
+def test_a_tree_changes_no_text(run: Run, pair: Pair, tree: str, gamma: str) -> None:
+    told = ["-m", pair.target, "-i", PROMPT, "-s", 5, "-j", 1, "-n", 100, "--json"]
+    alone, result = from_json(run(*told)), from_json(run(*told, "-d", pair.draft, "--tree", tree, "-g", gamma))
+    assert result["tokens"] == alone["tokens"]
+    assert result["settings"]["tree"] == tree
+    assert result["n_nodes"] >= result["n_drafted"] >= result["n_accepted"]
+    if gamma != "auto":  # which may draft nothing
+        assert (result["n_nodes"] > result["n_drafted"]) == (tree == "on")
+        assert result["n_accepted"] > 0
 
 
 @pytest.mark.parametrize("verify", ["coupled", "rejection", "block"])

@@ -248,3 +248,8 @@ def test_two_threads_with_their_models_in_another_order_do_not_wait_for_each_oth
     for thread in threads:
         thread.join(60)
     assert said == [text] * 4
+
+
+def test_a_stage_and_trees_do_not_go_together(pair):
+    with pytest.raises(ValueError, match="proposes chains"):
+        SpeculativeDecoder(pair.target, pair.draft, pair.tokenizer, stage="ngram", tree="on")
