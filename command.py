@@ -15,7 +15,7 @@ from rich.console import Console
 
 import specdec
 
-from .decoder import AUTO, NGRAM, SELF, Quantize, SpeculativeDecoder, TreeMode
+from .decoder import AUTO, NGRAM, SELF, SpeculativeDecoder, TreeMode, kinds_to_make
 from .decoding import VERIFIERS, Prompt, Statistics, VerifyMode
 from .files import default_pair, find, telling_how_to_restore
 from .interrupts import exit_code, signals
@@ -219,7 +219,7 @@ def _decoder(
             tokenizer or None,
             stage=sources[2] or None,
             n_threads=threads or None,
-            quantize=cast(Quantize, quantize),
+            quantize=quantize,
             progress=lambda name, share: show(progress_bar(name, share)),
             **more,
         )
@@ -285,12 +285,16 @@ def _check_arguments(prompt: str, top_p: float, seed: int, threads: int, verify:
         raise typer.BadParameter(f"{top_p} is not a number from 0 to 1.", param_hint="'-p' / '--top-p'")
     if seed >= 2**63:
         raise typer.BadParameter(f"{seed} is not below 2^63.", param_hint="'-s' / '--seed'")
-    options = ("verify", verify, tuple(VERIFIERS)), ("quantize", quantize, get_args(Quantize)), ("tree", tree, get_args(TreeMode))
+    options = ("verify", verify, tuple(VERIFIERS)), ("tree", tree, get_args(TreeMode))
     for name, value, choices in options:
         if value not in choices:
             raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}.", param_hint=f"'--{name}'")
     if tree == "on" and verify == "block":
         raise typer.BadParameter("--verify block judges chains alone; leave one of the two out.", param_hint="'--tree'")
+    try:
+        kinds_to_make(quantize)
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}.", param_hint="'--quantize'") from None
     _check_threads(threads)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Container, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
-from .architectures import architecture_of
+from .architectures import Weights, architecture_of
 from .checks import file_name, one_of, short, text, whole
 from .decoding import VERIFIERS, Event, Statistics, Step, VerifyMode, decode
 from .drafters import Drafter, ModelDrafter, TreeDrafter
@@ -29,10 +29,10 @@ from .tokenizer_json import TOKENIZER_FILE, JsonTokenizer, load_tokenizer
 from .transformer import Transformer
 from .tree_planning import STATIC_RATES, WIDEST, AutoTree, StaticTree, TreeCosts, new_acceptances
 from .vocabulary import LEAST_KNOWN, MOST_PADDING, Vocabulary, common_vocabulary, known_ids
-from .weights import INT8
+from .weights import INT4, INT8, Kind
 
 DEFAULT_SAMPLING = Sampling()
-SELF = "self"  # as a draft: an int8 copy of the target
+SELF = "self"  # as a draft: a copy of the target in fewer bits
 NGRAM: Literal["ngram"] = "ngram"  # as a draft: what followed in the text before
 Ngrams = Literal["ngram"] | NgramTable  # of the text alone, or of a table too
 Draftable = str | os.PathLike[str] | Transformer | NgramTable
@@ -41,8 +41,11 @@ AUTO: Literal["auto"] = "auto"
 FIXED_GAMMA = 4  # where the clock must not decide
 Gamma = int | Literal["auto"]
 TreeMode = Literal["auto", "on", "off"]
-Quantize = Literal["target", "draft", "both", "none"]
 NGRAM_SECONDS = 3e-4  # what a target's token has to take for n-grams to be looked for: that costs up to 5 us of Python
+QUANTIZED = {"int8": INT8, "int4": INT4, "none": None}
+# A copy of the target is int8 where that has so few bytes that it stays in a cache, where int4 is hardly faster and accepted
+# less; beyond, memory is the limit. It has to be that much smaller than the target.
+CACHED_BYTES, WORTH_A_COPY = 32 << 20, 0.75
 # Passes over so many tokens are timed in turns, for about so long: of a slow target over the first two, and twice unless once
 # takes SLOW seconds. Where a second tile begins, a pass costs a step more.
 COSTS_TOKENS, COSTS_SECONDS, SLOW = (TILE_TOKENS, 1, TILE_TOKENS + 1, 2, 4, 2 * TILE_TOKENS, 32), 0.03, 0.1
@@ -66,18 +69,18 @@ class SpeculativeDecoder:
     """A target, a draft that proposes for it, and their tokenizer.
 
     target, draft: Hugging Face folders, GGUF files, names on the hub ("org/name", "org/name:Q4_K_M"), paths of llama2.c files
-    (also looked for in models/) or loaded `Transformer`s; without a draft, plain decoding; the draft "self" is an int8 copy
-    of the target, "ngram" what followed in the text before, a table of n-grams (`specdec ngrams`) or its path that and what
-    the table counted. stage: what drafts for a draft model, which judges it before the target sees anything: "ngram", a table
-    or a smaller model; it changes the speed alone. tokenizer: a path or a tokenizer; found in the target's folder or file,
-    beside it or in models/ where not given. gamma: draft tokens a step, 1 to 63, or "auto": as many as pay. verify: "coupled"
-    (the text is the plain run's of the same seed), "rejection" (Leviathan et al. 2023) or "block" (Sun et al. 2024), which
-    have the plain run's distribution. tree: token trees, several candidates for a place: "on", "off" or "auto", where they
-    pay, with gamma "auto" and coupled verification; a draft that is no model, or has a stage, proposes chains. n_threads: by
-    default all cores, or fewer where a trial shows that they are faster; it changes no text. quantize: which of the models
-    that are named, not loaded, become int8 where their weights are floats: "target", "draft" (and its stage), "both" or
-    "none"; an int8 draft changes no text, an int8 target does. progress: is told the name of a model and the share of it that
-    is loaded.
+    (also looked for in models/) or loaded `Transformer`s; without a draft, plain decoding; the draft "self" is an int8 or
+    int4 copy of the target, "ngram" what followed in the text before, a table of n-grams (`specdec ngrams`) or its path that
+    and what the table counted. stage: what drafts for a draft model, which judges it before the target sees anything:
+    "ngram", a table or a smaller model; it changes the speed alone. tokenizer: a path or a tokenizer; found in the target's
+    folder or file, beside it or in models/ where not given. gamma: draft tokens a step, 1 to 63, or "auto": as many as pay.
+    verify: "coupled" (the text is the plain run's of the same seed), "rejection" (Leviathan et al. 2023) or "block" (Sun et
+    al. 2024), which have the plain run's distribution. tree: token trees, several candidates for a place: "on", "off" or
+    "auto", where they pay, with gamma "auto" and coupled verification; a draft that is no model, or has a stage, proposes
+    chains. n_threads: by default all cores, or fewer where a trial shows that they are faster; it changes no text. quantize:
+    what models that are named, not loaded, become where their weights are floats: "target", "draft" (and its stage) or "both"
+    become int8, "none" does; as "draft=int4" or "target=int8,draft=int4" what is said; a draft's changes no text, a target's
+    does. progress: is told the name of a model and the share of it that is loaded.
 
     Raises CheckpointError or TokenizerError for files that cannot be used, ValueError for values or models that do not fit.
     """
@@ -93,10 +96,10 @@ class SpeculativeDecoder:
         verify: VerifyMode = "coupled",
         tree: TreeMode = AUTO,
         n_threads: int | None = None,
-        quantize: Quantize = "draft",
+        quantize: str = "draft",
         progress: Progress = tell_nobody,
     ) -> None:
-        one_of("quantize", quantize, get_args(Quantize))
+        kinds = kinds_to_make(quantize)
         self._tree: TreeMode = AUTO
         self.gamma, self.verify = gamma, verify
         self.tree = tree
@@ -110,15 +113,17 @@ class SpeculativeDecoder:
         self.target = (
             target
             if isinstance(target, Transformer)
-            else _loaded(cast(Checkpoint, source), quantize in ("target", "both"), n_threads, None, progress)
+            else _loaded(cast(Checkpoint, source), kinds["target"], n_threads, None, progress)
         )
-        is_int8 = quantize in ("draft", "both")
-        self.ngrams, self.draft, self.vocabulary = self._drafting("draft", draft, n_threads, is_int8, progress)
+        is_asked = "draft=" in quantize or "both=" in quantize
+        self.ngrams, self.draft, self.vocabulary = self._drafting("draft", draft, n_threads, kinds["draft"], is_asked, progress)
         if stage is not None and not self.draft:
             raise ValueError("a stage drafts for a draft that is a model, and there is none; name one with -d")
         if isinstance(stage, str) and stage == SELF:
             raise ValueError('the stage "self" would be a copy of the target, which is no smaller than the draft')
-        self.stage_ngrams, self.stage, self._stage_vocabulary = self._drafting("stage", stage, n_threads, is_int8, progress)
+        self.stage_ngrams, self.stage, self._stage_vocabulary = self._drafting(
+            "stage", stage, n_threads, kinds["draft"], is_asked, progress
+        )
         if self._has_stage and self.tree == "on":
             raise ValueError('a draft with a stage proposes chains; leave out the stage, or tree "on"')
         models = {"target": self.target, "draft": self.draft, "stage": self.stage}
@@ -139,7 +144,13 @@ class SpeculativeDecoder:
         self._most_threads = self.target.n_threads if is_free else 1  # to choose from
 
     def _drafting(
-        self, parameter: str, draft: Draftable | None, n_threads: int | None, int8: bool, progress: Progress
+        self,
+        parameter: str,
+        draft: Draftable | None,
+        n_threads: int | None,
+        kind: Kind | None,
+        is_asked: bool,
+        progress: Progress,
     ) -> tuple[Ngrams | None, Transformer | None, Vocabulary]:
         """N-grams or a model, whichever was given, and the ids that the target and it may say."""
         n_target = known_ids(self.tokenizer, self.target.config.vocab_size)
@@ -156,23 +167,25 @@ class SpeculativeDecoder:
                     "make one of this target with `specdec ngrams`"
                 )
             return draft, None, vocabulary
-        model, vocabulary = self._draft(f"the {parameter}", draft, n_threads, int8, progress)
+        model, vocabulary = self._draft(f"the {parameter}", draft, n_threads, kind, is_asked, progress)
         if model.n_positions < self.target.n_positions:
             model = Transformer(model.config, model.weights, model.n_threads, self.target.n_positions)
         return None, model, vocabulary
 
     def _draft(
-        self, name: str, draft: str | os.PathLike[str] | Transformer, n_threads: int | None, int8: bool, progress: Progress
+        self,
+        name: str,
+        draft: str | os.PathLike[str] | Transformer,
+        n_threads: int | None,
+        kind: Kind | None,
+        is_asked: bool,
+        progress: Progress,
     ) -> tuple[Transformer, Vocabulary]:
         """A model that drafts, and the ids that the target and it may say."""
         rows = self.target.config.vocab_size
         if draft == SELF:
-            if INT8.name in self.target.weights.kind:
-                raise ValueError(
-                    "the target is int8 already, from its file or by --quantize, so an int8 copy of it is no faster draft; "
-                    "leave it as it is or name another draft"
-                )
-            n_target, copy = known_ids(self.tokenizer, rows), self.target.weights.converted(INT8)
+            copy = self.target.weights.converted(_kind_of_copy(self.target.weights, kind if is_asked else None))
+            n_target = known_ids(self.tokenizer, rows)
             return Transformer(self.target.config, copy, n_threads, self.target.n_positions), Vocabulary(n_target, n_target)
         if isinstance(draft, Transformer):
             return draft, self._alike(name, draft.config.vocab_size)
@@ -186,7 +199,7 @@ class SpeculativeDecoder:
             vocabulary = common_vocabulary(self.tokenizer, rows, source.path, draft_rows)
         else:
             vocabulary = self._alike(f"{name} {draft}", draft_rows)
-        return _loaded(source, int8, n_threads, self.target.n_positions, progress), vocabulary
+        return _loaded(source, kind, n_threads, self.target.n_positions, progress), vocabulary
 
     def _alike(self, name: str, rows: int) -> Vocabulary:
         """Of a draft without a tokenizer of its own. Raises ValueError for one that cannot share the target's."""
@@ -481,11 +494,41 @@ def _ngram_drafter(ngrams: Ngrams | None, end_marks: Container[int]) -> NgramDra
     return NgramDrafter(end_marks, ngrams if isinstance(ngrams, NgramTable) else None)
 
 
+def kinds_to_make(quantize: str) -> dict[str, Kind | None]:
+    """What the weights of target and draft become where they are floats; None: what they are. Raises ValueError."""
+    kinds: dict[str, Kind | None] = {"target": None, "draft": None}
+    models = {"target": ("target",), "draft": ("draft",), "both": ("target", "draft")}
+    if not isinstance(quantize, str) or quantize != "none":
+        for part in quantize.split(",") if isinstance(quantize, str) else [""]:
+            model, _, name = part.partition("=")
+            if model not in models or (name or "int8") not in QUANTIZED or part.endswith("="):
+                raise ValueError(
+                    f"quantize is {short(quantize, repr)}; expected none, or draft, target or both, alone or as in "
+                    "draft=int4,target=int8"
+                )
+            kinds |= dict.fromkeys(models[model], QUANTIZED[name or "int8"])
+    return kinds
+
+
+def _kind_of_copy(weights: Weights, asked: Kind | None) -> Kind:
+    """What a copy of a target that drafts for it is made of. Raises ValueError where that is hardly less than the target."""
+    kinds = [asked] if asked else [INT8, INT4]
+    if weights.n_bytes_as(INT8) > CACHED_BYTES:
+        kinds.reverse()
+    for kind in kinds:
+        if weights.n_bytes_as(kind) <= WORTH_A_COPY * weights.n_bytes:
+            return kind
+    raise ValueError(
+        f"the target is {weights.kind} already, from its file or by --quantize, so an {kinds[0].name} copy of it is no faster "
+        "draft; leave it as it is or name another draft"
+    )
+
+
 def load_model(
     path: str | os.PathLike[str], int8: bool = False, n_threads: int | None = None, n_positions: int | None = None
 ) -> Transformer:
     """The model of a path or a name; int8: whether its weights become int8 where they are floats. Raises CheckpointError."""
-    return _loaded(_opened("path", path), int8, n_threads, n_positions, tell_nobody)
+    return _loaded(_opened("path", path), INT8 if int8 else None, n_threads, n_positions, tell_nobody)
 
 
 def _opened(parameter: str, name: str | os.PathLike[str]) -> Checkpoint:
@@ -494,13 +537,13 @@ def _opened(parameter: str, name: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _loaded(
-    checkpoint: Checkpoint, int8: bool, n_threads: int | None, n_positions: int | None, progress: Progress
+    checkpoint: Checkpoint, kind: Kind | None, n_threads: int | None, n_positions: int | None, progress: Progress
 ) -> Transformer:
     """The model in a checkpoint."""
     name = checkpoint.path.name
     try:
         weights = architecture_of(checkpoint.config).pack(
-            checkpoint.config, checkpoint.tensors, INT8 if int8 else None, lambda share: progress(name, share)
+            checkpoint.config, checkpoint.tensors, kind, lambda share: progress(name, share)
         )
     except MemoryError as error:
         raise CheckpointError(f"{checkpoint.path} does not fit: {error or 'there is no memory for its weights'}") from None

@@ -24,14 +24,14 @@ DraftFile = Annotated[
     str,
     option(
         *("-d", "--draft"), group="Models", metavar="NAME|self|ngram|none",
-        help="Draft, as -m; self: an int8 copy of the target; ngram: what followed in the text before, the default with -m.",
+        help="Draft, as -m; self: a copy of the target in fewer bits; ngram: what followed in the text, the default with -m.",
     ),
 ]  # fmt: skip
 DraftFiles = Annotated[
     list[str] | None,
     option(
         *("-d", "--draft"), group="Models", metavar="NAME|self|ngram|none",
-        help="Draft, as -m; self: an int8 copy of the target; ngram: what followed in the text before, the default with -m; or a "
+        help="Draft, as -m; self: a copy of it in fewer bits; ngram: what followed in the text, the default with -m; or a "
         "table (specdec ngrams). A second -d drafts for the first.",
     ),
 ]  # fmt: skip
@@ -46,7 +46,7 @@ WhatToQuantize = Annotated[
     str,
     option(
         "--quantize", group="Models", metavar="WHAT",
-        help="Make int8 while loading: draft, target, both or none. An int8 draft changes the speed, never the text.",
+        help="Make int8 while loading: draft, target, both or none; or as in draft=int4. A draft's bits never change the text.",
     ),
 ]  # fmt: skip
 TokenizerFile = Annotated[

@@ -70,12 +70,19 @@ class Weights:
         arrays = [*(matrix.strips for matrix in self.matrices.values()), *self.vectors.values()]
         return sum({id(array): array.nbytes for array in arrays}.values())
 
+    def n_bytes_as(self, kind: Kind) -> int:
+        """What the matrices would take in another kind of weights."""
+        return 4 * sum(_n_floats(len(m.strips), m.n, 0, new) for m, new in self._in(kind).values())
+
     def converted(self, kind: Kind) -> "Weights":
         """The same matrices in another kind of weights, beside the same vectors."""
-        matrices = {id(matrix): matrix for matrix in self.matrices.values()}
-        block = Block(sum(_n_floats(len(m.strips), m.n, 0, kind) for m in matrices.values()))
-        new = {name: converted(matrix, kind, block.take) for name, matrix in matrices.items()}
+        block = Block(self.n_bytes_as(kind) // 4)
+        new = {key: converted(matrix, to, block.take) for key, (matrix, to) in self._in(kind).items()}
         return Weights({name: new[id(matrix)] for name, matrix in self.matrices.items()}, self.vectors)
+
+    def _in(self, kind: Kind) -> dict[int, tuple[Matrix, Kind]]:
+        """Each matrix once, by its id, and what it becomes."""
+        return {id(matrix): (matrix, _kind_in(name, kind)) for name, matrix in self.matrices.items()}
 
     def aligned(self) -> "Weights":
         """The same, in arrays that begin at cache lines."""
@@ -118,7 +125,7 @@ class Architecture:
             for (name, _), rows, tensor in zip(part.tensors, part.rows, ts, strict=True):
                 if tuple(tensor.shape) != (rows, part.n):  # compiled code would write where nothing is
                     raise ValueError(f"{name} has the shape {tuple(tensor.shape)}; this config needs {(rows, part.n)}")
-        kinds = {part: kind_for(tensors, kind) for part, tensors in sources.items()}
+        kinds = {part: kind_for(sources[part], kind and _kind_in(name, kind)) for name, part in parts.items()}
         needed = 4 * sum(
             _n_floats(part.n_strips, part.n, getattr(tensors[0], "group", 0), kinds[part]) for part, tensors in sources.items()
         )
@@ -150,6 +157,11 @@ class Architecture:
         known = {*self.parts(config), *self.vectors(config)}
         if more := {*weights.matrices, *weights.vectors} - known:
             raise ValueError(f"the weights' {min(more)} is none of the config's")
+
+
+def _kind_in(name: str, kind: Kind) -> Kind:
+    """What the matrix of that name becomes where a model becomes that kind."""
+    return kind.of_tables or kind if name in ("embedding", "classifier") else kind
 
 
 def _at(tensors: Mapping[str, Any], name: str, layer: int | None) -> Any:

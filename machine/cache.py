@@ -27,7 +27,7 @@ HOME = Path(__file__).resolve().parents[1]
 # Whatever compiled functions are written in, or take constants from.
 SOURCES = (
     *(f"machine/{name}.py" for name in ("cache", "elementary", "memory", "programs", "threads", "tiles", "vectors")),
-    *(f"weights/{name}.py" for name in ("fp32", "half", "int8", "matrix")),
+    *(f"weights/{name}.py" for name in ("blocks", "fp32", "groups", "half", "int4", "int8", "matrix")),
     "kernels.py",
     "sampling.py",
 )

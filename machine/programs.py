@@ -126,7 +126,7 @@ class Operation:
         return Row(self, arguments)
 
     def __reduce__(self) -> str:
-        return self.function.__name__  # pickled by its name: machine code stays where it is
+        return self.function.__qualname__  # pickled by its name: machine code stays where it is
 
     def words(self, arguments: Sequence[Any]) -> list[int]:
         """The arguments as a row holds them; they have to be what the annotations say."""

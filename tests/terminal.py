@@ -29,7 +29,8 @@ LONGEST = 120.0  # seconds; the first run on a machine compiles
 
 def with_pair(pair: Pair, *more: object) -> list[object]:
     """One thread, which is all that these models need, and proposals that do not hang on the clock."""
-    return ["-m", pair.target, "-d", pair.draft, "-i", PROMPT, "-s", 5, "-j", 1, "-g", 4, *more]
+    draft = [] if "-d" in more else ["-d", pair.draft]  # a second one would draft for the first
+    return ["-m", pair.target, *draft, "-i", PROMPT, "-s", 5, "-j", 1, "-g", 4, *more]
 
 
 def endless(pair: Pair, *more: object) -> list[object]:

@@ -220,7 +220,7 @@ def test_no_model_at_all_is_told_with_how_to_get_one(run: Run) -> None:
         (["-s", "\udcff"], "--seed"),
         (["--\udcff"], "\\udcff"),
         (["--quantize", "int4"], "draft"),
-        (["-d", "self", "--quantize", "both"], "int8 already"),
+        (["-d", "self", "--quantize", "both=int8"], "int8 already"),
         (["-Q"], "-Q"),
         (["--nonsense"], "--nonsense"),
         (["--temperatur", "1"], "--temperature"),
@@ -303,6 +303,8 @@ def test_json_is_one_object_whose_figures_agree(run: Run, pair: Pair, extra: lis
         (["--quantize", "both"], "target int8, draft int8"),
         (["-d", "self"], "target fp32, draft int8"),
         (["-d", "self", "--quantize", "none"], "target fp32, draft int8"),
+        (["-d", "self", "--quantize", "draft=int4"], "target fp32, draft int4 and int8"),
+        (["--quantize", "target=int8,draft=int4"], "target int8, draft int4 and int8"),
     ],
     ids=str,
 )
@@ -350,8 +352,10 @@ def test_version_2_files_are_target_and_draft_as_they_are(run: Run, pair: Pair, 
         drafted = from_json(run("-m", path, "-d", draft, "-z", pair.tokenizer, "-i", PROMPT, "-s", 5, "-n", 100, "--json"))
         assert drafted["tokens"] == alone["tokens"]
         assert drafted["settings"]["weights"] == "target int8, draft int8"
-    for more in ([], ["--quantize", "none"]):
-        assert_refused(run("-m", path, "-d", "self", "-z", pair.tokenizer, *more), "int8 already")
+    copied = from_json(run("-m", path, "-d", "self", "-z", pair.tokenizer, "-i", PROMPT, "-s", 5, "-n", 100, "--json"))
+    assert (copied["tokens"], copied["settings"]["weights"]) == (alone["tokens"], "target int8, draft int4 and int8")
+    more = ("--quantize", "draft=int8")
+    assert_refused(run("-m", path, "-d", "self", "-z", pair.tokenizer, *more), "int8 already")
 
 
 def test_the_text_with_a_draft_is_the_text_without(run: Run, pair: Pair) -> None:

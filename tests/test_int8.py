@@ -391,11 +391,6 @@ def test_an_int8_target_has_its_own_text_with_any_draft():
     assert len(texts) == 1
 
 
-def test_an_int8_target_is_no_draft_of_itself():
-    with pytest.raises(ValueError, match="int8 already"):
-        SpeculativeDecoder(DEFAULT_TARGET, "self", quantize="target")
-
-
 def test_the_environment_forces_the_portable_path():
     command = [sys.executable, "-c", "from specdec.weights import int8; print(int8.INT8 is int8.PORTABLE_INT8)"]
     for value, expected in (("1", "True"), ("0", "False"), ("", "False")):

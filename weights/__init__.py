@@ -4,17 +4,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .blocks import kind_of_types
 from .fp32 import FP32
 from .half import BF16, FP16
+from .int4 import INT4
 from .int8 import INT8
 from .matrix import Kind, Tensor
 
 
 def kind_for(tensors: Sequence[Tensor], kind: Kind | None = None) -> Kind:
-    """What the weights of tensors become: int8 where they share scales already, else that kind, or None: what they are.
+    """What the weights of tensors become: what they are where they share scales already, else that kind, or None: what they are.
 
-    Tensors of several types become fp32, which holds them all.
+    Tensors of several types become what holds them all: fp32, or of block types a wider one.
     """
+    types = {getattr(tensor, "type", "") for tensor in tensors}
+    if types != {""}:
+        return kind_of_types(types) or FP32
     if any(getattr(tensor, "group", 0) for tensor in tensors):
         return INT8
     dtypes = {np.dtype(getattr(tensor, "dtype", np.float32)) for tensor in tensors}
@@ -22,4 +27,4 @@ def kind_for(tensors: Sequence[Tensor], kind: Kind | None = None) -> Kind:
     return kind or (kinds.get(dtypes.pop(), FP32) if len(dtypes) == 1 else FP32)
 
 
-__all__ = ["BF16", "FP16", "FP32", "INT8", "Kind", "kind_for"]
+__all__ = ["BF16", "FP16", "FP32", "INT4", "INT8", "Kind", "kind_for"]

@@ -94,7 +94,7 @@ def _dot4_portable(builder: Any, acc: Any, w: Any, x: Any) -> Any:
     return acc
 
 
-def _dot4(path: str) -> Any:
+def dot4(path: str) -> Any:
     """(builder, acc, w, x) -> acc + the 4 products of bytes of each lane: LANES int32 each, w unsigned, x signed, exact."""
 
     def by_name(name: str) -> Any:
@@ -121,7 +121,7 @@ def _int8_body(path: str) -> Any:
 
     The integer sums of a group are exact, so their order is free; a group's float enters its row's chain at its place.
     """
-    dot4 = _dot4(path)
+    multiply_bytes = dot4(path)
 
     def emit(
         builder: Any, n_vectors: int, n_tokens: int,
@@ -152,7 +152,7 @@ def _int8_body(path: str) -> Any:
                     quad = builder.load(offset(builder, rows[t], builder.add(quads.index, const(GROUP_HEAD)), I32))
                     for v in range(n_vectors):
                         total = sums[t * n_vectors + v]
-                        new = dot4(builder, builder.load(total), loaded[v], broadcast(builder, quad, INTEGERS))
+                        new = multiply_bytes(builder, builder.load(total), loaded[v], broadcast(builder, quad, INTEGERS))
                         builder.store(new, total)
             scales = [builder.load(offset(builder, weights, const(LANES * v), VECTOR), align=64) for v in range(n_vectors)]
             for i, total in enumerate(totals):

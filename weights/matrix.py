@@ -26,7 +26,8 @@ class Tensor(Protocol):
     """A matrix (rows, n) before it is packed: an array, or one that a reader gives. [first:last] gives rows.
 
     Of floats they are an array (rows, n) of its dtype: float32, float16, or uint16, which stands for the bits of bf16. A tensor
-    whose weights share scales says of how many `group` is, and gives `Grouped`.
+    whose weights share scales says of how many `group` is, and gives `Grouped`. One of a GGUF block type says which: `type`, and
+    `blocks(first, last)` gives the bytes (rows, bytes) of rows, uint8.
     """
 
     @property
@@ -67,6 +68,14 @@ class Grouped:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """Rows of a GGUF block type, by its name, in the file's own bytes: octets (rows, bytes)."""
+
+    type: str
+    octets: npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
 class Kind:
     """A kind of weights, whole: how it lies in strips, what multiplies it, and how a row of an embedding comes out of it.
 
@@ -74,6 +83,7 @@ class Kind:
     group: of n columns and of a tensor's own group, how many weights share a scale; 0: none do.
     strip_shape: of n columns in groups. fill: every stride-th of the strips from `first` on, from rows.
     rows: the floats of strips. scratch_words: that a token's activations of n columns take, in a form of the kind's own.
+    of_blocks: whether it is filled from `Blocks`. of_tables: what embedding and classifier become instead, if anything.
     """
 
     name: str
@@ -84,6 +94,8 @@ class Kind:
     fill: Callable[[Float32, int, int, Any, int], None]
     rows: Callable[[Float32, int, int], Float32]
     scratch_words: Callable[[int, int], int]
+    of_blocks: bool = False
+    of_tables: "Kind | None" = None
 
 
 @dataclass(frozen=True)
@@ -140,9 +152,14 @@ def pack(tensors: Sequence[Tensor], kind: Kind, in_turns: bool = False, room: Ca
     for i, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
         first, stride = (i, len(tensors)) if in_turns else (sum(sizes[:i]), 1)
         for block in blocks(size):
-            rows = tensor[slice(block.start * STRIP_ROWS, min(block.stop * STRIP_ROWS, tensor.shape[0]))]
-            kind.fill(strips, first + stride * block.start, stride, rows, group)
+            begin, end = block.start * STRIP_ROWS, min(block.stop * STRIP_ROWS, tensor.shape[0])
+            kind.fill(strips, first + stride * block.start, stride, _rows(tensor, kind, begin, end), group)
     return Matrix(kind, strips, n, group)
+
+
+def _rows(tensor: Any, kind: Kind, first: int, last: int) -> Any:
+    """What that kind is filled from."""
+    return Blocks(tensor.type, tensor.blocks(first, last)) if kind.of_blocks else tensor[first:last]
 
 
 def converted(matrix: Matrix, kind: Kind, room: Callable[..., Float32] = zeros) -> Matrix:

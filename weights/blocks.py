@@ -1,0 +1,264 @@
+"""GGUF's block types as weights in groups: their own scales and minima, bit for bit, their codes in 4 or in 8 bits.
+
+Layouts: ggml-common.h and ggml-quants.c of github.com/ggml-org/ggml. d and m are fp16, q a code; a weight is
+
+    Q4_0  d (q - 8)     Q5_0  d (q - 16)     Q8_0  d q, q signed     Q6_K  d sc (q - 32), in groups of 16
+    Q4_1  d q + m       Q5_1  d q + m        Q4_K, Q5_K  d sc q - dmin m, sc and m of 6 bits
+
+Q5 and Q6 codes take 8 bits here, and what has no minimum lies around 128 there.
+"""
+
+import functools
+from collections.abc import Collection
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ..machine.cache import inlined
+from ..machine.programs import Operation, Pass, operation
+from ..machine.threads import share
+from ..machine.vectors import Float32
+from .groups import NIBBLES, Bytes2, Form, Halves2, Rows, Words2, group_kind, on_all_threads, place
+from .matrix import Blocks, Kind
+
+EACH, TWO_BITS = 0x01010101, 0x03030303  # of each byte in a word
+MIDDLES = {"Q4_0": 8, "Q5_0": 16, "Q6_K": 32, "Q8_0": 128}  # codes of a weight of 0
+AROUND_128_OF_16, AROUND_128_OF_32 = 0x70707070, 0x60606060  # what makes codes around 16 or 32 codes around 128
+SIGNS = 0x80808080
+
+
+@inlined
+def word_at(source, row, half):
+    """The 4 bytes from that half word of a row on."""
+    return np.int64(source[row, half]) | np.int64(source[row, half + 1]) << 16
+
+
+@inlined
+def byte_at(source, row, at):
+    """The byte of a row at an index."""
+    return (np.int64(source[row, at // 2]) >> (8 * (at % 2))) & 255
+
+
+@inlined
+def spread(bits):
+    """The 4 lowest bits, each as bit 4 of a byte."""
+    return (((bits & 15) * 0x00204081) & EACH) << 4
+
+
+@inlined
+def put_6_bits(factors, source, row, block, at):
+    """Scales and minima of the 8 groups of a K block, 12 bytes from that half word on."""
+    for g in range(4):
+        scale, minimum = byte_at(source, row, 2 * at + g), byte_at(source, row, 2 * at + 4 + g)
+        both = byte_at(source, row, 2 * at + 8 + g)
+        factors[row, 16 * block + g] = scale & 63
+        factors[row, 16 * block + 8 + g] = minimum & 63
+        factors[row, 16 * block + 4 + g] = (both & 15) | (scale >> 6) << 4
+        factors[row, 16 * block + 12 + g] = both >> 4 | (minimum >> 6) << 4
+
+
+@operation
+def read_q4_0(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
+    """Blocks (rows, halves) of d, 16 bytes of two codes."""
+    first, last = share(source.shape[0], thread, run.n_threads)
+    for row in range(first, last):
+        for block in range(numbers.shape[1]):
+            at = 9 * block
+            numbers[row, block] = source[row, at]
+            for k in range(4):
+                words[row, 4 * block + k] = word_at(source, row, at + 1 + 2 * k)
+
+
+@operation
+def read_q4_1(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
+    """Blocks of d, m, 16 bytes of two codes."""
+    first, last = share(source.shape[0], thread, run.n_threads)
+    for row in range(first, last):
+        for block in range(numbers.shape[1] // 2):
+            at = 10 * block
+            numbers[row, 2 * block] = source[row, at]
+            numbers[row, 2 * block + 1] = source[row, at + 1]
+            for k in range(4):
+                words[row, 4 * block + k] = word_at(source, row, at + 2 + 2 * k)
+
+
+@operation
+def read_q5_0(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
+    """Blocks of d, 32 fifth bits, 16 bytes of two codes."""
+    first, last = share(source.shape[0], thread, run.n_threads)
+    for row in range(first, last):
+        for block in range(numbers.shape[1]):
+            at = 11 * block
+            numbers[row, block] = source[row, at]
+            fifth = word_at(source, row, at + 1)
+            for k in range(4):
+                two = word_at(source, row, at + 3 + 2 * k)
+                words[row, 8 * block + k] = ((two & NIBBLES) | spread(fifth >> 4 * k)) + AROUND_128_OF_16
+                words[row, 8 * block + 4 + k] = ((two >> 4 & NIBBLES) | spread(fifth >> (16 + 4 * k))) + AROUND_128_OF_16
+
+
+@operation
+def read_q5_1(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
+    """Blocks of d, m, 32 fifth bits, 16 bytes of two codes."""
+    first, last = share(source.shape[0], thread, run.n_threads)
+    for row in range(first, last):
+        for block in range(numbers.shape[1] // 2):
+            at = 12 * block
+            numbers[row, 2 * block] = source[row, at]
+            numbers[row, 2 * block + 1] = source[row, at + 1]
+            fifth = word_at(source, row, at + 2)
+            for k in range(4):
+                two = word_at(source, row, at + 4 + 2 * k)
+                words[row, 8 * block + k] = (two & NIBBLES) | spread(fifth >> 4 * k)
+                words[row, 8 * block + 4 + k] = (two >> 4 & NIBBLES) | spread(fifth >> (16 + 4 * k))
+
+
+@operation
+def read_q8_0(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
+    """Blocks of d, 32 signed codes."""
+    first, last = share(source.shape[0], thread, run.n_threads)
+    for row in range(first, last):
+        for block in range(numbers.shape[1]):
+            at = 17 * block
+            numbers[row, block] = source[row, at]
+            for k in range(8):
+                words[row, 8 * block + k] = word_at(source, row, at + 1 + 2 * k) ^ SIGNS
+
+
+@operation
+def read_q4_k(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
+    """Blocks of d, dmin, 12 bytes of scales and minima, for each 2 of 8 groups 32 bytes of a code of the one and the other."""
+    first, last = share(source.shape[0], thread, run.n_threads)
+    for row in range(first, last):
+        for block in range(numbers.shape[1] // 2):
+            at = 72 * block
+            numbers[row, 2 * block] = source[row, at]
+            numbers[row, 2 * block + 1] = source[row, at + 1] ^ 0x8000  # - dmin
+            put_6_bits(factors, source, row, block, at + 2)
+            for pair in range(4):
+                for k in range(4):
+                    a = word_at(source, row, at + 8 + 16 * pair + 2 * k)
+                    b = word_at(source, row, at + 16 + 16 * pair + 2 * k)
+                    words[row, 32 * block + 8 * pair + k] = (a & NIBBLES) | (b & NIBBLES) << 4
+                    words[row, 32 * block + 8 * pair + 4 + k] = (a >> 4 & NIBBLES) | (b & NIBBLES << 4)
+
+
+@operation
+def read_q5_k(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
+    """The same with 32 bytes in front of the codes, of each one fifth bit of each group."""
+    first, last = share(source.shape[0], thread, run.n_threads)
+    for row in range(first, last):
+        for block in range(numbers.shape[1] // 2):
+            at = 88 * block
+            numbers[row, 2 * block] = source[row, at]
+            numbers[row, 2 * block + 1] = source[row, at + 1] ^ 0x8000  # - dmin
+            put_6_bits(factors, source, row, block, at + 2)
+            for pair in range(4):
+                for k in range(8):
+                    two = word_at(source, row, at + 24 + 16 * pair + 2 * k)
+                    fifth = word_at(source, row, at + 8 + 2 * k) >> 2 * pair
+                    words[row, 64 * block + 16 * pair + k] = (two & NIBBLES) | (fifth & EACH) << 4
+                    words[row, 64 * block + 16 * pair + 8 + k] = (two >> 4 & NIBBLES) | (fifth >> 1 & EACH) << 4
+
+
+@operation
+def read_q6_k(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
+    """Blocks of 128 bytes of lower, 64 of upper bits, 16 signed scales, d. Of each 128 codes 2 x 32 lower bytes hold two codes,
+    32 upper ones four."""
+    first, last = share(source.shape[0], thread, run.n_threads)
+    for row in range(first, last):
+        for block in range(numbers.shape[1]):
+            at = 105 * block
+            numbers[row, block] = source[row, at + 104]
+            for g in range(16):
+                factors[row, 16 * block + g] = byte_at(source, row, 2 * (at + 96) + g)
+            for half in range(2):
+                for quarter in range(4):
+                    for k in range(8):
+                        low = word_at(source, row, at + 32 * half + 16 * (quarter % 2) + 2 * k) >> 4 * (quarter // 2)
+                        high = word_at(source, row, at + 64 + 16 * half + 2 * k) >> 2 * quarter
+                        word = ((low & NIBBLES) | (high & TWO_BITS) << 4) + AROUND_128_OF_32
+                        words[row, 64 * block + 32 * half + 8 * quarter + k] = word
+
+
+class BlockType(NamedTuple):
+    """A type: bytes of a block, how its groups lie here, and what reads it."""
+
+    n_bytes: int
+    form: Form
+    read: Operation
+
+
+FOUR, FOUR_AND_MINIMUM = Form(4, 32, 1, False), Form(4, 32, 1, True)
+EIGHT, EIGHT_AND_MINIMUM = Form(8, 32, 1, False), Form(8, 32, 1, True)
+MIXED = Form(8, 16, 16, True)  # what holds every K type
+TYPES = {
+    "Q4_0": BlockType(18, FOUR, read_q4_0),
+    "Q4_1": BlockType(20, FOUR_AND_MINIMUM, read_q4_1),
+    "Q5_0": BlockType(22, EIGHT, read_q5_0),
+    "Q5_1": BlockType(24, EIGHT_AND_MINIMUM, read_q5_1),
+    "Q8_0": BlockType(34, EIGHT, read_q8_0),
+    "Q4_K": BlockType(144, Form(4, 32, 8, True), read_q4_k),
+    "Q5_K": BlockType(176, Form(8, 32, 8, True), read_q5_k),
+    "Q6_K": BlockType(210, Form(8, 16, 16, False), read_q6_k),
+}
+
+
+def rows_of_blocks(blocks: Blocks) -> Rows:
+    """The file's bytes as words of strips, row by row, in their type's form."""
+    size, form, read = TYPES[blocks.type]
+    n, n_blocks = len(blocks.octets), blocks.octets.shape[1] // size
+    numbers = np.empty((n, n_blocks, form.n_levels), np.uint16)
+    factors = np.empty((n, n_blocks, form.n_levels, form.n_groups * (form.n_groups > 1)), np.int8)
+    words = np.empty((n, n_blocks, form.n_groups, form.row_words), np.uint32)
+    flat = numbers.reshape(n, -1), factors.view(np.uint8).reshape(n, -1), words.reshape(n, -1)
+    source = np.ascontiguousarray(blocks.octets).view(np.uint16)
+    on_all_threads(read(*flat, source))
+    return Rows(numbers, factors, words)
+
+
+def widened(rows: Rows, name: str, wide: Form) -> Rows:
+    """Rows of a type in a form of 8 bits that has minima or has none either, of groups as large or half as large."""
+    numbers, factors, words = rows
+    form = TYPES[name].form
+    if form.bits == 4:
+        words = np.concatenate([words & NIBBLES, words >> 4 & NIBBLES], 3)
+    if not wide.has_minima:
+        words = words + np.uint32(EACH * (wide.middle - form.middle))
+    elif not form.has_minima:  # d (q - middle) = d q + (-middle d)
+        words = words - np.uint32(EACH * (form.middle - MIDDLES[name]))
+        minima = (np.float32(-MIDDLES[name]) * numbers.view(np.float16)).astype(np.float16).view(np.uint16)
+        numbers, factors = np.concatenate([numbers, minima], 2), np.concatenate([factors, factors], 2)
+    factors = np.repeat(factors, form.group // wide.group, 3)
+    return Rows(numbers, factors, words.reshape(*words.shape[:2], wide.n_groups, wide.row_words))
+
+
+def fill(form: Form, strips: Float32, first: int, stride: int, rows: Blocks, group: int) -> None:
+    """`Kind.fill`."""
+    own, read = TYPES[rows.type].form, rows_of_blocks(rows)
+    place(strips, first, stride, read if own == form else widened(read, rows.type, form))
+
+
+def _kind(name: str, form: Form) -> Kind:
+    return replace(group_kind(name, form, functools.partial(fill, form)), of_blocks=True)
+
+
+Q8_0, K_MIX = _kind("Q8_0", EIGHT), _kind("mixed K", MIXED)
+KINDS = {name: _kind(name, block.form) for name, block in TYPES.items() if block.form != EIGHT} | {
+    "Q8_0": Q8_0,
+    "Q5_0": replace(Q8_0, name="Q5_0"),
+}
+
+MIX = replace(KINDS["Q5_1"], name="mixed")
+
+
+def kind_of_types(types: Collection[str]) -> Kind | None:
+    """The kind that holds matrices of those types, "" where one is of floats, without a loss; None: fp32 alone does."""
+    if len(types) == 1:
+        return KINDS[next(iter(types))]
+    if all(name.endswith("_K") for name in types):
+        return K_MIX
+    if all(name.endswith("_0") for name in types):
+        return Q8_0
+    return MIX if all(name.endswith(("_0", "_1")) for name in types) else None

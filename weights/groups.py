@@ -1,0 +1,375 @@
+"""Weights in 4 or 8 bits whose groups share a scale and perhaps a minimum: code * scale + minimum, as GGUF's types have them.
+
+Activations are int8 in groups of the same size, as `int8.quantize` makes them; the integer sums of a group are exact, so their
+order is free, and its floats enter their row's chain in their turn: sum (scale q + minimum) x = scale sum(q x) + minimum sum(x).
+
+A strip is (blocks, words). A block of columns holds, for each of the R rows, the fp16 scale and, with minima, the fp16 minimum;
+where scales have two levels, of each group the rows' int8 factors of the one, then of each those of the other; then of each
+group the codes, words of 4 bytes, the rows of each innermost. Two codes of 4 bits share a byte, the one 16 columns behind the
+other in its upper half. Codes without a minimum lie around the middle of their range: 8, or 128.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from ..machine.cache import inlined
+from ..machine.programs import Floats2, Floats3, Ints1, Operation, Pass, Row, Runner, operation
+from ..machine.threads import available_threads, share
+from ..machine.tiles import STRIP_ROWS, cells, const, make_tile, prefetch
+from ..machine.vectors import (
+    CPU_FEATURES,
+    FP16_STORAGE,
+    I32,
+    INTEGERS,
+    LANES,
+    VECTOR,
+    Float32,
+    broadcast,
+    ceil_div,
+    lane,
+    llvm,
+    load_byte,
+    load_fp16,
+    offset,
+)  # fmt: skip
+from .int8 import GROUP_HEAD, QUADS, best_dot4, dot4, multiply, scratch_words
+from .matrix import Kind
+
+Bytes2 = Annotated[npt.NDArray[np.uint8], types.uint8, 2]
+Bytes3 = Annotated[npt.NDArray[np.uint8], types.uint8, 3]
+Halves2 = Annotated[npt.NDArray[np.uint16], types.uint16, 2]
+Halves3 = Annotated[npt.NDArray[np.uint16], types.uint16, 3]
+Words2 = Annotated[npt.NDArray[np.uint32], types.uint32, 2]
+Words3 = Annotated[npt.NDArray[np.uint32], types.uint32, 3]
+PATH = "portable" if os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0") else best_dot4(CPU_FEATURES)
+HALF_WORDS = STRIP_ROWS // 2  # of the rows' fp16 numbers
+BYTE_WORDS = STRIP_ROWS // 4  # of the rows' bytes
+NIBBLES = 0x0F0F0F0F
+
+
+class Form(NamedTuple):
+    """How groups lie: bits of a code, codes of a group, groups of a block, whether they have minima.
+
+    In blocks of several groups scales, and minima, are a fp16 number of the block times an int8 factor of the group.
+    """
+
+    bits: int
+    group: int
+    n_groups: int
+    has_minima: bool
+
+    @property
+    def columns(self) -> int:
+        """Of a block."""
+        return self.group * self.n_groups
+
+    @property
+    def n_levels(self) -> int:
+        """Numbers that a group has: a scale and perhaps a minimum."""
+        return 1 + self.has_minima
+
+    @property
+    def factors_at(self) -> int:
+        """The word of a block at which the factors begin."""
+        return HALF_WORDS * self.n_levels
+
+    @property
+    def codes_at(self) -> int:
+        """The word of a block at which the codes begin."""
+        return self.factors_at + BYTE_WORDS * self.n_levels * self.n_groups * (self.n_groups > 1)
+
+    @property
+    def row_words(self) -> int:
+        """Of a row's codes in a group."""
+        return self.group * self.bits // 32
+
+    @property
+    def block_words(self) -> int:
+        """Of all rows."""
+        return self.codes_at + self.n_groups * self.row_words * STRIP_ROWS
+
+    @property
+    def middle(self) -> int:
+        """The code of a weight of 0, where there are no minima."""
+        return 0 if self.has_minima else 1 << (self.bits - 1)
+
+
+def group_body(form: Form, path: str) -> Any:
+    """The body of a tile over weights of that form, n blocks, by that instruction of `int8.best_dot4`."""
+    multiply_bytes, x_group_words = dot4(path), GROUP_HEAD + form.group // QUADS
+
+    def integers(value: int) -> Any:
+        return ir.Constant(INTEGERS, [value] * LANES)
+
+    def numbers(builder: Any, block: Any, place: int) -> Any:
+        """fp16 numbers of LANES rows."""
+        return FP16_STORAGE.widen(builder, builder.load(offset(builder, block, const(place), FP16_STORAGE.type), align=32))
+
+    def factors(builder: Any, block: Any, place: Any) -> Any:
+        """int8 factors of LANES rows."""
+        few = ir.VectorType(ir.IntType(8), LANES)
+        return builder.sitofp(builder.sext(builder.load(offset(builder, block, place, few), align=16), INTEGERS), VECTOR)
+
+    def emit(
+        builder: Any, n_vectors: int, n_tokens: int,
+        out: Any, out_stride: Any, w: Any, x: Any, x_stride: Any, n: Any, n_quads: Any, accumulate: Any,
+    ) -> None:  # fmt: skip
+        places, starts = cells(builder, out, out_stride, accumulate, n_vectors, n_tokens)
+        totals = [cgutils.alloca_once_value(builder, start) for start in starts]
+
+        def first_sum(correction: Any) -> Any:
+            """What a group's integers begin with, so that they end as the sum of (code - middle) x; correction: -128 sum(x)."""
+            sum_of_zeros = builder.ashr(correction, I32(8 - form.bits)) if form.middle else I32(0)
+            if path == "sdot":  # which takes codes - 128
+                sum_of_zeros = builder.sub(sum_of_zeros, correction)
+            return broadcast(builder, sum_of_zeros, INTEGERS)
+
+        def group(block: Any, codes: Any, rows: list[Any], scales: list[list[Any]]) -> None:
+            """One group's sums into the totals; codes: its first word; rows: each token's words; scales: of each level."""
+            corrections = [builder.load(offset(builder, row, const(1), I32)) for row in rows]
+            sums = [first_sum(corrections[t]) for t in range(n_tokens) for _ in range(n_vectors)]
+            for k in range(form.row_words):
+                quads: list[tuple[int, list[Any]]] = []
+                words = []
+                for v in range(n_vectors):
+                    place = builder.add(codes, const(k * STRIP_ROWS + LANES * v))
+                    words.append(builder.load(offset(builder, block, place, INTEGERS), align=64))
+                    prefetch(builder, block, place)
+                if form.bits == 4:
+                    low = [builder.and_(word, integers(NIBBLES)) for word in words]
+                    high = [builder.and_(builder.lshr(word, integers(4)), integers(NIBBLES)) for word in words]
+                    quads = [(k, low), (k + form.row_words, high)]
+                else:
+                    quads = [(k, words)]
+                for t, row in enumerate(rows):
+                    for quad, weights in quads:
+                        four = builder.load(offset(builder, row, const(GROUP_HEAD + quad), I32))
+                        four = broadcast(builder, four, INTEGERS)
+                        for v in range(n_vectors):
+                            i = t * n_vectors + v
+                            sums[i] = multiply_bytes(builder, sums[i], weights[v], four)
+            for t, row in enumerate(rows):
+                x_scale = builder.load(row)
+                for v in range(n_vectors):
+                    i = t * n_vectors + v
+                    scale = builder.fmul(scales[0][v], broadcast(builder, x_scale, VECTOR))
+                    total = llvm(
+                        builder, "llvm.fma.v16f32", VECTOR, builder.sitofp(sums[i], VECTOR), scale, builder.load(totals[i])
+                    )
+                    if form.has_minima:
+                        x_sum = builder.fmul(
+                            builder.fmul(builder.sitofp(corrections[t], x_scale.type), x_scale.type(-1 / 128)), x_scale
+                        )
+                        total = llvm(builder, "llvm.fma.v16f32", VECTOR, scales[1][v], broadcast(builder, x_sum, VECTOR), total)
+                    builder.store(total, totals[i])
+
+        with cgutils.for_range(builder, n) as blocks:
+            block = builder.gep(w, [builder.mul(blocks.index, const(form.block_words))])
+            x_block = builder.mul(blocks.index, const(form.n_groups * x_group_words))
+            rows = [builder.gep(x, [builder.add(builder.mul(x_stride, const(t)), x_block)]) for t in range(n_tokens)]
+            for line in range(0, form.codes_at, LANES):
+                prefetch(builder, block, const(line))
+            scales = [
+                [numbers(builder, block, level * HALF_WORDS + v * LANES // 2) for v in range(n_vectors)]
+                for level in range(form.n_levels)
+            ]
+            if form.n_groups == 1:
+                group(block, const(form.codes_at), rows, scales)
+            else:
+                with cgutils.for_range(builder, const(form.n_groups)) as groups:
+                    g = groups.index
+                    here = [builder.gep(row, [builder.mul(g, const(x_group_words))]) for row in rows]
+                    own = []
+                    for level in range(form.n_levels):
+                        at = builder.add(
+                            builder.mul(g, const(BYTE_WORDS)), const(form.factors_at + level * form.n_groups * BYTE_WORDS)
+                        )
+                        own.append(
+                            [
+                                builder.fmul(scales[level][v], factors(builder, block, builder.add(at, const(v * LANES // 4))))
+                                for v in range(n_vectors)
+                            ]
+                        )
+                    codes = builder.add(builder.mul(g, const(form.row_words * STRIP_ROWS)), const(form.codes_at))
+                    group(block, codes, here, own)
+        for place, total in zip(places, totals, strict=True):
+            builder.store(builder.load(total), place, align=4)
+        builder.ret_void()
+
+    return emit
+
+
+def group_tile(form: Form, path: str) -> Any:
+    """The tile of the products of weights of that form by that instruction."""
+    name = "_".join(map(str, ("group_tile", form.bits, form.group, form.n_groups, int(form.has_minima), path)))
+    return make_tile(name, group_body(form, path), STRIP_ROWS // LANES)
+
+
+def group_product(form: Form, path: str) -> Callable[..., None]:
+    """The kernel of `Matrix.product` for weights of that form, by that instruction."""
+    tile = group_tile(form, path)
+
+    def product(
+        run: Pass, thread: int, out: Floats2, w: Floats3, x: Floats3, scratch: Floats3,
+        n: int, group: int, adding: int, unit: int, of_logits: int,
+    ) -> None:  # fmt: skip
+        multiply(tile, run, thread, out, w, x, scratch, n, group, adding, unit, of_logits)
+
+    return product
+
+
+def group_embed(form: Form) -> Callable[..., None]:
+    """The kernel of `Matrix.embedding` for weights of that form."""
+    columns, of_group, n_groups, bits, has_minima, middle = (
+        form.columns,
+        form.group,
+        form.n_groups,
+        form.bits,
+        form.has_minima,
+        form.middle,
+    )
+    factors_at, codes_at, row_words = form.factors_at, form.codes_at, form.row_words
+
+    def embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: int, group: int) -> None:
+        first, last = share(n, thread, run.n_threads)
+        for t in range(run.n_tokens):
+            strip, row = divmod(tokens[t], STRIP_ROWS)
+            out[t, n:] = 0.0  # what an earlier pass left there may be NaN
+            for k in range(first, last):
+                place, i = divmod(k, columns)
+                g, i = divmod(i, of_group)
+                block = (strip * w.shape[1] + place) * w.shape[2]
+                half, quad = divmod(i // QUADS, row_words)
+                code = load_byte(w, (block + codes_at + (g * row_words + quad) * STRIP_ROWS + row) * QUADS + i % QUADS)
+                if bits == 4:
+                    code = (code >> (4 * half)) & 15
+                weight = np.float32(code - middle) * group_number(w, block, 0, row, g, n_groups, factors_at)
+                if has_minima:
+                    weight += group_number(w, block, 1, row, g, n_groups, factors_at)
+                out[t, k] = weight
+
+    return embed
+
+
+@inlined
+def group_number(w, block, level, row, g, n_groups, factors_at):
+    """A row's scale (level 0) or minimum (1) in group g of the block at that word."""
+    at = 2 * block + level * STRIP_ROWS + row
+    number = lane(load_fp16(w, at - at % LANES), at % LANES)
+    if n_groups > 1:
+        factor = load_byte(w, (block + factors_at) * QUADS + (level * n_groups + g) * STRIP_ROWS + row)
+        number *= np.float32((factor ^ 128) - 128)
+    return number
+
+
+class Rows(NamedTuple):
+    """Rows of weights of a form before they lie in strips: what a block's words are made of, row by row.
+
+    numbers (rows, blocks, levels): the bits of fp16; factors (rows, blocks, levels, groups) int8, no groups where there is one
+    a block; words (rows, blocks, groups, words) uint32: the codes.
+    """
+
+    numbers: npt.NDArray[np.uint16]
+    factors: npt.NDArray[np.int8]
+    words: npt.NDArray[np.uint32]
+
+
+@operation
+def place_rows(
+    run: Pass, thread: int, strips: Words3, halves: Halves3, octets: Bytes3,
+    numbers: Halves2, factors: Bytes2, words: Words2, first: int, stride: int,
+) -> None:  # fmt: skip
+    """Rows (rows, ...) into every stride-th of strips, which are seen as words, halves of words and bytes."""
+    rows, n_blocks = words.shape[0], strips.shape[1]
+    of_numbers, of_factors, of_words = numbers.shape[1] // n_blocks, factors.shape[1] // n_blocks, words.shape[1] // n_blocks
+    factors_at = 2 * of_numbers * STRIP_ROWS
+    codes_at = (factors_at + of_factors * STRIP_ROWS) // QUADS
+    begin, end = share(ceil_div(rows, STRIP_ROWS), thread, run.n_threads)
+    for part in range(begin, end):
+        strip = first + stride * part
+        for block in range(n_blocks):
+            for r in range(min(STRIP_ROWS, rows - part * STRIP_ROWS)):
+                row = part * STRIP_ROWS + r
+                for i in range(of_numbers):
+                    halves[strip, block, i * STRIP_ROWS + r] = numbers[row, block * of_numbers + i]
+                for i in range(of_factors):
+                    octets[strip, block, factors_at + i * STRIP_ROWS + r] = factors[row, block * of_factors + i]
+                for i in range(of_words):
+                    strips[strip, block, codes_at + i * STRIP_ROWS + r] = words[row, block * of_words + i]
+
+
+def place(strips: Float32, first: int, stride: int, rows: Rows) -> None:
+    """`place_rows` on all threads."""
+    n = len(rows.words)
+    flat = rows.numbers.reshape(n, -1), rows.factors.view(np.uint8).reshape(n, -1), rows.words.reshape(n, -1)
+    on_all_threads(place_rows(strips.view(np.uint32), strips.view(np.uint16), strips.view(np.uint8), *flat, first, stride))
+
+
+def on_all_threads(row: Row) -> None:
+    """One operation on all threads."""
+    Runner([[row]])(0, 0, 0, available_threads())
+
+
+def rows_of(form: Form, strips: Float32, n: int, group: int) -> Float32:
+    """`Kind.rows`: code * scale + minimum."""
+    size, n_blocks = strips.shape[:2]
+    numbers = strips[..., : form.factors_at].view(np.float16).reshape(size, n_blocks, form.n_levels, 1, STRIP_ROWS)
+    levels = numbers.astype(np.float32)
+    if form.n_groups > 1:
+        factors = strips[..., form.factors_at : form.codes_at].view(np.int8)
+        levels = levels * factors.reshape(size, n_blocks, form.n_levels, form.n_groups, STRIP_ROWS)
+    codes = strips[..., form.codes_at :].view(np.uint8).reshape(size, n_blocks, form.n_groups, form.row_words, STRIP_ROWS, QUADS)
+    if form.bits == 4:
+        codes = np.concatenate([codes & 15, codes >> 4], 3)
+    # (P, blocks, groups, quads, R, 4) -> (P, R, blocks, groups, quads, 4)
+    values = codes.transpose(0, 4, 1, 2, 3, 5).astype(np.float32) - np.float32(form.middle)
+    scales, *minima = (levels[:, :, i].transpose(0, 3, 1, 2)[..., None, None] for i in range(form.n_levels))
+    values *= scales
+    for minimum in minima:
+        values += minimum
+    return np.ascontiguousarray(values.reshape(size * STRIP_ROWS, -1)[:, :n])
+
+
+def _group_of(form: Form, n: int, file_group: int) -> int:
+    """`Kind.group`."""
+    return form.group
+
+
+def _strip_shape(form: Form, n: int, group: int) -> tuple[int, int]:
+    """`Kind.strip_shape`."""
+    return ceil_div(n, form.columns), form.block_words
+
+
+OPERATIONS = SimpleNamespace()  # of kinds that `group_kind` made, by names that tell them apart where they are kept and pickled
+
+
+def _named(function: Callable[..., None], name: str) -> Operation:
+    function.__qualname__ = f"OPERATIONS.{name}"
+    setattr(OPERATIONS, name, Operation(function))
+    made: Operation = getattr(OPERATIONS, name)
+    return made
+
+
+def group_kind(name: str, form: Form, fill: Callable[[Float32, int, int, Any, int], None], path: str = PATH) -> Kind:
+    """The kind of weights of that form and name, filled so, multiplied by that instruction of `int8.best_dot4`."""
+    stem = name.replace(" ", "_")
+    way = "portable" if path == "portable" else "native"
+    return Kind(
+        name,
+        _named(group_product(form, path), f"{stem}_{way}"),
+        _named(group_embed(form), f"{stem}_embed"),
+        functools.partial(_group_of, form),
+        functools.partial(_strip_shape, form),
+        fill,
+        functools.partial(rows_of, form),
+        scratch_words,
+    )
