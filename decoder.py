@@ -392,7 +392,7 @@ class SpeculativeDecoder:
                 if self.draft and self.has_stage:
                     costs = self._costs_of(self.draft, self.stage)
                     self._account = Account(costs, Acceptance(MARGIN_RATES if self.stage else ODDS_RATES))
-                if self.draft and self.costs and not self._has_stage and may_narrow(self.draft.weights):
+                if self.draft and self.costs and not self.has_stage and may_narrow(self.draft.weights):
                     self._measure_head(self.draft, self.costs)
                 self._plan()  # which measures what trees cost, where there may be some
 
