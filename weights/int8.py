@@ -22,7 +22,7 @@ from ..machine.cache import compiled, inlined, parallel
 from ..machine.memory import read_only
 from ..machine.programs import Floats2, Floats3, Ints1, Pass, operation
 from ..machine.threads import available_threads, on_threads, set_num_threads, share, use_threads
-from ..machine.tiles import STRIP_ROWS, cells, const, make_tile, multiply_strips, prefetch
+from ..machine.tiles import STRIP_ROWS, cells, const, make_tile, multiply_strips, prefetch, slowed
 from ..machine.vectors import (
     CPU_FEATURES,
     I32,
@@ -93,7 +93,7 @@ def _dot4_portable(builder: Any, acc: Any, w: Any, x: Any) -> Any:
     return acc
 
 
-def _dot4(path: str) -> Any:
+def dot4(path: str) -> Any:
     """(builder, acc, w, x) -> acc + the 4 products of bytes of each lane: LANES int32 each, w unsigned, x signed, exact."""
 
     def by_name(name: str) -> Any:
@@ -120,11 +120,12 @@ def _int8_body(path: str) -> Any:
 
     The integer sums of a group are exact, so their order is free; a group's float enters its row's chain at its place.
     """
-    dot4 = _dot4(path)
+    add_products = dot4(path)
 
     def emit(
         builder: Any, n_vectors: int, n_tokens: int,
-        out: Any, out_stride: Any, w: Any, x: Any, x_stride: Any, n: Any, n_quads: Any, accumulate: Any,
+        out: Any, out_stride: Any, w: Any, ahead: Any, slowness: Any, x: Any, x_stride: Any,
+        n: Any, n_quads: Any, accumulate: Any,
     ) -> None:  # fmt: skip
         places, starts = cells(builder, out, out_stride, accumulate, n_vectors, n_tokens)
         totals = [cgutils.alloca_once_value(builder, start) for start in starts]
@@ -134,6 +135,7 @@ def _int8_body(path: str) -> Any:
         x_group_words = builder.add(n_quads, const(GROUP_HEAD))
         with cgutils.for_range(builder, n) as groups:
             weights = builder.gep(w, [builder.mul(groups.index, group_words)])
+            fetched = builder.gep(ahead, [slowed(builder, builder.mul(groups.index, group_words), slowness, n_tokens)])
             start = builder.mul(groups.index, x_group_words)
             rows = [builder.gep(x, [builder.add(builder.mul(x_stride, const(t)), start)]) for t in range(n_tokens)]
             for i, total in enumerate(sums):
@@ -146,12 +148,12 @@ def _int8_body(path: str) -> Any:
                 for v in range(n_vectors):
                     place = builder.add(at, const(LANES * v))
                     loaded.append(builder.load(offset(builder, weights, place, INTEGERS), align=64))
-                    prefetch(builder, weights, place)
+                    prefetch(builder, fetched, slowed(builder, place, slowness, n_tokens))
                 for t in range(n_tokens):
                     quad = builder.load(offset(builder, rows[t], builder.add(quads.index, const(GROUP_HEAD)), I32))
                     for v in range(n_vectors):
                         total = sums[t * n_vectors + v]
-                        new = dot4(builder, builder.load(total), loaded[v], broadcast(builder, quad, INTEGERS))
+                        new = add_products(builder, builder.load(total), loaded[v], broadcast(builder, quad, INTEGERS))
                         builder.store(new, total)
             scales = [builder.load(offset(builder, weights, const(LANES * v), VECTOR), align=64) for v in range(n_vectors)]
             for i, total in enumerate(totals):
@@ -171,6 +173,7 @@ def dot4_tile(path: str) -> Any:
     return make_tile(f"int8_tile_{path}", _int8_body(path), STRIP_ROWS // LANES)
 
 
+DOT4 = "portable" if os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0") else best_dot4(CPU_FEATURES)
 native_tile = dot4_tile(best_dot4(CPU_FEATURES))
 portable_tile = dot4_tile("portable")
 
@@ -185,34 +188,36 @@ def quantize(codes, x, n, group, n_tokens):
     n_quads = ceil_div(group, QUADS)
     lowest, limit = splat(-127.0), splat(127.0)
     for t in range(n_tokens):
-        at = t * codes.shape[1]
-        for start in range(0, n, group):
-            end = min(start + group, n)
+        row, words = t * x.shape[1], t * codes.shape[1]
+        for g in range(ceil_div(n, group)):  # all scales first: each waits for what was just computed, and two loops wait less
+            start, end = g * group, min((g + 1) * group, n)
             whole = start + (end - start) // LANES * LANES
-            row = t * x.shape[1]
             top = splat(0.0)
             for i in range(start, whole, LANES):
                 top = maximum(absolute(load(x, row + i)), top)
             for i in range(whole, end):
                 top = maximum(absolute(splat(x[t, i])), top)
-            scale = np.float32(reduce_max(top) / np.float32(127.0))
+            codes[t, g * (GROUP_HEAD + n_quads)] = reduce_max(top) / np.float32(127.0)
+        for g in range(ceil_div(n, group)):
+            start, end = g * group, min((g + 1) * group, n)
+            whole = start + (end - start) // LANES * LANES
+            at = g * (GROUP_HEAD + n_quads)
+            scale, first = codes[t, at], (words + at + GROUP_HEAD) * QUADS
             divisor = splat(scale if scale > 0.0 else np.float32(1.0))
             total = splat(0.0)
-            first = at + GROUP_HEAD
             for i in range(start, whole, LANES):
                 code = round_half_away(div(load(x, row + i), divisor))
                 code = maximum(lowest, minimum(limit, code))  # in this order a NaN stays one
                 total = add(total, code)
-                store_bytes(codes, first * QUADS + i - start, code)
+                store_bytes(codes, first + i - start, code)
             total_of_group = reduce_add(total)
             for i in range(whole, start + n_quads * QUADS):
                 code = splat(x[t, i] if i < end else np.float32(0.0))
                 code = reduce_max(maximum(lowest, minimum(limit, round_half_away(div(code, divisor)))))
                 total_of_group += code
-                store_byte(codes, first * QUADS + i - start, code)
-            codes[t, at - t * codes.shape[1]] = scale + np.float32(0.0) * total_of_group
-            store_int(codes, (at + 1) * QUADS, np.float32(-128.0) * total_of_group)
-            at += GROUP_HEAD + n_quads
+                store_byte(codes, first + i - start, code)
+            codes[t, at] = scale + np.float32(0.0) * total_of_group
+            store_int(codes, (words + at + 1) * QUADS, np.float32(-128.0) * total_of_group)
 
 
 @inlined
@@ -361,4 +366,4 @@ def scratch_words(n: int, group: int) -> int:
 
 PORTABLE_INT8 = Kind("int8", portable_product, embed, own_group, strip_shape, fill, rows_of, scratch_words)
 NATIVE_INT8 = replace(PORTABLE_INT8, product=product)
-INT8 = PORTABLE_INT8 if os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0") else NATIVE_INT8
+INT8 = PORTABLE_INT8 if DOT4 == "portable" else NATIVE_INT8
