@@ -14,6 +14,7 @@ from .drafters import Drafter, ModelDrafter
 from .files import find, find_tokenizer
 from .machine.memory import physical_memory_bytes
 from .machine.threads import available_threads, give_lock
+from .machine.tiles import TILE_TOKENS
 from .ngrams import NgramDrafter
 from .planning import MARGIN_RATES, MAX_GAMMA, ODDS_RATES, Acceptance, AutoLength, Costs, FixedLength, Plan
 from .readers import Checkpoint, CheckpointError, load_checkpoint
@@ -33,8 +34,9 @@ FIXED_GAMMA = 4  # where the clock must not decide
 Gamma = int | Literal["auto"]
 Quantize = Literal["target", "draft", "both", "none"]
 NGRAM_SECONDS = 3e-4  # what a target's token has to take for n-grams to be looked for: that costs up to 5 us of Python
-# Passes over so many tokens are timed in turns, for about so long, with each at least once: the first two, of a slow target
-COSTS_TOKENS, COSTS_SECONDS = (1, 8, 2, 4, 16, 32), 0.03
+# Passes over so many tokens are timed in turns, for about so long, with each at least once: the first two, of a slow target.
+# Where a second tile begins, a pass costs a step more.
+COSTS_TOKENS, COSTS_SECONDS = (1, TILE_TOKENS, TILE_TOKENS + 1, 2, 4, 2 * TILE_TOKENS, 32), 0.03
 TRIAL_SECONDS, TRIAL_TOKENS, TRIAL_MARGIN = 0.05, 4, 1.25  # of the choice of threads; all of them unless so much slower
 
 
@@ -171,7 +173,7 @@ class SpeculativeDecoder:
         return tokens
 
     def stream(self, prompt: str = "", max_tokens: int = 256, sampling: Sampling = DEFAULT_SAMPLING) -> Iterator[Event]:
-        """Events as they come: the `Prompt`, then a `Proposal`, where there is a draft, and a `Step` in turns.
+        """Events as they come: the `Prompt`, then `Step`s, each behind its `Proposal` where there is one.
 
         Ends at an end mark, after max_tokens beyond the prompt, or at the target's seq_len. Several streams may take turns on one
         model, in one thread or several, and each says what it would say alone; but a model's cache holds one text, so that a

@@ -305,7 +305,7 @@ def decode(
     plan: Plan,
     end_marks: Mapping[int, str],
 ) -> Iterator[Event]:
-    """Continue the prompt by up to max_tokens tokens: the prompt, then a proposal, where there is a drafter, and a step in turns.
+    """Continue the prompt by up to max_tokens tokens: the prompt, then steps, each behind its proposal where there is one.
 
     plan: how long proposals get; end_marks: tokens that end a text, with their names. A step runs what the target's cache does
     not hold: the last token and the proposal. Raises ValueError where the target's logits are not finite.
@@ -324,7 +324,7 @@ def decode(
         is_drafted = drafter and plan.begins(limit - len(tokens) - 1)
         draft = drafter.propose(tokens, plan) if drafter and is_drafted else Draft([])
         draft_seconds = time.perf_counter() - begin
-        if drafter:
+        if draft.tokens:
             yield Proposal(draft.tokens)
         begin = time.perf_counter()
         with target.lock:

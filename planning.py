@@ -23,8 +23,13 @@ PRIOR_RATE, PRIOR_WEIGHT = 0.8, 2.0
 MARGIN_RATES = (0.45, 0.45, 0.5, 0.6, 0.75, 0.9, *[0.95] * 6)
 ODDS_RATES = tuple(1 / (1 + 2 ** (3.5 - bucket)) for bucket in range(BUCKETS))
 MEMORY = 0.98  # what an observation weighs after the next one
-AHEAD = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32])  # how many tokens more are considered at once, since c has steps
+# How many tokens more are considered at once, since c has steps; behind each number of them, how many there are then
+AHEAD = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32])
+PROPOSALS = np.arange(MAX_GAMMA + 1)
+AFTER = np.minimum(PROPOSALS[:, None] + AHEAD, MAX_GAMMA)
 TRIAL_SHARE = 0.01  # of the time goes into drafts that do not seem to pay, to look again
+MOVED = 0.1  # by so much, costs are other costs
+MOST_REST = 64  # rounds without a look
 CATCH_UP = 10  # tokens that a draft runs in a prompt's way in the time of one
 PLAIN_ROUND = 64  # the first one that is made without a draft, to see c(1); then the 128th, the 256th, ...
 
@@ -90,6 +95,8 @@ class Costs:
         self._scale = 1.0
         self.start, self.draft = start, draft
         self._sums = [0.0] * 5  # of the last drafts: how many, their n, n^2, seconds, n seconds
+        self._needed: list[float] = []
+        self._needed_of: list[float] = []
 
     def of(self, n: int) -> float:
         """Seconds of a pass over n tokens."""
@@ -101,6 +108,18 @@ class Costs:
         curve = np.array(self._curve)
         rising: Float64 = (np.maximum.accumulate(curve) + np.minimum.accumulate(curve[::-1])[::-1]) * (self._scale / 2)
         return rising
+
+    def needed_survivals(self, rate: float) -> list[float]:
+        """What the chance that the first k proposals stand has to exceed for more of them to pay, for k = 0 to MAX_GAMMA.
+
+        Each token behind them stands at `rate`. Computed anew where that or the costs' ratios have moved: it takes as long as a
+        small model's token.
+        """
+        token = self.of(1)
+        now = [rate, (self.start + 2 * self.draft) / token, self.of(4) / token, self.of(8) / token]
+        if not self._needed or any(abs(new - old) > MOVED * old for new, old in zip(now, self._needed_of, strict=True)):
+            self._needed, self._needed_of = _needed_survivals(self, rate), now
+        return self._needed
 
     def saw(self, n_drafted: int, pass_seconds: float, draft_seconds: float) -> None:
         """A step's seconds; one that somebody interrupted moves them no further than a slow one."""
@@ -160,23 +179,42 @@ class AutoLength:
         self._needed: list[float] = []  # what survival k tokens need to have, for another to be worth it
         self._since_draft = 0  # tokens that the draft has not run yet
         self._is_trial = False
+        self._rest, self._rested, self._rested_seconds = 0, 0, 0.0  # rounds until drafts are looked at again, and since
 
     def begins(self, most: int) -> bool:
+        if self._rest:  # a small target's token takes no longer than a look at what pays
+            return False
         self._buckets = []
         self.most, self._survival = min(most, MAX_GAMMA), 1.0
-        self._round += 1
         self._is_trial = False
         if self.costs.draft == 0.0:
             return most > 0
-        if self._round & (self._round - 1) == 0 or self._round % 16 == 0:
-            self._needed = needed_survivals(self.costs, self.acceptance.rate)
+        self._round += 1
+        self._wake_up()
+        costs, token = self.costs, self.costs.of(1)
+        if costs.draft >= token:
+            self._rest = MOST_REST
+            return False
+        if self._since_draft or self._round < 16 or self._round % 16 == 0:
+            self._needed = costs.needed_survivals(self.acceptance.rate)
         if most < 1 or (self._round >= PLAIN_ROUND and self._round & (self._round - 1) == 0):
             return False
         if self._needed[0] <= 1.0:
             return True
-        price = (1 + self._since_draft / CATCH_UP) * self.costs.draft + self.costs.start + self.costs.of(2) - self.costs.of(1)
+        price = (1 + self._since_draft / CATCH_UP) * costs.draft + costs.start + costs.of(2) - token
         self._is_trial = self._budget > price > 0
+        if not self._is_trial:
+            saved = TRIAL_SHARE * token - costs.draft / CATCH_UP  # by a round without a draft
+            self._rest = min(MOST_REST, 1 + int((price - self._budget) / saved)) if saved > 0 else MOST_REST
         return self._is_trial
+
+    def _wake_up(self) -> None:
+        """Make up for the rounds that nobody looked at."""
+        if self._rested:
+            self.costs.saw(0, self._rested_seconds / self._rested, 0.0)
+            self._budget += TRIAL_SHARE * self._rested_seconds
+            self._since_draft += self._rested
+            self._rested, self._rested_seconds = 0, 0.0
 
     def goes_on(self, confidence: float) -> bool:
         bucket = bucket_of(confidence)
@@ -199,6 +237,9 @@ class AutoLength:
         return n_best
 
     def saw(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
+        if self._rest:
+            self._rest, self._rested, self._rested_seconds = self._rest - 1, self._rested + 1, self._rested_seconds + pass_seconds
+            return
         self._tokens = MEMORY * self._tokens + n_accepted + 1
         self._seconds = MEMORY * self._seconds + pass_seconds + draft_seconds
         for i, bucket in enumerate(self._buckets[: n_accepted + 1]):
@@ -209,20 +250,15 @@ class AutoLength:
         self._since_draft = 0 if n_drafted else self._since_draft + 1
 
 
-def needed_survivals(costs: Costs, rate: float) -> list[float]:
-    """What the chance that the first k proposals stand has to exceed for more of them to pay, for k = 0 to MAX_GAMMA.
-
-    Each token behind them stands at `rate`.
-    """
-    n = np.arange(MAX_GAMMA + 1)
-    gains: Float64 = np.cumsum(rate ** n[1:])  # of 1, 2, ... tokens
-    tokens = np.concatenate([[1.0], 1.0 + gains])
-    passes = costs.passes
-    best = np.max(tokens / (passes[1:] + n * costs.draft + costs.start * (n > 0)))
-    after = np.minimum(n[:, None] + AHEAD, MAX_GAMMA)
-    seconds = passes[after + 1] - passes[n + 1][:, None] + (after - n[:, None]) * costs.draft
-    seconds[0] += costs.start
-    needed = best * np.maximum(seconds, 0.0) / gains[np.maximum(after - n[:, None], 1) - 1]
+def _needed_survivals(costs: Costs, rate: float) -> list[float]:
+    """See `Costs.needed_survivals`."""
+    gains: Float64 = np.cumsum(rate ** PROPOSALS[1:])  # of 1, 2, ... tokens
+    passes = costs.passes[1:]
+    seconds = passes + PROPOSALS * costs.draft
+    seconds[1:] += costs.start
+    best = max(1.0 / seconds[0], np.max((1.0 + gains) / seconds[1:]))
+    more = seconds[AFTER] - seconds[:, None]
+    needed = best * np.maximum(more, 0.0) / gains[np.maximum(AFTER - PROPOSALS[:, None], 1) - 1]
     needed[-1] = np.inf
     result: list[float] = needed.min(axis=1).tolist()
     return result

@@ -465,7 +465,7 @@ def test_threads_that_share_a_decoder_each_get_the_right_text(pair):
 
 
 def test_a_text_that_is_begun_while_another_is_judged_disturbs_neither(pair):
-    decoder = SpeculativeDecoder(pair.target, pair.draft)
+    decoder = SpeculativeDecoder(pair.target, pair.draft, gamma=4)
     sampling = Sampling(seed=1)
     alone, inner = tokens_of(decoder.stream("Once", 30, sampling)), decoder.generate("Then", 20, seed=2).text
     tokens, texts = [], []

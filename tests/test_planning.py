@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specdec.kernels import MAX_TOKENS
-from specdec.planning import MAX_GAMMA, Acceptance, AutoLength, Costs, FixedLength, bucket_of, needed_survivals
+from specdec.planning import MAX_GAMMA, Acceptance, AutoLength, Costs, FixedLength, bucket_of
 
 # microseconds of a pass over so many tokens, and of a draft's token: stories6M from L3, a large target, a dear draft, an int8
 # target in L3, and a draft dearer than its target
@@ -131,11 +131,11 @@ def test_costs_follow_the_machine():
 
 
 def test_what_survival_has_to_be_rises_with_the_price_and_is_never_less_than_nothing():
-    cheap, dear = (needed_survivals(Costs({1: 1.0, 64: 4.0}, draft), 0.8) for draft in (0.01, 0.3))
+    cheap, dear = (Costs({1: 1.0, 64: 4.0}, draft).needed_survivals(0.8) for draft in (0.01, 0.3))
     assert len(cheap) == MAX_GAMMA + 1 == MAX_TOKENS
     assert all(0 <= a < b for a, b in zip(cheap[:-1], dear[:-1], strict=True))
     assert cheap[-1] == math.inf  # no room for another
-    assert needed_survivals(Costs({1: 1.0, 64: 64.0}, 5.0), 0.9)[0] > 1  # none pays
+    assert Costs({1: 1.0, 64: 64.0}, 5.0).needed_survivals(0.9)[0] > 1  # none pays
 
 
 @pytest.mark.parametrize("confidence", [0.0, 0.1, 0.5, 1.0, 7.9, 1e300, math.inf])
