@@ -8,19 +8,56 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import typer
 from rich.console import Console
 
 import specdec
 
-from .decoder import AUTO, FIXED_GAMMA, NGRAM, SELF, Quantize, SpeculativeDecoder
+from .decoder import AUTO, NGRAM, SELF, Quantize, SpeculativeDecoder, TreeMode
 from .decoding import VERIFIERS, Prompt, Statistics, VerifyMode
 from .files import default_pair, find, telling_how_to_restore
 from .interrupts import exit_code, signals
 from .machine.threads import available_threads
-from .output import PlainView, SilentView, View, print_summary, printable, to_json
+from .options import (
+    AsCsv,
+    AsJson,
+    DraftFile,
+    DraftFiles,
+    Full,
+    Gamma,
+    Gammas,
+    HowMany,
+    Int8,
+    Lengths,
+    ModelFile,
+    Pace,
+    Plain,
+    PromptFile,
+    PromptText,
+    Rounds,
+    Seed,
+    Seeds,
+    Shape,
+    ShowVersion,
+    StageName,
+    Stats,
+    Steps,
+    SvgFile,
+    TableFile,
+    Temperature,
+    Temperatures,
+    TextFile,
+    Threads,
+    TokenizerFile,
+    TopK,
+    TopP,
+    TreeOption,
+    VerifyOption,
+    WhatToQuantize,
+)
+from .output import FEW_PASSES, PlainView, Roles, SilentView, View, print_result, print_summary, printable, to_json
 from .panel import LivePanel
 from .planning import MAX_GAMMA
 from .readers import CheckpointError
@@ -38,111 +75,16 @@ app = typer.Typer(
 )
 UsageError = cast(type[Exception], next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"))
 BAR_CELLS = 24
-FEW_PASSES = 20  # that tell nothing
 NONE = "none"  # as a draft: the target decodes alone
 BROKEN_PIPE = 141  # what a shell reports for SIGPIPE
-
-
-def option(*names: str, group: str, help: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=group, **more)
-
-
-def flag(*names: str, group: str, help: str) -> Any:
-    return option(*names, group=group, help=help, metavar="")
-
-
-ModelFile = Annotated[
-    str,
-    option(
-        *("-m", "--model"), group="Models", metavar="NAME",
-        help="Target: a Hugging Face folder or org/name, or a llama2.c checkpoint: a path, or a name in models/.",
-    ),
-]  # fmt: skip
-DraftFile = Annotated[
-    str,
-    option(
-        *("-d", "--draft"), group="Models", metavar="NAME|self|ngram|none",
-        help="Draft, as -m; self: an int8 copy of the target; ngram: what followed in the text before, the default with -m.",
-    ),
-]  # fmt: skip
-WhatToQuantize = Annotated[
-    str,
-    option(
-        "--quantize", group="Models", metavar="WHAT",
-        help="Make int8 while loading: draft, target, both or none. An int8 draft changes the speed, never the text.",
-    ),
-]  # fmt: skip
-TokenizerFile = Annotated[
-    str,
-    option(
-        *("-z", "--tokenizer"), group="Models", metavar="FILE",
-        help="Tokenizer. By default the folder's; for a checkpoint tok<vocab>.bin or tokenizer.bin beside it, else in models/.",
-    ),
-]  # fmt: skip
-PromptText = Annotated[str, option("-i", "--prompt", group="Text", metavar="TEXT", help="What the text begins with.")]
-Steps = Annotated[
-    int,
-    option(
-        *("-n", "--steps"), group="Text", metavar="N", min=0,
-        help="Tokens in all, prompt included, BOS not. 0: to the end of the target's context, or of memory.",
-    ),
-]  # fmt: skip
-Temperature = Annotated[float, option("-t", "--temperature", group="Sampling", metavar="X", min=0.0, help="0 is greedy.")]
-TopP = Annotated[
-    float,
-    option(
-        *("-p", "--top-p"), group="Sampling", metavar="X", min=0.0, max=1.0,
-        help="Keep the smallest set heavier than this. 0, 1: off.",
-    ),
-]  # fmt: skip
-TopK = Annotated[int, option("-k", "--top-k", group="Sampling", metavar="N", min=0, help="Keep this many tokens. 0: off.")]
-Seed = Annotated[
-    int, option("-s", "--seed", group="Sampling", metavar="N", min=0, help="Same seed, same text. 0: a new one each time.")
-]
-Gamma = Annotated[
-    str,
-    option(
-        *("-g", "--gamma"),
-        group="Speculation",
-        metavar="N|auto",
-        help="Draft tokens per step (γ). auto: as many as pay, none where none do; with --verify rejection or block, 4.",
-    ),
-]
-VerifyOption = Annotated[
-    str,
-    option(
-        "--verify", group="Speculation", metavar="coupled|rejection|block",
-        help="coupled: the text is the plain run's of the same seed. rejection (Leviathan et al. 2023), block (Sun et al. 2024; "
-        "accepts more): same distribution.",
-    ),
-]  # fmt: skip
-Threads = Annotated[
-    int,
-    option(
-        "-j", "--threads", group="Machine", metavar="N", min=0, help="CPU threads. 0: all cores; a text takes fewer if faster."
-    ),
-]
-Plain = Annotated[bool, flag("--plain", group="Output", help="No panel: the text on stdout as it comes, the summary on stderr.")]
-Pace = Annotated[
-    float,
-    option(
-        "--pace", group="Output", metavar="X", min=0.0,
-        help="Steps a second at most, to watch the panel; the pauses are not in the rates. 0: full speed.",
-    ),
-]  # fmt: skip
-AsJson = Annotated[bool, flag("--json", group="Output", help="One JSON object on stdout.")]
-ShowVersion = Annotated[bool, flag("--version", group="Output", help="Print the version and exit.")]
-Shape = Annotated[
-    str, option("--shape", group="Model", metavar="SHAPE", help="15M, 42M, 110M, or dim,hidden,layers,heads,kv,vocab,seq.")
-]
-Int8 = Annotated[bool, flag("--int8", group="Model", help="Weights quantized to int8, as --quantize does.")]
 
 
 @app.callback(invoke_without_command=True)
 def tell(
     context: typer.Context,
     model: ModelFile = "",
-    draft: DraftFile = "",
+    drafts: DraftFiles = None,
+    stage: StageName = "",
     quantize: WhatToQuantize = "draft",
     tokenizer: TokenizerFile = "",
     prompt: PromptText = DEFAULT_PROMPT,
@@ -153,9 +95,11 @@ def tell(
     seed: Seed = 0,
     gamma: Gamma = AUTO,
     verify: VerifyOption = "coupled",
+    tree: TreeOption = AUTO,
     threads: Threads = 0,
     plain: Plain = False,
     pace: Pace = 0.0,
+    stats: Stats = False,
     as_json: AsJson = False,
     version: ShowVersion = False,
 ) -> None:
@@ -170,8 +114,9 @@ def tell(
     if version:
         print(specdec.__version__)
         return
-    _check_arguments(prompt, top_p, seed, threads, verify=verify, quantize=quantize)
+    _check_arguments(prompt, top_p, seed, threads, verify=verify, quantize=quantize, tree=tree)
     _gamma(gamma)
+    draft, stage = _stages(drafts or [], stage)
     if not model:
         target, small = default_pair()
         model, draft = str(target), draft or str(small)
@@ -179,21 +124,19 @@ def tell(
         draft = NGRAM
     draft = "" if draft == NONE else draft
     sampling = Sampling(temperature, top_k, top_p, seed or int.from_bytes(os.urandom(4), "little") or 1)
-    sources = [name if name in ("", SELF, NGRAM) else find(name) for name in (model, draft)]  # fetching shows a bar of its own
+    sources = _found(model, draft, stage)
     with loading() as show:
         begin = time.perf_counter()
-        with telling_how_to_restore():
-            decoder = SpeculativeDecoder(
-                sources[0],
-                sources[1] or None,
-                tokenizer or None,
-                gamma=_gamma(gamma),
-                verify=cast(VerifyMode, verify),
-                n_threads=threads or None,
-                quantize=cast(Quantize, quantize),
-                progress=lambda name, share: show(progress_bar(name, share)),
-            )
-        show(LOADING)
+        decoder = _decoder(
+            sources,
+            tokenizer,
+            quantize,
+            threads,
+            show,
+            gamma=_gamma(gamma),
+            verify=cast(VerifyMode, verify),
+            tree=cast(TreeMode, tree),
+        )
         prompt_tokens = decoder.encode(prompt)
         loaded = time.perf_counter()
         decoder.warm_up()
@@ -205,14 +148,17 @@ def tell(
         _tell(f"this machine's memory has room for {total} of the {decoder.target.n_positions} tokens of the target's context")
     max_tokens = max(0, total + 1 - len(prompt_tokens))
     out = Console()
-    n_proposed = (FIXED_GAMMA if gamma == AUTO else int(gamma)) if draft else 0
+    names = [Path(name).name.removesuffix(".bin") for name in (model, draft, stage) if name]
+    origins = {NGRAM: "from the text so far", SELF: f"by {names[0]} in int8"}
+    roles = Roles(names[0], origins.get(draft, f"by {names[1]}") if draft else "")
     view: View
     if as_json:
         view = SilentView(decoder.tokenizer)
     elif not plain and LivePanel.fits(out):
-        title = " + ".join(Path(name).name.removesuffix(".bin") for name in (model, draft) if name)
-        view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, n_proposed, title, pace)
+        view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, roles, " + ".join(names), pace)
     else:
+        if pace and not plain:
+            _tell("--pace has no effect: no panel fits here")
         view = PlainView(decoder.tokenizer, sys.stdout)
     with writing():
         _run(view, decoder, prompt, max_tokens, sampling, statistics)
@@ -221,6 +167,7 @@ def tell(
             settings = {
                 "model": model,
                 "draft": draft or None,
+                "stage": stage or None,
                 "prompt": prompt,
                 "steps": steps,
                 "temperature": temperature,
@@ -228,6 +175,7 @@ def tell(
                 "top_k": top_k,
                 "gamma": _gamma(gamma) if draft else 0,
                 "verify": verify,
+                "tree": tree,
                 "quantize": quantize,
                 "threads": decoder.target.n_threads,
                 "tokenizer": str(decoder.tokenizer.path),
@@ -235,9 +183,48 @@ def tell(
             }
             print(to_json(statistics, view.text, view.tokens, **times, seed=sampling.seed, settings=settings))
         else:
-            told = {"seed": sampling.seed, "threads": decoder.target.n_threads, "weights": decoder.weights, **_whose(decoder)}
-            told |= _advice(decoder, statistics)
-            print_summary(Console(stderr=True), statistics, **told)
+            at_a_pace = isinstance(view, LivePanel) and view.was_held
+            errors, note = Console(stderr=True), "" if at_a_pace else _advice(decoder, statistics)
+            is_to_see = bool(draft) and isinstance(view, LivePanel) and not view.was_seen
+            more = "--stats has more" + ", --pace 4 lets you watch" * is_to_see
+            print_result(errors, statistics, roles, verify == "coupled", at_a_pace, note, f"seed {sampling.seed}; {more}")
+            if stats:
+                told = {"seed": sampling.seed, "threads": decoder.target.n_threads, "weights": decoder.weights}
+                print_summary(errors, statistics, **told, **_whose(decoder))
+
+
+def _stages(drafts: list[str], stage: str) -> tuple[str, str]:
+    """The draft and what drafts for it, of -d, which may come twice, and --stage."""
+    if len(drafts) > 2:
+        raise typer.BadParameter("two at most: a draft, and what drafts for it.", param_hint="'-d' / '--draft'")
+    if len(drafts) == 2 and stage:
+        raise typer.BadParameter("a second -d drafts for the draft already; name one of the two.", param_hint="'--stage'")
+    stage = drafts[1] if len(drafts) == 2 else stage
+    return drafts[0] if drafts else "", "" if stage == NONE else stage
+
+
+def _found(*names: str) -> list[str | Path]:
+    """Where models of those names are; fetching one shows a bar of its own."""
+    return [name if name in ("", SELF, NGRAM) else find(name) for name in names]
+
+
+def _decoder(
+    sources: list[str | Path], tokenizer: str, quantize: str, threads: int, show: Callable[[str], None], **more: Any
+) -> SpeculativeDecoder:
+    """Of a target, a draft and a stage, or "" where there is none; shows how far their loading is."""
+    with telling_how_to_restore():
+        decoder = SpeculativeDecoder(
+            sources[0],
+            sources[1] or None,
+            tokenizer or None,
+            stage=sources[2] or None,
+            n_threads=threads or None,
+            quantize=cast(Quantize, quantize),
+            progress=lambda name, share: show(progress_bar(name, share)),
+            **more,
+        )
+    show(LOADING)
+    return decoder
 
 
 def _whose(decoder: SpeculativeDecoder) -> dict[str, str]:
@@ -247,16 +234,16 @@ def _whose(decoder: SpeculativeDecoder) -> dict[str, str]:
     return {"text" if decoder.verify == "coupled" else "distribution": f"the {decoder.target.weights.kind} target's own"}
 
 
-def _advice(decoder: SpeculativeDecoder, statistics: Statistics) -> dict[str, str]:
-    """What to do where a draft does not pay, for the summary."""
+def _advice(decoder: SpeculativeDecoder, statistics: Statistics) -> str:
+    """What to do where a draft does not pay."""
     if not decoder.draft or statistics.target_passes < FEW_PASSES:
-        return {}
+        return ""
     n_drafted = sum(statistics.drafted_histogram[1:])
     if decoder.gamma == AUTO and n_drafted < statistics.target_passes / 4:
-        return {"note": f"a draft does not pay here: {n_drafted} of {statistics.target_passes} passes had one"}
+        return f"a draft does not pay here: {n_drafted} of {statistics.target_passes} passes had one"
     if decoder.gamma != AUTO and 0 < statistics.speed_up < 1:
-        return {"note": "-g does not pay here: leave it out"}
-    return {}
+        return "-g does not pay here: leave it out"
+    return ""
 
 
 def _run(
@@ -274,7 +261,7 @@ def _run(
                 signals.text_begins()
             statistics.add(event)
             view.show(event)
-            if signals.asked:
+            if signals.asked or view.ended:
                 statistics.stop_reason = "interrupted"
                 break
 
@@ -288,7 +275,7 @@ def _gamma(text: str) -> int | Literal["auto"]:
     return int(text)
 
 
-def _check_arguments(prompt: str, top_p: float, seed: int, threads: int, verify: str, quantize: str) -> None:
+def _check_arguments(prompt: str, top_p: float, seed: int, threads: int, verify: str, quantize: str, tree: str) -> None:
     """What Typer's own types do not check."""
     try:
         prompt.encode()
@@ -298,9 +285,12 @@ def _check_arguments(prompt: str, top_p: float, seed: int, threads: int, verify:
         raise typer.BadParameter(f"{top_p} is not a number from 0 to 1.", param_hint="'-p' / '--top-p'")
     if seed >= 2**63:
         raise typer.BadParameter(f"{seed} is not below 2^63.", param_hint="'-s' / '--seed'")
-    for name, value, choices in (("verify", verify, tuple(VERIFIERS)), ("quantize", quantize, get_args(Quantize))):
+    options = ("verify", verify, tuple(VERIFIERS)), ("quantize", quantize, get_args(Quantize)), ("tree", tree, get_args(TreeMode))
+    for name, value, choices in options:
         if value not in choices:
             raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}.", param_hint=f"'--{name}'")
+    if tree == "on" and verify == "block":
+        raise typer.BadParameter("--verify block judges chains alone; leave one of the two out.", param_hint="'--tree'")
     _check_threads(threads)
 
 
@@ -409,34 +399,11 @@ def _tell(message: str) -> None:
         print(f"specdec: {printable(' '.join(message.split()))}", file=sys.stderr)
 
 
-# The sweep's own command
-
-Gammas = Annotated[
-    str, option("-g", "--gammas", group="Speculation", metavar="LIST", help="Draft tokens per step (γ), 1 to 63, or auto.")
-]
-Lengths = Annotated[
-    str,
-    option("--tokens", group="Text", metavar="LIST", help="Lengths of the texts. By default 50,200; with --full 50,100,200,500."),
-]
-Temperatures = Annotated[str, option("--temperatures", group="Sampling", metavar="LIST", help="0 is greedy.")]
-PromptFile = Annotated[
-    str, option("--prompts", group="Text", metavar="FILE", help="One prompt a line. By default a dozen stories.")
-]
-Rounds = Annotated[
-    int, option("--rounds", group="Measuring", metavar="N", min=0, help="How often each text is timed. 0: 3; with --full 5.")
-]
-Seeds = Annotated[
-    int, option("--seeds", group="Measuring", metavar="N", min=0, help="Sampled texts of each prompt. 0: 1; with --full 3.")
-]
-Full = Annotated[bool, flag("--full", group="Measuring", help="All lengths, more rounds and seeds: minutes instead of one.")]
-AsCsv = Annotated[bool, flag("--csv", group="Output", help="Rows of CSV on stdout.")]
-SvgFile = Annotated[str, option("--svg", group="Output", metavar="FILE", help="Draw the speed-ups as a bar chart.")]
-
-
 @app.command("sweep")
 def compare(
     model: ModelFile = "",
     draft: DraftFile = "",
+    stage: StageName = "",
     quantize: WhatToQuantize = "draft",
     tokenizer: TokenizerFile = "",
     prompts: PromptFile = "",
@@ -459,7 +426,7 @@ def compare(
     """
     from . import sweep, sweep_chart  # which nothing else needs
 
-    _check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize)
+    _check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize, tree=AUTO)
     if as_json and as_csv:
         raise typer.BadParameter("one of the two goes to stdout.", param_hint="'--json' / '--csv'")
     lengths = sweep.lengths_of(tokens or ("50,100,200,500" if full else "50,200"))
@@ -471,24 +438,15 @@ def compare(
     if not model:
         target, small = default_pair()
         model, draft = str(target), draft or str(small)
-    sources = [name if name in ("", SELF, NGRAM) else find(name) for name in (model, draft)]
+    sources = _found(model, draft, stage)
     with loading() as show:
-        with telling_how_to_restore():
-            pair = SpeculativeDecoder(
-                sources[0],
-                sources[1] or None,
-                tokenizer or None,
-                n_threads=threads or None,
-                quantize=cast(Quantize, quantize),
-                progress=lambda name, share: show(progress_bar(name, share)),
-            )
-        show(LOADING)
+        pair = _decoder(sources, tokenizer, quantize, threads, show)
         texts, notes = sweep.texts_of(pair, beginnings, lengths, sweep.samplings_of(degrees, top_p, seeds))
         pair.warm_up()  # which chooses the threads of both models
         settings, left_out = sweep.settings_of(pair, sizes)
         signals.text_begins()
         try:
-            measured = sweep.measure(settings, texts, rounds, _telling(show), lambda: signals.asked)
+            measured = sweep.measure(settings, texts, rounds, _telling(show, "measuring"), lambda: signals.asked)
         except sweep.TextsDiffer as error:
             wrong = str(error)
         else:
@@ -500,7 +458,7 @@ def compare(
     counts = {"prompt": len(beginnings), "round": rounds, "thread": n_threads}
     told = [f"{n} {name}{'s' * (n != 1)}" for name, n in counts.items()]
     scale = ", ".join([*told, pair.weights, f"top-p {top_p:g}"])
-    title = " + ".join(Path(name).name.removesuffix(".bin") for name in (model, draft) if name)
+    title = " + ".join(Path(name).name.removesuffix(".bin") for name in (model, draft, stage) if name)
     report = sweep_chart.Report.of(measured, title, [scale, *notes, *left_out])
     flaw = sweep_chart.write_svg(report, svg) if svg else ""  # first: whoever reads stdout may have left
     with writing():
@@ -508,6 +466,7 @@ def compare(
             settled = {
                 "model": model,
                 "draft": draft or None,
+                "stage": stage or None,
                 "quantize": quantize,
                 "threads": n_threads,
                 "weights": pair.weights,
@@ -522,7 +481,7 @@ def compare(
         raise ValueError(flaw)
 
 
-def _telling(show: Callable[[str], None]) -> Callable[[float], None]:
+def _telling(show: Callable[[str], None], doing: str) -> Callable[[float], None]:
     """What shows a share that is done as a bar, with the time that is left; not so often that it would cost any."""
     begin, last = time.monotonic(), 0.0
 
@@ -532,6 +491,48 @@ def _telling(show: Callable[[str], None]) -> Callable[[float], None]:
         if now > last + 0.1:
             last = now
             left = f", {(now - begin) * (1 - share) / share:.0f} s left" if share > 0.01 else ""
-            show(f"measuring {'━' * round(BAR_CELLS * share):{BAR_CELLS}} {share:4.0%}{left}")
+            show(f"{doing} {'━' * round(BAR_CELLS * share):{BAR_CELLS}} {share:4.0%}{left}")
 
     return tell
+
+
+@app.command("ngrams")
+def count(
+    table: TableFile,
+    model: ModelFile = "",
+    draft: DraftFile = "",
+    quantize: WhatToQuantize = "draft",
+    tokenizer: TokenizerFile = "",
+    file: TextFile = "",
+    prompts: PromptFile = "",
+    tokens: HowMany = 50_000,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 0.9,
+    threads: Threads = 0,
+) -> None:
+    """Count what follows what in a target's text: a table for -d and --stage.
+
+    Ctrl-C keeps what was counted until then.
+    """
+    from . import counting, ngram_table, sweep  # which nothing else needs
+
+    _check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize, tree=AUTO)
+    beginnings = sweep.prompts_of(prompts) if prompts else sweep.PROMPTS
+    ngram_table.check_place(Path(table))
+    if not model:
+        target, small = default_pair()
+        model, draft = str(target), draft or str(small)
+    sources = _found(model, "" if draft == NONE or file else draft or NGRAM, "")
+    with loading() as show:
+        decoder = _decoder(sources, tokenizer, quantize, threads, show)
+        tell, asked = _telling(show, "counting"), lambda: signals.asked
+        if file:
+            texts = counting.read(Path(file), decoder.tokenizer, tell, asked)
+        else:
+            decoder.warm_up()
+            texts = counting.written(decoder, beginnings, tokens, Sampling(temperature, 0, top_p, 1), tell, asked)
+        signals.text_begins()
+        counted = ngram_table.count(texts, decoder.vocabulary.n_target)
+        ngram_table.save_table(counted, Path(table))
+    with writing():
+        print(f"{table}: what follows in {counted.keys.size} contexts, in {Path(table).stat().st_size} bytes")

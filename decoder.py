@@ -1,42 +1,52 @@
 """`SpeculativeDecoder`: a target, what drafts for it, and their tokenizer. Knows no terminals."""
 
+import itertools
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from .architectures import architecture_of
 from .checks import file_name, one_of, short, text, whole
 from .decoding import VERIFIERS, Event, Statistics, Step, VerifyMode, decode
-from .drafters import Drafter, ModelDrafter
+from .drafters import Drafter, ModelDrafter, TreeDrafter
 from .files import find, find_tokenizer
 from .machine.memory import physical_memory_bytes
 from .machine.threads import available_threads, give_lock
 from .machine.tiles import TILE_TOKENS
+from .ngram_table import NgramTable, is_table, load_table
 from .ngrams import NgramDrafter
 from .planning import MARGIN_RATES, MAX_GAMMA, ODDS_RATES, Acceptance, AutoLength, Costs, FixedLength, Plan
 from .readers import Checkpoint, CheckpointError, load_checkpoint
 from .sampling import TARGET_NOISE, Sampler, Sampling
-from .tokenizer import AnyTokenizer, Tokenizer
+from .stages import Account, Guesser, StagedDrafter
+from .tokenizer import AnyTokenizer
 from .tokenizer_json import TOKENIZER_FILE, JsonTokenizer, load_tokenizer
 from .transformer import Transformer
+from .tree_planning import STATIC_RATES, WIDEST, AutoTree, StaticTree, TreeCosts, new_acceptances
 from .vocabulary import LEAST_KNOWN, MOST_PADDING, Vocabulary, common_vocabulary, known_ids
 from .weights import INT8
 
 DEFAULT_SAMPLING = Sampling()
 SELF = "self"  # as a draft: an int8 copy of the target
-NGRAM = "ngram"  # as a draft: what followed in the text before
+NGRAM: Literal["ngram"] = "ngram"  # as a draft: what followed in the text before
+Ngrams = Literal["ngram"] | NgramTable  # of the text alone, or of a table too
+Draftable = str | os.PathLike[str] | Transformer | NgramTable
 Progress = Callable[[str, float], None]  # is told the name of a model and the share of it that is loaded
 AUTO: Literal["auto"] = "auto"
 FIXED_GAMMA = 4  # where the clock must not decide
 Gamma = int | Literal["auto"]
+TreeMode = Literal["auto", "on", "off"]
 Quantize = Literal["target", "draft", "both", "none"]
 NGRAM_SECONDS = 3e-4  # what a target's token has to take for n-grams to be looked for: that costs up to 5 us of Python
-# Passes over so many tokens are timed in turns, for about so long, with each at least once: the first two, of a slow target.
-# Where a second tile begins, a pass costs a step more.
-COSTS_TOKENS, COSTS_SECONDS = (1, TILE_TOKENS, TILE_TOKENS + 1, 2, 4, 2 * TILE_TOKENS, 32), 0.03
+# Passes over so many tokens are timed in turns, for about so long: of a slow target over the first two, and twice unless once
+# takes SLOW seconds. Where a second tile begins, a pass costs a step more.
+COSTS_TOKENS, COSTS_SECONDS, SLOW = (TILE_TOKENS, 1, TILE_TOKENS + 1, 2, 4, 2 * TILE_TOKENS, 32), 0.03, 0.1
+TREE_SECONDS = 2e-3  # what it has to take for trees to be tried: growing one costs up to 100 us of Python
+TREE_WIDTHS = 2, 4, WIDEST  # of levels of trees, timed likewise
 TRIAL_SECONDS, TRIAL_TOKENS, TRIAL_MARGIN = 0.05, 4, 1.25  # of the choice of threads; all of them unless so much slower
 
 
@@ -56,13 +66,16 @@ class SpeculativeDecoder:
 
     target, draft: Hugging Face folders, names on its hub ("org/name"), paths of llama2.c checkpoints (also looked for in models/)
     or loaded `Transformer`s; without a draft, plain decoding; the draft "self" is an int8 copy of the target, "ngram" what
-    followed in the text before. tokenizer: a path or a tokenizer; found in the target's folder, beside its file or in models/
-    where not given. gamma: draft tokens a step, 1 to 63, or "auto": as many as pay. verify: "coupled" (the text is the plain
-    run's of the same seed), "rejection" (Leviathan et al. 2023) or "block" (Sun et al. 2024), which have the plain run's
-    distribution. n_threads: by default all cores, or fewer where a trial shows that they are faster; it changes no text.
-    quantize: which of the models that are named, not loaded, become int8 where their weights are floats: "target", "draft",
-    "both" or "none"; an int8 draft changes no text, an int8 target does. progress: is told the name of a model and the share of
-    it that is loaded.
+    followed in the text before, a table of n-grams (`specdec ngrams`) or its path that and what the table counted. stage: what
+    drafts for a draft model, which judges it before the target sees anything: "ngram", a table or a smaller model; it changes the
+    speed alone. tokenizer: a path or a tokenizer; found in the target's folder, beside its file or in models/ where not given.
+    gamma: draft tokens a step, 1 to 63, or "auto": as many as pay. verify: "coupled" (the text is the plain run's of the same
+    seed), "rejection" (Leviathan et al. 2023) or "block" (Sun et al. 2024), which have the plain run's distribution. tree: token
+    trees, several candidates for a place: "on", "off" or "auto", where they pay, with gamma "auto" and coupled verification; a
+    draft that is no model, or has a stage, proposes chains. n_threads: by default all cores, or fewer where a
+    trial shows that they are faster; it changes no text. quantize: which of the models that are named, not loaded, become int8
+    where their weights are floats: "target", "draft" (and its stage), "both" or "none"; an int8 draft changes no text, an int8
+    target does. progress: is told the name of a model and the share of it that is loaded.
 
     Raises CheckpointError or TokenizerError for files that cannot be used, ValueError for values or models that do not fit.
     """
@@ -70,17 +83,21 @@ class SpeculativeDecoder:
     def __init__(
         self,
         target: str | os.PathLike[str] | Transformer,
-        draft: str | os.PathLike[str] | Transformer | None = None,
+        draft: Draftable | None = None,
         tokenizer: str | os.PathLike[str] | AnyTokenizer | None = None,
         *,
+        stage: Draftable | None = None,
         gamma: Gamma = AUTO,
         verify: VerifyMode = "coupled",
+        tree: TreeMode = AUTO,
         n_threads: int | None = None,
         quantize: Quantize = "draft",
         progress: Progress = tell_nobody,
     ) -> None:
         one_of("quantize", quantize, get_args(Quantize))
+        self._tree: TreeMode = AUTO
         self.gamma, self.verify = gamma, verify
+        self.tree = tree
         if n_threads is not None:
             whole("n_threads", n_threads, 1, available_threads())
         source = None if isinstance(target, Transformer) else _opened("target", target)
@@ -92,45 +109,76 @@ class SpeculativeDecoder:
             if isinstance(target, Transformer)
             else _loaded(cast(Checkpoint, source), quantize in ("target", "both"), n_threads, None, progress)
         )
-        self.ngrams = isinstance(draft, str) and draft == NGRAM
-        self.draft, self.vocabulary = self._draft(draft, n_threads, quantize in ("draft", "both"), progress)
-        if self.draft is self.target:
-            raise ValueError("target and draft are one object; they need a KV cache each")
-        if self.draft and self.draft.n_positions < self.target.n_positions:
-            self.draft = Transformer(self.draft.config, self.draft.weights, self.draft.n_threads, self.target.n_positions)
+        is_int8 = quantize in ("draft", "both")
+        self.ngrams, self.draft, self.vocabulary = self._drafting("draft", draft, n_threads, is_int8, progress)
+        if stage is not None and not self.draft:
+            raise ValueError("a stage drafts for a draft that is a model, and there is none; name one with -d")
+        if isinstance(stage, str) and stage == SELF:
+            raise ValueError('the stage "self" would be a copy of the target, which is no smaller than the draft')
+        self.stage_ngrams, self.stage, self._stage_vocabulary = self._drafting("stage", stage, n_threads, is_int8, progress)
+        if self._has_stage and self.tree == "on":
+            raise ValueError('a draft with a stage proposes chains; leave out the stage, or tree "on"')
+        models = {"target": self.target, "draft": self.draft, "stage": self.stage}
+        self._named = {name: model for name, model in models.items() if model}
+        for (one, model), (other, another) in itertools.combinations(self._named.items(), 2):
+            if model is another:
+                raise ValueError(f"{one} and {other} are one object; they need a KV cache each")
+        self._models = [*self._named.values()]
         self.costs: Costs | None = None  # measured when warm
+        self._account: Account | None = None  # of the stage
+        self.tree_costs: TreeCosts | None = None
         self.acceptance = Acceptance(ODDS_RATES if self.ngrams else MARGIN_RATES)
+        self.acceptances = new_acceptances(self.acceptance)
         self._is_warm = False
         self._turn: threading._RLock
         give_lock(self, "_turn")
-        self._models = [model for model in (self.target, self.draft) if model]
-        is_free = n_threads is None and not any(isinstance(model, Transformer) for model in (target, draft))
+        is_free = n_threads is None and not any(isinstance(model, Transformer) for model in (target, draft, stage))
         self._most_threads = self.target.n_threads if is_free else 1  # to choose from
 
+    def _drafting(
+        self, parameter: str, draft: Draftable | None, n_threads: int | None, int8: bool, progress: Progress
+    ) -> tuple[Ngrams | None, Transformer | None, Vocabulary]:
+        """N-grams or a model, whichever was given, and the ids that the target and it may say."""
+        n_target = known_ids(self.tokenizer, self.target.config.vocab_size)
+        vocabulary = Vocabulary(n_target, n_target)
+        if draft is None or (isinstance(draft, str) and draft == NGRAM):
+            return NGRAM if draft else None, None, vocabulary
+        if not isinstance(draft, Transformer | NgramTable) and file_name(parameter, draft) != SELF:
+            draft = find(draft)
+            draft = load_table(draft) if is_table(draft) else draft
+        if isinstance(draft, NgramTable):
+            if draft.vocab_size != n_target:
+                raise ValueError(
+                    f"the table of n-grams is of a vocabulary of {draft.vocab_size} tokens, the target's has {n_target}; "
+                    "make one of this target with `specdec ngrams`"
+                )
+            return draft, None, vocabulary
+        model, vocabulary = self._draft(f"the {parameter}", draft, n_threads, int8, progress)
+        if model.n_positions < self.target.n_positions:
+            model = Transformer(model.config, model.weights, model.n_threads, self.target.n_positions)
+        return None, model, vocabulary
+
     def _draft(
-        self, draft: str | os.PathLike[str] | Transformer | None, n_threads: int | None, int8: bool, progress: Progress
-    ) -> tuple[Transformer | None, Vocabulary]:
-        """The draft, and the ids that the two models may say."""
+        self, name: str, draft: str | os.PathLike[str] | Transformer, n_threads: int | None, int8: bool, progress: Progress
+    ) -> tuple[Transformer, Vocabulary]:
+        """A model that drafts, and the ids that the target and it may say."""
         rows = self.target.config.vocab_size
-        n_target = known_ids(self.tokenizer, rows)
-        if draft is None or self.ngrams:
-            return None, Vocabulary(n_target, n_target)
-        if not isinstance(draft, Transformer) and file_name("draft", draft) == SELF:
+        if draft == SELF:
             if INT8.name in self.target.weights.kind:
                 raise ValueError(
                     "the target is int8 already, from its file or by --quantize, so an int8 copy of it is no faster draft; "
                     "leave it as it is or name another draft"
                 )
-            copy = self.target.weights.converted(INT8)
+            n_target, copy = known_ids(self.tokenizer, rows), self.target.weights.converted(INT8)
             return Transformer(self.target.config, copy, n_threads, self.target.n_positions), Vocabulary(n_target, n_target)
         if isinstance(draft, Transformer):
-            return draft, self._alike("the draft", draft.config.vocab_size)
-        source = _opened("draft", draft)
+            return draft, self._alike(name, draft.config.vocab_size)
+        source = load_checkpoint(Path(draft))
         draft_rows = source.config.vocab_size
         if (source.path / TOKENIZER_FILE).exists():
             vocabulary = common_vocabulary(self.tokenizer, rows, source.path, draft_rows)
         else:
-            vocabulary = self._alike(f"the draft {draft}", draft_rows)
+            vocabulary = self._alike(f"{name} {draft}", draft_rows)
         return _loaded(source, int8, n_threads, self.target.n_positions, progress), vocabulary
 
     def _alike(self, name: str, rows: int) -> Vocabulary:
@@ -142,7 +190,8 @@ class SpeculativeDecoder:
         return Vocabulary(min(n, target_rows), min(n, rows))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self.target, NGRAM if self.ngrams else self.draft, self.tokenizer, self.gamma, self.verify)
+        stage = self.stage_ngrams or self.stage
+        return _rebuilt, (self.target, self.ngrams or self.draft, self.tokenizer, self.gamma, self.verify, self.tree, stage)
 
     @property
     def gamma(self) -> Gamma:
@@ -160,7 +209,18 @@ class SpeculativeDecoder:
 
     @verify.setter
     def verify(self, verify: VerifyMode) -> None:
-        self._verify = one_of("verify", verify, cast(Collection[VerifyMode], VERIFIERS))
+        _check_trees(self.tree, one_of("verify", verify, cast(Collection[VerifyMode], VERIFIERS)))
+        self._verify = verify
+
+    @property
+    def tree(self) -> TreeMode:
+        """Whether proposals are trees; "auto": where they pay, with gamma "auto" and coupled verification."""
+        return self._tree
+
+    @tree.setter
+    def tree(self, tree: TreeMode) -> None:
+        _check_trees(one_of("tree", tree, get_args(TreeMode)), self.verify)
+        self._tree = tree
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's tokens, behind BOS where the model has one.
@@ -192,17 +252,45 @@ class SpeculativeDecoder:
         marks = self.tokenizer.end_marks
         plan = self._plan()
         is_slow = not isinstance(plan, AutoLength) or plan.costs.of(1) > NGRAM_SECONDS
-        drafter: Drafter | None = NgramDrafter(marks) if self.ngrams and is_slow else None
+        drafter: Drafter | None = _ngram_drafter(self.ngrams, marks) if self.ngrams and is_slow else None
         if self.draft:
-            sampler = Sampler(self.vocabulary.n_target, sampling, self.vocabulary.n_common)
-            drafter = ModelDrafter(self.draft, sampler, verifier.draft_noise, marks)
+            drafter = self._model_drafter(self.draft, sampling, verifier.draft_noise, plan)
         return decode(self.target, drafter, verifier, tokens, max_tokens, plan, marks)
+
+    def _model_drafter(self, draft: Transformer, sampling: Sampling, noise: Callable[[int], int], plan: Plan) -> Drafter:
+        """What drafts with a model, and with its stage where it has one."""
+        marks, n_target = self.tokenizer.end_marks, self.vocabulary.n_target
+        sampler = Sampler(n_target, sampling, self.vocabulary.n_common)
+        if isinstance(plan, AutoTree | StaticTree):
+            return TreeDrafter(draft, sampler, noise, marks, plan)
+        if not self._account:
+            return ModelDrafter(draft, sampler, noise, marks)
+        guesser: Guesser
+        if self.stage:
+            guesser = ModelDrafter(self.stage, Sampler(n_target, sampling, self._stage_vocabulary.n_common), noise, marks)
+        else:
+            guesser = _ngram_drafter(self.stage_ngrams, marks)
+        return StagedDrafter(self._models[1:], guesser, self._account, sampler, noise, marks)
 
     def _plan(self) -> Plan:
         """How long proposals get. A text of `rejection` or `block` hangs on that, so that there it must not hang on the clock."""
-        if self.gamma == AUTO and self.verify == "coupled" and self.costs:
+        is_auto = self.gamma == AUTO and self.verify == "coupled" and self.costs
+        gamma = FIXED_GAMMA if self.gamma == AUTO else self.gamma
+        if self.draft and self.tree != "off" and not self._has_stage:
+            marks = self.tokenizer.end_marks
+            if is_auto and self.costs and (self.tree == "on" or self.costs.of(1) > TREE_SECONDS):
+                self.tree_costs = self.tree_costs or self._measured_tree_costs(self.draft)
+                return AutoTree(self.costs, self.tree_costs, self.acceptances, marks, is_forced=self.tree == "on")
+            if self.tree == "on":
+                rates = [acceptance.rate for acceptance in self.acceptances] if self.verify == "coupled" else STATIC_RATES
+                return StaticTree(gamma, self.costs, self.acceptances, marks, rates)
+        if is_auto and self.costs:
             return AutoLength(self.costs, self.acceptance)
-        return FixedLength(FIXED_GAMMA if self.gamma == AUTO else self.gamma, self.costs)
+        return FixedLength(gamma, self.costs)
+
+    @property
+    def _has_stage(self) -> bool:
+        return bool(self.stage or self.stage_ngrams)
 
     @property
     def plain_seconds(self) -> float:
@@ -254,8 +342,7 @@ class SpeculativeDecoder:
     @property
     def weights(self) -> str:
         """What the weights are, in words: "target fp32, draft int8"."""
-        models = {"target": self.target, "draft": self.draft}
-        return ", ".join(f"{name} {model.weights.kind}" for name, model in models.items() if model)
+        return ", ".join(f"{name} {model.weights.kind}" for name, model in self._named.items())
 
     def warm_up(self) -> None:
         """Compile, or load from numba's cache, whatever a text needs; the first text does it where nobody has.
@@ -273,8 +360,15 @@ class SpeculativeDecoder:
                     self._choose_threads()
                 if self.draft or self.ngrams:
                     self.costs = self._measured_costs()
+                if self.draft and self._has_stage:
+                    costs = self._costs_of(self.draft, self.stage)
+                    self._account = Account(costs, Acceptance(MARGIN_RATES if self.stage else ODDS_RATES))
+                self._plan()  # which measures what trees cost, where there may be some
 
     def _measured_costs(self) -> Costs:
+        return self._costs_of(self.target, self.draft)
+
+    def _costs_of(self, target: Transformer, draft: Transformer | None) -> Costs:
         """What passes over some tokens take, and a token of the draft, with their draws: the least of several, in turns."""
         sampler = Sampler(self.vocabulary.n_target, DEFAULT_SAMPLING, self.vocabulary.n_common)
         probs = sampler.new_probs()
@@ -286,16 +380,50 @@ class SpeculativeDecoder:
                     sampler.draw(probs, logits, TARGET_NOISE, n)
             return time.perf_counter() - begin
 
-        jobs = [(self.draft, 1), (self.draft, 1)] if self.draft else []  # the second finds the draft in the cache
-        jobs += [(self.target, n) for n in COSTS_TOKENS if n <= self.target.n_positions]
-        least: dict[int, float] = {}
-        deadline = time.perf_counter() + COSTS_SECONDS
-        while not least or time.perf_counter() < deadline:
+        jobs = [(target, n) for n in COSTS_TOKENS if n <= target.n_positions]
+        # as in a step, a draft comes behind a pass of few tokens, which has put it out of the cache; its second finds it there
+        jobs[2:2] = [(draft, 1), (draft, 1)] if draft else []
+        least = [math.inf] * len(jobs)
+        begin = time.perf_counter()
+        for cycle in itertools.count(1):
             for i, (model, n) in enumerate(jobs):
-                if i < 4 or time.perf_counter() < deadline:
-                    least[i] = min(least.get(i, math.inf), seconds(model, n))
-        first, draft = (least.pop(0), least.pop(1)) if self.draft else (0.0, 0.0)
-        return Costs({jobs[i][1]: taken for i, taken in least.items()}, draft, max(0.0, first - draft))
+                if i < 4 or time.perf_counter() < begin + COSTS_SECONDS:
+                    least[i] = min(least[i], seconds(model, n))
+            if time.perf_counter() > begin + (COSTS_SECONDS if cycle > 1 else SLOW):
+                break
+        first, token = (least.pop(2), least.pop(2)) if draft else (0.0, 0.0)
+        n_tokens = [n for model, n in jobs if model is target]
+        passes = {n: taken for n, taken in zip(n_tokens, least, strict=True) if taken < math.inf}
+        return Costs(passes, token, max(0.0, first - token))
+
+    def _measured_tree_costs(self, draft: Transformer) -> TreeCosts:
+        """What the draft's passes over siblings take beside those over a chain, with their draws: the least of several."""
+        for model in self._models:  # compiles what a text may need
+            if model.n_positions > 1:
+                model.forward_tree([0], [0, 0], [-1, -1])
+                model.keep([1])
+        sampler = Sampler(self.vocabulary.n_target, DEFAULT_SAMPLING, self.vocabulary.n_common)
+        probs = sampler.new_probs()
+
+        def seconds(n: int, is_tree: bool) -> float:
+            begin = time.perf_counter()
+            with draft.lock:
+                logits = draft.forward_tree([0], [0] * n, [-1] * n, n) if is_tree else draft.forward([0] * (n + 1), n)
+                for row in logits:
+                    sampler.draw_few(probs, row, TARGET_NOISE, n)
+            return time.perf_counter() - begin
+
+        jobs = [(1, False), (WIDEST, False), *((n, True) for n in TREE_WIDTHS)]
+        if draft.n_positions <= WIDEST:
+            return TreeCosts.measured({}, 0.0)
+        least = dict.fromkeys(jobs, math.inf)
+        seconds(1, True)  # which compiles what a draw needs
+        deadline = time.perf_counter() + COSTS_SECONDS
+        while math.inf in least.values() or time.perf_counter() < deadline:
+            for job in jobs:
+                least[job] = min(least[job], seconds(*job))
+        token, branching = least[1, False], least[WIDEST, True] - least[WIDEST, False]
+        return TreeCosts.measured({n: least[n, True] / token for n in TREE_WIDTHS}, min(branching, token))  # more is noise
 
     def _judge_a_proposal(self) -> None:
         """Compile what judges one that no model drew."""
@@ -324,11 +452,26 @@ class SpeculativeDecoder:
             model.n_threads = n
 
 
+def _check_trees(tree: TreeMode, verify: VerifyMode) -> None:
+    if tree == "on" and verify == "block":
+        raise ValueError("tree is 'on', and verify is 'block', which judges chains alone; leave one of them out")
+
+
 def _rebuilt(
-    target: Transformer, draft: Transformer | str | None, tokenizer: Tokenizer, gamma: Gamma, verify: VerifyMode
+    target: Transformer,
+    draft: Draftable | None,
+    tokenizer: AnyTokenizer,
+    gamma: Gamma,
+    verify: VerifyMode,
+    tree: TreeMode,
+    stage: Draftable | None,
 ) -> SpeculativeDecoder:
     """A decoder from its pickled parts."""
-    return SpeculativeDecoder(target, draft, tokenizer, gamma=gamma, verify=verify)
+    return SpeculativeDecoder(target, draft, tokenizer, stage=stage, gamma=gamma, verify=verify, tree=tree)
+
+
+def _ngram_drafter(ngrams: Ngrams | None, end_marks: Container[int]) -> NgramDrafter:
+    return NgramDrafter(end_marks, ngrams if isinstance(ngrams, NgramTable) else None)
 
 
 def load_model(

@@ -1,7 +1,8 @@
 """The loop, verification and statistics: a generator of events. Knows no files, no formats and no terminals.
 
 One step: the drafter proposes n tokens, one forward of the target runs the last token and the proposals, and the target's own
-token at each position decides how many of them stand. What follows the last one that stands is the target's as well.
+token at each position decides how many of them stand. What follows the last one that stands is the target's as well. A proposal
+may be a tree: the target's tokens lead from its root along a path of it as far as there is a child that is the next one.
 
 `coupled` (the default): the target's token at a position is a function of its logits, the seed and the position, computed with
 the very noise that the draft used (Daliri et al. 2024, arXiv:2408.07978); a proposal stands if it is that token. The text is
@@ -15,6 +16,7 @@ of a plain run.
 `rejection`, and never fewer accepted on the average.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -32,6 +34,7 @@ from .sampling import (
     Sampling,
     happens,
     keep_or_redraw,
+    keep_or_refuse,
     redraw,
     round_noise,
     weigh_prefix,
@@ -51,9 +54,13 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Tokens that the target is about to judge."""
+    """Tokens that the target is about to judge; of a tree its first choices.
+
+    tree: all of its tokens, and of each the index of the one before it, or -1; None where the tokens are all, a chain.
+    """
 
     tokens: list[int]
+    tree: tuple[list[int], list[int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,8 @@ class Step:
     """A pass of the target over the last token and the proposal has been judged.
 
     tokens: what the text grew by, an end mark not counted; draft_tokens: what was proposed, of which the first n_accepted
-    stood; seconds of the whole step; draft_seconds of it; stop_reason of the last step.
+    stood; of a tree the path that stood, and on from there by first choices; seconds of the whole step; draft_seconds of it;
+    stop_reason of the last step; n_nodes: how many tokens were proposed in all, the branches that were not taken too.
     """
 
     tokens: list[int]
@@ -70,6 +78,7 @@ class Step:
     seconds: float
     draft_seconds: float
     stop_reason: StopReason | None = None
+    n_nodes: int = 0
 
 
 Event = Prompt | Proposal | Step
@@ -87,6 +96,7 @@ class Statistics:
     n_generated: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
+    n_nodes: int = 0  # tokens that were proposed in all, the branches of trees that no path took too
     target_passes: int = 0
     accepted_histogram: list[int] = field(default_factory=list)  # passes by how many proposals they accepted
     drafted_histogram: list[int] = field(default_factory=list)  # passes by how many they had to judge
@@ -105,6 +115,7 @@ class Statistics:
         self.n_generated += len(step.tokens)
         self.n_drafted += len(step.draft_tokens)
         self.n_accepted += step.n_accepted
+        self.n_nodes += step.n_nodes
         self.target_passes += 1
         for histogram, n in ((self.accepted_histogram, step.n_accepted), (self.drafted_histogram, len(step.draft_tokens))):
             histogram += [0] * (n + 1 - len(histogram))
@@ -152,15 +163,21 @@ class Verifier(Protocol):
 
 
 def judge_in_turn(
-    token_at: Callable[[Float32, Draft, int, int], int], logits: Float32, draft: Draft, position: int
+    token_at: Callable[[Float32, Draft, list[int], int], int], logits: Float32, draft: Draft, position: int
 ) -> tuple[list[int], int]:
-    """`Verifier.judge` by the target's token at one position after the other; none is looked at behind the first mismatch."""
-    tokens: list[int] = []
-    for i, row in enumerate(logits):
-        token = token_at(row, draft, i, position + i)
+    """`Verifier.judge` by the target's token at one position after the other; none is looked at behind the first mismatch.
+
+    token_at: is told which proposals there are for the position.
+    """
+    tokens, node = list[int](), -1
+    while node + 1 < len(logits):
+        children = draft.children(node)
+        token = token_at(logits[node + 1], draft, children, position + len(tokens))
         tokens.append(token)
-        if i == len(draft.tokens) or token != draft.tokens[i]:
-            return tokens, i
+        stands = next((child for child in children if draft.tokens[child] == token), None)
+        if stands is None:
+            return tokens, len(tokens) - 1
+        node = stands
     return tokens, len(tokens)
 
 
@@ -178,7 +195,7 @@ class CoupledVerifier:
     def judge(self, logits: Float32, draft: Draft, position: int) -> tuple[list[int], int]:
         return judge_in_turn(self._token, logits, draft, position)
 
-    def _token(self, logits: Float32, draft: Draft, i: int, position: int) -> int:
+    def _token(self, logits: Float32, draft: Draft, children: list[int], position: int) -> int:
         return self._sampler.draw(self._probs, logits, TARGET_NOISE, position)
 
 
@@ -200,7 +217,7 @@ class RejectionVerifier:
 
     def __init__(self, vocab_size: int, sampling: Sampling) -> None:
         self._sampler = Sampler(vocab_size, sampling)
-        self._probs, self._certain = self._sampler.new_probs(), self._sampler.new_probs()
+        self._probs, self._certain, self._left = (self._sampler.new_probs() for _ in range(3))
 
     @staticmethod
     def draft_noise(position: int) -> int:
@@ -209,12 +226,19 @@ class RejectionVerifier:
     def judge(self, logits: Float32, draft: Draft, position: int) -> tuple[list[int], int]:
         return judge_in_turn(self._token, logits, draft, position)
 
-    def _token(self, logits: Float32, draft: Draft, i: int, position: int) -> int:
-        if i == len(draft.tokens):
+    def _token(self, logits: Float32, draft: Draft, children: list[int], position: int) -> int:
+        if not children:
             return self._sampler.draw(self._probs, logits, TARGET_NOISE, position)
         self._sampler.probabilities(self._probs, logits)
-        seed, n, q = self._sampler.sampling.seed, self._sampler.vocab_size, q_of(draft, i, self._certain)
-        return int(keep_or_redraw(self._probs, q, n, draft.tokens[i], seed, ACCEPT_NOISE, TARGET_NOISE, position))
+        seed, n, q = self._sampler.sampling.seed, self._sampler.vocab_size, q_of(draft, children[0], self._certain)
+        tokens = [draft.tokens[child] for child in children]
+        if len(tokens) > 1:
+            self._left[:] = q
+            q = self._left
+        for token, sibling in itertools.pairwise(tokens):
+            if keep_or_refuse(self._probs, q, n, token, sibling, seed, ACCEPT_NOISE, position):
+                return token
+        return int(keep_or_redraw(self._probs, q, n, tokens[-1], seed, ACCEPT_NOISE, TARGET_NOISE, position))
 
 
 class BlockVerifier:
@@ -278,6 +302,14 @@ class Target(Protocol):
     @property
     def n_passes(self) -> int: ...
     def forward(self, tokens: list[int], n_logits: int = 1) -> Float32: ...
+    def forward_tree(self, tokens: list[int], nodes: list[int], parents: list[int]) -> Float32: ...
+
+
+def run(target: Target, tokens: list[int], draft: Draft) -> Float32:
+    """Logits at a text's last token, and at each that is proposed."""
+    if draft.parents is None:
+        return target.forward(tokens + draft.tokens, n_logits=len(draft.tokens) + 1)
+    return target.forward_tree(tokens, draft.tokens, draft.parents)
 
 
 def judge(
@@ -287,10 +319,14 @@ def judge(
 
     logits: (len(draft.tokens) + 1, V). Raises ValueError for logits that no token can be drawn from.
     """
-    end = next((i for i, token in enumerate(draft.tokens, 1) if token in end_marks), None)
-    if end:  # what is proposed behind an end mark is no part of the text, nor is the target's token behind one that stands
+    # what is proposed behind an end mark is no part of the text, nor is the target's token behind one that stands
+    end = next((i for i, token in enumerate(draft.tokens, 1) if token in end_marks), None) if draft.parents is None else None
+    if end:
         draft, logits = replace(draft, tokens=draft.tokens[:end]), logits[:end]
     tokens, n_accepted = verifier.judge(logits, draft, position)
+    if draft.parents is not None:  # where an end mark has no children
+        end = next((i for i, token in enumerate(tokens, 1) if token in end_marks), len(tokens))
+        tokens, n_accepted = tokens[:end], min(n_accepted, end)
     if tokens[-1] < 0:
         raise ValueError("the target's logits are not finite: its weights are damaged, or too large to compute with")
     return tokens, n_accepted
@@ -325,15 +361,16 @@ def decode(
         draft = drafter.propose(tokens, plan) if drafter and is_drafted else Draft([])
         draft_seconds = time.perf_counter() - begin
         if draft.tokens:
-            yield Proposal(draft.tokens)
+            yield Proposal(draft.path([]), None if draft.parents is None else (draft.tokens, draft.parents))
         begin = time.perf_counter()
         with target.lock:
             is_judged = False
             while not is_judged:  # at once, unless a signal handler ran a pass over these logits
                 passes = target.n_passes
-                logits = target.forward(tokens + draft.tokens, n_logits=len(draft.tokens) + 1)
+                logits = run(target, tokens, draft)
                 new, n_accepted = judge(logits, draft, verifier, len(tokens), end_marks)
                 is_judged = target.n_passes <= passes + 1
+        walked = draft.path(new)
         if new[-1] in end_marks:
             stop = end_marks[new.pop()]
         tokens += new
@@ -341,4 +378,5 @@ def decode(
             stop = "seq_len" if limit > target.n_positions else "max_tokens"
         pass_seconds = time.perf_counter() - begin
         plan.saw(len(draft.tokens), n_accepted, pass_seconds, draft_seconds)
-        yield Step(new, draft.tokens, n_accepted, pass_seconds + draft_seconds, draft_seconds, stop)
+        seconds, n_nodes = pass_seconds + draft_seconds, len(draft.tokens)
+        yield Step(new, walked, n_accepted, seconds, draft_seconds, stop, n_nodes)

@@ -1,8 +1,9 @@
 """Drafting without a model: what followed when the text's last tokens stood there before. Knows nothing of verifying."""
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from .drafters import Draft
+from .ngram_table import NgramTable
 from .planning import Plan
 
 WORTH = 0.2  # a proposal that is less likely than this to stand is none: what it costs is more than it brings (see NOTES.md)
@@ -27,14 +28,23 @@ class SuffixAutomaton:
         self._end = [0]  # a place where the substrings end: the last at which the longest one was the match
         self._whole = 0  # the state of the whole text
 
-    def match(self) -> tuple[int, int]:
+    def match(self, tail: Sequence[int] = ()) -> tuple[int, int]:
         """The length of the longest suffix of the text that stands before too, 0 for none, and where that ends.
 
-        Of several places, the last one at which nothing longer was known: a list's columns tell better by it than by the last
-        of all, and it costs nothing to keep.
+        With a tail: of the text and the tail, the longest that stands in the text, at its end too. Of several places, the last
+        one at which nothing longer was known: a list's columns tell better by it than by the last of all, and it costs nothing
+        to keep.
         """
-        state = self._link[self._whole]
-        return (self._length[state], self._end[state]) if state > 0 else (0, 0)
+        following, link = self._next, self._link
+        state = max(link[self._whole], 0)
+        length = self._length[state]
+        for token in tail:
+            while state and token not in following[state]:
+                state = link[state]
+                length = self._length[state]
+            state = following[state].get(token, 0)
+            length = length + 1 if state else 0
+        return (length, self._end[state]) if state else (0, 0)
 
     def append(self, token: int) -> None:
         following, link, length, end = self._next, self._link, self._length, self._end
@@ -75,11 +85,12 @@ class NgramDrafter:
 
     (Prompt lookup, Saxena 2023; by a suffix automaton: SAM decoding, arXiv:2411.10666; SuffixDecoding, arXiv:2411.04975.)
     How far is no setting: each token of the text, the prompt's too, tells how often a match of such a length is right about the
-    next one, and a proposal goes as far as it is likely enough to stand. end_marks: the tokens behind which it proposes none.
+    next one, and a proposal goes as far as it is likely enough to stand. end_marks: the tokens behind which it proposes none;
+    table: says what it has counted where that is likelier than what the text has.
     """
 
-    def __init__(self, end_marks: Container[int]) -> None:
-        self._end_marks = end_marks
+    def __init__(self, end_marks: Container[int], table: NgramTable | None = None) -> None:
+        self._end_marks, self._table = end_marks, table
         self._begin()
 
     def _begin(self) -> None:
@@ -88,24 +99,35 @@ class NgramDrafter:
     def get_ready(self, tokens: list[int]) -> None:
         self._follow(tokens)
 
-    def propose(self, tokens: list[int], plan: Plan) -> Draft:
+    def propose(self, tokens: list[int], plan: Plan, tail: Sequence[int] = ()) -> Draft:
+        """tail: what may follow tokens, which is not taken in: a proposal of that draft for which this one drafts (`stages`)."""
         self._follow(tokens)
-        length, place = self._automaton.match()
-        text, likely = self._automaton.text, 1.0
-        draft: list[int] = []
-        odds: list[float] = []
-        while length and len(draft) < plan.most:
-            share = self._shares[_rank(length)]
+        length, place = self._automaton.match(tail)
+        text, table, likely = self._automaton.text, self._table, 1.0
+        before, last = (-1, -1, *text[-2:], *tail)[-2:]
+        behind, odds = [*tail], list[float]()  # what is behind the text, the proposal at its end
+        while len(odds) < plan.most:
+            token, share = -1, 0.0
+            if length:
+                # behind the text's end the continuation is the proposal itself: a text that goes in circles
+                token = text[place] if place < len(text) else behind[place - len(text)]
+                share = self._shares[_rank(length)]
+            if table is not None:
+                counted, its_share = table.after(before, last)
+                if its_share > share:
+                    length = length if counted == token else 0
+                    token, share = counted, its_share
             likely *= share
             if likely < WORTH:
                 break
-            # where the match's continuation reaches the text's end, the proposal is what follows: a text that goes in circles
-            draft.append(text[place] if place < len(text) else draft[place - len(text)])
+            behind.append(token)
             odds.append(share / (1 - share))
-            if draft[-1] in self._end_marks:
+            if token in self._end_marks:
                 break
+            before, last = last, token
             place += 1
-            length += 1
+            length += length > 0
+        draft = behind[len(tail) :]
         return Draft(draft[: plan.takes(odds)] if draft else draft)
 
     def _follow(self, tokens: list[int]) -> None:

@@ -1,23 +1,36 @@
 """Events to plain text, JSON and a summary. Knows no models.
 
 Each view is a context manager that is shown the events of a text; on leaving, also by an exception, it shows all text there is.
-The summary is `print_summary`'s, once the story is over.
+What came of it is `print_result`'s to say, once the story is over, and `print_summary` has all figures.
 """
 
 import json
+import re
 import unicodedata
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from .decoding import Event, Prompt, Proposal, Statistics, Step
 from .tokenizer import AnyTokenizer, TextStream
 
+# What terminals obey: control sequences, strings up to their end, and short ones; and what turns the direction of a row
+_SEQUENCES = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b[]PX^_][^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)|\x1b[ -/]*[0-~]")
+_UNFINISHED = re.compile(r"(?:(?:\x1b\[|\x9b)[0-?]*[ -/]*|\x1b[]PX^_][^\x07\x1b\x9c\n]*\x1b?|\x1b[ -/]*)\Z")
+_TURNING = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+FEW_PASSES = 20  # that tell nothing
+MOST_POSITIONS = 8  # in the table of figures
+LONGEST_SEQUENCE = 64  # characters that wait for the end of one
+
 
 class View(Protocol):
-    """What the events of a text go to."""
+    """What the events of a text go to. ended: whether somebody has seen enough."""
+
+    ended: bool
 
     def __enter__(self) -> "View": ...
     def __exit__(
@@ -26,32 +39,64 @@ class View(Protocol):
     def show(self, event: Event) -> None: ...
 
 
+@dataclass(frozen=True)
+class Roles:
+    """Who writes: the target's name, and where guesses come from: "by stories650K", "from the text so far"; "" for no guesses."""
+
+    target: str
+    guessed: str = ""
+
+
 def printable(text: str) -> str:
-    """Text without the control characters that could move a cursor or worse; line breaks and tabs stay."""
-    return "".join([c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc"])
+    """Text without what could move a cursor or turn a row; line breaks and tabs stay."""
+    if text.isascii() and text.isprintable():
+        return text
+    text = _SEQUENCES.sub("", text).replace("\u2028", "\n").replace("\u2029", "\n")
+    return "".join([c for c in text if c in "\n\t" or not (unicodedata.category(c) == "Cc" or c in _TURNING)])
+
+
+class Printable:
+    """`printable` for a text that comes in pieces: a control sequence may begin in one and end in another."""
+
+    def __init__(self) -> None:
+        self._rest = ""
+
+    def push(self, text: str) -> str:
+        text = self._rest + text
+        unfinished = _UNFINISHED.search(text)
+        self._rest = unfinished[0] if unfinished and len(unfinished[0]) <= LONGEST_SEQUENCE else ""
+        return printable(text[: len(text) - len(self._rest)])
+
+    def end(self) -> str:
+        """What is left of a sequence that never ended."""
+        return printable(self._rest)
 
 
 class PlainView:
     """The text alone, as it comes."""
 
+    ended = False
+
     def __init__(self, tokenizer: AnyTokenizer, out: TextIO) -> None:
-        self._stream, self._out = TextStream(tokenizer), out
+        self._stream, self._printable, self._out = TextStream(tokenizer), Printable(), out
 
     def __enter__(self) -> "PlainView":
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._out.write(printable(self._stream.end()) + "\n")
+        self._out.write(self._printable.push(self._stream.end()) + self._printable.end() + "\n")
         self._out.flush()
 
     def show(self, event: Event) -> None:
         if not isinstance(event, Proposal):
-            self._out.write(printable("".join([self._stream.push(token) for token in event.tokens])))
+            self._out.write(self._printable.push("".join([self._stream.push(token) for token in event.tokens])))
             self._out.flush()
 
 
 class SilentView:
     """Collects the text, and shows nothing: for JSON, which comes at the end."""
+
+    ended = False
 
     def __init__(self, tokenizer: AnyTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -75,6 +120,34 @@ class SilentView:
         return self._tokenizer.decode(self._prompt + self.tokens)
 
 
+def result(statistics: Statistics, roles: Roles, is_same_text: bool, at_a_pace: bool) -> str:
+    """What came of the guesses, in a sentence; "" where there were none. A short run has no speed to tell, nor one at a pace."""
+    s = statistics
+    if not s.n_drafted:
+        return ""
+    same = "the same text" if is_same_text else "the same distribution"
+    if at_a_pace or not s.speed_up or s.target_passes < FEW_PASSES:
+        return f"{s.tokens_per_pass:.1f} tokens in a pass of {roles.target}, which alone writes one; {same}."
+    if 0.95 <= s.speed_up < 1.05:
+        return f"As fast as {roles.target} alone; {same}."
+    return f"{s.speed_up:.{1 if s.speed_up > 1 else 2}f} times as fast as {roles.target} alone; {same}."
+
+
+def print_result(
+    console: Console, statistics: Statistics, roles: Roles, is_same_text: bool, at_a_pace: bool, note: str, more: str
+) -> None:
+    """A sentence, what can be done better, how much there was, and what the caller has to add."""
+    s = statistics
+    sentence = result(s, roles, is_same_text, at_a_pace)
+    if sentence:
+        console.print(Text(sentence, "bold"))
+    if note:
+        console.print(Text(f"note: {note}"))
+    speed = "" if at_a_pace or not s.n_generated else f" at {s.tokens_per_second:,.0f} tok/s"
+    end = ", interrupted" if s.stop_reason == "interrupted" else ""
+    console.print(Text(f"{s.n_generated} token{'s' * (s.n_generated != 1)}{speed}{end}; {more}", "dim"))
+
+
 def print_summary(console: Console, statistics: Statistics, **more: object) -> None:
     """The figures of a finished text, one a row, and what the caller adds."""
     s = statistics
@@ -84,7 +157,8 @@ def print_summary(console: Console, statistics: Statistics, **more: object) -> N
             ("drafted", f"{s.n_drafted}"),
             ("accepted", f"{s.n_accepted}"),
             ("acceptance rate", f"{s.acceptance_rate:.1%}"),
-            ("tokens per pass", f"{s.tokens_per_pass:.2f}"),
+            ("by position", _by_position(s.acceptance_by_position)),
+            ("mean length", f"{s.tokens_per_pass:.2f} tokens a pass"),
         ]
         if s.speed_up:
             rows.append(("speed-up over the target alone", f"{s.speed_up:.2f}"))
@@ -103,6 +177,12 @@ def print_summary(console: Console, statistics: Statistics, **more: object) -> N
     console.print(table)
 
 
+def _by_position(rates: list[float]) -> str:
+    """Acceptance of the first proposals, the second ones, ..., as many as fit."""
+    shown = " ".join([f"{rate:.0%}" for rate in rates[:MOST_POSITIONS]])
+    return shown + " ..." * (len(rates) > MOST_POSITIONS)
+
+
 def to_json(statistics: Statistics, text: str, tokens: list[int], **extra: Any) -> str:
     """One JSON object: the text, the tokens, every figure, and what the caller adds."""
     s = statistics
@@ -114,6 +194,7 @@ def to_json(statistics: Statistics, text: str, tokens: list[int], **extra: Any) 
             "n_generated": s.n_generated,
             "n_drafted": s.n_drafted,
             "n_accepted": s.n_accepted,
+            "n_nodes": s.n_nodes,
             "acceptance_rate": s.acceptance_rate,
             "target_passes": s.target_passes,
             "tokens_per_pass": s.tokens_per_pass,

@@ -1,82 +1,63 @@
-"""Events to a live Rich panel. Knows no models."""
+"""Events to a live panel: the text, and under it what was guessed and what became of it. Knows no models."""
 
-import os
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any, NamedTuple
 
-from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.panel import Panel
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
-
-try:
-    import termios
-except ImportError:  # Windows
-    termios = None  # type: ignore[assignment]
+from rich.console import Console, ConsoleDimensions
 
 from .decoding import Event, Prompt, Proposal, Statistics, Step
 from .interrupts import in_foreground, signals
-from .output import printable
+from .keys import Keyboard
+from .output import Printable, Roles, printable
+from .screen import Screen
+from .story import Row, Run, Story, cells, cut, last_cells, width_of, word_at_end, word_at_start
 from .tokenizer import AnyTokenizer, TextStream
 
-STYLES = {"prompt": "bold", "target": "", "accepted": "green", "rejected": "strike red", "proposed": "yellow"}
+# What terminals call select graphic rendition: the kinds of runs in a row
+STYLES = {
+    "prompt": "1", "target": "", "accepted": "32", "rejected": "9;31", "unread": "2;9", "proposed": "33",
+    "strong": "1", "plain": "", "faint": "2", "edge": "2",
+}  # fmt: skip
 # without colour, the words have to differ in something else
-STYLES_NO_COLOR = {"prompt": "bold", "target": "", "accepted": "underline", "rejected": "strike", "proposed": "italic"}
-REJECTED_SECONDS = 1.5  # how long a rejected token stays in sight
+STYLES_NO_COLOR = STYLES | {"accepted": "4", "rejected": "9", "proposed": "3"}
 REFRESH_SECONDS = 0.1, 0.5  # between frames, at the least and at the most
-RENDER_SHARE = 0.03  # of the time that frames may take: where one is slow, there are fewer
+RENDER_SHARE = 0.01  # of the time that frames may take: where one is slow, there are fewer
+LOOK_SECONDS = 0.03  # between looks at the keys and at the terminal's size
+UNSEEN_SECONDS = 0.25  # a text that is over by then is not worth a panel
 LONGEST_HOLD_SECONDS = 3600.0  # at a pace
-SIDE_WIDTH = 24
-BAR_WIDTH = 16
-MAX_TEXT_ROWS = 14
-SHOW_CURSOR = b"\n\x1b[?25h"
-MIN_ROWS = 8  # of a terminal: two of text, one line of figures, the progress, the frame, and the line of the cursor
+GUESS_SECONDS = 0.4  # that a guess is in sight before it is checked, where one step is taken
+PACES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # steps a second; beyond the last, full speed
+MIN_ROWS, MIN_WIDTH = 8, 20  # of a terminal that holds a panel
+ROWS_OF_ALL = 10  # from which on there is room for the legend and the progress
+WIDEST = 100  # cells: longer lines are hard to read
+WIDTH_OF_HISTOGRAM = 92  # within the frame, from which on there is room for one
+SIDE_WIDTH, BAR_WIDTH = 26, 12
+MOST_TEXT_ROWS, MOST_PASSES = 14, 8
+CONTEXT = 8  # tokens that tell how the next one is to be read
 
 
-class Piece(NamedTuple):
-    """A stretch of text, what it is (a key of STYLES), and when it came."""
-
-    text: str
-    kind: str
-    seconds: float
+KEYS = ("space: pause", "→: one pass", "+ -: pace", "q: end, keep the text", "?: the colours")
+SHORT_KEYS = ("space pause", "→ step", "+ - pace", "q end")
 
 
-@contextmanager
-def no_echo_of_control_keys() -> Iterator[None]:
-    """Ctrl-C shows no ^C, which would push the panel one row down; where there is no such terminal, nothing happens."""
-    if termios is None or not (sys.stdin and sys.stdin.isatty()):
-        yield
-        return
-    keyboard = sys.stdin
-    before = termios.tcgetattr(keyboard)
-    quiet = [*before]
-    quiet[3] &= ~termios.ECHOCTL
+class Judged(NamedTuple):
+    """A pass over a proposal, and how many tokens the text had before."""
 
-    def set_modes(modes: list[Any]) -> None:
-        if in_foreground(keyboard):  # in the background this would stop the job, and the terminal is another's now
-            with suppress(termios.error):  # it has gone
-                termios.tcsetattr(keyboard, termios.TCSANOW, modes)
-
-    with signals.at_sudden_end(lambda: set_modes(before), do=lambda: set_modes(quiet)):
-        try:
-            yield
-        finally:
-            set_modes(before)
+    start: int
+    step: Step
 
 
 class LivePanel:
-    """The story's tail with proposals, accepted and rejected tokens, and the running figures beside it.
+    """The end of the story, the last passes as lines of guesses and corrections, and the running figures.
 
-    Rendering is a pure function of the events that it was shown; frames come when due, from this thread.
-    pace: steps a second at most, each shown proposed and then judged; 0 is full speed. In the background nothing is drawn, and
-    Ctrl-Z takes the panel off the screen until the job is in the foreground again.
+    The rows are a function of the events that it was shown; frames come when due, from this thread. pace: steps a second at most,
+    each shown guessed and then checked; 0 is full speed, at which a text of a moment has no panel. Keys pause, step, change the
+    pace and end the text. In the background nothing is drawn, and Ctrl-Z takes the panel off the screen until the job is in
+    the foreground again. ended: somebody has asked for the end; was_held: the run was slowed down: its speed is none.
     """
 
     def __init__(
@@ -85,95 +66,116 @@ class LivePanel:
         console: Console,
         statistics: Statistics,
         max_tokens: int,
-        gamma: int,
+        roles: Roles,
         title: str,
         pace: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = signals.sleep,
+        keyboard: Keyboard | None = None,
     ) -> None:
-        self._stream, self._console, self._statistics = TextStream(tokenizer), console, statistics
-        self._max_tokens, self._gamma, self._title, self._clock = max_tokens, gamma, title, clock
-        frames_a_step = 2 if gamma else 1
-        self._sleep, self._hold_seconds = sleep, min(1 / frames_a_step / pace, LONGEST_HOLD_SECONDS) if pace else 0.0
+        self._tokenizer, self._console, self._statistics = tokenizer, console, statistics
+        self._max_tokens, self._roles, self._title, self._pace = max_tokens, roles, printable(title), pace
+        self._clock, self._sleep = clock, sleep
+        self._is_utf = console.encoding.startswith("utf")
         self._styles = STYLES_NO_COLOR if console.no_color else STYLES
-        self._story: list[Piece] = []
-        self._recent: deque[Piece] = deque()
-        self._recent_length = 0
-        self._proposed: list[Piece] = []
-        self._next_frame = 0.0
-        self._live: Live | None = None  # while it is on the screen
-        self._screen, self._stops = ExitStack(), ExitStack()
+        self._stream, self._printable, self._story = TextStream(tokenizer), Printable(), Story()
+        self._tokens: list[int] = []
+        self._unread: list[Step] = []  # not yet in the story
+        self._passes: deque[Judged] = deque(maxlen=MOST_PASSES)
+        self._proposed: list[int] | None = None
+        self._next_frame = self._next_look = 0.0
+        self._is_paused = self._shows_keys = False
+        self._steps_asked = 0
+        self.ended = self.was_held = self.was_seen = False
+        self._keyboard, self._screen = keyboard or Keyboard(), Screen(console)
+        self._stops = ExitStack()
 
     @staticmethod
     def fits(console: Console) -> bool:
         """Whether the console is a terminal that can hold the panel."""
-        return console.is_terminal and console.file.isatty() and not console.is_dumb_terminal and console.height >= MIN_ROWS
+        is_able = console.is_terminal and console.file.isatty() and not console.is_dumb_terminal and not console.legacy_windows
+        return is_able and console.height >= MIN_ROWS and console.width >= MIN_WIDTH
 
     def __enter__(self) -> "LivePanel":
-        self._stops.enter_context(signals.noting_stops())
-        self._appear()
+        with ExitStack() as stops:
+            stops.enter_context(signals.noting_stops())
+            self._keyboard.open()
+            self._stops = stops.pop_all()
         return self
 
     def __exit__(self, *_: Any) -> None:
         with self._stops:
-            self._disappear()
-            self._add(self._stream.end(), "target")
-            self._console.print(self._styled(self._story))
-
-    def _appear(self) -> None:
-        if not in_foreground(self._console.file):
-            return
-        with ExitStack() as screen:
-            screen.enter_context(no_echo_of_control_keys())
-            live = Live(console=self._console, auto_refresh=False, transient=True, vertical_overflow="crop")
-            terminal = self._console.file
-            screen.enter_context(signals.at_sudden_end(lambda: os.write(terminal.fileno(), SHOW_CURSOR), do=live.start))
-            screen.callback(live.stop)
-            self._live = live
-            self._screen = screen.pop_all()
-
-    def _disappear(self) -> None:
-        self._live = None
-        self._screen.close()
+            self._leave()
+            self._read()
+            self._story.add(self._printable.push(self._stream.end()) + self._printable.end(), "target")
+            rows = self._story.rows(width := min(self._console.width, WIDEST))
+            if self._roles.guessed and self._statistics.n_drafted:
+                rows += [[], *laid_out(self._meanings()[:2], width)]
+            self._console.file.write("".join([self._styled(row).rstrip(" ") + "\n" for row in rows]))
+            self._console.file.flush()
 
     def show(self, event: Event) -> None:
-        if isinstance(event, Prompt):
-            for token in event.tokens:
-                self._add(self._stream.push(token), "prompt")
-            self._frame()
-        elif isinstance(event, Proposal):
-            self._show_proposal(event.tokens)
-        else:
-            self._show_step(event)
-
-    def _show_proposal(self, tokens: list[int]) -> None:
         now = self._clock()
-        if self._is_due(now):
-            self._proposed = [Piece(printable(text), "proposed", now) for text in self._stream.peek(tokens)]
-            self._frame()
-            self._proposed = []
+        if isinstance(event, Prompt):
+            self._tokens += event.tokens
+            text = "".join([self._stream.push(token) for token in event.tokens])
+            self._story.add(self._printable.push(text), "prompt")
+            self._story.end_word()
+            self._next_frame = now + UNSEEN_SECONDS
+            if self._pace or event.seconds > UNSEEN_SECONDS:
+                self._frame()
+        elif isinstance(event, Proposal):
+            if event.tokens and self._is_due(now):
+                self._proposed = event.tokens
+                self._frame()
+                self._wait(at_step=False)
+            self._proposed = None
+        else:
+            self._unread.append(event)
+            self._passes.append(Judged(len(self._tokens), event))
+            self._tokens += event.tokens
+            if self._is_due(now):
+                self._frame()
+                self._wait(at_step=True)
 
-    def _show_step(self, step: Step) -> None:
-        for token in step.tokens[: step.n_accepted]:
-            self._add(self._stream.push(token), "accepted")
-        for text in self._stream.peek(step.draft_tokens[step.n_accepted :]):
-            self._add(text, "rejected")
-        for token in step.tokens[step.n_accepted :]:
-            self._add(self._stream.push(token), "target")
-        if self._is_due(self._clock()):
-            self._frame()
+    # When
 
     def _is_due(self, now: float) -> bool:
-        return now >= self._next_frame or bool(self._hold_seconds) or signals.stop_asked
+        if now >= self._next_look:
+            self._next_look = now + LOOK_SECONDS
+            self._look()
+        return now >= self._next_frame or self._is_slow or signals.stop_asked
 
-    def _add(self, text: str, kind: str) -> None:
-        piece = Piece(printable(text), kind, self._clock())
-        if kind != "rejected":
-            self._story.append(piece)
-        self._recent.append(piece)
-        self._recent_length += len(piece.text)
-        while self._recent_length - len(self._recent[0].text) > 2 * MAX_TEXT_ROWS * self._console.width:
-            self._recent_length -= len(self._recent.popleft().text)
+    @property
+    def _is_slow(self) -> bool:
+        return bool(self._pace) or self._is_paused
+
+    def _look(self) -> bool:
+        """At the keys and the terminal; whether there is something new to see."""
+        keys = self._keyboard.pressed()
+        for key in keys:
+            self._obey(key)
+        is_back = self.was_seen and not self._screen.is_open and in_foreground(self._console.file)
+        is_new = bool(keys) or self._screen.is_resized or is_back
+        if is_new:
+            self._next_frame = 0.0
+        return is_new
+
+    def _obey(self, key: bytes) -> None:
+        if key == b" ":
+            self._is_paused = not self._is_paused
+            self._steps_asked = 0
+        elif key in (b"\x1b[C", b"\x1bOC"):
+            self._steps_asked += self._is_paused
+            self._is_paused = True
+        elif key in (b"+", b"="):
+            self._pace = next((pace for pace in PACES if pace > self._pace), 0.0) if self._pace else 0.0
+        elif key == b"-":
+            self._pace = next((pace for pace in reversed(PACES) if not self._pace or pace < self._pace), PACES[0])
+        elif key == b"?":
+            self._shows_keys = not self._shows_keys
+        elif key in (b"q", b"Q"):
+            self.ended = True
 
     def _frame(self) -> None:
         begin = self._clock()
@@ -181,118 +183,257 @@ class LivePanel:
         end = self._clock()
         shortest, longest = REFRESH_SECONDS
         self._next_frame = end + min(max(shortest, (end - begin) / RENDER_SHARE), longest)
-        if self._hold_seconds:
-            self._sleep(max(0.0, self._hold_seconds - (end - begin)))
-            if signals.stop_asked:
+
+    def _wait(self, at_step: bool) -> None:
+        """Until the frame has been in sight for long enough."""
+        begin = self._clock()
+        while not (self.ended or signals.asked):
+            left = self._seconds_in_sight(at_step) - (self._clock() - begin)
+            if left <= 0:
+                break
+            self.was_held = True
+            self._sleep(min(left, LOOK_SECONDS))
+            if self._look() or signals.stop_asked:
                 self._draw()
+        if at_step:
+            self._steps_asked = max(0, self._steps_asked - 1)
+
+    def _seconds_in_sight(self, at_step: bool) -> float:
+        if self._is_paused:
+            if not at_step:
+                return GUESS_SECONDS
+            return 0.0 if self._steps_asked else LONGEST_HOLD_SECONDS
+        frames_a_step = 1 if at_step and not self._passes[-1].step.draft_tokens else 2
+        return min(1 / frames_a_step / self._pace, LONGEST_HOLD_SECONDS) if self._pace else 0.0
 
     def _draw(self) -> None:
         if signals.stop_asked:
-            self._disappear()
+            self._leave()
             signals.stop()
-        if not self._live:
-            self._appear()
-        if self._live:
-            self._live.update(self, refresh=True)
+        if in_foreground(self._console.file):
+            self._keyboard.open()
+            size = self._console.size
+            self._screen.draw([self._codes(row, size.width) for row in self.rows(size)], size)
+            self.was_seen = True
 
-    def _styled(self, pieces: list[Piece]) -> Text:
-        """One Text; neighbours of one kind become one span."""
-        text = Text()
-        run: list[str] = []
-        kind = ""
-        for piece in pieces:
-            if piece.kind != kind and run:
-                text.append("".join(run), self._styles[kind])
-                run = []
-            run.append(piece.text)
-            kind = piece.kind
-        if run:
-            text.append("".join(run), self._styles[kind])
-        return text
+    def _leave(self) -> None:
+        try:
+            self._screen.close()
+        finally:
+            self._keyboard.close()
 
-    def __rich__(self) -> RenderableType:
-        width, height = self._console.width, self._console.height
-        is_wide = width >= 64
+    # What
+
+    def _read(self) -> None:
+        """Take into the story what came since the last time."""
+        for step in self._unread:
+            for tokens, kind in ((step.tokens[: step.n_accepted], "accepted"), (step.tokens[step.n_accepted :], "target")):
+                self._story.add(self._printable.push("".join([self._stream.push(token) for token in tokens])), kind)
+        self._unread.clear()
+
+    def rows(self, size: ConsoleDimensions) -> list[Row]:
+        """The panel for a terminal of that size, a row of runs for each of its rows; the last run of a framed one is its edge."""
+        self._read()
+        width, height = min(size.width, WIDEST), size.height
+        if height < MIN_ROWS or width < MIN_WIDTH:
+            return [*self._story.tail(width, max(height - 2, 1)), self._figures(width)][-max(height - 1, 1) :]
+        is_all = height >= ROWS_OF_ALL
+        legend = self._legend(width, 2 if height >= 16 else 1) if is_all else []
+        has_passes = bool(self._roles.guessed)
+        free = height - 1 - len(legend) - (4 if is_all else 2) - has_passes
+        n_passes = min(max(1, free // 3), MOST_PASSES) if has_passes else 0
         inner = width - 4
-        text_rows = max(2, min(MAX_TEXT_ROWS, height - (4 if is_wide else 5)))
-        tail = self._tail(inner - SIDE_WIDTH - 3 if is_wide else inner, text_rows)
-        body: RenderableType
-        if is_wide:
-            columns = Table.grid(padding=(0, 3, 0, 0), expand=True)
-            columns.add_column(ratio=1)
-            columns.add_column(width=SIDE_WIDTH)
-            columns.add_row(tail, self._figures(text_rows))
-            body = columns
-        else:
-            body = Group(tail, self._figures_in_a_line())
-        return Panel(
-            Group(body, self._progress(inner)),
-            title=Text(self._title, "bold"),
-            subtitle=self._legend() if width >= 50 else None,
-            box=box.ROUNDED,
-            padding=(0, 1),
+        text = self._story.tail(inner, min(free - n_passes, MOST_TEXT_ROWS))
+        text += [[] for _ in range(min(free - n_passes, MOST_TEXT_ROWS) - len(text))]
+        rows = [self._rule(width, "╭─╮", self._title, self._speed()), *(self._framed(row, inner) for row in text)]
+        if has_passes:
+            rows += [
+                self._rule(width, "├─┤", *self._heading(width)),
+                *(self._framed(row, inner) for row in self._guesses(inner, n_passes)),
+            ]
+        if is_all:
+            rows += [self._progress(width), self._framed(self._figures(inner), inner)]
+        figures = "" if is_all else "".join([text for text, _ in self._figures(width - 6)])
+        keys = "? keys" if self._keyboard.is_open and is_all else ""
+        return [*rows, self._rule(width, "╰─╯", "paused" if self._is_paused else figures, keys), *legend]
+
+    def _speed(self) -> str:
+        """The rate, which a run that was slowed down does not have."""
+        if self._is_slow:
+            return f"{self._pace:g} passes a second" if self._pace else "slow motion"
+        return "" if self.was_held else f"{self._statistics.tokens_per_second:,.0f} tok/s"
+
+    def _heading(self, width: int) -> tuple[str, str]:
+        """What the lines below it are, as far as it fits."""
+        by, target = self._roles.guessed, self._roles.target
+        sentences = (
+            f"guessed {by}; {target} checks a line in one pass",
+            f"guessed {by}; a line is one pass",
+            "guesses; a line is checked in one pass",
+            "guesses; a line is one pass",
+            "a line is one pass",
         )
+        counts = "guesses right in a pass" if self._has_histogram(width - 4) else "tokens"
+        return next((s for s in sentences if cells(s) <= width - 10 - len(counts)), ""), counts
 
-    def _tail(self, width: int, rows: int) -> Text:
-        """The last rows of the text, proposals included, wrapped."""
-        oldest = self._clock() - REJECTED_SECONDS
-        pieces = [p for p in self._recent if p.kind != "rejected" or p.seconds >= oldest] + self._proposed
-        lines = self._styled(pieces).wrap(self._console, max(8, width))
-        tail = Text("\n").join(lines[-rows:])
-        tail.append("\n" * (rows - len(lines)))
-        return tail
+    def _guesses(self, width: int, n: int) -> list[Row]:
+        """The last n passes, the newest at the bottom, and how many tokens they brought; beside them a histogram."""
+        histogram = self._histogram(n) if self._has_histogram(width) else []
+        room = width - 5 - (SIDE_WIDTH + 3 if histogram else 0)
+        lines = [(self._judged(judged, room), f"+{len(judged.step.tokens)}") for judged in list(self._passes)[-n:]]
+        if self._proposed is not None:
+            lines = [*lines, (self._guess(self._proposed, room), "?")][-n:]
+        lines += [([], "")] * (n - len(lines))
+        rows = [[*line, (" " * (room + 5 - width_of(line) - len(gain)), "plain"), (gain, "strong")] for line, gain in lines]
+        return [[*row, ("   ", "plain"), *bar] for row, bar in zip(rows, histogram, strict=True)] if histogram else rows
 
-    def _figures(self, rows: int) -> RenderableType:
-        figures = Table.grid(expand=True)
-        figures.add_column(style="dim", no_wrap=True)
-        figures.add_column(justify="right", no_wrap=True)
+    def _judged(self, judged: Judged, room: int) -> Row:
+        """Guesses that stood, the one that did not and those behind it, and the target's own token in its place."""
+        step, (stream, before) = judged.step, self._reader(judged.start)
+        accepted = "".join([stream.push(token) for token in step.tokens[: step.n_accepted]])
+        first, *others = [*stream.peek(step.draft_tokens[step.n_accepted :]), ""]
+        rest = "".join(others)
+        wrong = first + (word_at_start(rest) if word_at_end(first) or first.isspace() else "")
+        rest = rest[len(wrong) - len(first) :]
+        own = "".join([stream.push(token) for token in step.tokens[step.n_accepted :]])
+        if word_at_start(wrong) and word_at_start(own):  # two endings of one word: show it whole, twice
+            begun = word_at_end(accepted or before)
+            accepted = accepted[: len(accepted) - len(begun)] if accepted else ""
+            wrong, own = apart(accepted, begun + wrong), begun + own
+        own = apart(wrong + rest, own)
+        return self._line(before, room, (accepted, "accepted"), (wrong, "rejected"), (rest, "unread"), (own, "target"))
+
+    def _guess(self, tokens: list[int], room: int) -> Row:
+        """A proposal that is being checked."""
+        stream, before = self._reader(len(self._tokens))
+        return self._line(before, room, ("".join(stream.peek(tokens)), "proposed"))
+
+    def _reader(self, start: int) -> tuple[TextStream, str]:
+        """Something that reads the tokens from `start` on, and the text of a few before them."""
+        stream = TextStream(self._tokenizer)
+        return stream, "".join([stream.push(token) for token in self._tokens[max(0, start - CONTEXT) : start]])
+
+    def _line(self, before: str, room: int, *runs: Run) -> Row:
+        """Runs in a line, with the beginning of a word that they go on with; what was guessed in vain is the first to be cut."""
+        line_break, space, more = "↵␣…" if self._is_utf else ("\\n", "_", "...")
+        begun = word_at_end(before) if word_at_start(runs[0][0]) else ""
+        row = [
+            (space if text == " " else printable(text).replace("\n", line_break).replace("\t", " "), kind)
+            for text, kind in [(begun, "faint"), *runs]
+            if text
+        ]
+        row = [(row[0][0].lstrip(), row[0][1]), *row[1:]] if row else []
+        left = room - width_of([run for run in row if run[1] != "unread"])
+        return last_cells([(cut(text, left, more), kind) if kind == "unread" else (text, kind) for text, kind in row], room, more)
+
+    def _has_histogram(self, width: int) -> bool:
+        return width >= WIDTH_OF_HISTOGRAM
+
+    def _figures(self, width: int) -> Row:
+        """How far it is and how well it goes, in the longest form that fits."""
         s = self._statistics
-        figures.add_row("tok/s", Text(f"{s.tokens_per_second:.0f}", "bold"))
-        if not self._gamma:
-            return figures
-        figures.add_row("accepted", f"{s.acceptance_rate:.0%}")
-        figures.add_row("tokens per pass", f"{s.tokens_per_pass:.2f}")
-        bins = self._bins()
-        if len(bins) + 4 > rows:
-            figures.add_row("by length", self._sparkline())
-            return figures
-        shares = [(label, count / max(1, s.target_passes)) for label, count in bins]
-        bars = [f"{label:<2} {self._bar(share):<{BAR_WIDTH}} {share:4.0%}" for label, share in shares]
-        gap = "\n" * (len(bins) + 5 <= rows)
-        return Group(figures, Text(gap + "accepted in a pass\n" + "\n".join(bars), "dim"))
+        done, times = f"{s.n_generated}/{self._max_tokens}", f"{s.tokens_per_pass:.1f}"
+        forms = [f"{done} tokens", done]
+        if self._roles.guessed:
+            share = f"{s.acceptance_rate:.0%}"
+            forms = [
+                f"{done} tokens   {share} of the guesses right   {times} tokens a pass instead of 1",
+                f"{done} tokens   {share} of the guesses right   {times} tokens a pass",
+                f"{done}   {share} right   {times} tokens a pass",
+                f"{done} {share} {times}/pass",
+                *forms,
+            ]
+        return [(next((form for form in forms if len(form) <= width), ""), "plain")]
 
-    def _figures_in_a_line(self) -> Text:
-        s = self._statistics
-        line = Text(f"{s.tokens_per_second:.0f} tok/s", "bold", no_wrap=True, overflow="crop")
-        if self._gamma:
-            line.append(f" {s.acceptance_rate:.0%} {s.tokens_per_pass:.1f}/pass ", "not bold")
-            line.append(self._sparkline())
-        return line
+    def _histogram(self, n: int) -> list[Row]:
+        """Passes by how many guesses stood, in at most n rows; the long ones share one."""
+        counts = self._statistics.accepted_histogram or [0]
+        total = max(1, sum(counts))
+        rows: list[Row] = []
+        for first, last in bins(len(counts), max(n, 2))[:n]:
+            share = sum(counts[first : last + 1]) / total
+            label = f"{first}" if first == last else f"{first}-{last}"
+            bar = ("█" if self._is_utf else "#") * round(share * BAR_WIDTH)
+            rows.append([(f"{label:>7} ", "faint"), (f"{bar:<{BAR_WIDTH}}", "plain"), (f" {share:4.0%}", "faint")])
+        return rows + [[(" " * SIDE_WIDTH, "plain")] for _ in range(n - len(rows))]
 
-    def _bins(self) -> list[tuple[str, int]]:
-        """Passes by accepted length, the long ones together."""
-        histogram = self._statistics.accepted_histogram
-        counts = histogram + [0] * (self._gamma + 1 - len(histogram))
-        if len(counts) <= 8:
-            return [(str(i), n) for i, n in enumerate(counts)]
-        return [(str(i), n) for i, n in enumerate(counts[:7])] + [("7+", sum(counts[7:]))]
+    def _legend(self, width: int, n: int) -> list[Row]:
+        """What the colours mean, or the keys, in n rows."""
+        if self._shows_keys:
+            items = [[(text, "plain") for text in form] for form in (KEYS, SHORT_KEYS)]
+        elif self._roles.guessed:
+            items = [self._meanings(form) for form in range(4)]
+        else:
+            items = [[]]
+        laid = [laid_out(form, width) for form in items]
+        rows = next((rows for rows in laid if len(rows) <= n and all(width_of(row) <= width for row in rows)), laid[-1][:n])
+        return rows + [[] for _ in range(n - len(rows))]
 
-    def _bar(self, share: float) -> str:
-        return ("█" if self._console.encoding.startswith("utf") else "#") * round(share * BAR_WIDTH)
+    def _meanings(self, form: int = 0) -> Row:
+        """What the colours mean, in plain words; form 0 is the longest."""
+        green = "underlined" if self._console.no_color else "green"
+        by, target = self._roles.guessed, self._roles.target
+        accepted, own, rejected = (
+            (f"{green}: guessed {by} and confirmed", f"plain: {target}'s own", "struck: guessed wrong"),
+            (f"{green}: guessed {by}, confirmed", f"plain: {target}'s own", "struck: wrong"),
+            (f"{green}: guessed right", "plain: its own", "struck: wrong"),
+            ("guessed right", "its own", "wrong"),
+        )[form]
+        return [(accepted, "accepted"), (own, "target"), (rejected, "rejected")]
 
-    def _sparkline(self) -> str:
-        counts = [count for _, count in self._bins()]
-        levels = "▁▂▃▄▅▆▇█" if self._console.encoding.startswith("utf") else ".:-=+*#@"
-        return "".join(levels[round(7 * count / max(1, *counts))] for count in counts)
+    def _rule(self, width: int, corners: str, left: str, right: str) -> Row:
+        """A line across the panel with words in it, as far as they fit."""
+        if not self._is_utf:
+            corners = "+-+"
+        left = cut(left, width - 6 - (cells(right) + 4 if right else 0), "…" if self._is_utf else "...")
+        fill = width - 4 - sum(cells(text) + 2 for text in (left, right) if text)
+        words = [[(f" {text} ", "strong")] if text else [] for text in (left, right)]
+        left_end, line, stub, right_end = [(text, "edge") for text in (corners[:2], corners[1] * fill, corners[1], corners[2])]
+        return [left_end, *words[0], line, *words[1], stub, right_end]
 
-    def _progress(self, width: int) -> Table:
-        done = self._statistics.n_generated
-        grid = Table.grid(padding=(0, 1), expand=True)
-        grid.add_column(ratio=1)
-        grid.add_column(justify="right")
-        grid.add_row(ProgressBar(total=max(1, self._max_tokens), completed=done), f"{done}/{self._max_tokens}")
-        return grid
+    def _progress(self, width: int) -> Row:
+        left, full, empty, right = "├━─┤" if self._is_utf else "+=-+"
+        n = round((width - 2) * min(1.0, self._statistics.n_generated / max(1, self._max_tokens)))
+        return [(left, "edge"), (full * n, "plain"), (empty * (width - 2 - n), "edge"), (right, "edge")]
 
-    def _legend(self) -> Text:
-        kinds = ("proposed", "accepted", "rejected", "target") if self._gamma else ()
-        return Text(" ").join(Text(kind, self._styles[kind]) for kind in kinds)
+    def _framed(self, row: Row, inner: int) -> Row:
+        side = "│" if self._is_utf else "|"
+        return [(side + " ", "edge"), *row, (" " * (inner - width_of(row) + 1), "plain"), (side, "edge")]
+
+    def _styled(self, row: Row) -> str:
+        codes = [self._styles[kind] for _, kind in row]
+        return "".join([f"\x1b[{code}m{text}\x1b[m" if code else text for (text, _), code in zip(row, codes, strict=True)])
+
+    def _codes(self, row: Row, width: int) -> str:
+        """A row as a terminal draws it over what stood there. An edge has its column, however wide the text turns out."""
+        if row and row[-1][1] == "edge":
+            return f"{self._styled(row[:-1])}\x1b[K\x1b[{min(width, WIDEST)}G{self._styled(row[-1:])}"
+        return f"\x1b[K{self._styled(row)}"
+
+
+def bins(n: int, most: int) -> list[tuple[int, int]]:
+    """The numbers below n in at most so many bins, >= 2, first and last of each: one by one, or growing by a factor."""
+    if n <= most:
+        return [(i, i) for i in range(n)]
+    for factor in range(2, n + 1):
+        starts = [0, 1]
+        while starts[-1] * factor < n:
+            starts.append(starts[-1] * factor)
+        if len(starts) <= most:
+            break
+    return [(first, after - 1) for first, after in pairwise([*starts, n])]
+
+
+def apart(before: str, text: str) -> str:
+    """The text with a space in front, if it needs one."""
+    return text if not before or before.endswith(" ") or text.startswith(" ") else f" {text}"
+
+
+def laid_out(items: Row, width: int) -> list[Row]:
+    """Items side by side, in as many rows as they need."""
+    rows: list[Row] = [[]]
+    for text, kind in items:
+        if rows[-1] and width_of(rows[-1]) + 3 + cells(text) > width:
+            rows.append([])
+        rows[-1] += [*([("   ", "plain")] if rows[-1] else []), (text, kind)]
+    return rows

@@ -28,6 +28,8 @@ AHEAD = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32])
 PROPOSALS = np.arange(MAX_GAMMA + 1)
 AFTER = np.minimum(PROPOSALS[:, None] + AHEAD, MAX_GAMMA)
 TRIAL_SHARE = 0.01  # of the time goes into drafts that do not seem to pay, to look again
+TRIAL_TOKENS, TRIAL_ROUNDS = 2, 2  # of such a draft, and the rounds that a text begins with it
+DEAR = 2.0  # times the target's token: a draft that seems so dear is not even tried
 MOVED = 0.1  # by so much, costs are other costs
 MOST_REST = 64  # rounds without a look
 CATCH_UP = 10  # tokens that a draft runs in a prompt's way in the time of one
@@ -127,7 +129,8 @@ class Costs:
         self._scale *= ratio**0.1
         self._curve[n_drafted + 1] *= ratio**0.02
         if n_drafted and self.draft:
-            self._saw_draft(float(n_drafted), min(draft_seconds, 4 * (self.start + n_drafted * self.draft)))
+            expected = self.start + n_drafted * self.draft
+            self._saw_draft(float(n_drafted), min(max(draft_seconds, 0.5 * expected), 2 * expected))
 
     def _saw_draft(self, n: float, seconds: float) -> None:
         """A line through the last drafts, start + n draft: the first token finds the draft's weights out of the cache."""
@@ -191,22 +194,26 @@ class AutoLength:
             return most > 0
         self._round += 1
         self._wake_up()
-        costs, token = self.costs, self.costs.of(1)
-        if costs.draft >= token:
-            self._rest = MOST_REST
-            return False
         if self._since_draft or self._round < 16 or self._round % 16 == 0:
-            self._needed = costs.needed_survivals(self.acceptance.rate)
+            self._needed = self.costs.needed_survivals(self.acceptance.rate)
         if most < 1 or (self._round >= PLAIN_ROUND and self._round & (self._round - 1) == 0):
             return False
         if self._needed[0] <= 1.0:
             return True
-        price = (1 + self._since_draft / CATCH_UP) * costs.draft + costs.start + costs.of(2) - token
-        self._is_trial = self._budget > price > 0
-        if not self._is_trial:
-            saved = TRIAL_SHARE * token - costs.draft / CATCH_UP  # by a round without a draft
-            self._rest = min(MOST_REST, 1 + int((price - self._budget) / saved)) if saved > 0 else MOST_REST
+        self._is_trial = self._may_try()
         return self._is_trial
+
+    def _may_try(self) -> bool:
+        """Whether a draft that does not seem to pay is tried again; where not, how long nobody asks."""
+        costs, token = self.costs, self.costs.of(1)
+        if self._round <= TRIAL_ROUNDS and costs.draft < DEAR * token:  # it has just run the prompt: a trial costs least
+            return True
+        price = (TRIAL_TOKENS + self._since_draft / CATCH_UP) * costs.draft + costs.start + costs.of(1 + TRIAL_TOKENS) - token
+        if self._budget > price > 0:
+            return True
+        saved = TRIAL_SHARE * token - costs.draft / CATCH_UP  # by a round without a draft
+        self._rest = min(MOST_REST, 1 + int((price - self._budget) / saved)) if saved > 0 else MOST_REST
+        return False
 
     def _wake_up(self) -> None:
         """Make up for the rounds that nobody looked at."""
@@ -221,7 +228,7 @@ class AutoLength:
         self._buckets.append(bucket)
         self._survival *= self.acceptance.rates[bucket]
         n = len(self._buckets)
-        return n < self.most and not self._is_trial and self._survival > self._needed[n]
+        return n < self.most and (n < TRIAL_TOKENS if self._is_trial else self._survival > self._needed[n])
 
     def takes(self, confidences: list[float]) -> int:
         rate, of = self._tokens / self._seconds, self.costs.of

@@ -59,6 +59,7 @@ class Sampler:
         self._n_ids = vocab_size if n_ids is None else n_ids
         self._keys = np.empty(self._n_ids, np.uint64)
         self._top_k = min(sampling.top_k, self._n_ids)  # a compiled function takes no larger integer
+        self._best, self._scores = np.empty(FEW, np.int64), np.empty(FEW)
 
     def new_probs(self) -> Float32:
         """Room for one row of probabilities, (1, V padded)."""
@@ -74,12 +75,24 @@ class Sampler:
         token, margin = draw(probs, logits, s.temperature, self._top_k, s.top_p, s.seed, stream, position, self._keys)
         return int(token), float(margin)
 
+    def draw_few(self, probs: Float32, logits: Float32, stream: int, position: int) -> tuple[list[int], list[float]]:
+        """Up to FEW tokens, the best noisy score first, which is `draw`'s, and FEW scores, -inf where there is no token.
+
+        Scores are those whose margin `draw_surely` tells. Without noise other tokens have a score too, though no probability.
+        None where the logits are not finite; fills probs (1, V padded).
+        """
+        s, logits = self.sampling, logits[: self._n_ids]
+        args = probs, logits, s.temperature, self._top_k, s.top_p, s.seed, stream, position, self._keys
+        n = draw_few(*args, self._best, self._scores)
+        return self._best[:n].tolist(), self._scores.tolist()
+
     def probabilities(self, probs: Float32, logits: Float32) -> None:
         """Fill probs (1, V padded) from logits."""
         s, logits = self.sampling, logits[: self._n_ids]
         probabilities(probs, logits, s.temperature, self._top_k, s.top_p, self._keys)
 
 
+FEW = 3  # candidates of `draw_few`
 BLOCK = 64  # tokens that are passed over at once, where none of them can matter
 MANY_TOKENS = 4096
 FIRST_CUTOFF, CUTOFF_STEP, LAST_CUTOFF = 2.0**-5, 2.0**-3, 2.0**-32  # how likely a token must be to be looked at, try by try
@@ -299,6 +312,74 @@ def race(probs, n, seed, stream, position):
 
 
 @compiled
+def insert(tokens, scores, token, score):
+    """Take a token in among the best of so far, whose scores fall, in the place of the last."""
+    place = scores.size - 1
+    while place > 0 and scores[place - 1] < score:
+        scores[place], tokens[place] = scores[place - 1], tokens[place - 1]
+        place -= 1
+    scores[place], tokens[place] = score, token
+
+
+@compiled
+def race_on(probs, n, seed, stream, position, tokens, scores):
+    """`race`, until as many are in as tokens and scores have room for: draws without replacement, by falling log p + Gumbel."""
+    key, last_in, slowest = noise_key(seed, stream, position), scores.size - 1, np.inf
+    scores[:] = -np.inf  # of time, until all are in
+    for first in range(0, n, BLOCK):
+        last = min(first + BLOCK, n)
+        if largest(probs, first, last) <= 0.0:
+            continue
+        looks_full = probs[0, first] > 0.0 and probs[0, last - 1] > 0.0
+        if looks_full and not may_win(probs, first, last, key, slowest):
+            continue
+        for token in range(first, last):
+            p = np.float64(probs[0, token])
+            if p > 0.0:
+                u = uniform(key, token)
+                if 1.0 - u <= slowest * p:
+                    time = -math.log(u) / p
+                    if time < slowest:
+                        insert(tokens, scores, token, -time)
+                        slowest = -scores[last_in]
+    for i in range(scores.size):
+        scores[i] = -math.log(-scores[i])
+
+
+@compiled
+def largest_of(x, tokens, scores):
+    """The places of the largest of x (V,), as many as tokens and scores have room for, and their values; ties by rising place."""
+    n, last_in = x.size, scores.size - 1
+    scores[:] = -np.inf
+    for first in range(0, n, BLOCK):
+        last = min(first + BLOCK, n)
+        if last < n and largest(x, first, last) <= scores[last_in]:  # it reads whole vectors
+            continue
+        for place in range(first, last):
+            if x[place] > scores[last_in]:
+                insert(tokens, scores, place, np.float64(x[place]))
+
+
+@compiled
+def draw_few(probs, logits, temperature, top_k, top_p, seed, stream, position, keys, tokens, scores):
+    """Fill probs as `draw` does; tokens, scores (k,) int64, float64: the k best under its noise, the best first.
+
+    At temperature 0 those of the largest logits. How many there are: 0 where nothing can be drawn.
+    """
+    probabilities(probs, logits, temperature, top_k, top_p, keys)
+    if np.isnan(probs[0, 0]):
+        return 0
+    if temperature == 0.0:
+        largest_of(logits, tokens, scores)
+    else:
+        race_on(probs, logits.size, seed, stream, position, tokens, scores)
+    n = 0
+    while n < scores.size and scores[n] > -np.inf:
+        n += 1
+    return n
+
+
+@compiled
 def draw(probs, logits, temperature, top_k, top_p, seed, stream, position, keys):
     """Fill probs from logits (see `probabilities`) and draw the token of (seed, stream, position) from them; see `race`."""
     probabilities(probs, logits, temperature, top_k, top_p, keys)
@@ -350,6 +431,32 @@ def keep_or_redraw(p, q, n, token, seed, accept_stream, target_stream, position)
     if uniform(noise_key(seed, accept_stream, position), token) * q[0, token] < p[0, token]:
         return np.int64(token)
     return redraw(p, q, n, 1.0, seed, target_stream, position)
+
+
+@compiled
+def keep_or_refuse(p, q, n, token, sibling, seed, stream, position):
+    """Whether a proposal stands that siblings follow, the next of them `sibling`; drawn without replacement from q, in turn.
+
+    Multi-round rejection (SpecInfer, arXiv:2305.09781; without replacement: arXiv:2402.14160): where it does not stand, p and q
+    (1, V padded) become what the next one is judged by, the residual max(0, p - q) and q without the token, each of sum 1. Where
+    q holds no other token the sibling was not drawn, and comes with certainty. Never where p is NaN.
+    """
+    if uniform(noise_key(seed, stream, position), token) * q[0, token] < p[0, token]:
+        return True
+    p_left, q_left = 0.0, 0.0
+    for i in range(n):
+        p_left += max(np.float32(0.0), p[0, i] - q[0, i])
+        q_left += np.float64(q[0, i]) if i != token else 0.0
+    if p_left > 0.0:  # else p and q are one distribution but for rounding
+        for i in range(n):
+            p[0, i] = np.float32(max(np.float32(0.0), p[0, i] - q[0, i]) / p_left)
+    q[0, token] = 0.0
+    if q_left > 0.0:
+        for i in range(n):
+            q[0, i] = np.float32(q[0, i] / q_left)
+    else:
+        q[0, sibling] = 1.0
+    return False
 
 
 @compiled

@@ -48,6 +48,7 @@ class Writer(Protocol):
     """What the sweep asks of a decoder."""
 
     gamma: Any  # how far it drafts
+    tree: Any  # and whether several candidates for a place
 
     def stream(self, prompt: str, max_tokens: int, sampling: Sampling) -> Iterator[Event]: ...
 
@@ -57,7 +58,7 @@ class Setting:
     """A way to write a text: its name, the options of the command that choose it beside -m and -d, and what writes.
 
     kind: "alone" is the target without a draft, "draft" the draft without a target, whose text is its own; gamma: None where
-    nothing is drafted.
+    nothing is drafted; tree: as the decoder's.
     """
 
     name: str
@@ -65,10 +66,11 @@ class Setting:
     decoder: Writer
     kind: Kind
     gamma: int | str | None = None
+    tree: str = AUTO
 
     def stream(self, text: "Text") -> Iterator[Event]:
         if self.gamma is not None:  # settings share decoders
-            self.decoder.gamma = self.gamma
+            self.decoder.gamma, self.decoder.tree = self.gamma, self.tree
         return self.decoder.stream(text.prompt, text.max_tokens, text.sampling)
 
 
@@ -221,7 +223,10 @@ def settings_of(pair: SpeculativeDecoder, gammas: Sequence[int | str]) -> tuple[
         notes.append(f"the draft alone is left out: {error}")
     most = AUTO if AUTO in gammas else max(gamma for gamma in gammas if isinstance(gamma, int))
     settings.append(Setting(f"n-grams γ {most}", f"-d ngram -g {most}", ngrams, "ngram", most))
-    return settings + [Setting(f"γ {g}", f"-g {g}", pair, "pair", g) for g in gammas], notes
+    settings += [Setting(f"γ {g}", f"-g {g}", pair, "pair", g) for g in gammas]
+    if AUTO in gammas:  # which has trees where they pay
+        settings.append(Setting("γ auto, chains", "-g auto --tree off", pair, "pair", AUTO, "off"))
+    return settings, notes
 
 
 def texts_of(
@@ -413,7 +418,7 @@ class Overall(NamedTuple):
 def overall(cells: Sequence[Figures]) -> Overall | None:
     """Over the pair's fixed lengths, or n-grams' where there is no draft."""
     kind = "pair" if any(figures.kind == "pair" for figures in cells) else "ngram"
-    fixed = [f for f in cells if f.kind == kind and not f.options.endswith(AUTO)]
+    fixed = [f for f in cells if f.kind == kind and AUTO not in f.options]
     if not fixed:
         return None
     best = max(fixed, key=lambda figures: figures.speedup_mean)

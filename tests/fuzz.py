@@ -33,16 +33,19 @@ from specdec.architectures import Config, architecture_of
 from specdec.architectures.llama import LLAMA
 from specdec.decoder import SpeculativeDecoder, load_model
 from specdec.decoding import VERIFIERS, Proposal, Step, decode
-from specdec.drafters import ModelDrafter
+from specdec.drafters import ModelDrafter, TreeDrafter
 from specdec.machine.memory import zeros
 from specdec.machine.threads import available_threads
 from specdec.machine.vectors import LANES, round_up
+from specdec.ngram_table import count, load_table, save_table
 from specdec.ngrams import NgramDrafter
-from specdec.planning import FixedLength
+from specdec.planning import MARGIN_RATES, ODDS_RATES, Acceptance, Costs, FixedLength
 from specdec.readers import CheckpointError, load_checkpoint
 from specdec.sampling import Sampler, Sampling, draw, keep_or_redraw, weigh_prefix
+from specdec.stages import Account, StagedDrafter
 from specdec.tokenizer import BOS, EOS, TextStream, Tokenizer, TokenizerError
 from specdec.transformer import Transformer
+from specdec.tree_planning import AutoTree, StaticTree, TreeCosts, new_acceptances
 from specdec.weights import FP32, INT8
 from specdec.weights.int8 import NATIVE_INT8, PORTABLE_INT8
 from tests import checkpoints as made
@@ -283,15 +286,34 @@ def random_sampling(rng):
     return Sampling(temperature, rng.choice([0, 0, 1, 2, 5, 300, 2**70]), top_p, seed)
 
 
-def written(target, draft, sampling, verify, prompt, n, gamma):
+def random_tree_plan(rng, static=False):
+    """Of a depth, or one that grows as it pays on a machine where tokens of a pass are cheap, or dear."""
+    acceptances = new_acceptances()
+    for acceptance in acceptances:
+        acceptance.rates = [rng.random() for _ in acceptance.rates]
+    if static or rng.random() < 0.3:
+        return StaticTree(rng.choice([1, 2, 3, 4, 7, 9, 63]), None, acceptances, END_MARKS)
+    costs = Costs({1: 1.0, 64: rng.choice([1.01, 1.5, 4.0, 30.0])}, rng.choice([1e-4, 0.01, 0.2]))
+    widths = {8: rng.choice([1.0, 1.5, 8.0])}
+    return AutoTree(
+        costs,
+        TreeCosts.measured(widths, rng.choice([0.0, 0.2]), rng.choice([0, 0, 4])),
+        acceptances,
+        END_MARKS,
+        rng.random() < 0.5,
+    )
+
+
+def written(target, draft, sampling, verify, prompt, n, plan):
     """The tokens of a text up to its end or its error, and the error's words."""
     verifier = VERIFIERS[verify](target.config.vocab_size, sampling)
     drafter = NgramDrafter(END_MARKS) if draft == "ngram" else None
     if draft and not drafter:
-        drafter = ModelDrafter(draft, Sampler(draft.config.vocab_size, sampling), verifier.draft_noise, END_MARKS)
+        args = draft, Sampler(target.config.vocab_size, sampling, draft.config.vocab_size), verifier.draft_noise, END_MARKS
+        drafter = TreeDrafter(*args, plan) if isinstance(plan, AutoTree | StaticTree) else ModelDrafter(*args)
     tokens = []
     try:
-        for event in decode(target, drafter, verifier, prompt, n, FixedLength(gamma), END_MARKS):
+        for event in decode(target, drafter, verifier, prompt, n, plan, END_MARKS):
             tokens += event.tokens if isinstance(event, Step) else []
     except ValueError as error:
         one_line(error, "not finite")
@@ -307,18 +329,19 @@ def texts(rng):
     n_prompt = 1 + rng.randint(0, first.n_positions - 1) // rng.choice([1, 9])
     prompt = [BOS, *rng.choices(range(config.vocab_size), k=n_prompt - 1)]
     sampling, n = random_sampling(rng), rng.choice([0, 1, 2, 40])
-    plain, flaw = written(first, None, sampling, "coupled", prompt, n, 1)
+    plain, flaw = written(first, None, sampling, "coupled", prompt, n, FixedLength(1))
     target = twin(rng, first)
     draft = twin(rng, first)
     if rng.random() < 0.6:
         draft_config = random_config(rng, config.vocab_size)
         draft = twin(rng, random_model(rng, draft_config, None, loud and rng.random() < 0.5), first.n_positions)
-    for proposer in (draft, draft, "ngram"):
-        tokens, error = written(target, proposer, sampling, "coupled", prompt, n, rng.choice([1, 2, 3, 4, 7, 8, 9, 63]))
+    chain = FixedLength(rng.choice([1, 2, 3, 4, 7, 8, 9, 63]))
+    for proposer, plan in ((draft, chain), (draft, random_tree_plan(rng)), (draft, random_tree_plan(rng)), ("ngram", chain)):
+        tokens, error = written(target, proposer, sampling, "coupled", prompt, n, plan)
         assert error == flaw, f"{error!r} where the plain text has {flaw!r}"
         assert tokens == (plain[: len(tokens)] if error else plain), f"{tokens} where the plain text is {plain}"
-    for verify in ("rejection", "block"):
-        kept, _ = written(twin(rng, first), rng.choice([draft, "ngram"]), sampling, verify, prompt, n, 4)
+    for verify, plan in (("rejection", FixedLength(4)), ("rejection", random_tree_plan(rng, True)), ("block", FixedLength(4))):
+        kept, _ = written(twin(rng, first), rng.choice([draft, "ngram"]), sampling, verify, prompt, n, plan)
         assert all(0 <= token < config.vocab_size for token in kept)
         assert sampling.temperature or kept == plain[: len(kept)]
     # the logits, one token a pass, by a model that ran nothing else
@@ -340,6 +363,55 @@ def texts(rng):
         n_logits = rng.randint(0, min(end, 64))
         same_bits(target.forward(text[:end], n_logits), expected[end - n_logits : end])
     return REFUSED if flaw else FINE
+
+
+def stages(rng):
+    """Whatever guesses for a draft, and whatever the clock says: its proposals are those that it makes alone."""
+    config = random_config(rng)
+    first = random_model(rng, config, None, rng.random() < 0.2)
+    draft, smaller = (
+        twin(rng, random_model(rng, random_config(rng, rng.choice([config.vocab_size, rng.randint(3, config.vocab_size)]))), n)
+        for n in (first.n_positions, rng.randint(1, 200))
+    )
+    prompt = [BOS, *rng.choices(range(config.vocab_size), k=rng.randint(0, first.n_positions - 1))]
+    if rng.random() < 0.5:
+        prompt = (prompt[: rng.randint(1, 5)] * first.n_positions)[: len(prompt)]
+    sampling, gamma = random_sampling(rng), rng.choice([1, 2, 4, 9, 63])
+    table = count([[0, *rng.choices(range(config.vocab_size), k=300)], prompt], config.vocab_size)
+    path = FOLDER / "table.ngrams"
+    save_table(table, path)
+    if rng.random() < 0.5:
+        path.write_bytes(damaged(rng, path.read_bytes(), rng.randbytes(100), 24, [0, 8, 12, 16, 20]))
+    try:
+        table = load_table(path)
+    except CheckpointError as error:
+        one_line(error, str(path))
+    for verify in VERIFIERS:
+        said = []
+        for guesser in (None, NgramDrafter(END_MARKS), NgramDrafter(END_MARKS, table), smaller):
+            verifier = VERIFIERS[verify](config.vocab_size, sampling)
+            of = (config.vocab_size, sampling)
+            drawing = (Sampler(*of, draft.config.vocab_size), verifier.draft_noise, END_MARKS)
+            drafter, models = ModelDrafter(draft, *drawing), [draft]
+            if guesser:
+                costs = Costs({1: 10.0 ** rng.uniform(-7, 0), 8: 10.0 ** rng.uniform(-7, 0)}, 0.0)
+                if guesser is smaller:
+                    models.append(smaller)
+                    costs.draft = 10.0 ** rng.uniform(-7, -1)
+                    guesser = ModelDrafter(smaller, Sampler(*of, smaller.config.vocab_size), *drawing[1:])
+                account = Account(costs, Acceptance(MARGIN_RATES if costs.draft else ODDS_RATES))
+                drafter = StagedDrafter(models, guesser, account, *drawing)
+            target, steps = twin(rng, first), []
+            try:
+                for event in decode(target, drafter, verifier, list(prompt), 30, FixedLength(gamma), END_MARKS):
+                    if isinstance(event, Step):
+                        steps.append((event.tokens, event.draft_tokens, event.n_accepted, event.stop_reason))
+            except ValueError as error:
+                one_line(error, "not finite")
+                steps.append(str(error))
+            said.append(steps)
+        assert said[1:] == said[:1] * 3, f"{verify}: {said[1:]} where it is {said[0]}"
+    return FINE
 
 
 def random_tree(rng, vocab, n):
@@ -470,9 +542,11 @@ def random_jobs(rng):
     """A few requests to three decoders that share two models, and the models."""
     models = [random_model(rng, random_config(rng, 300, seq_len=rng.choice([64, 64, 300]))) for _ in range(2)]
     target, draft = (twin(rng, model, max(model.n_positions for model in models)) for model in models)
-    verify, gamma = rng.choice(list(VERIFIERS)), rng.randint(1, 9)
+    verify, gamma, tree = rng.choice(list(VERIFIERS)), rng.randint(1, 9), rng.choice(["on", "off"])
+    tree = "off" if verify == "block" else tree
     pairs = [(target, draft), (draft, target), (target, rng.choice([None, "ngram"]))]
-    decoders = [SpeculativeDecoder(*pair, small_tokenizer(), gamma=gamma, verify=verify) for pair in pairs]
+    ways = {"gamma": gamma, "verify": verify, "tree": tree}
+    decoders = [SpeculativeDecoder(*pair, small_tokenizer(), **ways) for pair in pairs]
     jobs = []
     for _ in range(rng.randint(2, 5)):
         s, prompt = random_sampling(rng), "".join(rng.choices(made.CHARACTERS, k=rng.randint(0, 10)))
@@ -543,7 +617,8 @@ def some_value(rng):
     return rng.choice([
         None, True, False, 0, 1, 3, 5, 64, -1, 10**9, 2**63, 2**64, -(2**63), 10**400, 10**5000, 0.0, -0.0, 0.5, 1.0, 2.5,
         5e-324, -1e-9, 1e308, math.nan, math.inf, -math.inf, 1j, Fraction(1, 3), Fraction(10**400), "", "ab", "1", "é日🙂",
-        "a\0b", "\ud800", "coupled", "rejection", "block", "self", "both", "x y", "x" * 5000, b"", b"ab", bytearray(b"ab"), [],
+        "a\0b", "\ud800", "coupled", "rejection", "block", "self", "both", "on", "x y", "x" * 5000,
+        b"", b"ab", bytearray(b"ab"), [],
         [1, 2, 3], [1.0], ["1"], [[1]], [None], [-1], [300], [10**30], [1] * 500, [np.int64(1)], [Index()], (1, 2), {}, {1},
         {"a": 1}, range(3), iter([1, 2]), object(), bool, Index(), len, lambda *_: None, slice(3), NotImplemented, ...,
         np.int8(5), np.uint8(250), np.int64(7), np.uint64(2**63), np.float16(0.5), np.float32(0.5), np.float64(math.nan),
@@ -569,7 +644,7 @@ CALLS = (
     ((*REQUEST[:2], "sampling"), lambda d, given: list(d.stream(**({"max_tokens": 5} | given)))),
     (REQUEST[2:], lambda d, given: Sampling(**given)),
     (
-        (*FILES, "gamma", "verify", "n_threads", "quantize"),
+        (*FILES, "gamma", "verify", "tree", "n_threads", "quantize"),
         lambda d, given: SpeculativeDecoder(**({"target": FOLDER / "0.bin", "tokenizer": d.tokenizer} | given)).generate("ab", 2),
     ),
     (("n_threads", "n_positions"), lambda d, given: Transformer(d.target.config, d.target.weights, **given).forward([1])),
@@ -579,7 +654,7 @@ CALLS = (
         lambda d, given: d.target.forward_tree(**({"tokens": [1, 2, 3], "nodes": [5, 6, 7], "parents": [-1, 0, 0]} | given)),
     ),
     (("path",), lambda d, given: (d.target.forward_tree([1], [5, 6], [-1, 0]), d.target.keep(**given))),
-    (("gamma", "verify"), lambda d, given: [setattr(d, name, value) for name, value in given.items()]),
+    (("gamma", "verify", "tree"), lambda d, given: [setattr(d, name, value) for name, value in given.items()]),
     (("n_threads",), lambda d, given: setattr(d.target, *given.popitem())),
 )
 
@@ -658,7 +733,7 @@ def caches(rng):
 
 CAMPAIGNS = {
     campaign.__name__: campaign
-    for campaign in (checkpoints, folders, tokenizers, texts, trees, sampling, streams, values, caches)
+    for campaign in (checkpoints, folders, tokenizers, texts, stages, trees, sampling, streams, values, caches)
 }
 
 

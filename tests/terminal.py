@@ -72,19 +72,21 @@ def wait_until(condition: Callable[[], bool], seconds: float = LONGEST) -> None:
 
 
 class Screen:
-    """A small terminal: rows that have scrolled out stay, and any escape code but the few that Rich needs is an error.
+    """A small terminal: rows that have scrolled out stay, and any escape code but the few of the panel is an error.
 
-    A row is a list of cells; the second cell of a wide character is empty. pictures: the window before each redrawing.
+    A row is a list of cells; the second cell of a wide character is empty. pictures: the window at the end of each frame.
+    pages: with 1 it knows no second page, like some terminals, and shows everything on the first.
     """
 
     CODE = re.compile(r"\x1b\[(\??)([0-9;]*)([A-Za-z])")
 
-    def __init__(self, width: int, height: int) -> None:
-        self.width, self.height = width, height
+    def __init__(self, width: int, height: int, pages: int = 2) -> None:
+        self.width, self.height, self.pages = width, height, pages
         self.rows: list[list[str]] = [[]]
         self.wrapped = [False]
         self.row = self.column = 0
-        self.cursor_hidden = self.hid_cursor = False
+        self.first_page: tuple[list[list[str]], list[bool], int, int] | None = None  # while the second is shown
+        self.cursor_hidden = self.hid_cursor = self.cuts = self.in_frame = False
         self.styles: set[int] = set()
         self.pictures: list[str] = []
 
@@ -100,19 +102,58 @@ class Screen:
                 at += 1
 
     def control(self, private: str, numbers: str, letter: str) -> None:
-        if private == "?" and numbers == "25" and letter in "lh":
-            self.cursor_hidden = letter == "l"
-            self.hid_cursor |= self.cursor_hidden
-        elif (private, letter) == ("", "A"):
-            self.row = max(self.row - int(numbers or 1), self.top)
-        elif (private, numbers, letter) == ("", "2", "K"):
-            if any(self.rows[self.row]) and not any("".join(row) for row in self.rows[self.row + 1 :]):
-                self.pictures.append(self.window())
-            self.rows[self.row], self.wrapped[self.row] = [], False
-        elif (private, letter) == ("", "m"):
+        n = int(numbers or 1) if numbers.isdecimal() or not numbers else 0
+        if private:
+            self.set_mode(n, letter)
+        elif letter == "A":
+            self.row = max(self.row - n, self.top)
+        elif letter == "G":
+            self.column = min(n, self.width) - 1
+        elif (numbers, letter) == ("", "K"):
+            self.erase_rest_of_row()
+        elif (numbers, letter) == ("", "J"):
+            self.erase_rest_of_row()
+            self.rows[self.row + 1 :] = [[] for _ in self.rows[self.row + 1 :]]
+        elif letter == "m":
             self.styles |= {int(n or 0) for n in numbers.split(";")}
         else:
             raise AssertionError(f"escape code {private}{numbers}{letter}")
+
+    def set_mode(self, mode: int, letter: str) -> None:
+        assert letter in "lh"
+        is_on = letter == "h"
+        if mode == 25:
+            self.cursor_hidden = not is_on
+            self.hid_cursor |= self.cursor_hidden
+        elif mode == 7:
+            self.cuts = not is_on
+        elif mode == 2026:
+            if self.in_frame and not is_on:
+                self.pictures.append(self.window())
+            self.in_frame = is_on
+        elif mode == 1049 and self.pages == 2 and is_on and not self.first_page:
+            self.first_page = self.rows, self.wrapped, self.row, self.column
+            self.rows, self.wrapped = [[] for _ in self.rows], [False for _ in self.rows]
+        elif mode == 1049 and self.pages == 2 and not is_on and self.first_page:
+            self.rows, self.wrapped, self.row, self.column = self.first_page
+            self.first_page = None
+        else:
+            assert mode == 1049, f"mode {mode}"
+
+    def erase_rest_of_row(self) -> None:
+        del self.rows[self.row][min(self.column, self.width - 1) :]
+        self.wrapped[self.row] = False
+
+    def resize(self, width: int, height: int) -> None:
+        """A lower one pushes rows out at the top, and the cursor stays where it is in the window."""
+        in_window = self.row - self.top
+        if height < self.height:
+            missing = max(0, self.top + self.height - len(self.rows))
+            self.rows += [[] for _ in range(missing)]
+            self.wrapped += [False] * missing
+        self.width, self.height = width, height
+        self.rows = [row[:width] for row in self.rows]
+        self.row = min(self.top + in_window, len(self.rows) - 1)
 
     @property
     def top(self) -> int:
@@ -126,7 +167,9 @@ class Screen:
         elif character not in "\x03\x1a":  # the echo of Ctrl-C and Ctrl-Z, of which a terminal shows nothing
             assert unicodedata.category(character) != "Cc", repr(character)
             width = cell_len(character)
-            if self.column + width > self.width:
+            if self.column + width > self.width and self.cuts:
+                self.column = self.width - width
+            elif self.column + width > self.width:
                 self.wrapped[self.row] = True
                 self.down()
                 self.column = 0
@@ -237,11 +280,18 @@ class Job:
     def go_on(self, *, in_foreground: bool = True) -> None:
         os.write(self._orders, b"f" if in_foreground else b"b")
 
-    def echoes_control_keys(self) -> bool:
-        return bool(termios.tcgetattr(self._ours)[3] & termios.ECHOCTL)
+    def echoes(self) -> bool:
+        """Whether what is typed is shown, and kept until the end of a line."""
+        flags = termios.tcgetattr(self._ours)[3]
+        shown = {bool(flags & flag) for flag in (termios.ECHO, termios.ECHOCTL, termios.ICANON)}
+        assert len(shown) == 1
+        return shown.pop()
 
-    def screen(self) -> Screen:
-        screen = Screen(self.width, self.height)
+    def resize(self, width: int, height: int) -> None:
+        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("4H", height, width, 0, 0))
+
+    def screen(self, pages: int = 2) -> Screen:
+        screen = Screen(self.width, self.height, pages)
         screen.feed(self.raw.decode())
         return screen
 

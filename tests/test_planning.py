@@ -78,10 +78,10 @@ def test_a_draft_that_is_no_use_is_left_out_and_looked_at_again():
         begins = plan.begins(50)
         drafted.append(begins)
         if begins:
-            assert not plan.goes_on(0.5)  # a trial is one token long
-        plan.saw(int(begins), 0, costs[1], draft * begins)
+            assert plan.goes_on(0.5) and not plan.goes_on(0.5)  # a trial is two tokens long
+        plan.saw(2 * begins, 0, costs[1], 2 * draft * begins)
     assert sum(drafted) >= 20
-    assert sum(drafted) * draft < 0.011 * len(drafted) * costs[1]
+    assert 2 * sum(drafted) * draft < 0.011 * len(drafted) * costs[1]
 
 
 def test_a_draft_that_becomes_good_is_taken_up_again():
@@ -90,6 +90,16 @@ def test_a_draft_that_becomes_good_is_taken_up_again():
     slow = [play(plan, "large", "hopeless", seed) for seed in range(3)][-1]
     fast = [play(plan, "large", "good", seed) for seed in range(10)][-1]
     assert fast > 3 * slow
+
+
+def test_a_draft_that_looked_too_dear_is_tried_with_the_next_text():
+    """Something else had the machine while it was timed."""
+    passes, draft = MACHINES["large"]
+    costs = Costs(passes, 1.9 * passes[1])
+    assert costs.needed_survivals(0.8)[0] > 1
+    for seed in range(3):
+        play(AutoLength(costs, Acceptance()), "large", "good", seed)
+    assert costs.draft < 2 * draft
 
 
 def test_tokens_that_cost_nothing_are_taken_as_far_as_their_judging_pays():

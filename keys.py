@@ -1,0 +1,64 @@
+"""Keys that are pressed while a text is written. Knows no views and no models."""
+
+import os
+import re
+import select
+import sys
+from contextlib import ExitStack, suppress
+from typing import IO, Any
+
+try:
+    import termios
+except ImportError:  # Windows, where there are no keys
+    termios = None  # type: ignore[assignment]
+
+from .interrupts import in_foreground, signals
+
+MOST_BYTES = 1024  # of one look at what was typed
+_KEYS = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1bO.|[^\x1b]")
+_UNFINISHED = re.compile(rb"\x1b(\[[0-?]*[ -/]*|O)?\Z")
+
+
+class Keyboard:
+    """The terminal on stdin, which between `open` and `close` shows nothing of what is typed and keeps nothing for the shell.
+
+    Where stdin is something else it is left alone, and there are no keys.
+    """
+
+    def __init__(self, stdin: IO[str] | None = None) -> None:
+        self._stdin = stdin or sys.stdin
+        self._is_terminal = bool(termios and self._stdin and self._stdin.isatty())
+        self._opened = ExitStack()
+        self.is_open = False
+        self._rest = b""
+
+    def open(self) -> None:
+        """Where it is not yet; the job must be in the foreground, or it would be stopped."""
+        if self.is_open or not self._is_terminal or not in_foreground(self._stdin):
+            return
+        before = termios.tcgetattr(self._stdin)
+        modes = [*before]
+        modes[3] &= ~(termios.ICANON | termios.ECHO | termios.ECHOCTL)  # the last: a ^C would push the panel down
+        with ExitStack() as opening:
+            opening.enter_context(signals.at_sudden_end(lambda: self._set(before), do=lambda: self._set(modes)))
+            opening.callback(self._set, before)
+            self._opened, self.is_open = opening.pop_all(), True
+
+    def close(self) -> None:
+        self.is_open = False
+        self._opened.close()
+
+    def pressed(self) -> list[bytes]:
+        """What the keys sent since the last time, a key an entry; in the background none is heard."""
+        if not self.is_open or not in_foreground(self._stdin) or not select.select([self._stdin], [], [], 0)[0]:
+            return []
+        typed = self._rest + os.read(self._stdin.fileno(), MOST_BYTES)
+        unfinished = _UNFINISHED.search(typed)
+        self._rest = unfinished[0] if unfinished else b""
+        return _KEYS.findall(typed[: len(typed) - len(self._rest)])
+
+    def _set(self, modes: list[Any]) -> None:
+        if in_foreground(self._stdin):  # in the background this would stop the job, and the terminal is another's now
+            with suppress(termios.error):  # it has gone
+                termios.tcflush(self._stdin, termios.TCIFLUSH)
+                termios.tcsetattr(self._stdin, termios.TCSANOW, modes)

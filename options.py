@@ -1,0 +1,154 @@
+"""The options of the command line, as Typer wants them: names, words of help, limits. Knows nothing of what they do."""
+
+from typing import Annotated, Any
+
+import typer
+
+
+def option(*names: str, group: str, help: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=group, **more)
+
+
+def flag(*names: str, group: str, help: str) -> Any:
+    return option(*names, group=group, help=help, metavar="")
+
+
+ModelFile = Annotated[
+    str,
+    option(
+        *("-m", "--model"), group="Models", metavar="NAME",
+        help="Target: a Hugging Face folder or org/name, or a llama2.c checkpoint: a path, or a name in models/.",
+    ),
+]  # fmt: skip
+DraftFile = Annotated[
+    str,
+    option(
+        *("-d", "--draft"), group="Models", metavar="NAME|self|ngram|none",
+        help="Draft, as -m; self: an int8 copy of the target; ngram: what followed in the text before, the default with -m.",
+    ),
+]  # fmt: skip
+DraftFiles = Annotated[
+    list[str] | None,
+    option(
+        *("-d", "--draft"), group="Models", metavar="NAME|self|ngram|none",
+        help="Draft, as -m; self: an int8 copy of the target; ngram: what followed in the text before, the default with -m; or a "
+        "table (specdec ngrams). A second -d drafts for the first.",
+    ),
+]  # fmt: skip
+StageName = Annotated[
+    str,
+    option(
+        "--stage", group="Models", metavar="ngram|NAME",
+        help="What drafts for the draft, which judges it before the target does: n-grams, a table of them, a smaller model.",
+    ),
+]  # fmt: skip
+WhatToQuantize = Annotated[
+    str,
+    option(
+        "--quantize", group="Models", metavar="WHAT",
+        help="Make int8 while loading: draft, target, both or none. An int8 draft changes the speed, never the text.",
+    ),
+]  # fmt: skip
+TokenizerFile = Annotated[
+    str,
+    option(
+        *("-z", "--tokenizer"), group="Models", metavar="FILE",
+        help="Tokenizer. By default the folder's; for a checkpoint tok<vocab>.bin or tokenizer.bin beside it, else in models/.",
+    ),
+]  # fmt: skip
+PromptText = Annotated[str, option("-i", "--prompt", group="Text", metavar="TEXT", help="What the text begins with.")]
+Steps = Annotated[
+    int,
+    option(
+        *("-n", "--steps"), group="Text", metavar="N", min=0,
+        help="Tokens in all, prompt included, BOS not. 0: to the end of the target's context, or of memory.",
+    ),
+]  # fmt: skip
+Temperature = Annotated[float, option("-t", "--temperature", group="Sampling", metavar="X", min=0.0, help="0 is greedy.")]
+TopP = Annotated[
+    float,
+    option(
+        *("-p", "--top-p"), group="Sampling", metavar="X", min=0.0, max=1.0,
+        help="Keep the smallest set heavier than this. 0, 1: off.",
+    ),
+]  # fmt: skip
+TopK = Annotated[int, option("-k", "--top-k", group="Sampling", metavar="N", min=0, help="Keep this many tokens. 0: off.")]
+Seed = Annotated[
+    int, option("-s", "--seed", group="Sampling", metavar="N", min=0, help="Same seed, same text. 0: a new one each time.")
+]
+Gamma = Annotated[
+    str,
+    option(
+        *("-g", "--gamma"),
+        group="Speculation",
+        metavar="N|auto",
+        help="Draft tokens per step (γ). auto: as many as pay, none where none do; with --verify rejection or block, 4.",
+    ),
+]
+VerifyOption = Annotated[
+    str,
+    option(
+        "--verify", group="Speculation", metavar="coupled|rejection|block",
+        help="coupled: the text is the plain run's of the same seed. rejection (Leviathan et al. 2023), block (Sun et al. 2024; "
+        "accepts more): same distribution.",
+    ),
+]  # fmt: skip
+TreeOption = Annotated[
+    str,
+    option(
+        "--tree", group="Speculation", metavar="auto|on|off",
+        help="Several candidates for a place (a token tree) in one pass. auto: where they pay, with -g auto. Same text.",
+    ),
+]  # fmt: skip
+Threads = Annotated[
+    int,
+    option(
+        "-j", "--threads", group="Machine", metavar="N", min=0, help="CPU threads. 0: all cores; a text takes fewer if faster."
+    ),
+]
+Plain = Annotated[bool, flag("--plain", group="Output", help="No panel: the text on stdout as it comes, the result on stderr.")]
+Pace = Annotated[
+    float,
+    option(
+        "--pace", group="Output", metavar="X", min=0.0,
+        help="Steps a second at most, to watch the panel. 0: full speed.",
+    ),
+]  # fmt: skip
+Stats = Annotated[bool, flag("--stats", group="Output", help="Then all figures: drafted, accepted, mean length, by position.")]
+AsJson = Annotated[bool, flag("--json", group="Output", help="One JSON object on stdout.")]
+ShowVersion = Annotated[bool, flag("--version", group="Output", help="Print the version and exit.")]
+Shape = Annotated[
+    str, option("--shape", group="Model", metavar="SHAPE", help="15M, 42M, 110M, or dim,hidden,layers,heads,kv,vocab,seq.")
+]
+Int8 = Annotated[bool, flag("--int8", group="Model", help="Weights quantized to int8, as --quantize does.")]
+
+# Of sweep
+
+Gammas = Annotated[
+    str, option("-g", "--gammas", group="Speculation", metavar="LIST", help="Draft tokens per step (γ), 1 to 63, or auto.")
+]
+Lengths = Annotated[
+    str,
+    option("--tokens", group="Text", metavar="LIST", help="Lengths of the texts. By default 50,200; with --full 50,100,200,500."),
+]
+Temperatures = Annotated[str, option("--temperatures", group="Sampling", metavar="LIST", help="0 is greedy.")]
+PromptFile = Annotated[
+    str, option("--prompts", group="Text", metavar="FILE", help="One prompt a line. By default a dozen stories.")
+]
+Rounds = Annotated[
+    int, option("--rounds", group="Measuring", metavar="N", min=0, help="How often each text is timed. 0: 3; with --full 5.")
+]
+Seeds = Annotated[
+    int, option("--seeds", group="Measuring", metavar="N", min=0, help="Sampled texts of each prompt. 0: 1; with --full 3.")
+]
+Full = Annotated[bool, flag("--full", group="Measuring", help="All lengths, more rounds and seeds: minutes instead of one.")]
+AsCsv = Annotated[bool, flag("--csv", group="Output", help="Rows of CSV on stdout.")]
+SvgFile = Annotated[str, option("--svg", group="Output", metavar="FILE", help="Draw the speed-ups as a bar chart.")]
+
+# Of ngrams
+
+TableFile = Annotated[str, option("-o", "--out", group="Output", metavar="FILE", help="The table.")]
+TextFile = Annotated[
+    str, option("-f", "--file", group="Text", metavar="FILE", help="Count this text. By default the target writes some.")
+]
+HowMany = Annotated[int, option("--tokens", group="Text", metavar="N", min=1, help="How many the target writes.")]
