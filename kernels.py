@@ -315,7 +315,7 @@ def mix_values(mixed, values, scores, token, n_tokens, start, end):
     for block in range(values.shape[0]):
         first = (block * values.shape[1] + start) * LANES
         vector_tile(
-            mixed, token * mixed.shape[1] + block * LANES, mixed.shape[1], values, first, first + PREFETCH_WORDS, 0,
+            mixed, token * mixed.shape[1] + block * LANES, mixed.shape[1], values, first, first + PREFETCH_WORDS, LANES,
             scores, token * scores.shape[1] + start, scores.shape[1], end - start, 0, n_tokens, True,
         )  # fmt: skip
 
@@ -364,7 +364,7 @@ def attend(run, heads, qkv, keys, values, scores, mixed, depths, paths, head, to
     for block in range(max(0, first_pos + 1 - window) // STRIP_ROWS, last_slot // STRIP_ROWS + 1):
         strip_tile(
             scores, block * STRIP_ROWS, scores.shape[1],
-            keys, block * head_dim * STRIP_ROWS, (block + 1) * head_dim * STRIP_ROWS, 0,
+            keys, block * head_dim * STRIP_ROWS, (block + 1) * head_dim * STRIP_ROWS, STRIP_ROWS,
             qkv, token * qkv.shape[1] + head * head_dim, next_token * qkv.shape[1] + next_head * head_dim,
             head_dim, 0, n_queries, False,
         )  # fmt: skip

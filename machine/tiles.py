@@ -45,11 +45,6 @@ def prefetch(builder: Any, array: Any, word: Any, write: bool = False) -> None:
     llvm(builder, "llvm.prefetch.p0", ir.VoidType(), place, *(ir.Constant(I32, c) for c in (int(write), keep, data)))
 
 
-def slowed(builder: Any, word: Any, slowness: Any, n_tokens: int) -> Any:
-    """Where to prefetch for a word of the weights: see `multiply_strips`. Tiles of fewer tokens than half are never slow."""
-    return builder.lshr(word, slowness) if n_tokens >= (TILE_TOKENS + 1) // 2 else word
-
-
 def const(value: int) -> Any:
     return ir.Constant(I64, value)
 
@@ -57,7 +52,7 @@ def const(value: int) -> Any:
 def _tile_function(module: Any, name: str, emit: Any, n_vectors: int, n_tokens: int) -> Any:
     """The LLVM function of one tile shape, n_vectors * LANES rows x n_tokens, whose body emit writes.
 
-    Its arguments: out, out_stride, w, ahead, slowness, x, x_stride, n, n_quads, accumulate.
+    Its arguments: out, out_stride, w, ahead, ahead_stride, x, x_stride, n, n_quads, accumulate.
     """
     name = f"specdec_{name}_{n_vectors}x{n_tokens}"
     if name in module.globals:
@@ -93,7 +88,7 @@ def float_body(stored: Storage) -> Any:
 
     def emit(
         builder: Any, n_vectors: int, n_tokens: int,
-        out: Any, out_stride: Any, w: Any, ahead: Any, slowness: Any, x: Any, x_stride: Any,
+        out: Any, out_stride: Any, w: Any, ahead: Any, ahead_stride: Any, x: Any, x_stride: Any,
         n: Any, n_quads: Any, accumulate: Any,
     ) -> None:  # fmt: skip
         entry = builder.block
@@ -103,6 +98,11 @@ def float_body(stored: Storage) -> Any:
         whole = builder.and_(n, const(-UNROLL))
         builder.cbranch(builder.icmp_signed(">", whole, const(0)), pairs, odd)
 
+        def fetch(k: Any, n_rows: int) -> None:
+            first = builder.gep(ahead, [builder.mul(k, ahead_stride)])
+            for line in range(0, n_rows * words * n_vectors, LINE_WORDS):
+                prefetch(builder, first, const(line))
+
         def step(k: Any, acc: list[Any]) -> list[Any]:
             row = builder.mul(k, const(words * n_vectors))
             loaded = [
@@ -110,8 +110,6 @@ def float_body(stored: Storage) -> Any:
                 for v in range(n_vectors)
             ]
             weights = [stored.widen(builder, bits) for bits in loaded]
-            for line in range(0, words * n_vectors, LINE_WORDS):
-                prefetch(builder, ahead, builder.add(slowed(builder, row, slowness, n_tokens), const(line)))
             result = []
             for t in range(n_tokens):
                 x_k = broadcast(builder, builder.load(builder.gep(rows[t], [k])), VECTOR)
@@ -132,6 +130,7 @@ def float_body(stored: Storage) -> Any:
         k = builder.phi(I64)
         k.add_incoming(const(0), entry)
         acc = phis((start, entry))
+        fetch(k, UNROLL)  # before the loads: behind them LLVM keeps what is loaded in registers that sums need
         new = acc
         for u in range(UNROLL):
             new = step(builder.add(k, const(u)), new)
@@ -146,6 +145,7 @@ def float_body(stored: Storage) -> Any:
         builder.cbranch(builder.icmp_signed("<", whole, n), last, done)
 
         builder.position_at_end(last)
+        fetch(whole, 1)
         final = step(whole, so_far)
         builder.branch(done)
 
@@ -175,12 +175,13 @@ def make_tile(name: str, emit: Any, n_vectors: int) -> Any:
 
     Floats: out[t, r] (+)= sum_k w[k, r] x[t, k] for k < n, ascending, fused; n_quads is of no meaning. int8, n groups of n_quads:
     out[t, r] (+)= sum over groups of (sum_k w[r, k] x[t, k]) times both scales; see `Weights` and `quantize` for the layouts.
-    ahead: the word of w that is fetched beside the first one, and behind it one for every 2^slowness.
+    ahead: the word of w that is fetched beside the first one; ahead_stride: the words behind it that are for each k, or quad.
     """
 
     @intrinsic
     def tile(
-        typingctx, out, out_index, out_stride, w, w_index, ahead, slowness, x, x_index, x_stride, n, n_quads, n_tokens, accumulate
+        typingctx, out, out_index, out_stride, w, w_index, ahead, ahead_stride, x, x_index, x_stride,
+        n, n_quads, n_tokens, accumulate,
     ):  # fmt: skip
         index = types.intp
         signature = types.void(
@@ -188,23 +189,15 @@ def make_tile(name: str, emit: Any, n_vectors: int) -> Any:
         )  # fmt: skip
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            out, out_index, out_stride, w, w_index, ahead, slowness, x, x_index, x_stride, n, n_quads, n_tokens, accumulate = args
-            pointers = [
+            (
+                out, out_index, out_stride, w, w_index, ahead, ahead_stride, x, x_index, x_stride,
+                n, n_quads, n_tokens, accumulate,
+            ) = args  # fmt: skip
+            out, w, ahead, x = [
                 element_pointer(context, builder, signature.args[i], array, at, F32)
                 for i, array, at in ((0, out, out_index), (3, w, w_index), (3, w, ahead), (7, x, x_index))
             ]
-            call_args = [
-                pointers[0],
-                out_stride,
-                pointers[1],
-                pointers[2],
-                slowness,
-                pointers[3],
-                x_stride,
-                n,
-                n_quads,
-                accumulate,
-            ]
+            call_args = [out, out_stride, w, ahead, ahead_stride, x, x_stride, n, n_quads, accumulate]
             _switch_tokens(builder, n_tokens, lambda t: _tile_function(builder.module, name, emit, n_vectors, t), call_args)
             return context.get_dummy_value()
 
@@ -230,9 +223,7 @@ def multiply_strips(tile, out, out_width, w, x, x_width, n, n_quads, n_tokens, f
     idle while they compute.
     """
     n_parts, words = ceil_div(n_tokens, TILE_TOKENS), w.shape[1] * w.shape[2]
-    slowness = 0
-    while 2 << slowness <= n_parts:
-        slowness += 1
+    ahead_stride = ceil_div(w.shape[2] // (n_quads + 1), n_parts)
     for strip in range(first, last):
         here = strip * words
         for part in range(n_parts):
@@ -240,5 +231,5 @@ def multiply_strips(tile, out, out_width, w, x, x_width, n, n_quads, n_tokens, f
             at = t * out_width + strip * STRIP_ROWS
             ahead = here + (PREFETCH_WORDS if n_parts == 1 else words + part * words // n_parts)
             tile(
-                out, at, out_width, w, here, ahead, slowness, x, t * x_width, x_width, n, n_quads, end - t, accumulate != 0
+                out, at, out_width, w, here, ahead, ahead_stride, x, t * x_width, x_width, n, n_quads, end - t, accumulate != 0
             )  # fmt: skip

@@ -22,7 +22,7 @@ from ..machine.cache import compiled, inlined, parallel
 from ..machine.memory import read_only
 from ..machine.programs import Floats2, Floats3, Ints1, Pass, operation
 from ..machine.threads import available_threads, on_threads, set_num_threads, share, use_threads
-from ..machine.tiles import STRIP_ROWS, cells, const, make_tile, multiply_strips, prefetch, slowed
+from ..machine.tiles import STRIP_ROWS, cells, const, make_tile, multiply_strips, prefetch
 from ..machine.vectors import (
     CPU_FEATURES,
     I32,
@@ -124,7 +124,7 @@ def _int8_body(path: str) -> Any:
 
     def emit(
         builder: Any, n_vectors: int, n_tokens: int,
-        out: Any, out_stride: Any, w: Any, ahead: Any, slowness: Any, x: Any, x_stride: Any,
+        out: Any, out_stride: Any, w: Any, ahead: Any, ahead_stride: Any, x: Any, x_stride: Any,
         n: Any, n_quads: Any, accumulate: Any,
     ) -> None:  # fmt: skip
         places, starts = cells(builder, out, out_stride, accumulate, n_vectors, n_tokens)
@@ -135,20 +135,22 @@ def _int8_body(path: str) -> Any:
         x_group_words = builder.add(n_quads, const(GROUP_HEAD))
         with cgutils.for_range(builder, n) as groups:
             weights = builder.gep(w, [builder.mul(groups.index, group_words)])
-            fetched = builder.gep(ahead, [slowed(builder, builder.mul(groups.index, group_words), slowness, n_tokens)])
+            first = builder.mul(builder.mul(groups.index, builder.add(n_quads, const(1))), ahead_stride)
+            fetched = builder.gep(ahead, [first])
             start = builder.mul(groups.index, x_group_words)
             rows = [builder.gep(x, [builder.add(builder.mul(x_stride, const(t)), start)]) for t in range(n_tokens)]
             for i, total in enumerate(sums):
                 correction = builder.load(offset(builder, rows[i // n_vectors], const(1), I32))
-                first = ir.Constant(INTEGERS, [0] * LANES) if path == "sdot" else broadcast(builder, correction, INTEGERS)
-                builder.store(first, total)
+                begin = ir.Constant(INTEGERS, [0] * LANES) if path == "sdot" else broadcast(builder, correction, INTEGERS)
+                builder.store(begin, total)
             with cgutils.for_range(builder, n_quads) as quads:
-                at = builder.mul(builder.add(quads.index, const(1)), const(strip_words))
+                row = builder.add(quads.index, const(1))
+                at, next_at = builder.mul(row, const(strip_words)), builder.mul(row, ahead_stride)
                 loaded = []
                 for v in range(n_vectors):
                     place = builder.add(at, const(LANES * v))
                     loaded.append(builder.load(offset(builder, weights, place, INTEGERS), align=64))
-                    prefetch(builder, fetched, slowed(builder, place, slowness, n_tokens))
+                    prefetch(builder, fetched, builder.add(next_at, const(LANES * v)))
                 for t in range(n_tokens):
                     quad = builder.load(offset(builder, rows[t], builder.add(quads.index, const(GROUP_HEAD)), I32))
                     for v in range(n_vectors):
