@@ -6,12 +6,12 @@ floats are those of the python package gguf, bit for bit: each product and sum i
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .model_file import FP16, FP32, Bytes, CheckpointError, FileTensor, Pairs
+from .model_file import FP16, Bytes, CheckpointError, FileTensor, Pairs
 
 Float32 = npt.NDArray[np.float32]
 GROUPS = 8  # of 32 weights in a block of 256 of Q4_K and Q5_K
@@ -132,10 +132,6 @@ class BlockTensor:
     def shape(self) -> tuple[int, ...]:
         rows, n_bytes = self.stored.shape
         return rows, n_bytes // BLOCKS[self.type].n_bytes * BLOCKS[self.type].n_weights
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return FP32  # until kinds of their own hold blocks: what weights become of them
 
     def __getitem__(self, index: slice) -> Float32:
         first, last, _ = index.indices(self.shape[0])

@@ -41,14 +41,16 @@ from specdec.ngram_table import count, load_table, save_table
 from specdec.ngrams import NgramDrafter
 from specdec.planning import MARGIN_RATES, ODDS_RATES, Acceptance, Costs, FixedLength
 from specdec.readers import CheckpointError, load_checkpoint
+from specdec.readers.gguf import LLAMA_PLACES
 from specdec.sampling import Sampler, Sampling, draw, keep_or_redraw, weigh_prefix
 from specdec.stages import Account, StagedDrafter
 from specdec.tokenizer import BOS, EOS, TextStream, Tokenizer, TokenizerError
 from specdec.tokenizer_gguf import gguf_tokenizer
 from specdec.transformer import Transformer
 from specdec.tree_planning import AutoTree, StaticTree, TreeCosts, new_acceptances
-from specdec.weights import FP32, INT8
+from specdec.weights import FP32, INT4, INT8
 from specdec.weights.int8 import NATIVE_INT8, PORTABLE_INT8
+from specdec.weights.matrix import pack
 from tests import checkpoints as made
 from tests import folders as huggingface
 from tests import gguf_files as made_gguf
@@ -250,6 +252,83 @@ def ggufs(rng):
         tracemalloc.stop()
         assert peak < 2**26, f"{peak} bytes for a file of {len(data)}"
     return FINE
+
+
+# Kinds of weights
+
+
+def random_matrix(rng, kind, rows, n):
+    """Of a type of blocks, or of floats, as a GGUF file holds it; weights of up to about 0.3."""
+    numbers = np.random.default_rng(rng.getrandbits(32))
+    if kind in made_gguf.BLOCK_SIZES:
+        return made_gguf.random_blocks(
+            numbers, kind, rows, n, rng.choice([0.1, 1.0]) * {"Q8": 2e-3, "Q6": 1e-3}.get(kind[:2], 0.01)
+        )
+    floats = numbers.standard_normal((rows, n)).astype(np.float32) * np.float32(0.1)
+    return {"F32": floats, "F16": floats.astype(np.float16), "BF16": (floats.view(np.uint32) >> 16).astype(np.uint16)}[kind]
+
+
+def kinds(rng):
+    """Matrices of any types, mixed as they come, in a GGUF file: logits of a float oracle that reads the file's numbers, the same
+    bits whatever the passes, the threads and the instructions."""
+    types = rng.sample([*made_gguf.BLOCK_SIZES, "F32", "F16", "BF16"], rng.choice([1, 1, 2, 3]))
+    unit = max([made_gguf.BLOCK_SIZES.get(kind, (8,))[0] for kind in types])
+    dim, hidden = unit * rng.randint(1, 3 if unit < 256 else 1), unit * rng.randint(1, 4 if unit < 256 else 2)
+    heads = rng.choice([h for h in (1, 2, 3, 4, 8) if dim % (2 * h) == 0])
+    groups = rng.choice([g for g in range(1, heads + 1) if heads % g == 0])
+    vocab, layers = rng.choice([5, 31, 32, 33, rng.randint(3, 150)]), rng.randint(1, 2)
+    config = Config(dim, hidden, layers, heads, groups, vocab, 80, rng.random() < 0.5)
+    stored = {}
+    for name, shape in LLAMA.shapes(config).items():
+        place = LLAMA_PLACES[name].name
+        for i in range(shape[0] if "{}" in place else 1):
+            inner = shape[1:] if "{}" in place else shape
+            ones = np.ones(inner, np.float32)
+            stored[place.format(i)] = ones if len(inner) == 1 else random_matrix(rng, rng.choice(types), *inner)
+    numbers = {
+        "block_count": layers, "context_length": 80, "embedding_length": dim, "feed_forward_length": hidden,
+        "attention.head_count": heads, "attention.head_count_kv": groups, "attention.layer_norm_rms_epsilon": 1e-5,
+    }  # fmt: skip
+    path = FOLDER / "kinds.gguf"
+    keys = {"general.architecture": "llama"} | {f"llama.{key}": number for key, number in numbers.items()}
+    path.write_bytes(made_gguf.gguf_bytes(keys, stored))
+    checkpoint = load_checkpoint(path)
+    weights = LLAMA.pack(checkpoint.config, checkpoint.tensors, rng.choice([None, INT8, INT4]))
+    first = Transformer(checkpoint.config, weights, 1)
+    tokens = [rng.randrange(vocab) for _ in range(rng.randint(1, 40))]
+    expected = np.concatenate([first.forward(tokens[: i + 1]).copy() for i in range(len(tokens))])
+    oracle = reference.forward(checkpoint.config, numbers_of(checkpoint, weights), tokens)
+    off = np.abs(expected - oracle).max() / np.abs(oracle).max()
+    # 1e-7 where the same activations are rounded up; one that is not, as float64 has it nearer to the other side, makes 0.02
+    assert off < 0.05, f"logits are off by {off:.4f} of the largest"
+    for _ in range(3):
+        other = twin(rng, first)
+        end = rng.randint(1, len(tokens))
+        other.forward(tokens[: rng.randint(0, end)], 0)
+        n_logits = rng.randint(0, end)
+        same_bits(other.forward(tokens[:end], n_logits), expected[end - n_logits : end])
+    return FINE
+
+
+def numbers_of(checkpoint, weights):
+    """What the oracle takes: the file's numbers, or those that floats become, and in which groups activations are seen."""
+    tensors = {
+        name: [t[:] for t in tensor] if isinstance(tensor, list) else tensor[:] for name, tensor in checkpoint.tensors.items()
+    }
+    for name, part in LLAMA.parts(checkpoint.config).items():
+        matrix = weights.matrices[name]
+        for key, layer in part.tensors:
+            tensor = checkpoint.tensors[key] if layer is None else checkpoint.tensors[key][layer]
+            array = tensor[:]
+            if not hasattr(tensor, "type"):
+                alone = pack([tensor], matrix.kind)
+                array = alone.kind.rows(alone.strips, alone.n, alone.group)[: len(array)]
+            array = reference.Seen(array, matrix.group) if matrix.group else array
+            if layer is None:
+                tensors[key] = array
+            else:
+                tensors[key][layer] = array
+    return tensors
 
 
 # Tokenizers
@@ -782,7 +861,7 @@ def caches(rng):
 
 CAMPAIGNS = {
     campaign.__name__: campaign
-    for campaign in (checkpoints, folders, ggufs, tokenizers, texts, stages, trees, sampling, streams, values, caches)
+    for campaign in (checkpoints, folders, ggufs, kinds, tokenizers, texts, stages, trees, sampling, streams, values, caches)
 }
 
 

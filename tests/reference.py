@@ -62,6 +62,16 @@ class Quantized(NamedTuple):
         return (self.values.reshape(-1, self.group) * self.scales.astype(np.float64)[:, None]).reshape(self.values.shape)
 
 
+class Seen(NamedTuple):
+    """A matrix (rows, k) of floats whose products see activations in int8, in groups of so many."""
+
+    numbers: np.ndarray
+    group: int
+
+    def floats(self) -> np.ndarray:
+        return self.numbers.astype(np.float64)
+
+
 def quantized(matrix: Float32, group: int) -> Quantized:
     """Symmetric: the largest of a group becomes 127 (llama2.c's export.py)."""
     parts = matrix.reshape(-1, group)
@@ -78,15 +88,15 @@ def quantized_activations(x: Float32, group: int) -> tuple[np.ndarray, np.ndarra
     return (np.sign(ratio) * np.floor(np.abs(ratio.astype(np.float64)) + 0.5)).reshape(-1)[: len(x)].astype(np.int64), scales
 
 
-def product(x: np.ndarray, w: np.ndarray | Quantized) -> np.ndarray:
+def product(x: np.ndarray, w: np.ndarray | Quantized | Seen) -> np.ndarray:
     """x (T, k) times w (rows, k); with int8 weights x is quantized first, in the largest groups that do not cross rows of w."""
-    if not isinstance(w, Quantized):
+    if isinstance(w, np.ndarray):
         return x @ w.T
-    group = math.gcd(w.group, x.shape[1])
+    group = math.gcd(w.group, x.shape[1]) if isinstance(w, Quantized) else w.group
     seen = np.empty(x.shape)
     for t, row in enumerate(x.astype(np.float32)):
         codes, scales = quantized_activations(row, group)
-        seen[t] = codes * np.repeat(scales.astype(np.float64), group)
+        seen[t] = codes * np.repeat(scales.astype(np.float64), group)[: len(row)]
     return seen @ w.floats().T
 
 
@@ -125,7 +135,7 @@ def forward(config: Config, tensors: dict, tokens: list[int], window: int | None
         return x
 
     embedding = t["tok_emb"]
-    x = (embedding.floats() if isinstance(embedding, Quantized) else embedding)[tokens]
+    x = (embedding if isinstance(embedding, np.ndarray) else embedding.floats())[tokens]
     for i in range(config.n_layers):
         h = rms_norm(x, t["rms_att"][i], eps)
         x = x + projected(attention(*(heads(h, c, i) for c in "qkv"), window or config.window), "o", i)

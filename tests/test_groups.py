@@ -35,7 +35,7 @@ class Given:
 
     def __init__(self, type_: str, rows: int, n: int, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
-        self.type, self.shape, self.dtype = type_, (rows, n), np.dtype(np.float32)
+        self.type, self.shape = type_, (rows, n)
         size = TYPES[type_].n_bytes
         octets = rng.integers(0, 256, (rows, n // TYPES[type_].form.columns, size), np.uint8)
         numbers = (rng.random((*octets.shape[:2], 2)) * 0.01).astype(np.float16)
