@@ -1,11 +1,13 @@
 """`SpeculativeDecoder`: a target, what drafts for it, and their tokenizer. Knows no terminals."""
 
+import functools
 import itertools
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -23,6 +25,7 @@ from .planning import MARGIN_RATES, MAX_GAMMA, ODDS_RATES, Acceptance, AutoLengt
 from .readers import Checkpoint, CheckpointError, load_checkpoint, read_vocabulary
 from .sampling import TARGET_NOISE, Sampler, Sampling
 from .stages import Account, Guesser, StagedDrafter
+from .templates import ChatTemplate, Message, template_of
 from .tokenizer import AnyTokenizer
 from .tokenizer_gguf import gguf_tokenizer
 from .tokenizer_json import TOKENIZER_FILE, JsonTokenizer, load_tokenizer
@@ -80,7 +83,7 @@ class SpeculativeDecoder:
     chains. n_threads: by default all cores, or fewer where a trial shows that they are faster; it changes no text. quantize:
     what models that are named, not loaded, become where their weights are floats: "target", "draft" (and its stage) or "both"
     become int8, "none" does; as "draft=int4" or "target=int8,draft=int4" what is said; a draft's changes no text, a target's
-    does. progress: is told the name of a model and the share of it that is loaded.
+    does. template: the file of a chat template, by default the model's own. progress: is told the name of a model and the share of it that is loaded.
 
     Raises CheckpointError or TokenizerError for files that cannot be used, ValueError for values or models that do not fit.
     """
@@ -97,6 +100,7 @@ class SpeculativeDecoder:
         tree: TreeMode = AUTO,
         n_threads: int | None = None,
         quantize: str = "draft",
+        template: str | os.PathLike[str] | None = None,
         progress: Progress = tell_nobody,
     ) -> None:
         kinds = kinds_to_make(quantize)
@@ -108,6 +112,8 @@ class SpeculativeDecoder:
         source = None if isinstance(target, Transformer) else _opened("target", target)
         rows = (target if isinstance(target, Transformer) else cast(Checkpoint, source)).config.vocab_size
         self.tokenizer = _tokenizer(tokenizer, source, rows)
+        self._template_of = functools.partial(template_of, source and replace(source, tensors={}), self.tokenizer.path, template)
+        self._template: ChatTemplate | None = None
         self._keys = source.vocabulary if source and tokenizer is None else {}  # that the tokenizer was made of
         known_ids(self.tokenizer, rows)  # a tokenizer that does not fit is told before the weights are read
         self.target = (
@@ -261,7 +267,28 @@ class SpeculativeDecoder:
         ValueError for a prompt longer than the target's seq_len, a text that the memory cannot hold and a target whose logits
         are not finite.
         """
-        tokens = self.encode(prompt)
+        return self._continued(self.encode(prompt), max_tokens, sampling)
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """A conversation's tokens as the model's template has them, up to where the answer begins.
+
+        messages: objects of "role" ("system", "user", "assistant") and "content"; an answer's "tokens", where it has some, are
+        taken as they are. Raises TemplateError for a model without a template and for messages that it refuses.
+        """
+        self._template = self._template or self._template_of()
+        return self._template.encode(self.tokenizer, messages)
+
+    def chat(self, messages: Sequence[Message], max_tokens: int = 1024, sampling: Sampling = DEFAULT_SAMPLING) -> Iterator[Event]:
+        """The answer to a conversation, in the events and with the errors of `stream` and `encode_chat`.
+
+        What the caches hold of the conversation is not run again.
+        """
+        tokens = self.encode_chat(messages)
+        if len(tokens) > self.target.n_positions:
+            raise ValueError(f"the messages have {len(tokens)} tokens; the target's seq_len is {self.target.n_positions}")
+        return self._continued(tokens, max_tokens, sampling)
+
+    def _continued(self, tokens: list[int], max_tokens: int, sampling: Sampling) -> Iterator[Event]:
         max_tokens = whole("max_tokens", max_tokens, 0)
         self._check_memory(len(tokens) + max_tokens - 1)  # the last one is never run
         if not isinstance(sampling, Sampling):

@@ -24,25 +24,30 @@ LONGEST_FILE = 600  # lines
 MAY_IMPORT = {
     "__main__": {"specdec"},
     # the library's names, when asked for, and the command
-    "specdec": {"command", "interrupts", "decoder", "decoding", "readers", "sampling", "tokenizer", "transformer"},
+    "specdec": {"command", "interrupts", "decoder", "decoding", "readers", "sampling", "templates", "tokenizer", "transformer"},
     "command": {
         "specdec", "options", "interrupts", "bench", "counting", "sweep_chart", "sweep", "panel", "output", "decoder", "decoding",
-        "ngram_table", "planning", "files", "readers", "sampling", "tokenizer", "machine",
+        "ngram_table", "planning", "files", "readers", "sampling", "tokenizer", "machine", "chat", "chat_lines", "chat_screen",
     },
     "options": set(),
     "bench": {"transformer", "architectures", "weights", "kernels", "machine"},
     "counting": {"decoder", "decoding", "sampling", "tokenizer"},
     "sweep_chart": {"sweep", "output"},
     "sweep": {"decoder", "decoding", "planning", "sampling"},
+    "chat_screen": {
+        "chat_lines", "chat", "panel", "story", "keys", "output", "decoder", "decoding", "interrupts", "tokenizer", "checks",
+    },
+    "chat_lines": {"interrupts"},
     "panel": {"story", "screen", "keys", "output", "decoding", "interrupts", "tokenizer"},
     "screen": {"interrupts"},
     "keys": {"interrupts"},
     "story": set(),
     "output": {"decoding", "tokenizer"},
+    "chat": {"decoder", "decoding", "templates", "readers", "sampling", "tokenizer", "checks"},
     "decoder": {
         "vocabulary", "tokenizer_gguf", "tokenizer_json", "decoding", "stages", "ngrams", "ngram_table", "drafters",
         "tree_planning", "planning", "files", "readers", "sampling", "tokenizer", "transformer", "architectures", "weights",
-        "machine", "checks",
+        "machine", "checks", "templates",
     },
     "decoding": {"drafters", "planning", "sampling", "machine"},
     "stages": {"drafters", "planning", "sampling", "transformer", "architectures", "machine"},
@@ -59,6 +64,8 @@ MAY_IMPORT = {
     "sampling": {"kernels", "machine", "checks"},
     "weights": {"machine"},
     "kernels": {"machine"},
+    "templates": {"readers", "tokenizer", "checks"},
+    "template_worker": set(),
     "vocabulary": {"tokenizer", "tokenizer_json"},
     "tokenizer_gguf": {"tokenizer_json", "tokenizer", "checks"},
     "tokenizer_json": {"checks", "tokenizer"},
@@ -87,6 +94,8 @@ OUTSIDE = {
     "weights": {"numba", "numpy", "llvmlite"},  # llvmlite is numba's own
     "machine": {"numba", "numpy", "llvmlite"},
     "checks": {"numpy"},
+    "chat_screen": {"rich"},
+    "template_worker": {"jinja2"},
     "hub": {"huggingface_hub"},
     "tokenizer_json": {"tokenizers"},
 }
