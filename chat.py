@@ -55,7 +55,7 @@ class Conversation:
     """Questions and answers by turns, behind a system prompt; "" for none.
 
     messages: all of them, an answer with its tokens and which attempt it was; n_dropped: how many of the oldest the model does
-    not see any more; model: its name, for who reads a saved file. The answer to a question hangs on what is saved, and on nothing else.
+    not see any more; model: its name, for who reads a saved file. What is saved is all that an answer hangs on.
     """
 
     def __init__(self, decoder: SpeculativeDecoder, system: str = "", settings: Settings | None = None, model: str = "") -> None:

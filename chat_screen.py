@@ -167,6 +167,7 @@ class Chat:
 
     def converse(self, first: str, history: Path | None) -> None:
         """Until the person leaves."""
+        signals.text_begins()  # there is more to lose from here on than one answer
         self._tell("/help lists the commands, Ctrl-D leaves")
         if first:
             self._out.print(Text(f"{PROMPT}{printable(first)}"))

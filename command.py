@@ -574,8 +574,8 @@ def talk(
     _check_arguments(first + system, top_p, seed, threads, verify="coupled", quantize=quantize, tree=AUTO)
     if not model:
         raise typer.BadParameter("name a model, such as HuggingFaceTB/SmolLM2-135M-Instruct.", param_hint="'-m' / '--model'")
-    is_talk = sys.stdin.isatty() and sys.stdout.isatty()
-    if not sys.stdin.isatty():
+    is_talk = bool(sys.stdin) and sys.stdin.isatty() and sys.stdout.isatty()
+    if sys.stdin and not sys.stdin.isatty():
         first = "\n\n".join(filter(None, [first, chat_screen.piped(sys.stdin.buffer)]))
     if not is_talk and not first.strip():
         raise typer.BadParameter("there is no question, and no terminal to ask one at.", param_hint="'-i' / '--prompt'")
@@ -583,12 +583,10 @@ def talk(
     seed = seed or int.from_bytes(os.urandom(4), "little") or 1
     sources = _found(model, draft, stage)
     with loading() as show:
-        more = {"template": template or None}
-        decoder = _decoder(sources, tokenizer, quantize, threads, show, **more)
+        decoder = _decoder(sources, tokenizer, quantize, threads, show, template=template or None)
         decoder.encode_chat([{"role": chat.USER, "content": ""}])  # a model that cannot chat is told before it is warm
         decoder.warm_up()
-    settings = chat.Settings(temperature, top_p, top_k, seed, tokens)
-    conversation = chat.Conversation(decoder, system, settings, model)
+    conversation = chat.Conversation(decoder, system, chat.Settings(temperature, top_p, top_k, seed, tokens), model)
     guessed = {"": "", NGRAM: "from the text so far", SELF: "by a copy of it in fewer bits"}.get(draft, f"by {Path(draft).name}")
     told = {"model": model, "draft": draft or None, "weights": decoder.weights}
     showing = chat_screen.Showing(Roles(Path(model).name, guessed), plain, as_json, told)

@@ -83,7 +83,8 @@ class SpeculativeDecoder:
     chains. n_threads: by default all cores, or fewer where a trial shows that they are faster; it changes no text. quantize:
     what models that are named, not loaded, become where their weights are floats: "target", "draft" (and its stage) or "both"
     become int8, "none" does; as "draft=int4" or "target=int8,draft=int4" what is said; a draft's changes no text, a target's
-    does. template: the file of a chat template, by default the model's own. progress: is told the name of a model and the share of it that is loaded.
+    does. template: the file of a chat template, by default the model's own. progress: is told the name of a model and the share
+    of it that is loaded.
 
     Raises CheckpointError or TokenizerError for files that cannot be used, ValueError for values or models that do not fit.
     """

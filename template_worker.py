@@ -15,9 +15,9 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[:] = json.loads(sys.argv[1])  # of the process that began this one
 
-import jinja2  # noqa: E402
-from jinja2.ext import Extension, loopcontrols  # noqa: E402
-from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: E402
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MOST_BYTES = 1 << 30  # of memory
 LONGEST_TEXT = 32 << 20  # characters

@@ -141,7 +141,7 @@ class ChatTemplate:
                 said = hiding("".join(stream.peek(messages[i]["tokens"])))
                 ids, at = ids + ahead, len(before)
                 if whole.startswith(said, at):
-                    ids, at = ids + [*messages[i]["tokens"]], at + len(said)
+                    ids, at = [*ids, *messages[i]["tokens"]], at + len(said)
                     for token in messages[i]["tokens"]:
                         stream.push(token)
         return ids + encoded(whole[at:])

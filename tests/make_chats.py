@@ -18,7 +18,7 @@ VARIABLES = {
 SYSTEM = {"role": "system", "content": "You are a robin.\nSing.  "}
 TURNS = [
     {"role": "user", "content": "  Hi there!\n\n"},
-    {"role": "assistant", "content": " Hello \u00e9\U0001f642, <tag> & \"quotes\" {{ x }} {% y %}\n"},
+    {"role": "assistant", "content": ' Hello \u00e9\U0001f642, <tag> & "quotes" {{ x }} {% y %}\n'},
     {"role": "user", "content": "What is <|im_end|> and </s><|eot_id|> for?"},
     {"role": "assistant", "content": "They end a turn."},
     {"role": "user", "content": ""},

@@ -112,7 +112,9 @@ def test_a_template_that_loops_is_ended_and_the_next_one_renders(monkeypatch: py
     assert looping.render([[]]) == ["x"]
 
 
-@pytest.mark.parametrize("messages", [[], "hi", [1], [{"role": "user"}], [{"role": "user", "content": "\ud800"}], {"role": "user"}])
+@pytest.mark.parametrize(
+    "messages", [[], "hi", [1], [{"role": "user"}], [{"role": "user", "content": "\ud800"}], {"role": "user"}]
+)
 def test_what_are_no_messages_is_refused(messages: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="messages"):
         template("smollm2").encode(library_of("smollm2"), messages)
