@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Generator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class Settings:
 
     def changed(self, name: str, value: str) -> "Settings":
         """With one of them as a person wrote it. Raises ValueError for a name or a value that is none."""
-        kinds = {field.name: type(field.default) for field in fields(self)}
+        kinds = {setting: type(default) for setting, default in asdict(Settings()).items()}
         if name not in kinds:
             raise ValueError(f"no setting {checks.short(name, repr)}; there are {', '.join(kinds)}")
         try:

@@ -159,7 +159,8 @@ class Chat:
         self._statistics = statistics
         if isinstance(view, SilentView):
             settings = asdict(self._conversation.settings)
-            answer = self._conversation.messages[-1] if view.tokens else {"content": "", "attempt": 0}
+            nothing: dict[str, Any] = {"content": "", "attempt": 0}
+            answer = self._conversation.messages[-1] if view.tokens else nothing
             told = {"attempt": answer["attempt"], "settings": settings, **self._showing.told}
             print(to_json(statistics, answer["content"], view.tokens, **told), flush=True)
         else:
