@@ -15,7 +15,7 @@ from rich.console import Console
 
 import specdec
 
-from .decoder import AUTO, NGRAM, SELF, SpeculativeDecoder, TreeMode, kinds_to_make
+from .decoder import AUTO, NGRAM, SELF, SpeculativeDecoder, TreeMode
 from .decoding import VERIFIERS, Prompt, Statistics, VerifyMode
 from .files import default_pair, find, telling_how_to_restore
 from .interrupts import exit_code, signals
@@ -66,6 +66,7 @@ from .options import (
 from .output import FEW_PASSES, PlainView, Roles, SilentView, View, print_result, print_summary, printable, to_json
 from .panel import LivePanel
 from .planning import MAX_GAMMA
+from .quantizing import kinds_to_make
 from .readers import CheckpointError
 from .sampling import Sampling
 from .tokenizer import TokenizerError
