@@ -15,16 +15,18 @@ from rich.console import Console
 
 import specdec
 
-from .decoder import AUTO, NGRAM, SELF, SpeculativeDecoder, TreeMode, kinds_to_make
+from .decoder import AUTO, NGRAM, SELF, SpeculativeDecoder, TreeMode
 from .decoding import VERIFIERS, Prompt, Statistics, VerifyMode
 from .files import default_pair, find, telling_how_to_restore
 from .interrupts import exit_code, signals
 from .machine.threads import available_threads
 from .options import (
+    AnswerTokens,
     AsCsv,
     AsJson,
     DraftFile,
     DraftFiles,
+    FirstMessage,
     Full,
     Gamma,
     Gammas,
@@ -32,8 +34,10 @@ from .options import (
     Int8,
     Lengths,
     ModelFile,
+    NoHistory,
     Pace,
     Plain,
+    PlainChat,
     PromptFile,
     PromptText,
     Rounds,
@@ -45,9 +49,11 @@ from .options import (
     Stats,
     Steps,
     SvgFile,
+    SystemPrompt,
     TableFile,
     Temperature,
     Temperatures,
+    TemplateFile,
     TextFile,
     Threads,
     TokenizerFile,
@@ -60,6 +66,7 @@ from .options import (
 from .output import FEW_PASSES, PlainView, Roles, SilentView, View, print_result, print_summary, printable, to_json
 from .panel import LivePanel
 from .planning import MAX_GAMMA
+from .quantizing import kinds_to_make
 from .readers import CheckpointError
 from .sampling import Sampling
 from .tokenizer import TokenizerError
@@ -540,3 +547,53 @@ def count(
         ngram_table.save_table(counted, Path(table))
     with writing():
         print(f"{table}: what follows in {counted.keys.size} contexts, in {Path(table).stat().st_size} bytes")
+
+
+@app.command("chat")
+def talk(
+    model: ModelFile = "",
+    draft: DraftFile = NGRAM,
+    stage: StageName = "",
+    quantize: WhatToQuantize = "draft",
+    tokenizer: TokenizerFile = "",
+    template: TemplateFile = "",
+    system: SystemPrompt = "",
+    first: FirstMessage = "",
+    tokens: AnswerTokens = 1024,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.9,
+    top_k: TopK = 0,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    plain: PlainChat = False,
+    as_json: AsJson = False,
+    no_history: NoHistory = False,
+) -> None:
+    """Talk to a model that was taught to; a pipe is answered once."""
+    from . import chat, chat_lines, chat_screen  # which nothing else needs
+
+    _check_arguments(first + system, top_p, seed, threads, verify="coupled", quantize=quantize, tree=AUTO)
+    if not model:
+        raise typer.BadParameter("name a model, such as HuggingFaceTB/SmolLM2-135M-Instruct.", param_hint="'-m' / '--model'")
+    is_talk = bool(sys.stdin) and sys.stdin.isatty() and sys.stdout.isatty()
+    if sys.stdin and not sys.stdin.isatty():
+        first = "\n\n".join(filter(None, [first, chat_screen.piped(sys.stdin.buffer)]))
+    if not is_talk and not first.strip():
+        raise typer.BadParameter("there is no question, and no terminal to ask one at.", param_hint="'-i' / '--prompt'")
+    draft = "" if draft == NONE else draft
+    seed = seed or int.from_bytes(os.urandom(4), "little") or 1
+    sources = _found(model, draft, stage)
+    with loading() as show:
+        decoder = _decoder(sources, tokenizer, quantize, threads, show, template=template or None)
+        decoder.encode_chat([{"role": chat.USER, "content": ""}])  # a model that cannot chat is told before it is warm
+        decoder.warm_up()
+    conversation = chat.Conversation(decoder, system, chat.Settings(temperature, top_p, top_k, seed, tokens), model)
+    guessed = {"": "", NGRAM: "from the text so far", SELF: "by a copy of it in fewer bits"}.get(draft, f"by {Path(draft).name}")
+    told = {"model": model, "draft": draft or None, "weights": decoder.weights}
+    showing = chat_screen.Showing(Roles(Path(model).name, guessed), plain, as_json, told)
+    talking = chat_screen.Chat(decoder, conversation, showing)
+    with writing():
+        if is_talk:
+            talking.converse(first, None if no_history else chat_lines.history_file())
+        else:
+            talking.answer(conversation.ask(first))

@@ -1,15 +1,17 @@
 """`SpeculativeDecoder`: a target, what drafts for it, and their tokenizer. Knows no terminals."""
 
+import functools
 import itertools
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
-from .architectures import Weights, architecture_of
+from .architectures import architecture_of
 from .checks import file_name, one_of, short, text, whole
 from .decoding import VERIFIERS, Event, Statistics, Step, VerifyMode, decode
 from .drafters import Drafter, ModelDrafter, TreeDrafter
@@ -21,16 +23,18 @@ from .machine.tiles import TILE_TOKENS
 from .ngram_table import NgramTable, is_table, load_table
 from .ngrams import NgramDrafter
 from .planning import MARGIN_RATES, MAX_GAMMA, ODDS_RATES, Acceptance, AutoLength, Costs, FixedLength, Plan
+from .quantizing import kind_of_copy, kinds_to_make
 from .readers import Checkpoint, CheckpointError, load_checkpoint, read_vocabulary
 from .sampling import TARGET_NOISE, Sampler, Sampling
 from .stages import Account, Guesser, StagedDrafter
+from .templates import ChatTemplate, Message, template_of
 from .tokenizer import AnyTokenizer
 from .tokenizer_gguf import gguf_tokenizer
 from .tokenizer_json import TOKENIZER_FILE, JsonTokenizer, load_tokenizer
 from .transformer import Transformer
 from .tree_planning import STATIC_RATES, WIDEST, AutoTree, StaticTree, TreeCosts, new_acceptances
 from .vocabulary import LEAST_KNOWN, MOST_PADDING, Vocabulary, common_vocabulary, known_ids
-from .weights import INT4, INT8, Kind
+from .weights import INT8, Kind
 
 DEFAULT_SAMPLING = Sampling()
 SELF = "self"  # as a draft: a copy of the target in fewer bits
@@ -43,10 +47,6 @@ FIXED_GAMMA = 4  # where the clock must not decide
 Gamma = int | Literal["auto"]
 TreeMode = Literal["auto", "on", "off"]
 NGRAM_SECONDS = 3e-4  # what a target's token has to take for n-grams to be looked for: that costs up to 5 us of Python
-QUANTIZED = {"int8": INT8, "int4": INT4, "none": None}
-# A copy of the target is int8 where that has so few bytes that it stays in a cache, where int4 is hardly faster and accepted
-# less; beyond, memory is the limit. It has to be that much smaller than the target.
-CACHED_BYTES, WORTH_A_COPY = 32 << 20, 0.75
 # Passes over so many tokens are timed in turns, for about so long: of a slow target over the first two, and twice unless once
 # takes SLOW seconds. Where a second tile begins, a pass costs a step more.
 COSTS_TOKENS, COSTS_SECONDS, SLOW = (TILE_TOKENS, 1, TILE_TOKENS + 1, 2, 4, 2 * TILE_TOKENS, 32), 0.03, 0.1
@@ -82,7 +82,8 @@ class SpeculativeDecoder:
     chains. n_threads: by default all cores, or fewer where a trial shows that they are faster; it changes no text. quantize:
     what models that are named, not loaded, become where their weights are floats: "target", "draft" (and its stage) or "both"
     become int8, "none" does; as "draft=int4" or "target=int8,draft=int4" what is said; a draft's changes no text, a target's
-    does. progress: is told the name of a model and the share of it that is loaded.
+    does. template: the file of a chat template, by default the model's own. progress: is told the name of a model and the share
+    of it that is loaded.
 
     Raises CheckpointError or TokenizerError for files that cannot be used, ValueError for values or models that do not fit.
     """
@@ -99,6 +100,7 @@ class SpeculativeDecoder:
         tree: TreeMode = AUTO,
         n_threads: int | None = None,
         quantize: str = "draft",
+        template: str | os.PathLike[str] | None = None,
         progress: Progress = tell_nobody,
     ) -> None:
         kinds = kinds_to_make(quantize)
@@ -110,6 +112,8 @@ class SpeculativeDecoder:
         source = None if isinstance(target, Transformer) else _opened("target", target)
         rows = (target if isinstance(target, Transformer) else cast(Checkpoint, source)).config.vocab_size
         self.tokenizer = _tokenizer(tokenizer, source, rows)
+        self._template_of = functools.partial(template_of, source and replace(source, tensors={}), self.tokenizer.path, template)
+        self._template: ChatTemplate | None = None
         self._keys = source.vocabulary if source and tokenizer is None else {}  # that the tokenizer was made of
         known_ids(self.tokenizer, rows)  # a tokenizer that does not fit is told before the weights are read
         self.target = (
@@ -188,7 +192,7 @@ class SpeculativeDecoder:
         """A model that drafts, and the ids that the target and it may say."""
         rows = self.target.config.vocab_size
         if draft == SELF:
-            copy = self.target.weights.converted(_kind_of_copy(self.target.weights, kind if is_asked else None))
+            copy = self.target.weights.converted(kind_of_copy(self.target.weights, kind if is_asked else None))
             n_target = known_ids(self.tokenizer, rows)
             return Transformer(self.target.config, copy, n_threads, self.target.n_positions), Vocabulary(n_target, n_target)
         if isinstance(draft, Transformer):
@@ -265,7 +269,28 @@ class SpeculativeDecoder:
         ValueError for a prompt longer than the target's seq_len, a text that the memory cannot hold and a target whose logits
         are not finite.
         """
-        tokens = self.encode(prompt)
+        return self._continued(self.encode(prompt), max_tokens, sampling)
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """A conversation's tokens as the model's template has them, up to where the answer begins.
+
+        messages: objects of "role" ("system", "user", "assistant") and "content"; an answer's "tokens", where it has some, are
+        taken as they are. Raises TemplateError for a model without a template and for messages that it refuses.
+        """
+        self._template = self._template or self._template_of()
+        return self._template.encode(self.tokenizer, messages)
+
+    def chat(self, messages: Sequence[Message], max_tokens: int = 1024, sampling: Sampling = DEFAULT_SAMPLING) -> Iterator[Event]:
+        """The answer to a conversation, in the events and with the errors of `stream` and `encode_chat`.
+
+        What the caches hold of the conversation is not run again.
+        """
+        tokens = self.encode_chat(messages)
+        if len(tokens) > self.target.n_positions:
+            raise ValueError(f"the messages have {len(tokens)} tokens; the target's seq_len is {self.target.n_positions}")
+        return self._continued(tokens, max_tokens, sampling)
+
+    def _continued(self, tokens: list[int], max_tokens: int, sampling: Sampling) -> Iterator[Event]:
         max_tokens = whole("max_tokens", max_tokens, 0)
         self._check_memory(len(tokens) + max_tokens - 1)  # the last one is never run
         if not isinstance(sampling, Sampling):
@@ -524,36 +549,6 @@ def _rebuilt(
 
 def _ngram_drafter(ngrams: Ngrams | None, end_marks: Container[int]) -> NgramDrafter:
     return NgramDrafter(end_marks, ngrams if isinstance(ngrams, NgramTable) else None)
-
-
-def kinds_to_make(quantize: str) -> dict[str, Kind | None]:
-    """What the weights of target and draft become where they are floats; None: what they are. Raises ValueError."""
-    kinds: dict[str, Kind | None] = {"target": None, "draft": None}
-    models = {"target": ("target",), "draft": ("draft",), "both": ("target", "draft")}
-    if not isinstance(quantize, str) or quantize != "none":
-        for part in quantize.split(",") if isinstance(quantize, str) else [""]:
-            model, _, name = part.partition("=")
-            if model not in models or (name or "int8") not in QUANTIZED or part.endswith("="):
-                raise ValueError(
-                    f"quantize is {short(quantize, repr)}; expected none, or draft, target or both, alone or as in "
-                    "draft=int4,target=int8"
-                )
-            kinds |= dict.fromkeys(models[model], QUANTIZED[name or "int8"])
-    return kinds
-
-
-def _kind_of_copy(weights: Weights, asked: Kind | None) -> Kind:
-    """What a copy of a target that drafts for it is made of. Raises ValueError where that is hardly less than the target."""
-    kinds = [asked] if asked else [INT8, INT4]
-    if weights.n_bytes_as(INT8) > CACHED_BYTES:
-        kinds.reverse()
-    for kind in kinds:
-        if weights.n_bytes_as(kind) <= WORTH_A_COPY * weights.n_bytes:
-            return kind
-    raise ValueError(
-        f"the target is {weights.kind} already, from its file or by --quantize, so an {kinds[0].name} copy of it is no faster "
-        "draft; leave it as it is or name another draft"
-    )
 
 
 def load_model(

@@ -35,6 +35,7 @@ class Signals:
         self._asked_at = 0.0
         self._is_listening = False
         self._has_text = False
+        self._is_asking = False
         self._woken = threading.Event()
         self._lock = threading.Lock()
         self._undoing: list[Callable[[], object]] = []
@@ -57,6 +58,24 @@ class Signals:
         """From now on there is something to print at the end."""
         with self._lock:  # which a sudden end does not give back
             self._has_text = True
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Within, a person types a line: Ctrl-C raises KeyboardInterrupt, what else asks for the end is granted at once. Behind
+        it a text begins that nobody has asked to end."""
+        is_mine = self._is_listening and signal.getsignal(signal.SIGINT) is _leave_it_to_the_thread
+        with self._lock:
+            self._is_asking, self._has_text, self.asked = is_mine, False, 0
+        self._woken.clear()
+        try:
+            if is_mine:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            yield
+        finally:
+            if is_mine:
+                signal.signal(signal.SIGINT, _leave_it_to_the_thread)
+            with self._lock:
+                self._is_asking, self._has_text, self.asked = False, True, 0
 
     def sleep(self, seconds: float) -> None:
         """No longer than until somebody asks for something."""
@@ -113,6 +132,8 @@ class Signals:
 
     def _hear(self, signum: int) -> None:
         now = time.monotonic()
+        if signum == signal.SIGINT and self._is_asking:
+            return
         if signum == STOP:
             self.stop_asked = True
         elif signum in ENDS and (not self._has_text or (self.asked and now > self._asked_at + SAME_WISH_SECONDS)):

@@ -4,7 +4,8 @@ import os
 import re
 import select
 import sys
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import IO, Any
 
 try:
@@ -56,6 +57,27 @@ class Keyboard:
         unfinished = _UNFINISHED.search(typed)
         self._rest = unfinished[0] if unfinished else b""
         return _KEYS.findall(typed[: len(typed) - len(self._rest)])
+
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Within, what is typed is not shown; it waits for whoever reads the next line."""
+        if not self._is_terminal or not in_foreground(self._stdin):
+            yield
+            return
+        before = termios.tcgetattr(self._stdin)
+        modes = [*before]
+        modes[3] &= ~(termios.ECHO | termios.ECHOCTL)
+
+        def restore() -> None:
+            if in_foreground(self._stdin):
+                with suppress(termios.error):
+                    termios.tcsetattr(self._stdin, termios.TCSANOW, before)
+
+        with signals.at_sudden_end(restore, do=lambda: termios.tcsetattr(self._stdin, termios.TCSANOW, modes)):
+            try:
+                yield
+            finally:
+                restore()
 
     def _set(self, modes: list[Any]) -> None:
         if in_foreground(self._stdin):  # in the background this would stop the job, and the terminal is another's now

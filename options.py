@@ -154,3 +154,16 @@ TextFile = Annotated[
     str, option("-f", "--file", group="Text", metavar="FILE", help="Count this text. By default the target writes some.")
 ]
 HowMany = Annotated[int, option("--tokens", group="Text", metavar="N", min=1, help="How many the target writes.")]
+
+# Of chat
+
+SystemPrompt = Annotated[str, option("-y", "--system", group="Text", metavar="TEXT", help="What the model is told to be.")]
+FirstMessage = Annotated[
+    str, option("-i", "--prompt", group="Text", metavar="TEXT", help="The first message; what a pipe says goes behind it.")
+]
+AnswerTokens = Annotated[int, option("-n", "--tokens", group="Text", metavar="N", min=1, help="Tokens of an answer at most.")]
+TemplateFile = Annotated[
+    str, option("--template", group="Models", metavar="FILE", help="Chat template (Jinja). By default the model's own.")
+]
+NoHistory = Annotated[bool, flag("--no-history", group="Output", help="Remember no message over sessions.")]
+PlainChat = Annotated[bool, flag("--plain", group="Output", help="No colours.")]

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .decoding import Prompt, Proposal, Statistics, Step
     from .readers import CheckpointError
     from .sampling import Sampling
+    from .templates import TemplateError
     from .tokenizer import Tokenizer, TokenizerError
     from .transformer import Transformer
 
@@ -43,6 +44,7 @@ __all__ = [
     "SpeculativeDecoder",
     "Statistics",
     "Step",
+    "TemplateError",
     "Tokenizer",
     "TokenizerError",
     "Transformer",
@@ -53,6 +55,7 @@ _ROOMS = {
     "decoding": ("Prompt", "Proposal", "Statistics", "Step"),
     "readers": ("CheckpointError",),
     "sampling": ("Sampling",),
+    "templates": ("TemplateError",),
     "tokenizer": ("Tokenizer", "TokenizerError"),
     "transformer": ("Transformer",),
 }

@@ -11,6 +11,7 @@ import os
 import re
 import struct
 from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -101,7 +102,28 @@ class Tokenizer:
         Raises TypeError for what is no string, ValueError for half a character.
         """
         text = checks.text("the text", text)
-        tokens = [self._vocabulary.bos] if self._vocabulary.begins or not text else []
+        return ([self._vocabulary.bos] if self._vocabulary.begins or not text else []) + self._encoded(text)
+
+    @property
+    def specials(self) -> dict[str, int]:
+        """Marks by their names, which a chat template may write; llama2.c's files have a line for each."""
+        names = {token: self.pieces[token].decode(errors="replace").strip() for token in self._vocabulary.silent}
+        return {name: token for token, name in names.items() if name}
+
+    def encode_rendered(self, text: str, typed: AbstractSet[int]) -> list[int]:
+        """The ids of what a template wrote, in which names of marks are those; those that begin at `typed` are text.
+
+        Each stretch between marks is a text of its own, with a space in front where the vocabulary has that.
+        """
+        specials, tokens, at = self.specials, list[int](), 0
+        for found in re.finditer("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or r"(?!)", text):
+            if found.start() not in typed:
+                tokens += [*self._encoded(text[at : found.start()]), specials[found[0]]]
+                at = found.end()
+        return tokens + self._encoded(text[at:])
+
+    def _encoded(self, text: str) -> list[int]:
+        tokens: list[int] = []
         for i, part in enumerate(self._whole.split(text) if self._whole else [text]):
             if i % 2:
                 tokens.append(self._ids[part.encode()])

@@ -5,10 +5,13 @@ file's decoder, which is GPT-2's table of bytes ("ByteLevel") or SentencePiece's
 """
 
 import codecs
+import copy
+import functools
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +72,31 @@ class JsonTokenizer:
         n_in_front = from_template.index(0) if 0 in from_template else len(from_template)
         ids = [token for i, token in enumerate(encoding.ids) if i < n_in_front or not from_template[i]]
         return ids or [self._bos if self._bos is not None else min(self.end_marks, default=0)]
+
+    @property
+    def specials(self) -> dict[str, int]:
+        """Special tokens by their names, which a chat template may write."""
+        return {added.content: token for token, added in self._added.items() if added.special}
+
+    def encode_rendered(self, text: str, typed: AbstractSet[int]) -> list[int]:
+        """The ids of what a template wrote, in which names of special tokens are those; those that begin at `typed` are text."""
+        encoding = self._obeying.encode(text, add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        if not typed:
+            return ids
+        mine = {token for token, added in self._added.items() if added.special}
+        spelled: list[int] = []
+        for token, (start, end) in zip(ids, encoding.offsets, strict=True):
+            is_typed = token in mine and not typed.isdisjoint(range(start, end))
+            spelled += self._tokenizer.encode(text[start:end], add_special_tokens=False).ids if is_typed else [token]
+        return spelled
+
+    @functools.cached_property
+    def _obeying(self) -> Any:
+        """A copy that takes names of special tokens in a text for those."""
+        obeying = copy.deepcopy(self._tokenizer)
+        obeying.encode_special_tokens = False
+        return obeying
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of a whole sequence."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from . import gguf, huggingface, llama2c
 from .gguf import read_vocabulary
+from .json_text import read_object
 from .model_file import Checkpoint, CheckpointError, telling_os_errors
 
 
@@ -20,4 +21,4 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return gguf.load_checkpoint(path) if gguf.is_gguf(path) else llama2c.load_checkpoint(path)
 
 
-__all__ = ["Checkpoint", "CheckpointError", "load_checkpoint", "read_vocabulary"]
+__all__ = ["Checkpoint", "CheckpointError", "load_checkpoint", "read_object", "read_vocabulary"]

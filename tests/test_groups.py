@@ -9,11 +9,11 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.architectures.llama import LLAMA
-from specdec.decoder import kinds_to_make
 from specdec.files import DEFAULT_TARGET
 from specdec.machine.memory import zeros
 from specdec.machine.programs import Operation, Runner
 from specdec.machine.tiles import STRIP_ROWS
+from specdec.quantizing import kinds_to_make
 from specdec.readers.gguf_blocks import dequantized
 from specdec.transformer import Transformer
 from specdec.weights import FP32, INT4, INT8, kind_for

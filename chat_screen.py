@@ -1,0 +1,281 @@
+"""A conversation at the terminal or in a pipe: commands, questions, answers as they come. Knows no models' files."""
+
+import signal
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from . import checks
+from .chat import Conversation
+from .chat_lines import PROMPT, Lines
+from .decoder import SpeculativeDecoder
+from .decoding import Event, Prompt, Statistics, Step
+from .interrupts import signals
+from .keys import Keyboard
+from .output import FEW_PASSES, Printable, Roles, SilentView, View, print_summary, printable, to_json
+from .panel import STYLES, STYLES_NO_COLOR, WIDEST, LivePanel
+from .story import KEPT_ROWS, Row, Story
+from .tokenizer import AnyTokenizer, TextStream
+
+MOST_BYTES = 16 << 20  # of a question out of a pipe
+HELP = '''\
+/clear              begin anew; the system prompt stays
+/regen              another answer to the last question
+/system TEXT        another system prompt; "" for none, alone to see it
+/set NAME VALUE     temperature, top_p, top_k, seed, max_tokens; alone to see them
+/stats              all figures of the last answer
+/panel              answers in the panel that shows every guess, or no longer
+/save FILE          keep the conversation, and all that its answers hang on
+/load FILE          go on with one
+/bye, /exit         leave, as Ctrl-D does
+""" begins and ends a message of several lines; a backslash at a line's end goes on with the next.
+Ctrl-C stops an answer and keeps what it said. A space in front of / makes it a message.'''
+
+
+@dataclass(frozen=True)
+class Showing:
+    """How answers are shown: plain: without colours; as_json: an object each; told: what such an object tells besides."""
+
+    roles: Roles
+    plain: bool = False
+    as_json: bool = False
+    told: Mapping[str, Any] = field(default_factory=dict)
+
+
+class AnswerView:
+    """An answer as it comes: broken between words and coloured as in the panel on a terminal, else the text alone."""
+
+    ended = False
+
+    def __init__(self, tokenizer: AnyTokenizer, out: TextIO, width: int, styles: Mapping[str, str]) -> None:
+        self._stream, self._printable, self._out = TextStream(tokenizer), Printable(), out
+        self._width, self._styles = width, styles
+        self._story = Story()
+        self._has_begun = False  # leading line breaks are not worth a row
+        self._n_rows = self._n_shown = 0  # rows that are done, and letters of the next
+        self._last: Row | None = None
+
+    def __enter__(self) -> "AnswerView":
+        if self._width:
+            self._last = self._story.tail(self._width, 1)[0]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._add(self._printable.push(self._stream.end()) + self._printable.end(), "target")
+        if self._width:
+            self._put(self._story.rows(self._width)[self._n_rows :])
+        self._out.write("\n")
+        self._out.flush()
+
+    def show(self, event: Event) -> None:
+        if isinstance(event, Prompt):
+            for token in event.tokens:
+                self._stream.push(token)
+        elif isinstance(event, Step):
+            for i, token in enumerate(event.tokens):
+                self._add(self._printable.push(self._stream.push(token)), "accepted" if i < event.n_accepted else "target")
+            self._out.flush()
+
+    def _add(self, text: str, kind: str) -> None:
+        if not self._has_begun:
+            text = text.lstrip()
+            self._has_begun = bool(text)
+        if not self._width:
+            self._out.write(text)
+        elif text:
+            self._story.add(text, kind)
+            rows = self._story.tail(self._width, KEPT_ROWS)
+            self._put(rows[next(i for i, row in enumerate(rows) if row is self._last) :])
+            self._last = rows[-1]
+
+    def _put(self, rows: list[Row]) -> None:
+        """What is new of these rows, the first of which has begun."""
+        for i, row in enumerate(rows):
+            if i:
+                self._out.write("\n")
+                self._n_rows, self._n_shown = self._n_rows + 1, 0
+            skip = self._n_shown
+            for text, kind in row:
+                new = text[skip:]
+                skip = max(0, skip - len(text))
+                code = self._styles.get(kind, "")
+                self._out.write(f"\x1b[{code}m{new}\x1b[m" if code and new else new)
+                self._n_shown += len(new)
+
+
+def figures(s: Statistics) -> str:
+    """A line on an answer."""
+    parts = [f"{s.n_generated} token{'s' * (s.n_generated != 1)}"]
+    if s.n_generated:
+        parts.append(f"{s.tokens_per_second:,.0f} tok/s")
+    if s.n_drafted and s.speed_up and s.target_passes >= FEW_PASSES:
+        parts.append(f"{s.speed_up:.1f} times as fast as alone")
+    if s.n_drafted:
+        parts.append(f"{s.acceptance_rate:.0%} of {s.n_drafted} guesses right")
+    ends = {"interrupted": "interrupted", "max_tokens": "cut off (/set max_tokens)", "seq_len": "cut off: the context is full"}
+    return ", ".join([*parts, *([ends[s.stop_reason]] if s.stop_reason in ends else [])])
+
+
+class Chat:
+    """A conversation and the views of its answers; figures and complaints go to stderr."""
+
+    def __init__(self, decoder: SpeculativeDecoder, conversation: Conversation, showing: Showing) -> None:
+        self._decoder, self._conversation, self._showing = decoder, conversation, showing
+        self._out, self._errors = Console(highlight=False), Console(stderr=True, highlight=False)
+        self._statistics: Statistics | None = None
+        self._in_panel = False
+        self._commands: dict[str, Callable[[str], object]] = {
+            "help": self._help, "clear": self._clear, "regen": self._regenerate, "system": self._system, "set": self._set,
+            "stats": self._stats, "panel": self._panel, "save": self._save, "load": self._load,
+        }  # fmt: skip
+
+    def answer(self, events: Generator[Event]) -> None:
+        """Show an answer, until it or somebody's patience is at its end, and its figures."""
+        statistics, n_dropped = Statistics(n_prompt=0), self._conversation.n_dropped
+        with closing(events), Keyboard().unheard():
+            first = next(events)
+            if left_out := (self._conversation.n_dropped - n_dropped) // 2:
+                turns = "turn is" if left_out == 1 else f"{left_out} turns are"
+                self._tell(f"the context is full: the oldest {turns} left out from here on")
+            with self._view(statistics) as view:
+                for event in chain([first], events):
+                    if isinstance(event, Prompt):
+                        signals.text_begins()
+                        statistics.n_prompt = len(event.tokens)
+                    statistics.add(event)
+                    # the panel shows the answer alone
+                    view.show(replace(event, tokens=[]) if isinstance(event, Prompt) and isinstance(view, LivePanel) else event)
+                    if signals.asked or view.ended:
+                        statistics.stop_reason = "interrupted"
+                        break
+        statistics.plain_seconds = self._decoder.plain_seconds
+        self._statistics = statistics
+        if isinstance(view, SilentView):
+            settings = asdict(self._conversation.settings)
+            nothing: dict[str, Any] = {"content": "", "attempt": 0}
+            answer = self._conversation.messages[-1] if view.tokens else nothing
+            told = {"attempt": answer["attempt"], "settings": settings, **self._showing.told}
+            print(to_json(statistics, answer["content"], view.tokens, **told), flush=True)
+        else:
+            self._tell(figures(statistics))
+
+    def converse(self, first: str, history: Path | None) -> None:
+        """Until the person leaves."""
+        signals.text_begins()  # there is more to lose from here on than one answer
+        self._tell("/help lists the commands, Ctrl-D leaves")
+        if first:
+            self._out.print(Text(f"{PROMPT}{printable(first)}"))
+        lines, message = Lines(history), first
+        while True:
+            if message.strip():
+                self._obey(message)
+            if signals.asked not in (0, signal.SIGINT):
+                return
+            try:
+                message = lines.read()
+            except KeyboardInterrupt:
+                message = ""
+                self._out.print()
+                self._tell("Ctrl-D or /bye leaves")
+            except EOFError:
+                self._out.print()
+                return
+            if message.strip() in ("/bye", "/exit"):
+                return
+
+    def _obey(self, message: str) -> None:
+        """A command, or a question; whatever is wrong is told in a line."""
+        try:
+            if not message.startswith("/"):
+                self.answer(self._conversation.ask(message.removeprefix(" ") if message.startswith(" /") else message))
+                return
+            name, _, rest = message[1:].strip().partition(" ")
+            if name not in self._commands:
+                raise ValueError(f"no command /{name}; /help lists them")
+            self._commands[name](rest.strip())
+        except (TypeError, ValueError, MemoryError) as error:
+            self._tell(" ".join(str(error).split()) or "not enough memory", style="")
+
+    def _view(self, statistics: Statistics) -> View:
+        tokenizer, settings = self._decoder.tokenizer, self._conversation.settings
+        if self._showing.as_json:
+            return SilentView(tokenizer)
+        if self._in_panel and LivePanel.fits(self._out):
+            roles = self._showing.roles
+            return LivePanel(tokenizer, self._out, statistics, settings.max_tokens, roles, roles.target)
+        styles = {} if self._showing.plain else STYLES_NO_COLOR if self._out.no_color else STYLES
+        return AnswerView(tokenizer, sys.stdout, min(self._out.width, WIDEST) if self._out.is_terminal else 0, styles)
+
+    def _tell(self, words: str, style: str = "dim") -> None:
+        self._errors.print(Text(printable(words), style), soft_wrap=True)
+
+    def _help(self, _: str) -> None:
+        self._out.print(Text(HELP))
+
+    def _clear(self, _: str) -> None:
+        self._conversation.clear()
+        self._tell("the conversation begins anew")
+
+    def _regenerate(self, _: str) -> None:
+        if not self._conversation.settings.temperature:
+            self._tell("at temperature 0 every answer is the same; /set temperature 0.7")
+        self.answer(self._conversation.regenerate())
+
+    def _system(self, words: str) -> None:
+        if words:
+            self._conversation.system = "" if words == '""' else checks.text("the system prompt", words)
+        self._tell(f"system prompt: {self._conversation.system or 'none'}")
+
+    def _set(self, words: str) -> None:
+        name, _, value = words.partition(" ")
+        if words:
+            self._conversation.settings = self._conversation.settings.changed(name, value.strip())
+        self._tell(", ".join(f"{name} {value:g}" for name, value in asdict(self._conversation.settings).items()))
+
+    def _stats(self, _: str) -> None:
+        if not self._statistics:
+            raise ValueError("there is no answer yet")
+        print_summary(self._errors, self._statistics, weights=self._decoder.weights)
+
+    def _panel(self, _: str) -> None:
+        if not self._in_panel and not LivePanel.fits(self._out):
+            raise ValueError("no panel fits here")
+        self._in_panel = not self._in_panel
+        self._tell(f"answers come {'in the panel' if self._in_panel else 'as text'}")
+
+    def _save(self, name: str) -> None:
+        self._conversation.save(_path(name))
+        self._tell(f"saved in {name}")
+
+    def _load(self, name: str) -> None:
+        model, here = self._conversation.load(_path(name)), self._conversation.model
+        n = len(self._conversation.messages) // 2
+        other = f"; it was held with {model}, this is {here}" if model != here else ""
+        self._tell(f"{n} turn{'s' * (n != 1)} from {name}{other}")
+
+
+def _path(name: str) -> Path:
+    if not name:
+        raise ValueError("a file's name is missing")
+    return Path(name).expanduser()
+
+
+def piped(stream: BinaryIO) -> str:
+    """The question that comes out of a pipe. Raises ValueError for what is no text."""
+    data = stream.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"stdin has more than {MOST_BYTES >> 20} MiB; expected a question")
+    try:
+        words = data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"stdin is no UTF-8 at byte {error.start}; expected a question") from None
+    if "\0" in words:
+        raise ValueError("stdin is binary: it holds a zero byte; expected a question")
+    return words.strip()

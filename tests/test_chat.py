@@ -1,0 +1,265 @@
+"""Conversations: what a turn runs, what is kept, saved and dropped; and the command in pipes and at a terminal."""
+
+import io
+import json
+import random
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import Prompt, Sampling, SpeculativeDecoder, Step
+from specdec.machine.programs import Runner
+
+pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
+pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
+from specdec.chat import Conversation, Settings
+from specdec.chat_lines import whole
+from specdec.chat_screen import MOST_BYTES
+from specdec.chat_screen import piped as question_of
+from specdec.output import printable
+from tests.folders import FIXTURES, configure
+from tests.terminal import Job, started, wait_until
+from tests.test_real_models import folder
+
+QUESTION = "Where did the robin go?"
+N_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = folder(tmp_path_factory.mktemp("chat") / "talker", positions=320)
+    (path / "chat_template.jinja").write_bytes((FIXTURES / "chat" / "smollm2.jinja").read_bytes())
+    (path / "tokenizer_config.json").write_text('{"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}')
+    return path
+
+
+@pytest.fixture
+def talk(model: Path) -> Callable[..., Conversation]:
+    def new(draft: str | None = None, system: str = "Sing.", **settings: Any) -> Conversation:
+        decoder = SpeculativeDecoder(model, draft, n_threads=1, gamma=4)
+        return Conversation(decoder, system, Settings(**{"max_tokens": N_TOKENS, "seed": 5} | settings), "talker")
+
+    return new
+
+
+@pytest.fixture
+def n_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many tokens each pass ran."""
+    counts: list[int] = []
+    run = Runner.__call__
+
+    def counting(self: Runner, n_tokens: int, *more: Any) -> Any:
+        counts.append(n_tokens)
+        return run(self, n_tokens, *more)
+
+    monkeypatch.setattr(Runner, "__call__", counting)
+    return iter([counts])
+
+
+def said(conversation: Conversation, question: str = QUESTION) -> list[int]:
+    for _ in conversation.ask(question):
+        pass
+    tokens: list[int] = conversation.messages[-1]["tokens"]
+    return tokens
+
+
+def test_a_turn_runs_its_own_tokens_alone(talk: Callable[..., Conversation], n_run: Iterator[list[int]]) -> None:
+    """What was said stays in the cache, token by token; so do the system prompt after /clear, the question after /regen."""
+    conversation, counts = talk(), next(n_run)
+    conversation._decoder.warm_up()
+    said(conversation)
+    for act, ahead in (
+        (lambda: conversation.ask("And then?"), 0),
+        (conversation.regenerate, N_TOKENS),
+        (lambda: (conversation.clear(), conversation.ask(QUESTION))[1], None),
+    ):
+        held = conversation._decoder.target._held[:]
+        counts.clear()
+        events = list(act())
+        prompt = next(event.tokens for event in events if isinstance(event, Prompt))
+        common = next((i for i, (a, b) in enumerate(zip(held, prompt, strict=False)) if a != b), min(len(held), len(prompt)))
+        if ahead == 0:
+            assert common == len(held) > 40
+        elif ahead:
+            assert common == len(prompt) > 60
+        else:
+            assert common > 8
+        n_said = sum(len(event.tokens) for event in events if isinstance(event, Step))
+        assert sum(counts) == len(prompt) - min(common, len(prompt) - 1) + n_said - 1  # the last token is never run
+
+
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_answers_are_the_same_with_any_draft_and_by_the_library(talk: Callable[..., Conversation], temperature: float) -> None:
+    alone, guessed = talk(temperature=temperature), talk("self", temperature=temperature)
+    for question in (QUESTION, "Why?"):
+        answer = said(alone, question)
+        assert answer == said(guessed, question)
+    messages = [{"role": "system", "content": "Sing."}, *alone.messages[:-1]]
+    events = alone._decoder.chat(messages, N_TOKENS, Sampling(temperature, 0, 0.9, 5))
+    assert answer == [token for event in events if isinstance(event, Step) for token in event.tokens]
+
+
+def test_a_saved_conversation_goes_on_as_it_would_have(talk: Callable[..., Conversation], tmp_path: Path) -> None:
+    conversation, other = talk(temperature=1.0), talk(seed=1)
+    said(conversation)
+    for _ in conversation.regenerate():
+        pass
+    conversation.save(tmp_path / "kept")
+    conversation.save(tmp_path / "kept")  # over itself it may
+    assert other.load(tmp_path / "kept") == "talker"
+    assert said(other, "And then?") == said(conversation, "And then?")
+    assert other.messages == conversation.messages
+    for _ in other.regenerate():
+        pass
+    assert other.messages[-1] != conversation.messages[-1]
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(ValueError, match="no saved conversation"):
+        conversation.save(tmp_path / "mine")
+    assert (tmp_path / "mine").read_text() == "mine"
+    with pytest.raises(ValueError, match="cannot write"):
+        conversation.save(tmp_path / "nowhere" / "kept")
+
+
+def test_a_full_context_drops_the_oldest_turns_and_keeps_the_system_prompt(talk: Callable[..., Conversation]) -> None:
+    conversation = talk()
+    for i in range(14):
+        said(conversation, f"{QUESTION} {i}")
+    assert conversation.n_dropped % 2 == 0 and 0 < conversation.n_dropped < len(conversation.messages) == 28
+    seen = conversation._seen()
+    assert seen[0]["role"] == "system" and seen[1]["role"] == "user" and len(seen) > 4
+    with pytest.raises(ValueError, match=r"the message has .* the model's context holds 320"):
+        said(conversation, "robin " * 400)
+    assert len(conversation.messages) == 28  # and the question is forgotten
+
+
+def test_what_was_said_until_an_interrupt_is_kept(talk: Callable[..., Conversation]) -> None:
+    conversation = talk()
+    events = conversation.ask(QUESTION)
+    while not isinstance(next(events), Step):
+        pass
+    events.close()
+    assert [m["role"] for m in conversation.messages] == ["user", "assistant"] and conversation.messages[-1]["tokens"]
+    unheard = conversation.ask("And?")
+    next(unheard)
+    unheard.close()
+    assert len(conversation.messages) == 2
+
+
+def test_no_damaged_file_changes_a_conversation(talk: Callable[..., Conversation], tmp_path: Path) -> None:
+    conversation, path, rng = talk(), tmp_path / "kept", random.Random(1)
+    said(conversation)
+    conversation.save(path)
+    sound = path.read_bytes()
+    before = conversation.messages, conversation.settings
+    values = (None, -1, 1.5, "x", [], {}, True, 10**30, [[]], "\ud800", "nan")
+    refusals = []
+    for case in range(300):
+        if case % 3:
+            content = json.loads(sound)
+            where = rng.choice([content, content["settings"], *content["messages"]])
+            where[rng.choice([*where, "temperature"])] = rng.choice(values)
+            path.write_text(json.dumps(content))
+        else:
+            damaged = bytearray(sound)
+            for _ in range(rng.randrange(1, 4)):
+                damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+            path.write_bytes(damaged[: rng.randrange(len(damaged))] if rng.random() < 0.5 else damaged)
+        try:
+            conversation.load(path)
+            conversation.messages, conversation.settings = before
+        except ValueError as error:
+            refusals.append(str(error))
+        assert (conversation.messages, conversation.settings) == before
+    assert len(refusals) > 150
+    assert all(str(path) in refusal and "\n" not in refusal for refusal in refusals)
+
+
+def test_a_message_of_several_lines() -> None:
+    for typed, message in {
+        ("hi",): "hi", ("a\\", "b"): "a\nb", ('"""a', 'b"""'): "a\nb", ('"""', "a", '"""'): "a", ('"""a"""',): "a",
+        (' """', "a\\", '"""'): "a\\",
+    }.items():  # fmt: skip
+        lines = iter(typed)
+        assert whole(lambda _, lines=lines: next(lines)) == message  # type: ignore[misc]
+
+
+OPTIONS = ["-s", 5, "-n", N_TOKENS, "-j", 1]
+
+
+def piped(arguments: list[object], data: bytes) -> tuple[int, str, str]:
+    with started(["chat", *OPTIONS, *arguments], stdin=subprocess.PIPE) as process:
+        out, errors = process.communicate(data, timeout=120)
+        return process.returncode, out.decode(), errors.decode()
+
+
+def test_a_pipe_is_answered_once(model: Path, talk: Callable[..., Conversation]) -> None:
+    conversation = talk(system="")
+    conversation.settings = Settings(seed=5, max_tokens=N_TOKENS)
+    said(conversation)
+    answer = conversation.messages[-1]
+    code, out, errors = piped(["-m", model], QUESTION.encode() + b"\n")
+    assert code == 0 and "tok/s" in errors and out.strip() == printable(answer["content"]).strip()
+    code, out, _ = piped(["-m", model, "-i", QUESTION, "--json"], b"")
+    assert code == 0 and out.count("\n") == 1
+    told = json.loads(out)
+    assert (told["text"], told["tokens"], told["settings"]["seed"]) == (answer["content"], answer["tokens"], 5)
+
+
+def test_what_is_no_question_is_told_in_a_line(model: Path) -> None:
+    for data, words in ((b"\xff\xfe", "no UTF-8 at byte 0"), (b"a\0b", "binary"), (b"a" * (MOST_BYTES + 1), "16 MiB")):
+        with pytest.raises(ValueError, match=words):
+            question_of(io.BytesIO(data))
+    code, out, errors = piped(["-m", model], b"robin " * 400)
+    assert (code, out) == (2, "") and errors.count("\n") == 1 and "context holds 320" in errors
+
+
+def test_a_talk_at_a_terminal(model: Path, tmp_path: Path) -> None:
+    """Pasted lines are one message, Ctrl-C stops an answer and clears a line, commands, history, Ctrl-D."""
+    kept = tmp_path / "kept"
+    arguments = ["chat", "-m", model, "-s", 5, "-n", 4000, "-j", 1]
+    with Job(arguments, XDG_STATE_HOME=str(tmp_path), TERM="xterm") as job:
+        job.read_until(word=">>> ")
+
+        def enter(keys: bytes, word: str) -> None:
+            job.type(keys)
+            job.read_until(word=word)
+            if ">>> " not in job.raw[job.raw.rindex(word.encode()) :].decode():
+                job.read_until(word=">>> ")
+
+        enter(b"/foo\r", "no command /foo")
+        enter(b"/set max_tokens 5\r", "max_tokens 5")
+        enter(b"\x1b[200~one\ntwo\x1b[201~\r", "5 tok")
+        job.resize(40, 12)
+        enter(b"/set max_tokens 300\r", "max_tokens 300")
+        enter(b"typed\x03", "leaves")
+        enter(b"/save %s\r" % str(kept).encode(), "saved in")
+        enter(b"/clear\r", "anew")
+        enter(b"/regen\r", "no answer yet")
+        enter(b"/system Sing.\r", "system prompt: Sing.")
+        enter(b"/load %s\r" % str(kept).encode(), "1 turn from")
+        job.type(b"\x04")
+        assert int(job.report()) == 0
+        assert job.echoes()
+    content = json.loads(kept.read_text())
+    assert content["messages"][0]["content"] == "one\ntwo"
+    history = [json.loads(line) for line in (tmp_path / "specdec" / "history").read_text().splitlines()]
+    assert history[:3] == ["/foo", "/set max_tokens 5", "one\ntwo"]
+
+
+def test_ctrl_c_stops_an_answer_and_the_talk_goes_on(model: Path, tmp_path: Path) -> None:
+    endless = configure(Path(shutil.copytree(model, tmp_path / "endless")), max_position_embeddings=100_000)
+    with Job(["chat", "-m", endless, "-s", 5, "-n", 90_000, "-j", 1, "--no-history", "-i", "hi"], TERM="xterm") as job:
+        job.read_until(word=">>> hi\r\n")
+        wait_until(lambda: (job.read_until(), len(job.raw.split(b">>> hi\r\n")[1]) > 100)[1])  # of an answer
+        job.type(b"\x03")
+        job.read_until(word="interrupted")
+        job.type(b"/save %s\r" % str(tmp_path / "kept").encode())
+        job.read_until(word="saved in")
+        job.type(b"/bye\r")
+        assert int(job.report()) == 0
+    assert json.loads((tmp_path / "kept").read_text())["messages"][1]["tokens"]
+    assert not (tmp_path / "specdec").exists()
