@@ -187,8 +187,8 @@ class RaceView:
         n = min((height - 3) // 2, MOST_TEXT_ROWS)
         rows: list[Row] = []
         for track, corners in ((self._alone, "╭─╮"), (self._pair, "├─┤")):
-            figures = track.figures(self._seconds, width - 10 - min(cells(track.name), width // 3))
-            rows += [self._pen.rule(width, corners, track.name, figures)]
+            name = track.name.removeprefix(f"{self._roles.target} ")
+            rows += [self._pen.rule(width, corners, name, track.figures(self._seconds, width - 10 - cells(name)))]
             rows += [self._pen.framed(row, width - 4) for row in self._text(track, width - 4, n)]
         return [*rows, self._pen.rule(width, "╰─╯", "", self._keys())]
 
