@@ -118,7 +118,7 @@ def main(out: str = str(Path(__file__).with_name("race.svg")), *names: str) -> N
     for told, color in legend:
         parts.append(text_at(x, y + 62, told, color))
         x += CELL * (len(told) + 3)
-    slow = f"slow motion, {clock.slower:.0f} times slower; each was measured alone"
+    slow = f"slow motion, {clock.slower:.0f} times slower; each ran alone"
     parts.append(text_at(2 * PAD + PANE + 14, y + 88, slow, COLORS["faint"]))
     parts.append(text_at(PAD + 14, y + 88, race.sentence, COLORS["prompt"], clock.at(length), 700))
     width, height = 3 * PAD + 2 * PANE, y + 106
