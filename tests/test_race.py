@@ -1,7 +1,6 @@
-"""race.py, race_screen.py, --compare: what is measured, and what is to be seen of it."""
+"""race.py, race_screen.py: what is measured, and what is to be seen of it."""
 
 import io
-import json
 import subprocess
 import sys
 from itertools import pairwise
@@ -133,33 +132,13 @@ def test_the_fastest_runs_count_and_both_write_one_text(pair: Pair) -> None:
     assert f"{race.ratio:.1f} times as fast" in race.sentence or race.ratio < 1
 
 
-def test_a_race_on_a_terminal_and_its_json(pair: Pair) -> None:
+def test_a_race_on_a_terminal_leaves_the_text_and_the_figures(pair: Pair) -> None:
     with Job(["race", *with_pair(pair, "-n", 60)], 80, 24) as job:
         job.read_until(frames=2)
         job.type(b"q")
         assert job.report() == "0"
         text = job.screen().text()
     assert "same text, letter for letter; " in text and "seed 5" in text and "╭" not in text
-    out = subprocess.run(
-        [sys.executable, ROOT / "specdec.py", "race", *map(str, with_pair(pair, "-n", 60, "--json"))],
-        capture_output=True,
-        check=True,
-    )
-    result = json.loads(out.stdout)
-    assert result["same_text"] and result["alone"]["n_generated"] == result["pair"]["n_generated"] == len(result["tokens"])
-
-
-def test_compare_tells_both_runs_in_words_and_in_json(pair: Pair) -> None:
-    command = [sys.executable, ROOT / "specdec.py", *map(str, with_pair(pair, "-n", 60, "--compare"))]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "big alone " in done.stderr and "same text, letter for letter; " in done.stderr
-    result = json.loads(subprocess.run([*command, "--json"], capture_output=True, check=True).stdout)
-    both = result["compare"]
-    assert both["same_text"] and both["pair"]["tokens_per_second"] == result["tokens_per_second"]
-    assert both["ratio"] == pytest.approx(result["speed_up"])
-    for arguments in (["--compare", "-d", "none"], ["race", "-d", "none"], ["--compare", "-n", "1"]):
-        done = subprocess.run([*command[:2], *arguments], capture_output=True, text=True, check=False)
-        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
 
 
 def test_the_script_draws_a_picture_that_moves_and_ends_with_both_texts(tmp_path: Path) -> None:
