@@ -20,9 +20,10 @@ from .decoding import Event, Prompt, Statistics, Step
 from .interrupts import signals
 from .keys import Keyboard
 from .output import FEW_PASSES, Printable, Roles, SilentView, View, print_summary, printable, to_json
-from .panel import STYLES, STYLES_NO_COLOR, WIDEST, LivePanel
+from .panel import LivePanel
 from .story import KEPT_ROWS, Row, Story
 from .tokenizer import AnyTokenizer, TextStream
+from .window import STYLES, STYLES_NO_COLOR, WIDEST, fits
 
 MOST_BYTES = 16 << 20  # of a question out of a pipe
 HELP = '''\
@@ -207,7 +208,7 @@ class Chat:
         tokenizer, settings = self._decoder.tokenizer, self._conversation.settings
         if self._showing.as_json:
             return SilentView(tokenizer)
-        if self._in_panel and LivePanel.fits(self._out):
+        if self._in_panel and fits(self._out):
             roles = self._showing.roles
             return LivePanel(tokenizer, self._out, statistics, settings.max_tokens, roles, roles.target)
         styles = {} if self._showing.plain else STYLES_NO_COLOR if self._out.no_color else STYLES
@@ -245,7 +246,7 @@ class Chat:
         print_summary(self._errors, self._statistics, weights=self._decoder.weights)
 
     def _panel(self, _: str) -> None:
-        if not self._in_panel and not LivePanel.fits(self._out):
+        if not self._in_panel and not fits(self._out):
             raise ValueError("no panel fits here")
         self._in_panel = not self._in_panel
         self._tell(f"answers come {'in the panel' if self._in_panel else 'as text'}")

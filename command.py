@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -16,7 +16,7 @@ from rich.console import Console
 import specdec
 
 from .decoder import AUTO, NGRAM, SELF, SpeculativeDecoder, TreeMode
-from .decoding import VERIFIERS, Prompt, Statistics, VerifyMode
+from .decoding import VERIFIERS, Event, Prompt, Statistics, VerifyMode
 from .files import default_pair, find, telling_how_to_restore
 from .interrupts import exit_code, signals
 from .machine.threads import available_threads
@@ -24,6 +24,7 @@ from .options import (
     AnswerTokens,
     AsCsv,
     AsJson,
+    Compare,
     DraftFile,
     DraftFiles,
     FirstMessage,
@@ -66,13 +67,16 @@ from .options import (
 from .output import FEW_PASSES, PlainView, Roles, SilentView, View, print_result, print_summary, printable, to_json
 from .panel import LivePanel
 from .planning import MAX_GAMMA
+from .progress import LOADING, loading, progress_bar, telling
 from .quantizing import kinds_to_make
+from .race import Race
+from .race import measure as run_both
 from .readers import CheckpointError
 from .sampling import Sampling
 from .tokenizer import TokenizerError
+from .window import fits
 
 DEFAULT_PROMPT = "Once upon a time"
-LOADING = "loading; a first run compiles the kernels, 10 to 20 seconds"
 
 app = typer.Typer(
     add_completion=False,
@@ -81,7 +85,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 UsageError = cast(type[Exception], next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"))
-BAR_CELLS = 24
 NONE = "none"  # as a draft: the target decodes alone
 BROKEN_PIPE = 141  # what a shell reports for SIGPIPE
 
@@ -107,6 +110,7 @@ def tell(
     plain: Plain = False,
     pace: Pace = 0.0,
     stats: Stats = False,
+    compare_both: Compare = False,
     as_json: AsJson = False,
     version: ShowVersion = False,
 ) -> None:
@@ -130,6 +134,8 @@ def tell(
     elif not draft and verify == "coupled":  # whose text no drafter changes
         draft = NGRAM
     draft = "" if draft == NONE else draft
+    if compare_both and not draft:
+        raise typer.BadParameter("there is no draft whose gain it could tell.", param_hint="'--compare'")
     sampling = Sampling(temperature, top_k, top_p, seed or int.from_bytes(os.urandom(4), "little") or 1)
     sources = _found(model, draft, stage)
     with loading() as show:
@@ -156,20 +162,20 @@ def tell(
     max_tokens = max(0, total + 1 - len(prompt_tokens))
     out = Console()
     names = [Path(name).name.removesuffix(".bin") for name in (model, draft, stage) if name]
-    origins = {NGRAM: "from the text so far", SELF: f"by {names[0]} in int8"}
-    roles = Roles(names[0], origins.get(draft, f"by {names[1]}") if draft else "")
+    roles = _roles(names, draft)
     view: View
     if as_json:
         view = SilentView(decoder.tokenizer)
-    elif not plain and LivePanel.fits(out):
+    elif not plain and fits(out):
         view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, roles, " + ".join(names), pace)
     else:
         if pace and not plain:
             _tell("--pace has no effect: no panel fits here")
         view = PlainView(decoder.tokenizer, sys.stdout)
+    race = _both(decoder, prompt, max_tokens, sampling) if compare_both else None
     with writing():
-        _run(view, decoder, prompt, max_tokens, sampling, statistics)
-        statistics.plain_seconds = decoder.plain_seconds
+        _run(view, race.pair.events if race else decoder.stream(prompt, max_tokens, sampling), statistics)
+        statistics.plain_seconds = race.alone.statistics.seconds_per_token if race else decoder.plain_seconds
         if isinstance(view, SilentView):
             settings = {
                 "model": model,
@@ -188,7 +194,8 @@ def tell(
                 "tokenizer": str(decoder.tokenizer.path),
                 "weights": decoder.weights,
             }
-            print(to_json(statistics, view.text, view.tokens, **times, seed=sampling.seed, settings=settings))
+            both = {"compare": race.figures()} if race else {}
+            print(to_json(statistics, view.text, view.tokens, **times, **both, seed=sampling.seed, settings=settings))
         else:
             at_a_pace = isinstance(view, LivePanel) and view.was_held
             errors, note = Console(stderr=True), "" if at_a_pace else _advice(decoder, statistics)
@@ -198,6 +205,12 @@ def tell(
             if stats:
                 told = {"seed": sampling.seed, "threads": decoder.target.n_threads, "weights": decoder.weights}
                 print_summary(errors, statistics, **told, **_whose(decoder))
+            if race:
+                lines = race.report(f"{roles.target} alone", " + ".join(names))
+                lines += [race.sentence] if verify == "coupled" else []
+                errors.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    if race and verify == "coupled" and not race.is_same_text:
+        raise typer.Exit(1)
 
 
 def _stages(drafts: list[str], stage: str) -> tuple[str, str]:
@@ -234,6 +247,12 @@ def _decoder(
     return decoder
 
 
+def _roles(names: list[str], draft: str) -> Roles:
+    """Who writes, by the names of target and draft."""
+    origins = {NGRAM: "from the text so far", SELF: f"by {names[0]} in int8"}
+    return Roles(names[0], origins.get(draft, f"by {names[1]}") if draft else "")
+
+
 def _whose(decoder: SpeculativeDecoder) -> dict[str, str]:
     """What the draft has no part in, for the summary."""
     if not (decoder.draft or decoder.ngrams):
@@ -255,15 +274,12 @@ def _advice(decoder: SpeculativeDecoder, statistics: Statistics) -> str:
 
 def _run(
     view: View,
-    decoder: SpeculativeDecoder,
-    prompt: str,
-    max_tokens: int,
-    sampling: Sampling,
+    events: Iterable[Event],
     statistics: Statistics,
 ) -> None:
-    """Decode into the view, until the text or somebody's patience is at its end."""
+    """Show the events, until the text or somebody's patience is at its end."""
     with view:
-        for event in decoder.stream(prompt, max_tokens, sampling):
+        for event in events:
             if isinstance(event, Prompt):  # before, while a long one is read, there is nothing to print at the end
                 signals.text_begins()
             statistics.add(event)
@@ -326,40 +342,6 @@ def measure(shape: Shape = "42M", threads: Threads = 0, int8: Int8 = False, as_j
         result = benchmark.run(config, threads or None, "int8" if int8 else "fp32")
     with writing():
         print(benchmark.to_json(result)) if as_json else Console().print(benchmark.to_table(result, shape))
-
-
-def progress_bar(name: str, share: float) -> str:
-    """How far the loading of a model is, in a line."""
-    return f"loading {name} {'━' * round(BAR_CELLS * share):{BAR_CELLS}} {share:4.0%}"
-
-
-@contextmanager
-def loading(message: str = LOADING) -> Iterator[Callable[[str], None]]:
-    """Around all that writes no output: a terminal shows the message meanwhile, and a disk's trouble is not the output's.
-
-    Gives what shows another message instead.
-    """
-    is_shown = bool(message) and sys.stderr.isatty()
-    room = (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1 if is_shown else 0
-    width = 0
-
-    def show(line: str) -> None:
-        nonlocal width
-        if is_shown:
-            width = max(width, len(line))
-            with suppress(OSError):  # the terminal has gone
-                os.write(sys.stderr.fileno(), f"\r{line.ljust(width)[:room]}\r".encode(errors="replace"))
-
-    def erase() -> None:
-        show(" " * (width + len("^C")))
-
-    with signals.at_sudden_end(erase, do=lambda: show(message)):
-        try:
-            yield show
-        except OSError as error:
-            raise ValueError(f"cannot load: {error.filename or 'a file'}: {error.strerror or error}") from None
-        finally:
-            erase()
 
 
 @contextmanager
@@ -457,7 +439,7 @@ def compare(
         settings, left_out = sweep.settings_of(pair, sizes)
         signals.text_begins()
         try:
-            measured = sweep.measure(settings, texts, rounds, _telling(show, "measuring"), lambda: signals.asked)
+            measured = sweep.measure(settings, texts, rounds, telling(show, "measuring"), lambda: signals.asked)
         except sweep.TextsDiffer as error:
             wrong = str(error)
         else:
@@ -492,19 +474,71 @@ def compare(
         raise ValueError(flaw)
 
 
-def _telling(show: Callable[[str], None], doing: str) -> Callable[[float], None]:
-    """What shows a share that is done as a bar, with the time that is left; not so often that it would cost any."""
-    begin, last = time.monotonic(), 0.0
+def _both(decoder: SpeculativeDecoder, prompt: str, max_tokens: int, sampling: Sampling) -> Race:
+    """The target alone and the pair, measured in turns."""
+    if not max_tokens:
+        raise typer.BadParameter("the prompt leaves no token to write (-n counts it).", param_hint="'-n' / '--steps'")
+    with loading("running both") as show:
+        return run_both(decoder, prompt, max_tokens, sampling, telling(show, "running both"))
 
-    def tell(share: float) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now > last + 0.1:
-            last = now
-            left = f", {(now - begin) * (1 - share) / share:.0f} s left" if share > 0.01 else ""
-            show(f"{doing} {'━' * round(BAR_CELLS * share):{BAR_CELLS}} {share:4.0%}{left}")
 
-    return tell
+@app.command("race")
+def run_race(
+    model: ModelFile = "",
+    drafts: DraftFiles = None,
+    stage: StageName = "",
+    quantize: WhatToQuantize = "draft",
+    tokenizer: TokenizerFile = "",
+    prompt: PromptText = DEFAULT_PROMPT,
+    steps: Steps = 256,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 0.9,
+    top_k: TopK = 0,
+    seed: Seed = 0,
+    gamma: Gamma = AUTO,
+    tree: TreeOption = AUTO,
+    threads: Threads = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Watch the target alone and the pair write one text, side by side.
+
+    Both run by themselves first, a few times each; then their fastest runs are
+    shown together, in slow motion.
+    """
+    from .race import to_json as race_to_json
+    from .race_screen import RaceView  # which nothing else needs
+
+    _check_arguments(prompt, top_p, seed, threads, verify="coupled", quantize=quantize, tree=tree)
+    draft, stage = _stages(drafts or [], stage)
+    if draft == NONE:
+        raise typer.BadParameter("a race needs one.", param_hint="'-d' / '--draft'")
+    if not model:
+        target, small = default_pair()
+        model, draft = str(target), draft or str(small)
+    draft = draft or NGRAM
+    sampling = Sampling(temperature, top_k, top_p, seed or int.from_bytes(os.urandom(4), "little") or 1)
+    with loading() as show:
+        decoder = _decoder(
+            _found(model, draft, stage), tokenizer, quantize, threads, show, gamma=_gamma(gamma), tree=cast(TreeMode, tree)
+        )
+        prompt_tokens = decoder.encode(prompt)
+        decoder.warm_up()
+    total = min(steps or decoder.n_positions, decoder.target.n_positions)
+    race = _both(decoder, prompt, max(0, total + 1 - len(prompt_tokens)), sampling)
+    names = [Path(name).name.removesuffix(".bin") for name in (model, draft, stage) if name]
+    out, pair = Console(), " + ".join(names)
+    signals.text_begins()
+    with writing():
+        if as_json:
+            text = decoder.tokenizer.decode(prompt_tokens + race.pair.tokens)
+            print(race_to_json(race, text, model=model, draft=draft, stage=stage or None, seed=sampling.seed))
+        else:
+            if fits(out):
+                RaceView(race, _roles(names, draft), pair, decoder.tokenizer, out).play()
+            lines = [*race.report(f"{names[0]} alone", pair), f"{race.sentence}; seed {sampling.seed}"]
+            out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    if not race.is_same_text:
+        raise typer.Exit(1)
 
 
 @app.command("ngrams")
@@ -536,7 +570,7 @@ def count(
     sources = _found(model, "" if draft == NONE or file else draft or NGRAM, "")
     with loading() as show:
         decoder = _decoder(sources, tokenizer, quantize, threads, show)
-        tell, asked = _telling(show, "counting"), lambda: signals.asked
+        tell, asked = telling(show, "counting"), lambda: signals.asked
         if file:
             texts = counting.read(Path(file), decoder.tokenizer, tell, asked)
         else:

@@ -135,6 +135,10 @@ class Statistics:
         return [sum(self.accepted_histogram[i:]) / n for i, n in enumerate(drafted, 1)]
 
     @property
+    def seconds_per_token(self) -> float:
+        return self.decode_seconds / self.n_generated if self.n_generated else 0.0
+
+    @property
     def speed_up(self) -> float:
         """Over the target alone, whose time for a token was measured in this run; 0 where it was not."""
         return self.tokens_per_second * self.plain_seconds

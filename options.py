@@ -115,6 +115,9 @@ Pace = Annotated[
     ),
 ]  # fmt: skip
 Stats = Annotated[bool, flag("--stats", group="Output", help="Then all figures: drafted, accepted, mean length, by position.")]
+Compare = Annotated[
+    bool, flag("--compare", group="Output", help="Then the target alone, too, each run by itself: both, their ratio, one text.")
+]
 AsJson = Annotated[bool, flag("--json", group="Output", help="One JSON object on stdout.")]
 ShowVersion = Annotated[
     bool, flag("--version", group="Output", help="Print the version and the arithmetic's revision, and exit.")

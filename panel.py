@@ -3,27 +3,19 @@
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from rich.console import Console, ConsoleDimensions
 
 from .decoding import Event, Prompt, Proposal, Statistics, Step
-from .interrupts import in_foreground, signals
+from .interrupts import signals
 from .keys import Keyboard
 from .output import Printable, Roles, printable
-from .screen import Screen
 from .story import Row, Run, Story, cells, cut, last_cells, width_of, word_at_end, word_at_start
 from .tokenizer import AnyTokenizer, TextStream
+from .window import MIN_ROWS, MIN_WIDTH, WIDEST, Window, laid_out
 
-# What terminals call select graphic rendition: the kinds of runs in a row
-STYLES = {
-    "prompt": "1", "target": "", "accepted": "32", "rejected": "9;31", "unread": "2;9", "proposed": "33",
-    "strong": "1", "plain": "", "faint": "2", "edge": "2",
-}  # fmt: skip
-# without colour, the words have to differ in something else
-STYLES_NO_COLOR = STYLES | {"accepted": "4", "rejected": "9", "proposed": "3"}
 REFRESH_SECONDS = 0.1, 0.5  # between frames, at the least and at the most
 RENDER_SHARE = 0.01  # of the time that frames may take: where one is slow, there are fewer
 LOOK_SECONDS = 0.03  # between looks at the keys and at the terminal's size
@@ -31,9 +23,7 @@ UNSEEN_SECONDS = 0.25  # a text that is over by then is not worth a panel
 LONGEST_HOLD_SECONDS = 3600.0  # at a pace
 GUESS_SECONDS = 0.4  # that a guess is in sight before it is checked, where one step is taken
 PACES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # steps a second; beyond the last, full speed
-MIN_ROWS, MIN_WIDTH = 8, 20  # of a terminal that holds a panel
 ROWS_OF_ALL = 10  # from which on there is room for the legend and the progress
-WIDEST = 100  # cells: longer lines are hard to read
 WIDTH_OF_HISTOGRAM = 92  # within the frame, from which on there is room for one
 SIDE_WIDTH, BAR_WIDTH = 26, 12
 MOST_TEXT_ROWS, MOST_PASSES = 14, 8
@@ -49,6 +39,28 @@ class Judged(NamedTuple):
 
     start: int
     step: Step
+
+
+class Reading:
+    """The story that a text's events tell: whose each word is."""
+
+    def __init__(self, tokenizer: AnyTokenizer) -> None:
+        self._stream, self._printable, self.story = TextStream(tokenizer), Printable(), Story()
+
+    def begin(self, prompt: list[int]) -> None:
+        self._add(prompt, "prompt")
+        self.story.end_word()
+
+    def go_on(self, step: Step) -> None:
+        self._add(step.tokens[: step.n_accepted], "accepted")
+        self._add(step.tokens[step.n_accepted :], "target")
+
+    def end(self) -> None:
+        """What is left of an unfinished character or control sequence."""
+        self.story.add(self._printable.push(self._stream.end()) + self._printable.end(), "target")
+
+    def _add(self, tokens: list[int], kind: str) -> None:
+        self.story.add(self._printable.push("".join([self._stream.push(token) for token in tokens])), kind)
 
 
 class LivePanel:
@@ -76,9 +88,7 @@ class LivePanel:
         self._tokenizer, self._console, self._statistics = tokenizer, console, statistics
         self._max_tokens, self._roles, self._title, self._pace = max_tokens, roles, printable(title), pace
         self._clock, self._sleep = clock, sleep
-        self._is_utf = console.encoding.startswith("utf")
-        self._styles = STYLES_NO_COLOR if console.no_color else STYLES
-        self._stream, self._printable, self._story = TextStream(tokenizer), Printable(), Story()
+        self._reading = Reading(tokenizer)
         self._tokens: list[int] = []
         self._unread: list[Step] = []  # not yet in the story
         self._passes: deque[Judged] = deque(maxlen=MOST_PASSES)
@@ -86,41 +96,35 @@ class LivePanel:
         self._next_frame = self._next_look = 0.0
         self._is_paused = self._shows_keys = False
         self._steps_asked = 0
-        self.ended = self.was_held = self.was_seen = False
-        self._keyboard, self._screen = keyboard or Keyboard(), Screen(console)
-        self._stops = ExitStack()
+        self.ended = self.was_held = False
+        self._window = Window(console, keyboard)
+        self._pen = self._window.pen
 
-    @staticmethod
-    def fits(console: Console) -> bool:
-        """Whether the console is a terminal that can hold the panel."""
-        is_able = console.is_terminal and console.file.isatty() and not console.is_dumb_terminal and not console.legacy_windows
-        return is_able and console.height >= MIN_ROWS and console.width >= MIN_WIDTH
+    @property
+    def was_seen(self) -> bool:
+        return self._window.was_seen
 
     def __enter__(self) -> "LivePanel":
-        with ExitStack() as stops:
-            stops.enter_context(signals.noting_stops())
-            self._keyboard.open()
-            self._stops = stops.pop_all()
+        self._window.enter()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        with self._stops:
-            self._leave()
-            self._read()
-            self._story.add(self._printable.push(self._stream.end()) + self._printable.end(), "target")
-            rows = self._story.rows(width := min(self._console.width, WIDEST))
-            if self._roles.guessed and self._statistics.n_drafted:
-                rows += [[], *laid_out(self._meanings()[:2], width)]
-            self._console.file.write("".join([self._styled(row).rstrip(" ") + "\n" for row in rows]))
-            self._console.file.flush()
+        self._window.leave(self._whole_text)
+
+    def _whole_text(self) -> str:
+        """For the terminal's first page, with the colours' meaning."""
+        self._read()
+        self._reading.end()
+        rows = self._reading.story.rows(width := min(self._console.width, WIDEST))
+        if self._roles.guessed and self._statistics.n_drafted:
+            rows += [[], *laid_out(meanings(self._roles, self._console.no_color)[:2], width)]
+        return "".join([self._pen.styled(row).rstrip(" ") + "\n" for row in rows])
 
     def show(self, event: Event) -> None:
         now = self._clock()
         if isinstance(event, Prompt):
             self._tokens += event.tokens
-            text = "".join([self._stream.push(token) for token in event.tokens])
-            self._story.add(self._printable.push(text), "prompt")
-            self._story.end_word()
+            self._reading.begin(event.tokens)
             self._next_frame = now + UNSEEN_SECONDS
             if self._pace or event.seconds > UNSEEN_SECONDS:
                 self._frame()
@@ -152,11 +156,10 @@ class LivePanel:
 
     def _look(self) -> bool:
         """At the keys and the terminal; whether there is something new to see."""
-        keys = self._keyboard.pressed()
+        keys = self._window.keys()
         for key in keys:
             self._obey(key)
-        is_back = self.was_seen and not self._screen.is_open and in_foreground(self._console.file)
-        is_new = bool(keys) or self._screen.is_resized or is_back
+        is_new = bool(keys) or self._window.is_stale
         if is_new:
             self._next_frame = 0.0
         return is_new
@@ -207,28 +210,14 @@ class LivePanel:
         return min(1 / frames_a_step / self._pace, LONGEST_HOLD_SECONDS) if self._pace else 0.0
 
     def _draw(self) -> None:
-        if signals.stop_asked:
-            self._leave()
-            signals.stop()
-        if in_foreground(self._console.file):
-            self._keyboard.open()
-            size = self._console.size
-            self._screen.draw([self._codes(row, size.width) for row in self.rows(size)], size)
-            self.was_seen = True
-
-    def _leave(self) -> None:
-        try:
-            self._screen.close()
-        finally:
-            self._keyboard.close()
+        self._window.draw(self.rows)
 
     # What
 
     def _read(self) -> None:
         """Take into the story what came since the last time."""
         for step in self._unread:
-            for tokens, kind in ((step.tokens[: step.n_accepted], "accepted"), (step.tokens[step.n_accepted :], "target")):
-                self._story.add(self._printable.push("".join([self._stream.push(token) for token in tokens])), kind)
+            self._reading.go_on(step)
         self._unread.clear()
 
     def rows(self, size: ConsoleDimensions) -> list[Row]:
@@ -236,26 +225,29 @@ class LivePanel:
         self._read()
         width, height = min(size.width, WIDEST), size.height
         if height < MIN_ROWS or width < MIN_WIDTH:
-            return [*self._story.tail(width, max(height - 2, 1)), self._figures(width)][-max(height - 1, 1) :]
+            return [*self._reading.story.tail(width, max(height - 2, 1)), self._figures(width)][-max(height - 1, 1) :]
         is_all = height >= ROWS_OF_ALL
         legend = self._legend(width, 2 if height >= 16 else 1) if is_all else []
         has_passes = bool(self._roles.guessed)
         free = height - 1 - len(legend) - (4 if is_all else 2) - has_passes
         n_passes = min(max(1, free // 3), MOST_PASSES) if has_passes else 0
         inner = width - 4
-        text = self._story.tail(inner, min(free - n_passes, MOST_TEXT_ROWS))
+        text = self._reading.story.tail(inner, min(free - n_passes, MOST_TEXT_ROWS))
         text += [[] for _ in range(min(free - n_passes, MOST_TEXT_ROWS) - len(text))]
-        rows = [self._rule(width, "╭─╮", self._title, self._speed()), *(self._framed(row, inner) for row in text)]
+        rows = [self._pen.rule(width, "╭─╮", self._title, self._speed()), *(self._pen.framed(row, inner) for row in text)]
         if has_passes:
             rows += [
-                self._rule(width, "├─┤", *self._heading(width)),
-                *(self._framed(row, inner) for row in self._guesses(inner, n_passes)),
+                self._pen.rule(width, "├─┤", *self._heading(width)),
+                *(self._pen.framed(row, inner) for row in self._guesses(inner, n_passes)),
             ]
         if is_all:
-            rows += [self._progress(width), self._framed(self._figures(inner), inner)]
+            rows += [
+                self._pen.progress(width, self._statistics.n_generated / max(1, self._max_tokens)),
+                self._pen.framed(self._figures(inner), inner),
+            ]
         figures = "" if is_all else "".join([text for text, _ in self._figures(width - 6)])
-        keys = "? keys" if self._keyboard.is_open and is_all else ""
-        return [*rows, self._rule(width, "╰─╯", "paused" if self._is_paused else figures, keys), *legend]
+        keys = "? keys" if self._window.has_keys and is_all else ""
+        return [*rows, self._pen.rule(width, "╰─╯", "paused" if self._is_paused else figures, keys), *legend]
 
     def _speed(self) -> str:
         """The rate, which a run that was slowed down does not have."""
@@ -315,7 +307,7 @@ class LivePanel:
 
     def _line(self, before: str, room: int, *runs: Run) -> Row:
         """Runs in a line, with the beginning of a word that they go on with; what was guessed in vain is the first to be cut."""
-        line_break, space, more = "↵␣…" if self._is_utf else ("\\n", "_", "...")
+        line_break, space, more = "↵␣…" if self._pen.is_utf else ("\\n", "_", "...")
         begun = word_at_end(before) if word_at_start(runs[0][0]) else ""
         row = [
             (space if text == " " else printable(text).replace("\n", line_break).replace("\t", " "), kind)
@@ -353,7 +345,7 @@ class LivePanel:
         for first, last in bins(len(counts), max(n, 2))[:n]:
             share = sum(counts[first : last + 1]) / total
             label = f"{first}" if first == last else f"{first}-{last}"
-            bar = ("█" if self._is_utf else "#") * round(share * BAR_WIDTH)
+            bar = ("█" if self._pen.is_utf else "#") * round(share * BAR_WIDTH)
             rows.append([(f"{label:>7} ", "faint"), (f"{bar:<{BAR_WIDTH}}", "plain"), (f" {share:4.0%}", "faint")])
         return rows + [[(" " * SIDE_WIDTH, "plain")] for _ in range(n - len(rows))]
 
@@ -362,53 +354,12 @@ class LivePanel:
         if self._shows_keys:
             items = [[(text, "plain") for text in form] for form in (KEYS, SHORT_KEYS)]
         elif self._roles.guessed:
-            items = [self._meanings(form) for form in range(4)]
+            items = [meanings(self._roles, self._console.no_color, form) for form in range(4)]
         else:
             items = [[]]
         laid = [laid_out(form, width) for form in items]
         rows = next((rows for rows in laid if len(rows) <= n and all(width_of(row) <= width for row in rows)), laid[-1][:n])
         return rows + [[] for _ in range(n - len(rows))]
-
-    def _meanings(self, form: int = 0) -> Row:
-        """What the colours mean, in plain words; form 0 is the longest."""
-        green = "underlined" if self._console.no_color else "green"
-        by, target = self._roles.guessed, self._roles.target
-        accepted, own, rejected = (
-            (f"{green}: guessed {by} and confirmed", f"plain: {target}'s own", "struck: guessed wrong"),
-            (f"{green}: guessed {by}, confirmed", f"plain: {target}'s own", "struck: wrong"),
-            (f"{green}: guessed right", "plain: its own", "struck: wrong"),
-            ("guessed right", "its own", "wrong"),
-        )[form]
-        return [(accepted, "accepted"), (own, "target"), (rejected, "rejected")]
-
-    def _rule(self, width: int, corners: str, left: str, right: str) -> Row:
-        """A line across the panel with words in it, as far as they fit."""
-        if not self._is_utf:
-            corners = "+-+"
-        left = cut(left, width - 6 - (cells(right) + 4 if right else 0), "…" if self._is_utf else "...")
-        fill = width - 4 - sum(cells(text) + 2 for text in (left, right) if text)
-        words = [[(f" {text} ", "strong")] if text else [] for text in (left, right)]
-        left_end, line, stub, right_end = [(text, "edge") for text in (corners[:2], corners[1] * fill, corners[1], corners[2])]
-        return [left_end, *words[0], line, *words[1], stub, right_end]
-
-    def _progress(self, width: int) -> Row:
-        left, full, empty, right = "├━─┤" if self._is_utf else "+=-+"
-        n = round((width - 2) * min(1.0, self._statistics.n_generated / max(1, self._max_tokens)))
-        return [(left, "edge"), (full * n, "plain"), (empty * (width - 2 - n), "edge"), (right, "edge")]
-
-    def _framed(self, row: Row, inner: int) -> Row:
-        side = "│" if self._is_utf else "|"
-        return [(side + " ", "edge"), *row, (" " * (inner - width_of(row) + 1), "plain"), (side, "edge")]
-
-    def _styled(self, row: Row) -> str:
-        codes = [self._styles[kind] for _, kind in row]
-        return "".join([f"\x1b[{code}m{text}\x1b[m" if code else text for (text, _), code in zip(row, codes, strict=True)])
-
-    def _codes(self, row: Row, width: int) -> str:
-        """A row as a terminal draws it over what stood there. An edge has its column, however wide the text turns out."""
-        if row and row[-1][1] == "edge":
-            return f"{self._styled(row[:-1])}\x1b[K\x1b[{min(width, WIDEST)}G{self._styled(row[-1:])}"
-        return f"\x1b[K{self._styled(row)}"
 
 
 def bins(n: int, most: int) -> list[tuple[int, int]]:
@@ -429,11 +380,14 @@ def apart(before: str, text: str) -> str:
     return text if not before or before.endswith(" ") or text.startswith(" ") else f" {text}"
 
 
-def laid_out(items: Row, width: int) -> list[Row]:
-    """Items side by side, in as many rows as they need."""
-    rows: list[Row] = [[]]
-    for text, kind in items:
-        if rows[-1] and width_of(rows[-1]) + 3 + cells(text) > width:
-            rows.append([])
-        rows[-1] += [*([("   ", "plain")] if rows[-1] else []), (text, kind)]
-    return rows
+def meanings(roles: Roles, no_color: bool, form: int = 0) -> Row:
+    """What the colours mean, in plain words; form 0 is the longest of four."""
+    green = "underlined" if no_color else "green"
+    by, target = roles.guessed, roles.target
+    accepted, own, rejected = (
+        (f"{green}: guessed {by} and confirmed", f"plain: {target}'s own", "struck: guessed wrong"),
+        (f"{green}: guessed {by}, confirmed", f"plain: {target}'s own", "struck: wrong"),
+        (f"{green}: guessed right", "plain: its own", "struck: wrong"),
+        ("guessed right", "its own", "wrong"),
+    )[form]
+    return [(accepted, "accepted"), (own, "target"), (rejected, "rejected")]

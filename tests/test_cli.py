@@ -293,6 +293,30 @@ def test_json_is_one_object_whose_figures_agree(run: Run, pair: Pair, extra: lis
     assert told <= set(result["settings"])
 
 
+def test_compare_tells_both_runs_in_words_and_in_json(run: Run, pair: Pair) -> None:
+    code, _, err = run(*with_pair(pair, "-n", 60, "--compare"))
+    assert code == 0 and "big alone " in err and "same text, letter for letter; " in err
+    result = from_json(run(*with_pair(pair, "-n", 60, "--compare", "--json")))
+    both = result["compare"]
+    assert both["same_text"] and both["pair"]["tokens_per_second"] == result["tokens_per_second"]
+    assert both["ratio"] == pytest.approx(result["speed_up"])
+    assert "letter" not in run(*with_pair(pair, "-n", 60, "--compare", "--verify", "rejection"))[2]
+    assert_refused(run("-m", pair.target, "-d", "none", "--compare"), "--compare")
+    assert_refused(run(*with_pair(pair, "-n", 1, "--compare")), "-n")
+
+
+def test_a_race_without_a_terminal_is_figures_and_a_sentence(run: Run, pair: Pair) -> None:
+    code, out, _ = run("race", *with_pair(pair, "-n", 60))
+    assert (code, len(out.splitlines())) == (0, 3) and "same text, letter for letter; " in out
+    alone, result = (
+        from_json(run(*with_pair(pair, "-n", 60, "--json"))),
+        from_json(run("race", *with_pair(pair, "-n", 60, "--json"))),
+    )
+    assert result["same_text"] and (result["text"], result["tokens"]) == (alone["text"], alone["tokens"])
+    assert result["alone"]["n_generated"] == result["pair"]["n_generated"] == len(result["tokens"])
+    assert_refused(run("race", "-m", pair.target, "-d", "none"), "-d")
+
+
 @pytest.mark.parametrize(
     ("more", "weights"),
     [

@@ -17,9 +17,10 @@ from rich.console import Console, ConsoleDimensions
 from specdec.decoding import Prompt, Proposal, Statistics, Step
 from specdec.keys import Keyboard
 from specdec.output import PlainView, Printable, Roles, SilentView, print_summary, printable, result, to_json
-from specdec.panel import STYLES, STYLES_NO_COLOR, UNSEEN_SECONDS, LivePanel, bins
+from specdec.panel import UNSEEN_SECONDS, LivePanel, bins
 from specdec.story import Row, Story, width_of
 from specdec.tokenizer import BOS, FIRST_BYTE, Tokenizer
+from specdec.window import STYLES, STYLES_NO_COLOR
 from tests.terminal import Screen
 
 SIZES = [(40, 10), (60, 12), (80, 24), (120, 40)]
@@ -706,7 +707,7 @@ def test_the_memory_of_the_tail_does_not_grow_with_the_story(tokenizer: Tokenize
         stage.clock.now += 1
         assert stage.lines()
         assert len(stage.panel._passes) < 20
-        assert sum([width_of(row) for row in stage.panel._story.tail(36, 1000)]) < 40 * 80
+        assert sum([width_of(row) for row in stage.panel._reading.story.tail(36, 1000)]) < 40 * 80
 
 
 def test_an_ascii_terminal_gets_an_ascii_frame(tokenizer: Tokenizer) -> None:

@@ -1,0 +1,61 @@
+"""How far something is, in a line of the terminal that is gone afterwards. Knows no models."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from .interrupts import signals
+
+LOADING = "loading; a first run compiles the kernels, 10 to 20 seconds"
+BAR_CELLS = 24
+
+
+def progress_bar(name: str, share: float) -> str:
+    """How far the loading of a model is, in a line."""
+    return f"loading {name} {'━' * round(BAR_CELLS * share):{BAR_CELLS}} {share:4.0%}"
+
+
+@contextmanager
+def loading(message: str = LOADING) -> Iterator[Callable[[str], None]]:
+    """Around all that writes no output: a terminal shows the message meanwhile, and a disk's trouble is not the output's.
+
+    Gives what shows another message instead.
+    """
+    is_shown = bool(message) and sys.stderr.isatty()
+    room = (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1 if is_shown else 0
+    width = 0
+
+    def show(line: str) -> None:
+        nonlocal width
+        if is_shown:
+            width = max(width, len(line))
+            with suppress(OSError):  # the terminal has gone
+                os.write(sys.stderr.fileno(), f"\r{line.ljust(width)[:room]}\r".encode(errors="replace"))
+
+    def erase() -> None:
+        show(" " * (width + len("^C")))
+
+    with signals.at_sudden_end(erase, do=lambda: show(message)):
+        try:
+            yield show
+        except OSError as error:
+            raise ValueError(f"cannot load: {error.filename or 'a file'}: {error.strerror or error}") from None
+        finally:
+            erase()
+
+
+def telling(show: Callable[[str], None], doing: str) -> Callable[[float], None]:
+    """What shows a share that is done as a bar, with the time that is left; not so often that it would cost any."""
+    begin, last = time.monotonic(), 0.0
+
+    def tell(share: float) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now > last + 0.1:
+            last = now
+            left = f", {(now - begin) * (1 - share) / share:.0f} s left" if share > 0.01 else ""
+            show(f"{doing} {'━' * round(BAR_CELLS * share):{BAR_CELLS}} {share:4.0%}{left}")
+
+    return tell

@@ -1,0 +1,137 @@
+"""A window on a terminal: rows in frames and colours, keys meanwhile, and Ctrl-Z. Knows no views and no models."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from rich.console import Console, ConsoleDimensions
+
+from .interrupts import in_foreground, signals
+from .keys import Keyboard
+from .screen import Screen
+from .story import Row, cells, cut, width_of
+
+# What terminals call select graphic rendition: the kinds of runs in a row
+STYLES = {
+    "prompt": "1", "target": "", "accepted": "32", "rejected": "9;31", "unread": "2;9", "proposed": "33",
+    "strong": "1", "plain": "", "faint": "2", "edge": "2",
+}  # fmt: skip
+# without colour, the words have to differ in something else
+STYLES_NO_COLOR = STYLES | {"accepted": "4", "rejected": "9", "proposed": "3"}
+MIN_ROWS, MIN_WIDTH = 8, 20  # of a terminal that holds a frame with a text in it
+WIDEST = 100  # cells: longer lines are hard to read
+
+
+class Pen:
+    """Rows of a frame, and the codes that a terminal draws them by."""
+
+    def __init__(self, console: Console) -> None:
+        self.is_utf = console.encoding.startswith("utf")
+        self.ellipsis = "…" if self.is_utf else "..."
+        self._styles = STYLES_NO_COLOR if console.no_color else STYLES
+
+    def rule(self, width: int, corners: str, left: str, right: str) -> Row:
+        """A line across the frame with words in it, as far as they fit."""
+        if not self.is_utf:
+            corners = "+-+"
+        left = cut(left, width - 6 - (cells(right) + 4 if right else 0), self.ellipsis)
+        fill = width - 4 - sum(cells(text) + 2 for text in (left, right) if text)
+        words = [[(f" {text} ", "strong")] if text else [] for text in (left, right)]
+        left_end, line, stub, right_end = [(text, "edge") for text in (corners[:2], corners[1] * fill, corners[1], corners[2])]
+        return [left_end, *words[0], line, *words[1], stub, right_end]
+
+    def progress(self, width: int, share: float) -> Row:
+        """A line across the frame that shows a share of 1."""
+        left, full, empty, right = "├━─┤" if self.is_utf else "+=-+"
+        n = round((width - 2) * min(1.0, share))
+        return [(left, "edge"), (full * n, "plain"), (empty * (width - 2 - n), "edge"), (right, "edge")]
+
+    def framed(self, row: Row, inner: int) -> Row:
+        """A row of at most `inner` cells between the frame's sides."""
+        side = "│" if self.is_utf else "|"
+        return [(side + " ", "edge"), *row, (" " * (inner - width_of(row) + 1), "plain"), (side, "edge")]
+
+    def styled(self, row: Row) -> str:
+        codes = [self._styles[kind] for _, kind in row]
+        return "".join([f"\x1b[{code}m{text}\x1b[m" if code else text for (text, _), code in zip(row, codes, strict=True)])
+
+    def codes(self, row: Row) -> str:
+        """A row as a terminal draws it over what stood there. An edge has its column, however wide the text turns out."""
+        parts, start = [] if row and row[-1][1] == "edge" else ["\x1b[K"], 0
+        for i in range(1, len(row)):
+            if row[i][1] == "edge" and row[i - 1][1] != "edge":
+                parts += [self.styled(row[start:i]), f"\x1b[K\x1b[{width_of(row[:i]) + 1}G"]
+                start = i
+        return "".join([*parts, self.styled(row[start:])])
+
+
+class Window:
+    """Frames on the terminal's second page, and the keys that are pressed meanwhile, between `enter` and `leave`.
+
+    In the background nothing is drawn, and Ctrl-Z takes the frame off the screen until the job is in the foreground again.
+    was_seen: whether there was a frame; has_keys: whether any are read.
+    """
+
+    def __init__(self, console: Console, keyboard: Keyboard | None = None) -> None:
+        self._console, self._keyboard, self._screen = console, keyboard or Keyboard(), Screen(console)
+        self._stops = ExitStack()
+        self.pen = Pen(console)
+        self.was_seen = False
+
+    @property
+    def has_keys(self) -> bool:
+        return self._keyboard.is_open
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the terminal wants a frame of its own accord: it has another size, or is ours again."""
+        is_back = self.was_seen and not self._screen.is_open and in_foreground(self._console.file)
+        return self._screen.is_resized or is_back
+
+    def enter(self) -> None:
+        with ExitStack() as stops:
+            stops.enter_context(signals.noting_stops())
+            self._keyboard.open()
+            self._stops = stops.pop_all()
+
+    def leave(self, write: Callable[[], str]) -> None:
+        """Take the frame away and write a text where it was, on the terminal's first page."""
+        with self._stops:
+            self._clear()
+            self._console.file.write(write())
+            self._console.file.flush()
+
+    def keys(self) -> list[bytes]:
+        return self._keyboard.pressed()
+
+    def draw(self, rows: Callable[[ConsoleDimensions], list[Row]]) -> None:
+        """What `rows` gives for the terminal's size; none wider, and fewer than it has."""
+        if signals.stop_asked:
+            self._clear()
+            signals.stop()
+        if in_foreground(self._console.file):
+            self._keyboard.open()
+            size = self._console.size
+            self._screen.draw([self.pen.codes(row) for row in rows(size)], size)
+            self.was_seen = True
+
+    def _clear(self) -> None:
+        try:
+            self._screen.close()
+        finally:
+            self._keyboard.close()
+
+
+def fits(console: Console) -> bool:
+    """Whether the console is a terminal that can hold a window."""
+    is_able = console.is_terminal and console.file.isatty() and not console.is_dumb_terminal and not console.legacy_windows
+    return is_able and console.height >= MIN_ROWS and console.width >= MIN_WIDTH
+
+
+def laid_out(items: Row, width: int) -> list[Row]:
+    """Items side by side, in as many rows as they need."""
+    rows: list[Row] = [[]]
+    for text, kind in items:
+        if rows[-1] and width_of(rows[-1]) + 3 + cells(text) > width:
+            rows.append([])
+        rows[-1] += [*([("   ", "plain")] if rows[-1] else []), (text, kind)]
+    return rows
