@@ -1,14 +1,13 @@
 """The command line: options, wiring, exit codes. Knows no arrays and no formats."""
 
 import io
-import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast
 
 import typer
 from rich.console import Console
@@ -16,10 +15,9 @@ from rich.console import Console
 import specdec
 
 from .decoder import AUTO, NGRAM, SELF, SpeculativeDecoder, TreeMode
-from .decoding import VERIFIERS, Event, Prompt, Statistics, VerifyMode
-from .files import default_pair, find, telling_how_to_restore
+from .decoding import Event, Prompt, Statistics, VerifyMode
+from .files import default_pair
 from .interrupts import exit_code, signals
-from .machine.threads import available_threads
 from .options import (
     AnswerTokens,
     AsCsv,
@@ -67,14 +65,14 @@ from .options import (
 from .output import FEW_PASSES, PlainView, Roles, SilentView, View, print_result, print_summary, printable, to_json
 from .panel import LivePanel
 from .planning import MAX_GAMMA
-from .progress import LOADING, loading, progress_bar, telling
-from .quantizing import kinds_to_make
+from .progress import loading, telling
 from .race import Race
 from .race import measure as run_both
 from .readers import CheckpointError
 from .sampling import Sampling
 from .tokenizer import TokenizerError
 from .window import fits
+from .wiring import check_arguments, check_threads, decoder_of, found
 
 DEFAULT_PROMPT = "Once upon a time"
 
@@ -125,7 +123,7 @@ def tell(
     if version:
         print(f"specdec {specdec.__version__}, arithmetic {specdec.__arithmetic__}")
         return
-    _check_arguments(prompt, top_p, seed, threads, verify=verify, quantize=quantize, tree=tree)
+    check_arguments(prompt, top_p, seed, threads, verify=verify, quantize=quantize, tree=tree)
     _gamma(gamma)
     draft, stage = _stages(drafts or [], stage)
     if not model:
@@ -137,10 +135,10 @@ def tell(
     if compare_both and not draft:
         raise typer.BadParameter("there is no draft whose gain it could tell.", param_hint="'--compare'")
     sampling = Sampling(temperature, top_k, top_p, seed or int.from_bytes(os.urandom(4), "little") or 1)
-    sources = _found(model, draft, stage)
+    sources = found(model, draft, stage)
     with loading() as show:
         begin = time.perf_counter()
-        decoder = _decoder(
+        decoder = decoder_of(
             sources,
             tokenizer,
             quantize,
@@ -223,30 +221,6 @@ def _stages(drafts: list[str], stage: str) -> tuple[str, str]:
     return drafts[0] if drafts else "", "" if stage == NONE else stage
 
 
-def _found(*names: str) -> list[str | Path]:
-    """Where models of those names are; fetching one shows a bar of its own."""
-    return [name if name in ("", SELF, NGRAM) else find(name) for name in names]
-
-
-def _decoder(
-    sources: list[str | Path], tokenizer: str, quantize: str, threads: int, show: Callable[[str], None], **more: Any
-) -> SpeculativeDecoder:
-    """Of a target, a draft and a stage, or "" where there is none; shows how far their loading is."""
-    with telling_how_to_restore():
-        decoder = SpeculativeDecoder(
-            sources[0],
-            sources[1] or None,
-            tokenizer or None,
-            stage=sources[2] or None,
-            n_threads=threads or None,
-            quantize=quantize,
-            progress=lambda name, share: show(progress_bar(name, share)),
-            **more,
-        )
-    show(LOADING)
-    return decoder
-
-
 def _roles(names: list[str], draft: str) -> Roles:
     """Who writes, by the names of target and draft."""
     origins = {NGRAM: "from the text so far", SELF: f"by {names[0]} in int8"}
@@ -298,42 +272,12 @@ def _gamma(text: str) -> int | Literal["auto"]:
     return int(text)
 
 
-def _check_arguments(prompt: str, top_p: float, seed: int, threads: int, verify: str, quantize: str, tree: str) -> None:
-    """What Typer's own types do not check."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        raise typer.BadParameter("it is not valid UTF-8", param_hint="'-i' / '--prompt'") from None
-    if math.isnan(top_p):
-        raise typer.BadParameter(f"{top_p} is not a number from 0 to 1.", param_hint="'-p' / '--top-p'")
-    if seed >= 2**63:
-        raise typer.BadParameter(f"{seed} is not below 2^63.", param_hint="'-s' / '--seed'")
-    options = ("verify", verify, tuple(VERIFIERS)), ("tree", tree, get_args(TreeMode))
-    for name, value, choices in options:
-        if value not in choices:
-            raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}.", param_hint=f"'--{name}'")
-    if tree == "on" and verify == "block":
-        raise typer.BadParameter("--verify block judges chains alone; leave one of the two out.", param_hint="'--tree'")
-    try:
-        kinds_to_make(quantize)
-    except ValueError as error:
-        raise typer.BadParameter(f"{error}.", param_hint="'--quantize'") from None
-    _check_threads(threads)
-
-
-def _check_threads(threads: int) -> None:
-    if threads > available_threads():
-        raise typer.BadParameter(
-            f"{threads} threads; this machine has cores for {available_threads()}.", param_hint="'-j' / '--threads'"
-        )
-
-
 @app.command("bench")
 def measure(shape: Shape = "42M", threads: Threads = 0, int8: Int8 = False, as_json: AsJson = False) -> None:
     """Time passes over T tokens of a model with random weights, beside the memory bandwidth they are up against."""
     from . import bench as benchmark  # which nothing else needs
 
-    _check_threads(threads)
+    check_threads(threads)
     try:
         config = benchmark.parse_shape(shape)
     except ValueError as error:
@@ -419,7 +363,7 @@ def compare(
     """
     from . import sweep, sweep_chart  # which nothing else needs
 
-    _check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize, tree=AUTO)
+    check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize, tree=AUTO)
     if as_json and as_csv:
         raise typer.BadParameter("one of the two goes to stdout.", param_hint="'--json' / '--csv'")
     lengths = sweep.lengths_of(tokens or ("50,100,200,500" if full else "50,200"))
@@ -431,9 +375,9 @@ def compare(
     if not model:
         target, small = default_pair()
         model, draft = str(target), draft or str(small)
-    sources = _found(model, draft, stage)
+    sources = found(model, draft, stage)
     with loading() as show:
-        pair = _decoder(sources, tokenizer, quantize, threads, show)
+        pair = decoder_of(sources, tokenizer, quantize, threads, show)
         texts, notes = sweep.texts_of(pair, beginnings, lengths, sweep.samplings_of(degrees, top_p, seeds))
         pair.warm_up()  # which chooses the threads of both models
         settings, left_out = sweep.settings_of(pair, sizes)
@@ -508,7 +452,7 @@ def run_race(
     from .race import to_json as race_to_json
     from .race_screen import RaceView  # which nothing else needs
 
-    _check_arguments(prompt, top_p, seed, threads, verify="coupled", quantize=quantize, tree=tree)
+    check_arguments(prompt, top_p, seed, threads, verify="coupled", quantize=quantize, tree=tree)
     draft, stage = _stages(drafts or [], stage)
     if draft == NONE:
         raise typer.BadParameter("a race needs one.", param_hint="'-d' / '--draft'")
@@ -518,8 +462,8 @@ def run_race(
     draft = draft or NGRAM
     sampling = Sampling(temperature, top_k, top_p, seed or int.from_bytes(os.urandom(4), "little") or 1)
     with loading() as show:
-        decoder = _decoder(
-            _found(model, draft, stage), tokenizer, quantize, threads, show, gamma=_gamma(gamma), tree=cast(TreeMode, tree)
+        decoder = decoder_of(
+            found(model, draft, stage), tokenizer, quantize, threads, show, gamma=_gamma(gamma), tree=cast(TreeMode, tree)
         )
         prompt_tokens = decoder.encode(prompt)
         decoder.warm_up()
@@ -561,15 +505,15 @@ def count(
     """
     from . import counting, ngram_table, sweep  # which nothing else needs
 
-    _check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize, tree=AUTO)
+    check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize, tree=AUTO)
     beginnings = sweep.prompts_of(prompts) if prompts else sweep.PROMPTS
     ngram_table.check_place(Path(table))
     if not model:
         target, small = default_pair()
         model, draft = str(target), draft or str(small)
-    sources = _found(model, "" if draft == NONE or file else draft or NGRAM, "")
+    sources = found(model, "" if draft == NONE or file else draft or NGRAM, "")
     with loading() as show:
-        decoder = _decoder(sources, tokenizer, quantize, threads, show)
+        decoder = decoder_of(sources, tokenizer, quantize, threads, show)
         tell, asked = telling(show, "counting"), lambda: signals.asked
         if file:
             texts = counting.read(Path(file), decoder.tokenizer, tell, asked)
@@ -606,7 +550,7 @@ def talk(
     """Talk to a model that was taught to; a pipe is answered once."""
     from . import chat, chat_lines, chat_screen  # which nothing else needs
 
-    _check_arguments(first + system, top_p, seed, threads, verify="coupled", quantize=quantize, tree=AUTO)
+    check_arguments(first + system, top_p, seed, threads, verify="coupled", quantize=quantize, tree=AUTO)
     if not model:
         raise typer.BadParameter("name a model, such as HuggingFaceTB/SmolLM2-135M-Instruct.", param_hint="'-m' / '--model'")
     is_talk = bool(sys.stdin) and sys.stdin.isatty() and sys.stdout.isatty()
@@ -616,9 +560,9 @@ def talk(
         raise typer.BadParameter("there is no question, and no terminal to ask one at.", param_hint="'-i' / '--prompt'")
     draft = "" if draft == NONE else draft
     seed = seed or int.from_bytes(os.urandom(4), "little") or 1
-    sources = _found(model, draft, stage)
+    sources = found(model, draft, stage)
     with loading() as show:
-        decoder = _decoder(sources, tokenizer, quantize, threads, show, template=template or None)
+        decoder = decoder_of(sources, tokenizer, quantize, threads, show, template=template or None)
         decoder.encode_chat([{"role": chat.USER, "content": ""}])  # a model that cannot chat is told before it is warm
         decoder.warm_up()
     conversation = chat.Conversation(decoder, system, chat.Settings(temperature, top_p, top_k, seed, tokens), model)

@@ -26,17 +26,19 @@ MAY_IMPORT = {
     # the library's names, when asked for, and the command
     "specdec": {"command", "interrupts", "decoder", "decoding", "readers", "sampling", "templates", "tokenizer", "transformer"},
     "command": {
-        "specdec", "options", "interrupts", "bench", "counting", "sweep_chart", "sweep", "race_screen", "race", "chat_screen",
-        "chat", "chat_lines", "panel", "window", "progress", "output", "decoder", "decoding", "ngram_table", "planning", "files",
+        "specdec", "wiring", "options", "interrupts", "bench", "counting", "sweep_chart", "sweep", "race_screen", "race",
+        "chat_screen", "chat", "chat_lines", "panel", "window", "progress", "output", "decoder", "decoding", "ngram_table", "planning", "files",
         "quantizing", "readers", "sampling", "tokenizer", "machine",
     },
+    "wiring": {"progress", "decoder", "decoding", "files", "quantizing", "machine"},
     "options": set(),
     "bench": {"transformer", "architectures", "weights", "kernels", "machine"},
     "counting": {"decoder", "decoding", "sampling", "tokenizer"},
     "sweep_chart": {"sweep", "output"},
     "sweep": {"decoder", "decoding", "planning", "sampling"},
     "chat_screen": {
-        "chat_lines", "chat", "panel", "window", "story", "keys", "output", "decoder", "decoding", "interrupts", "tokenizer", "checks",
+        "chat_lines", "chat", "panel", "window", "story", "keys", "output", "decoder", "decoding", "interrupts", "tokenizer",
+        "checks",
     },
     "chat_lines": {"interrupts"},
     "race_screen": {"race", "panel", "window", "story", "keys", "output", "decoding", "interrupts", "tokenizer"},
@@ -83,6 +85,7 @@ MAY_IMPORT = {
 }  # fmt: skip
 OUTSIDE = {
     "command": {"typer", "rich"},
+    "wiring": {"typer"},
     "options": {"typer"},
     "bench": {"numpy", "rich"},
     "sweep_chart": {"rich"},
