@@ -27,8 +27,8 @@ MAY_IMPORT = {
     "specdec": {"command", "interrupts", "decoder", "decoding", "readers", "sampling", "templates", "tokenizer", "transformer"},
     "command": {
         "specdec", "wiring", "options", "interrupts", "bench", "counting", "sweep_chart", "sweep", "race_screen", "race",
-        "chat_screen", "chat", "chat_lines", "panel", "window", "progress", "output", "decoder", "decoding", "ngram_table", "planning", "files",
-        "quantizing", "readers", "sampling", "tokenizer", "machine",
+        "chat_screen", "chat", "chat_lines", "panel", "window", "progress", "output", "decoder", "decoding", "ngram_table",
+        "planning", "files", "quantizing", "readers", "sampling", "tokenizer", "machine",
     },
     "wiring": {"progress", "decoder", "decoding", "files", "quantizing", "machine"},
     "options": set(),
