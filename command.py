@@ -153,13 +153,13 @@ def tell(
     roles = Roles(names[0], origins.get(draft, f"by {names[1]}") if draft else "")
     view: View
     if as_json:
-        view = SilentView(decoder.tokenizer)
+        view = SilentView()
     elif not plain and LivePanel.fits(out):
         view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, roles, " + ".join(names), pace)
     else:
         if pace and not plain:
             _tell("--pace has no effect: no panel fits here")
-        view = PlainView(decoder.tokenizer, sys.stdout)
+        view = PlainView(sys.stdout)
     with writing():
         _run(view, decoder, prompt, max_tokens, sampling, statistics)
         statistics.plain_seconds = decoder.plain_seconds

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from .output import Printable, Roles, printable
 from .screen import Screen
 from .story import Row, Run, Story, cells, cut, last_cells, width_of, word_at_end, word_at_start
 from .tokenizer import AnyTokenizer, TextStream
+from .wording import Until
 
 # What terminals call select graphic rendition: the kinds of runs in a row
 STYLES = {
@@ -56,8 +57,9 @@ class LivePanel:
 
     The rows are a function of the events that it was shown; frames come when due, from this thread. pace: steps a second at most,
     each shown guessed and then checked; 0 is full speed, at which a text of a moment has no panel. Keys pause, step, change the
-    pace and end the text. In the background nothing is drawn, and Ctrl-Z takes the panel off the screen until the job is in
-    the foreground again. ended: somebody has asked for the end; was_held: the run was slowed down: its speed is none.
+    pace and end the text; stops are strings that it ends before. In the background nothing is drawn, and Ctrl-Z takes the panel
+    off the screen until the job is in the foreground again. ended: somebody has asked for the end; was_held: the run was slowed
+    down: its speed is none.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class LivePanel:
         roles: Roles,
         title: str,
         pace: float = 0.0,
+        stops: Collection[str] = (),
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = signals.sleep,
         keyboard: Keyboard | None = None,
@@ -78,7 +81,8 @@ class LivePanel:
         self._clock, self._sleep = clock, sleep
         self._is_utf = console.encoding.startswith("utf")
         self._styles = STYLES_NO_COLOR if console.no_color else STYLES
-        self._stream, self._printable, self._story = TextStream(tokenizer), Printable(), Story()
+        self._stream, self._until, self._printable = TextStream(tokenizer), Until(stops), Printable()
+        self._story = Story()
         self._tokens: list[int] = []
         self._unread: list[Step] = []  # not yet in the story
         self._passes: deque[Judged] = deque(maxlen=MOST_PASSES)
@@ -107,7 +111,8 @@ class LivePanel:
         with self._stops:
             self._leave()
             self._read()
-            self._story.add(self._printable.push(self._stream.end()) + self._printable.end(), "target")
+            rest = self._until.push(self._stream.end()) + self._until.end()
+            self._story.add(self._printable.push(rest) + self._printable.end(), "target")
             rows = self._story.rows(width := min(self._console.width, WIDEST))
             if self._roles.guessed and self._statistics.n_drafted:
                 rows += [[], *laid_out(self._meanings()[:2], width)]
@@ -228,7 +233,8 @@ class LivePanel:
         """Take into the story what came since the last time."""
         for step in self._unread:
             for tokens, kind in ((step.tokens[: step.n_accepted], "accepted"), (step.tokens[step.n_accepted :], "target")):
-                self._story.add(self._printable.push("".join([self._stream.push(token) for token in tokens])), kind)
+                text = "".join([self._until.push(self._stream.push(token)) for token in tokens])
+                self._story.add(self._printable.push(text), kind)
         self._unread.clear()
 
     def rows(self, size: ConsoleDimensions) -> list[Row]:
