@@ -1,54 +1,43 @@
-"""The command line: options, wiring, exit codes. Knows no arrays and no formats."""
+"""The command line: its commands, and the one without a name, which writes a text; exit codes. Knows no arrays and no formats."""
 
 import io
-import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast
 
 import typer
 from rich.console import Console
 
 import specdec
 
-from .decoder import AUTO, NGRAM, SELF, SpeculativeDecoder, TreeMode, kinds_to_make
-from .decoding import VERIFIERS, Prompt, Statistics, VerifyMode
-from .files import default_pair, find, telling_how_to_restore
+from . import models_command, ngrams_command, sweep_command
+from .asking import Commands, are_given, draft_name, model_and_prompt, prompt_of, tell_what_has_no_effect
+from .decoder import AUTO, NGRAM, SELF, SpeculativeDecoder, TreeMode
+from .decoding import Prompt, Statistics, VerifyMode
+from .files import default_pair
 from .interrupts import exit_code, signals
-from .machine.threads import available_threads
 from .options import (
-    AsCsv,
     AsJson,
-    DraftFile,
     DraftFiles,
-    Full,
     Gamma,
-    Gammas,
-    HowMany,
     Int8,
-    Lengths,
     ModelFile,
     Pace,
     Plain,
-    PromptFile,
     PromptText,
-    Rounds,
+    PromptTextFile,
+    Samples,
     Seed,
-    Seeds,
     Shape,
     ShowVersion,
     StageName,
     Stats,
     Steps,
-    SvgFile,
-    TableFile,
+    StopStrings,
     Temperature,
-    Temperatures,
-    TextFile,
     Threads,
     TokenizerFile,
     TopK,
@@ -57,39 +46,43 @@ from .options import (
     VerifyOption,
     WhatToQuantize,
 )
-from .output import FEW_PASSES, PlainView, Roles, SilentView, View, print_result, print_summary, printable, to_json
+from .output import FEW_PASSES, PlainView, Roles, SilentView, View, print_result, print_summary, to_json
 from .panel import LivePanel
 from .planning import MAX_GAMMA
 from .readers import CheckpointError
 from .sampling import Sampling
 from .tokenizer import TokenizerError
-
-DEFAULT_PROMPT = "Once upon a time"
-LOADING = "loading; a first run compiles the kernels, 10 to 20 seconds"
+from .wiring import BROKEN_PIPE, NONE, check_arguments, check_threads, complain, decoder_of, found, loading, say, writing
 
 app = typer.Typer(
-    add_completion=False,
+    cls=Commands,
+    subcommand_metavar="[PROMPT] | COMMAND ...",
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+COMPLETING = "_COMPLETE"  # at the end of what a shell says it in, behind the program's name
 UsageError = cast(type[Exception], next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"))
-BAR_CELLS = 24
-NONE = "none"  # as a draft: the target decodes alone
-BROKEN_PIPE = 141  # what a shell reports for SIGPIPE
+
+app.command("sweep")(sweep_command.compare)
+app.command("ngrams")(ngrams_command.count)
+app.command("models")(models_command.show)
 
 
 @app.callback(invoke_without_command=True)
 def tell(
     context: typer.Context,
-    model: ModelFile = "",
+    prompt: PromptText = None,
+    model: ModelFile = None,
     drafts: DraftFiles = None,
+    steps: Steps = 256,
+    temperature: Temperature = 1.0,
+    file: PromptTextFile = "",
+    stop: StopStrings = None,
+    samples: Samples = 1,
     stage: StageName = "",
     quantize: WhatToQuantize = "draft",
     tokenizer: TokenizerFile = "",
-    prompt: PromptText = DEFAULT_PROMPT,
-    steps: Steps = 256,
-    temperature: Temperature = 1.0,
     top_p: TopP = 0.9,
     top_k: TopK = 0,
     seed: Seed = 0,
@@ -103,31 +96,38 @@ def tell(
     as_json: AsJson = False,
     version: ShowVersion = False,
 ) -> None:
-    """Speculative decoding of llama2.c models on the CPU.
+    """Speculative decoding on the CPU: a small draft guesses, the target checks.
 
-    A small draft model proposes tokens, the target judges several of them in
-    one pass, and you see which ones stood. The text is the one that the target
-    alone would have written with the same seed.
+    specdec "Once upon a time" -t 0
+    specdec -m openai-community/gpt2-medium -d distilbert/distilgpt2 -i "Why"
     """
     if context.invoked_subcommand:
+        if given := are_given(context):
+            name = context.invoked_subcommand
+            say(f"{', '.join(given)}: no effect before {name}, whose options come behind it; a prompt of that word is -i {name}")
         return
     if version:
         print(f"specdec {specdec.__version__}, arithmetic {specdec.__arithmetic__}")
         return
-    _check_arguments(prompt, top_p, seed, threads, verify=verify, quantize=quantize, tree=tree)
+    named, word = model_and_prompt(context.args, list(cast(Commands, context.command).commands))
+    if named is not None and model is not None:
+        raise typer.BadParameter(f"{named!r} and -m {model!r} are two targets; name a draft with -d")
+    model = named if model is None else model
+    check_arguments(prompt or word or "", top_p, seed, threads, verify=verify, quantize=quantize, tree=tree)
     _gamma(gamma)
-    draft, stage = _stages(drafts or [], stage)
-    if not model:
+    draft, stage = _stages([draft_name(name) for name in drafts or []], draft_name(stage))
+    prompt = prompt_of(prompt, file, word)
+    if model is None:
         target, small = default_pair()
         model, draft = str(target), draft or str(small)
     elif not draft and verify == "coupled":  # whose text no drafter changes
         draft = NGRAM
     draft = "" if draft == NONE else draft
-    sampling = Sampling(temperature, top_k, top_p, seed or int.from_bytes(os.urandom(4), "little") or 1)
-    sources = _found(model, draft, stage)
+    first = Sampling(temperature, top_k, top_p, seed or int.from_bytes(os.urandom(4), "little") or 1)
+    sources = found(model, draft, stage)
     with loading() as show:
         begin = time.perf_counter()
-        decoder = _decoder(
+        decoder = decoder_of(
             sources,
             tokenizer,
             quantize,
@@ -141,48 +141,58 @@ def tell(
         loaded = time.perf_counter()
         decoder.warm_up()
         times = {"load_seconds": loaded - begin, "warmup_seconds": time.perf_counter() - loaded}
-    statistics = Statistics(len(prompt_tokens))
     # llama2.c counts positions: n steps make n + 1 tokens, BOS included
     total = min(steps or decoder.n_positions, decoder.target.n_positions)
     if not steps and total < decoder.target.n_positions:
-        _tell(f"this machine's memory has room for {total} of the {decoder.target.n_positions} tokens of the target's context")
-    max_tokens = max(0, total + 1 - len(prompt_tokens))
+        say(f"this machine's memory has room for {total} of the {decoder.target.n_positions} tokens of the target's context")
+    max_tokens = total + 1 - len(prompt_tokens)
+    if max_tokens < 1:
+        n = len(prompt_tokens)
+        raise ValueError(f"-n {steps} counts the prompt, which has {n - 1} tokens of its own; -n {n + 199} would write 200 more")
+    tell_what_has_no_effect(context, bool(draft), bool(decoder.draft), as_json, plain, greedy=temperature == 0)
     out = Console()
     names = [Path(name).name.removesuffix(".bin") for name in (model, draft, stage) if name]
-    origins = {NGRAM: "from the text so far", SELF: f"by {names[0]} in int8"}
+    origins = {NGRAM: "from the text so far", SELF: f"by {names[0]} in fewer bits"}
     roles = Roles(names[0], origins.get(draft, f"by {names[1]}") if draft else "")
-    view: View
-    if as_json:
-        view = SilentView()
-    elif not plain and LivePanel.fits(out):
-        view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, roles, " + ".join(names), pace)
-    else:
-        if pace and not plain:
-            _tell("--pace has no effect: no panel fits here")
-        view = PlainView(sys.stdout)
-    with writing():
-        _run(view, decoder, prompt, max_tokens, sampling, statistics)
-        statistics.plain_seconds = decoder.plain_seconds
-        if isinstance(view, SilentView):
-            settings = {
-                "model": model,
-                "draft": draft or None,
-                "stage": stage or None,
-                "prompt": prompt,
-                "steps": steps,
-                "temperature": temperature,
-                "top_p": top_p,
-                "top_k": top_k,
-                "gamma": _gamma(gamma) if draft else 0,
-                "verify": verify,
-                "tree": tree,
-                "quantize": quantize,
-                "threads": decoder.target.n_threads,
-                "tokenizer": str(decoder.tokenizer.path),
-                "weights": decoder.weights,
-            }
-            print(to_json(statistics, view.text, view.tokens, **times, seed=sampling.seed, settings=settings))
+    has_panel = not (as_json or plain) and LivePanel.fits(out)
+    if pace and not (as_json or plain or has_panel):
+        say("--pace has no effect: no panel fits here")
+    settings = {
+        "model": model,
+        "draft": draft or None,
+        "stage": stage or None,
+        "prompt": prompt,
+        "steps": steps,
+        "stop": stop or [],
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "gamma": _gamma(gamma) if draft else 0,
+        "verify": verify,
+        "tree": tree,
+        "quantize": quantize,
+        "threads": decoder.target.n_threads,
+        "tokenizer": str(decoder.tokenizer.path),
+        "weights": decoder.weights,
+    }
+    for i in range(samples):
+        sampling, statistics = replace(first, seed=(first.seed + i) % 2**63), Statistics(len(prompt_tokens))
+        view: View
+        if as_json:
+            view = SilentView()
+        elif has_panel:
+            title = " + ".join(names)
+            view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, roles, title, pace, stop or [])
         else:
+            view = PlainView(sys.stdout)
+        with writing():
+            if i and not as_json:
+                print(flush=True)
+            _run(view, decoder, prompt_tokens, max_tokens, sampling, statistics, stop or [])
+            statistics.plain_seconds = decoder.plain_seconds
+            if isinstance(view, SilentView):
+                print(to_json(statistics, view.text, view.tokens, **times, seed=sampling.seed, settings=settings), flush=True)
+                continue
             at_a_pace = isinstance(view, LivePanel) and view.was_held
             errors, note = Console(stderr=True), "" if at_a_pace else _advice(decoder, statistics)
             is_to_see = bool(draft) and isinstance(view, LivePanel) and not view.was_seen
@@ -191,6 +201,8 @@ def tell(
             if stats:
                 told = {"seed": sampling.seed, "threads": decoder.target.n_threads, "weights": decoder.weights}
                 print_summary(errors, statistics, **told, **_whose(decoder))
+        if statistics.stop_reason == "interrupted":
+            break
 
 
 def _stages(drafts: list[str], stage: str) -> tuple[str, str]:
@@ -201,30 +213,6 @@ def _stages(drafts: list[str], stage: str) -> tuple[str, str]:
         raise typer.BadParameter("a second -d drafts for the draft already; name one of the two.", param_hint="'--stage'")
     stage = drafts[1] if len(drafts) == 2 else stage
     return drafts[0] if drafts else "", "" if stage == NONE else stage
-
-
-def _found(*names: str) -> list[str | Path]:
-    """Where models of those names are; fetching one shows a bar of its own."""
-    return [name if name in ("", SELF, NGRAM) else find(name) for name in names]
-
-
-def _decoder(
-    sources: list[str | Path], tokenizer: str, quantize: str, threads: int, show: Callable[[str], None], **more: Any
-) -> SpeculativeDecoder:
-    """Of a target, a draft and a stage, or "" where there is none; shows how far their loading is."""
-    with telling_how_to_restore():
-        decoder = SpeculativeDecoder(
-            sources[0],
-            sources[1] or None,
-            tokenizer or None,
-            stage=sources[2] or None,
-            n_threads=threads or None,
-            quantize=quantize,
-            progress=lambda name, share: show(progress_bar(name, share)),
-            **more,
-        )
-    show(LOADING)
-    return decoder
 
 
 def _whose(decoder: SpeculativeDecoder) -> dict[str, str]:
@@ -249,14 +237,15 @@ def _advice(decoder: SpeculativeDecoder, statistics: Statistics) -> str:
 def _run(
     view: View,
     decoder: SpeculativeDecoder,
-    prompt: str,
+    prompt: list[int],
     max_tokens: int,
     sampling: Sampling,
     statistics: Statistics,
+    stops: list[str],
 ) -> None:
     """Decode into the view, until the text or somebody's patience is at its end."""
     with view:
-        for event in decoder.stream(prompt, max_tokens, sampling):
+        for event in decoder.stream(prompt, max_tokens, sampling, stop=stops):
             if isinstance(event, Prompt):  # before, while a long one is read, there is nothing to print at the end
                 signals.text_begins()
             statistics.add(event)
@@ -275,42 +264,12 @@ def _gamma(text: str) -> int | Literal["auto"]:
     return int(text)
 
 
-def _check_arguments(prompt: str, top_p: float, seed: int, threads: int, verify: str, quantize: str, tree: str) -> None:
-    """What Typer's own types do not check."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        raise typer.BadParameter("it is not valid UTF-8", param_hint="'-i' / '--prompt'") from None
-    if math.isnan(top_p):
-        raise typer.BadParameter(f"{top_p} is not a number from 0 to 1.", param_hint="'-p' / '--top-p'")
-    if seed >= 2**63:
-        raise typer.BadParameter(f"{seed} is not below 2^63.", param_hint="'-s' / '--seed'")
-    options = ("verify", verify, tuple(VERIFIERS)), ("tree", tree, get_args(TreeMode))
-    for name, value, choices in options:
-        if value not in choices:
-            raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}.", param_hint=f"'--{name}'")
-    if tree == "on" and verify == "block":
-        raise typer.BadParameter("--verify block judges chains alone; leave one of the two out.", param_hint="'--tree'")
-    try:
-        kinds_to_make(quantize)
-    except ValueError as error:
-        raise typer.BadParameter(f"{error}.", param_hint="'--quantize'") from None
-    _check_threads(threads)
-
-
-def _check_threads(threads: int) -> None:
-    if threads > available_threads():
-        raise typer.BadParameter(
-            f"{threads} threads; this machine has cores for {available_threads()}.", param_hint="'-j' / '--threads'"
-        )
-
-
 @app.command("bench")
 def measure(shape: Shape = "42M", threads: Threads = 0, int8: Int8 = False, as_json: AsJson = False) -> None:
     """Time passes over T tokens of a model with random weights, beside the memory bandwidth they are up against."""
     from . import bench as benchmark  # which nothing else needs
 
-    _check_threads(threads)
+    check_threads(threads)
     try:
         config = benchmark.parse_shape(shape)
     except ValueError as error:
@@ -319,53 +278,6 @@ def measure(shape: Shape = "42M", threads: Threads = 0, int8: Int8 = False, as_j
         result = benchmark.run(config, threads or None, "int8" if int8 else "fp32")
     with writing():
         print(benchmark.to_json(result)) if as_json else Console().print(benchmark.to_table(result, shape))
-
-
-def progress_bar(name: str, share: float) -> str:
-    """How far the loading of a model is, in a line."""
-    return f"loading {name} {'━' * round(BAR_CELLS * share):{BAR_CELLS}} {share:4.0%}"
-
-
-@contextmanager
-def loading(message: str = LOADING) -> Iterator[Callable[[str], None]]:
-    """Around all that writes no output: a terminal shows the message meanwhile, and a disk's trouble is not the output's.
-
-    Gives what shows another message instead.
-    """
-    is_shown = bool(message) and sys.stderr.isatty()
-    room = (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1 if is_shown else 0
-    width = 0
-
-    def show(line: str) -> None:
-        nonlocal width
-        if is_shown:
-            width = max(width, len(line))
-            with suppress(OSError):  # the terminal has gone
-                os.write(sys.stderr.fileno(), f"\r{line.ljust(width)[:room]}\r".encode(errors="replace"))
-
-    def erase() -> None:
-        show(" " * (width + len("^C")))
-
-    with signals.at_sudden_end(erase, do=lambda: show(message)):
-        try:
-            yield show
-        except OSError as error:
-            raise ValueError(f"cannot load: {error.filename or 'a file'}: {error.strerror or error}") from None
-        finally:
-            erase()
-
-
-@contextmanager
-def writing() -> Iterator[None]:
-    """Around all output: a reader that has seen enough ends it quietly, a full disk is told in one line."""
-    try:
-        yield
-        sys.stdout.flush()
-    except OSError as error:
-        # let the interpreter's last flush go nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = BROKEN_PIPE if isinstance(error, BrokenPipeError) else _complain(f"cannot write the output: {error.strerror}")
-        raise typer.Exit(code) from None
 
 
 def main() -> None:
@@ -381,162 +293,15 @@ def main() -> None:
     except typer.Exit as done:
         code = done.exit_code
     except UsageError as error:
-        message = error.format_message()  # type: ignore[attr-defined]
-        code = _complain(f"{message} A model is named with -m." if message.startswith("No such command") else message)
+        message: str = error.format_message()  # type: ignore[attr-defined]
+        is_prompt = "'-p'" in message and " valid " in message  # llama.cpp's option
+        code = complain(f"{message} The prompt is -i TEXT." if is_prompt else message)
     except (CheckpointError, TokenizerError, ValueError) as error:
-        code = _complain(str(error))
+        code = complain(str(error))
     except MemoryError as error:
-        code = _complain(str(error) or "not enough memory for this model")
-    except SystemExit:  # Rich's, where the reader of its output has left
-        code = BROKEN_PIPE
+        code = complain(str(error) or "not enough memory for this model")
+    except (
+        SystemExit
+    ) as end:  # Typer's, where a shell asks what completes a word; Rich's, where the reader of its output has left
+        code = BROKEN_PIPE if end.code == 1 and COMPLETING not in " ".join(os.environ) else end.code
     sys.exit(exit_code(signals.asked) if signals.asked else code or 0)
-
-
-def _complain(message: str) -> int:
-    _tell(message)
-    return 2
-
-
-def _tell(message: str) -> None:
-    """One line on stderr."""
-    with suppress(OSError):
-        print(f"specdec: {printable(' '.join(message.split()))}", file=sys.stderr)
-
-
-@app.command("sweep")
-def compare(
-    model: ModelFile = "",
-    draft: DraftFile = "",
-    stage: StageName = "",
-    quantize: WhatToQuantize = "draft",
-    tokenizer: TokenizerFile = "",
-    prompts: PromptFile = "",
-    tokens: Lengths = "",
-    temperatures: Temperatures = "0,1",
-    top_p: TopP = 0.9,
-    gammas: Gammas = "1,2,4,8,auto",
-    rounds: Rounds = 0,
-    seeds: Seeds = 0,
-    full: Full = False,
-    threads: Threads = 0,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    svg: SvgFile = "",
-) -> None:
-    """Find the options that are fastest for these models and prompts.
-
-    The target alone, the draft alone, n-grams and the pair write the same texts
-    in turn. It takes a minute for the pair that comes along.
-    """
-    from . import sweep, sweep_chart  # which nothing else needs
-
-    _check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize, tree=AUTO)
-    if as_json and as_csv:
-        raise typer.BadParameter("one of the two goes to stdout.", param_hint="'--json' / '--csv'")
-    lengths = sweep.lengths_of(tokens or ("50,100,200,500" if full else "50,200"))
-    degrees, sizes = sweep.temperatures_of(temperatures), sweep.gammas_of(gammas)
-    beginnings = sweep.prompts_of(prompts) if prompts else sweep.PROMPTS
-    rounds, seeds = rounds or (5 if full else 3), seeds or (3 if full else 1)
-    if svg:
-        sweep_chart.check_writable(svg)
-    if not model:
-        target, small = default_pair()
-        model, draft = str(target), draft or str(small)
-    sources = _found(model, draft, stage)
-    with loading() as show:
-        pair = _decoder(sources, tokenizer, quantize, threads, show)
-        texts, notes = sweep.texts_of(pair, beginnings, lengths, sweep.samplings_of(degrees, top_p, seeds))
-        pair.warm_up()  # which chooses the threads of both models
-        settings, left_out = sweep.settings_of(pair, sizes)
-        signals.text_begins()
-        try:
-            measured = sweep.measure(settings, texts, rounds, _telling(show, "measuring"), lambda: signals.asked)
-        except sweep.TextsDiffer as error:
-            wrong = str(error)
-        else:
-            wrong = ""
-    if wrong:
-        _tell(wrong)
-        raise typer.Exit(1)
-    n_threads = pair.target.n_threads
-    counts = {"prompt": len(beginnings), "round": rounds, "thread": n_threads}
-    told = [f"{n} {name}{'s' * (n != 1)}" for name, n in counts.items()]
-    scale = ", ".join([*told, pair.weights, f"top-p {top_p:g}"])
-    title = " + ".join(Path(name).name.removesuffix(".bin") for name in (model, draft, stage) if name)
-    report = sweep_chart.Report.of(measured, title, [scale, *notes, *left_out])
-    flaw = sweep_chart.write_svg(report, svg) if svg else ""  # first: whoever reads stdout may have left
-    with writing():
-        if as_json:
-            settled = {
-                "model": model,
-                "draft": draft or None,
-                "stage": stage or None,
-                "quantize": quantize,
-                "threads": n_threads,
-                "weights": pair.weights,
-            }
-            print(sweep_chart.to_json(report, **settled, prompts=beginnings, rounds=rounds, seeds=seeds, top_p=top_p))
-        elif as_csv:
-            print(sweep_chart.to_csv(report), end="")
-            Console(stderr=True, soft_wrap=True).print(report.conclusion, markup=False, highlight=False)
-        else:
-            sweep_chart.show(report, Console())
-    if flaw:
-        raise ValueError(flaw)
-
-
-def _telling(show: Callable[[str], None], doing: str) -> Callable[[float], None]:
-    """What shows a share that is done as a bar, with the time that is left; not so often that it would cost any."""
-    begin, last = time.monotonic(), 0.0
-
-    def tell(share: float) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now > last + 0.1:
-            last = now
-            left = f", {(now - begin) * (1 - share) / share:.0f} s left" if share > 0.01 else ""
-            show(f"{doing} {'━' * round(BAR_CELLS * share):{BAR_CELLS}} {share:4.0%}{left}")
-
-    return tell
-
-
-@app.command("ngrams")
-def count(
-    table: TableFile,
-    model: ModelFile = "",
-    draft: DraftFile = "",
-    quantize: WhatToQuantize = "draft",
-    tokenizer: TokenizerFile = "",
-    file: TextFile = "",
-    prompts: PromptFile = "",
-    tokens: HowMany = 50_000,
-    temperature: Temperature = 1.0,
-    top_p: TopP = 0.9,
-    threads: Threads = 0,
-) -> None:
-    """Count what follows what in a target's text: a table for -d and --stage.
-
-    Ctrl-C keeps what was counted until then.
-    """
-    from . import counting, ngram_table, sweep  # which nothing else needs
-
-    _check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize, tree=AUTO)
-    beginnings = sweep.prompts_of(prompts) if prompts else sweep.PROMPTS
-    ngram_table.check_place(Path(table))
-    if not model:
-        target, small = default_pair()
-        model, draft = str(target), draft or str(small)
-    sources = _found(model, "" if draft == NONE or file else draft or NGRAM, "")
-    with loading() as show:
-        decoder = _decoder(sources, tokenizer, quantize, threads, show)
-        tell, asked = _telling(show, "counting"), lambda: signals.asked
-        if file:
-            texts = counting.read(Path(file), decoder.tokenizer, tell, asked)
-        else:
-            decoder.warm_up()
-            texts = counting.written(decoder, beginnings, tokens, Sampling(temperature, 0, top_p, 1), tell, asked)
-        signals.text_begins()
-        counted = ngram_table.count(texts, decoder.vocabulary.n_target)
-        ngram_table.save_table(counted, Path(table))
-    with writing():
-        print(f"{table}: what follows in {counted.keys.size} contexts, in {Path(table).stat().st_size} bytes")

@@ -26,10 +26,18 @@ MAY_IMPORT = {
     # the library's names, when asked for, and the command
     "specdec": {"command", "interrupts", "decoder", "decoding", "readers", "sampling", "tokenizer", "transformer"},
     "command": {
-        "specdec", "options", "interrupts", "bench", "counting", "sweep_chart", "sweep", "panel", "output", "decoder", "decoding",
-        "ngram_table", "planning", "files", "readers", "sampling", "tokenizer", "machine",
+        "specdec", "models_command", "ngrams_command", "sweep_command", "asking", "wiring", "options", "interrupts", "bench",
+        "panel", "output", "decoder", "decoding", "planning", "files", "readers", "sampling", "tokenizer",
     },
+    "models_command": {"catalog", "wiring", "options", "output"},
+    "ngrams_command": {
+        "wiring", "options", "counting", "ngram_table", "sweep", "interrupts", "decoder", "files", "sampling",
+    },
+    "sweep_command": {"wiring", "options", "sweep_chart", "sweep", "interrupts", "decoder", "files"},
+    "asking": {"wiring", "decoder", "files"},
+    "wiring": {"output", "interrupts", "decoder", "decoding", "files", "machine"},
     "options": set(),
+    "catalog": {"vocabulary", "files", "hub", "readers", "architectures"},
     "bench": {"transformer", "architectures", "weights", "kernels", "machine"},
     "counting": {"decoder", "decoding", "sampling", "tokenizer"},
     "sweep_chart": {"sweep", "output"},
@@ -71,6 +79,10 @@ MAY_IMPORT = {
 }  # fmt: skip
 OUTSIDE = {
     "command": {"typer", "rich"},
+    "models_command": {"rich"},
+    "sweep_command": {"typer", "rich"},
+    "asking": {"typer"},
+    "wiring": {"typer"},
     "options": {"typer"},
     "bench": {"numpy", "rich"},
     "sweep_chart": {"rich"},
