@@ -17,7 +17,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 import specdec
-from specdec import Sampling, SpeculativeDecoder, interrupts, sweep, sweep_chart
+from specdec import Sampling, SpeculativeDecoder, interrupts, sweep, sweep_chart, sweep_command
 from specdec.decoding import Event, Prompt, Proposal, Step
 from specdec.sweep import Figures, Measured, Run, Setting, Text
 from tests.conftest import Pair
