@@ -115,6 +115,7 @@ def tell(
     model = named if model is None else model
     check_arguments(prompt or word or "", top_p, seed, threads, verify=verify, quantize=quantize, tree=tree)
     _gamma(gamma)
+    _check_stops(stop or [])
     draft, stage = _stages([draft_name(name) for name in drafts or []], draft_name(stage))
     prompt = prompt_of(prompt, file, word)
     if model is None:
@@ -141,19 +142,12 @@ def tell(
         loaded = time.perf_counter()
         decoder.warm_up()
         times = {"load_seconds": loaded - begin, "warmup_seconds": time.perf_counter() - loaded}
-    # llama2.c counts positions: n steps make n + 1 tokens, BOS included
-    total = min(steps or decoder.n_positions, decoder.target.n_positions)
-    if not steps and total < decoder.target.n_positions:
-        say(f"this machine's memory has room for {total} of the {decoder.target.n_positions} tokens of the target's context")
-    max_tokens = total + 1 - len(prompt_tokens)
-    if max_tokens < 1:
-        n = len(prompt_tokens)
-        raise ValueError(f"-n {steps} counts the prompt, which has {n - 1} tokens of its own; -n {n + 199} would write 200 more")
+    max_tokens = _room(decoder, len(prompt_tokens), steps)
     tell_what_has_no_effect(context, bool(draft), bool(decoder.draft), as_json, plain, greedy=temperature == 0)
-    out = Console()
     names = [Path(name).name.removesuffix(".bin") for name in (model, draft, stage) if name]
     origins = {NGRAM: "from the text so far", SELF: f"by {names[0]} in fewer bits"}
     roles = Roles(names[0], origins.get(draft, f"by {names[1]}") if draft else "")
+    out = Console()
     has_panel = not (as_json or plain) and LivePanel.fits(out)
     if pace and not (as_json or plain or has_panel):
         say("--pace has no effect: no panel fits here")
@@ -177,14 +171,9 @@ def tell(
     }
     for i in range(samples):
         sampling, statistics = replace(first, seed=(first.seed + i) % 2**63), Statistics(len(prompt_tokens))
-        view: View
-        if as_json:
-            view = SilentView()
-        elif has_panel:
-            title = " + ".join(names)
-            view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, roles, title, pace, stop or [])
-        else:
-            view = PlainView(sys.stdout)
+        view: View = SilentView() if as_json else PlainView(sys.stdout)
+        if has_panel:
+            view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, roles, " + ".join(names), pace, stop or [])
         with writing():
             if i and not as_json:
                 print(flush=True)
@@ -192,17 +181,37 @@ def tell(
             statistics.plain_seconds = decoder.plain_seconds
             if isinstance(view, SilentView):
                 print(to_json(statistics, view.text, view.tokens, **times, seed=sampling.seed, settings=settings), flush=True)
-                continue
-            at_a_pace = isinstance(view, LivePanel) and view.was_held
-            errors, note = Console(stderr=True), "" if at_a_pace else _advice(decoder, statistics)
-            is_to_see = bool(draft) and isinstance(view, LivePanel) and not view.was_seen
-            more = "--stats has more" + ", --pace 4 lets you watch" * is_to_see
-            print_result(errors, statistics, roles, verify == "coupled", at_a_pace, note, f"seed {sampling.seed}; {more}")
-            if stats:
-                told = {"seed": sampling.seed, "threads": decoder.target.n_threads, "weights": decoder.weights}
-                print_summary(errors, statistics, **told, **_whose(decoder))
+            else:
+                _tell_result(view, decoder, statistics, roles, sampling.seed, stats)
         if statistics.stop_reason == "interrupted":
             break
+
+
+def _room(decoder: SpeculativeDecoder, n_prompt: int, steps: int) -> int:
+    """How many tokens may follow the prompt. Raises ValueError where there is room for none."""
+    # llama2.c counts positions: n steps make n + 1 tokens, BOS included
+    total = min(steps or decoder.n_positions, decoder.target.n_positions)
+    if not steps and total < decoder.target.n_positions:
+        say(f"this machine's memory has room for {total} of the {decoder.target.n_positions} tokens of the target's context")
+    if total < n_prompt:
+        raise ValueError(
+            f"-n {steps} counts the prompt, which is that long or longer; -n {n_prompt + 199} would write 200 tokens"
+        )
+    return total + 1 - n_prompt
+
+
+def _tell_result(
+    view: View, decoder: SpeculativeDecoder, statistics: Statistics, roles: Roles, seed: int, has_figures: bool
+) -> None:
+    """What came of a text, on stderr."""
+    at_a_pace = isinstance(view, LivePanel) and view.was_held
+    errors, note = Console(stderr=True), "" if at_a_pace else _advice(decoder, statistics)
+    is_to_see = bool(roles.guessed) and isinstance(view, LivePanel) and not view.was_seen
+    more = f"seed {seed}; --stats has more" + ", --pace 4 lets you watch" * is_to_see
+    print_result(errors, statistics, roles, decoder.verify == "coupled", at_a_pace, note, more)
+    if has_figures:
+        told = {"seed": seed, "threads": decoder.target.n_threads, "weights": decoder.weights}
+        print_summary(errors, statistics, **told, **_whose(decoder))
 
 
 def _stages(drafts: list[str], stage: str) -> tuple[str, str]:
@@ -255,6 +264,12 @@ def _run(
                 break
 
 
+def _check_stops(stops: list[str]) -> None:
+    for stop in stops:
+        if not stop or stop.encode(errors="ignore").decode() != stop:
+            raise typer.BadParameter("a string of no letters, or no valid UTF-8.", param_hint="'--stop'")
+
+
 def _gamma(text: str) -> int | Literal["auto"]:
     """The draft length that an option names."""
     if text == AUTO:
@@ -289,7 +304,7 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     try:
         with writing():
-            code = app(standalone_mode=False)
+            code = app(prog_name="specdec", standalone_mode=False)
     except typer.Exit as done:
         code = done.exit_code
     except UsageError as error:

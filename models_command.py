@@ -56,7 +56,8 @@ def show(as_json: AsJson = False) -> None:
                 Text(printable(", ".join(row["drafts"]) or "self, ngram")),
             )
         console = Console()
-        console.print(table)
+        if rows:
+            console.print(table)
         for entry in broken:
             console.print(Text(printable(f"not to be read: {entry.flaw}")), soft_wrap=True)
 
