@@ -141,7 +141,7 @@ class SpeculativeDecoder:
         self.stage_ngrams, self.stage, self._stage_vocabulary = self._drafting(
             "stage", stage, n_threads, kinds["draft"], is_asked, progress
         )
-        if self._has_stage and self.tree == "on":
+        if self.has_stage and self.tree == "on":
             raise ValueError('a draft with a stage proposes chains; leave out the stage, or tree "on"')
         models = {"target": self.target, "draft": self.draft, "stage": self.stage}
         self._named = {name: model for name, model in models.items() if model}
@@ -336,7 +336,7 @@ class SpeculativeDecoder:
         """How long proposals get. A text of `rejection` or `block` hangs on that, so that there it must not hang on the clock."""
         is_auto = self.gamma == AUTO and self.verify == "coupled" and self.costs
         gamma = FIXED_GAMMA if self.gamma == AUTO else self.gamma
-        if self.draft and self.tree != "off" and not self._has_stage:
+        if self.draft and self.tree != "off" and not self.has_stage:
             marks = self.tokenizer.end_marks
             if is_auto and self.costs and (self.tree == "on" or self.costs.of(1) > TREE_SECONDS):
                 self.tree_costs = self.tree_costs or tree_costs_of(self._models, self.draft, self.vocabulary)
@@ -349,7 +349,8 @@ class SpeculativeDecoder:
         return FixedLength(gamma, self.costs)
 
     @property
-    def _has_stage(self) -> bool:
+    def has_stage(self) -> bool:
+        """Whether something drafts for the draft."""
         return bool(self.stage or self.stage_ngrams)
 
     @property
@@ -425,7 +426,7 @@ class SpeculativeDecoder:
                     self._choose_threads()
                 if self.draft or self.ngrams:
                     self.costs = self._measured_costs()
-                if self.draft and self._has_stage:
+                if self.draft and self.has_stage:
                     costs = costs_of(self.draft, self.stage, self.vocabulary)
                     self._account = Account(costs, Acceptance(MARGIN_RATES if self.stage else ODDS_RATES))
                 self._plan()  # which measures what trees cost, where there may be some
