@@ -19,7 +19,7 @@ HUB, LLAMA2C = "https://huggingface.co/karpathy/tinyllamas", "https://github.com
 MODELS_SOURCE = f"the stories models are at {HUB}; one on the hub is named as there, org/name"
 PUBLISHED_TOKENIZERS = {512: "tok512.bin", 32000: "tokenizer.bin"}  # by size
 ENDINGS = (".bin", ".gguf", ".safetensors", ".pt", ".pth", ".onnx")  # of files of models, ours and others
-LONGEST_NAME = 255
+LONGEST_NAME = 255  # bytes
 RESTORE = "restore it with 'git checkout models' or by installing again"
 
 
@@ -44,11 +44,12 @@ def find(name: str | os.PathLike[str], source: str = MODELS_SOURCE) -> Path:
 
 def is_model_name(word: str) -> bool:
     """Whether a word says a model rather than a text: a file or a model's folder that is there, or what could only be a name."""
-    if not word or any(c.isspace() for c in word) or len(word) > LONGEST_NAME:
-        return not word
-    found = _first(_places(Path(word)))
-    is_there = found and (found.is_file() or (found / "config.json").exists())
-    return bool(is_there or word in hub.FILES or word.endswith(ENDINGS) or hub.is_repository(word))
+    if not word or len(word.encode(errors="replace")) > LONGEST_NAME:
+        return False
+    if found := _first(_places(Path(word))):
+        return found.is_file() or (found / "config.json").exists()
+    is_name = word in hub.FILES or word.endswith(ENDINGS) or hub.is_repository(word)
+    return is_name and not any(map(str.isspace, word))
 
 
 def find_tokenizer(given: str | os.PathLike[str] | None, target: Path | None, vocab_size: int) -> Path:

@@ -56,7 +56,6 @@ def test_a_word_is_the_prompt_or_the_model_in_llama2cs_order(ask: Run, pair: Pai
         (["-i", "a", "-f", "b"], "-i and -f are two prompts"),
         (["-p", "Once upon a time"], "The prompt is -i"),
         (["-m", ""], "no letters"),
-        ([""], "no letters"),
         (["nope.gguf"], "nope.gguf is neither here"),
     ],
 )
@@ -73,6 +72,12 @@ def test_a_commands_name_is_the_command_and_a_prompt_behind_i(ask: Run, run: Run
 
 
 # Prompts
+
+
+def test_an_empty_word_and_a_very_long_one_are_prompts(ask: Run, pair: Pair) -> None:
+    assert settings(ask("-m", pair.endless, ""))["prompt"] == ""
+    assert settings(ask("-m", pair.endless, "é/" * 5, "-n", 300))["prompt"] == "é/" * 5
+    assert_refused(ask("-m", pair.endless, "🙂" * 200), "counts the prompt")
 
 
 def test_a_prompt_comes_from_a_file_or_from_stdin(ask: Run, pair: Pair, tmp_path: Path) -> None:
