@@ -173,7 +173,7 @@ def tell(
         sampling, statistics = replace(first, seed=(first.seed + i) % 2**63), Statistics(len(prompt_tokens))
         view: View = SilentView() if as_json else PlainView(sys.stdout)
         if has_panel:
-            view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, roles, " + ".join(names), pace, stop or [])
+            view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, roles, " + ".join(names), pace, stops=stop or [])
         with writing():
             if i and not as_json:
                 print(flush=True)

@@ -71,10 +71,10 @@ class LivePanel:
         roles: Roles,
         title: str,
         pace: float = 0.0,
-        stops: Collection[str] = (),
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = signals.sleep,
         keyboard: Keyboard | None = None,
+        stops: Collection[str] = (),
     ) -> None:
         self._tokenizer, self._console, self._statistics = tokenizer, console, statistics
         self._max_tokens, self._roles, self._title, self._pace = max_tokens, roles, printable(title), pace
