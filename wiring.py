@@ -107,7 +107,7 @@ def loading(message: str = LOADING) -> Iterator[Callable[[str], None]]:
     def compiling(name: str) -> None:
         nonlocal n_compiled
         n_compiled += 1
-        show(f"compiling {name}, the {n_compiled}. function; only a first run does, for 10 to 20 seconds")
+        show(f"a first run compiles, 10 to 20 seconds: {name} ({n_compiled})")
 
     with signals.at_sudden_end(erase, do=lambda: show(message)):
         cache.on_compiling.append(compiling)

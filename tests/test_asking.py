@@ -264,7 +264,7 @@ def test_what_is_compiled_is_told_in_a_terminal(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "write", lambda _, data: written.append(data))
     with loading():
         cache.on_compiling[-1]("kernels.attend")
-    assert any(b"compiling kernels.attend" in line for line in written)
+    assert any(b"compiles, 10 to 20 seconds: kernels.attend (1)" in line for line in written)
     assert not cache.on_compiling
     assert all(len(line) <= 81 for line in written)
 
