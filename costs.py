@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Sequence
 
+from .heads import NarrowHead
 from .machine.tiles import TILE_TOKENS
 from .planning import Costs
 from .sampling import TARGET_NOISE, Sampler, Sampling
@@ -45,6 +46,26 @@ def costs_of(target: Transformer, draft: Transformer | None, vocabulary: Vocabul
     n_tokens = [n for model, n in jobs if model is target]
     passes = {n: taken for n, taken in zip(n_tokens, least, strict=True) if taken < math.inf}
     return Costs(passes, token, max(0.0, first - token))
+
+
+def head_seconds(draft: Transformer, head: NarrowHead, vocabulary: Vocabulary) -> tuple[float, float]:
+    """What a token of the draft takes with its whole head and with a narrow one, with draws: the least of several."""
+    sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
+    probs = sampler.new_probs()
+
+    def seconds(is_narrow: bool) -> float:
+        begin = time.perf_counter()
+        with draft.lock:
+            logits = draft.forward_narrowly([0], head) if is_narrow else draft.forward([0])
+            sampler.draw(probs, logits[0], TARGET_NOISE, 1)
+        return time.perf_counter() - begin
+
+    seconds(True)  # which makes its program
+    deadline = time.perf_counter() + COSTS_SECONDS
+    whole = narrow = math.inf
+    while narrow == math.inf or time.perf_counter() < deadline:
+        whole, narrow = min(whole, seconds(False)), min(narrow, seconds(True))
+    return whole, narrow
 
 
 def tree_costs_of(models: Sequence[Transformer], draft: Transformer, vocabulary: Vocabulary) -> TreeCosts:

@@ -10,10 +10,11 @@ from typing import Any, Literal, cast, get_args
 
 from .architectures import Weights, architecture_of
 from .checks import file_name, ids, one_of, short, text, whole
-from .costs import costs_of, tree_costs_of
+from .costs import costs_of, head_seconds, tree_costs_of
 from .decoding import VERIFIERS, Event, Proposal, Statistics, Step, VerifyMode, decode
 from .drafters import Drafter, ModelDrafter, TreeDrafter
 from .files import find, find_tokenizer
+from .heads import NarrowHead, Thrift, may_narrow
 from .machine.memory import physical_memory_bytes
 from .machine.threads import available_threads, give_lock
 from .ngram_table import NgramTable, is_table, load_table
@@ -47,6 +48,7 @@ QUANTIZED = {"int8": INT8, "int4": INT4, "none": None}
 # less; beyond, memory is the limit. It has to be that much smaller than the target.
 CACHED_BYTES, WORTH_A_COPY = 32 << 20, 0.75
 TREE_SECONDS = 2e-3  # what it has to take for trees to be tried: growing one costs up to 100 us of Python
+LEAST_SAVING = 0.95  # of a draft token's time, that a narrow head has to come below
 TRIAL_SECONDS, TRIAL_TOKENS, TRIAL_MARGIN = 0.05, 4, 1.25  # of the choice of threads; all of them unless so much slower
 
 
@@ -152,6 +154,8 @@ class SpeculativeDecoder:
         self.costs: Costs | None = None  # measured when warm
         self._account: Account | None = None  # of the stage
         self.tree_costs: TreeCosts | None = None
+        self._head: NarrowHead | None = None  # of the draft, where it is faster than the whole
+        self._loss = 0.0  # see `Thrift`
         self.acceptance = Acceptance(ODDS_RATES if self.ngrams else MARGIN_RATES)
         self.acceptances = new_acceptances(self.acceptance)
         self._is_warm = False
@@ -322,15 +326,19 @@ class SpeculativeDecoder:
         marks, n_target = self.tokenizer.end_marks, self.vocabulary.n_target
         sampler = Sampler(n_target, sampling, self.vocabulary.n_common)
         if isinstance(plan, AutoTree | StaticTree):
-            return TreeDrafter(draft, sampler, noise, marks, plan)
+            return TreeDrafter(draft, sampler, noise, marks, plan, self._thrift())
         if not self._account:
-            return ModelDrafter(draft, sampler, noise, marks)
+            return ModelDrafter(draft, sampler, noise, marks, self._thrift())
         guesser: Guesser
         if self.stage:
             guesser = ModelDrafter(self.stage, Sampler(n_target, sampling, self._stage_vocabulary.n_common), noise, marks)
         else:
             guesser = _ngram_drafter(self.stage_ngrams, marks)
         return StagedDrafter(self._models[1:], guesser, self._account, sampler, noise, marks)
+
+    def _thrift(self) -> Thrift | None:
+        """Of the draft's narrow head, where it has one and the text does not hang on q."""
+        return Thrift(self.draft, self._head, self._loss) if self.draft and self._head and self.verify == "coupled" else None
 
     def _plan(self) -> Plan:
         """How long proposals get. A text of `rejection` or `block` hangs on that, so that there it must not hang on the clock."""
@@ -429,10 +437,20 @@ class SpeculativeDecoder:
                 if self.draft and self.has_stage:
                     costs = costs_of(self.draft, self.stage, self.vocabulary)
                     self._account = Account(costs, Acceptance(MARGIN_RATES if self.stage else ODDS_RATES))
+                if self.draft and self.costs and not self.has_stage and may_narrow(self.draft.weights):
+                    self._measure_head(self.draft, self.costs)
                 self._plan()  # which measures what trees cost, where there may be some
 
     def _measured_costs(self) -> Costs:
         return costs_of(self.target, self.draft, self.vocabulary)
+
+    def _measure_head(self, draft: Transformer, costs: Costs) -> None:
+        """Use a narrow head of the draft where it is clearly faster than the whole one."""
+        head = NarrowHead(draft.weights)
+        all_rows, few_rows = head_seconds(draft, head, self.vocabulary)
+        if few_rows < LEAST_SAVING * all_rows:
+            self._head, self._loss = head, (costs.of(1) + all_rows) / (all_rows - few_rows)
+            costs.draft *= few_rows / all_rows
 
     def _judge_a_proposal(self) -> None:
         """Compile what judges one that no model drew."""
