@@ -454,7 +454,7 @@ def test_threads_that_share_a_decoder_each_get_the_right_text(pair):
     swapped = SpeculativeDecoder(decoder.draft, decoder.target, decoder.tokenizer)  # its models in the other order
     calls = [
         lambda: decoder.generate("Lily", 50, seed=3).text,
-        lambda: decoder.generate("ab", 40, 0.7, seed=4).text,
+        lambda: decoder.generate("ab", 40, temperature=0.7, seed=4).text,
         lambda: tokens_of(decoder.stream("Once", 40, Sampling(seed=5))),
         lambda: swapped.generate("Once", 28, seed=6).text,
     ]
