@@ -3,10 +3,10 @@
 import itertools
 import os
 import threading
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeGuard, cast, get_args
 
 from .architectures import Weights, architecture_of
 from .checks import file_name, ids, one_of, short, text, whole
@@ -274,7 +274,7 @@ class SpeculativeDecoder:
         Raises ValueError for a prompt that the target's seq_len cannot hold or UTF-8 cannot say, and for ids that are none of
         the target's; TypeError for what is neither.
         """
-        if isinstance(prompt, str) or not isinstance(prompt, Iterable) or isinstance(prompt, bytes | Mapping):
+        if isinstance(prompt, str) or not _is_list(prompt):
             tokens = self.tokenizer.encode(text("prompt", prompt))
         else:
             tokens = ids("prompt", prompt)
@@ -479,9 +479,14 @@ class SpeculativeDecoder:
             model.n_threads = n
 
 
+def _is_list(value: object) -> TypeGuard[Collection[Any]]:
+    """Whether it is several values, an array too."""
+    return hasattr(type(value), "__len__") and hasattr(type(value), "__iter__") and not isinstance(value, str | bytes | Mapping)
+
+
 def _stops(stop: object) -> list[str]:
     """The stop strings. Raises TypeError or ValueError."""
-    if isinstance(stop, bytes | Mapping) or not isinstance(stop, Iterable):
+    if not isinstance(stop, str) and not _is_list(stop):
         raise TypeError(f"stop is {short(stop, repr)}; expected a string or several")
     stops = [text("stop", each) for each in ([stop] if isinstance(stop, str) else stop)]
     if "" in stops:
