@@ -152,7 +152,7 @@ def test_a_short_head_and_one_of_blocks_stay_whole(monkeypatch: pytest.MonkeyPat
 def test_it_is_used_where_it_is_faster_as_measured(pair, share: float, is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, clock, forward = SpeculativeDecoder(pair.target, pair.draft), Clock(), Transformer.forward
     decoder.costs = Costs({1: 1.0, 2: 1.0}, 1.0)
-    monkeypatch.setattr("specdec.decoder.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("specdec.costs.time.perf_counter", lambda: clock.now)
     monkeypatch.setattr(Transformer, "forward", taking(clock, 1.0, forward))
     monkeypatch.setattr(Transformer, "forward_narrowly", taking(clock, share, Transformer.forward_narrowly))
     decoder._measure_head(decoder.draft, decoder.costs)
