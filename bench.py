@@ -1,4 +1,4 @@
-"""Times passes of a model with random weights over T tokens, beside the memory bandwidth that they are up against."""
+"""Times passes of a model with random weights over T tokens, beside what they are up against: memory, and arithmetic."""
 
 import json
 import math
@@ -13,9 +13,12 @@ from rich.table import Table
 from .architectures import Config
 from .architectures.llama import LLAMA
 from .kernels import MAX_TOKENS
+from .machine import limits
 from .machine.memory import all_finite, physical_memory_bytes, zeros
+from .machine.vectors import F32, I32, LANES
 from .transformer import Transformer
 from .weights import BF16, FP16, FP32, INT8
+from .weights.int8 import DOT4, QUADS, dot4
 from .weights.matrix import Floats
 
 SHAPES = {  # the public stories models: dim, hidden_dim, layers, heads, kv heads, vocabulary, seq_len
@@ -28,28 +31,34 @@ TOKENS = (1, 2, 4, 8, 16, 64)
 PREFILL_TOKENS = 128
 ROUNDS = 15  # each with every T, so that a change of the machine's speed meets them all
 MIN_RUNS, MIN_SECONDS = 3, 0.01  # of a job in a row, before and while it is timed
-READ_BYTES = 1 << 28  # far beyond any cache
 
 
 @dataclass(frozen=True)
 class Row:
-    """A pass over that many tokens: median seconds, bytes of weights a second, arithmetic of the matrices a second."""
+    """A pass over that many tokens: median seconds, bytes of weights a second, arithmetic of the matrices a second.
+
+    share: of what the nearer limit allows, the memory's or that of arithmetic, as `limit` says.
+    """
 
     tokens: int
     seconds: float
     gb_per_s: float
     gflop_per_s: float
+    share: float
+    limit: str
 
 
 @dataclass(frozen=True)
 class Result:
-    """shape: of the model; dram_gb_per_s: what reading a block reached in the same run, the median of as many rounds.
+    """shape: of the model; read_gb_per_s, gflop_per_s: both limits, medians of as many rounds of the same run: what a plain read
+    of as many bytes as the weights take reaches, and the kind's multiply-add on registers alone.
 
     rows: passes that compute every token's logits, as a verification does; prefill: a prompt, which needs the last one's alone.
     """
 
     shape: Config
-    dram_gb_per_s: float
+    read_gb_per_s: float
+    gflop_per_s: float
     threads: int
     weights: str
     rows: list[Row]
@@ -98,8 +107,11 @@ def run(config: Config, n_threads: int | None = None, kind: str = FP32.name) -> 
     weights = LLAMA.pack(config, tensors, KINDS[kind])
     model = Transformer(config, weights, n_threads)
     del tensors
-    block = zeros(READ_BYTES // 4)
+    block = zeros(weights.n_bytes // 4)
     block[:] = 1.0
+    instruction, lane, products = (dot4(DOT4), I32, QUADS) if kind == INT8.name else (limits.fma, F32, 1)
+    calculate = limits.arithmetic(instruction, lane, model.n_threads)
+    flops = 2 * products * LANES * limits.CHAINS * limits.STEPS * model.n_threads
 
     def forward(n_tokens: int, n_logits: int) -> Callable[[], object]:
         def once() -> object:
@@ -112,17 +124,29 @@ def run(config: Config, n_threads: int | None = None, kind: str = FP32.name) -> 
         return all_finite(block, model.n_threads)
 
     n_prefill = min(PREFILL_TOKENS, config.seq_len)
-    jobs = [read, forward(n_prefill, 1), *(forward(n, n) for n in TOKENS)]
+    jobs = [read, calculate, forward(n_prefill, 1), *(forward(n, n) for n in TOKENS)]
     for job in jobs:
         job()
     times = [[_seconds(job) for job in jobs] for _ in range(ROUNDS)]
-    reads, prefills, *passes = zip(*times, strict=True)
-    rows = [
-        Row(n, seconds, weights.n_bytes / seconds / 1e9, 2 * n_weights * n / seconds / 1e9)
-        for n, seconds in zip(TOKENS, map(statistics.median, passes), strict=True)
-    ]
-    dram = READ_BYTES / statistics.median(reads) / 1e9
-    return Result(config, dram, model.n_threads, weights.kind, rows, n_prefill, statistics.median(prefills))
+    reads, calculations, prefills, *passes = [statistics.median(job) for job in zip(*times, strict=True)]
+    flop_seconds = 2 * n_weights * calculations / flops
+
+    def row(n_tokens: int, seconds: float) -> Row:
+        needed = {"memory": reads, "arithmetic": flop_seconds * n_tokens}
+        limit = max(needed, key=needed.__getitem__)
+        flop_per_s = 2 * n_weights * n_tokens / seconds
+        return Row(n_tokens, seconds, weights.n_bytes / seconds / 1e9, flop_per_s / 1e9, needed[limit] / seconds, limit)
+
+    return Result(
+        config,
+        weights.n_bytes / reads / 1e9,
+        flops / calculations / 1e9,
+        model.n_threads,
+        weights.kind,
+        [row(n, seconds) for n, seconds in zip(TOKENS, passes, strict=True)],
+        n_prefill,
+        prefills,
+    )
 
 
 def _seconds(job: Callable[[], object]) -> float:
@@ -142,10 +166,13 @@ def to_json(result: Result) -> str:
 
 
 def to_table(result: Result, shape: str) -> Table:
-    title = f"{shape}, {result.weights}, {result.threads} threads, DRAM {result.dram_gb_per_s:.1f} GB/s"
+    title = f"{shape}, {result.weights}, {result.threads} threads"
     speed = result.prefill_tokens / result.prefill_seconds
-    caption = f"a prompt of {result.prefill_tokens} tokens: {result.prefill_seconds * 1e3:.1f} ms, {speed:.0f} tok/s"
-    table = Table("tokens", "ms", "x one", "GB/s", "of DRAM", "GFLOP/s", title=title, caption=caption)
+    caption = (
+        f"a prompt of {result.prefill_tokens} tokens: {result.prefill_seconds * 1e3:.1f} ms, {speed:.0f} tok/s\n"
+        f"limits: a plain read {result.read_gb_per_s:.1f} GB/s, in registers {result.gflop_per_s:.0f} GFLOP/s"
+    )
+    table = Table("tokens", "ms", "x one", "GB/s", "GFLOP/s", "of the nearer limit", title=title, caption=caption)
     for column in table.columns:
         column.justify = "right"
     for row in result.rows:
@@ -154,7 +181,7 @@ def to_table(result: Result, shape: str) -> Table:
             f"{row.seconds * 1e3:.2f}",
             f"{row.seconds / result.rows[0].seconds:.2f}",
             f"{row.gb_per_s:.1f}",
-            f"{row.gb_per_s / result.dram_gb_per_s:.0%}",
             f"{row.gflop_per_s:.0f}",
+            f"{row.limit} {row.share:.0%}",
         )
     return table

@@ -24,7 +24,7 @@ from .machine.cache import compiled, inlined
 from .machine.elementary import exp, sine_and_cosine
 from .machine.programs import Floats1, Floats2, Floats3, Floats4, Ints1, Ints2, Pass, operation
 from .machine.threads import share
-from .machine.tiles import STRIP_ROWS, TILE_TOKENS, strip_tile, vector_tile
+from .machine.tiles import PREFETCH_WORDS, STRIP_ROWS, TILE_TOKENS, strip_tile, vector_tile
 from .machine.vectors import (
     LANES,
     Float32,
@@ -233,13 +233,15 @@ def rope(
     The pair (2i, 2i + 1) of a head turns by the position times its frequency: x * cos + swapped x * signed sin.
     """
     first, last = own_rows(x.shape[1], unit, thread, run.n_threads, base, n_rows)
-    for row in range(first, last, LANES):
-        place = row % head_dim
-        for t in range(run.n_tokens):
+    for t in range(run.n_tokens):
+        angles, place = position_of(run, depths, t) * cos.shape[1], first % head_dim
+        for row in range(first, last, LANES):
             at = t * x.shape[1] + base + row
-            angle = position_of(run, depths, t) * cos.shape[1] + place
             v = load(x, at)
-            store(x, at, fma(swap_pairs(v), load(sin, angle), mul(v, load(cos, angle))))
+            store(x, at, fma(swap_pairs(v), load(sin, angles + place), mul(v, load(cos, angles + place))))
+            place += LANES
+            while place >= head_dim:
+                place -= head_dim
 
 
 @operation
@@ -249,10 +251,10 @@ def store_keys(run: Pass, thread: int, keys: Floats4, x: Floats2, unit: int, bas
     first, last = own_rows(x.shape[1], unit, thread, run.n_threads, base, keys.shape[0] * head_dim)
     if first >= last:
         return
-    for t in range(run.n_tokens):
-        block, lane = divmod(run.pos + t, STRIP_ROWS)
-        for head in range(first // head_dim, (last - 1) // head_dim + 1):
-            row = head * head_dim
+    for head in range(first // head_dim, (last - 1) // head_dim + 1):
+        row = head * head_dim
+        for t in range(run.n_tokens):
+            block, lane = divmod(run.pos + t, STRIP_ROWS)
             for k in range(max(first - row, 0), min(last - row, head_dim)):
                 keys[head, block, k, lane] = x[t, base + row + k]
 
@@ -305,9 +307,9 @@ def mix_values(mixed, values, scores, token, n_tokens, start, end):
     if start >= end:
         return
     for block in range(values.shape[0]):
+        first = (block * values.shape[1] + start) * LANES
         vector_tile(
-            mixed, token * mixed.shape[1] + block * LANES, mixed.shape[1],
-            values, (block * values.shape[1] + start) * LANES,
+            mixed, token * mixed.shape[1] + block * LANES, mixed.shape[1], values, first, first + PREFETCH_WORDS, LANES,
             scores, token * scores.shape[1] + start, scores.shape[1], end - start, 0, n_tokens, True,
         )  # fmt: skip
 
@@ -355,7 +357,8 @@ def attend(run, heads, qkv, keys, values, scores, mixed, depths, paths, head, to
             first_pos, last_pos = min(first_pos, pos), max(last_pos, pos)
     for block in range(max(0, first_pos + 1 - window) // STRIP_ROWS, last_slot // STRIP_ROWS + 1):
         strip_tile(
-            scores, block * STRIP_ROWS, scores.shape[1], keys, block * head_dim * STRIP_ROWS,
+            scores, block * STRIP_ROWS, scores.shape[1],
+            keys, block * head_dim * STRIP_ROWS, (block + 1) * head_dim * STRIP_ROWS, STRIP_ROWS,
             qkv, token * qkv.shape[1] + head * head_dim, next_token * qkv.shape[1] + next_head * head_dim,
             head_dim, 0, n_queries, False,
         )  # fmt: skip

@@ -34,16 +34,16 @@ STRIP_ROWS = 2 * LANES  # divides 288, 512, 768, 1376, 2048 and 32000, so the kn
 # Accumulators of a tile are STRIP_ROWS x TILE_TOKENS floats and have to stay in registers: 16 of 32 with AVX-512, else 12 of 16.
 TILE_TOKENS = 8 if "+avx512f" in CPU_FEATURES else 3
 UNROLL = 2  # of k in a tile's loop: with one prefetch for both, 8 tokens of fp32 from DRAM 40 GB/s, else 33 (Zen 5)
-# Of 4096, 8192 and 16384 the best on Zen 5: 15M int8 from L3, 8 tokens 0.53 ms, else 0.61 and 0.56.
-PREFETCH_BYTES = 8192
+# 8 KiB; of 4, 8 and 16 the best on Zen 5: 15M int8 from L3, 8 tokens 0.53 ms, else 0.61 and 0.56.
+PREFETCH_WORDS = 2048
 LINE_WORDS = 16  # of a cache line
 
 
-def prefetch(builder: Any, weights: Any, word: Any) -> None:
-    """Fetch what lies PREFETCH_BYTES behind that word."""
-    ahead = offset(builder, weights, builder.add(word, ir.Constant(I64, PREFETCH_BYTES // 4)), ir.IntType(8))
-    read, keep, data = (ir.Constant(I32, c) for c in (0, 3, 1))
-    llvm(builder, "llvm.prefetch.p0", ir.VoidType(), ahead, read, keep, data)
+def prefetch(builder: Any, array: Any, word: Any, write: bool = False) -> None:
+    """Fetch the cache line of that word."""
+    place = offset(builder, array, word, ir.IntType(8))
+    keep, data = 3, 1
+    llvm(builder, "llvm.prefetch.p0", ir.VoidType(), place, *(ir.Constant(I32, c) for c in (int(write), keep, data)))
 
 
 def const(value: int) -> Any:
@@ -53,13 +53,13 @@ def const(value: int) -> Any:
 def _tile_function(module: Any, name: str, emit: Any, n_vectors: int, n_tokens: int) -> Any:
     """The LLVM function of one tile shape, n_vectors * LANES rows x n_tokens, whose body emit writes.
 
-    Its arguments: out, out_stride, w, x, x_stride, n, n_quads, accumulate.
+    Its arguments: out, out_stride, w, ahead, ahead_stride, x, x_stride, n, n_quads, accumulate.
     """
     name = f"specdec_{name}_{n_vectors}x{n_tokens}"
     if name in module.globals:
         return module.globals[name]
     words = F32.as_pointer()
-    signature = ir.FunctionType(ir.VoidType(), [words, I64, words, words, I64, I64, I64, ir.IntType(1)])
+    signature = ir.FunctionType(ir.VoidType(), [words, I64, words, words, I64, words, I64, I64, I64, ir.IntType(1)])
     fn = ir.Function(module, signature, name)
     fn.linkage = "internal"
     fn.attributes.add("noinline")
@@ -68,12 +68,17 @@ def _tile_function(module: Any, name: str, emit: Any, n_vectors: int, n_tokens: 
 
 
 def cells(builder: Any, out: Any, out_stride: Any, accumulate: Any, n_vectors: int, n_tokens: int) -> tuple[list[Any], list[Any]]:
-    """Where a tile's vectors of out lie, those of a token side by side, and what each starts from."""
+    """Where a tile's vectors of out lie, those of a token side by side, and what each starts from.
+
+    The next strip's are fetched: 64 rows of logits are as many streams, more than the hardware follows.
+    """
     places = [
         offset(builder, out, builder.add(builder.mul(out_stride, const(t)), const(LANES * v)), VECTOR)
         for t in range(n_tokens)
         for v in range(n_vectors)
     ]
+    for place in places:
+        prefetch(builder, builder.bitcast(place, F32.as_pointer()), const(LANES * n_vectors), write=True)
     zero = ir.Constant(VECTOR, [0.0] * LANES)
     return places, [builder.select(accumulate, builder.load(place, align=4), zero) for place in places]
 
@@ -84,7 +89,8 @@ def float_body(stored: Storage) -> Any:
 
     def emit(
         builder: Any, n_vectors: int, n_tokens: int,
-        out: Any, out_stride: Any, w: Any, x: Any, x_stride: Any, n: Any, n_quads: Any, accumulate: Any,
+        out: Any, out_stride: Any, w: Any, ahead: Any, ahead_stride: Any, x: Any, x_stride: Any,
+        n: Any, n_quads: Any, accumulate: Any,
     ) -> None:  # fmt: skip
         entry = builder.block
         pairs, odd, last, done = (builder.append_basic_block(block) for block in ("pairs", "odd", "last", "done"))
@@ -93,6 +99,11 @@ def float_body(stored: Storage) -> Any:
         whole = builder.and_(n, const(-UNROLL))
         builder.cbranch(builder.icmp_signed(">", whole, const(0)), pairs, odd)
 
+        def fetch(k: Any, n_rows: int) -> None:
+            first = builder.gep(ahead, [builder.mul(k, ahead_stride)])
+            for line in range(0, n_rows * words * n_vectors, LINE_WORDS):
+                prefetch(builder, first, const(line))
+
         def step(k: Any, acc: list[Any]) -> list[Any]:
             row = builder.mul(k, const(words * n_vectors))
             loaded = [
@@ -100,8 +111,6 @@ def float_body(stored: Storage) -> Any:
                 for v in range(n_vectors)
             ]
             weights = [stored.widen(builder, bits) for bits in loaded]
-            for line in range(0, words * n_vectors, LINE_WORDS):
-                prefetch(builder, w, builder.add(row, const(line)))
             result = []
             for t in range(n_tokens):
                 x_k = broadcast(builder, builder.load(builder.gep(rows[t], [k])), VECTOR)
@@ -122,6 +131,7 @@ def float_body(stored: Storage) -> Any:
         k = builder.phi(I64)
         k.add_incoming(const(0), entry)
         acc = phis((start, entry))
+        fetch(k, UNROLL)  # before the loads: behind them LLVM keeps what is loaded in registers that sums need
         new = acc
         for u in range(UNROLL):
             new = step(builder.add(k, const(u)), new)
@@ -136,6 +146,7 @@ def float_body(stored: Storage) -> Any:
         builder.cbranch(builder.icmp_signed("<", whole, n), last, done)
 
         builder.position_at_end(last)
+        fetch(whole, 1)
         final = step(whole, so_far)
         builder.branch(done)
 
@@ -165,22 +176,29 @@ def make_tile(name: str, emit: Any, n_vectors: int) -> Any:
 
     Floats: out[t, r] (+)= sum_k w[k, r] x[t, k] for k < n, ascending, fused; n_quads is of no meaning. int8, n groups of n_quads:
     out[t, r] (+)= sum over groups of (sum_k w[r, k] x[t, k]) times both scales; see `Weights` and `quantize` for the layouts.
+    ahead: the word of w that is fetched beside the first one; ahead_stride: the words behind it that are for each k, or quad.
     """
 
     @intrinsic
-    def tile(typingctx, out, out_index, out_stride, w, w_index, x, x_index, x_stride, n, n_quads, n_tokens, accumulate):
+    def tile(
+        typingctx, out, out_index, out_stride, w, w_index, ahead, ahead_stride, x, x_index, x_stride,
+        n, n_quads, n_tokens, accumulate,
+    ):  # fmt: skip
         index = types.intp
         signature = types.void(
-            out, index, index, w, index, x, index, index, index, index, index, types.boolean
+            out, index, index, w, index, index, index, x, index, index, index, index, index, types.boolean
         )  # fmt: skip
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            out, out_index, out_stride, w, w_index, x, x_index, x_stride, n, n_quads, n_tokens, accumulate = args
-            pointers = [
+            (
+                out, out_index, out_stride, w, w_index, ahead, ahead_stride, x, x_index, x_stride,
+                n, n_quads, n_tokens, accumulate,
+            ) = args  # fmt: skip
+            out, w, ahead, x = [
                 element_pointer(context, builder, signature.args[i], array, at, F32)
-                for i, array, at in ((0, out, out_index), (3, w, w_index), (5, x, x_index))
+                for i, array, at in ((0, out, out_index), (3, w, w_index), (3, w, ahead), (7, x, x_index))
             ]
-            call_args = [pointers[0], out_stride, pointers[1], pointers[2], x_stride, n, n_quads, accumulate]
+            call_args = [out, out_stride, w, ahead, ahead_stride, x, x_stride, n, n_quads, accumulate]
             _switch_tokens(builder, n_tokens, lambda t: _tile_function(builder.module, name, emit, n_vectors, t), call_args)
             return context.get_dummy_value()
 
@@ -200,11 +218,19 @@ vector_tile = make_tile("fp32_tile", float_body(FP32_STORAGE), 1)
 
 @inlined
 def multiply_strips(tile, out, out_width, w, x, x_width, n, n_quads, n_tokens, first, last, accumulate):
-    """out[t] (+)= W x[t] for the rows of strips first to last, by a tile over n, or n groups of n_quads."""
-    n_parts = ceil_div(n_tokens, TILE_TOKENS)
+    """out[t] (+)= W x[t] for the rows of strips first to last, by a tile over n, or n groups of n_quads.
+
+    Where tokens take several tiles, the first finds its strip in the cache: each has fetched its part of it, so memory is never
+    idle while they compute.
+    """
+    n_parts, words = ceil_div(n_tokens, TILE_TOKENS), w.shape[1] * w.shape[2]
+    ahead_stride = ceil_div(w.shape[2] // (n_quads + 1), n_parts)
     for strip in range(first, last):
-        words = strip * w.shape[1] * w.shape[2]
+        here = strip * words
         for part in range(n_parts):
             t, end = share(n_tokens, part, n_parts)
             at = t * out_width + strip * STRIP_ROWS
-            tile(out, at, out_width, w, words, x, t * x_width, x_width, n, n_quads, end - t, accumulate != 0)
+            ahead = here + (PREFETCH_WORDS if n_parts == 1 else words + part * words // n_parts)
+            tile(
+                out, at, out_width, w, here, ahead, ahead_stride, x, t * x_width, x_width, n, n_quads, end - t, accumulate != 0
+            )  # fmt: skip

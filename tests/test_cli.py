@@ -407,14 +407,16 @@ def test_an_empty_prompt_is_a_story_from_nothing(run: Run, pair: Pair) -> None:
 @pytest.mark.parametrize("more", [[], ["--int8"]])
 def test_a_measurement_has_a_row_for_every_number_of_tokens(run: Run, more: list[str]) -> None:
     result = from_json(run("bench", "--shape", "64,96,1,4,2,300,64", "-j", 1, "--json", *more))
-    assert result["dram_gb_per_s"] > 0
+    assert min(result["read_gb_per_s"], result["gflop_per_s"]) > 0
     assert result["weights"] == ("int8" if more else "fp32")
     assert result["prefill_tokens"] == 64
     assert result["prefill_seconds"] > 0
     assert [row["tokens"] for row in result["rows"]] == [1, 2, 4, 8, 16, 64]
     for row in result["rows"]:
-        assert {"tokens", "seconds", "gb_per_s", "gflop_per_s"} <= set(row)
-        assert min(row.values()) > 0
+        shares = {"memory": row["gb_per_s"] / result["read_gb_per_s"], "arithmetic": row["gflop_per_s"] / result["gflop_per_s"]}
+        assert row["seconds"] > 0
+        assert row["limit"] == max(shares, key=shares.__getitem__)
+        assert row["share"] == pytest.approx(max(shares.values()))
 
 
 def test_plain_text_is_alone_on_stdout_and_the_summary_on_stderr(run: Run, pair: Pair) -> None:

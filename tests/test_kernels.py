@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from specdec.kernels import gelu, head_norm, layer_norm
+from specdec.machine import limits
 from specdec.machine.memory import lazy_zeros, zeros
 from specdec.machine.programs import Row, Runner
-from specdec.machine.vectors import round_up
+from specdec.machine.vectors import F32, I32, LANES, round_up
 from specdec.sampling import mix_bits
 from specdec.weights import FP32
+from specdec.weights.int8 import DOT4, dot4
 from specdec.weights.matrix import pack
 from tests import reference
 from tests.checkpoints import ROOT
@@ -102,3 +104,13 @@ print(mix_bits.stats.cache_path, mix_bits(1))
 def test_a_cache_beyond_all_memory_is_a_memory_error():
     with pytest.raises(MemoryError):
         lazy_zeros(1 << 50)
+
+
+@pytest.mark.parametrize("n_steps", [1, 2, 7])
+def test_what_measures_arithmetic_runs_every_step_of_every_chain(n_steps: int) -> None:
+    words = np.full((1, 2 * LANES), -2.0, np.float32)
+    run(limits.chains(limits.fma, F32)(words, n_steps), 1)
+    assert (words[0, LANES:] == limits.CHAINS * -2.0 * (-1.0) ** n_steps).all()
+    words[:] = np.array(0x01010101, np.int32).view(np.float32)
+    run(limits.chains(dot4(DOT4), I32)(words, 1), 1)
+    assert (words.view(np.int32)[0, LANES:] == limits.CHAINS * (0x01010101 + 4 - (4 * 128 if DOT4 == "sdot" else 0))).all()

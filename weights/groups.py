@@ -121,7 +121,8 @@ def group_body(form: Form, path: str) -> Any:
 
     def emit(
         builder: Any, n_vectors: int, n_tokens: int,
-        out: Any, out_stride: Any, w: Any, x: Any, x_stride: Any, n: Any, n_quads: Any, accumulate: Any,
+        out: Any, out_stride: Any, w: Any, ahead: Any, ahead_stride: Any, x: Any, x_stride: Any,
+        n: Any, n_quads: Any, accumulate: Any,
     ) -> None:  # fmt: skip
         places, starts = cells(builder, out, out_stride, accumulate, n_vectors, n_tokens)
         totals = [cgutils.alloca_once_value(builder, start) for start in starts]
@@ -133,7 +134,7 @@ def group_body(form: Form, path: str) -> Any:
                 sum_of_zeros = builder.sub(sum_of_zeros, correction)
             return broadcast(builder, sum_of_zeros, INTEGERS)
 
-        def group(block: Any, codes: Any, rows: list[Any], scales: list[list[Any]]) -> None:
+        def group(block: Any, fetched: Any, codes: Any, rows: list[Any], scales: list[list[Any]]) -> None:
             """One group's sums into the totals; codes: its first word; rows: each token's words; scales: of each level."""
             corrections = [builder.load(offset(builder, row, const(1), I32)) for row in rows]
             sums = [first_sum(corrections[t]) for t in range(n_tokens) for _ in range(n_vectors)]
@@ -143,7 +144,7 @@ def group_body(form: Form, path: str) -> Any:
                 for v in range(n_vectors):
                     place = builder.add(codes, const(k * STRIP_ROWS + LANES * v))
                     words.append(builder.load(offset(builder, block, place, INTEGERS), align=64))
-                    prefetch(builder, block, place)
+                    prefetch(builder, fetched, place)
                 if form.bits == 4:
                     low = [builder.and_(word, integers(NIBBLES)) for word in words]
                     high = [builder.and_(builder.lshr(word, integers(4)), integers(NIBBLES)) for word in words]
@@ -173,17 +174,18 @@ def group_body(form: Form, path: str) -> Any:
                     builder.store(total, totals[i])
 
         with cgutils.for_range(builder, n) as blocks:
-            block = builder.gep(w, [builder.mul(blocks.index, const(form.block_words))])
+            first = builder.mul(blocks.index, const(form.block_words))
+            block, fetched = builder.gep(w, [first]), builder.gep(ahead, [first])
             x_block = builder.mul(blocks.index, const(form.n_groups * x_group_words))
             rows = [builder.gep(x, [builder.add(builder.mul(x_stride, const(t)), x_block)]) for t in range(n_tokens)]
             for line in range(0, form.codes_at, LANES):
-                prefetch(builder, block, const(line))
+                prefetch(builder, fetched, const(line))
             scales = [
                 [numbers(builder, block, level * HALF_WORDS + v * LANES // 2) for v in range(n_vectors)]
                 for level in range(form.n_levels)
             ]
             if form.n_groups == 1:
-                group(block, const(form.codes_at), rows, scales)
+                group(block, fetched, const(form.codes_at), rows, scales)
             else:
                 with cgutils.for_range(builder, const(form.n_groups)) as groups:
                     g = groups.index
@@ -200,7 +202,7 @@ def group_body(form: Form, path: str) -> Any:
                             ]
                         )
                     codes = builder.add(builder.mul(g, const(form.row_words * STRIP_ROWS)), const(form.codes_at))
-                    group(block, codes, here, own)
+                    group(block, fetched, codes, here, own)
         for place, total in zip(places, totals, strict=True):
             builder.store(builder.load(total), place, align=4)
         builder.ret_void()

@@ -125,7 +125,8 @@ def _int8_body(path: str) -> Any:
 
     def emit(
         builder: Any, n_vectors: int, n_tokens: int,
-        out: Any, out_stride: Any, w: Any, x: Any, x_stride: Any, n: Any, n_quads: Any, accumulate: Any,
+        out: Any, out_stride: Any, w: Any, ahead: Any, ahead_stride: Any, x: Any, x_stride: Any,
+        n: Any, n_quads: Any, accumulate: Any,
     ) -> None:  # fmt: skip
         places, starts = cells(builder, out, out_stride, accumulate, n_vectors, n_tokens)
         totals = [cgutils.alloca_once_value(builder, start) for start in starts]
@@ -135,19 +136,22 @@ def _int8_body(path: str) -> Any:
         x_group_words = builder.add(n_quads, const(GROUP_HEAD))
         with cgutils.for_range(builder, n) as groups:
             weights = builder.gep(w, [builder.mul(groups.index, group_words)])
+            first = builder.mul(builder.mul(groups.index, builder.add(n_quads, const(1))), ahead_stride)
+            fetched = builder.gep(ahead, [first])
             start = builder.mul(groups.index, x_group_words)
             rows = [builder.gep(x, [builder.add(builder.mul(x_stride, const(t)), start)]) for t in range(n_tokens)]
             for i, total in enumerate(sums):
                 correction = builder.load(offset(builder, rows[i // n_vectors], const(1), I32))
-                first = ir.Constant(INTEGERS, [0] * LANES) if path == "sdot" else broadcast(builder, correction, INTEGERS)
-                builder.store(first, total)
+                begin = ir.Constant(INTEGERS, [0] * LANES) if path == "sdot" else broadcast(builder, correction, INTEGERS)
+                builder.store(begin, total)
             with cgutils.for_range(builder, n_quads) as quads:
-                at = builder.mul(builder.add(quads.index, const(1)), const(strip_words))
+                row = builder.add(quads.index, const(1))
+                at, next_at = builder.mul(row, const(strip_words)), builder.mul(row, ahead_stride)
                 loaded = []
                 for v in range(n_vectors):
                     place = builder.add(at, const(LANES * v))
                     loaded.append(builder.load(offset(builder, weights, place, INTEGERS), align=64))
-                    prefetch(builder, weights, place)
+                    prefetch(builder, fetched, builder.add(next_at, const(LANES * v)))
                 for t in range(n_tokens):
                     quad = builder.load(offset(builder, rows[t], builder.add(quads.index, const(GROUP_HEAD)), I32))
                     for v in range(n_vectors):
@@ -172,6 +176,7 @@ def dot4_tile(path: str) -> Any:
     return make_tile(f"int8_tile_{path}", _int8_body(path), STRIP_ROWS // LANES)
 
 
+DOT4 = "portable" if os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0") else best_dot4(CPU_FEATURES)
 native_tile = dot4_tile(best_dot4(CPU_FEATURES))
 portable_tile = dot4_tile("portable")
 
@@ -186,34 +191,36 @@ def quantize(codes, x, n, group, n_tokens):
     n_quads = ceil_div(group, QUADS)
     lowest, limit = splat(-127.0), splat(127.0)
     for t in range(n_tokens):
-        at = t * codes.shape[1]
-        for start in range(0, n, group):
-            end = min(start + group, n)
+        row, words = t * x.shape[1], t * codes.shape[1]
+        for g in range(ceil_div(n, group)):  # all scales first: each waits for what was just computed, and two loops wait less
+            start, end = g * group, min((g + 1) * group, n)
             whole = start + (end - start) // LANES * LANES
-            row = t * x.shape[1]
             top = splat(0.0)
             for i in range(start, whole, LANES):
                 top = maximum(absolute(load(x, row + i)), top)
             for i in range(whole, end):
                 top = maximum(absolute(splat(x[t, i])), top)
-            scale = np.float32(reduce_max(top) / np.float32(127.0))
+            codes[t, g * (GROUP_HEAD + n_quads)] = reduce_max(top) / np.float32(127.0)
+        for g in range(ceil_div(n, group)):
+            start, end = g * group, min((g + 1) * group, n)
+            whole = start + (end - start) // LANES * LANES
+            at = g * (GROUP_HEAD + n_quads)
+            scale, first = codes[t, at], (words + at + GROUP_HEAD) * QUADS
             divisor = splat(scale if scale > 0.0 else np.float32(1.0))
             total = splat(0.0)
-            first = at + GROUP_HEAD
             for i in range(start, whole, LANES):
                 code = round_half_away(div(load(x, row + i), divisor))
                 code = maximum(lowest, minimum(limit, code))  # in this order a NaN stays one
                 total = add(total, code)
-                store_bytes(codes, first * QUADS + i - start, code)
+                store_bytes(codes, first + i - start, code)
             total_of_group = reduce_add(total)
             for i in range(whole, start + n_quads * QUADS):
                 code = splat(x[t, i] if i < end else np.float32(0.0))
                 code = reduce_max(maximum(lowest, minimum(limit, round_half_away(div(code, divisor)))))
                 total_of_group += code
-                store_byte(codes, first * QUADS + i - start, code)
-            codes[t, at - t * codes.shape[1]] = scale + np.float32(0.0) * total_of_group
-            store_int(codes, (at + 1) * QUADS, np.float32(-128.0) * total_of_group)
-            at += GROUP_HEAD + n_quads
+                store_byte(codes, first + i - start, code)
+            codes[t, at] = scale + np.float32(0.0) * total_of_group
+            store_int(codes, (words + at + 1) * QUADS, np.float32(-128.0) * total_of_group)
 
 
 @inlined
@@ -362,4 +369,4 @@ def scratch_words(n: int, group: int) -> int:
 
 PORTABLE_INT8 = Kind("int8", portable_product, embed, own_group, strip_shape, fill, rows_of, scratch_words)
 NATIVE_INT8 = replace(PORTABLE_INT8, product=product)
-INT8 = PORTABLE_INT8 if os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0") else NATIVE_INT8
+INT8 = PORTABLE_INT8 if DOT4 == "portable" else NATIVE_INT8
