@@ -304,6 +304,16 @@ def test_compare_tells_both_runs_in_words_and_in_json(run: Run, pair: Pair) -> N
     assert "letter" not in run(*with_pair(pair, "-n", 60, "--compare", "--verify", "rejection"))[2]
     assert_refused(run("-m", pair.target, "-d", "none", "--compare"), "--compare")
     assert_refused(run(*with_pair(pair, "-n", 1, "--compare")), "-n")
+    assert_refused(run(*with_pair(pair, "--samples", 2, "--compare")), "--compare", "--samples")
+
+
+def test_compare_and_stop_strings_end_both_texts_at_one_place(run: Run, pair: Pair) -> None:
+    """As the text ends without --compare, and at fewer tokens than without --stop."""
+    whole = from_json(run(*with_pair(pair, "-n", 60, "--json")))
+    stop = whole["text"][len(whole["text"]) // 2 :][:3]
+    alone, both = (from_json(run(*with_pair(pair, "-n", 60, "--json", "--stop", stop, *more))) for more in ((), ("--compare",)))
+    assert (both["text"], both["tokens"], both["stop_reason"]) == (alone["text"], alone["tokens"], "stop")
+    assert both["compare"]["same_text"] and both["compare"]["alone"]["n_generated"] == len(alone["tokens"]) < 55
 
 
 def test_a_race_without_a_terminal_is_figures_and_a_sentence(run: Run, pair: Pair) -> None:
