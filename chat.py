@@ -10,11 +10,10 @@ from typing import Any
 
 from . import checks
 from .decoder import SpeculativeDecoder
-from .decoding import Event, Prompt, Step
+from .decoding import Event, Step
 from .readers import CheckpointError, read_object
 from .sampling import Sampling
 from .templates import Message
-from .tokenizer import TextStream
 
 FORMAT, REVISION = "specdec conversation", 1
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
@@ -83,23 +82,19 @@ class Conversation:
         return self._answer(last["attempt"] + 1, before)
 
     def _answer(self, attempt: int, before: tuple[list[dict[str, Any]], int]) -> Generator[Event]:
-        tokens, is_whole, stream, words = list[int](), False, TextStream(self._decoder.tokenizer), list[str]()
+        tokens, is_whole, words = list[int](), False, ""
         try:
             room = self._make_room()
             settings = self.settings
             for event in self._decoder.chat(self._seen(), min(settings.max_tokens, room), settings.sampling(attempt)):
-                if isinstance(event, Prompt):
-                    for token in event.tokens:
-                        stream.push(token)
-                elif isinstance(event, Step):
+                if isinstance(event, Step):
                     tokens += event.tokens
-                    words += [stream.push(token) for token in event.tokens]
+                    words += event.text
                     is_whole = event.stop_reason is not None
                 yield event
         finally:
             if tokens or is_whole:
-                words.append(stream.end())
-                answer = {"role": ASSISTANT, "content": "".join(words), "tokens": tokens, "attempt": attempt}
+                answer = {"role": ASSISTANT, "content": words, "tokens": tokens, "attempt": attempt}
                 self.messages = [*self.messages, answer]
             else:
                 self.messages, self.n_dropped = before

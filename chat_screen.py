@@ -207,7 +207,7 @@ class Chat:
     def _view(self, statistics: Statistics) -> View:
         tokenizer, settings = self._decoder.tokenizer, self._conversation.settings
         if self._showing.as_json:
-            return SilentView(tokenizer)
+            return SilentView()
         if self._in_panel and fits(self._out):
             roles = self._showing.roles
             return LivePanel(tokenizer, self._out, statistics, settings.max_tokens, roles, roles.target)

@@ -1,59 +1,45 @@
-"""The command line: options, wiring, exit codes. Knows no arrays and no formats."""
+"""The command line: its commands, and the one without a name, which writes a text; exit codes. Knows no arrays and no formats."""
 
 import io
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import typer
 from rich.console import Console
 
 import specdec
 
-from .decoder import AUTO, NGRAM, SELF, SpeculativeDecoder, TreeMode
+from . import chat_command, models_command, ngrams_command, race_command, sweep_command
+from .asking import Commands, are_given, draft_name, model_and_prompt, prompt_of, tell_what_has_no_effect
+from .decoder import AUTO, NGRAM, SpeculativeDecoder, TreeMode
 from .decoding import Event, Prompt, Statistics, VerifyMode
 from .files import default_pair
 from .interrupts import exit_code, signals
 from .options import (
-    AnswerTokens,
-    AsCsv,
     AsJson,
     Compare,
-    DraftFile,
     DraftFiles,
-    FirstMessage,
-    Full,
     Gamma,
-    Gammas,
-    HowMany,
     Int8,
-    Lengths,
     ModelFile,
-    NoHistory,
     Pace,
     Plain,
-    PlainChat,
-    PromptFile,
     PromptText,
-    Rounds,
+    PromptTextFile,
+    Samples,
     Seed,
-    Seeds,
     Shape,
     ShowVersion,
     StageName,
     Stats,
     Steps,
-    SvgFile,
-    SystemPrompt,
-    TableFile,
+    StopStrings,
     Temperature,
-    Temperatures,
-    TemplateFile,
-    TextFile,
     Threads,
     TokenizerFile,
     TopK,
@@ -62,42 +48,60 @@ from .options import (
     VerifyOption,
     WhatToQuantize,
 )
-from .output import FEW_PASSES, PlainView, Roles, SilentView, View, print_result, print_summary, printable, to_json
+from .output import FEW_PASSES, PlainView, Roles, SilentView, View, print_result, print_summary, to_json
 from .panel import LivePanel
-from .planning import MAX_GAMMA
-from .progress import loading, telling
-from .race import Race
-from .race import measure as run_both
+from .progress import loading
 from .readers import CheckpointError
 from .sampling import Sampling
 from .tokenizer import TokenizerError
 from .window import fits
-from .wiring import check_arguments, check_threads, decoder_of, found
-
-DEFAULT_PROMPT = "Once upon a time"
+from .wiring import (
+    BROKEN_PIPE,
+    NONE,
+    check_arguments,
+    check_threads,
+    complain,
+    decoder_of,
+    found,
+    gamma_of,
+    roles_of,
+    room_of,
+    say,
+    stages_of,
+    writing,
+)
 
 app = typer.Typer(
-    add_completion=False,
+    cls=Commands,
+    subcommand_metavar="[PROMPT] | COMMAND ...",
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+COMPLETING = "_COMPLETE"  # at the end of what a shell says it in, behind the program's name
 UsageError = cast(type[Exception], next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"))
-NONE = "none"  # as a draft: the target decodes alone
-BROKEN_PIPE = 141  # what a shell reports for SIGPIPE
+
+app.command("race")(race_command.run)
+app.command("chat")(chat_command.talk)
+app.command("sweep")(sweep_command.compare)
+app.command("ngrams")(ngrams_command.count)
+app.command("models")(models_command.show)
 
 
 @app.callback(invoke_without_command=True)
 def tell(
     context: typer.Context,
-    model: ModelFile = "",
+    prompt: PromptText = None,
+    model: ModelFile = None,
     drafts: DraftFiles = None,
+    steps: Steps = 256,
+    temperature: Temperature = 1.0,
+    file: PromptTextFile = "",
+    stop: StopStrings = None,
+    samples: Samples = 1,
     stage: StageName = "",
     quantize: WhatToQuantize = "draft",
     tokenizer: TokenizerFile = "",
-    prompt: PromptText = DEFAULT_PROMPT,
-    steps: Steps = 256,
-    temperature: Temperature = 1.0,
     top_p: TopP = 0.9,
     top_k: TopK = 0,
     seed: Seed = 0,
@@ -112,29 +116,38 @@ def tell(
     as_json: AsJson = False,
     version: ShowVersion = False,
 ) -> None:
-    """Speculative decoding of llama2.c models on the CPU.
+    """Speculative decoding on the CPU: a small draft guesses, the target checks.
 
-    A small draft model proposes tokens, the target judges several of them in
-    one pass, and you see which ones stood. The text is the one that the target
-    alone would have written with the same seed.
+    specdec "Once upon a time" -t 0
+    specdec -m openai-community/gpt2-medium -d distilbert/distilgpt2 -i "Why"
     """
     if context.invoked_subcommand:
+        if given := are_given(context):
+            name = context.invoked_subcommand
+            say(f"{', '.join(given)}: no effect before {name}, whose options come behind it; a prompt of that word is -i {name}")
         return
     if version:
         print(f"specdec {specdec.__version__}, arithmetic {specdec.__arithmetic__}")
         return
-    check_arguments(prompt, top_p, seed, threads, verify=verify, quantize=quantize, tree=tree)
-    _gamma(gamma)
-    draft, stage = _stages(drafts or [], stage)
-    if not model:
+    named, word = model_and_prompt(context.args, list(cast(Commands, context.command).commands))
+    if named is not None and model is not None:
+        raise typer.BadParameter(f"{named!r} and -m {model!r} are two targets; name a draft with -d")
+    model = named if model is None else model
+    check_arguments(prompt or word or "", top_p, seed, threads, verify=verify, quantize=quantize, tree=tree)
+    gamma_of(gamma)
+    _check_stops(stop or [])
+    draft, stage = stages_of([draft_name(name) for name in drafts or []], draft_name(stage))
+    prompt = prompt_of(prompt, file, word)
+    if model is None:
         target, small = default_pair()
         model, draft = str(target), draft or str(small)
     elif not draft and verify == "coupled":  # whose text no drafter changes
         draft = NGRAM
     draft = "" if draft == NONE else draft
-    if compare_both and not draft:
-        raise typer.BadParameter("there is no draft whose gain it could tell.", param_hint="'--compare'")
-    sampling = Sampling(temperature, top_k, top_p, seed or int.from_bytes(os.urandom(4), "little") or 1)
+    if compare_both and (samples > 1 or not draft):
+        reason = "it compares one text; leave out --samples." if samples > 1 else "there is no draft whose gain it could tell."
+        raise typer.BadParameter(reason, param_hint="'--compare'")
+    first = Sampling(temperature, top_k, top_p, seed or int.from_bytes(os.urandom(4), "little") or 1)
     sources = found(model, draft, stage)
     with loading() as show:
         begin = time.perf_counter()
@@ -144,7 +157,7 @@ def tell(
             quantize,
             threads,
             show,
-            gamma=_gamma(gamma),
+            gamma=gamma_of(gamma),
             verify=cast(VerifyMode, verify),
             tree=cast(TreeMode, tree),
         )
@@ -152,79 +165,71 @@ def tell(
         loaded = time.perf_counter()
         decoder.warm_up()
         times = {"load_seconds": loaded - begin, "warmup_seconds": time.perf_counter() - loaded}
-    statistics = Statistics(len(prompt_tokens))
-    # llama2.c counts positions: n steps make n + 1 tokens, BOS included
-    total = min(steps or decoder.n_positions, decoder.target.n_positions)
-    if not steps and total < decoder.target.n_positions:
-        _tell(f"this machine's memory has room for {total} of the {decoder.target.n_positions} tokens of the target's context")
-    max_tokens = max(0, total + 1 - len(prompt_tokens))
-    out = Console()
+    max_tokens = room_of(decoder, len(prompt_tokens), steps)
+    tell_what_has_no_effect(context, bool(draft), bool(decoder.draft), as_json, plain, greedy=temperature == 0)
     names = [Path(name).name.removesuffix(".bin") for name in (model, draft, stage) if name]
-    roles = _roles(names, draft)
-    view: View
-    if as_json:
-        view = SilentView(decoder.tokenizer)
-    elif not plain and fits(out):
-        view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, roles, " + ".join(names), pace)
-    else:
-        if pace and not plain:
-            _tell("--pace has no effect: no panel fits here")
-        view = PlainView(decoder.tokenizer, sys.stdout)
-    race = _both(decoder, prompt, max_tokens, sampling) if compare_both else None
-    with writing():
-        _run(view, race.pair.events if race else decoder.stream(prompt, max_tokens, sampling), statistics)
-        statistics.plain_seconds = race.alone.statistics.seconds_per_token if race else decoder.plain_seconds
-        if isinstance(view, SilentView):
-            settings = {
-                "model": model,
-                "draft": draft or None,
-                "stage": stage or None,
-                "prompt": prompt,
-                "steps": steps,
-                "temperature": temperature,
-                "top_p": top_p,
-                "top_k": top_k,
-                "gamma": _gamma(gamma) if draft else 0,
-                "verify": verify,
-                "tree": tree,
-                "quantize": quantize,
-                "threads": decoder.target.n_threads,
-                "tokenizer": str(decoder.tokenizer.path),
-                "weights": decoder.weights,
-            }
-            both = {"compare": race.figures()} if race else {}
-            print(to_json(statistics, view.text, view.tokens, **times, **both, seed=sampling.seed, settings=settings))
-        else:
-            at_a_pace = isinstance(view, LivePanel) and view.was_held
-            errors, note = Console(stderr=True), "" if at_a_pace else _advice(decoder, statistics)
-            is_to_see = bool(draft) and isinstance(view, LivePanel) and not view.was_seen
-            more = "--stats has more" + ", --pace 4 lets you watch" * is_to_see
-            print_result(errors, statistics, roles, verify == "coupled", at_a_pace, note, f"seed {sampling.seed}; {more}")
-            if stats:
-                told = {"seed": sampling.seed, "threads": decoder.target.n_threads, "weights": decoder.weights}
-                print_summary(errors, statistics, **told, **_whose(decoder))
-            if race:
-                lines = race.report(f"{roles.target} alone", " + ".join(names))
-                lines += [race.sentence] if verify == "coupled" else []
-                errors.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-    if race and verify == "coupled" and not race.is_same_text:
-        raise typer.Exit(1)
+    roles = roles_of(names, draft)
+    out = Console()
+    has_panel = not (as_json or plain) and fits(out)
+    if pace and not (as_json or plain or has_panel):
+        say("--pace has no effect: no panel fits here")
+    settings = {
+        "model": model,
+        "draft": draft or None,
+        "stage": stage or None,
+        "prompt": prompt,
+        "steps": steps,
+        "stop": stop or [],
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "gamma": gamma_of(gamma) if draft else 0,
+        "verify": verify,
+        "tree": tree,
+        "quantize": quantize,
+        "threads": decoder.target.n_threads,
+        "tokenizer": str(decoder.tokenizer.path),
+        "weights": decoder.weights,
+    }
+    for i in range(samples):
+        sampling, statistics = replace(first, seed=(first.seed + i) % 2**63), Statistics(len(prompt_tokens))
+        view: View = SilentView() if as_json else PlainView(sys.stdout)
+        if has_panel:
+            view = LivePanel(decoder.tokenizer, out, statistics, max_tokens, roles, " + ".join(names), pace, stops=stop or [])
+        race = race_command.both(decoder, prompt_tokens, max_tokens, sampling, stop or []) if compare_both else None
+        with writing():
+            if i and not as_json:
+                print(flush=True)
+            events = race.pair.events if race else decoder.stream(prompt_tokens, max_tokens, sampling, stop=stop or [])
+            _run(view, events, statistics)
+            statistics.plain_seconds = race.alone.statistics.seconds_per_token if race else decoder.plain_seconds
+            if isinstance(view, SilentView):
+                told = {**times, **({"compare": race.figures()} if race else {}), "seed": sampling.seed, "settings": settings}
+                print(to_json(statistics, view.text, view.tokens, **told), flush=True)
+            else:
+                _tell_result(view, decoder, statistics, roles, sampling.seed, stats)
+                if race:
+                    lines = race.report(f"{roles.target} alone", " + ".join(names))
+                    lines += [race.sentence] if verify == "coupled" else []
+                    Console(stderr=True).print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+        if race and verify == "coupled" and not race.is_same_text:
+            raise typer.Exit(1)
+        if statistics.stop_reason == "interrupted":
+            break
 
 
-def _stages(drafts: list[str], stage: str) -> tuple[str, str]:
-    """The draft and what drafts for it, of -d, which may come twice, and --stage."""
-    if len(drafts) > 2:
-        raise typer.BadParameter("two at most: a draft, and what drafts for it.", param_hint="'-d' / '--draft'")
-    if len(drafts) == 2 and stage:
-        raise typer.BadParameter("a second -d drafts for the draft already; name one of the two.", param_hint="'--stage'")
-    stage = drafts[1] if len(drafts) == 2 else stage
-    return drafts[0] if drafts else "", "" if stage == NONE else stage
-
-
-def _roles(names: list[str], draft: str) -> Roles:
-    """Who writes, by the names of target and draft."""
-    origins = {NGRAM: "from the text so far", SELF: f"by {names[0]} in int8"}
-    return Roles(names[0], origins.get(draft, f"by {names[1]}") if draft else "")
+def _tell_result(
+    view: View, decoder: SpeculativeDecoder, statistics: Statistics, roles: Roles, seed: int, has_figures: bool
+) -> None:
+    """What came of a text, on stderr."""
+    at_a_pace = isinstance(view, LivePanel) and view.was_held
+    errors, note = Console(stderr=True), "" if at_a_pace else _advice(decoder, statistics)
+    is_to_see = bool(roles.guessed) and isinstance(view, LivePanel) and not view.was_seen
+    more = f"seed {seed}; --stats has more" + ", --pace 4 lets you watch" * is_to_see
+    print_result(errors, statistics, roles, decoder.verify == "coupled", at_a_pace, note, more)
+    if has_figures:
+        told = {"seed": seed, "threads": decoder.target.n_threads, "weights": decoder.weights}
+        print_summary(errors, statistics, **told, **_whose(decoder))
 
 
 def _whose(decoder: SpeculativeDecoder) -> dict[str, str]:
@@ -246,11 +251,7 @@ def _advice(decoder: SpeculativeDecoder, statistics: Statistics) -> str:
     return ""
 
 
-def _run(
-    view: View,
-    events: Iterable[Event],
-    statistics: Statistics,
-) -> None:
+def _run(view: View, events: Iterable[Event], statistics: Statistics) -> None:
     """Show the events, until the text or somebody's patience is at its end."""
     with view:
         for event in events:
@@ -263,13 +264,10 @@ def _run(
                 break
 
 
-def _gamma(text: str) -> int | Literal["auto"]:
-    """The draft length that an option names."""
-    if text == AUTO:
-        return AUTO
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_GAMMA:
-        raise typer.BadParameter(f"{text!r} is neither auto nor 1 to {MAX_GAMMA}.", param_hint="'-g' / '--gamma'")
-    return int(text)
+def _check_stops(stops: list[str]) -> None:
+    for stop in stops:
+        if not stop or stop.encode(errors="ignore").decode() != stop:
+            raise typer.BadParameter("a string of no letters, or no valid UTF-8.", param_hint="'--stop'")
 
 
 @app.command("bench")
@@ -288,19 +286,6 @@ def measure(shape: Shape = "42M", threads: Threads = 0, int8: Int8 = False, as_j
         print(benchmark.to_json(result)) if as_json else Console().print(benchmark.to_table(result, shape))
 
 
-@contextmanager
-def writing() -> Iterator[None]:
-    """Around all output: a reader that has seen enough ends it quietly, a full disk is told in one line."""
-    try:
-        yield
-        sys.stdout.flush()
-    except OSError as error:
-        # let the interpreter's last flush go nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = BROKEN_PIPE if isinstance(error, BrokenPipeError) else _complain(f"cannot write the output: {error.strerror}")
-        raise typer.Exit(code) from None
-
-
 def main() -> None:
     """The command line: one line on stderr and exit code 2 for whatever the person at the keyboard can mend."""
     # a closed stream is None: what goes there is lost; a file name of no encoding, or a story in an ASCII terminal, still prints
@@ -310,268 +295,19 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     try:
         with writing():
-            code = app(standalone_mode=False)
+            code = app(prog_name="specdec", standalone_mode=False)
     except typer.Exit as done:
         code = done.exit_code
     except UsageError as error:
-        message = error.format_message()  # type: ignore[attr-defined]
-        code = _complain(f"{message} A model is named with -m." if message.startswith("No such command") else message)
+        message: str = error.format_message()  # type: ignore[attr-defined]
+        is_prompt = "'-p'" in message and " valid " in message  # llama.cpp's option
+        code = complain(f"{message} The prompt is -i TEXT." if is_prompt else message)
     except (CheckpointError, TokenizerError, ValueError) as error:
-        code = _complain(str(error))
+        code = complain(str(error))
     except MemoryError as error:
-        code = _complain(str(error) or "not enough memory for this model")
-    except SystemExit:  # Rich's, where the reader of its output has left
-        code = BROKEN_PIPE
+        code = complain(str(error) or "not enough memory for this model")
+    except (
+        SystemExit
+    ) as end:  # Typer's, where a shell asks what completes a word; Rich's, where the reader of its output has left
+        code = BROKEN_PIPE if end.code == 1 and COMPLETING not in " ".join(os.environ) else end.code
     sys.exit(exit_code(signals.asked) if signals.asked else code or 0)
-
-
-def _complain(message: str) -> int:
-    _tell(message)
-    return 2
-
-
-def _tell(message: str) -> None:
-    """One line on stderr."""
-    with suppress(OSError):
-        print(f"specdec: {printable(' '.join(message.split()))}", file=sys.stderr)
-
-
-@app.command("sweep")
-def compare(
-    model: ModelFile = "",
-    draft: DraftFile = "",
-    stage: StageName = "",
-    quantize: WhatToQuantize = "draft",
-    tokenizer: TokenizerFile = "",
-    prompts: PromptFile = "",
-    tokens: Lengths = "",
-    temperatures: Temperatures = "0,1",
-    top_p: TopP = 0.9,
-    gammas: Gammas = "1,2,4,8,auto",
-    rounds: Rounds = 0,
-    seeds: Seeds = 0,
-    full: Full = False,
-    threads: Threads = 0,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    svg: SvgFile = "",
-) -> None:
-    """Find the options that are fastest for these models and prompts.
-
-    The target alone, the draft alone, n-grams and the pair write the same texts
-    in turn. It takes a minute for the pair that comes along.
-    """
-    from . import sweep, sweep_chart  # which nothing else needs
-
-    check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize, tree=AUTO)
-    if as_json and as_csv:
-        raise typer.BadParameter("one of the two goes to stdout.", param_hint="'--json' / '--csv'")
-    lengths = sweep.lengths_of(tokens or ("50,100,200,500" if full else "50,200"))
-    degrees, sizes = sweep.temperatures_of(temperatures), sweep.gammas_of(gammas)
-    beginnings = sweep.prompts_of(prompts) if prompts else sweep.PROMPTS
-    rounds, seeds = rounds or (5 if full else 3), seeds or (3 if full else 1)
-    if svg:
-        sweep_chart.check_writable(svg)
-    if not model:
-        target, small = default_pair()
-        model, draft = str(target), draft or str(small)
-    sources = found(model, draft, stage)
-    with loading() as show:
-        pair = decoder_of(sources, tokenizer, quantize, threads, show)
-        texts, notes = sweep.texts_of(pair, beginnings, lengths, sweep.samplings_of(degrees, top_p, seeds))
-        pair.warm_up()  # which chooses the threads of both models
-        settings, left_out = sweep.settings_of(pair, sizes)
-        signals.text_begins()
-        try:
-            measured = sweep.measure(settings, texts, rounds, telling(show, "measuring"), lambda: signals.asked)
-        except sweep.TextsDiffer as error:
-            wrong = str(error)
-        else:
-            wrong = ""
-    if wrong:
-        _tell(wrong)
-        raise typer.Exit(1)
-    n_threads = pair.target.n_threads
-    counts = {"prompt": len(beginnings), "round": rounds, "thread": n_threads}
-    told = [f"{n} {name}{'s' * (n != 1)}" for name, n in counts.items()]
-    scale = ", ".join([*told, pair.weights, f"top-p {top_p:g}"])
-    title = " + ".join(Path(name).name.removesuffix(".bin") for name in (model, draft, stage) if name)
-    report = sweep_chart.Report.of(measured, title, [scale, *notes, *left_out])
-    flaw = sweep_chart.write_svg(report, svg) if svg else ""  # first: whoever reads stdout may have left
-    with writing():
-        if as_json:
-            settled = {
-                "model": model,
-                "draft": draft or None,
-                "stage": stage or None,
-                "quantize": quantize,
-                "threads": n_threads,
-                "weights": pair.weights,
-            }
-            print(sweep_chart.to_json(report, **settled, prompts=beginnings, rounds=rounds, seeds=seeds, top_p=top_p))
-        elif as_csv:
-            print(sweep_chart.to_csv(report), end="")
-            Console(stderr=True, soft_wrap=True).print(report.conclusion, markup=False, highlight=False)
-        else:
-            sweep_chart.show(report, Console())
-    if flaw:
-        raise ValueError(flaw)
-
-
-def _both(decoder: SpeculativeDecoder, prompt: str, max_tokens: int, sampling: Sampling) -> Race:
-    """The target alone and the pair, measured in turns."""
-    if not max_tokens:
-        raise typer.BadParameter("the prompt leaves no token to write (-n counts it).", param_hint="'-n' / '--steps'")
-    with loading("running both") as show:
-        return run_both(decoder, prompt, max_tokens, sampling, telling(show, "running both"))
-
-
-@app.command("race")
-def run_race(
-    model: ModelFile = "",
-    drafts: DraftFiles = None,
-    stage: StageName = "",
-    quantize: WhatToQuantize = "draft",
-    tokenizer: TokenizerFile = "",
-    prompt: PromptText = DEFAULT_PROMPT,
-    steps: Steps = 256,
-    temperature: Temperature = 1.0,
-    top_p: TopP = 0.9,
-    top_k: TopK = 0,
-    seed: Seed = 0,
-    gamma: Gamma = AUTO,
-    tree: TreeOption = AUTO,
-    threads: Threads = 0,
-    as_json: AsJson = False,
-) -> None:
-    """Watch the target alone and the pair write one text, side by side.
-
-    Both run by themselves first, a few times each; then their fastest runs are
-    shown together, in slow motion.
-    """
-    from .race import to_json as race_to_json
-    from .race_screen import RaceView  # which nothing else needs
-
-    check_arguments(prompt, top_p, seed, threads, verify="coupled", quantize=quantize, tree=tree)
-    draft, stage = _stages(drafts or [], stage)
-    if draft == NONE:
-        raise typer.BadParameter("a race needs one.", param_hint="'-d' / '--draft'")
-    if not model:
-        target, small = default_pair()
-        model, draft = str(target), draft or str(small)
-    draft = draft or NGRAM
-    sampling = Sampling(temperature, top_k, top_p, seed or int.from_bytes(os.urandom(4), "little") or 1)
-    with loading() as show:
-        decoder = decoder_of(
-            found(model, draft, stage), tokenizer, quantize, threads, show, gamma=_gamma(gamma), tree=cast(TreeMode, tree)
-        )
-        prompt_tokens = decoder.encode(prompt)
-        decoder.warm_up()
-    total = min(steps or decoder.n_positions, decoder.target.n_positions)
-    race = _both(decoder, prompt, max(0, total + 1 - len(prompt_tokens)), sampling)
-    names = [Path(name).name.removesuffix(".bin") for name in (model, draft, stage) if name]
-    out, pair = Console(), " + ".join(names)
-    signals.text_begins()
-    with writing():
-        if as_json:
-            text = decoder.tokenizer.decode(prompt_tokens + race.pair.tokens)
-            print(race_to_json(race, text, model=model, draft=draft, stage=stage or None, seed=sampling.seed))
-        else:
-            if fits(out):
-                RaceView(race, _roles(names, draft), pair, decoder.tokenizer, out).play()
-            lines = [*race.report(f"{names[0]} alone", pair), f"{race.sentence}; seed {sampling.seed}"]
-            out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-    if not race.is_same_text:
-        raise typer.Exit(1)
-
-
-@app.command("ngrams")
-def count(
-    table: TableFile,
-    model: ModelFile = "",
-    draft: DraftFile = "",
-    quantize: WhatToQuantize = "draft",
-    tokenizer: TokenizerFile = "",
-    file: TextFile = "",
-    prompts: PromptFile = "",
-    tokens: HowMany = 50_000,
-    temperature: Temperature = 1.0,
-    top_p: TopP = 0.9,
-    threads: Threads = 0,
-) -> None:
-    """Count what follows what in a target's text: a table for -d and --stage.
-
-    Ctrl-C keeps what was counted until then.
-    """
-    from . import counting, ngram_table, sweep  # which nothing else needs
-
-    check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize, tree=AUTO)
-    beginnings = sweep.prompts_of(prompts) if prompts else sweep.PROMPTS
-    ngram_table.check_place(Path(table))
-    if not model:
-        target, small = default_pair()
-        model, draft = str(target), draft or str(small)
-    sources = found(model, "" if draft == NONE or file else draft or NGRAM, "")
-    with loading() as show:
-        decoder = decoder_of(sources, tokenizer, quantize, threads, show)
-        tell, asked = telling(show, "counting"), lambda: signals.asked
-        if file:
-            texts = counting.read(Path(file), decoder.tokenizer, tell, asked)
-        else:
-            decoder.warm_up()
-            texts = counting.written(decoder, beginnings, tokens, Sampling(temperature, 0, top_p, 1), tell, asked)
-        signals.text_begins()
-        counted = ngram_table.count(texts, decoder.vocabulary.n_target)
-        ngram_table.save_table(counted, Path(table))
-    with writing():
-        print(f"{table}: what follows in {counted.keys.size} contexts, in {Path(table).stat().st_size} bytes")
-
-
-@app.command("chat")
-def talk(
-    model: ModelFile = "",
-    draft: DraftFile = NGRAM,
-    stage: StageName = "",
-    quantize: WhatToQuantize = "draft",
-    tokenizer: TokenizerFile = "",
-    template: TemplateFile = "",
-    system: SystemPrompt = "",
-    first: FirstMessage = "",
-    tokens: AnswerTokens = 1024,
-    temperature: Temperature = 0.7,
-    top_p: TopP = 0.9,
-    top_k: TopK = 0,
-    seed: Seed = 0,
-    threads: Threads = 0,
-    plain: PlainChat = False,
-    as_json: AsJson = False,
-    no_history: NoHistory = False,
-) -> None:
-    """Talk to a model that was taught to; a pipe is answered once."""
-    from . import chat, chat_lines, chat_screen  # which nothing else needs
-
-    check_arguments(first + system, top_p, seed, threads, verify="coupled", quantize=quantize, tree=AUTO)
-    if not model:
-        raise typer.BadParameter("name a model, such as HuggingFaceTB/SmolLM2-135M-Instruct.", param_hint="'-m' / '--model'")
-    is_talk = bool(sys.stdin) and sys.stdin.isatty() and sys.stdout.isatty()
-    if sys.stdin and not sys.stdin.isatty():
-        first = "\n\n".join(filter(None, [first, chat_screen.piped(sys.stdin.buffer)]))
-    if not is_talk and not first.strip():
-        raise typer.BadParameter("there is no question, and no terminal to ask one at.", param_hint="'-i' / '--prompt'")
-    draft = "" if draft == NONE else draft
-    seed = seed or int.from_bytes(os.urandom(4), "little") or 1
-    sources = found(model, draft, stage)
-    with loading() as show:
-        decoder = decoder_of(sources, tokenizer, quantize, threads, show, template=template or None)
-        decoder.encode_chat([{"role": chat.USER, "content": ""}])  # a model that cannot chat is told before it is warm
-        decoder.warm_up()
-    conversation = chat.Conversation(decoder, system, chat.Settings(temperature, top_p, top_k, seed, tokens), model)
-    guessed = {"": "", NGRAM: "from the text so far", SELF: "by a copy of it in fewer bits"}.get(draft, f"by {Path(draft).name}")
-    told = {"model": model, "draft": draft or None, "weights": decoder.weights}
-    showing = chat_screen.Showing(Roles(Path(model).name, guessed), plain, as_json, told)
-    talking = chat_screen.Chat(decoder, conversation, showing)
-    with writing():
-        if is_talk:
-            talking.converse(first, None if no_history else chat_lines.history_file())
-        else:
-            talking.answer(conversation.ask(first))

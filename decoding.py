@@ -41,15 +41,16 @@ from .sampling import (
 )
 
 VerifyMode = Literal["coupled", "rejection", "block"]
-StopReason = str  # a name of an end mark, "max_tokens", "seq_len" or "interrupted"
+StopReason = str  # a name of an end mark, "stop" (a stop string), "max_tokens", "seq_len" or "interrupted"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The text has begun: the prompt's tokens, BOS first, have been run, in so many seconds."""
+    """The text has begun: the prompt's tokens, BOS first, have been run, in so many seconds. text: theirs."""
 
     tokens: list[int]
     seconds: float
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class Step:
 
     tokens: what the text grew by, an end mark not counted; draft_tokens: what was proposed, of which the first n_accepted
     stood; of a tree the path that stood, and on from there by first choices; seconds of the whole step; draft_seconds of it;
-    stop_reason of the last step; n_nodes: how many tokens were proposed in all, the branches that were not taken too.
+    stop_reason of the last step; n_nodes: how many tokens were proposed in all, the branches that were not taken too; text:
+    what can be read of the tokens now, whole characters: those of all steps, in order, are the text.
     """
 
     tokens: list[int]
@@ -79,6 +81,7 @@ class Step:
     draft_seconds: float
     stop_reason: StopReason | None = None
     n_nodes: int = 0
+    text: str = ""
 
 
 Event = Prompt | Proposal | Step

@@ -18,6 +18,8 @@ DEFAULT_TOKENIZER = MODELS / "tok1024.bin"
 HUB, LLAMA2C = "https://huggingface.co/karpathy/tinyllamas", "https://github.com/karpathy/llama2.c"
 MODELS_SOURCE = f"the stories models are at {HUB}; one on the hub is named as there, org/name"
 PUBLISHED_TOKENIZERS = {512: "tok512.bin", 32000: "tokenizer.bin"}  # by size
+ENDINGS = (".bin", ".gguf", ".safetensors", ".pt", ".pth", ".onnx")  # of files of models, ours and others
+LONGEST_NAME = 255  # bytes
 RESTORE = "restore it with 'git checkout models' or by installing again"
 
 
@@ -29,14 +31,25 @@ def find(name: str | os.PathLike[str], source: str = MODELS_SOURCE) -> Path:
     if not os.fspath(name):
         raise CheckpointError("a name of no letters is no file; expected a path, or a name in models/")
     path = Path(name)
-    found = _first([path, *(folder / path for folder in _folders())])
-    if not found and os.fspath(name) in hub.FILES:
-        return hub.fetch_file(os.fspath(name))
+    found = _first(_places(path))
+    published = next((file for file in (os.fspath(name), f"{os.fspath(name)}.bin") if file in hub.FILES), "")
+    if not found and published:
+        return hub.fetch_file(published)
     if not found and hub.is_repository(os.fspath(name)):
         return hub.fetch(os.fspath(name))
     if not found and not path.is_absolute():
-        raise CheckpointError(f"{path} is neither here nor in {' or '.join(map(str, _folders()))}; {source}")
+        raise CheckpointError(f"{path} is neither here nor in {' or '.join(map(str, model_folders()))}; {source}")
     return found or path
+
+
+def is_model_name(word: str) -> bool:
+    """Whether a word says a model rather than a text: a file or a model's folder that is there, or what could only be a name."""
+    if not word or len(word.encode(errors="replace")) > LONGEST_NAME:
+        return False
+    if found := _first(_places(Path(word))):
+        return found.is_file() or (found / "config.json").exists()
+    is_name = word in hub.FILES or word.endswith(ENDINGS) or hub.is_repository(word)
+    return is_name and not any(map(str.isspace, word))
 
 
 def find_tokenizer(given: str | os.PathLike[str] | None, target: Path | None, vocab_size: int) -> Path:
@@ -45,7 +58,7 @@ def find_tokenizer(given: str | os.PathLike[str] | None, target: Path | None, vo
         return find(given, f"llama2.c's tokenizer.bin is at {LLAMA2C}")
     if target and target.is_dir():
         return target
-    folders = [*([target.parent] if target else []), *_folders()]
+    folders = [*([target.parent] if target else []), *model_folders()]
     names = [f"tok{vocab_size}.bin", "tokenizer.bin"]
     found = _first([folder / name for folder in folders for name in names])
     if not found:
@@ -85,9 +98,15 @@ def _defaults() -> tuple[Path, Path, Path]:
     return DEFAULT_TARGET, DEFAULT_DRAFT, DEFAULT_TOKENIZER
 
 
-def _folders() -> tuple[Path, Path]:
+def model_folders() -> tuple[Path, Path]:
     """Where names are looked for: models/ here, then the one beside this file."""
     return Path("models"), MODELS
+
+
+def _places(path: Path) -> list[Path]:
+    """Where a path or a name may lie, its ending left out or not."""
+    names = [path, *(path.with_name(path.name + ending) for ending in (".bin", ".gguf") if path.name and not path.suffix)]
+    return [folder / name for folder in (Path(), *model_folders()) for name in names]
 
 
 def _first(paths: list[Path]) -> Path | None:

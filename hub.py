@@ -32,6 +32,7 @@ NO_ROOM = (errno.ENOSPC, errno.EFBIG, *([errno.EDQUOT] if hasattr(errno, "EDQUOT
 RANGE_NOT_SATISFIABLE = 416
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*(:[\w.-]+)?", re.ASCII)
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.ASCII)
+_BITS = re.compile(r"(?<![A-Za-z0-9])((?:I?Q\d|BF16|F16|F32)\w*)[.-]", re.IGNORECASE)  # as a GGUF file's name says them
 _NO_MODEL = re.compile(r"mmproj|imatrix|(^|/)mtp-", re.IGNORECASE)  # what lies beside models in GGUF
 _FILE_ENDINGS = (".bin", ".json", ".gguf", ".safetensors", ".pt", ".model")
 
@@ -105,6 +106,23 @@ def fetch_file(name: str) -> Path:
         fetch = _Fetch(TINYLLAMAS)
         with _quiet():
             return fetch.file(file)
+
+
+def cached_models() -> Iterator[tuple[str, Path]]:
+    """What is whole in the cache: names that `fetch` or `fetch_file` takes, and the folders or files that they become."""
+    for storage in sorted(_cache().glob("models--*--*")):
+        name = storage.name.removeprefix("models--").replace("--", "/", 1)
+        folder = _cached_folder(name)
+        if folder and name == TINYLLAMAS:
+            paths = ((file, folder / published.path) for file, published in FILES.items() if file.startswith("stories"))
+            yield from ((file, path) for file, path in paths if path.is_file())
+        elif folder and not _lacks(folder):
+            yield name, folder
+        elif folder:
+            for path in sorted(folder.rglob(f"*{GGUF}")):
+                part, bits = _PART.fullmatch(path.name), _BITS.search(path.name)
+                if not _NO_MODEL.search(path.name) and not (part and int(part[2]) > 1):
+                    yield (f"{name}:{bits[1]}" if bits else str(path)), path
 
 
 class _Fetch:

@@ -33,6 +33,9 @@ class NgramTable:
         self.vocab_size, self.keys, self.tokens, self.shares = vocab_size, keys, tokens, shares
         self._find = keys.searchsorted
 
+    def __repr__(self) -> str:
+        return f"<NgramTable of {self.keys.size} contexts, {self.vocab_size} tokens>"
+
     def after(self, before: int, last: int) -> tuple[int, float]:
         """The token that mostly followed those two, else the last alone, and its share below 1; -1 and 0 where none is known."""
         for key in ((before + 1) * self.vocab_size + last, last):

@@ -4,6 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
+MOST_USED = "Most used"
+
 
 def option(*names: str, group: str, help: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=group, **more)
@@ -14,25 +16,25 @@ def flag(*names: str, group: str, help: str) -> Any:
 
 
 ModelFile = Annotated[
-    str,
+    str | None,
     option(
-        *("-m", "--model"), group="Models", metavar="NAME",
-        help="Target: a Hugging Face folder, org/name or org/name:Q4_K_M, a GGUF file, or a llama2.c checkpoint.",
+        *("-m", "--model"), group=MOST_USED, metavar="NAME",
+        help="Target: a folder, org/name or org/name:Q4_K_M on the hub, a GGUF or llama2.c file.",
     ),
 ]  # fmt: skip
 DraftFile = Annotated[
     str,
     option(
-        *("-d", "--draft"), group="Models", metavar="NAME|self|ngram|none",
+        *("-d", "--draft"), group=MOST_USED, metavar="NAME",
         help="Draft, as -m; self: a copy of the target in fewer bits; ngram: what followed in the text, the default with -m.",
     ),
 ]  # fmt: skip
 DraftFiles = Annotated[
     list[str] | None,
     option(
-        *("-d", "--draft"), group="Models", metavar="NAME|self|ngram|none",
-        help="Draft, as -m; self: a copy of it in fewer bits; ngram: what followed in the text, the default with -m; or a "
-        "table (specdec ngrams). A second -d drafts for the first.",
+        *("-d", "--draft"), group=MOST_USED, metavar="NAME",
+        help="Draft: as -m, or self (a copy in fewer bits), ngram (what stood in the text; the default with -m), a table of "
+        "n-grams, none. A second -d drafts for it.",
     ),
 ]  # fmt: skip
 StageName = Annotated[
@@ -56,15 +58,28 @@ TokenizerFile = Annotated[
         help="Tokenizer. By default the folder's; for a checkpoint tok<vocab>.bin or tokenizer.bin beside it, else in models/.",
     ),
 ]  # fmt: skip
-PromptText = Annotated[str, option("-i", "--prompt", group="Text", metavar="TEXT", help="What the text begins with.")]
+PromptText = Annotated[
+    str | None,
+    option(
+        *("-i", "--prompt"), group=MOST_USED, metavar="TEXT",
+        help="PROMPT by name; - or a pipe: stdin. [dim]\\[default: Once upon a time][/dim]",
+    ),
+]  # fmt: skip
+PromptTextFile = Annotated[str, option("-f", "--file", group="Text", metavar="FILE", help="The prompt is in this file.")]
+StopStrings = Annotated[
+    list[str] | None, option("--stop", group="Text", metavar="TEXT", help="End before this string. May come several times.")
+]
+Samples = Annotated[
+    int, option("--samples", group="Text", metavar="N", min=1, help="So many texts, with this seed and the next ones.")
+]
 Steps = Annotated[
     int,
     option(
-        *("-n", "--steps"), group="Text", metavar="N", min=0,
-        help="Tokens in all, prompt included, BOS not. 0: to the end of the target's context, or of memory.",
+        *("-n", "--steps"), group=MOST_USED, metavar="N", min=0,
+        help="Tokens in all, the prompt's too; 0: as many as fit.",
     ),
 ]  # fmt: skip
-Temperature = Annotated[float, option("-t", "--temperature", group="Sampling", metavar="X", min=0.0, help="0 is greedy.")]
+Temperature = Annotated[float, option("-t", "--temperature", group=MOST_USED, metavar="X", min=0.0, help="0 is greedy.")]
 TopP = Annotated[
     float,
     option(

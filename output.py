@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .decoding import Event, Prompt, Proposal, Statistics, Step
-from .tokenizer import AnyTokenizer, TextStream
+from .decoding import Event, Proposal, Statistics, Step
 
 # What terminals obey: control sequences, strings up to their end, and short ones; and what turns the direction of a row
 _SEQUENCES = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b[]PX^_][^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)|\x1b[ -/]*[0-~]")
@@ -77,19 +76,19 @@ class PlainView:
 
     ended = False
 
-    def __init__(self, tokenizer: AnyTokenizer, out: TextIO) -> None:
-        self._stream, self._printable, self._out = TextStream(tokenizer), Printable(), out
+    def __init__(self, out: TextIO) -> None:
+        self._printable, self._out = Printable(), out
 
     def __enter__(self) -> "PlainView":
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._out.write(self._printable.push(self._stream.end()) + self._printable.end() + "\n")
+        self._out.write(self._printable.end() + "\n")
         self._out.flush()
 
     def show(self, event: Event) -> None:
         if not isinstance(event, Proposal):
-            self._out.write(self._printable.push("".join([self._stream.push(token) for token in event.tokens])))
+            self._out.write(self._printable.push(event.text))
             self._out.flush()
 
 
@@ -98,9 +97,8 @@ class SilentView:
 
     ended = False
 
-    def __init__(self, tokenizer: AnyTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._prompt: list[int] = []
+    def __init__(self) -> None:
+        self.text = ""
         self.tokens: list[int] = []
 
     def __enter__(self) -> "SilentView":
@@ -110,14 +108,10 @@ class SilentView:
         pass
 
     def show(self, event: Event) -> None:
-        if isinstance(event, Prompt):
-            self._prompt = event.tokens
+        if not isinstance(event, Proposal):
+            self.text += event.text
         if isinstance(event, Step):
             self.tokens += event.tokens
-
-    @property
-    def text(self) -> str:
-        return self._tokenizer.decode(self._prompt + self.tokens)
 
 
 def result(statistics: Statistics, roles: Roles, is_same_text: bool, at_a_pace: bool) -> str:

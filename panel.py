@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from .output import Printable, Roles, printable
 from .story import Row, Run, Story, cells, cut, last_cells, width_of, word_at_end, word_at_start
 from .tokenizer import AnyTokenizer, TextStream
 from .window import MIN_ROWS, MIN_WIDTH, WIDEST, Window, laid_out
+from .wording import Until
 
 REFRESH_SECONDS = 0.1, 0.5  # between frames, at the least and at the most
 RENDER_SHARE = 0.01  # of the time that frames may take: where one is slow, there are fewer
@@ -42,13 +43,14 @@ class Judged(NamedTuple):
 
 
 class Reading:
-    """The story that a text's events tell: whose each word is."""
+    """The story that a text's events tell: whose each word is. stops: strings that it ends before."""
 
-    def __init__(self, tokenizer: AnyTokenizer) -> None:
-        self._stream, self._printable, self.story = TextStream(tokenizer), Printable(), Story()
+    def __init__(self, tokenizer: AnyTokenizer, stops: Collection[str] = ()) -> None:
+        self._stream, self._until, self._printable = TextStream(tokenizer), Until(stops), Printable()
+        self.story = Story()
 
     def begin(self, prompt: list[int]) -> None:
-        self._add(prompt, "prompt")
+        self.story.add(self._printable.push("".join([self._stream.push(token) for token in prompt])), "prompt")
         self.story.end_word()
 
     def go_on(self, step: Step) -> None:
@@ -56,11 +58,13 @@ class Reading:
         self._add(step.tokens[step.n_accepted :], "target")
 
     def end(self) -> None:
-        """What is left of an unfinished character or control sequence."""
-        self.story.add(self._printable.push(self._stream.end()) + self._printable.end(), "target")
+        """What is left of an unfinished character, stop string or control sequence."""
+        rest = self._until.push(self._stream.end()) + self._until.end()
+        self.story.add(self._printable.push(rest) + self._printable.end(), "target")
 
     def _add(self, tokens: list[int], kind: str) -> None:
-        self.story.add(self._printable.push("".join([self._stream.push(token) for token in tokens])), kind)
+        text = "".join([self._until.push(self._stream.push(token)) for token in tokens])
+        self.story.add(self._printable.push(text), kind)
 
 
 class LivePanel:
@@ -68,8 +72,9 @@ class LivePanel:
 
     The rows are a function of the events that it was shown; frames come when due, from this thread. pace: steps a second at most,
     each shown guessed and then checked; 0 is full speed, at which a text of a moment has no panel. Keys pause, step, change the
-    pace and end the text. In the background nothing is drawn, and Ctrl-Z takes the panel off the screen until the job is in
-    the foreground again. ended: somebody has asked for the end; was_held: the run was slowed down: its speed is none.
+    pace and end the text; stops are strings that it ends before. In the background nothing is drawn, and Ctrl-Z takes the panel
+    off the screen until the job is in the foreground again. ended: somebody has asked for the end; was_held: the run was slowed
+    down: its speed is none.
     """
 
     def __init__(
@@ -84,11 +89,12 @@ class LivePanel:
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = signals.sleep,
         keyboard: Keyboard | None = None,
+        stops: Collection[str] = (),
     ) -> None:
         self._tokenizer, self._console, self._statistics = tokenizer, console, statistics
         self._max_tokens, self._roles, self._title, self._pace = max_tokens, roles, printable(title), pace
         self._clock, self._sleep = clock, sleep
-        self._reading = Reading(tokenizer)
+        self._reading = Reading(tokenizer, stops)
         self._tokens: list[int] = []
         self._unread: list[Step] = []  # not yet in the story
         self._passes: deque[Judged] = deque(maxlen=MOST_PASSES)

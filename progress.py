@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from .interrupts import signals
+from .machine import cache
 
-LOADING = "loading; a first run compiles the kernels, 10 to 20 seconds"
+LOADING = "loading"
 BAR_CELLS = 24
 
 
@@ -25,7 +26,7 @@ def loading(message: str = LOADING) -> Iterator[Callable[[str], None]]:
     """
     is_shown = bool(message) and sys.stderr.isatty()
     room = (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1 if is_shown else 0
-    width = 0
+    width = n_compiled = 0
 
     def show(line: str) -> None:
         nonlocal width
@@ -37,12 +38,19 @@ def loading(message: str = LOADING) -> Iterator[Callable[[str], None]]:
     def erase() -> None:
         show(" " * (width + len("^C")))
 
+    def compiling(name: str) -> None:
+        nonlocal n_compiled
+        n_compiled += 1
+        show(f"a first run compiles, 10 to 20 seconds: {name} ({n_compiled})")
+
     with signals.at_sudden_end(erase, do=lambda: show(message)):
+        cache.on_compiling.append(compiling)
         try:
             yield show
         except OSError as error:
             raise ValueError(f"cannot load: {error.filename or 'a file'}: {error.strerror or error}") from None
         finally:
+            cache.on_compiling.remove(compiling)
             erase()
 
 

@@ -3,7 +3,7 @@
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,10 +90,11 @@ def seconds_told(seconds: float) -> str:
 
 def measure(
     decoder: SpeculativeDecoder,
-    prompt: str,
+    prompt: str | Sequence[int],
     max_tokens: int,
     sampling: Sampling,
     tell: Callable[[float], object] = lambda share: None,
+    stops: Sequence[str] = (),
 ) -> Race:
     """Both write the text in turns, and the fastest run of each counts; the prompt's own pass does not.
 
@@ -107,7 +108,7 @@ def measure(
         lanes = []
         for writer in both:
             lane = Lane([], Statistics(len(decoder.encode(prompt))))
-            for event in writer.stream(prompt, max_tokens, sampling):
+            for event in writer.stream(prompt, max_tokens, sampling, stop=stops):
                 lane.events.append(event)
                 lane.statistics.add(event)
                 written += len(event.tokens) if isinstance(event, Step) else 0

@@ -96,6 +96,9 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return len(self.pieces)
 
+    def __repr__(self) -> str:
+        return f"<Tokenizer of {self.vocab_size} tokens, {self.path}>"
+
     def encode(self, text: str) -> list[int]:
         """BOS, where there is one, and the ids of the text.
 

@@ -62,6 +62,9 @@ class JsonTokenizer:
     def broken_characters(self) -> str:
         return EACH_BYTE if self._decoder.has_bytes else "replace"
 
+    def __repr__(self) -> str:
+        return f"<JsonTokenizer of {self.vocab_size} tokens, {self.path}>"
+
     def encode(self, text: str) -> list[int]:
         """What the template puts in front, and the ids of the text; one token at least.
 

@@ -86,6 +86,10 @@ class Transformer:
         self._buffers: Buffers
         self._reserve(min(self._n_positions, FIRST_POSITIONS))
 
+    def __repr__(self) -> str:
+        c = self._config
+        return f"<{c.architecture} of {c.n_layers} layers x {c.dim}, {c.vocab_size} tokens, {self._weights.kind}>"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, (self._config, self._weights, self._most_threads, self._n_positions)
 

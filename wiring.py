@@ -1,18 +1,26 @@
-"""What several commands need: models found and loaded with a bar, and values that Typer's types do not check."""
+"""What several commands need: models found and loaded, who guesses, output and its end, a line on stderr. Knows no options."""
 
 import math
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import typer
 
-from .decoder import NGRAM, SELF, SpeculativeDecoder, TreeMode
+from .decoder import AUTO, NGRAM, SELF, SpeculativeDecoder, TreeMode
 from .decoding import VERIFIERS
 from .files import find, telling_how_to_restore
 from .machine.threads import available_threads
+from .output import Roles, printable
+from .planning import MAX_GAMMA
 from .progress import LOADING, progress_bar
 from .quantizing import kinds_to_make
+
+NONE = "none"  # as a draft: the target decodes alone
+BROKEN_PIPE = 141  # what a shell reports for SIGPIPE
 
 
 def found(*names: str) -> list[str | Path]:
@@ -67,3 +75,65 @@ def check_threads(threads: int) -> None:
         raise typer.BadParameter(
             f"{threads} threads; this machine has cores for {available_threads()}.", param_hint="'-j' / '--threads'"
         )
+
+
+def stages_of(drafts: list[str], stage: str) -> tuple[str, str]:
+    """The draft and what drafts for it, of -d, which may come twice, and --stage."""
+    if len(drafts) > 2:
+        raise typer.BadParameter("two at most: a draft, and what drafts for it.", param_hint="'-d' / '--draft'")
+    if len(drafts) == 2 and stage:
+        raise typer.BadParameter("a second -d drafts for the draft already; name one of the two.", param_hint="'--stage'")
+    stage = drafts[1] if len(drafts) == 2 else stage
+    return drafts[0] if drafts else "", "" if stage == NONE else stage
+
+
+def gamma_of(text: str) -> int | Literal["auto"]:
+    """The draft length that an option names."""
+    if text == AUTO:
+        return AUTO
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_GAMMA:
+        raise typer.BadParameter(f"{text!r} is neither auto nor 1 to {MAX_GAMMA}.", param_hint="'-g' / '--gamma'")
+    return int(text)
+
+
+def room_of(decoder: SpeculativeDecoder, n_prompt: int, steps: int) -> int:
+    """How many tokens may follow the prompt. Raises ValueError where there is room for none."""
+    # llama2.c counts positions: n steps make n + 1 tokens, BOS included
+    total = min(steps or decoder.n_positions, decoder.target.n_positions)
+    if not steps and total < decoder.target.n_positions:
+        say(f"this machine's memory has room for {total} of the {decoder.target.n_positions} tokens of the target's context")
+    if total < n_prompt:
+        raise ValueError(
+            f"-n {steps} counts the prompt, which is that long or longer; -n {n_prompt + 199} would write 200 tokens"
+        )
+    return total + 1 - n_prompt
+
+
+def roles_of(names: list[str], draft: str) -> Roles:
+    """Who writes, by the names of target and draft."""
+    origins = {NGRAM: "from the text so far", SELF: f"by {names[0]} in fewer bits"}
+    return Roles(names[0], origins.get(draft, f"by {names[1]}") if draft else "")
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Around all output: a reader that has seen enough ends it quietly, a full disk is told in one line."""
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        # let the interpreter's last flush go nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = BROKEN_PIPE if isinstance(error, BrokenPipeError) else complain(f"cannot write the output: {error.strerror}")
+        raise typer.Exit(code) from None
+
+
+def complain(message: str) -> int:
+    say(message)
+    return 2
+
+
+def say(message: str) -> None:
+    """One line on stderr."""
+    with suppress(OSError):
+        print(f"specdec: {printable(' '.join(message.split()))}", file=sys.stderr)

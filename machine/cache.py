@@ -38,6 +38,9 @@ if numba.config.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set; specdec's kernels exist compiled only, so unset it")
 
 
+on_compiling: list[Callable[[str], object]] = []  # the last one is told the name of each function that is about to be compiled
+
+
 class MachineCode(caching.NullCache):
     """What one function was compiled to: a file for each signature and CPU, of a checksum and numba's own pickle.
 
@@ -56,8 +59,12 @@ class MachineCode(caching.NullCache):
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         """What was compiled for that signature, or None."""
-        if not folder():
-            return None
+        found = self._load(signature, target_context) if folder() else None
+        if not found and on_compiling:
+            on_compiling[-1](self._name)
+        return found
+
+    def _load(self, signature: Any, target_context: Any) -> Any:
         rtsys.initialize(target_context)  # all that machine code calls; `refresh` would load all that numba can compile: 0.15 s
         try:
             path = self._path(signature, target_context.codegen())

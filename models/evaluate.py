@@ -196,7 +196,7 @@ def speed(decoder: SpeculativeDecoder, prompts: Sequence[str], n_tokens: int, te
     decoder.warm_up()
     runs = []
     for seed, prompt in enumerate(prompts, 1):
-        both = [one.generate(prompt, n_tokens, temperature, top_p=top_p, seed=seed) for one in (decoder, alone)]
+        both = [one.generate(prompt, n_tokens, temperature=temperature, top_p=top_p, seed=seed) for one in (decoder, alone)]
         if decoder.verify == "coupled" and both[0].text != both[1].text:
             raise ValueError(f"the text of {prompt!r} with a draft is not the target's own")
         runs.append([generation.statistics for generation in both])

@@ -693,7 +693,7 @@ def streamed(decoder, request, on_proposal=lambda: None):
 
 def generated(decoder, request):
     prompt, n, s = request
-    text, statistics = decoder.generate(prompt, n, s.temperature, s.top_k, s.top_p, s.seed)
+    text, statistics = decoder.generate(prompt, n, s)
     return text, statistics.n_generated
 
 

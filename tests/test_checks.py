@@ -80,13 +80,15 @@ def test_a_request_of_wrong_values_is_refused_by_name_before_anything_runs(decod
 def test_what_is_no_sampling_is_refused(decoder, sampling):
     with pytest.raises(TypeError, match=r"^sampling is .*; expected"):
         decoder.stream("ab", 5, sampling)
+    with pytest.raises(TypeError, match=r"^sampling is .*; expected"):
+        decoder.generate("ab", 5, sampling, seed=3)
 
 
 def test_numbers_of_numpy_are_numbers(decoder):
-    text = decoder.generate("ab", 20, 0.5, 3, 0.75, 7).text
-    again = decoder.generate("ab", np.int32(20), np.float32(0.5), np.int64(3), np.float64(0.75), np.uint8(7)).text
-    assert again == text
-    assert decoder.generate("ab", Five(), 0.5, Five(), 0.75, Five()) is not None
+    text = decoder.generate("ab", 20, temperature=0.5, top_k=3, top_p=0.75, seed=7).text
+    drawn = Sampling(np.float32(0.5), np.int64(3), np.float64(0.75), np.uint8(7))
+    assert decoder.generate("ab", np.int32(20), drawn).text == text
+    assert decoder.generate("ab", Five(), temperature=0.5, top_k=Five(), top_p=0.75, seed=Five()) is not None
     assert Sampling(temperature=1) == Sampling(temperature=1.0)
 
 

@@ -15,8 +15,9 @@ import pytest
 from rich.cells import cell_len
 
 import specdec
-from specdec import command, files, interrupts
+from specdec import command, files, interrupts, ngrams_command
 from specdec.architectures import Config
+from specdec.decoder import SpeculativeDecoder
 from specdec.planning import Costs
 from specdec.readers import load_checkpoint
 from specdec.tokenizer import Tokenizer
@@ -229,7 +230,7 @@ def test_no_model_at_all_is_told_with_how_to_get_one(run: Run) -> None:
         (["--promt", "x"], "--prompt"),
         (["-g"], "-g"),
         (["--prompt"], "--prompt"),
-        (["extra"], "extra"),
+        (["extra", "words"], "extra words"),
     ],
     ids=lambda value: " ".join(value).encode("ascii", "backslashreplace").decode() if isinstance(value, list) else None,
 )
@@ -303,6 +304,16 @@ def test_compare_tells_both_runs_in_words_and_in_json(run: Run, pair: Pair) -> N
     assert "letter" not in run(*with_pair(pair, "-n", 60, "--compare", "--verify", "rejection"))[2]
     assert_refused(run("-m", pair.target, "-d", "none", "--compare"), "--compare")
     assert_refused(run(*with_pair(pair, "-n", 1, "--compare")), "-n")
+    assert_refused(run(*with_pair(pair, "--samples", 2, "--compare")), "--compare", "--samples")
+
+
+def test_compare_and_stop_strings_end_both_texts_at_one_place(run: Run, pair: Pair) -> None:
+    """As the text ends without --compare, and at fewer tokens than without --stop."""
+    whole = from_json(run(*with_pair(pair, "-n", 60, "--json")))
+    stop = whole["text"][len(whole["text"]) // 2 :][:3]
+    alone, both = (from_json(run(*with_pair(pair, "-n", 60, "--json", "--stop", stop, *more))) for more in ((), ("--compare",)))
+    assert (both["text"], both["tokens"], both["stop_reason"]) == (alone["text"], alone["tokens"], "stop")
+    assert both["compare"]["same_text"] and both["compare"]["alone"]["n_generated"] == len(alone["tokens"]) < 55
 
 
 def test_a_race_without_a_terminal_is_figures_and_a_sentence(run: Run, pair: Pair) -> None:
@@ -389,7 +400,7 @@ def test_the_text_with_a_draft_is_the_text_without(run: Run, pair: Pair) -> None
         for drafted in (run(*with_pair(pair, "-n", 100, "--json", "-g", 3, *more)), run(*told), run(*told, "-g", 7)):
             assert from_json(drafted)["tokens"] == alone["tokens"]
         assert from_json(run(*told))["settings"]["draft"] == "ngram"
-        assert from_json(run(*told, "--verify", "rejection"))["n_drafted"] == 0  # whose text would be another
+        assert json.loads(run(*told, "--verify", "rejection")[1])["n_drafted"] == 0  # whose text would be another
         assert (alone["n_drafted"], alone["acceptance_rate"]) == (0, 0)
 
 
@@ -406,9 +417,8 @@ def test_seed_zero_is_a_new_one_each_time_and_is_told(run: Run, pair: Pair) -> N
 
 
 def test_steps_count_the_prompt_and_zero_means_the_whole_context(run: Run, pair: Pair) -> None:
-    few, none, all_, more = (from_json(run(*with_pair(pair, "-n", n, "--json"))) for n in (9, 1, 0, 1000))
+    few, all_, more = (from_json(run(*with_pair(pair, "-n", n, "--json"))) for n in (9, 0, 1000))
     assert few["n_prompt"] + few["n_generated"] == 10
-    assert (none["n_generated"], none["text"], none["stop_reason"]) == (0, PROMPT, "max_tokens")
     assert all_["n_prompt"] + all_["n_generated"] == 129
     assert all_["stop_reason"] == "seq_len"
     assert more["tokens"] == all_["tokens"]
@@ -510,7 +520,7 @@ def test_help_fits_80_columns_and_names_every_option(run: Run, monkeypatch: pyte
     code, out, err = run(*of, "--help")
     assert (code, err) == (0, "")
     assert max(map(cell_len, out.splitlines())) <= 80
-    function = {"": command.tell, "bench": command.measure, "ngrams": command.count}["".join(of)]
+    function = {"": command.tell, "bench": command.measure, "ngrams": ngrams_command.count}["".join(of)]
     annotations = [hint for hint in get_type_hints(function, include_extras=True).values() if get_origin(hint) is Annotated]
     assert len(annotations) > 3
     names = [name for hint in annotations for name in (hint.__metadata__[0].default, *hint.__metadata__[0].param_decls)]
@@ -718,7 +728,7 @@ def test_a_model_that_writes_control_characters_cannot_move_the_cursor(run: Run,
 def test_a_draft_that_does_not_pay_is_told_with_what_to_do(run: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred times as dear as its target, as the clock is made to say."""
     slow = Costs({1: 1e-6, 8: 2e-6}, 1e-4)
-    monkeypatch.setattr(command.SpeculativeDecoder, "_measured_costs", lambda _: slow)
+    monkeypatch.setattr(SpeculativeDecoder, "_measured_costs", lambda _: slow)
     monkeypatch.setattr(Costs, "saw", lambda *_: None)
     told = ("-m", pair.endless, "-d", pair.draft, "-s", 3, "-j", 1, "-n", 100, "--plain")
     _, _, summary = run(*told)

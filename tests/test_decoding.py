@@ -134,10 +134,10 @@ def test_a_hostile_drafter_changes_nothing():
 def test_coupled_text_of_the_embedded_pair_is_the_plain_text_beyond_the_drafts_window(temperature):
     plain = SpeculativeDecoder(DEFAULT_TARGET)
     for prompt, seed in (("Once upon a time", 1), ("The dragon was", 2)):
-        expected = plain.generate(prompt, 200, temperature, seed=seed)
+        expected = plain.generate(prompt, 200, temperature=temperature, seed=seed)
         for gamma in range(1, 9):
             decoder = SpeculativeDecoder(plain.target, DEFAULT_DRAFT, plain.tokenizer, gamma=gamma)
-            text, statistics = decoder.generate(prompt, 200, temperature, seed=seed)
+            text, statistics = decoder.generate(prompt, 200, temperature=temperature, seed=seed)
             assert text == expected.text
             assert statistics.n_accepted > 0
             assert decoder.draft.config.seq_len == 128
@@ -454,7 +454,7 @@ def test_threads_that_share_a_decoder_each_get_the_right_text(pair):
     swapped = SpeculativeDecoder(decoder.draft, decoder.target, decoder.tokenizer)  # its models in the other order
     calls = [
         lambda: decoder.generate("Lily", 50, seed=3).text,
-        lambda: decoder.generate("ab", 40, 0.7, seed=4).text,
+        lambda: decoder.generate("ab", 40, temperature=0.7, seed=4).text,
         lambda: tokens_of(decoder.stream("Once", 40, Sampling(seed=5))),
         lambda: swapped.generate("Once", 28, seed=6).text,
     ]

@@ -130,12 +130,12 @@ def test_a_head_that_costs_more_than_it_saves_pauses_longer_each_time_and_one_th
 @pytest.mark.parametrize("verify", ["coupled", "rejection", "block"])
 def test_a_decoder_uses_it_where_no_text_hangs_on_it(pair, verify, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = SpeculativeDecoder(pair.target, pair.draft, gamma=4, verify=verify)
-    whole = [decoder.generate("ab", 40, temperature, seed=5).text for temperature in (0.0, 1.0)]
+    whole = [decoder.generate("ab", 40, temperature=temperature, seed=5).text for temperature in (0.0, 1.0)]
     assert decoder._head is None  # of a small vocabulary
     decoder._head, decoder._loss = NarrowHead(decoder.draft.weights), 10.0
     passes: list[object] = []
     monkeypatch.setattr(Transformer, "forward_narrowly", counted(Transformer.forward_narrowly, passes))
-    assert [decoder.generate("ab", 40, temperature, seed=5).text for temperature in (0.0, 1.0)] == whole
+    assert [decoder.generate("ab", 40, temperature=temperature, seed=5).text for temperature in (0.0, 1.0)] == whole
     assert bool(passes) == (verify == "coupled")
 
 
@@ -152,7 +152,7 @@ def test_a_short_head_and_one_of_blocks_stay_whole(monkeypatch: pytest.MonkeyPat
 def test_it_is_used_where_it_is_faster_as_measured(pair, share: float, is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, clock, forward = SpeculativeDecoder(pair.target, pair.draft), Clock(), Transformer.forward
     decoder.costs = Costs({1: 1.0, 2: 1.0}, 1.0)
-    monkeypatch.setattr("specdec.decoder.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("specdec.costs.time.perf_counter", lambda: clock.now)
     monkeypatch.setattr(Transformer, "forward", taking(clock, 1.0, forward))
     monkeypatch.setattr(Transformer, "forward_narrowly", taking(clock, share, Transformer.forward_narrowly))
     decoder._measure_head(decoder.draft, decoder.costs)

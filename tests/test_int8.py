@@ -378,14 +378,16 @@ def test_the_text_does_not_change_by_one_bit_whatever_the_draft_is_made_of(draft
     plain = SpeculativeDecoder(DEFAULT_TARGET)
     decoder = SpeculativeDecoder(plain.target, draft, plain.tokenizer, quantize=quantize, gamma=4)
     assert (decoder.draft.weights.kind == "int8") == (draft == "self" or quantize == "draft")
-    text, statistics = decoder.generate("Once upon a time", 150, temperature, seed=3)
-    assert text == plain.generate("Once upon a time", 150, temperature, seed=3).text
+    text, statistics = decoder.generate("Once upon a time", 150, temperature=temperature, seed=3)
+    assert text == plain.generate("Once upon a time", 150, temperature=temperature, seed=3).text
     assert statistics.acceptance_rate > (0.9 if draft == "self" else 0.4)
 
 
 def test_an_int8_target_has_its_own_text_with_any_draft():
     texts = {
-        SpeculativeDecoder(DEFAULT_TARGET, draft, quantize=quantize, gamma=4).generate("Once upon a time", 150, 1.0, seed=3).text
+        SpeculativeDecoder(DEFAULT_TARGET, draft, quantize=quantize, gamma=4)
+        .generate("Once upon a time", 150, temperature=1.0, seed=3)
+        .text
         for draft, quantize in ((None, "target"), (DEFAULT_DRAFT, "target"), (DEFAULT_DRAFT, "both"))
     }
     assert len(texts) == 1

@@ -31,7 +31,7 @@ def test_a_single_proposal_of_the_draft_is_mostly_right(temperature, at_least):
     decoder = SpeculativeDecoder(DEFAULT_TARGET, DEFAULT_DRAFT, gamma=1)
     accepted = drafted = 0
     for seed, prompt in enumerate(PROMPTS, 1):
-        statistics = decoder.generate(prompt, 200, temperature, seed=seed).statistics
+        statistics = decoder.generate(prompt, 200, temperature=temperature, seed=seed).statistics
         accepted += statistics.n_accepted
         drafted += statistics.n_drafted
     assert drafted > 300

@@ -158,10 +158,10 @@ def test_the_library_drafts_without_a_model(pair, verify):
     assert decoder.draft is None
     plain = SpeculativeDecoder(decoder.target, None, decoder.tokenizer, verify=verify)
     prompt = "abc abd abc abd abc ab"
-    text, statistics = decoder.generate(prompt, 40, 0.0)
-    assert text == plain.generate(prompt, 40, 0.0).text
+    text, statistics = decoder.generate(prompt, 40, temperature=0.0)
+    assert text == plain.generate(prompt, 40, temperature=0.0).text
     assert statistics.n_drafted > 0
-    assert pickle.loads(pickle.dumps(decoder)).generate(prompt, 40, 0.0).text == text
+    assert pickle.loads(pickle.dumps(decoder)).generate(prompt, 40, temperature=0.0).text == text
 
 
 def test_ngrams_are_not_looked_for_where_a_pass_is_as_quick_as_looking(pair, monkeypatch):
@@ -170,5 +170,5 @@ def test_ngrams_are_not_looked_for_where_a_pass_is_as_quick_as_looking(pair, mon
     for seconds in (1e-6, 1e-2):
         decoder = SpeculativeDecoder(pair.target, "ngram")
         monkeypatch.setattr(decoder, "_measured_costs", lambda seconds=seconds: Costs({1: seconds, 8: seconds}, 0.0))
-        drafted.append(decoder.generate(prompt, 40, 0.0).statistics.n_drafted)
+        drafted.append(decoder.generate(prompt, 40, temperature=0.0).statistics.n_drafted)
     assert drafted[0] == 0 < drafted[1]

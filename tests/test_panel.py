@@ -21,6 +21,7 @@ from specdec.panel import UNSEEN_SECONDS, LivePanel, bins
 from specdec.story import Row, Story, width_of
 from specdec.tokenizer import BOS, FIRST_BYTE, Tokenizer
 from specdec.window import STYLES, STYLES_NO_COLOR
+from specdec.wording import worded
 from tests.terminal import Screen
 
 SIZES = [(40, 10), (60, 12), (80, 24), (120, 40)]
@@ -722,42 +723,46 @@ def test_an_ascii_terminal_gets_an_ascii_frame(tokenizer: Tokenizer) -> None:
 def test_plain_text_comes_as_it_is_written_and_characters_come_whole(tokenizer: Tokenizer) -> None:
     out = io.StringIO()
     first, second = "é".encode()
-    with PlainView(tokenizer, out) as view:
-        view.show(Prompt(tokenizer.encode("the"), 0.0))
-        assert out.getvalue() == "the"
-        view.show(Proposal([FIRST_BYTE + 65]))
-        view.show(Step([FIRST_BYTE + first], [FIRST_BYTE + first, FIRST_BYTE + 65], 1, 0.0, 0.0))
-        assert out.getvalue() == "the"
-        view.show(Step([FIRST_BYTE + second, FIRST_BYTE + 33], [], 0, 0.0, 0.0))
-        assert out.getvalue() == "theé!"
-        view.show(Step([FIRST_BYTE + 27, FIRST_BYTE + 91, FIRST_BYTE + first], [], 0, 0.0, 0.0))
+    with PlainView(out) as view:
+        events = iter(
+            [
+                Prompt(tokenizer.encode("the"), 0.0),
+                Proposal([FIRST_BYTE + 65]),
+                Step([FIRST_BYTE + first], [FIRST_BYTE + first, FIRST_BYTE + 65], 1, 0.0, 0.0),
+                Step([FIRST_BYTE + second, FIRST_BYTE + 33], [], 0, 0.0, 0.0),
+                Step([FIRST_BYTE + 27, FIRST_BYTE + 91, FIRST_BYTE + first], [], 0, 0.0, 0.0, "eos"),
+            ]
+        )
+        for event, so_far in zip(worded(events, tokenizer), ("the", "the", "the", "theé!", "theé!\ufffd"), strict=True):
+            view.show(event)
+            assert out.getvalue() == so_far
     assert out.getvalue() == "theé!\ufffd\n"
 
 
 def test_plain_text_waits_in_no_buffer(tokenizer: Tokenizer) -> None:
     written = io.BytesIO()
-    with PlainView(tokenizer, io.TextIOWrapper(written, encoding="utf-8", newline="")) as view:
-        view.show(Prompt(tokenizer.encode("the"), 0.0))
+    with PlainView(io.TextIOWrapper(written, encoding="utf-8", newline="")) as view:
+        view.show(Prompt([], 0.0, "the"))
         assert written.getvalue() == b"the"
-        view.show(Step([FIRST_BYTE + 33], [], 0, 0.0, 0.0))
+        view.show(Step([5], [], 0, 0.0, 0.0, text="!"))
         assert written.getvalue() == b"the!"
 
 
-def test_plain_text_ends_with_a_line_break_after_an_interrupt_too(tokenizer: Tokenizer) -> None:
+def test_plain_text_ends_with_a_line_break_after_an_interrupt_too() -> None:
     out = io.StringIO()
-    with pytest.raises(KeyboardInterrupt), PlainView(tokenizer, out) as view:
-        view.show(Prompt(tokenizer.encode("the"), 0.0))
+    with pytest.raises(KeyboardInterrupt), PlainView(out) as view:
+        view.show(Prompt([], 0.0, "the"))
         raise KeyboardInterrupt
     assert out.getvalue() == "the\n"
 
 
-def test_the_silent_view_keeps_the_prompt_in_the_text_and_out_of_the_tokens(tokenizer: Tokenizer) -> None:
-    with SilentView(tokenizer) as view:
-        view.show(Prompt(tokenizer.encode("the"), 0.0))
-        view.show(Step([FIRST_BYTE + 65, FIRST_BYTE + 66], [5], 0, 0.0, 0.0))
-        view.show(Step([FIRST_BYTE + 67], [5], 0, 0.0, 0.0))
+def test_the_silent_view_keeps_the_prompt_in_the_text_and_out_of_the_tokens() -> None:
+    with SilentView() as view:
+        view.show(Prompt([1], 0.0, "the"))
+        view.show(Step([65, 66], [5], 0, 0.0, 0.0, text="AB"))
+        view.show(Step([67], [5], 0, 0.0, 0.0, text="C"))
     assert view.text == "theABC"
-    assert view.tokens == [FIRST_BYTE + byte for byte in b"ABC"]
+    assert view.tokens == [65, 66, 67]
 
 
 def some_statistics() -> Statistics:

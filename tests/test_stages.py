@@ -206,12 +206,12 @@ def test_the_library_has_stages(pair, verify):
     table = count([[1, 5, 6, 7, 8, 9] * 9], 300)
     plain = SpeculativeDecoder(pair.target, pair.draft, pair.tokenizer, gamma=4, verify=verify, n_threads=1)
     prompt = "abc abd abc abd abc ab"
-    expected = [plain.generate(prompt, 40, temperature, seed=3) for temperature in (0.0, 1.0)]
+    expected = [plain.generate(prompt, 40, temperature=temperature, seed=3) for temperature in (0.0, 1.0)]
     for stage in ("ngram", table, pair.draft):
         decoder = SpeculativeDecoder(plain.target, pair.draft, plain.tokenizer, stage=stage, gamma=4, verify=verify)
         for decoder_ in (decoder, pickle.loads(pickle.dumps(decoder))):
             for temperature, (text, statistics) in zip((0.0, 1.0), expected, strict=True):
-                got = decoder_.generate(prompt, 40, temperature, seed=3)
+                got = decoder_.generate(prompt, 40, temperature=temperature, seed=3)
                 assert got.text == text
                 assert counts(got.statistics) == counts(statistics)
 
@@ -239,9 +239,11 @@ def test_two_threads_with_their_models_in_another_order_do_not_wait_for_each_oth
     target = plain.target
     one, other = (SpeculativeDecoder(target, pair.draft, plain.tokenizer, n_threads=1).draft for _ in range(2))
     decoders = [SpeculativeDecoder(target, a, plain.tokenizer, stage=b, gamma=4) for a, b in ((one, other), (other, one))]
-    text, said = plain.generate("One day", 60, 0.0).text, []
+    greedy = Sampling(temperature=0)
+    text, said = plain.generate("One day", 60, greedy).text, []
     threads = [
-        threading.Thread(target=lambda d=d: said.append(d.generate("One day", 60, 0.0).text), daemon=True) for d in decoders * 2
+        threading.Thread(target=lambda d=d: said.append(d.generate("One day", 60, greedy).text), daemon=True)
+        for d in decoders * 2
     ]
     for thread in threads:
         thread.start()

@@ -17,7 +17,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 import specdec
-from specdec import Sampling, SpeculativeDecoder, command, interrupts, sweep, sweep_chart
+from specdec import Sampling, SpeculativeDecoder, interrupts, sweep, sweep_chart, sweep_command
 from specdec.decoding import Event, Prompt, Proposal, Step
 from specdec.sweep import Figures, Measured, Run, Setting, Text
 from tests.conftest import Pair
@@ -509,7 +509,7 @@ def test_help_fits_80_columns_and_names_every_option(monkeypatch: pytest.MonkeyP
     code, out, err = run(monkeypatch, capsys, "--help")
     assert (code, err) == (0, "")
     assert max(map(cell_len, out.splitlines())) <= 80
-    hints = [hint for hint in get_type_hints(command.compare, include_extras=True).values() if get_origin(hint)]
+    hints = [hint for hint in get_type_hints(sweep_command.compare, include_extras=True).values() if get_origin(hint)]
     names = [name for hint in hints for name in (get_args(hint)[1].default, *get_args(hint)[1].param_decls)]
     assert len(names) > 20
     for name in ["-h", "--help", *names]:

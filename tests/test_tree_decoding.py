@@ -80,9 +80,9 @@ def test_the_embedded_pair_says_the_plain_text_with_every_tree():
     plain = SpeculativeDecoder(DEFAULT_TARGET)
     decoder = SpeculativeDecoder(plain.target, DEFAULT_DRAFT, plain.tokenizer)
     for temperature in (0.0, 1.0):
-        expected = plain.generate("Once upon a time", 160, temperature, seed=1).text
+        expected = plain.generate("Once upon a time", 160, temperature=temperature, seed=1).text
         for decoder.tree, decoder.gamma in (("auto", "auto"), ("on", "auto"), ("on", 3), ("on", MAX_GAMMA)):
-            assert decoder.generate("Once upon a time", 160, temperature, seed=1).text == expected
+            assert decoder.generate("Once upon a time", 160, temperature=temperature, seed=1).text == expected
 
 
 def test_a_path_is_walked_as_far_as_the_targets_own_tokens_lead():

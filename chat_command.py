@@ -1,0 +1,82 @@
+"""`specdec chat`: a conversation at the terminal, or an answer to a pipe. Knows no arrays and no formats."""
+
+import os
+import sys
+from pathlib import Path
+
+import typer
+
+from .asking import draft_name
+from .decoder import AUTO, NGRAM, SELF
+from .options import (
+    AnswerTokens,
+    AsJson,
+    DraftFile,
+    FirstMessage,
+    ModelFile,
+    NoHistory,
+    PlainChat,
+    Seed,
+    StageName,
+    SystemPrompt,
+    Temperature,
+    TemplateFile,
+    Threads,
+    TokenizerFile,
+    TopK,
+    TopP,
+    WhatToQuantize,
+)
+from .output import Roles
+from .progress import loading
+from .wiring import NONE, check_arguments, decoder_of, found, writing
+
+
+def talk(
+    model: ModelFile = None,
+    draft: DraftFile = NGRAM,
+    stage: StageName = "",
+    quantize: WhatToQuantize = "draft",
+    tokenizer: TokenizerFile = "",
+    template: TemplateFile = "",
+    system: SystemPrompt = "",
+    first: FirstMessage = "",
+    tokens: AnswerTokens = 1024,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.9,
+    top_k: TopK = 0,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    plain: PlainChat = False,
+    as_json: AsJson = False,
+    no_history: NoHistory = False,
+) -> None:
+    """Talk to a model that was taught to; a pipe is answered once."""
+    from . import chat, chat_lines, chat_screen  # which nothing else needs
+
+    check_arguments(first + system, top_p, seed, threads, verify="coupled", quantize=quantize, tree=AUTO)
+    if not model:
+        raise typer.BadParameter("name a model, such as HuggingFaceTB/SmolLM2-135M-Instruct.", param_hint="'-m' / '--model'")
+    is_talk = bool(sys.stdin) and sys.stdin.isatty() and sys.stdout.isatty()
+    if sys.stdin and not sys.stdin.isatty():
+        first = "\n\n".join(filter(None, [first, chat_screen.piped(sys.stdin.buffer)]))
+    if not is_talk and not first.strip():
+        raise typer.BadParameter("there is no question, and no terminal to ask one at.", param_hint="'-i' / '--prompt'")
+    draft, stage = draft_name(draft), draft_name(stage)
+    draft, stage = "" if draft == NONE else draft, "" if stage == NONE else stage
+    seed = seed or int.from_bytes(os.urandom(4), "little") or 1
+    sources = found(model, draft, stage)
+    with loading() as show:
+        decoder = decoder_of(sources, tokenizer, quantize, threads, show, template=template or None)
+        decoder.encode_chat([{"role": chat.USER, "content": ""}])  # a model that cannot chat is told before it is warm
+        decoder.warm_up()
+    conversation = chat.Conversation(decoder, system, chat.Settings(temperature, top_p, top_k, seed, tokens), model)
+    guessed = {"": "", NGRAM: "from the text so far", SELF: "by a copy of it in fewer bits"}.get(draft, f"by {Path(draft).name}")
+    told = {"model": model, "draft": draft or None, "weights": decoder.weights}
+    showing = chat_screen.Showing(Roles(Path(model).name, guessed), plain, as_json, told)
+    talking = chat_screen.Chat(decoder, conversation, showing)
+    with writing():
+        if is_talk:
+            talking.converse(first, None if no_history else chat_lines.history_file())
+        else:
+            talking.answer(conversation.ask(first))

@@ -1,0 +1,64 @@
+"""`specdec ngrams`: a table of what follows what in a target's text. Knows no arrays and no formats."""
+
+from pathlib import Path
+
+from .decoder import AUTO, NGRAM
+from .files import default_pair
+from .interrupts import signals
+from .options import (
+    DraftFile,
+    HowMany,
+    ModelFile,
+    PromptFile,
+    TableFile,
+    Temperature,
+    TextFile,
+    Threads,
+    TokenizerFile,
+    TopP,
+    WhatToQuantize,
+)
+from .progress import loading, telling
+from .sampling import Sampling
+from .wiring import NONE, check_arguments, decoder_of, found, writing
+
+
+def count(
+    table: TableFile,
+    model: ModelFile = None,
+    draft: DraftFile = "",
+    quantize: WhatToQuantize = "draft",
+    tokenizer: TokenizerFile = "",
+    file: TextFile = "",
+    prompts: PromptFile = "",
+    tokens: HowMany = 50_000,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 0.9,
+    threads: Threads = 0,
+) -> None:
+    """Count what follows what in a target's text: a table for -d and --stage.
+
+    Ctrl-C keeps what was counted until then.
+    """
+    from . import counting, ngram_table, sweep  # which nothing else needs
+
+    check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize, tree=AUTO)
+    beginnings = sweep.prompts_of(prompts) if prompts else sweep.PROMPTS
+    ngram_table.check_place(Path(table))
+    if model is None:
+        target, small = default_pair()
+        model, draft = str(target), draft or str(small)
+    sources = found(model, "" if draft == NONE or file else draft or NGRAM, "")
+    with loading() as show:
+        decoder = decoder_of(sources, tokenizer, quantize, threads, show)
+        tell, asked = telling(show, "counting"), lambda: signals.asked
+        if file:
+            texts = counting.read(Path(file), decoder.tokenizer, tell, asked)
+        else:
+            decoder.warm_up()
+            texts = counting.written(decoder, beginnings, tokens, Sampling(temperature, 0, top_p, 1), tell, asked)
+        signals.text_begins()
+        counted = ngram_table.count(texts, decoder.vocabulary.n_target)
+        ngram_table.save_table(counted, Path(table))
+    with writing():
+        print(f"{table}: what follows in {counted.keys.size} contexts, in {Path(table).stat().st_size} bytes")

@@ -1,0 +1,99 @@
+"""`specdec race`, and what `--compare` shares with it: the target alone and the pair. Knows no arrays and no formats."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import typer
+from rich.console import Console
+
+from .asking import draft_name, prompt_of
+from .decoder import AUTO, NGRAM, SpeculativeDecoder, TreeMode
+from .files import default_pair
+from .interrupts import signals
+from .options import (
+    AsJson,
+    DraftFiles,
+    Gamma,
+    ModelFile,
+    PromptText,
+    Seed,
+    StageName,
+    Steps,
+    Temperature,
+    Threads,
+    TokenizerFile,
+    TopK,
+    TopP,
+    TreeOption,
+    WhatToQuantize,
+)
+from .progress import loading, telling
+from .race import Race, measure, to_json
+from .sampling import Sampling
+from .window import fits
+from .wiring import NONE, check_arguments, decoder_of, found, gamma_of, roles_of, room_of, stages_of, writing
+
+
+def both(decoder: SpeculativeDecoder, prompt: list[int], max_tokens: int, sampling: Sampling, stops: Sequence[str] = ()) -> Race:
+    """The target alone and the pair, measured in turns."""
+    with loading("running both") as show:
+        return measure(decoder, prompt, max_tokens, sampling, telling(show, "running both"), stops)
+
+
+def run(
+    model: ModelFile = None,
+    drafts: DraftFiles = None,
+    stage: StageName = "",
+    quantize: WhatToQuantize = "draft",
+    tokenizer: TokenizerFile = "",
+    prompt: PromptText = None,
+    steps: Steps = 256,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 0.9,
+    top_k: TopK = 0,
+    seed: Seed = 0,
+    gamma: Gamma = AUTO,
+    tree: TreeOption = AUTO,
+    threads: Threads = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Watch the target alone and the pair write one text, side by side.
+
+    Both run by themselves first, a few times each; then their fastest runs are
+    shown together, in slow motion.
+    """
+    from .race_screen import RaceView  # which nothing else needs
+
+    check_arguments(prompt or "", top_p, seed, threads, verify="coupled", quantize=quantize, tree=tree)
+    draft, stage = stages_of([draft_name(name) for name in drafts or []], draft_name(stage))
+    prompt = prompt_of(prompt, "", None)
+    if draft == NONE:
+        raise typer.BadParameter("a race needs one.", param_hint="'-d' / '--draft'")
+    if model is None:
+        target, small = default_pair()
+        model, draft = str(target), draft or str(small)
+    draft = draft or NGRAM
+    sampling = Sampling(temperature, top_k, top_p, seed or int.from_bytes(os.urandom(4), "little") or 1)
+    settings: dict[str, Any] = {"gamma": gamma_of(gamma), "tree": cast(TreeMode, tree)}
+    sources = found(model, draft, stage)
+    with loading() as show:
+        decoder = decoder_of(sources, tokenizer, quantize, threads, show, **settings)
+        prompt_tokens = decoder.encode(prompt)
+        decoder.warm_up()
+    race = both(decoder, prompt_tokens, room_of(decoder, len(prompt_tokens), steps), sampling)
+    names = [Path(name).name.removesuffix(".bin") for name in (model, draft, stage) if name]
+    out, pair = Console(), " + ".join(names)
+    signals.text_begins()
+    with writing():
+        if as_json:
+            text = decoder.tokenizer.decode(prompt_tokens + race.pair.tokens)
+            print(to_json(race, text, model=model, draft=draft, stage=stage or None, seed=sampling.seed))
+        else:
+            if fits(out):
+                RaceView(race, roles_of(names, draft), pair, decoder.tokenizer, out).play()
+            lines = [*race.report(f"{names[0]} alone", pair), f"{race.sentence}; seed {sampling.seed}"]
+            out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    if not race.is_same_text:
+        raise typer.Exit(1)

@@ -1,0 +1,289 @@
+"""What a command line asks for: words, prompts from anywhere, names as people type them, options for nothing, strange files."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from specdec.machine import cache
+from specdec.progress import loading
+from specdec.readers.strangers import STRANGERS
+from specdec.tokenizer import Tokenizer
+from tests.conftest import Pair
+from tests.gguf_files import CONFIGS, gguf_bytes, model_keys, model_tensors
+from tests.terminal import COMMAND, PROMPT, in_terminal, with_pair
+from tests.test_cli import Run, assert_refused, from_json, run  # noqa: F401  (a fixture)
+
+
+@pytest.fixture
+def ask(run: Run, pair: Pair) -> Run:  # noqa: F811
+    """A run with a seed that says JSON, of a target that is not named yet."""
+    return lambda *arguments: run(*arguments, "-s", 5, "-j", 1, "-n", 30, "--json")
+
+
+def settings(result: tuple[int, str, str]) -> dict[str, object]:
+    return dict(from_json(result)["settings"])
+
+
+# Words
+
+
+def test_a_word_is_the_prompt_or_the_model_in_llama2cs_order(ask: Run, pair: Pair) -> None:
+    expected = from_json(ask("-m", pair.target, "-i", PROMPT))
+    for words in (
+        ("-m", pair.target, PROMPT),
+        (PROMPT, "-m", pair.target),
+        (pair.target, "-i", PROMPT),
+        (pair.target, PROMPT),
+        ("-t", 1, pair.target, "-k", 0, PROMPT),
+    ):
+        assert from_json(ask(*words))["text"] == expected["text"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["swep"], "did you mean 'sweep'"),
+        (["Bensh"], "did you mean 'bench'"),
+        (["Once", "upon", "a", "time"], "quotes"),
+        (["a.bin", "b.bin"], "draft with -d"),
+        (["a.bin", "-m", "b.bin"], "two targets"),
+        (["hello", "-i", "there"], "-i and 'hello' are two prompts"),
+        (["-i", "a", "-f", "b"], "-i and -f are two prompts"),
+        (["-p", "Once upon a time"], "The prompt is -i"),
+        (["-m", ""], "no letters"),
+        (["nope.gguf"], "nope.gguf is neither here"),
+    ],
+)
+def test_words_that_are_not_clear_are_told_with_what_to_do(run: Run, words: list[str], said: str) -> None:  # noqa: F811
+    assert_refused(run(*words), said)
+
+
+def test_a_commands_name_is_the_command_and_a_prompt_behind_i(ask: Run, run: Run, pair: Pair) -> None:  # noqa: F811
+    assert settings(ask("-m", pair.target, "-i", "bench"))["prompt"] == "bench"
+    code, out, err = run("-g", 3, "-t", 0, "bench", "--shape", "64,96,1,4,2,300,64", "-j", 1, "--json")
+    assert (code, err.count("\n")) == (0, 1)
+    assert "--temperature, --gamma: no effect before bench" in err
+    assert "rows" in json.loads(out)
+
+
+# Prompts
+
+
+def test_an_empty_word_and_a_very_long_one_are_prompts(ask: Run, pair: Pair) -> None:
+    assert settings(ask("-m", pair.endless, ""))["prompt"] == ""
+    assert settings(ask("-m", pair.endless, "é/" * 5, "-n", 300))["prompt"] == "é/" * 5
+    assert_refused(ask("-m", pair.endless, "🙂" * 200), "counts the prompt")
+
+
+def test_a_prompt_comes_from_a_file_or_from_stdin(ask: Run, pair: Pair, tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text(f"{PROMPT}\n")
+    expected = from_json(ask("-m", pair.target, "-i", PROMPT))["text"]
+    assert from_json(ask("-m", pair.target, "-f", path))["text"] == expected
+    path.write_bytes(b"\xff")
+    assert_refused(ask("-m", pair.target, "-f", path), path, "UTF-8")
+    assert_refused(ask("-m", pair.target, "-f", tmp_path / "no"), "No such file")
+    for more in ([], ["-i", "-"]):
+        done = subprocess.run(
+            [*COMMAND, "-m", pair.target, "-s", "5", "-n", "30", *more],
+            input=f"{PROMPT}\n".encode(), capture_output=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.stdout.decode() == expected + "\n"
+    done = subprocess.run([*COMMAND, "-i", "-"], input=b"\xff", capture_output=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (2, b"specdec: stdin is not valid UTF-8\n")
+    done = subprocess.run([*COMMAND, "-n", "10"], input=b"", capture_output=True, timeout=120, check=False)
+    assert done.stdout.startswith(b"Once upon a time")
+
+
+def test_who_waits_for_stdin_is_told(pair: Pair) -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*COMMAND, "-m", pair.target, "-n", "20"], stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stderr and process.stdin and process.stdout
+        assert b"waiting for a prompt from stdin; -i TEXT" in process.stderr.readline()
+        process.stdin.write(PROMPT.encode())
+        process.stdin.close()
+        assert process.stdout.read().decode().startswith(PROMPT)
+
+
+def test_a_prompt_that_n_has_no_room_for_is_told(run: Run, pair: Pair) -> None:  # noqa: F811
+    n = len(Tokenizer(pair.tokenizer).encode(PROMPT)) - 1  # without BOS
+    for steps in (1, n):
+        assert_refused(run(*with_pair(pair, "-n", steps)), f"-n {steps} counts the prompt", "-n 2")
+    assert from_json(run(*with_pair(pair, "-n", n + 1, "--json")))["n_generated"] == 1
+
+
+# Names
+
+
+def test_names_are_found_as_people_type_them(ask: Run, pair: Pair, tmp_path: Path) -> None:
+    for name in ("target", "draft", "tokenizer"):
+        place = {"tokenizer": "tok300.bin"}.get(name, f"{name}.bin")
+        (tmp_path / "models" / place).write_bytes(getattr(pair, name).read_bytes())
+    assert settings(ask("-m", "target", "-d", "draft"))["model"] == "target"
+    assert settings(ask("target", "-d", "Self"))["draft"] == "self"
+    assert settings(ask("target", "-d", "NGRAM"))["draft"] == "ngram"
+    assert settings(ask("target", "-d", "None"))["draft"] is None
+
+
+# Options for nothing
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["-d", "none", "-g", 4], "--gamma: no effect without a draft"),
+        (["-d", "ngram", "--tree", "on"], "--tree: no effect without a draft that is a model"),
+        (["--json", "--pace", 3, "--stats"], "--pace, --stats: no effect with --json"),
+        (["--plain", "--pace", 3], "--pace: no effect with --plain"),
+        (["-t", 0, "-k", 3, "-p", 0.5], "--top-p, --top-k: no effect at temperature 0"),
+        (
+            ["-d", "none", "--json", "--verify", "coupled", "--plain"],
+            "--verify: no effect without a draft; --plain: no effect with",
+        ),
+    ],
+)
+def test_an_option_for_nothing_is_told_in_a_line(run: Run, pair: Pair, more: list[object], said: str) -> None:  # noqa: F811
+    code, out, err = run("-m", pair.target, "-i", PROMPT, "-n", 20, "-s", 1, *more)
+    assert (code, bool(out)) == (0, True)
+    assert err.splitlines()[0].startswith(f"specdec: {said}")
+
+
+# Stop strings and samples
+
+
+def test_a_text_ends_before_a_stop_string_in_every_view(run: Run, pair: Pair) -> None:  # noqa: F811
+    whole = from_json(run(*with_pair(pair, "-n", 100, "--json")))["text"]
+    stop = whole[len(PROMPT) + 20 : len(PROMPT) + 23]
+    expected = whole[: whole.index(stop, len(PROMPT))]
+    stops = ("-n", 100, "--stop", stop, "--stop", "\x00never")
+    result = from_json(run(*with_pair(pair, *stops, "--json")))
+    assert (result["text"], result["stop_reason"]) == (expected, "stop")
+    code, out, _ = run(*with_pair(pair, *stops, "--plain"))
+    assert (code, out) == (0, expected + "\n")
+    _, screen, _ = in_terminal(with_pair(pair, *stops[:4]), 80, 24)
+    shown = "".join(screen.text().split("green:")[0].split())
+    assert shown == "".join(expected.split())
+    for stop in ("", "\udcff"):
+        assert_refused(run(*with_pair(pair, "--stop", stop)), "--stop", "no letters")
+
+
+def test_samples_are_texts_of_this_seed_and_the_next_ones(run: Run, pair: Pair) -> None:  # noqa: F811
+    code, out, _ = run(*with_pair(pair, "-n", 30, "--samples", 3, "--json"))
+    several = [json.loads(line) for line in out.splitlines()]
+    assert (code, [one["seed"] for one in several]) == (0, [5, 6, 7])
+    alone = [from_json(run(*with_pair(pair, "-n", 30, "-s", seed, "--json")))["text"] for seed in (5, 6, 7)]
+    assert [one["text"] for one in several] == alone
+    code, out, err = run(*with_pair(pair, "-n", 30, "--samples", 2, "--plain"))
+    assert out == f"{alone[0]}\n\n{alone[1]}\n"
+    assert "seed 5" in err and "seed 6" in err
+    assert_refused(run("--samples", 0), "--samples")
+
+
+# Strange files
+
+
+def strange_files(folder: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(folder / "torch.zip", "w") as archive:
+        archive.writestr("model/data.pkl", b"x" * 50)
+    with zipfile.ZipFile(folder / "plain.zip", "w") as archive:
+        archive.writestr("readme.txt", b"x" * 50)
+    rest = b"x" * 400
+    return {
+        "PyTorch": (folder / "torch.zip").read_bytes(),
+        "zip archive": (folder / "plain.zip").read_bytes(),
+        "may run code": b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03." + rest,
+        "safetensors file; name the folder": b"\x40\1\0\0\0\0\0\0" + b'{"__metadata__":{"format":"pt"}' + rest,
+        "ONNX": b"\x08\x08\x12\x07pytorch" + rest,
+        "page of the web": b"\n<!DOCTYPE html><html>" + rest,
+        "git lfs pull": b"version https://git-lfs.github.com/spec/v1\noid" + rest,
+        "gzip": b"\x1f\x8b\x08\x00" + rest,
+        "HDF5": b"\x89HDF\r\n\x1a\n" + rest,
+        "before GGUF": b"tjgg" + rest,
+        "with -d": b"n-grams\0" + rest,
+    }
+
+
+def test_a_file_of_another_kind_is_told_by_its_first_bytes(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    files = strange_files(tmp_path)
+    assert len(files) == len(STRANGERS)
+    path = tmp_path / "model.bin"
+    for word, data in files.items():
+        path.write_bytes(data)
+        assert_refused(run("-m", path), path, word)
+
+
+# What is there
+
+
+def test_models_that_are_there_are_listed_with_the_drafts_that_fit(
+    run: Run,  # noqa: F811
+    pair: Pair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert run("models")[:2] == (0, "no models in models/ or in the hub's cache; -m org/name fetches one\n")
+    for name in ("target", "draft"):
+        (tmp_path / "models" / f"{name}.bin").write_bytes(getattr(pair, name).read_bytes())
+    (tmp_path / "models" / "tok300.bin").write_bytes(pair.tokenizer.read_bytes())
+    (tmp_path / "models" / "broken.bin").write_bytes(b"PK\x03\x04")
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    name = next(iter(CONFIGS))
+    (snapshot / "tiny-Q8_0.gguf").write_bytes(gguf_bytes(model_keys(name), model_tensors(name)))
+    listed = from_json(run("models", "--json"))
+    assert [(row["name"], row["drafts"]) for row in listed["models"]][:2] == [("draft.bin", []), ("target.bin", [])]
+    assert [row["name"] for row in listed["unreadable"]] == ["broken.bin"]
+    assert listed["models"][1]["vocabulary"] == 300
+    assert [row["name"] for row in listed["models"]][2:] == ["org/name:Q8_0"]
+    monkeypatch.setattr("specdec.catalog.MOST_OF_A_TARGET", 0.9)
+    code, out, err = run("models")
+    assert (code, err) == (0, "")
+    row = next(line for line in out.splitlines() if line.startswith("target.bin"))
+    assert row.split()[-1] == "draft.bin"
+    assert "llama 3 x 64" in row
+    assert "not to be read" in out
+
+
+# The first run, completion
+
+
+def test_what_is_compiled_is_told_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bytes] = []
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stderr, "fileno", lambda: 2, raising=False)
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((80, 24)))
+    monkeypatch.setattr(os, "write", lambda _, data: written.append(data))
+    with loading():
+        cache.on_compiling[-1]("kernels.attend")
+    assert any(b"compiles, 10 to 20 seconds: kernels.attend (1)" in line for line in written)
+    assert not cache.on_compiling
+    assert all(len(line) <= 81 for line in written)
+
+
+@pytest.mark.parametrize("way", ["--show-completion", "_SPECDEC_COMPLETE"])
+def test_a_shell_can_complete(way: str) -> None:
+    if way.startswith("--"):
+        environment = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+        done = subprocess.run([*COMMAND, way, "bash"], env=environment, capture_output=True, timeout=60, check=False)
+        assert b"_COMPLETE=complete_bash" in done.stdout
+    else:
+        environment = os.environ | {way: "complete_bash", "COMP_WORDS": "specdec sw", "COMP_CWORD": "1"}
+        done = subprocess.run(COMMAND, env=environment, capture_output=True, timeout=60, check=False)
+        assert done.stdout.split() == [b"sweep"]
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_the_first_screen_of_help_holds_what_matters(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setenv("COLUMNS", "80")
+    screen = "\n".join(run("--help")[1].splitlines()[:24])
+    for word in ("Usage", "PROMPT", "--prompt", "--model", "--draft", "--steps", "--temperature", 'specdec "Once upon a time"'):
+        assert word in screen
