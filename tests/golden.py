@@ -21,16 +21,17 @@ import specdec
 from specdec.architectures import Weights, architecture_of
 from specdec.architectures.rope import fill_tables
 from specdec.decoding import VERIFIERS, Step, decode
-from specdec.drafters import Drafter, ModelDrafter
+from specdec.drafters import Drafter, ModelDrafter, TreeDrafter
 from specdec.machine.elementary import log
 from specdec.machine.memory import zeros
 from specdec.machine.vectors import LANES
 from specdec.ngrams import NgramDrafter
-from specdec.planning import FixedLength
+from specdec.planning import FixedLength, Plan
 from specdec.readers import load_checkpoint
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
 from specdec.transformer import Transformer
-from specdec.weights import BF16, FP16, FP32, INT8
+from specdec.tree_planning import StaticTree, new_acceptances
+from specdec.weights import BF16, FP16, FP32, INT4, INT8
 from specdec.weights.int8 import NATIVE_INT8, PORTABLE_INT8
 from tests.checkpoints import ROOT
 from tests.folders import CONFIGS, FIXTURES, read_all
@@ -38,7 +39,7 @@ from tests.models import run_in_blocks
 
 TABLE = Path(__file__).with_name("golden.json")
 FLOATS = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
-KINDS = FLOATS | {"int8": INT8, "native int8": NATIVE_INT8, "portable int8": PORTABLE_INT8}
+KINDS = FLOATS | {"int4": INT4, "int8": INT8, "native int8": NATIVE_INT8, "portable int8": PORTABLE_INT8}
 PROMPT, SEED = [1, 7, 9], 1
 N_TOKENS = 45  # behind the prompt
 PAIR = "stories6M.bin", "stories650K.bin"
@@ -62,10 +63,11 @@ class Case(NamedTuple):
     kind: str
     setting: Setting
     n_tokens: int = N_TOKENS
+    is_tree: bool = False  # what is proposed
 
     @property
     def name(self) -> str:
-        return " ".join(map(str, (self.model, self.kind, *self.setting, self.n_tokens)))
+        return " ".join(map(str, (self.model, self.kind, *self.setting, self.n_tokens, *["tree"][: self.is_tree])))
 
 
 SETTINGS = [
@@ -89,6 +91,9 @@ CASES = [
     Case(PAIR[0], "fp32", Setting("coupled", 0.0, 0, 0.0, 4, PAIR[1]), 150),
     Case(PAIR[0], "fp32", Setting("coupled", 1.0, 0, 0.9, 5, PAIR[1]), 150),
     Case(PAIR[0], "int8", Setting("rejection", 0.8, 0, 0.9, 4, PAIR[1]), 150),
+    *(Case(model, "int4", SETTINGS[i]) for model, i in (("llama3", 3), ("gpt2", 9), ("qwen3", 7))),
+    *(Case(PAIR[0], "fp32", Setting(verify, 1.0, 0, 0.9, 5, PAIR[1]), 150, True) for verify in ("coupled", "rejection")),
+    *(Case(model, "bf16", SETTINGS[i], is_tree=True) for model, i in (("llama3", 1), ("gpt2", 2))),
 ]
 
 
@@ -123,10 +128,14 @@ def text_of(case: Case, target: Transformer, draft: Transformer | None) -> tuple
     size, sampling = target.config.vocab_size, Sampling(s.temperature, s.top_k, s.top_p, SEED)
     verifier = VERIFIERS[s.verify](size, sampling)
     drafter: Drafter | None = NgramDrafter(()) if s.draft == "ngram" else None
-    if draft:
+    plan: Plan = FixedLength(s.gamma)
+    if draft and case.is_tree:
+        plan = tree = StaticTree(s.gamma, None, new_acceptances(), ())
+        drafter = TreeDrafter(draft, Sampler(size, sampling), verifier.draft_noise, (), tree)
+    elif draft:
         drafter = ModelDrafter(draft, Sampler(size, sampling), verifier.draft_noise, ())
     tokens, accepted = [*PROMPT], []
-    for event in decode(target, drafter, verifier, PROMPT, case.n_tokens, FixedLength(s.gamma), {}):
+    for event in decode(target, drafter, verifier, PROMPT, case.n_tokens, plan, {}):
         if isinstance(event, Step):
             tokens += event.tokens
             accepted.append(event.n_accepted)
