@@ -306,8 +306,7 @@ def main() -> None:
         code = complain(str(error))
     except MemoryError as error:
         code = complain(str(error) or "not enough memory for this model")
-    except (
-        SystemExit
-    ) as end:  # Typer's, where a shell asks what completes a word; Rich's, where the reader of its output has left
+    except SystemExit as end:
+        # Typer's, where a shell asks what completes a word; Rich's, where the reader of its output has left
         code = BROKEN_PIPE if end.code == 1 and COMPLETING not in " ".join(os.environ) else end.code
     sys.exit(exit_code(signals.asked) if signals.asked else code or 0)
