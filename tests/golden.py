@@ -31,11 +31,13 @@ from specdec.readers import load_checkpoint
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
 from specdec.transformer import Transformer
 from specdec.tree_planning import StaticTree, new_acceptances
-from specdec.weights import BF16, FP16, FP32, INT4, INT8
+from specdec.weights import BF16, FP16, FP32, INT4, INT8, blocks
 from specdec.weights.int8 import NATIVE_INT8, PORTABLE_INT8
+from specdec.weights.matrix import pack
 from tests.checkpoints import ROOT
 from tests.folders import CONFIGS, FIXTURES, read_all
 from tests.models import run_in_blocks
+from tests.test_groups import ROWS, Given, N, multiplied
 
 TABLE = Path(__file__).with_name("golden.json")
 FLOATS = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
@@ -184,6 +186,13 @@ def tables_of(model: str, n: int) -> str:
     return bits(cos[::97], sin[::97])
 
 
+def product_of(type_: str) -> str:
+    """The sum of a product of random blocks of that type."""
+    x = zeros(9, N)
+    x[:] = np.random.default_rng(5).integers(-1000, 1001, x.shape) * 2.0**-9
+    return bits(multiplied(pack([Given(type_, ROWS, N)], blocks.KINDS[type_]), x, 9))
+
+
 def functions() -> dict[str, str]:
     """Sums of what no text asks for at once."""
     numbers = np.arange(1, 1 << 14) * 2.0**-14
@@ -193,6 +202,7 @@ def functions() -> dict[str, str]:
         "rope of llama3": tables_of("llama3", 1 << 16),
         "tree of llama3": tree_of("llama3"),
         "tree of gpt2": tree_of("gpt2"),
+        **{f"product of {type_}": product_of(type_) for type_ in blocks.TYPES},
     }
 
 
