@@ -100,7 +100,7 @@ def folder() -> str:
     """Where machine code is kept: NUMBA_CACHE_DIR, else __pycache__ here, else the user's cache; empty if none can be written."""
     if not _folder:
         places = (caching.UserProvidedCacheLocator, caching.InTreeCacheLocator, caching.UserWideCacheLocator)
-        locators = (place.from_function(folder, str(HOME / "specdec.py")) for place in places)
+        locators = (place.from_function(folder, str(HOME / "kernels.py")) for place in places)
         _folder.append(next((locator.get_cache_path() for locator in locators if locator), ""))
     return _folder[0]
 

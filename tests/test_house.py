@@ -268,6 +268,16 @@ def is_installed() -> bool:
         return False
 
 
+def test_what_is_installed_keeps_its_machine_code(tmp_path: Path) -> None:
+    if not is_installed():
+        pytest.skip("specdec is not installed")
+    asked = "from specdec.machine.cache import folder; import specdec; print(folder()); print(specdec.__file__)"
+    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    done = subprocess.run([sys.executable, "-c", asked], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    folder, package = done.stdout.splitlines()
+    assert folder and Path(package).parent != ROOT
+
+
 def test_an_installation_puts_one_package_on_the_path() -> None:
     """Hugging Face publishes a top-level package `kernels`; nothing of ours may lie where it is looked for."""
     if not is_installed():
