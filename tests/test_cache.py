@@ -36,7 +36,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     start, end = source.index("SOURCES = "), source.index("STAMP = ")
     ours = source[:start] + 'SOURCES = ("machine/cache.py", "low.py", "high.py")\n' + source[end:]
     files = {"machine/cache.py": ours, "low.py": LOW.format(k=3), "high.py": HIGH}
-    for name in ("__init__.py", "machine/__init__.py", "specdec.py", *files):
+    for name in ("__init__.py", "machine/__init__.py", "kernels.py", *files):
         (folder / name).write_text(files.get(name, ""), encoding="utf-8")
     assert ask(folder) == "40 0"
     return folder
