@@ -1,6 +1,5 @@
 """`specdec chat`: a conversation at the terminal, or an answer to a pipe. Knows no arrays and no formats."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from .options import (
 )
 from .output import Roles
 from .progress import loading
-from .wiring import NONE, check_arguments, decoder_of, found, writing
+from .wiring import NONE, check_arguments, decoder_of, found, seed_of, writing
 
 
 def talk(
@@ -64,7 +63,7 @@ def talk(
         raise typer.BadParameter("there is no question, and no terminal to ask one at.", param_hint="'-i' / '--prompt'")
     draft, stage = draft_name(draft), draft_name(stage)
     draft, stage = "" if draft == NONE else draft, "" if stage == NONE else stage
-    seed = seed or int.from_bytes(os.urandom(4), "little") or 1
+    seed = seed_of(seed)
     sources = found(model, draft, stage)
     with loading() as show:
         decoder = decoder_of(sources, tokenizer, quantize, threads, show, template=template or None)

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import cast
 
 import typer
@@ -18,7 +17,6 @@ from . import chat_command, models_command, ngrams_command, race_command, sweep_
 from .asking import Commands, are_given, draft_name, model_and_prompt, prompt_of, tell_what_has_no_effect
 from .decoder import AUTO, NGRAM, SpeculativeDecoder, TreeMode
 from .decoding import Event, Prompt, Statistics, VerifyMode
-from .files import default_pair
 from .interrupts import exit_code, signals
 from .options import (
     AsJson,
@@ -64,10 +62,13 @@ from .wiring import (
     decoder_of,
     found,
     gamma_of,
+    or_the_pair,
     roles_of,
     room_of,
     say,
+    seed_of,
     stages_of,
+    titles_of,
     writing,
 )
 
@@ -138,16 +139,14 @@ def tell(
     _check_stops(stop or [])
     draft, stage = stages_of([draft_name(name) for name in drafts or []], draft_name(stage))
     prompt = prompt_of(prompt, file, word)
-    if model is None:
-        target, small = default_pair()
-        model, draft = str(target), draft or str(small)
-    elif not draft and verify == "coupled":  # whose text no drafter changes
+    model, draft = or_the_pair(model, draft)
+    if not draft and verify == "coupled":  # whose text no drafter changes
         draft = NGRAM
     draft = "" if draft == NONE else draft
     if compare_both and (samples > 1 or not draft):
         reason = "it compares one text; leave out --samples." if samples > 1 else "there is no draft whose gain it could tell."
         raise typer.BadParameter(reason, param_hint="'--compare'")
-    first = Sampling(temperature, top_k, top_p, seed or int.from_bytes(os.urandom(4), "little") or 1)
+    first = Sampling(temperature, top_k, top_p, seed_of(seed))
     sources = found(model, draft, stage)
     with loading() as show:
         begin = time.perf_counter()
@@ -167,7 +166,7 @@ def tell(
         times = {"load_seconds": loaded - begin, "warmup_seconds": time.perf_counter() - loaded}
     max_tokens = room_of(decoder, len(prompt_tokens), steps)
     tell_what_has_no_effect(context, bool(draft), bool(decoder.draft), as_json, plain, greedy=temperature == 0)
-    names = [Path(name).name.removesuffix(".bin") for name in (model, draft, stage) if name]
+    names = titles_of(model, draft, stage)
     roles = roles_of(names, draft)
     out = Console()
     has_panel = not (as_json or plain) and fits(out)

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from .decoder import AUTO, NGRAM
-from .files import default_pair
 from .interrupts import signals
 from .options import (
     DraftFile,
@@ -20,7 +19,7 @@ from .options import (
 )
 from .progress import loading, telling
 from .sampling import Sampling
-from .wiring import NONE, check_arguments, decoder_of, found, writing
+from .wiring import NONE, check_arguments, decoder_of, found, or_the_pair, writing
 
 
 def count(
@@ -45,9 +44,7 @@ def count(
     check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize, tree=AUTO)
     beginnings = sweep.prompts_of(prompts) if prompts else sweep.PROMPTS
     ngram_table.check_place(Path(table))
-    if model is None:
-        target, small = default_pair()
-        model, draft = str(target), draft or str(small)
+    model, draft = or_the_pair(model, draft)
     sources = found(model, "" if draft == NONE or file else draft or NGRAM, "")
     with loading() as show:
         decoder = decoder_of(sources, tokenizer, quantize, threads, show)

@@ -1,8 +1,6 @@
 """`specdec race`, and what `--compare` shares with it: the target alone and the pair. Knows no arrays and no formats."""
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import typer
@@ -10,7 +8,6 @@ from rich.console import Console
 
 from .asking import draft_name, prompt_of
 from .decoder import AUTO, NGRAM, SpeculativeDecoder, TreeMode
-from .files import default_pair
 from .interrupts import signals
 from .options import (
     AsJson,
@@ -33,7 +30,20 @@ from .progress import loading, telling
 from .race import Race, measure, to_json
 from .sampling import Sampling
 from .window import fits
-from .wiring import NONE, check_arguments, decoder_of, found, gamma_of, roles_of, room_of, stages_of, writing
+from .wiring import (
+    NONE,
+    check_arguments,
+    decoder_of,
+    found,
+    gamma_of,
+    or_the_pair,
+    roles_of,
+    room_of,
+    seed_of,
+    stages_of,
+    titles_of,
+    writing,
+)
 
 
 def both(decoder: SpeculativeDecoder, prompt: list[int], max_tokens: int, sampling: Sampling, stops: Sequence[str] = ()) -> Race:
@@ -71,11 +81,9 @@ def run(
     prompt = prompt_of(prompt, "", None)
     if draft == NONE:
         raise typer.BadParameter("a race needs one.", param_hint="'-d' / '--draft'")
-    if model is None:
-        target, small = default_pair()
-        model, draft = str(target), draft or str(small)
+    model, draft = or_the_pair(model, draft)
     draft = draft or NGRAM
-    sampling = Sampling(temperature, top_k, top_p, seed or int.from_bytes(os.urandom(4), "little") or 1)
+    sampling = Sampling(temperature, top_k, top_p, seed_of(seed))
     settings: dict[str, Any] = {"gamma": gamma_of(gamma), "tree": cast(TreeMode, tree)}
     sources = found(model, draft, stage)
     with loading() as show:
@@ -83,7 +91,7 @@ def run(
         prompt_tokens = decoder.encode(prompt)
         decoder.warm_up()
     race = both(decoder, prompt_tokens, room_of(decoder, len(prompt_tokens), steps), sampling)
-    names = [Path(name).name.removesuffix(".bin") for name in (model, draft, stage) if name]
+    names = titles_of(model, draft, stage)
     out, pair = Console(), " + ".join(names)
     signals.text_begins()
     with writing():

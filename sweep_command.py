@@ -1,12 +1,9 @@
 """`specdec sweep`: which options are fastest for these models and prompts. Knows no arrays and no formats."""
 
-from pathlib import Path
-
 import typer
 from rich.console import Console
 
 from .decoder import AUTO
-from .files import default_pair
 from .interrupts import signals
 from .options import (
     AsCsv,
@@ -28,7 +25,7 @@ from .options import (
     WhatToQuantize,
 )
 from .progress import loading, telling
-from .wiring import check_arguments, decoder_of, found, say, writing
+from .wiring import check_arguments, decoder_of, found, or_the_pair, say, titles_of, writing
 
 
 def compare(
@@ -66,9 +63,7 @@ def compare(
     rounds, seeds = rounds or (5 if full else 3), seeds or (3 if full else 1)
     if svg:
         sweep_chart.check_writable(svg)
-    if model is None:
-        target, small = default_pair()
-        model, draft = str(target), draft or str(small)
+    model, draft = or_the_pair(model, draft)
     sources = found(model, draft, stage)
     with loading() as show:
         pair = decoder_of(sources, tokenizer, quantize, threads, show)
@@ -89,7 +84,7 @@ def compare(
     counts = {"prompt": len(beginnings), "round": rounds, "thread": n_threads}
     told = [f"{n} {name}{'s' * (n != 1)}" for name, n in counts.items()]
     scale = ", ".join([*told, pair.weights, f"top-p {top_p:g}"])
-    title = " + ".join(Path(name).name.removesuffix(".bin") for name in (model, draft, stage) if name)
+    title = " + ".join(titles_of(model, draft, stage))
     report = sweep_chart.Report.of(measured, title, [scale, *notes, *left_out])
     flaw = sweep_chart.write_svg(report, svg) if svg else ""  # first: whoever reads stdout may have left
     with writing():

@@ -12,7 +12,7 @@ import typer
 
 from .decoder import AUTO, NGRAM, SELF, SpeculativeDecoder, TreeMode
 from .decoding import VERIFIERS
-from .files import find, telling_how_to_restore
+from .files import default_pair, find, telling_how_to_restore
 from .machine.threads import available_threads
 from .output import Roles, printable
 from .planning import MAX_GAMMA
@@ -21,6 +21,24 @@ from .quantizing import kinds_to_make
 
 NONE = "none"  # as a draft: the target decodes alone
 BROKEN_PIPE = 141  # what a shell reports for SIGPIPE
+
+
+def or_the_pair(model: str | None, draft: str) -> tuple[str, str]:
+    """Names of a target and a draft: of the pair that comes along, where no target is named."""
+    if model is not None:
+        return model, draft
+    target, small = default_pair()
+    return str(target), draft or str(small)
+
+
+def titles_of(*names: str) -> list[str]:
+    """What people call the models of those names, without those that are ""."""
+    return [Path(name).name.removesuffix(".bin") for name in names if name]
+
+
+def seed_of(seed: int) -> int:
+    """That seed, or a new one for 0."""
+    return seed or int.from_bytes(os.urandom(4), "little") or 1
 
 
 def found(*names: str) -> list[str | Path]:
