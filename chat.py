@@ -121,7 +121,7 @@ class Conversation:
 
     def save(self, path: Path) -> None:
         """Write a file that `load` reads; never over what is none. Raises ValueError."""
-        if path.exists():
+        if os.path.exists(path):  # of a name that is too long, too
             try:
                 _content(path)
             except ValueError:

@@ -144,7 +144,10 @@ class ChatTemplate:
                     ids, at = [*ids, *messages[i]["tokens"]], at + len(said)
                     for token in messages[i]["tokens"]:
                         stream.push(token)
-        return ids + encoded(whole[at:])
+        ids += encoded(whole[at:])
+        if not ids:
+            raise TemplateError(f"{self.place}: the template makes nothing of the messages")
+        return ids
 
 
 class _Hiding(NamedTuple):

@@ -102,6 +102,11 @@ def test_a_template_that_fails_is_told_in_a_line(source: str, words: str) -> Non
     assert words in failure(source)
 
 
+def test_a_template_that_writes_nothing_is_told() -> None:
+    with pytest.raises(TemplateError, match="here: the template makes nothing of the messages"):
+        ChatTemplate("{% if 0 %}x{% endif %}", "here", {}).encode(library_of("smollm2"), USER)
+
+
 def test_a_template_that_loops_is_ended_and_the_next_one_renders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(templates, "PATIENCE_SECONDS", 0.5)
     endless = "{% if messages %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}x"
