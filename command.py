@@ -30,6 +30,7 @@ from .options import (
     Gammas,
     HowMany,
     Int8,
+    KVOption,
     Lengths,
     ModelFile,
     Pace,
@@ -63,6 +64,7 @@ from .planning import MAX_GAMMA
 from .readers import CheckpointError
 from .sampling import Sampling
 from .tokenizer import TokenizerError
+from .transformer import KV
 
 DEFAULT_PROMPT = "Once upon a time"
 LOADING = "loading; a first run compiles the kernels, 10 to 20 seconds"
@@ -86,6 +88,7 @@ def tell(
     drafts: DraftFiles = None,
     stage: StageName = "",
     quantize: WhatToQuantize = "draft",
+    kv: KVOption = AUTO,
     tokenizer: TokenizerFile = "",
     prompt: PromptText = DEFAULT_PROMPT,
     steps: Steps = 256,
@@ -114,7 +117,7 @@ def tell(
     if version:
         print(f"specdec {specdec.__version__}, arithmetic {specdec.__arithmetic__}")
         return
-    _check_arguments(prompt, top_p, seed, threads, verify=verify, quantize=quantize, tree=tree)
+    _check_arguments(prompt, top_p, seed, threads, verify=verify, quantize=quantize, tree=tree, kv=kv)
     _gamma(gamma)
     draft, stage = _stages(drafts or [], stage)
     if not model:
@@ -136,6 +139,7 @@ def tell(
             gamma=_gamma(gamma),
             verify=cast(VerifyMode, verify),
             tree=cast(TreeMode, tree),
+            kv=cast(KV, kv),
         )
         prompt_tokens = decoder.encode(prompt)
         loaded = time.perf_counter()
@@ -177,6 +181,7 @@ def tell(
                 "verify": verify,
                 "tree": tree,
                 "quantize": quantize,
+                "kv": decoder.target.kv,
                 "threads": decoder.target.n_threads,
                 "tokenizer": str(decoder.tokenizer.path),
                 "weights": decoder.weights,
@@ -275,7 +280,9 @@ def _gamma(text: str) -> int | Literal["auto"]:
     return int(text)
 
 
-def _check_arguments(prompt: str, top_p: float, seed: int, threads: int, verify: str, quantize: str, tree: str) -> None:
+def _check_arguments(
+    prompt: str, top_p: float, seed: int, threads: int, verify: str, quantize: str, tree: str, kv: str = AUTO
+) -> None:
     """What Typer's own types do not check."""
     try:
         prompt.encode()
@@ -285,7 +292,7 @@ def _check_arguments(prompt: str, top_p: float, seed: int, threads: int, verify:
         raise typer.BadParameter(f"{top_p} is not a number from 0 to 1.", param_hint="'-p' / '--top-p'")
     if seed >= 2**63:
         raise typer.BadParameter(f"{seed} is not below 2^63.", param_hint="'-s' / '--seed'")
-    options = ("verify", verify, tuple(VERIFIERS)), ("tree", tree, get_args(TreeMode))
+    options = ("verify", verify, tuple(VERIFIERS)), ("tree", tree, get_args(TreeMode)), ("kv", kv, get_args(KV))
     for name, value, choices in options:
         if value not in choices:
             raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}.", param_hint=f"'--{name}'")
@@ -409,6 +416,7 @@ def compare(
     draft: DraftFile = "",
     stage: StageName = "",
     quantize: WhatToQuantize = "draft",
+    kv: KVOption = AUTO,
     tokenizer: TokenizerFile = "",
     prompts: PromptFile = "",
     tokens: Lengths = "",
@@ -430,7 +438,7 @@ def compare(
     """
     from . import sweep, sweep_chart  # which nothing else needs
 
-    _check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize, tree=AUTO)
+    _check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize, tree=AUTO, kv=kv)
     if as_json and as_csv:
         raise typer.BadParameter("one of the two goes to stdout.", param_hint="'--json' / '--csv'")
     lengths = sweep.lengths_of(tokens or ("50,100,200,500" if full else "50,200"))
@@ -444,7 +452,7 @@ def compare(
         model, draft = str(target), draft or str(small)
     sources = _found(model, draft, stage)
     with loading() as show:
-        pair = _decoder(sources, tokenizer, quantize, threads, show)
+        pair = _decoder(sources, tokenizer, quantize, threads, show, kv=cast(KV, kv))
         texts, notes = sweep.texts_of(pair, beginnings, lengths, sweep.samplings_of(degrees, top_p, seeds))
         pair.warm_up()  # which chooses the threads of both models
         settings, left_out = sweep.settings_of(pair, sizes)
@@ -472,6 +480,7 @@ def compare(
                 "draft": draft or None,
                 "stage": stage or None,
                 "quantize": quantize,
+                "kv": pair.target.kv,
                 "threads": n_threads,
                 "weights": pair.weights,
             }

@@ -26,7 +26,7 @@ from .stages import Account, Guesser, StagedDrafter
 from .tokenizer import AnyTokenizer
 from .tokenizer_gguf import gguf_tokenizer
 from .tokenizer_json import TOKENIZER_FILE, JsonTokenizer, load_tokenizer
-from .transformer import Transformer
+from .transformer import KV, Transformer
 from .tree_planning import STATIC_RATES, WIDEST, AutoTree, StaticTree, TreeCosts, new_acceptances
 from .vocabulary import LEAST_KNOWN, MOST_PADDING, Vocabulary, common_vocabulary, known_ids
 from .weights import INT4, INT8, Kind
@@ -80,7 +80,8 @@ class SpeculativeDecoder:
     chains. n_threads: by default all cores, or fewer where a trial shows that they are faster; it changes no text. quantize:
     what models that are named, not loaded, become where their weights are floats: "target", "draft" (and its stage) or "both"
     become int8, "none" does; as "draft=int4" or "target=int8,draft=int4" what is said; a draft's changes no text, a target's
-    does. progress: is told the name of a model and the share of it that is loaded.
+    does. kv: what models that are named keep keys and values in, as `Transformer` says; the target's changes the text. progress:
+    is told the name of a model and the share of it that is loaded.
 
     Raises CheckpointError or TokenizerError for files that cannot be used, ValueError for values or models that do not fit.
     """
@@ -97,9 +98,11 @@ class SpeculativeDecoder:
         tree: TreeMode = AUTO,
         n_threads: int | None = None,
         quantize: str = "draft",
+        kv: KV = AUTO,
         progress: Progress = tell_nobody,
     ) -> None:
         kinds = kinds_to_make(quantize)
+        self._kv: KV = one_of("kv", kv, get_args(KV))
         self._tree: TreeMode = AUTO
         self.gamma, self.verify = gamma, verify
         self.tree = tree
@@ -113,7 +116,7 @@ class SpeculativeDecoder:
         self.target = (
             target
             if isinstance(target, Transformer)
-            else _loaded(cast(Checkpoint, source), kinds["target"], n_threads, None, progress)
+            else _loaded(cast(Checkpoint, source), kinds["target"], n_threads, None, progress, self._kv)
         )
         is_asked = "draft=" in quantize or "both=" in quantize
         self.ngrams, self.draft, self.vocabulary = self._drafting("draft", draft, n_threads, kinds["draft"], is_asked, progress)
@@ -169,7 +172,7 @@ class SpeculativeDecoder:
             return draft, None, vocabulary
         model, vocabulary = self._draft(f"the {parameter}", draft, n_threads, kind, is_asked, progress)
         if model.n_positions < self.target.n_positions:
-            model = Transformer(model.config, model.weights, model.n_threads, self.target.n_positions)
+            model = Transformer(model.config, model.weights, model.n_threads, self.target.n_positions, model.kv)
         return None, model, vocabulary
 
     def _draft(
@@ -186,7 +189,8 @@ class SpeculativeDecoder:
         if draft == SELF:
             copy = self.target.weights.converted(_kind_of_copy(self.target.weights, kind if is_asked else None))
             n_target = known_ids(self.tokenizer, rows)
-            return Transformer(self.target.config, copy, n_threads, self.target.n_positions), Vocabulary(n_target, n_target)
+            model = Transformer(self.target.config, copy, n_threads, self.target.n_positions, self._kv)
+            return model, Vocabulary(n_target, n_target)
         if isinstance(draft, Transformer):
             return draft, self._alike(name, draft.config.vocab_size)
         source = load_checkpoint(Path(draft))
@@ -199,7 +203,7 @@ class SpeculativeDecoder:
             vocabulary = common_vocabulary(self.tokenizer, rows, source.path, draft_rows)
         else:
             vocabulary = self._alike(f"{name} {draft}", draft_rows)
-        return _loaded(source, kind, n_threads, self.target.n_positions, progress), vocabulary
+        return _loaded(source, kind, n_threads, self.target.n_positions, progress, self._kv), vocabulary
 
     def _alike(self, name: str, rows: int) -> Vocabulary:
         """Of a draft without a tokenizer of its own. Raises ValueError for one that cannot share the target's."""
@@ -537,7 +541,12 @@ def _opened(parameter: str, name: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _loaded(
-    checkpoint: Checkpoint, kind: Kind | None, n_threads: int | None, n_positions: int | None, progress: Progress
+    checkpoint: Checkpoint,
+    kind: Kind | None,
+    n_threads: int | None,
+    n_positions: int | None,
+    progress: Progress,
+    kv: KV = AUTO,
 ) -> Transformer:
     """The model in a checkpoint."""
     name = checkpoint.path.name
@@ -547,7 +556,7 @@ def _loaded(
         )
     except MemoryError as error:
         raise CheckpointError(f"{checkpoint.path} does not fit: {error or 'there is no memory for its weights'}") from None
-    return Transformer(checkpoint.config, weights, n_threads, n_positions)
+    return Transformer(checkpoint.config, weights, n_threads, n_positions, kv)
 
 
 def _tokenizer(given: str | os.PathLike[str] | AnyTokenizer | None, target: Checkpoint | None, rows: int) -> AnyTokenizer:

@@ -49,6 +49,14 @@ WhatToQuantize = Annotated[
         help="Make int8 while loading: draft, target, both or none; or as in draft=int4. A draft's bits never change the text.",
     ),
 ]  # fmt: skip
+KVOption = Annotated[
+    str,
+    option(
+        "--kv", group="Models", metavar="auto|f32|f16",
+        help="What keys and values are kept in. auto: f32 for fp32 weights, else f16, half the memory. The target's changes the "
+        "text.",
+    ),
+]  # fmt: skip
 TokenizerFile = Annotated[
     str,
     option(

@@ -29,7 +29,7 @@ from specdec.ngrams import NgramDrafter
 from specdec.planning import FixedLength
 from specdec.readers import load_checkpoint
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
-from specdec.transformer import Transformer
+from specdec.transformer import KV, Transformer
 from specdec.weights import BF16, FP16, FP32, INT8
 from specdec.weights.int8 import NATIVE_INT8, PORTABLE_INT8
 from tests.checkpoints import ROOT
@@ -56,16 +56,17 @@ class Setting(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A row: a folder of `tests/fixtures` or a file of `models/`, in a kind of weights; a setting, and how long a text."""
+    """A row: a folder of `tests/fixtures` or a file of `models/`, in a kind of weights; a setting, how long a text, and the cache."""
 
     model: str
     kind: str
     setting: Setting
     n_tokens: int = N_TOKENS
+    kv: KV = "auto"
 
     @property
     def name(self) -> str:
-        return " ".join(map(str, (self.model, self.kind, *self.setting, self.n_tokens)))
+        return " ".join(map(str, (self.model, self.kind, *self.setting, self.n_tokens, *[self.kv][: self.kv != "auto"])))
 
 
 SETTINGS = [
@@ -89,6 +90,9 @@ CASES = [
     Case(PAIR[0], "fp32", Setting("coupled", 0.0, 0, 0.0, 4, PAIR[1]), 150),
     Case(PAIR[0], "fp32", Setting("coupled", 1.0, 0, 0.9, 5, PAIR[1]), 150),
     Case(PAIR[0], "int8", Setting("rejection", 0.8, 0, 0.9, 4, PAIR[1]), 150),
+    Case(PAIR[0], "fp32", SETTINGS[1], 150, "f16"),
+    Case("qwen3", "int8", SETTINGS[3], kv="f32"),
+    Case("gpt2", "bf16", SETTINGS[5], kv="f32"),
 ]
 
 
@@ -142,7 +146,7 @@ def bits(*arrays: Any) -> str:
 def measure(case: Case) -> dict[str, str]:
     """A row of the table."""
     config, weights = weights_of(case.model, case.kind)
-    target, draft = Transformer(config, weights, 1), None
+    target, draft = Transformer(config, weights, 1, kv=case.kv), None
     if case.setting.draft == "self":
         draft = Transformer(config, weights.converted(INT8), 1)
     elif case.setting.draft == PAIR[1]:
@@ -158,9 +162,9 @@ def measure(case: Case) -> dict[str, str]:
     return {"text": bits(np.array(tokens), np.array(accepted)), "logits": bits(logits), "draws": bits(*draws)}
 
 
-def tree_of(model: str) -> str:
+def tree_of(model: str, kv: KV = "f32") -> str:
     """The sum of the logits of a tree, and of a pass over the text that went on by one of its paths."""
-    target = Transformer(*weights_of(model, "fp32"), 1)
+    target = Transformer(*weights_of(model, "fp32"), 1, kv=kv)
     parents = [-1, 0, 1, -1, 3, 3, 0, 6]
     logits = target.forward_tree([*PROMPT], [4, 5, 6, 7, 8, 9, 10, 11], parents).copy()
     target.keep([3, 5])
@@ -184,6 +188,7 @@ def functions() -> dict[str, str]:
         "rope of llama3": tables_of("llama3", 1 << 16),
         "tree of llama3": tree_of("llama3"),
         "tree of gpt2": tree_of("gpt2"),
+        "tree of gpt2 in f16": tree_of("gpt2", "f16"),
     }
 
 
