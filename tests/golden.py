@@ -56,7 +56,7 @@ class Setting(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A row: a folder of `tests/fixtures` or a file of `models/`, in a kind of weights; a setting, how long a text, and the cache."""
+    """A row: a folder of `tests/fixtures` or a file of `models/`, in a kind of weights; a setting, how long a text, the cache."""
 
     model: str
     kind: str

@@ -220,6 +220,7 @@ def test_no_model_at_all_is_told_with_how_to_get_one(run: Run) -> None:
         (["-s", "\udcff"], "--seed"),
         (["--\udcff"], "\\udcff"),
         (["--quantize", "int4"], "draft"),
+        (["--kv", "fp16"], "'fp16' is not one of auto, f32, f16"),
         (["-d", "self", "--quantize", "both=int8"], "int8 already"),
         (["-Q"], "-Q"),
         (["--nonsense"], "--nonsense"),
@@ -289,7 +290,7 @@ def test_json_is_one_object_whose_figures_agree(run: Run, pair: Pair, extra: lis
     for seconds in ("load_seconds", "warmup_seconds", "prefill_seconds", "decode_seconds"):
         assert result[seconds] > 0
     assert result["seed"] == 5
-    told = {"model", "draft", "tokenizer", "gamma", "temperature", "top_p", "top_k", "verify", "quantize", "weights"}
+    told = {"model", "draft", "tokenizer", "gamma", "temperature", "top_p", "top_k", "verify", "quantize", "weights", "kv"}
     assert told <= set(result["settings"])
 
 

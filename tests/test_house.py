@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "specdec": {"command", "interrupts", "decoder", "decoding", "readers", "sampling", "tokenizer", "transformer"},
     "command": {
         "specdec", "options", "interrupts", "bench", "counting", "sweep_chart", "sweep", "panel", "output", "decoder", "decoding",
-        "ngram_table", "planning", "files", "readers", "sampling", "tokenizer", "machine",
+        "ngram_table", "planning", "files", "readers", "sampling", "tokenizer", "transformer", "machine",
     },
     "options": set(),
     "bench": {"transformer", "architectures", "weights", "kernels", "machine"},
