@@ -14,6 +14,7 @@ from .checks import file_name, one_of, short, text, whole
 from .decoding import VERIFIERS, Event, Statistics, Step, VerifyMode, decode
 from .drafters import Drafter, ModelDrafter, TreeDrafter
 from .files import find, find_tokenizer
+from .heads import NarrowHead, Thrift, may_narrow
 from .machine.memory import physical_memory_bytes
 from .machine.threads import available_threads, give_lock
 from .machine.tiles import TILE_TOKENS
@@ -51,6 +52,7 @@ CACHED_BYTES, WORTH_A_COPY = 32 << 20, 0.75
 COSTS_TOKENS, COSTS_SECONDS, SLOW = (TILE_TOKENS, 1, TILE_TOKENS + 1, 2, 4, 2 * TILE_TOKENS, 32), 0.03, 0.1
 TREE_SECONDS = 2e-3  # what it has to take for trees to be tried: growing one costs up to 100 us of Python
 TREE_WIDTHS = 2, 4, WIDEST  # of levels of trees, timed likewise
+LEAST_SAVING = 0.95  # of a draft token's time, that a narrow head has to come below
 TRIAL_SECONDS, TRIAL_TOKENS, TRIAL_MARGIN = 0.05, 4, 1.25  # of the choice of threads; all of them unless so much slower
 
 
@@ -127,7 +129,7 @@ class SpeculativeDecoder:
         self.stage_ngrams, self.stage, self._stage_vocabulary = self._drafting(
             "stage", stage, n_threads, kinds["draft"], is_asked, progress
         )
-        if self._has_stage and self.tree == "on":
+        if self.has_stage and self.tree == "on":
             raise ValueError('a draft with a stage proposes chains; leave out the stage, or tree "on"')
         models = {"target": self.target, "draft": self.draft, "stage": self.stage}
         self._named = {name: model for name, model in models.items() if model}
@@ -138,6 +140,8 @@ class SpeculativeDecoder:
         self.costs: Costs | None = None  # measured when warm
         self._account: Account | None = None  # of the stage
         self.tree_costs: TreeCosts | None = None
+        self._head: NarrowHead | None = None  # of the draft, where it is faster than the whole
+        self._loss = 0.0  # see `Thrift`
         self.acceptance = Acceptance(ODDS_RATES if self.ngrams else MARGIN_RATES)
         self.acceptances = new_acceptances(self.acceptance)
         self._is_warm = False
@@ -286,9 +290,9 @@ class SpeculativeDecoder:
         marks, n_target = self.tokenizer.end_marks, self.vocabulary.n_target
         sampler = Sampler(n_target, sampling, self.vocabulary.n_common)
         if isinstance(plan, AutoTree | StaticTree):
-            return TreeDrafter(draft, sampler, noise, marks, plan)
+            return TreeDrafter(draft, sampler, noise, marks, plan, self._thrift())
         if not self._account:
-            return ModelDrafter(draft, sampler, noise, marks)
+            return ModelDrafter(draft, sampler, noise, marks, self._thrift())
         guesser: Guesser
         if self.stage:
             guesser = ModelDrafter(self.stage, Sampler(n_target, sampling, self._stage_vocabulary.n_common), noise, marks)
@@ -296,11 +300,15 @@ class SpeculativeDecoder:
             guesser = _ngram_drafter(self.stage_ngrams, marks)
         return StagedDrafter(self._models[1:], guesser, self._account, sampler, noise, marks)
 
+    def _thrift(self) -> Thrift | None:
+        """Of the draft's narrow head, where it has one and the text does not hang on q."""
+        return Thrift(self.draft, self._head, self._loss) if self.draft and self._head and self.verify == "coupled" else None
+
     def _plan(self) -> Plan:
         """How long proposals get. A text of `rejection` or `block` hangs on that, so that there it must not hang on the clock."""
         is_auto = self.gamma == AUTO and self.verify == "coupled" and self.costs
         gamma = FIXED_GAMMA if self.gamma == AUTO else self.gamma
-        if self.draft and self.tree != "off" and not self._has_stage:
+        if self.draft and self.tree != "off" and not self.has_stage:
             marks = self.tokenizer.end_marks
             if is_auto and self.costs and (self.tree == "on" or self.costs.of(1) > TREE_SECONDS):
                 self.tree_costs = self.tree_costs or self._measured_tree_costs(self.draft)
@@ -313,7 +321,8 @@ class SpeculativeDecoder:
         return FixedLength(gamma, self.costs)
 
     @property
-    def _has_stage(self) -> bool:
+    def has_stage(self) -> bool:
+        """Whether something drafts for the draft."""
         return bool(self.stage or self.stage_ngrams)
 
     @property
@@ -384,9 +393,11 @@ class SpeculativeDecoder:
                     self._choose_threads()
                 if self.draft or self.ngrams:
                     self.costs = self._measured_costs()
-                if self.draft and self._has_stage:
+                if self.draft and self.has_stage:
                     costs = self._costs_of(self.draft, self.stage)
                     self._account = Account(costs, Acceptance(MARGIN_RATES if self.stage else ODDS_RATES))
+                if self.draft and self.costs and not self.has_stage and may_narrow(self.draft.weights):
+                    self._measure_head(self.draft, self.costs)
                 self._plan()  # which measures what trees cost, where there may be some
 
     def _measured_costs(self) -> Costs:
@@ -419,6 +430,27 @@ class SpeculativeDecoder:
         n_tokens = [n for model, n in jobs if model is target]
         passes = {n: taken for n, taken in zip(n_tokens, least, strict=True) if taken < math.inf}
         return Costs(passes, token, max(0.0, first - token))
+
+    def _measure_head(self, draft: Transformer, costs: Costs) -> None:
+        """Use a narrow head of the draft where it is clearly faster than the whole one, with draws: the least of several."""
+        sampler = Sampler(self.vocabulary.n_target, DEFAULT_SAMPLING, self.vocabulary.n_common)
+        probs, head = sampler.new_probs(), NarrowHead(draft.weights)
+
+        def seconds(is_narrow: bool) -> float:
+            begin = time.perf_counter()
+            with draft.lock:
+                logits = draft.forward_narrowly([0], head) if is_narrow else draft.forward([0])
+                sampler.draw(probs, logits[0], TARGET_NOISE, 1)
+            return time.perf_counter() - begin
+
+        seconds(True)  # which makes its program
+        deadline = time.perf_counter() + COSTS_SECONDS
+        whole = narrow = math.inf
+        while narrow == math.inf or time.perf_counter() < deadline:
+            whole, narrow = min(whole, seconds(False)), min(narrow, seconds(True))
+        if narrow < LEAST_SAVING * whole:
+            self._head, self._loss = head, (costs.of(1) + whole) / (whole - narrow)
+            costs.draft *= narrow / whole
 
     def _measured_tree_costs(self, draft: Transformer) -> TreeCosts:
         """What the draft's passes over siblings take beside those over a chain, with their draws: the least of several."""

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .architectures import Config
+from .heads import Thrift
 from .machine.vectors import Float32, ceil_div
 from .planning import Plan
 from .sampling import Sampler
 from .transformer import Transformer
 from .tree_planning import TreePlan
+
+SURE = 2.0  # margin from which on a narrow head is not asked for its other tokens
 
 
 @dataclass(frozen=True)
@@ -69,11 +72,19 @@ class ModelDrafter:
     """A smaller model that decodes one token after the other. Beyond its own seq_len it sees a sliding window.
 
     sampler: draws its tokens; noise: the stream of those from a position on; end_marks: the tokens behind which it
-    proposes none.
+    proposes none. thrift: of a narrow head, for a text that does not hang on q.
     """
 
-    def __init__(self, model: Model, sampler: Sampler, noise: Callable[[int], int], end_marks: Container[int]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        sampler: Sampler,
+        noise: Callable[[int], int],
+        end_marks: Container[int],
+        thrift: Thrift | None = None,
+    ) -> None:
         self._model, self._sampler, self._noise, self._end_marks = model, sampler, noise, end_marks
+        self._thrift = thrift
         self._n_rows = model.config.vocab_size  # the target may know more tokens
         self._q: list[Float32] = []
 
@@ -86,9 +97,10 @@ class ModelDrafter:
         start = self._start(len(tokens) + len(tail) + min(plan.most, self._model.n_positions // 2))
         stream, text, n = self._noise(len(tokens)), self._seen([*tokens, *tail] if tail else tokens, start), 0
         with self._model.lock:
+            is_narrow = self._thrift is not None and self._thrift.begins(tokens)
             while len(text) <= self._model.n_positions:
-                logits, q = self._model.forward(text), self._draw_room(n + 1)[n]
-                token, margin = self._sampler.draw_surely(q, logits[0], stream, start + len(text))
+                q = self._draw_room(n + 1)[n]
+                token, margin = self._next(q, text, stream, start + len(text), is_narrow)
                 if token < 0:
                     break
                 text.append(token)
@@ -96,6 +108,17 @@ class ModelDrafter:
                 if not plan.goes_on(margin) or token in self._end_marks:
                     break
         return Draft(text[len(text) - n :], self._q[:n])
+
+    def _next(self, q: Float32, text: list[int], stream: int, position: int, is_narrow: bool) -> tuple[int, float]:
+        """The token behind a text, drawn from q, and its margin; of a narrow head that is not sure of it, of the whole one."""
+        if not self._thrift or not is_narrow:
+            return self._sampler.draw_surely(q, self._model.forward(text)[0], stream, position)
+        token, margin = self._sampler.draw_surely(q, self._thrift.forward(text)[0], stream, position)
+        is_enough = margin >= SURE
+        if not is_enough:
+            token, margin = self._sampler.draw_surely(q, self._thrift.widen()[0], stream, position)
+        self._thrift.drew(token, is_enough)
+        return token, margin
 
     def _draw_room(self, n: int) -> list[Float32]:
         """n rows of probabilities, valid until the next proposal."""
@@ -122,9 +145,15 @@ class TreeDrafter(ModelDrafter):
     """
 
     def __init__(
-        self, model: Transformer, sampler: Sampler, noise: Callable[[int], int], end_marks: Container[int], plan: TreePlan
+        self,
+        model: Transformer,
+        sampler: Sampler,
+        noise: Callable[[int], int],
+        end_marks: Container[int],
+        plan: TreePlan,
+        thrift: Thrift | None = None,
     ) -> None:
-        super().__init__(model, sampler, noise, end_marks)
+        super().__init__(model, sampler, noise, end_marks, thrift)
         self._trees, self._plan = model, plan
 
     def propose(self, tokens: list[int], plan: Plan, tail: Sequence[int] = ()) -> Draft:

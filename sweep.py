@@ -205,7 +205,7 @@ def _sum(columns: Iterable[list[int]]) -> list[int]:
 
 
 def settings_of(pair: SpeculativeDecoder, gammas: Sequence[int | str]) -> tuple[list[Setting], list[str]]:
-    """The target alone first, the draft alone, n-grams, and the pair with each gamma; and a word on what had to be left out.
+    """The target alone first, the draft alone, n-grams, the pair with each gamma, with trees and staged; and what was left out.
 
     Decoders share the pair's models, whose caches hold one text each: a text is to be written to its end. Without a draft model
     the gammas are those of n-grams.
@@ -224,8 +224,10 @@ def settings_of(pair: SpeculativeDecoder, gammas: Sequence[int | str]) -> tuple[
     most = AUTO if AUTO in gammas else max(gamma for gamma in gammas if isinstance(gamma, int))
     settings.append(Setting(f"n-grams γ {most}", f"-d ngram -g {most}", ngrams, "ngram", most))
     settings += [Setting(f"γ {g}", f"-g {g}", pair, "pair", g) for g in gammas]
-    if AUTO in gammas:  # which has trees where they pay
-        settings.append(Setting("γ auto, chains", "-g auto --tree off", pair, "pair", AUTO, "off"))
+    if AUTO in gammas and not pair.has_stage:
+        staged = SpeculativeDecoder(target, pair.draft, tokenizer, stage=NGRAM)
+        settings.append(Setting("γ auto, trees", "-g auto --tree on", pair, "pair", AUTO, "on"))
+        settings.append(Setting("γ auto, n-grams first", "-g auto --stage ngram", staged, "pair", AUTO))
     return settings, notes
 
 

@@ -10,9 +10,10 @@ import numpy as np
 from .architectures import Config, Weights, architecture_of
 from .architectures.rope import fill_tables
 from .checks import ids, one_of, short, whole
+from .heads import NarrowHead
 from .kernels import KV_CACHES, MAX_TOKENS, Buffers, move_slots, trace
 from .machine.memory import lazy_zeros, zeros
-from .machine.programs import Runner
+from .machine.programs import Program, Runner
 from .machine.threads import available_threads, give_lock
 from .machine.tiles import STRIP_ROWS, TILE_TOKENS
 from .machine.vectors import LANES, Float32, ceil_div, round_up
@@ -152,6 +153,15 @@ class Transformer:
             raise ValueError(f"{n} tokens do not fit {self._n_positions} positions")
         return self._forward(tokens, [], n_logits)
 
+    def forward_narrowly(self, tokens: list[int], head: NarrowHead) -> Float32:
+        """Logits (1, V) at the last of a text's tokens, of those that the head scores; else as `forward`."""
+        return self._forward(tokens, [], 1, head)
+
+    def widen(self, head: NarrowHead) -> Float32:
+        """Logits (1, V) of all tokens, where `forward_narrowly`, the last that ran, told those of some."""
+        with self.lock:
+            return head.widen(self._n_threads)[:, : self._config.vocab_size]
+
     def forward_tree(
         self, tokens: Sequence[int], nodes: Sequence[int], parents: Sequence[int], n_logits: int | None = None
     ) -> Float32:
@@ -198,19 +208,19 @@ class Transformer:
             finally:
                 self._is_running = False
 
-    def _forward(self, tokens: list[int], nodes: list[Node], n_logits: int) -> Float32:
+    def _forward(self, tokens: list[int], nodes: list[Node], n_logits: int, head: NarrowHead | None = None) -> Float32:
         with self.lock:
             if self._is_running:
                 raise RuntimeError(IN_THE_MIDDLE)
             try:
                 self._is_running = True
                 self.n_passes += 1
-                self._run(tokens, nodes, n_logits)
-                return self._buffers.logits[:n_logits, : self._config.vocab_size]
+                self._run(tokens, nodes, n_logits, head)
+                return (head.narrow() if head else self._buffers.logits)[:n_logits, : self._config.vocab_size]
             finally:
                 self._is_running = False
 
-    def _run(self, tokens: list[int], nodes: list[Node], n_logits: int) -> None:
+    def _run(self, tokens: list[int], nodes: list[Node], n_logits: int, head: NarrowHead | None) -> None:
         """The tokens and nodes that the cache does not hold, and the last n_logits of both."""
         limit = len(tokens) - max(0, n_logits - len(nodes))
         start, n_nodes = n_common(self._held, tokens, limit), 0
@@ -230,15 +240,19 @@ class Transformer:
         del self._held[start:]
         if nodes:
             trace(self._buffers.depths, self._buffers.paths, np.array([parent for _, parent in nodes]), len(nodes))
+        runner = head.runner(self._program, self._buffers) if head else self._runner
         while new:
             # the last pass is a full one where there are several, so that it holds all n_logits tokens, and all nodes
             block = new[: len(new) % MAX_TOKENS or MAX_TOKENS]
             del new[: len(block)]
             self._buffers.tokens[: len(block)] = block
-            self._runner(len(block), len(self._held) + n_nodes, 0 if new else n_logits, self._n_threads, len(tokens))
+            runner(len(block), len(self._held) + n_nodes, 0 if new else n_logits, self._n_threads, len(tokens))
             self._held += block[: len(tokens) - len(self._held)] if nodes else block
         if nodes:
             self._nodes += nodes[n_nodes:]
+
+    def _program(self, weights: Weights, buffers: Buffers) -> Program:
+        return self._architecture.program(self._config, weights, buffers)
 
     def _followed(self, tokens: list[int]) -> list[int]:
         """The path of the tree that tokens behind the text follow."""
@@ -279,7 +293,7 @@ class Transformer:
         if self._held:
             buffers.keys[:, :, : self._capacity // STRIP_ROWS] = self._buffers.keys
             buffers.values[:, :, :, : self._capacity] = self._buffers.values
-        runner = Runner(self._architecture.program(self._config, self._weights, buffers))
+        runner = Runner(self._program(self._weights, buffers))
         # all or nothing: an interrupt between two calls would leave a program of buffers that are gone
         self._runner, self._buffers, self._capacity = runner, buffers, capacity
 

@@ -317,7 +317,7 @@ def test_what_is_int8_is_told_and_an_fp32_target_keeps_its_text(run: Run, pair: 
         assert result["tokens"] == alone["tokens"]
     assert result["n_accepted"] > 0
     for verify, what in (("coupled", "text"), ("rejection", "distribution")):
-        _, _, summary = run(*with_pair(pair, "-n", 20, "--plain", "--verify", verify, *more))
+        _, _, summary = run(*with_pair(pair, "-n", 20, "--plain", "--stats", "--verify", verify, *more))
         assert weights in summary
         assert re.search(rf"^{what} +the {weights[7:11]} target's own$", summary, re.MULTILINE)
 

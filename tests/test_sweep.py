@@ -372,7 +372,7 @@ def test_a_draft_of_fewer_positions_does_not_write_alone(decoder: SpeculativeDec
 def test_the_automatic_length_is_measured_beside_the_others(decoder: SpeculativeDecoder) -> None:
     pair = SpeculativeDecoder(decoder.target, decoder.draft, decoder.tokenizer, gamma=2)
     assert [s.options for s in sweep.settings_of(pair, [1, "auto"])[0]] == [
-        *("", "", "-d ngram -g auto", "-g 1", "-g auto", "-g auto --tree off")
+        *("", "", "-d ngram -g auto", "-g 1", "-g auto", "-g auto --tree on", "-g auto --stage ngram")
     ]
     assert pair.gamma == 2
 
