@@ -573,12 +573,7 @@ def _opened(parameter: str, name: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _loaded(
-    checkpoint: Checkpoint,
-    kind: Kind | None,
-    n_threads: int | None,
-    n_positions: int | None,
-    progress: Progress,
-    kv: KV = AUTO,
+    checkpoint: Checkpoint, kind: Kind | None, n_threads: int | None, n_positions: int | None, progress: Progress, kv: KV = AUTO
 ) -> Transformer:
     """The model in a checkpoint."""
     name = checkpoint.path.name
