@@ -5,6 +5,7 @@ Each accumulator is one chain, of one row and one token, whatever the number of 
 on it. R = STRIP_ROWS, P strips, T tokens.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -28,6 +29,7 @@ from .vectors import (
     llvm,
     multiply_add,
     offset,
+    storage_of,
 )  # fmt: skip
 
 STRIP_ROWS = 2 * LANES  # divides 288, 512, 768, 1376, 2048 and 32000, so the known models carry no padding
@@ -172,11 +174,17 @@ def _switch_tokens(builder: Any, n_tokens: Any, function_of: Any, call_args: lis
 
 
 def make_tile(name: str, emit: Any, n_vectors: int) -> Any:
-    """A tile over strips of n_vectors * LANES rows, for 1 to TILE_TOKENS tokens; indexes and strides are flat, in words.
+    """`tile_by` of one body, which emit writes."""
+    return tile_by(lambda array_type: (name, emit), n_vectors)
+
+
+def tile_by(body_of: Callable[[Any], tuple[str, Any]], n_vectors: int) -> Any:
+    """A tile over strips of n_vectors * LANES rows, for 1 to TILE_TOKENS tokens; indexes and strides are flat, in items.
 
     Floats: out[t, r] (+)= sum_k w[k, r] x[t, k] for k < n, ascending, fused; n_quads is of no meaning. int8, n groups of n_quads:
     out[t, r] (+)= sum over groups of (sum_k w[r, k] x[t, k]) times both scales; see `Weights` and `quantize` for the layouts.
-    ahead: the word of w that is fetched beside the first one; ahead_stride: the words behind it that are for each k, or quad.
+    ahead: the item of w that is fetched beside the first one; ahead_stride: the items behind it that are for each k, or quad.
+    body_of: the name and the body for w's numba type.
     """
 
     @intrinsic
@@ -198,7 +206,10 @@ def make_tile(name: str, emit: Any, n_vectors: int) -> Any:
                 element_pointer(context, builder, signature.args[i], array, at, F32)
                 for i, array, at in ((0, out, out_index), (3, w, w_index), (3, w, ahead), (7, x, x_index))
             ]
-            call_args = [out, out_stride, w, ahead, ahead_stride, x, x_stride, n, n_quads, accumulate]
+            name, emit = body_of(signature.args[3])
+            items_per_word = const(FP32_STORAGE.item_bytes // storage_of(signature.args[3]).item_bytes)
+            words_ahead = builder.udiv(ahead_stride, items_per_word)
+            call_args = [out, out_stride, w, ahead, words_ahead, x, x_stride, n, n_quads, accumulate]
             _switch_tokens(builder, n_tokens, lambda t: _tile_function(builder.module, name, emit, n_vectors, t), call_args)
             return context.get_dummy_value()
 
@@ -212,8 +223,13 @@ def float_tile(name: str, stored: Storage) -> Any:
     return make_tile(name, float_body(stored), STRIP_ROWS // LANES)
 
 
+def _body_of_either(array_type: Any) -> tuple[str, Any]:
+    storage = storage_of(array_type)
+    return "fp32_tile" if storage is FP32_STORAGE else "fp16_tile", float_body(storage)
+
+
 strip_tile = float_tile("fp32_tile", FP32_STORAGE)
-vector_tile = make_tile("fp32_tile", float_body(FP32_STORAGE), 1)
+either_tile = tile_by(_body_of_either, STRIP_ROWS // LANES)
 
 
 @inlined
