@@ -24,7 +24,7 @@ from .machine.cache import compiled, inlined
 from .machine.elementary import exp, sine_and_cosine
 from .machine.programs import Floats1, Floats2, Floats3, Floats4, Halves4, Ints1, Ints2, Operation, Pass, operation
 from .machine.threads import share
-from .machine.tiles import PREFETCH_WORDS, STRIP_ROWS, TILE_TOKENS, either_tile
+from .machine.tiles import PREFETCH_WORDS, STRIP_ROWS, TILE_TOKENS, multiply_either
 from .machine.vectors import (
     LANES,
     Float32,
@@ -325,13 +325,11 @@ def mix_values(mixed, values, scores, token, n_tokens, start, end):
     """mixed[t] += sum_s scores[t, s] values[s] for start <= s < end: values (K / R, S, R), n_tokens from `token`."""
     if start >= end:
         return
-    for strip in range(values.shape[0]):
-        first = (strip * values.shape[1] + start) * STRIP_ROWS
-        either_tile(
-            mixed, token * mixed.shape[1] + strip * STRIP_ROWS, mixed.shape[1],
-            values, first, first + PREFETCH_WORDS, STRIP_ROWS,
-            scores, token * scores.shape[1] + start, scores.shape[1], end - start, 0, n_tokens, True,
-        )  # fmt: skip
+    multiply_either(
+        mixed, token * mixed.shape[1], mixed.shape[1],
+        values, start * STRIP_ROWS, values.shape[1] * STRIP_ROWS, values.shape[0], PREFETCH_WORDS,
+        scores, token * scores.shape[1] + start, scores.shape[1], end - start, n_tokens, True,
+    )  # fmt: skip
 
 
 @compiled
@@ -376,13 +374,13 @@ def attend(run, heads, qkv, keys, values, scores, mixed, depths, paths, head, to
         for i in range(1, next_token * n_queries):
             pos = position_of(run, depths, token + i)
             first_pos, last_pos = min(first_pos, pos), max(last_pos, pos)
-    for block in range(max(0, first_pos + 1 - window) // STRIP_ROWS, last_slot // STRIP_ROWS + 1):
-        either_tile(
-            scores, block * STRIP_ROWS, scores.shape[1],
-            keys, block * head_dim * STRIP_ROWS, (block + 1) * head_dim * STRIP_ROWS, STRIP_ROWS,
-            qkv, token * qkv.shape[1] + head * head_dim, next_token * qkv.shape[1] + next_head * head_dim,
-            head_dim, 0, n_queries, False,
-        )  # fmt: skip
+    block, strip_items = max(0, first_pos + 1 - window) // STRIP_ROWS, head_dim * STRIP_ROWS
+    multiply_either(
+        scores, block * STRIP_ROWS, scores.shape[1],
+        keys, block * strip_items, strip_items, last_slot // STRIP_ROWS + 1 - block, 2 * strip_items,
+        qkv, token * qkv.shape[1] + head * head_dim, next_token * qkv.shape[1] + next_head * head_dim,
+        head_dim, n_queries, False,
+    )  # fmt: skip
     common_start = max(0, last_pos + 1 - window)
     common_end = max(common_start, min(first_pos + 1, n_text))
     scale = np.float32(1.0) / sqrt(np.float32(head_dim))
