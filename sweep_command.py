@@ -26,7 +26,7 @@ from .options import (
     WhatToQuantize,
 )
 from .progress import loading, telling
-from .wiring import check_arguments, decoder_of, found, made_with, or_the_pair, say, titles_of, writing
+from .wiring import NONE, check_arguments, decoder_of, found, made_with, or_the_pair, say, titles_of, writing
 
 
 def compare(
@@ -57,6 +57,8 @@ def compare(
     from . import sweep, sweep_chart  # which nothing else needs
 
     check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize, tree=AUTO, kv=kv)
+    if draft == NONE:
+        raise typer.BadParameter("a sweep compares drafts; leave it out to try n-grams alone.", param_hint="'-d' / '--draft'")
     if as_json and as_csv:
         raise typer.BadParameter("one of the two goes to stdout.", param_hint="'--json' / '--csv'")
     lengths = sweep.lengths_of(tokens or ("50,100,200,500" if full else "50,200"))

@@ -190,8 +190,9 @@ def make_tile(name: str, emit: Any, n_vectors: int) -> Any:
 def tile_by(body_of: Callable[[Any], tuple[str, Any]], n_vectors: int, most_tokens: int = TILE_TOKENS) -> Any:
     """A tile over strips of n_vectors * LANES rows, for 1 to most_tokens tokens; indexes and strides are flat, in items.
 
-    Floats: out[t, r] (+)= sum_k w[k, r] x[t, k] for k < n, ascending, fused; n_quads: see `float_body`. int8, n groups of n_quads:
-    out[t, r] (+)= sum over groups of (sum_k w[r, k] x[t, k]) times both scales; see `Weights` and `quantize` for the layouts.
+    Floats: out[t, r] (+)= sum_k w[k, r] x[t, k] for k < n, ascending, fused; for n_quads see `float_body`. int8, n groups of
+    n_quads: out[t, r] (+)= sum over groups of (sum_k w[r, k] x[t, k]) times both scales; see `Weights` and `quantize` for the
+    layouts.
     ahead: the item of w that is fetched beside the first one; ahead_stride: the items behind it that are for each k, or quad.
     body_of: the name and the body for w's numba type.
     """

@@ -464,6 +464,7 @@ REFUSED: dict[str, tuple[list[object], str]] = {
     "no such folder": (["--svg", "nowhere/chart.svg"], "nowhere"),
     "a folder as picture": (["--svg", "."], "--svg"),
     "no such model": (["-m", "nowhere.bin"], "nowhere.bin"),
+    "no draft": (["-d", "none"], "compares drafts"),
     "rounds": (["--rounds", "-1"], "--rounds"),
     "quantize": (["--quantize", "all"], "--quantize"),
     "threads": (["-j", "9999"], "threads"),
