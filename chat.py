@@ -2,6 +2,7 @@
 
 import json
 import os
+from bisect import bisect_left
 from collections.abc import Generator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -120,12 +121,24 @@ class Conversation:
         most = self._decoder.n_positions
         n = len(self._decoder.encode_chat(self._seen()))
         if n + min(self.settings.max_tokens, most // LEAST_ROOM) > most:
-            while n > most - most // ROOM and self.n_dropped + 2 < len(self.messages):
-                self.n_dropped += 2
-                n = len(self._decoder.encode_chat(self._seen()))
+            self._drop_down_to(most - most // ROOM)
+            n = len(self._decoder.encode_chat(self._seen()))
         if n > most:
             raise ValueError(f"the message has {n} tokens with the system prompt; the model's context holds {most}")
         return most + 1 - n
+
+    def _drop_down_to(self, n_tokens: int) -> None:
+        """Drops as few of the oldest turns as leave that many tokens, or all but the question.
+
+        By halves: the beginnings of a long talk are other ones for each number of turns, and take a while to render.
+        """
+
+        def fits(n_dropped: int) -> bool:
+            self.n_dropped = n_dropped
+            return len(self._decoder.encode_chat(self._seen())) <= n_tokens
+
+        choices = range(self.n_dropped, len(self.messages), 2)
+        self.n_dropped = choices[min(bisect_left(choices, True, key=fits), len(choices) - 1)]
 
     def save(self, path: Path) -> None:
         """Write a file that `load` reads; never over what is none. Raises ValueError."""

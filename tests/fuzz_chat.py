@@ -126,6 +126,8 @@ def check_answer(rng, name, conversation, events, attempt):
         before = conversation._seen()[: bool(conversation.system)] + conversation.messages[dropped:-1]
         least = min(conversation.settings.max_tokens, POSITIONS // 8)
         assert len(decoder.encode_chat(before)) + least > POSITIONS, "turns are dropped that had room"
+        more = conversation._seen()[: bool(conversation.system)] + conversation.messages[conversation.n_dropped - 2 : -1]
+        assert len(decoder.encode_chat(more)) > POSITIONS - POSITIONS // 4, "more turns are dropped than need be"
     return True
 
 
