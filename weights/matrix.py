@@ -20,7 +20,7 @@ from ..machine.vectors import LANES, Float32, Int64, ceil_div, load_bf16, load_f
 
 Floats = npt.NDArray[Any]  # see `Tensor`
 BLOCK_STRIPS = 64  # packed at a time: 42M loads in 0.13 s, with 16 in 0.17
-BLOCK_WEIGHTS = 1 << 22  # or fewer strips, where columns are many: what is read and not yet packed stays small
+BLOCK_WEIGHTS = 1 << 23  # or fewer strips, where columns are many: what is read and not yet packed stays small
 HEAD_STRIPS = 8  # whose multiple ends between heads of up to 256 rows, which some files have in another order
 
 
