@@ -76,17 +76,17 @@ class Block:
         return self._floats[start : self._used].reshape(shape)
 
 
-def lazy_zeros(*shape: int) -> Float32:
+def lazy_zeros(dtype: type, *shape: int) -> npt.NDArray[Any]:
     """As `zeros`, of which only what is written becomes resident: numpy would ask for pages of 2 MB. Raises MemoryError."""
     private = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}  # else a forked process would write here too
     try:
-        buffer = mmap.mmap(-1, math.prod(shape) * 4, **private)
+        buffer = mmap.mmap(-1, math.prod(shape) * np.dtype(dtype).itemsize, **private)
     except OSError as error:
         raise MemoryError(error.strerror) from None
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with suppress(OSError):  # a kernel that has no huge pages
             buffer.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(buffer, np.float32).reshape(shape)
+    return np.frombuffer(buffer, dtype).reshape(shape)
 
 
 def physical_memory_bytes() -> float:

@@ -19,13 +19,14 @@ from numba.np.numpy_support import as_dtype
 
 from .cache import callback, inlined
 from .threads import FOREVER, PATIENCE, run_on_threads, wait_for
-from .vectors import F32, I32, I64, Float32, Int64, atomic_add, call, load_word
+from .vectors import F32, I32, I64, Float32, Int64, UInt16, atomic_add, call, load_word
 
 # What an operation may take, told by its annotations: C-contiguous arrays of so many dimensions, and whole numbers and floats.
 Floats1 = Annotated[Float32, types.float32, 1]
 Floats2 = Annotated[Float32, types.float32, 2]
 Floats3 = Annotated[Float32, types.float32, 3]
 Floats4 = Annotated[Float32, types.float32, 4]
+Halves4 = Annotated[UInt16, types.uint16, 4]  # the bits of fp16
 Ints1 = Annotated[Int64, types.int64, 1]
 Ints2 = Annotated[Int64, types.int64, 2]
 
