@@ -15,6 +15,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
+from numba.np.numpy_support import as_dtype
 
 from .cache import callback, inlined
 from .threads import FOREVER, PATIENCE, run_on_threads, wait_for
@@ -111,6 +112,7 @@ class Operation:
         self.function, self._kept = function, kept
         hints = get_type_hints(function, include_extras=True)
         self._kinds = {name: _kind_of(hint) for name, hint in hints.items() if name not in ("run", "thread", "return")}
+        self._dtypes = [as_dtype(getattr(kind, "dtype", kind)) for kind in self._kinds.values()]  # asked for at every row
 
     @functools.cached_property
     def address(self) -> int:
@@ -132,9 +134,9 @@ class Operation:
     def words(self, arguments: Sequence[Any]) -> list[int]:
         """The arguments as a row holds them; they have to be what the annotations say."""
         words: list[int] = []
-        for (name, kind), value in zip(self._kinds.items(), arguments, strict=True):
+        for (name, kind), dtype, value in zip(self._kinds.items(), self._dtypes, arguments, strict=True):
             if isinstance(kind, types.Array):
-                sound = value.ndim == kind.ndim and value.dtype.name == kind.dtype.name and value.flags.c_contiguous
+                sound = value.ndim == kind.ndim and value.dtype == dtype and value.flags.c_contiguous
                 assert sound, f"{self.function.__name__} takes {kind} for {name}, not {value.dtype} of {value.ndim} dimensions"
                 words += [value.ctypes.data, *value.shape]
             else:
