@@ -27,15 +27,24 @@ NAMES = ("smollm2", "qwen2", "llama3", "llama2")
 RENDERED = json.loads((FIXTURES / "chat" / "rendered.json").read_text(encoding="utf-8"))
 SPECIALS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<s>", "</s>", "[INST]", "<|im_", "end|>", "\ufdd0<s>")
 WORDS = ("the river", " ", "\n", "été 日本 🙂", "e\u0301\u200d", "1234", "\x00\x1b", "▁Ġ", "{{ x }}", "a" * 40, *SPECIALS)
+HARMLESS = (
+    "{{ messages[0].content }}",
+    "{{ bos_token }}",
+    "{# #}",
+    "\n",
+    "\0",
+    "",
+    "{% for m in messages %}{{ m.role }}{% endfor %}",
+)
 HARM = (
-    "{{ messages[0].content }}", "{{ bos_token }}", "{{ x.y.z }}", "{{ 1 / 0 }}", "{{ raise_exception('no\n') }}",
+    *HARMLESS, "{{ x.y.z }}", "{{ 1 / 0 }}", "{{ raise_exception('no\n') }}",
     "{% import 'os' as x %}", "{% include '/etc/passwd' %}", "{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}",
     "{{ raise_exception.__globals__ }}", "{{ '{0.__class__}'.format(1) }}", "{{ 'a' * 10**10 }}", "{{ [0] * 10**9 }}",
     "{{ 'a' | center(10**9) }}", "{{ 7 ** (7 ** 9) }}", "{{ range(10**9) | list }}", "{{ lipsum(n=10**6) }}", "{{ '\\ud800' }}",
     "{% for i in range(9**5) %}{% for j in range(9**5) %}{% endfor %}{% endfor %}", "{{ 'a' * 40 * 10**6 }}", "{% for %}", "{{",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ " + "(" * 9000 + "1" + ")" * 9000 + " }}", "\0", "",
-    "{% if messages[0].content %}", "{% endif %}", "{% for m in messages %}{{ m.role ~ m.content }}", "{% endfor %}", "{# #}",
-    "{{ strftime_now(5) }}", "{{ messages | tojson(indent=10**9) }}", "{% break %}", "{{ 10**5000 }}", "\n",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ " + "(" * 9000 + "1" + ")" * 9000 + " }}",
+    "{% if messages[0].content %}", "{% endif %}", "{% for m in messages %}{{ m.role ~ m.content }}", "{% endfor %}",
+    "{{ strftime_now(5) }}", "{{ messages | tojson(indent=10**9) }}", "{% break %}", "{{ 10**5000 }}",
 )  # fmt: skip
 DEFAULT_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 COMMANDS = (
@@ -217,13 +226,13 @@ def chats(rng):
 
 def harm(rng):
     """Whatever a template does, it is rendered or refused in one line, within its seconds, and the next one renders."""
-    source = "".join(rng.choices(HARM, k=rng.randint(1, 4)))
+    source = "".join(rng.choices(rng.choice([HARM, HARMLESS]), k=rng.randint(1, 4)))
     template, begin = ChatTemplate(source, "here", {"bos_token": "<s>"}), time.monotonic()
-    with mock.patch.object(templates, "PATIENCE_SECONDS", 0.7), contextlib.closing(template):
+    with mock.patch.object(templates, "PATIENCE_SECONDS", 1.0), contextlib.closing(template):
         try:
             template.render([[{"role": "user", "content": "hi"}]])
             outcome = FINE
         except ValueError as error:
             outcome = one_line(error, "here")
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < 20
     return outcome
