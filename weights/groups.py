@@ -26,7 +26,7 @@ from numba.core import cgutils
 from ..machine.cache import inlined
 from ..machine.programs import Floats2, Floats3, Ints1, Operation, Pass, Row, Runner, operation
 from ..machine.threads import available_threads, share
-from ..machine.tiles import STRIP_ROWS, cells, const, make_tile, prefetch
+from ..machine.tiles import LINE_WORDS, STRIP_ROWS, cells, const, make_tile, prefetch
 from ..machine.vectors import (
     CPU_FEATURES,
     FP16_STORAGE,
@@ -38,9 +38,9 @@ from ..machine.vectors import (
     broadcast,
     ceil_div,
     lane,
-    llvm,
     load_byte,
     load_fp16,
+    multiply_add,
     offset,
 )  # fmt: skip
 from .int8 import GROUP_HEAD, QUADS, best_dot4, dot4, multiply, scratch_words
@@ -144,6 +144,8 @@ def group_body(form: Form, path: str) -> Any:
         n: Any, n_quads: Any, accumulate: Any,
     ) -> None:  # fmt: skip
         places, starts = cells(builder, out, out_stride, accumulate, n_vectors, n_tokens)
+        stride_of = form.block_words // (form.block_words // STRIP_ROWS)  # words: what ahead_stride is for
+        line_stride = builder.udiv(builder.mul(ahead_stride, const(LINE_WORDS)), const(stride_of))
         totals = [cgutils.alloca_once_value(builder, start) for start in starts]
 
         def first_sum(correction: Any) -> Any:
@@ -162,8 +164,16 @@ def group_body(form: Form, path: str) -> Any:
             upper = builder.shl(upper, integers(left)) if left > 0 else builder.lshr(upper, integers(-left))
             return builder.or_(lower, builder.and_(upper, integers(form.upper_mask << 4)))
 
-        def group(block: Any, fetched: Any, codes: Any, rows: list[Any], scales: list[list[Any]]) -> None:
+        def fetch(first: Any, n_lines: int) -> None:
+            """What lies ahead for so many lines of the strip from that word on."""
+            place = builder.gep(ahead, [builder.mul(builder.udiv(first, const(LINE_WORDS)), line_stride)])
+            for _ in range(n_lines):
+                prefetch(builder, place, const(0))
+                place = builder.gep(place, [line_stride])
+
+        def group(codes: Any, rows: list[Any], scales: list[list[Any]]) -> None:
             """One group's sums into the totals; codes: its first word; rows: each token's words; scales: of each level."""
+            fetch(codes, form.row_words * STRIP_ROWS // LINE_WORDS)
             corrections = [builder.load(offset(builder, row, const(1), I32)) for row in rows]
             sums = [first_sum(corrections[t]) for t in range(n_tokens) for _ in range(n_vectors)]
 
@@ -171,8 +181,7 @@ def group_body(form: Form, path: str) -> Any:
                 words = []
                 for v in range(n_vectors):
                     place = builder.add(codes, const(k * STRIP_ROWS + LANES * v))
-                    words.append(builder.load(offset(builder, block, place, INTEGERS), align=64))
-                    prefetch(builder, fetched, place)
+                    words.append(builder.load(offset(builder, w, place, INTEGERS), align=64))
                 return words
 
             uppers = load_words(form.quad_words) if form.upper_bits else [None] * n_vectors
@@ -194,29 +203,27 @@ def group_body(form: Form, path: str) -> Any:
                 for v in range(n_vectors):
                     i = t * n_vectors + v
                     scale = builder.fmul(scales[0][v], broadcast(builder, x_scale, VECTOR))
-                    total = llvm(
-                        builder, "llvm.fma.v16f32", VECTOR, builder.sitofp(sums[i], VECTOR), scale, builder.load(totals[i])
-                    )
+                    total = multiply_add(builder, builder.sitofp(sums[i], VECTOR), scale, builder.load(totals[i]))
                     if form.has_minima:
                         x_sum = builder.fmul(
                             builder.fmul(builder.sitofp(corrections[t], x_scale.type), x_scale.type(-1 / 128)), x_scale
                         )
-                        total = llvm(builder, "llvm.fma.v16f32", VECTOR, scales[1][v], broadcast(builder, x_sum, VECTOR), total)
+                        total = multiply_add(builder, scales[1][v], broadcast(builder, x_sum, VECTOR), total)
                     builder.store(total, totals[i])
 
         with cgutils.for_range(builder, n) as blocks:
             first = builder.mul(blocks.index, const(form.block_words))
-            block, fetched = builder.gep(w, [first]), builder.gep(ahead, [first])
+            block = builder.gep(w, [first])
             x_block = builder.mul(blocks.index, const(form.n_groups * x_group_words))
             rows = [builder.gep(x, [builder.add(builder.mul(x_stride, const(t)), x_block)]) for t in range(n_tokens)]
-            for line in range(0, form.codes_at, LANES):
-                prefetch(builder, fetched, const(line))
+            codes = builder.add(first, const(form.codes_at))
+            fetch(first, form.codes_at // LINE_WORDS)
             scales = [
                 [numbers(builder, block, level * HALF_WORDS + v * LANES // 2) for v in range(n_vectors)]
                 for level in range(form.n_levels)
             ]
             if form.n_groups == 1:
-                group(block, fetched, const(form.codes_at), rows, scales)
+                group(codes, rows, scales)
             else:
                 with cgutils.for_range(builder, const(form.n_groups)) as groups:
                     g = groups.index
@@ -232,8 +239,7 @@ def group_body(form: Form, path: str) -> Any:
                                 for v in range(n_vectors)
                             ]
                         )
-                    codes = builder.add(builder.mul(g, const(form.row_words * STRIP_ROWS)), const(form.codes_at))
-                    group(block, fetched, codes, here, own)
+                    group(builder.add(codes, builder.mul(g, const(form.row_words * STRIP_ROWS))), here, own)
         for place, total in zip(places, totals, strict=True):
             builder.store(builder.load(total), place, align=4)
         builder.ret_void()
