@@ -11,6 +11,7 @@ from .options import (
     AsJson,
     DraftFile,
     FirstMessage,
+    KVOption,
     ModelFile,
     NoHistory,
     PlainChat,
@@ -27,7 +28,7 @@ from .options import (
 )
 from .progress import loading
 from .templates import LLAMA2
-from .wiring import NONE, check_arguments, decoder_of, found, roles_of, say, seed_of, titles_of, writing
+from .wiring import NONE, check_arguments, decoder_of, found, made_with, roles_of, say, seed_of, titles_of, writing
 
 
 def talk(
@@ -35,6 +36,7 @@ def talk(
     draft: DraftFile = NGRAM,
     stage: StageName = "",
     quantize: WhatToQuantize = "draft",
+    kv: KVOption = AUTO,
     tokenizer: TokenizerFile = "",
     template: TemplateFile = "",
     system: SystemPrompt = "",
@@ -52,7 +54,7 @@ def talk(
     """Talk to a model that was taught to; a pipe is answered once."""
     from . import chat, chat_lines, chat_screen  # which nothing else needs
 
-    check_arguments(first + system, top_p, seed, threads, verify="coupled", quantize=quantize, tree=AUTO)
+    check_arguments(first + system, top_p, seed, threads, verify="coupled", quantize=quantize, tree=AUTO, kv=kv)
     if not model:
         raise typer.BadParameter("name a model, such as HuggingFaceTB/SmolLM2-135M-Instruct.", param_hint="'-m' / '--model'")
     is_talk = bool(sys.stdin) and sys.stdin.isatty() and sys.stdout.isatty()
@@ -65,13 +67,14 @@ def talk(
     seed = seed_of(seed)
     sources = found(model, draft, stage)
     with loading() as show:
-        decoder = decoder_of(sources, tokenizer, quantize, threads, show, template=template or None)
+        decoder = decoder_of(sources, tokenizer, quantize, kv, threads, show, template=template or None)
         decoder.encode_chat([{"role": chat.USER, "content": ""}])  # a model that cannot chat is told before it is warm
         decoder.warm_up()
     if decoder.chat_template.source == LLAMA2 and not template:
         say(f"{titles_of(model)[0]} names no chat template; that of Llama 2 is used, which a story model was not taught")
-    conversation = chat.Conversation(decoder, system, chat.Settings(temperature, top_p, top_k, seed, tokens), model)
-    told = {"model": model, "draft": draft or None, "weights": decoder.weights}
+    settings = chat.Settings(temperature, top_p, top_k, seed, tokens)
+    conversation = chat.Conversation(decoder, system, settings, model, made_with(decoder))
+    told = {"model": model, "draft": draft or None}
     showing = chat_screen.Showing(roles_of(titles_of(model, draft), draft), plain, as_json, told)
     talking = chat_screen.Chat(decoder, conversation, showing)
     with writing():

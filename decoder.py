@@ -4,14 +4,14 @@ import functools
 import itertools
 import os
 import threading
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeGuard, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from .architectures import architecture_of
-from .checks import file_name, ids, one_of, short, text, whole
+from .checks import file_name, ids, is_list, one_of, short, strings, text, whole
 from .costs import costs_of, head_seconds, tree_costs_of
 from .decoding import VERIFIERS, Event, Proposal, Statistics, Step, VerifyMode, decode
 from .drafters import Drafter, ModelDrafter, TreeDrafter
@@ -30,7 +30,7 @@ from .templates import ChatTemplate, Message, TemplateError, template_of
 from .tokenizer import AnyTokenizer
 from .tokenizer_gguf import gguf_tokenizer
 from .tokenizer_json import TOKENIZER_FILE, JsonTokenizer, load_tokenizer
-from .transformer import Transformer
+from .transformer import KV, Transformer
 from .tree_planning import STATIC_RATES, AutoTree, StaticTree, TreeCosts, new_acceptances
 from .vocabulary import LEAST_KNOWN, MOST_PADDING, Vocabulary, common_vocabulary, known_ids
 from .weights import INT8, Kind
@@ -88,8 +88,9 @@ class SpeculativeDecoder:
     chains. n_threads: by default all cores, or fewer where a trial shows that they are faster; it changes no text. quantize:
     what models that are named, not loaded, become where their weights are floats: "target", "draft" (and its stage) or "both"
     become int8, "none" does; as "draft=int4" or "target=int8,draft=int4" what is said; a draft's changes no text, a target's
-    does. template: the file of a chat template, by default the model's own. progress: is told the name of a model and the share
-    of it that is loaded.
+    does. template: the file of a chat template, by default the model's own. kv: what models that are named keep keys and values
+    in, as `Transformer` says, drafts by default in what their target does; the target's changes the text. progress: is told the
+    name of a model and the share of it that is loaded.
 
     >>> decoder = SpeculativeDecoder("stories6M.bin", "stories650K.bin")
     >>> decoder.generate("Once upon a time", 20, temperature=0).continuation
@@ -118,9 +119,11 @@ class SpeculativeDecoder:
         n_threads: int | None = None,
         quantize: str = "draft",
         template: str | os.PathLike[str] | None = None,
+        kv: KV = AUTO,
         progress: Progress = tell_nobody,
     ) -> None:
         kinds = kinds_to_make(quantize)
+        one_of("kv", kv, get_args(KV))
         self._tree: TreeMode = AUTO
         self.gamma, self.verify = gamma, verify
         self.tree = tree
@@ -136,8 +139,9 @@ class SpeculativeDecoder:
         self.target = (
             target
             if isinstance(target, Transformer)
-            else _loaded(cast(Checkpoint, source), kinds["target"], n_threads, None, progress)
+            else _loaded(cast(Checkpoint, source), kinds["target"], n_threads, None, progress, kv)
         )
+        self._kv = self.target.kv if kv == AUTO else kv  # of drafts
         is_asked = "draft=" in quantize or "both=" in quantize
         self.ngrams, self.draft, self.vocabulary = self._drafting("draft", draft, n_threads, kinds["draft"], is_asked, progress)
         if stage is not None and not self.draft:
@@ -194,7 +198,7 @@ class SpeculativeDecoder:
             return draft, None, vocabulary
         model, vocabulary = self._draft(f"the {parameter}", draft, n_threads, kind, is_asked, progress)
         if model.n_positions < self.target.n_positions:
-            model = Transformer(model.config, model.weights, model.n_threads, self.target.n_positions)
+            model = Transformer(model.config, model.weights, model.n_threads, self.target.n_positions, model.kv)
         return None, model, vocabulary
 
     def _draft(
@@ -211,7 +215,8 @@ class SpeculativeDecoder:
         if draft == SELF:
             copy = self.target.weights.converted(kind_of_copy(self.target.weights, kind if is_asked else None))
             n_target = known_ids(self.tokenizer, rows)
-            return Transformer(self.target.config, copy, n_threads, self.target.n_positions), Vocabulary(n_target, n_target)
+            model = Transformer(self.target.config, copy, n_threads, self.target.n_positions, self._kv)
+            return model, Vocabulary(n_target, n_target)
         if isinstance(draft, Transformer):
             return draft, self._alike(name, draft.config.vocab_size)
         source = load_checkpoint(Path(draft))
@@ -224,7 +229,7 @@ class SpeculativeDecoder:
             vocabulary = common_vocabulary(self.tokenizer, rows, source.path, draft_rows)
         else:
             vocabulary = self._alike(f"{name} {draft}", draft_rows)
-        return _loaded(source, kind, n_threads, self.target.n_positions, progress), vocabulary
+        return _loaded(source, kind, n_threads, self.target.n_positions, progress, self._kv), vocabulary
 
     def _alike(self, name: str, rows: int) -> Vocabulary:
         """Of a draft without a tokenizer of its own. Raises ValueError for one that cannot share the target's."""
@@ -281,7 +286,7 @@ class SpeculativeDecoder:
         Raises ValueError for a prompt that the target's seq_len cannot hold or UTF-8 cannot say, and for ids that are none of
         the target's; TypeError for what is neither.
         """
-        if isinstance(prompt, str) or not _is_list(prompt):
+        if isinstance(prompt, str) or not is_list(prompt):
             tokens = self.tokenizer.encode(text("prompt", prompt))
         else:
             tokens = ids("prompt", prompt)
@@ -311,7 +316,7 @@ class SpeculativeDecoder:
         TypeError for values that are none, ValueError for a prompt longer than the target's seq_len, a text that the memory
         cannot hold and a target whose logits are not finite.
         """
-        return self._continued(self.encode(prompt), max_tokens, sampling, _stops(stop))
+        return self._continued(self.encode(prompt), max_tokens, sampling, strings("stop", stop))
 
     @property
     def chat_template(self) -> ChatTemplate:
@@ -523,21 +528,6 @@ class SpeculativeDecoder:
             model.n_threads = n
 
 
-def _is_list(value: object) -> TypeGuard[Collection[Any]]:
-    """Whether it is several values, an array too."""
-    return hasattr(type(value), "__len__") and hasattr(type(value), "__iter__") and not isinstance(value, str | bytes | Mapping)
-
-
-def _stops(stop: object) -> list[str]:
-    """The stop strings. Raises TypeError or ValueError."""
-    if not isinstance(stop, str) and not _is_list(stop):
-        raise TypeError(f"stop is {short(stop, repr)}; expected a string or several")
-    stops = [text("stop", each) for each in ([stop] if isinstance(stop, str) else stop)]
-    if "" in stops:
-        raise ValueError("stop holds '', a string of no letters, which is everywhere")
-    return stops
-
-
 def _check_trees(tree: TreeMode, verify: VerifyMode) -> None:
     if tree == "on" and verify == "block":
         raise ValueError("tree is 'on', and verify is 'block', which judges chains alone; leave one of them out")
@@ -561,10 +551,13 @@ def _ngram_drafter(ngrams: Ngrams | None, end_marks: Container[int]) -> NgramDra
 
 
 def load_model(
-    path: str | os.PathLike[str], int8: bool = False, n_threads: int | None = None, n_positions: int | None = None
+    path: str | os.PathLike[str], int8: bool = False, n_threads: int | None = None, n_positions: int | None = None, kv: KV = AUTO
 ) -> Transformer:
-    """The model of a path or a name; int8: whether its weights become int8 where they are floats. Raises CheckpointError."""
-    return _loaded(_opened("path", path), INT8 if int8 else None, n_threads, n_positions, tell_nobody)
+    """The model of a path or a name; int8: whether its weights become int8 where they are floats; all else as `Transformer` says.
+
+    Raises CheckpointError.
+    """
+    return _loaded(_opened("path", path), INT8 if int8 else None, n_threads, n_positions, tell_nobody, kv)
 
 
 def _opened(parameter: str, name: str | os.PathLike[str]) -> Checkpoint:
@@ -573,7 +566,7 @@ def _opened(parameter: str, name: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _loaded(
-    checkpoint: Checkpoint, kind: Kind | None, n_threads: int | None, n_positions: int | None, progress: Progress
+    checkpoint: Checkpoint, kind: Kind | None, n_threads: int | None, n_positions: int | None, progress: Progress, kv: KV
 ) -> Transformer:
     """The model in a checkpoint."""
     name = checkpoint.path.name
@@ -583,7 +576,7 @@ def _loaded(
         )
     except MemoryError as error:
         raise CheckpointError(f"{checkpoint.path} does not fit: {error or 'there is no memory for its weights'}") from None
-    return Transformer(checkpoint.config, weights, n_threads, n_positions)
+    return Transformer(checkpoint.config, weights, n_threads, n_positions, kv)
 
 
 def _tokenizer(given: str | os.PathLike[str] | AnyTokenizer | None, target: Checkpoint | None, rows: int) -> AnyTokenizer:
