@@ -66,6 +66,9 @@ class ChatTemplate:
         self._worker: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ChatTemplate, (self.source, self.place, self.variables)
+
     def close(self) -> None:
         """End the process that renders; the next rendering begins another."""
         if self._worker:
