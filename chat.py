@@ -191,6 +191,8 @@ class Conversation:
 
 def _content(path: Path) -> dict[str, Any]:
     """What a conversation's file holds, its parts not yet looked at."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is no file; expected a saved conversation")
     content = read_object(path)
     if content.get("format") != FORMAT or content.get("revision") != REVISION:
         raise CheckpointError(f"{path} is no conversation that was saved here")
