@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from bisect import bisect_left
 from collections.abc import Generator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -137,16 +138,28 @@ class Conversation:
         most = self._decoder.n_positions
         tokens = self._decoder.encode_chat(self._seen())
         if len(tokens) + min(self.settings.max_tokens, most // LEAST_ROOM) > most:
-            while len(tokens) > most - most // ROOM and self.n_dropped + 2 < len(self.messages):
-                self.n_dropped += 2
-                tokens = self._decoder.encode_chat(self._seen())
+            self._drop_down_to(most - most // ROOM)
+            tokens = self._decoder.encode_chat(self._seen())
         if len(tokens) > most:
             raise ValueError(f"the message has {len(tokens)} tokens with the system prompt; the model's context holds {most}")
         return tokens
 
+    def _drop_down_to(self, n_tokens: int) -> None:
+        """Drops as few of the oldest turns as leave that many tokens, or all but the question.
+
+        By halves: the beginnings of a long talk are other ones for each number of turns, and take a while to render.
+        """
+
+        def fits(n_dropped: int) -> bool:
+            self.n_dropped = n_dropped
+            return len(self._decoder.encode_chat(self._seen())) <= n_tokens
+
+        choices = range(self.n_dropped, len(self.messages), 2)
+        self.n_dropped = choices[min(bisect_left(choices, True, key=fits), len(choices) - 1)]
+
     def save(self, path: Path) -> None:
         """Write a file that `load` reads; never over what is none. Raises ValueError."""
-        if path.exists():
+        if os.path.exists(path):  # of a name that is too long, too
             try:
                 _content(path)
             except ValueError:
@@ -191,7 +204,7 @@ class Conversation:
 
 def _content(path: Path) -> dict[str, Any]:
     """What a conversation's file holds, its parts not yet looked at."""
-    if path.exists() and not path.is_file():
+    if os.path.exists(path) and not os.path.isfile(path):  # which raise for no name
         raise CheckpointError(f"{path} is no file; expected a saved conversation")
     content = read_object(path)
     if content.get("format") != FORMAT or content.get("revision") != REVISION:

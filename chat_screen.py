@@ -286,7 +286,7 @@ class Chat:
         name, _, value = words.partition(" ")
         if words:
             self._conversation.settings = self._conversation.settings.changed(name, value.strip())
-        self._tell(", ".join(f"{name} {value:g}" for name, value in asdict(self._conversation.settings).items()))
+        self._tell(", ".join(f"{name} {value}" for name, value in asdict(self._conversation.settings).items()))
 
     def _stats(self, _: str) -> None:
         if not self._statistics:
@@ -319,7 +319,10 @@ def _command(line: str) -> tuple[str, str]:
 def _path(name: str) -> Path:
     if not name:
         raise ValueError("a file's name is missing")
-    return Path(name).expanduser()
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # the home of nobody
+        raise ValueError(f"there is no home {name}") from None
 
 
 def piped(stream: BinaryIO) -> str:

@@ -21,9 +21,9 @@ pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec.chat import Conversation, Reading, Settings
 from specdec.chat_lines import whole
-from specdec.chat_screen import HELP, MOST_BYTES, AnswerView
+from specdec.chat_screen import HELP, MOST_BYTES, AnswerView, Chat, Showing
 from specdec.chat_screen import piped as question_of
-from specdec.output import printable
+from specdec.output import Roles, printable
 from tests.folders import FIXTURES, configure
 from tests.terminal import Job, started, wait_until
 from tests.test_real_models import folder
@@ -230,6 +230,20 @@ def test_no_damaged_file_changes_a_conversation(talk: Callable[..., Conversation
         assert (conversation.messages, conversation.settings) == before
     assert len(refusals) > 150
     assert all(str(path) in refusal and "\n" not in refusal for refusal in refusals)
+
+
+def test_names_of_no_file_are_told_and_settings_shown_whole(
+    talk: Callable[..., Conversation], capsys: pytest.CaptureFixture[str]
+) -> None:
+    conversation = talk(seed=2**63 - 1)
+    chat = Chat(conversation._decoder, conversation, Showing(Roles("a", "b"), plain=True))
+    for command, told in {
+        "/save ~nobody-here/x": "no home ~nobody-here/x", "/load ~nobody-here/x": "no home ~nobody-here/x",
+        f"/save {'x' * 300}": "File name too long", f"/load {'x' * 300}": "File name too long",
+        "/set": "temperature 0.7, top_p 0.9, top_k 0, seed 9223372036854775807, max_tokens 12",
+    }.items():  # fmt: skip
+        chat._obey(command)
+        assert told in capsys.readouterr().err
 
 
 def test_a_message_of_several_lines() -> None:
