@@ -2,10 +2,11 @@
 
 import json
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from . import checks
@@ -54,11 +55,18 @@ class Conversation:
     """Questions and answers by turns, behind a system prompt; "" for none.
 
     messages: all of them, an answer with its tokens and which attempt it was; n_dropped: how many of the oldest the model does
-    not see any more; model: its name, for who reads a saved file. What is saved is all that an answer hangs on.
+    not see any more; model: its name, and made_with: what else answers hang on, for who reads a saved file, which names it all.
     """
 
-    def __init__(self, decoder: SpeculativeDecoder, system: str = "", settings: Settings | None = None, model: str = "") -> None:
-        self._decoder, self.settings, self.model = decoder, settings or Settings(), model
+    def __init__(
+        self,
+        decoder: SpeculativeDecoder,
+        system: str = "",
+        settings: Settings | None = None,
+        model: str = "",
+        made_with: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self._decoder, self.settings, self.model, self.made_with = decoder, settings or Settings(), model, made_with
         self.system = checks.text("the system prompt", system)
         self.messages: list[dict[str, Any]] = []
         self.n_dropped = 0
@@ -127,7 +135,7 @@ class Conversation:
             except ValueError:
                 raise ValueError(f"{path} exists and is no saved conversation; name another file") from None
         content = {
-            "format": FORMAT, "revision": REVISION, "model": self.model, "system": self.system,
+            "format": FORMAT, "revision": REVISION, "model": self.model, **self.made_with, "system": self.system,
             "settings": asdict(self.settings), "n_dropped": self.n_dropped, "messages": self.messages,
         }  # fmt: skip
         beside = path.with_name(f"{path.name}.{os.getpid()}")  # so that a full disk leaves the old one

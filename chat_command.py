@@ -12,6 +12,7 @@ from .options import (
     AsJson,
     DraftFile,
     FirstMessage,
+    KVOption,
     ModelFile,
     NoHistory,
     PlainChat,
@@ -28,7 +29,7 @@ from .options import (
 )
 from .output import Roles
 from .progress import loading
-from .wiring import NONE, check_arguments, decoder_of, found, seed_of, writing
+from .wiring import NONE, check_arguments, decoder_of, found, made_with, seed_of, writing
 
 
 def talk(
@@ -36,6 +37,7 @@ def talk(
     draft: DraftFile = NGRAM,
     stage: StageName = "",
     quantize: WhatToQuantize = "draft",
+    kv: KVOption = AUTO,
     tokenizer: TokenizerFile = "",
     template: TemplateFile = "",
     system: SystemPrompt = "",
@@ -53,7 +55,7 @@ def talk(
     """Talk to a model that was taught to; a pipe is answered once."""
     from . import chat, chat_lines, chat_screen  # which nothing else needs
 
-    check_arguments(first + system, top_p, seed, threads, verify="coupled", quantize=quantize, tree=AUTO)
+    check_arguments(first + system, top_p, seed, threads, verify="coupled", quantize=quantize, tree=AUTO, kv=kv)
     if not model:
         raise typer.BadParameter("name a model, such as HuggingFaceTB/SmolLM2-135M-Instruct.", param_hint="'-m' / '--model'")
     is_talk = bool(sys.stdin) and sys.stdin.isatty() and sys.stdout.isatty()
@@ -66,12 +68,13 @@ def talk(
     seed = seed_of(seed)
     sources = found(model, draft, stage)
     with loading() as show:
-        decoder = decoder_of(sources, tokenizer, quantize, threads, show, template=template or None)
+        decoder = decoder_of(sources, tokenizer, quantize, kv, threads, show, template=template or None)
         decoder.encode_chat([{"role": chat.USER, "content": ""}])  # a model that cannot chat is told before it is warm
         decoder.warm_up()
-    conversation = chat.Conversation(decoder, system, chat.Settings(temperature, top_p, top_k, seed, tokens), model)
+    settings = chat.Settings(temperature, top_p, top_k, seed, tokens)
+    conversation = chat.Conversation(decoder, system, settings, model, made_with(decoder))
     guessed = {"": "", NGRAM: "from the text so far", SELF: "by a copy of it in fewer bits"}.get(draft, f"by {Path(draft).name}")
-    told = {"model": model, "draft": draft or None, "weights": decoder.weights}
+    told = {"model": model, "draft": draft or None}
     showing = chat_screen.Showing(Roles(Path(model).name, guessed), plain, as_json, told)
     talking = chat_screen.Chat(decoder, conversation, showing)
     with writing():

@@ -162,7 +162,7 @@ class Chat:
             settings = asdict(self._conversation.settings)
             nothing: dict[str, Any] = {"content": "", "attempt": 0}
             answer = self._conversation.messages[-1] if view.tokens else nothing
-            told = {"attempt": answer["attempt"], "settings": settings, **self._showing.told}
+            told = {"attempt": answer["attempt"], "settings": settings, **self._showing.told, **self._conversation.made_with}
             print(to_json(statistics, answer["content"], view.tokens, **told), flush=True)
         else:
             self._tell(figures(statistics))
@@ -243,7 +243,7 @@ class Chat:
     def _stats(self, _: str) -> None:
         if not self._statistics:
             raise ValueError("there is no answer yet")
-        print_summary(self._errors, self._statistics, weights=self._decoder.weights)
+        print_summary(self._errors, self._statistics, **self._conversation.made_with)
 
     def _panel(self, _: str) -> None:
         if not self._in_panel and not fits(self._out):

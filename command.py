@@ -24,6 +24,7 @@ from .options import (
     DraftFiles,
     Gamma,
     Int8,
+    KVOption,
     ModelFile,
     Pace,
     Plain,
@@ -62,6 +63,7 @@ from .wiring import (
     decoder_of,
     found,
     gamma_of,
+    made_with,
     or_the_pair,
     roles_of,
     room_of,
@@ -102,6 +104,7 @@ def tell(
     samples: Samples = 1,
     stage: StageName = "",
     quantize: WhatToQuantize = "draft",
+    kv: KVOption = AUTO,
     tokenizer: TokenizerFile = "",
     top_p: TopP = 0.9,
     top_k: TopK = 0,
@@ -134,7 +137,7 @@ def tell(
     if named is not None and model is not None:
         raise typer.BadParameter(f"{named!r} and -m {model!r} are two targets; name a draft with -d")
     model = named if model is None else model
-    check_arguments(prompt or word or "", top_p, seed, threads, verify=verify, quantize=quantize, tree=tree)
+    check_arguments(prompt or word or "", top_p, seed, threads, verify=verify, quantize=quantize, tree=tree, kv=kv)
     gamma_of(gamma)
     _check_stops(stop or [])
     draft, stage = stages_of([draft_name(name) for name in drafts or []], draft_name(stage))
@@ -154,6 +157,7 @@ def tell(
             sources,
             tokenizer,
             quantize,
+            kv,
             threads,
             show,
             gamma=gamma_of(gamma),
@@ -188,7 +192,7 @@ def tell(
         "quantize": quantize,
         "threads": decoder.target.n_threads,
         "tokenizer": str(decoder.tokenizer.path),
-        "weights": decoder.weights,
+        **made_with(decoder),
     }
     for i in range(samples):
         sampling, statistics = replace(first, seed=(first.seed + i) % 2**63), Statistics(len(prompt_tokens))
@@ -227,8 +231,8 @@ def _tell_result(
     more = f"seed {seed}; --stats has more" + ", --pace 4 lets you watch" * is_to_see
     print_result(errors, statistics, roles, decoder.verify == "coupled", at_a_pace, note, more)
     if has_figures:
-        told = {"seed": seed, "threads": decoder.target.n_threads, "weights": decoder.weights}
-        print_summary(errors, statistics, **told, **_whose(decoder))
+        told = {"seed": seed, "threads": decoder.target.n_threads, **made_with(decoder), **_whose(decoder)}
+        print_summary(errors, statistics, **told)
 
 
 def _whose(decoder: SpeculativeDecoder) -> dict[str, str]:

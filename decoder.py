@@ -29,7 +29,7 @@ from .templates import ChatTemplate, Message, template_of
 from .tokenizer import AnyTokenizer
 from .tokenizer_gguf import gguf_tokenizer
 from .tokenizer_json import TOKENIZER_FILE, JsonTokenizer, load_tokenizer
-from .transformer import Transformer
+from .transformer import KV, Transformer
 from .tree_planning import STATIC_RATES, AutoTree, StaticTree, TreeCosts, new_acceptances
 from .vocabulary import LEAST_KNOWN, MOST_PADDING, Vocabulary, common_vocabulary, known_ids
 from .weights import INT8, Kind
@@ -87,8 +87,9 @@ class SpeculativeDecoder:
     chains. n_threads: by default all cores, or fewer where a trial shows that they are faster; it changes no text. quantize:
     what models that are named, not loaded, become where their weights are floats: "target", "draft" (and its stage) or "both"
     become int8, "none" does; as "draft=int4" or "target=int8,draft=int4" what is said; a draft's changes no text, a target's
-    does. template: the file of a chat template, by default the model's own. progress: is told the name of a model and the share
-    of it that is loaded.
+    does. template: the file of a chat template, by default the model's own. kv: what models that are named keep keys and values
+    in, as `Transformer` says, drafts by default in what their target does; the target's changes the text. progress: is told the
+    name of a model and the share of it that is loaded.
 
     >>> decoder = SpeculativeDecoder("stories6M.bin", "stories650K.bin")
     >>> decoder.generate("Once upon a time", 20, temperature=0).continuation
@@ -117,9 +118,11 @@ class SpeculativeDecoder:
         n_threads: int | None = None,
         quantize: str = "draft",
         template: str | os.PathLike[str] | None = None,
+        kv: KV = AUTO,
         progress: Progress = tell_nobody,
     ) -> None:
         kinds = kinds_to_make(quantize)
+        one_of("kv", kv, get_args(KV))
         self._tree: TreeMode = AUTO
         self.gamma, self.verify = gamma, verify
         self.tree = tree
@@ -135,8 +138,9 @@ class SpeculativeDecoder:
         self.target = (
             target
             if isinstance(target, Transformer)
-            else _loaded(cast(Checkpoint, source), kinds["target"], n_threads, None, progress)
+            else _loaded(cast(Checkpoint, source), kinds["target"], n_threads, None, progress, kv)
         )
+        self._kv = self.target.kv if kv == AUTO else kv  # of drafts
         is_asked = "draft=" in quantize or "both=" in quantize
         self.ngrams, self.draft, self.vocabulary = self._drafting("draft", draft, n_threads, kinds["draft"], is_asked, progress)
         if stage is not None and not self.draft:
@@ -193,7 +197,7 @@ class SpeculativeDecoder:
             return draft, None, vocabulary
         model, vocabulary = self._draft(f"the {parameter}", draft, n_threads, kind, is_asked, progress)
         if model.n_positions < self.target.n_positions:
-            model = Transformer(model.config, model.weights, model.n_threads, self.target.n_positions)
+            model = Transformer(model.config, model.weights, model.n_threads, self.target.n_positions, model.kv)
         return None, model, vocabulary
 
     def _draft(
@@ -210,7 +214,8 @@ class SpeculativeDecoder:
         if draft == SELF:
             copy = self.target.weights.converted(kind_of_copy(self.target.weights, kind if is_asked else None))
             n_target = known_ids(self.tokenizer, rows)
-            return Transformer(self.target.config, copy, n_threads, self.target.n_positions), Vocabulary(n_target, n_target)
+            model = Transformer(self.target.config, copy, n_threads, self.target.n_positions, self._kv)
+            return model, Vocabulary(n_target, n_target)
         if isinstance(draft, Transformer):
             return draft, self._alike(name, draft.config.vocab_size)
         source = load_checkpoint(Path(draft))
@@ -223,7 +228,7 @@ class SpeculativeDecoder:
             vocabulary = common_vocabulary(self.tokenizer, rows, source.path, draft_rows)
         else:
             vocabulary = self._alike(f"{name} {draft}", draft_rows)
-        return _loaded(source, kind, n_threads, self.target.n_positions, progress), vocabulary
+        return _loaded(source, kind, n_threads, self.target.n_positions, progress, self._kv), vocabulary
 
     def _alike(self, name: str, rows: int) -> Vocabulary:
         """Of a draft without a tokenizer of its own. Raises ValueError for one that cannot share the target's."""
@@ -541,10 +546,13 @@ def _ngram_drafter(ngrams: Ngrams | None, end_marks: Container[int]) -> NgramDra
 
 
 def load_model(
-    path: str | os.PathLike[str], int8: bool = False, n_threads: int | None = None, n_positions: int | None = None
+    path: str | os.PathLike[str], int8: bool = False, n_threads: int | None = None, n_positions: int | None = None, kv: KV = AUTO
 ) -> Transformer:
-    """The model of a path or a name; int8: whether its weights become int8 where they are floats. Raises CheckpointError."""
-    return _loaded(_opened("path", path), INT8 if int8 else None, n_threads, n_positions, tell_nobody)
+    """The model of a path or a name; int8: whether its weights become int8 where they are floats; all else as `Transformer` says.
+
+    Raises CheckpointError.
+    """
+    return _loaded(_opened("path", path), INT8 if int8 else None, n_threads, n_positions, tell_nobody, kv)
 
 
 def _opened(parameter: str, name: str | os.PathLike[str]) -> Checkpoint:
@@ -553,7 +561,7 @@ def _opened(parameter: str, name: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _loaded(
-    checkpoint: Checkpoint, kind: Kind | None, n_threads: int | None, n_positions: int | None, progress: Progress
+    checkpoint: Checkpoint, kind: Kind | None, n_threads: int | None, n_positions: int | None, progress: Progress, kv: KV
 ) -> Transformer:
     """The model in a checkpoint."""
     name = checkpoint.path.name
@@ -563,7 +571,7 @@ def _loaded(
         )
     except MemoryError as error:
         raise CheckpointError(f"{checkpoint.path} does not fit: {error or 'there is no memory for its weights'}") from None
-    return Transformer(checkpoint.config, weights, n_threads, n_positions)
+    return Transformer(checkpoint.config, weights, n_threads, n_positions, kv)
 
 
 def _tokenizer(given: str | os.PathLike[str] | AnyTokenizer | None, target: Checkpoint | None, rows: int) -> AnyTokenizer:

@@ -22,39 +22,56 @@ import numpy as np
 
 from .machine.cache import compiled, inlined
 from .machine.elementary import exp, sine_and_cosine
-from .machine.programs import Floats1, Floats2, Floats3, Floats4, Ints1, Ints2, Pass, operation
+from .machine.programs import Floats1, Floats2, Floats3, Floats4, Halves4, Ints1, Ints2, Operation, Pass, operation
 from .machine.threads import share
-from .machine.tiles import PREFETCH_WORDS, STRIP_ROWS, TILE_TOKENS, strip_tile, vector_tile
+from .machine.tiles import PREFETCH_WORDS, STRIP_ROWS, TILE_TOKENS, multiply_either
 from .machine.vectors import (
     LANES,
     Float32,
     Int64,
+    UInt16,
     add,
     ceil_div,
     div,
     fma,
     load,
+    load_either,
     maximum,
     mul,
+    put_either,
     reduce_add,
     reduce_max,
     splat,
     sqrt,
     store,
+    store_either,
     swap_pairs,
 )  # fmt: skip
 
 MAX_TOKENS = 64  # of one pass; longer prompts go in several
 
 
+class KVCache(NamedTuple):
+    """What a kind of KV cache consists of: its dtype, and the operations that write and read it."""
+
+    dtype: type
+    store_keys: Operation
+    store_values: Operation
+    attention: Operation
+
+
+Cached = Float32 | UInt16  # what the KV cache holds: float32, or the bits of fp16
+
+
 class Buffers(NamedTuple):
     """What operations read and write beside weights: tokens, KV cache, activations, and a scratch for each thread."""
 
+    kv: KVCache  # of keys and values
     tokens: Int64  # (T,)
     depths: Int64  # (N,) of a tree's nodes: position n_text + depth
     paths: Int64  # (N, N): the node at each depth on the way to a node, itself the last
-    keys: Float32  # (L, G, S / R, K, R): strips of positions, as many as there is room for
-    values: Float32  # (L, G, ceil(K / LANES), S, LANES)
+    keys: Cached  # (L, G, S / R, K, R): strips of positions, as many as there is room for
+    values: Cached  # (L, G, ceil(K / R), S, R)
     rope_cos: Float32  # (S, K + LANES): entry j belongs to row j % K of a head
     rope_sin: Float32  # (S, K + LANES), negative for the first row of a pair
     x: Float32  # (1, T, D padded): the residual stream
@@ -63,7 +80,7 @@ class Buffers(NamedTuple):
     qkv: Float32  # (T, rows of q, of k and of v)
     heads: Float32  # (1, T, H K padded): what attention hands on
     scores: Float32  # (threads, TILE_TOKENS, S)
-    mixed: Float32  # (threads, TILE_TOKENS, K padded): one head's weighted values
+    mixed: Float32  # (threads, TILE_TOKENS, K padded to strips): one head's weighted values
     up: Float32  # (T, rows of the MLP's first matrix)
     hidden: Float32  # (1, T, F padded)
     logits: Float32  # (T, V padded)
@@ -244,8 +261,8 @@ def rope(
                 place -= head_dim
 
 
-@operation
-def store_keys(run: Pass, thread: int, keys: Floats4, x: Floats2, unit: int, base: int) -> None:
+@inlined
+def cache_keys(run, thread, keys, x, unit, base):
     """Put the heads that begin at row `base` of x at pos.. of keys (G, S / R, K, R): this thread's rows of them."""
     head_dim = keys.shape[2]
     first, last = own_rows(x.shape[1], unit, thread, run.n_threads, base, keys.shape[0] * head_dim)
@@ -255,25 +272,27 @@ def store_keys(run: Pass, thread: int, keys: Floats4, x: Floats2, unit: int, bas
         row = head * head_dim
         for t in range(run.n_tokens):
             block, lane = divmod(run.pos + t, STRIP_ROWS)
+            at = (head * keys.shape[1] + block) * head_dim * STRIP_ROWS + lane
             for k in range(max(first - row, 0), min(last - row, head_dim)):
-                keys[head, block, k, lane] = x[t, base + row + k]
+                put_either(keys, at + k * STRIP_ROWS, x[t, base + row + k])
 
 
-@operation
-def store_values(run: Pass, thread: int, values: Floats4, x: Floats2, unit: int, base: int, head_dim: int) -> None:
-    """Put the heads that begin at row `base` of x at pos.. of values (G, K / LANES, S, LANES): this thread's rows of them."""
+@inlined
+def cache_values(run, thread, values, x, unit, base, head_dim):
+    """Put the heads that begin at row `base` of x at pos.. of values (G, K / R, S, R): this thread's rows of them."""
     first, last = own_rows(x.shape[1], unit, thread, run.n_threads, base, values.shape[0] * head_dim)
     row = first
     while row < last:
         head, k = divmod(row, head_dim)
         n = min(last - row, head_dim - k, LANES - k % LANES)  # to the end of a vector, a head or these rows
+        strip, lane = divmod(k, STRIP_ROWS)
         for t in range(run.n_tokens):
+            at = ((head * values.shape[1] + strip) * values.shape[2] + run.pos + t) * STRIP_ROWS + lane
             if n == LANES:
-                at = ((head * values.shape[1] + k // LANES) * values.shape[2] + run.pos + t) * LANES
-                store(values, at, load(x, t * x.shape[1] + base + row))
+                store_either(values, at, load(x, t * x.shape[1] + base + row))
             else:
                 for i in range(n):
-                    values[head, k // LANES, run.pos + t, k % LANES + i] = x[t, base + row + i]
+                    put_either(values, at + i, x[t, base + row + i])
         row += n
 
 
@@ -303,15 +322,14 @@ def softmax(scores, row, start, end, scale):
 
 @compiled
 def mix_values(mixed, values, scores, token, n_tokens, start, end):
-    """mixed[t] += sum_s scores[t, s] values[s] for start <= s < end: values (K / LANES, S, LANES), n_tokens from `token`."""
+    """mixed[t] += sum_s scores[t, s] values[s] for start <= s < end: values (K / R, S, R), n_tokens from `token`."""
     if start >= end:
         return
-    for block in range(values.shape[0]):
-        first = (block * values.shape[1] + start) * LANES
-        vector_tile(
-            mixed, token * mixed.shape[1] + block * LANES, mixed.shape[1], values, first, first + PREFETCH_WORDS, LANES,
-            scores, token * scores.shape[1] + start, scores.shape[1], end - start, 0, n_tokens, True,
-        )  # fmt: skip
+    multiply_either(
+        mixed, token * mixed.shape[1], mixed.shape[1],
+        values, start * STRIP_ROWS, values.shape[1] * STRIP_ROWS, values.shape[0], PREFETCH_WORDS,
+        scores, token * scores.shape[1] + start, scores.shape[1], end - start, n_tokens, True,
+    )  # fmt: skip
 
 
 @compiled
@@ -327,12 +345,13 @@ def gather_path(scores, token, start, end, n_text, paths, node):
 @compiled
 def mix_path(mixed, values, scores, token, start, end, n_text, paths, node):
     """mixed[token] += sum_p scores[token, p] values[slot of p] for start <= p < end behind the text, on a node's path."""
-    for block in range(values.shape[0]):
-        at = token * mixed.shape[1] + block * LANES
+    for k in range(0, values.shape[0] * STRIP_ROWS, LANES):
+        (strip, lane), at = divmod(k, STRIP_ROWS), token * mixed.shape[1] + k
         acc = load(mixed, at)
         for position in range(start, end):
             slot = n_text + paths[node, position - n_text]
-            acc = fma(load(values, (block * values.shape[1] + slot) * LANES), splat(scores[token, position]), acc)
+            v = load_either(values, (strip * values.shape[1] + slot) * STRIP_ROWS + lane)
+            acc = fma(v, splat(scores[token, position]), acc)
         store(mixed, at, acc)
 
 
@@ -340,7 +359,7 @@ def mix_path(mixed, values, scores, token, start, end, n_text, paths, node):
 def attend(run, heads, qkv, keys, values, scores, mixed, depths, paths, head, token, n_queries, along_heads, window):
     """heads[t, head] = softmax(q[t] . keys / sqrt(K)) values for n_queries from that token's head on  (Vaswani et al. 2017).
 
-    They are those of as many tokens, or along_heads: of heads that share keys (S / R, K, R) and values (K / LANES, S, LANES). A
+    They are those of as many tokens, or along_heads: of heads that share keys (S / R, K, R) and values (K / R, S, R). A
     token sees the last `window` positions up to its own, by loop bounds: the positions of the text that all of them see are mixed
     in one go, those before and after them query by query, so that each query's chain is the one that it would have alone.
     """
@@ -355,13 +374,13 @@ def attend(run, heads, qkv, keys, values, scores, mixed, depths, paths, head, to
         for i in range(1, next_token * n_queries):
             pos = position_of(run, depths, token + i)
             first_pos, last_pos = min(first_pos, pos), max(last_pos, pos)
-    for block in range(max(0, first_pos + 1 - window) // STRIP_ROWS, last_slot // STRIP_ROWS + 1):
-        strip_tile(
-            scores, block * STRIP_ROWS, scores.shape[1],
-            keys, block * head_dim * STRIP_ROWS, (block + 1) * head_dim * STRIP_ROWS, STRIP_ROWS,
-            qkv, token * qkv.shape[1] + head * head_dim, next_token * qkv.shape[1] + next_head * head_dim,
-            head_dim, 0, n_queries, False,
-        )  # fmt: skip
+    block, strip_items = max(0, first_pos + 1 - window) // STRIP_ROWS, head_dim * STRIP_ROWS
+    multiply_either(
+        scores, block * STRIP_ROWS, scores.shape[1],
+        keys, block * strip_items, strip_items, last_slot // STRIP_ROWS + 1 - block, 2 * strip_items,
+        qkv, token * qkv.shape[1] + head * head_dim, next_token * qkv.shape[1] + next_head * head_dim,
+        head_dim, n_queries, False,
+    )  # fmt: skip
     common_start = max(0, last_pos + 1 - window)
     common_end = max(common_start, min(first_pos + 1, n_text))
     scale = np.float32(1.0) / sqrt(np.float32(head_dim))
@@ -388,11 +407,8 @@ def attend(run, heads, qkv, keys, values, scores, mixed, depths, paths, head, to
             heads[t, (head + next_head * i) * head_dim + k] = mixed[i, k]
 
 
-@operation
-def attention(
-    run: Pass, thread: int, heads: Floats3, qkv: Floats2, keys: Floats4, values: Floats4, scores: Floats3, mixed: Floats3,
-    depths: Ints1, paths: Ints2, n_heads: int, window: int,
-) -> None:  # fmt: skip
+@inlined
+def attend_all(run, thread, heads, qkv, keys, values, scores, mixed, depths, paths, n_heads, window):
     """Every head of every token, this thread's share of them; query head h reads kv head h G / H.
 
     In chunks of up to TILE_TOKENS queries of the same keys and values: a head's tokens, or a token's heads where those are more.
@@ -413,6 +429,54 @@ def attention(
                 run, heads[0], qkv, keys[kv_head], values[kv_head], scores[thread], mixed[thread], depths, paths,
                 head + at if along_heads else head, token if along_heads else at, stop - start, along_heads, window,
             )  # fmt: skip
+
+
+@operation
+def store_keys_f32(run: Pass, thread: int, keys: Floats4, x: Floats2, unit: int, base: int) -> None:
+    """`cache_keys` of a cache of float32."""
+    cache_keys(run, thread, keys, x, unit, base)
+
+
+@operation
+def store_values_f32(run: Pass, thread: int, values: Floats4, x: Floats2, unit: int, base: int, head_dim: int) -> None:
+    """`cache_values` of a cache of float32."""
+    cache_values(run, thread, values, x, unit, base, head_dim)
+
+
+@operation
+def attention_f32(
+    run: Pass, thread: int, heads: Floats3, qkv: Floats2, keys: Floats4, values: Floats4, scores: Floats3, mixed: Floats3,
+    depths: Ints1, paths: Ints2, n_heads: int, window: int,
+) -> None:  # fmt: skip
+    """`attend_all` over a cache of float32."""
+    attend_all(run, thread, heads, qkv, keys, values, scores, mixed, depths, paths, n_heads, window)
+
+
+@operation
+def store_keys_f16(run: Pass, thread: int, keys: Halves4, x: Floats2, unit: int, base: int) -> None:
+    """`cache_keys` of one of fp16."""
+    cache_keys(run, thread, keys, x, unit, base)
+
+
+@operation
+def store_values_f16(run: Pass, thread: int, values: Halves4, x: Floats2, unit: int, base: int, head_dim: int) -> None:
+    """`cache_values` of one of fp16."""
+    cache_values(run, thread, values, x, unit, base, head_dim)
+
+
+@operation
+def attention_f16(
+    run: Pass, thread: int, heads: Floats3, qkv: Floats2, keys: Halves4, values: Halves4, scores: Floats3, mixed: Floats3,
+    depths: Ints1, paths: Ints2, n_heads: int, window: int,
+) -> None:  # fmt: skip
+    """`attend_all` over one of fp16."""
+    attend_all(run, thread, heads, qkv, keys, values, scores, mixed, depths, paths, n_heads, window)
+
+
+KV_CACHES = {
+    "f32": KVCache(np.float32, store_keys_f32, store_values_f32, attention_f32),
+    "f16": KVCache(np.uint16, store_keys_f16, store_values_f16, attention_f16),
+}
 
 
 @operation

@@ -7,6 +7,7 @@ from .interrupts import signals
 from .options import (
     DraftFile,
     HowMany,
+    KVOption,
     ModelFile,
     PromptFile,
     TableFile,
@@ -27,6 +28,7 @@ def count(
     model: ModelFile = None,
     draft: DraftFile = "",
     quantize: WhatToQuantize = "draft",
+    kv: KVOption = AUTO,
     tokenizer: TokenizerFile = "",
     file: TextFile = "",
     prompts: PromptFile = "",
@@ -41,13 +43,13 @@ def count(
     """
     from . import counting, ngram_table, sweep  # which nothing else needs
 
-    check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize, tree=AUTO)
+    check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize, tree=AUTO, kv=kv)
     beginnings = sweep.prompts_of(prompts) if prompts else sweep.PROMPTS
     ngram_table.check_place(Path(table))
     model, draft = or_the_pair(model, draft)
     sources = found(model, "" if draft == NONE or file else draft or NGRAM, "")
     with loading() as show:
-        decoder = decoder_of(sources, tokenizer, quantize, threads, show)
+        decoder = decoder_of(sources, tokenizer, quantize, kv, threads, show)
         tell, asked = telling(show, "counting"), lambda: signals.asked
         if file:
             texts = counting.read(Path(file), decoder.tokenizer, tell, asked)

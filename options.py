@@ -51,6 +51,14 @@ WhatToQuantize = Annotated[
         help="Make int8 while loading: draft, target, both or none; or as in draft=int4. A draft's bits never change the text.",
     ),
 ]  # fmt: skip
+KVOption = Annotated[
+    str,
+    option(
+        "--kv", group="Models", metavar="auto|f32|f16",
+        help="What keys and values are kept in. f16 takes half the memory, and has a text of its own; auto: f32 for a target "
+        "of fp32 weights, else f16.",
+    ),
+]  # fmt: skip
 TokenizerFile = Annotated[
     str,
     option(

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,23 +28,31 @@ def loading(message: str = LOADING) -> Iterator[Callable[[str], None]]:
     is_shown = bool(message) and sys.stderr.isatty()
     room = (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1 if is_shown else 0
     width = n_compiled = 0
+    writing = threading.RLock()
 
     def show(line: str) -> None:
         nonlocal width
-        if is_shown:
-            width = max(width, len(line))
-            with suppress(OSError):  # the terminal has gone
-                os.write(sys.stderr.fileno(), f"\r{line.ljust(width)[:room]}\r".encode(errors="replace"))
+        with writing:
+            if is_shown:
+                width = max(width, len(line))
+                with suppress(OSError):  # the terminal has gone
+                    os.write(sys.stderr.fileno(), f"\r{line.ljust(width)[:room]}\r".encode(errors="replace"))
 
     def erase() -> None:
         show(" " * (width + len("^C")))
+
+    def end() -> None:
+        nonlocal is_shown
+        with writing:  # or whoever loads would show another line before the process has ended
+            erase()
+            is_shown = False
 
     def compiling(name: str) -> None:
         nonlocal n_compiled
         n_compiled += 1
         show(f"a first run compiles, 10 to 20 seconds: {name} ({n_compiled})")
 
-    with signals.at_sudden_end(erase, do=lambda: show(message)):
+    with signals.at_sudden_end(end, do=lambda: show(message)):
         cache.on_compiling.append(compiling)
         try:
             yield show

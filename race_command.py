@@ -13,6 +13,7 @@ from .options import (
     AsJson,
     DraftFiles,
     Gamma,
+    KVOption,
     ModelFile,
     PromptText,
     Seed,
@@ -36,6 +37,7 @@ from .wiring import (
     decoder_of,
     found,
     gamma_of,
+    made_with,
     or_the_pair,
     roles_of,
     room_of,
@@ -57,6 +59,7 @@ def run(
     drafts: DraftFiles = None,
     stage: StageName = "",
     quantize: WhatToQuantize = "draft",
+    kv: KVOption = AUTO,
     tokenizer: TokenizerFile = "",
     prompt: PromptText = None,
     steps: Steps = 256,
@@ -76,7 +79,7 @@ def run(
     """
     from .race_screen import RaceView  # which nothing else needs
 
-    check_arguments(prompt or "", top_p, seed, threads, verify="coupled", quantize=quantize, tree=tree)
+    check_arguments(prompt or "", top_p, seed, threads, verify="coupled", quantize=quantize, tree=tree, kv=kv)
     draft, stage = stages_of([draft_name(name) for name in drafts or []], draft_name(stage))
     prompt = prompt_of(prompt, "", None)
     if draft == NONE:
@@ -87,7 +90,7 @@ def run(
     settings: dict[str, Any] = {"gamma": gamma_of(gamma), "tree": cast(TreeMode, tree)}
     sources = found(model, draft, stage)
     with loading() as show:
-        decoder = decoder_of(sources, tokenizer, quantize, threads, show, **settings)
+        decoder = decoder_of(sources, tokenizer, quantize, kv, threads, show, **settings)
         prompt_tokens = decoder.encode(prompt)
         decoder.warm_up()
     race = both(decoder, prompt_tokens, room_of(decoder, len(prompt_tokens), steps), sampling)
@@ -97,7 +100,7 @@ def run(
     with writing():
         if as_json:
             text = decoder.tokenizer.decode(prompt_tokens + race.pair.tokens)
-            print(to_json(race, text, model=model, draft=draft, stage=stage or None, seed=sampling.seed))
+            print(to_json(race, text, model=model, draft=draft, stage=stage or None, seed=sampling.seed, **made_with(decoder)))
         else:
             if fits(out):
                 RaceView(race, roles_of(names, draft), pair, decoder.tokenizer, out).play()

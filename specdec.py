@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .transformer import Transformer
 
 __version__ = "0.1.0"
-__arithmetic__ = 1  # revision: another one where a seed's text is another, on every machine (tests/golden.py)
+__arithmetic__ = 2  # revision: another one where a seed's text is another, on every machine (tests/golden.py)
 __all__ = [
     "CheckpointError",
     "Generation",

@@ -11,6 +11,7 @@ from .options import (
     DraftFile,
     Full,
     Gammas,
+    KVOption,
     Lengths,
     ModelFile,
     PromptFile,
@@ -25,7 +26,7 @@ from .options import (
     WhatToQuantize,
 )
 from .progress import loading, telling
-from .wiring import check_arguments, decoder_of, found, or_the_pair, say, titles_of, writing
+from .wiring import NONE, check_arguments, decoder_of, found, made_with, or_the_pair, say, titles_of, writing
 
 
 def compare(
@@ -33,6 +34,7 @@ def compare(
     draft: DraftFile = "",
     stage: StageName = "",
     quantize: WhatToQuantize = "draft",
+    kv: KVOption = AUTO,
     tokenizer: TokenizerFile = "",
     prompts: PromptFile = "",
     tokens: Lengths = "",
@@ -54,7 +56,9 @@ def compare(
     """
     from . import sweep, sweep_chart  # which nothing else needs
 
-    check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize, tree=AUTO)
+    check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize, tree=AUTO, kv=kv)
+    if draft == NONE:
+        raise typer.BadParameter("a sweep compares drafts; leave it out to try n-grams alone.", param_hint="'-d' / '--draft'")
     if as_json and as_csv:
         raise typer.BadParameter("one of the two goes to stdout.", param_hint="'--json' / '--csv'")
     lengths = sweep.lengths_of(tokens or ("50,100,200,500" if full else "50,200"))
@@ -66,7 +70,7 @@ def compare(
     model, draft = or_the_pair(model, draft)
     sources = found(model, draft, stage)
     with loading() as show:
-        pair = decoder_of(sources, tokenizer, quantize, threads, show)
+        pair = decoder_of(sources, tokenizer, quantize, kv, threads, show)
         texts, notes = sweep.texts_of(pair, beginnings, lengths, sweep.samplings_of(degrees, top_p, seeds))
         pair.warm_up()  # which chooses the threads of both models
         settings, left_out = sweep.settings_of(pair, sizes)
@@ -95,7 +99,7 @@ def compare(
                 "stage": stage or None,
                 "quantize": quantize,
                 "threads": n_threads,
-                "weights": pair.weights,
+                **made_with(pair),
             }
             print(sweep_chart.to_json(report, **settled, prompts=beginnings, rounds=rounds, seeds=seeds, top_p=top_p))
         elif as_csv:

@@ -3,15 +3,15 @@
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from .architectures import Config, Weights, architecture_of
 from .architectures.rope import fill_tables
-from .checks import ids, short, whole
+from .checks import ids, one_of, short, whole
 from .heads import NarrowHead
-from .kernels import MAX_TOKENS, Buffers, move_slots, trace
+from .kernels import KV_CACHES, MAX_TOKENS, Buffers, move_slots, trace
 from .machine.memory import lazy_zeros, zeros
 from .machine.programs import Program, Runner
 from .machine.threads import available_threads, give_lock
@@ -19,7 +19,8 @@ from .machine.tiles import STRIP_ROWS, TILE_TOKENS
 from .machine.vectors import LANES, Float32, ceil_div, round_up
 
 FIRST_POSITIONS = 256  # that a model has room for before its text grows
-LAZY = ("keys", "values")  # of which only what is written becomes resident
+CACHED = ("keys", "values")  # of which only what is written becomes resident
+KV = Literal["auto", "f32", "f16"]  # what keys and values are kept in
 Node = tuple[int, int]  # of a tree: its token, and the index of its parent, or -1
 IN_THE_MIDDLE = "this thread is in the middle of a pass of this model; a signal handler cannot use it"
 
@@ -29,11 +30,11 @@ def buffer_shapes(config: Config, weights: Weights, n_positions: int, n_threads:
     head_dim, kv_heads, layers = config.head_dim, config.n_kv_heads, config.n_layers
     positions, dim = round_up(n_positions, STRIP_ROWS), round_up(config.dim, STRIP_ROWS)
     turned = 0 if architecture_of(config).learned_positions else positions
-    head_blocks = ceil_div(head_dim, LANES)
+    head_strips = ceil_div(head_dim, STRIP_ROWS)
     matrices = weights.matrices
     return {
         "keys": (layers, kv_heads, positions // STRIP_ROWS, head_dim, STRIP_ROWS),
-        "values": (layers, kv_heads, head_blocks, positions, LANES),
+        "values": (layers, kv_heads, head_strips, positions, STRIP_ROWS),
         "rope_cos": (turned, head_dim + LANES),
         "rope_sin": (turned, head_dim + LANES),
         "x": (1, MAX_TOKENS, dim),
@@ -42,7 +43,7 @@ def buffer_shapes(config: Config, weights: Weights, n_positions: int, n_threads:
         "qkv": (MAX_TOKENS, matrices["0.qkv"].n_rows),
         "heads": (1, MAX_TOKENS, round_up(config.q_dim, STRIP_ROWS)),
         "scores": (n_threads, TILE_TOKENS, positions),
-        "mixed": (n_threads, TILE_TOKENS, head_blocks * LANES),
+        "mixed": (n_threads, TILE_TOKENS, head_strips * STRIP_ROWS),
         "up": (MAX_TOKENS, matrices["0.up"].n_rows),
         "hidden": (1, MAX_TOKENS, round_up(config.hidden_dim, STRIP_ROWS)),
         "logits": (MAX_TOKENS, matrices["classifier"].n_rows),
@@ -54,22 +55,33 @@ class Transformer:
 
     weights: packed (`Architecture.pack`); n_threads: all cores by default; n_positions: how far a text may go, by default
     seq_len, and no farther than that where positions are learned. Buffers grow with the text. Beyond its own seq_len a model
-    sees a sliding window of that many positions.
+    sees a sliding window of that many positions. kv: what keys and values are kept in, "f32" or "f16", half as many bytes, each
+    rounded to the nearest and NaN beyond its range; "auto" is f32 where all weights are fp32, else f16.
 
     Whatever runs, the logits are those of the tokens that were asked for: the cache knows which tokens it holds, those of the
     last tree among them. Threads may share a model; `lock` is for whoever reads logits that another's pass must not overwrite. A
     model can be pickled and copied.
 
-    Raises ValueError for weights of another shape than the config's, for n_threads that the machine does not give and for
-    n_positions below 1.
+    Raises ValueError for weights of another shape than the config's, for n_threads that the machine does not give, for
+    n_positions below 1 and for another kv.
     """
 
-    def __init__(self, config: Config, weights: Weights, n_threads: int | None = None, n_positions: int | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        weights: Weights,
+        n_threads: int | None = None,
+        n_positions: int | None = None,
+        kv: KV = "auto",
+    ) -> None:
         if flaw := config.flaw():
             raise ValueError(flaw)
         self._architecture = architecture_of(config)
         self._architecture.check(config, weights)
         self._config, self._weights = config, weights.aligned()
+        self._kv: KV = one_of("kv", kv, get_args(KV))
+        if kv == "auto":
+            self._kv = "f32" if weights.kind == "fp32" else "f16"
         self._most_threads = available_threads()
         self.n_threads = self._most_threads if n_threads is None else n_threads
         self._most_threads = self.n_threads
@@ -91,7 +103,7 @@ class Transformer:
         return f"<{c.architecture} of {c.n_layers} layers x {c.dim}, {c.vocab_size} tokens, {self._weights.kind}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self._config, self._weights, self._most_threads, self._n_positions)
+        return _rebuilt, (self._config, self._weights, self._most_threads, self._n_positions, self._kv)
 
     @property
     def config(self) -> Config:
@@ -100,6 +112,11 @@ class Transformer:
     @property
     def weights(self) -> Weights:
         return self._weights
+
+    @property
+    def kv(self) -> KV:
+        """What keys and values are kept in: f32 or f16."""
+        return self._kv
 
     @property
     def n_positions(self) -> int:
@@ -122,7 +139,8 @@ class Transformer:
     def text_bytes(self, n_positions: int) -> int:
         """What a text of so many positions takes beside the weights, and a tree at its end."""
         shapes = buffer_shapes(self._config, self._weights, n_positions + MAX_TOKENS, self._most_threads)
-        return sum(4 * math.prod(shape) for shape in shapes.values())
+        item_bytes = dict.fromkeys(shapes, 4) | dict.fromkeys(CACHED, np.dtype(KV_CACHES[self._kv].dtype).itemsize)
+        return sum(item_bytes[name] * math.prod(shape) for name, shape in shapes.items())
 
     def forward(self, tokens: Sequence[int], n_logits: int = 1) -> Float32:
         """Logits (n_logits, V) at the last of the tokens of a text, valid until the next call; runs what the cache does not hold.
@@ -267,10 +285,11 @@ class Transformer:
             return
         most = min(max(n_slots, 2 * self._capacity), self._n_positions + (MAX_TOKENS if n_slots > self._n_positions else 0))
         shapes = buffer_shapes(self._config, self._weights, most, self._most_threads)
-        arrays = {name: (lazy_zeros if name in LAZY else zeros)(*shape) for name, shape in shapes.items()}
+        kv = KV_CACHES[self._kv]
+        arrays = {name: lazy_zeros(kv.dtype, *shape) if name in CACHED else zeros(*shape) for name, shape in shapes.items()}
         capacity = arrays["values"].shape[3]
         paths = np.zeros((MAX_TOKENS, MAX_TOKENS), np.int64)
-        buffers = Buffers(np.zeros(MAX_TOKENS, np.int64), np.zeros(MAX_TOKENS, np.int64), paths, **arrays)
+        buffers = Buffers(kv, np.zeros(MAX_TOKENS, np.int64), np.zeros(MAX_TOKENS, np.int64), paths, **arrays)
         if self._capacity:
             buffers.rope_cos[: self._capacity] = self._buffers.rope_cos
             buffers.rope_sin[: self._capacity] = self._buffers.rope_sin
@@ -292,6 +311,6 @@ def n_common(held: list[Any], wanted: list[Any], limit: int) -> int:
     return next(i for i in range(n) if held[i] != wanted[i])
 
 
-def _rebuilt(config: Config, weights: Weights, n_threads: int, n_positions: int) -> Transformer:
+def _rebuilt(config: Config, weights: Weights, n_threads: int, n_positions: int, kv: KV) -> Transformer:
     """A model from its pickled parts, maybe on a machine of fewer cores."""
-    return Transformer(config, weights, min(n_threads, available_threads()), n_positions)
+    return Transformer(config, weights, min(n_threads, available_threads()), n_positions, kv)

@@ -6,9 +6,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import typer
+
+import specdec
 
 from .decoder import AUTO, NGRAM, SELF, SpeculativeDecoder, TreeMode
 from .decoding import VERIFIERS
@@ -18,6 +20,7 @@ from .output import Roles, printable
 from .planning import MAX_GAMMA
 from .progress import LOADING, progress_bar
 from .quantizing import kinds_to_make
+from .transformer import KV
 
 NONE = "none"  # as a draft: the target decodes alone
 BROKEN_PIPE = 141  # what a shell reports for SIGPIPE
@@ -47,7 +50,7 @@ def found(*names: str) -> list[str | Path]:
 
 
 def decoder_of(
-    sources: list[str | Path], tokenizer: str, quantize: str, threads: int, show: Callable[[str], None], **more: Any
+    sources: list[str | Path], tokenizer: str, quantize: str, kv: str, threads: int, show: Callable[[str], None], **more: Any
 ) -> SpeculativeDecoder:
     """Of a target, a draft and a stage, or "" where there is none; shows how far their loading is."""
     with telling_how_to_restore():
@@ -58,6 +61,7 @@ def decoder_of(
             stage=sources[2] or None,
             n_threads=threads or None,
             quantize=quantize,
+            kv=cast(KV, kv),
             progress=lambda name, share: show(progress_bar(name, share)),
             **more,
         )
@@ -65,7 +69,12 @@ def decoder_of(
     return decoder
 
 
-def check_arguments(prompt: str, top_p: float, seed: int, threads: int, verify: str, quantize: str, tree: str) -> None:
+def made_with(decoder: SpeculativeDecoder) -> dict[str, Any]:
+    """What a text hangs on beside the names of models and how it is drawn."""
+    return {"weights": decoder.weights, "kv": decoder.target.kv, "arithmetic": specdec.__arithmetic__}
+
+
+def check_arguments(prompt: str, top_p: float, seed: int, threads: int, verify: str, quantize: str, tree: str, kv: str) -> None:
     """What Typer's own types do not check."""
     try:
         prompt.encode()
@@ -75,7 +84,7 @@ def check_arguments(prompt: str, top_p: float, seed: int, threads: int, verify: 
         raise typer.BadParameter(f"{top_p} is not a number from 0 to 1.", param_hint="'-p' / '--top-p'")
     if seed >= 2**63:
         raise typer.BadParameter(f"{seed} is not below 2^63.", param_hint="'-s' / '--seed'")
-    options = ("verify", verify, tuple(VERIFIERS)), ("tree", tree, get_args(TreeMode))
+    options = ("verify", verify, tuple(VERIFIERS)), ("tree", tree, get_args(TreeMode)), ("kv", kv, get_args(KV))
     for name, value, choices in options:
         if value not in choices:
             raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}.", param_hint=f"'--{name}'")

@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al. 2019): its tensors, its matrices, its pass."""
 
-from ..kernels import Buffers, add_bias, add_positions, attention, gelu, layer_norm, store_keys, store_values
+from ..kernels import Buffers, add_bias, add_positions, gelu, layer_norm
 from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
 from ..weights.matrix import n_strips
@@ -63,11 +63,11 @@ def program(config: Config, weights: Weights, b: Buffers) -> Program:
                 norm(f"{i}.ln_att"),
                 w[f"{i}.qkv"].product(b.qkv, b.normed, b.scratch),
                 add_bias(b.qkv, v[f"{i}.bqkv"], 1),
-                store_keys(b.keys[i], b.qkv, 1, k_row),
-                store_values(b.values[i], b.qkv, 1, 2 * k_row, config.head_dim),
+                b.kv.store_keys(b.keys[i], b.qkv, 1, k_row),
+                b.kv.store_values(b.values[i], b.qkv, 1, 2 * k_row, config.head_dim),
             ],
             [
-                attention(
+                b.kv.attention(
                     b.heads, b.qkv, b.keys[i], b.values[i], b.scores, b.mixed, b.depths, b.paths, config.n_heads, config.n_seen
                 )
             ],

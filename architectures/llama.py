@@ -6,7 +6,7 @@ biases to q, k and v (Yang et al. 2024, arXiv:2407.10671), Qwen3 norms their hea
 
 import math
 
-from ..kernels import Buffers, add_bias, attention, head_norm, rms_norm, rope, store_keys, store_values, swiglu
+from ..kernels import Buffers, add_bias, head_norm, rms_norm, rope, swiglu
 from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import Float32
@@ -110,11 +110,11 @@ def program(config: Config, weights: Weights, b: Buffers) -> Program:
                 *normed_heads(i),
                 turned(0, k_row),
                 turned(k_row, v_row),
-                store_keys(b.keys[i], b.qkv, unit, k_row),
-                store_values(b.values[i], b.qkv, unit, v_row, config.head_dim),
+                b.kv.store_keys(b.keys[i], b.qkv, unit, k_row),
+                b.kv.store_values(b.values[i], b.qkv, unit, v_row, config.head_dim),
             ],
             [
-                attention(
+                b.kv.attention(
                     b.heads, b.qkv, b.keys[i], b.values[i], b.scores, b.mixed, b.depths, b.paths, config.n_heads, config.n_seen
                 )
             ],

@@ -14,6 +14,9 @@ from .cache import parallel
 from .threads import available_threads, on_threads, set_num_threads, share, use_threads
 from .vectors import LANES, Float32, add, ceil_div, fma, load, load_bf16, load_fp16, reduce_add, splat
 
+SMALL_PAGE_WORDS, LARGE_PAGE_WORDS = 4096 // 4, (1 << 21) // 4  # the least that systems have, and what most call huge
+TOUCHED_AHEAD = 1 << 23  # words, so that each thread has large pages of its own
+
 
 def aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The array, or a copy that begins at a cache line where it does not: one that was pickled, say."""
@@ -32,6 +35,24 @@ def zeros(*shape: int) -> Float32:
     return buffer[start : start + n_bytes].view(np.float32).reshape(shape)
 
 
+@parallel
+def touch_words(words, lead, n_threads):
+    """A zero into each small page of words (n,), which are zeros; the large page before them has `lead` words."""
+    end = words.size + lead
+    before = use_threads(n_threads)
+    for i in prange(n_threads):
+        first, last = share(ceil_div(end, LARGE_PAGE_WORDS), np.int64(i), n_threads)
+        for at in range(first * LARGE_PAGE_WORDS, min(last * LARGE_PAGE_WORDS, end), SMALL_PAGE_WORDS):
+            words[max(at - lead, 0)] = 0.0
+    set_num_threads(before)
+
+
+def touch(words: Float32) -> None:
+    """Make words (n,) of zeros resident, each large page by one thread: two that meet in one would both have it cleared."""
+    lead = words.ctypes.data // words.itemsize % LARGE_PAGE_WORDS
+    on_threads(touch_words, words, lead, available_threads())
+
+
 class Block:
     """Room for arrays of so many floats in all, side by side: the system gives one large block larger pages than many small ones.
 
@@ -39,7 +60,7 @@ class Block:
     """
 
     def __init__(self, n: int) -> None:
-        self._floats, self._used = zeros(n), 0
+        self._floats, self._used, self._touched = zeros(n), 0, 0
 
     @property
     def share_taken(self) -> float:
@@ -48,20 +69,24 @@ class Block:
     def take(self, *shape: int) -> Float32:
         """The next array, of zeros; it begins at a cache line if those before it fill theirs."""
         start, self._used = self._used, self._used + math.prod(shape)
+        if self._used > self._touched:
+            end = min(self._used + TOUCHED_AHEAD, self._floats.size)
+            touch(self._floats[self._touched : end])
+            self._touched = end
         return self._floats[start : self._used].reshape(shape)
 
 
-def lazy_zeros(*shape: int) -> Float32:
+def lazy_zeros(dtype: type, *shape: int) -> npt.NDArray[Any]:
     """As `zeros`, of which only what is written becomes resident: numpy would ask for pages of 2 MB. Raises MemoryError."""
     private = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}  # else a forked process would write here too
     try:
-        buffer = mmap.mmap(-1, math.prod(shape) * 4, **private)
+        buffer = mmap.mmap(-1, math.prod(shape) * np.dtype(dtype).itemsize, **private)
     except OSError as error:
         raise MemoryError(error.strerror) from None
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with suppress(OSError):  # a kernel that has no huge pages
             buffer.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(buffer, np.float32).reshape(shape)
+    return np.frombuffer(buffer, dtype).reshape(shape)
 
 
 def physical_memory_bytes() -> float:

@@ -15,16 +15,18 @@ import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
+from numba.np.numpy_support import as_dtype
 
 from .cache import callback, inlined
 from .threads import FOREVER, PATIENCE, run_on_threads, wait_for
-from .vectors import F32, I32, I64, Float32, Int64, atomic_add, call, load_word
+from .vectors import F32, I32, I64, Float32, Int64, UInt16, atomic_add, call, load_word
 
 # What an operation may take, told by its annotations: C-contiguous arrays of so many dimensions, and whole numbers and floats.
 Floats1 = Annotated[Float32, types.float32, 1]
 Floats2 = Annotated[Float32, types.float32, 2]
 Floats3 = Annotated[Float32, types.float32, 3]
 Floats4 = Annotated[Float32, types.float32, 4]
+Halves4 = Annotated[UInt16, types.uint16, 4]  # the bits of fp16
 Ints1 = Annotated[Int64, types.int64, 1]
 Ints2 = Annotated[Int64, types.int64, 2]
 
@@ -110,6 +112,7 @@ class Operation:
         self.function, self._kept = function, kept
         hints = get_type_hints(function, include_extras=True)
         self._kinds = {name: _kind_of(hint) for name, hint in hints.items() if name not in ("run", "thread", "return")}
+        self._dtypes = [as_dtype(getattr(kind, "dtype", kind)) for kind in self._kinds.values()]  # asked for at every row
 
     @functools.cached_property
     def address(self) -> int:
@@ -131,9 +134,9 @@ class Operation:
     def words(self, arguments: Sequence[Any]) -> list[int]:
         """The arguments as a row holds them; they have to be what the annotations say."""
         words: list[int] = []
-        for (name, kind), value in zip(self._kinds.items(), arguments, strict=True):
+        for (name, kind), dtype, value in zip(self._kinds.items(), self._dtypes, arguments, strict=True):
             if isinstance(kind, types.Array):
-                sound = value.ndim == kind.ndim and value.dtype.name == kind.dtype.name and value.flags.c_contiguous
+                sound = value.ndim == kind.ndim and value.dtype == dtype and value.flags.c_contiguous
                 assert sound, f"{self.function.__name__} takes {kind} for {name}, not {value.dtype} of {value.ndim} dimensions"
                 words += [value.ctypes.data, *value.shape]
             else:

@@ -5,6 +5,7 @@ Each accumulator is one chain, of one row and one token, whatever the number of 
 on it. R = STRIP_ROWS, P strips, T tokens.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -28,11 +29,13 @@ from .vectors import (
     llvm,
     multiply_add,
     offset,
+    storage_of,
 )  # fmt: skip
 
 STRIP_ROWS = 2 * LANES  # divides 288, 512, 768, 1376, 2048 and 32000, so the known models carry no padding
 # Accumulators of a tile are STRIP_ROWS x TILE_TOKENS floats and have to stay in registers: 16 of 32 with AVX-512, else 12 of 16.
 TILE_TOKENS = 8 if "+avx512f" in CPU_FEATURES else 3
+FEW_TOKENS = TILE_TOKENS // 2  # whose tile has registers for two strips
 UNROLL = 2  # of k in a tile's loop: with one prefetch for both, 8 tokens of fp32 from DRAM 40 GB/s, else 33 (Zen 5)
 # 8 KiB; of 4, 8 and 16 the best on Zen 5: 15M int8 from L3, 8 tokens 0.53 ms, else 0.61 and 0.56.
 PREFETCH_WORDS = 2048
@@ -83,8 +86,11 @@ def cells(builder: Any, out: Any, out_stride: Any, accumulate: Any, n_vectors: i
     return places, [builder.select(accumulate, builder.load(place, align=4), zero) for place in places]
 
 
-def float_body(stored: Storage) -> Any:
-    """The body of a tile over weights that are floats, stored so: all accumulators in registers."""
+def float_body(stored: Storage, n_strips: int = 1) -> Any:
+    """The body of a tile over weights that are floats, stored so: all accumulators in registers.
+
+    n_strips: 1, or 2 at a time, n_quads items from one to the other, which else is of no meaning: more chains for few tokens.
+    """
     words = LANES * stored.item_bytes // 4  # of a vector
 
     def emit(
@@ -93,6 +99,7 @@ def float_body(stored: Storage) -> Any:
         n: Any, n_quads: Any, accumulate: Any,
     ) -> None:  # fmt: skip
         entry = builder.block
+        strip_vectors = n_vectors // n_strips
         pairs, odd, last, done = (builder.append_basic_block(block) for block in ("pairs", "odd", "last", "done"))
         places, start = cells(builder, out, out_stride, accumulate, n_vectors, n_tokens)
         rows = [builder.gep(x, [builder.mul(x_stride, const(t))]) for t in range(n_tokens)]
@@ -100,15 +107,19 @@ def float_body(stored: Storage) -> Any:
         builder.cbranch(builder.icmp_signed(">", whole, const(0)), pairs, odd)
 
         def fetch(k: Any, n_rows: int) -> None:
-            first = builder.gep(ahead, [builder.mul(k, ahead_stride)])
-            for line in range(0, n_rows * words * n_vectors, LINE_WORDS):
-                prefetch(builder, first, const(line))
+            for strip in range(n_strips):
+                place = builder.add(builder.mul(k, ahead_stride), builder.mul(n_quads, const(strip)))
+                first = builder.gep(ahead, [place])
+                for line in range(0, n_rows * words * strip_vectors, LINE_WORDS):
+                    prefetch(builder, first, const(line))
 
         def step(k: Any, acc: list[Any]) -> list[Any]:
-            row = builder.mul(k, const(words * n_vectors))
+            row = builder.mul(k, const(words * strip_vectors))
+            rows_of_k = [builder.add(row, builder.mul(n_quads, const(strip))) for strip in range(n_strips)]
             loaded = [
                 builder.load(offset(builder, w, builder.add(row, const(words * v)), stored.type), align=4 * words)
-                for v in range(n_vectors)
+                for row in rows_of_k
+                for v in range(strip_vectors)
             ]
             weights = [stored.widen(builder, bits) for bits in loaded]
             result = []
@@ -158,11 +169,11 @@ def float_body(stored: Storage) -> Any:
     return emit
 
 
-def _switch_tokens(builder: Any, n_tokens: Any, function_of: Any, call_args: list[Any]) -> None:
-    """Call the tile function that function_of gives for that many tokens, 1 to TILE_TOKENS."""
+def _switch_tokens(builder: Any, n_tokens: Any, most_tokens: int, function_of: Any, call_args: list[Any]) -> None:
+    """Call the tile function that function_of gives for that many tokens, 1 to most_tokens."""
     end = builder.append_basic_block("tile.end")
     switch = builder.switch(n_tokens, end)
-    for t in range(1, TILE_TOKENS + 1):
+    for t in range(1, most_tokens + 1):
         block = builder.append_basic_block(f"tile.{t}")
         switch.add_case(ir.Constant(I64, t), block)
         builder.position_at_end(block)
@@ -172,11 +183,18 @@ def _switch_tokens(builder: Any, n_tokens: Any, function_of: Any, call_args: lis
 
 
 def make_tile(name: str, emit: Any, n_vectors: int) -> Any:
-    """A tile over strips of n_vectors * LANES rows, for 1 to TILE_TOKENS tokens; indexes and strides are flat, in words.
+    """`tile_by` of one body, which emit writes."""
+    return tile_by(lambda array_type: (name, emit), n_vectors)
 
-    Floats: out[t, r] (+)= sum_k w[k, r] x[t, k] for k < n, ascending, fused; n_quads is of no meaning. int8, n groups of n_quads:
-    out[t, r] (+)= sum over groups of (sum_k w[r, k] x[t, k]) times both scales; see `Weights` and `quantize` for the layouts.
-    ahead: the word of w that is fetched beside the first one; ahead_stride: the words behind it that are for each k, or quad.
+
+def tile_by(body_of: Callable[[Any], tuple[str, Any]], n_vectors: int, most_tokens: int = TILE_TOKENS) -> Any:
+    """A tile over strips of n_vectors * LANES rows, for 1 to most_tokens tokens; indexes and strides are flat, in items.
+
+    Floats: out[t, r] (+)= sum_k w[k, r] x[t, k] for k < n, ascending, fused; for n_quads see `float_body`. int8, n groups of
+    n_quads: out[t, r] (+)= sum over groups of (sum_k w[r, k] x[t, k]) times both scales; see `Weights` and `quantize` for the
+    layouts.
+    ahead: the item of w that is fetched beside the first one; ahead_stride: the items behind it that are for each k, or quad.
+    body_of: the name and the body for w's numba type.
     """
 
     @intrinsic
@@ -198,8 +216,13 @@ def make_tile(name: str, emit: Any, n_vectors: int) -> Any:
                 element_pointer(context, builder, signature.args[i], array, at, F32)
                 for i, array, at in ((0, out, out_index), (3, w, w_index), (3, w, ahead), (7, x, x_index))
             ]
+            name, emit = body_of(signature.args[3])
+            items_per_word = const(FP32_STORAGE.item_bytes // storage_of(signature.args[3]).item_bytes)
+            ahead_stride, n_quads = (builder.udiv(items, items_per_word) for items in (ahead_stride, n_quads))
             call_args = [out, out_stride, w, ahead, ahead_stride, x, x_stride, n, n_quads, accumulate]
-            _switch_tokens(builder, n_tokens, lambda t: _tile_function(builder.module, name, emit, n_vectors, t), call_args)
+            _switch_tokens(
+                builder, n_tokens, most_tokens, lambda t: _tile_function(builder.module, name, emit, n_vectors, t), call_args
+            )
             return context.get_dummy_value()
 
         return signature, codegen
@@ -212,8 +235,40 @@ def float_tile(name: str, stored: Storage) -> Any:
     return make_tile(name, float_body(stored), STRIP_ROWS // LANES)
 
 
+def _either(n_strips: int, most_tokens: int) -> Any:
+    """The tile of so many strips of floats, or of halves: see `storage_of`."""
+
+    def body_of(array_type: Any) -> tuple[str, Any]:
+        storage = storage_of(array_type)
+        return "fp32_tile" if storage is FP32_STORAGE else "fp16_tile", float_body(storage, n_strips)
+
+    return tile_by(body_of, n_strips * STRIP_ROWS // LANES, most_tokens)
+
+
 strip_tile = float_tile("fp32_tile", FP32_STORAGE)
-vector_tile = make_tile("fp32_tile", float_body(FP32_STORAGE), 1)
+either_tile, pair_tile = _either(1, TILE_TOKENS), _either(2, FEW_TOKENS)
+
+
+@inlined
+def multiply_either(out, out_at, out_width, w, at, strip_items, n_strips, ahead, x, x_at, x_stride, n, n_tokens, accumulate):
+    """out[t] (+)= strips of w, of floats or halves, times x[t] (n,); ahead: the items from what is read to what is fetched.
+
+    One token's two chains of a strip would wait for each other: few tokens take two strips at a time.
+    """
+    strip = 0
+    while strip < n_strips:
+        here, out_here = at + strip * strip_items, out_at + strip * STRIP_ROWS
+        if n_tokens <= FEW_TOKENS and strip + 1 < n_strips:
+            pair_tile(
+                out, out_here, out_width, w, here, here + ahead, STRIP_ROWS, x, x_at, x_stride,
+                n, strip_items, n_tokens, accumulate,
+            )  # fmt: skip
+            strip += 2
+        else:
+            either_tile(
+                out, out_here, out_width, w, here, here + ahead, STRIP_ROWS, x, x_at, x_stride, n, 0, n_tokens, accumulate
+            )  # fmt: skip
+            strip += 1
 
 
 @inlined

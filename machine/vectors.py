@@ -19,6 +19,7 @@ from numba.extending import intrinsic, models, register_jitable, register_model
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
+UInt16 = npt.NDArray[np.uint16]
 
 LANES = 16
 CPU_FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]  # LLVM's names; what machine code is kept by
@@ -217,20 +218,69 @@ def _widen_fp16_portable(builder: Any, bits: Any) -> Any:
 
 
 _HALVES = ir.VectorType(ir.IntType(16), LANES)
+FP16_END = 65520.0  # rounds to no finite fp16, nor does anything beyond
+
+
+def _to_nearest_fp16(builder: Any, v: Any) -> Any:
+    """The bits of fp16, ties to even, by the CPU's own conversion."""
+    return builder.bitcast(builder.fptrunc(v, ir.VectorType(ir.HalfType(), LANES)), _HALVES)
+
+
+def _to_nearest_fp16_portable(builder: Any, v: Any) -> Any:
+    """The same by integers below FP16_END: what carries out of the mantissa is the exponent's. A subnormal is rounded by adding
+    0.5, whose last bit weighs what an fp16 subnormal's does.
+    """
+
+    def constant(value: int) -> Any:
+        return ir.Constant(INTEGERS, [value] * LANES)
+
+    bits = builder.bitcast(v, INTEGERS)
+    size = builder.and_(bits, constant(0x7FFFFFFF))
+    is_odd = builder.and_(builder.lshr(size, constant(13)), constant(1))
+    normal = builder.lshr(builder.add(size, builder.add(is_odd, constant(0xFFF - (112 << 23)))), constant(13))
+    half = ir.Constant(VECTOR, [0.5] * LANES)
+    small = builder.sub(builder.bitcast(builder.fadd(builder.bitcast(size, VECTOR), half), INTEGERS), constant(126 << 23))
+    rounded = builder.select(builder.icmp_signed("<", size, constant(113 << 23)), small, normal)
+    sign = builder.and_(builder.lshr(bits, constant(16)), constant(0x8000))
+    return builder.trunc(builder.or_(rounded, sign), _HALVES)
+
+
+def narrowing_fp16(to_nearest: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """What emits the bits of fp16 that are nearest to a vector's floats: NaN where none is finite, so that it is told."""
+
+    def narrow(builder: Any, v: Any) -> Any:
+        size = llvm(builder, "llvm.fabs.v16f32", VECTOR, v)
+        fits = builder.fcmp_ordered("<", size, ir.Constant(VECTOR, [FP16_END] * LANES))
+        return builder.select(fits, to_nearest(builder, v), ir.Constant(_HALVES, [0x7E00] * LANES))
+
+    return narrow
+
+
 FP32_STORAGE = Storage(4, VECTOR, lambda builder, floats: floats)
 BF16_STORAGE = Storage(2, _HALVES, _widen_bf16)
 PORTABLE_FP16_STORAGE = Storage(2, _HALVES, _widen_fp16_portable)
 # without the instruction LLVM would call a function of a library that is not there
 CONVERTS_FP16 = IS_ARM64 or "+f16c" in CPU_FEATURES.split(",")
 FP16_STORAGE = Storage(2, _HALVES, _widen_fp16) if CONVERTS_FP16 else PORTABLE_FP16_STORAGE
+narrow_fp16 = narrowing_fp16(_to_nearest_fp16 if CONVERTS_FP16 else _to_nearest_fp16_portable)
+portable_narrow_fp16 = narrowing_fp16(_to_nearest_fp16_portable)
 
 
-def load_as(storage: Storage) -> Any:
-    """An intrinsic (array, index): LANES floats of a C-contiguous array's memory, from a flat index in floats as stored there."""
+def storage_of(array_type: Any) -> Storage:
+    """Of an array of float32, or of uint16, which stands for the bits of fp16: numba has no such type."""
+    return FP16_STORAGE if array_type.dtype == types.uint16 else FP32_STORAGE
+
+
+def load_as(given: Storage | None) -> Any:
+    """An intrinsic (array, index): LANES floats of a C-contiguous array's memory, from a flat index in floats as stored there.
+
+    given: how they are stored; None: as `storage_of` says.
+    """
 
     @intrinsic
     def load_as(typingctx, array, index):
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            storage = given or storage_of(signature.args[0])
             start = element_pointer(context, builder, signature.args[0], args[0], ir.Constant(I64, 0), storage.type.element)
             pointer = builder.bitcast(builder.gep(start, [args[1]]), storage.type.as_pointer())
             return storage.widen(builder, builder.load(pointer, align=storage.item_bytes))
@@ -243,6 +293,7 @@ def load_as(storage: Storage) -> Any:
 load = load_as(FP32_STORAGE)
 load_bf16 = load_as(BF16_STORAGE)
 load_fp16 = load_as(FP16_STORAGE)
+load_either = load_as(None)
 
 
 @intrinsic
@@ -265,6 +316,43 @@ def store(typingctx, array, index, value):
         return context.get_dummy_value()
 
     return types.void(array, types.intp, vector), codegen
+
+
+def _store_either(narrow: Callable[[Any, Any], Any]) -> Any:
+    """An intrinsic (array, index, value): LANES floats, or the nearest fp16 of them, to a flat index: see `storage_of`."""
+
+    @intrinsic
+    def store_either(typingctx, array, index, value):
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            storage = storage_of(signature.args[0])
+            pointer = element_pointer(context, builder, signature.args[0], args[0], args[1], storage.type)
+            value = args[2] if storage is FP32_STORAGE else narrow(builder, args[2])
+            builder.store(value, pointer, align=storage.item_bytes)
+            return context.get_dummy_value()
+
+        return types.void(array, types.intp, value), codegen
+
+    return store_either
+
+
+store_either = _store_either(narrow_fp16)
+portable_store_either = _store_either(portable_narrow_fp16)
+
+
+@intrinsic
+def put_either(typingctx, array, index, value):
+    """The same of one float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        storage = storage_of(signature.args[0])
+        pointer = element_pointer(context, builder, signature.args[0], args[0], args[1], storage.type.element)
+        value = args[2]
+        if storage is not FP32_STORAGE:
+            value = builder.extract_element(narrow_fp16(builder, broadcast(builder, value, VECTOR)), ir.Constant(I32, 0))
+        builder.store(value, pointer)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.float32), codegen
 
 
 def byte_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:

@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
@@ -46,7 +47,7 @@ from specdec.sampling import Sampler, Sampling, draw, keep_or_redraw, weigh_pref
 from specdec.stages import Account, StagedDrafter
 from specdec.tokenizer import BOS, EOS, TextStream, Tokenizer, TokenizerError
 from specdec.tokenizer_gguf import gguf_tokenizer
-from specdec.transformer import Transformer
+from specdec.transformer import KV, Transformer
 from specdec.tree_planning import AutoTree, StaticTree, TreeCosts, new_acceptances
 from specdec.weights import FP32, INT4, INT8
 from specdec.weights.int8 import NATIVE_INT8, PORTABLE_INT8
@@ -393,7 +394,8 @@ def random_model(rng, config, int8=None, loud=False, n_positions=None):
             with np.errstate(over="ignore", under="ignore"):
                 part[:] = np.clip(part * np.float32(10 ** rng.uniform(-44, 38)), -3e38, 3e38)
     int8 = rng.random() < 0.5 if int8 is None else int8
-    return Transformer(config, LLAMA.pack(config, tensors, INT8 if int8 else FP32), 1, n_positions)
+    kv = rng.choice(get_args(KV))
+    return Transformer(config, LLAMA.pack(config, tensors, INT8 if int8 else FP32), 1, n_positions, kv)
 
 
 def twin(rng, model, n_positions=None):
@@ -402,7 +404,7 @@ def twin(rng, model, n_positions=None):
     if weights.kind == INT8.name:
         kind = rng.choice([NATIVE_INT8, PORTABLE_INT8])
         weights = replace(weights, matrices={name: replace(m, kind=kind) for name, m in weights.matrices.items()})
-    other = Transformer(model.config, weights, most, n_positions or model.n_positions)
+    other = Transformer(model.config, weights, most, n_positions or model.n_positions, model.kv)
     other.n_threads = rng.randint(1, most)
     return other
 
@@ -772,10 +774,10 @@ CALLS = (
     ((*REQUEST[:2], "sampling"), lambda d, given: list(d.stream(**({"max_tokens": 5} | given)))),
     (REQUEST[2:], lambda d, given: Sampling(**given)),
     (
-        (*FILES, "gamma", "verify", "tree", "n_threads", "quantize"),
+        (*FILES, "gamma", "verify", "tree", "n_threads", "quantize", "kv"),
         lambda d, given: SpeculativeDecoder(**({"target": FOLDER / "0.bin", "tokenizer": d.tokenizer} | given)).generate("ab", 2),
     ),
-    (("n_threads", "n_positions"), lambda d, given: Transformer(d.target.config, d.target.weights, **given).forward([1])),
+    (("n_threads", "n_positions", "kv"), lambda d, given: Transformer(d.target.config, d.target.weights, **given).forward([1])),
     (("tokens", "n_logits"), lambda d, given: d.target.forward(**({"tokens": [1, 2, 3]} | given))),
     (
         ("nodes", "parents", "n_logits"),

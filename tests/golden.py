@@ -29,7 +29,7 @@ from specdec.ngrams import NgramDrafter
 from specdec.planning import FixedLength, Plan
 from specdec.readers import load_checkpoint
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
-from specdec.transformer import Transformer
+from specdec.transformer import KV, Transformer
 from specdec.tree_planning import StaticTree, new_acceptances
 from specdec.weights import BF16, FP16, FP32, INT4, INT8, blocks
 from specdec.weights.int8 import NATIVE_INT8, PORTABLE_INT8
@@ -59,17 +59,19 @@ class Setting(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A row: a folder of `tests/fixtures` or a file of `models/`, in a kind of weights; a setting, and how long a text."""
+    """A row: a folder of `tests/fixtures` or a file of `models/`, in a kind of weights; a setting, how long a text, the cache."""
 
     model: str
     kind: str
     setting: Setting
     n_tokens: int = N_TOKENS
     is_tree: bool = False  # what is proposed
+    kv: KV = "auto"
 
     @property
     def name(self) -> str:
-        return " ".join(map(str, (self.model, self.kind, *self.setting, self.n_tokens, *["tree"][: self.is_tree])))
+        more = [*["tree"][: self.is_tree], *[self.kv][: self.kv != "auto"]]
+        return " ".join(map(str, (self.model, self.kind, *self.setting, self.n_tokens, *more)))
 
 
 SETTINGS = [
@@ -96,6 +98,9 @@ CASES = [
     *(Case(model, "int4", SETTINGS[i]) for model, i in (("llama3", 3), ("gpt2", 9), ("qwen3", 7))),
     *(Case(PAIR[0], "fp32", Setting(verify, 1.0, 0, 0.9, 5, PAIR[1]), 150, True) for verify in ("coupled", "rejection")),
     *(Case(model, "bf16", SETTINGS[i], is_tree=True) for model, i in (("llama3", 1), ("gpt2", 2))),
+    Case(PAIR[0], "fp32", SETTINGS[1], 150, kv="f16"),
+    Case("qwen3", "int8", SETTINGS[3], kv="f32"),
+    Case("gpt2", "bf16", SETTINGS[5], kv="f32"),
 ]
 
 
@@ -153,11 +158,11 @@ def bits(*arrays: Any) -> str:
 def measure(case: Case) -> dict[str, str]:
     """A row of the table."""
     config, weights = weights_of(case.model, case.kind)
-    target, draft = Transformer(config, weights, 1), None
+    target, draft = Transformer(config, weights, 1, kv=case.kv), None
     if case.setting.draft == "self":
-        draft = Transformer(config, weights.converted(INT8), 1)
+        draft = Transformer(config, weights.converted(INT8), 1, kv=target.kv)
     elif case.setting.draft == PAIR[1]:
-        draft = Transformer(*weights_of(PAIR[1], "int8"), 1, config.seq_len)
+        draft = Transformer(*weights_of(PAIR[1], "int8"), 1, config.seq_len, target.kv)
     tokens, accepted = text_of(case, target, draft)
     logits = run_in_blocks(target, tokens[:-1], 7)
     s = case.setting
@@ -169,9 +174,9 @@ def measure(case: Case) -> dict[str, str]:
     return {"text": bits(np.array(tokens), np.array(accepted)), "logits": bits(logits), "draws": bits(*draws)}
 
 
-def tree_of(model: str) -> str:
+def tree_of(model: str, kv: KV = "f32") -> str:
     """The sum of the logits of a tree, and of a pass over the text that went on by one of its paths."""
-    target = Transformer(*weights_of(model, "fp32"), 1)
+    target = Transformer(*weights_of(model, "fp32"), 1, kv=kv)
     parents = [-1, 0, 1, -1, 3, 3, 0, 6]
     logits = target.forward_tree([*PROMPT], [4, 5, 6, 7, 8, 9, 10, 11], parents).copy()
     target.keep([3, 5])
@@ -202,6 +207,7 @@ def functions() -> dict[str, str]:
         "rope of llama3": tables_of("llama3", 1 << 16),
         "tree of llama3": tree_of("llama3"),
         "tree of gpt2": tree_of("gpt2"),
+        "tree of gpt2 in f16": tree_of("gpt2", "f16"),
         **{f"product of {type_}": product_of(type_) for type_ in blocks.TYPES},
     }
 

@@ -17,7 +17,7 @@ pytest=(-m pytest -q -p no:cacheprovider)
 
 x86() { # CPU, its features
     NUMBA_CPU_NAME=$1 NUMBA_CPU_FEATURES=$2 "$python" "${pytest[@]}" \
-        tests/test_golden.py tests/test_elementary.py tests/test_kernels.py tests/test_half.py tests/test_int8.py
+        tests/test_golden.py tests/test_elementary.py tests/test_kernels.py tests/test_kv.py tests/test_half.py tests/test_int8.py
 }
 
 arm() { # CPU, its features, tests

@@ -100,8 +100,12 @@ def product(x: np.ndarray, w: np.ndarray | Quantized | Seen) -> np.ndarray:
     return seen @ w.floats().T
 
 
-def attention(q, keys, values, window=None):
-    """softmax(q keys / sqrt(K)) values, (T, H, K) of q and (T, G, K) of the others, each token over `window` up to its own."""
+def attention(q, keys, values, window=None, kept=np.float64):
+    """softmax(q keys / sqrt(K)) values, (T, H, K) of q and (T, G, K) of the others, each token over `window` up to its own.
+
+    kept: the dtype that keys and values are rounded to.
+    """
+    keys, values = (x.astype(kept).astype(np.float64) for x in (keys, values))
     n, heads, k = q.shape
     mixed = np.zeros((n, heads, k))
     for i in range(n):
@@ -113,15 +117,15 @@ def attention(q, keys, values, window=None):
     return mixed.reshape(n, -1)
 
 
-def forward(config: Config, tensors: dict, tokens: list[int], window: int | None = None) -> np.ndarray:
-    """Logits (T, V) of a whole sequence, each token seeing the last `window` positions up to its own.
+def forward(config: Config, tensors: dict, tokens: list[int], window: int | None = None, kept: type = np.float64) -> np.ndarray:
+    """Logits (T, V) of a whole sequence, each token seeing the last `window` positions up to its own; kept: as in `attention`.
 
     Matrices may be `Quantized` (a list of them where layers have one each): then it is runq.c's forward. A bias or a norm of
     heads is there where its tensor is.
     """
     t = {name: tensor.astype(np.float64) if isinstance(tensor, np.ndarray) else tensor for name, tensor in tensors.items()}
     if config.architecture == "gpt2":
-        return gpt2_forward(config, t, tokens)
+        return gpt2_forward(config, t, tokens, kept)
     n, eps, angles = len(tokens), config.norm_eps, frequencies(config)
 
     def projected(x, c, i):
@@ -138,14 +142,14 @@ def forward(config: Config, tensors: dict, tokens: list[int], window: int | None
     x = (embedding if isinstance(embedding, np.ndarray) else embedding.floats())[tokens]
     for i in range(config.n_layers):
         h = rms_norm(x, t["rms_att"][i], eps)
-        x = x + projected(attention(*(heads(h, c, i) for c in "qkv"), window or config.window), "o", i)
+        x = x + projected(attention(*(heads(h, c, i) for c in "qkv"), window or config.window, kept), "o", i)
         h = rms_norm(x, t["rms_ffn"][i], eps)
         gate, up = projected(h, "1", i), projected(h, "3", i)
         x = x + projected(gate / (1 + np.exp(-gate)) * up, "2", i)
     return product(rms_norm(x, t["rms_final"], eps), embedding if config.shared_classifier else t["wcls"])
 
 
-def gpt2_forward(config: Config, t: dict, tokens: list[int]) -> np.ndarray:
+def gpt2_forward(config: Config, t: dict, tokens: list[int], kept: type) -> np.ndarray:
     """`forward` of GPT-2: tensors of float64."""
     n, k = len(tokens), config.head_dim
     x = t["tok_emb"][tokens] + t["pos_emb"][:n]
@@ -158,7 +162,7 @@ def gpt2_forward(config: Config, t: dict, tokens: list[int]) -> np.ndarray:
 
     for i in range(config.n_layers):
         h = norm(x, "att", i)
-        x = x + projected(attention(*(projected(h, c, i).reshape(n, -1, k) for c in "qkv")), "o", i)
+        x = x + projected(attention(*(projected(h, c, i).reshape(n, -1, k) for c in "qkv"), kept=kept), "o", i)
         x = x + projected(gelu(projected(norm(x, "ffn", i), "1", i)), "2", i)
     return norm(x, "final") @ (t["tok_emb"] if config.shared_classifier else t["wcls"]).T
 

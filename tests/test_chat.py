@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import specdec
 from specdec import Prompt, Sampling, SpeculativeDecoder, Step
 from specdec.machine.programs import Runner
 
@@ -207,6 +208,7 @@ def test_a_pipe_is_answered_once(model: Path, talk: Callable[..., Conversation])
     assert code == 0 and out.count("\n") == 1
     told = json.loads(out)
     assert (told["text"], told["tokens"], told["settings"]["seed"]) == (answer["content"], answer["tokens"], 5)
+    assert (told["kv"], told["arithmetic"]) == (conversation._decoder.target.kv, specdec.__arithmetic__)
 
 
 def test_what_is_no_question_is_told_in_a_line(model: Path) -> None:
@@ -220,7 +222,7 @@ def test_what_is_no_question_is_told_in_a_line(model: Path) -> None:
 def test_a_talk_at_a_terminal(model: Path, tmp_path: Path) -> None:
     """Pasted lines are one message, Ctrl-C stops an answer and clears a line, commands, history, Ctrl-D."""
     kept = tmp_path / "kept"
-    arguments = ["chat", "-m", model, "-s", 5, "-n", 4000, "-j", 1]
+    arguments = ["chat", "-m", model, "-s", 5, "-n", 4000, "-j", 1, "--kv", "f32"]
     with Job(arguments, XDG_STATE_HOME=str(tmp_path), TERM="xterm") as job:
         job.read_until(word=">>> ")
 
@@ -234,6 +236,7 @@ def test_a_talk_at_a_terminal(model: Path, tmp_path: Path) -> None:
         enter(b"/set max_tokens 5\r", "max_tokens 5")
         enter(b"\x1b[200~one\ntwo\x1b[201~\r", "5 tok")
         job.resize(40, 12)
+        enter(b"/stats\r", "arithmetic")
         enter(b"/set max_tokens 300\r", "max_tokens 300")
         enter(b"typed\x03", "leaves")
         enter(b"/save %s\r" % str(kept).encode(), "saved in")
@@ -246,6 +249,7 @@ def test_a_talk_at_a_terminal(model: Path, tmp_path: Path) -> None:
         assert job.echoes()
     content = json.loads(kept.read_text())
     assert content["messages"][0]["content"] == "one\ntwo"
+    assert (content["weights"], content["kv"], content["arithmetic"]) == ("target bf16", "f32", specdec.__arithmetic__)
     history = [json.loads(line) for line in (tmp_path / "specdec" / "history").read_text().splitlines()]
     assert history[:3] == ["/foo", "/set max_tokens 5", "one\ntwo"]
 

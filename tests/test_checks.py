@@ -31,6 +31,7 @@ WRONG_TYPES = [
 WRONG_VALUES = [
     ("gamma", 0), ("gamma", 64), ("gamma", -1), ("n_threads", 0), ("n_threads", 10**6), ("verify", ["coupled"]), ("verify", "x"),
     ("verify", None), ("quantize", "int4"), ("quantize", ["both"]), ("quantize", 3), ("verify", TABLE), ("verify", 10**5000),
+    ("kv", "fp16"), ("kv", None),
 ]  # fmt: skip
 
 

@@ -221,6 +221,7 @@ def test_no_model_at_all_is_told_with_how_to_get_one(run: Run) -> None:
         (["-s", "\udcff"], "--seed"),
         (["--\udcff"], "\\udcff"),
         (["--quantize", "int4"], "draft"),
+        (["--kv", "fp16"], "'fp16' is not one of auto, f32, f16"),
         (["-d", "self", "--quantize", "both=int8"], "int8 already"),
         (["-Q"], "-Q"),
         (["--nonsense"], "--nonsense"),
@@ -354,6 +355,22 @@ def test_what_is_int8_is_told_and_an_fp32_target_keeps_its_text(run: Run, pair: 
         _, _, summary = run(*with_pair(pair, "-n", 20, "--plain", "--stats", "--verify", verify, *more))
         assert weights in summary
         assert re.search(rf"^{what} +the {weights[7:11]} target's own$", summary, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("more", "kv"),
+    [([], "f32"), (["--quantize", "target"], "f16"), (["--kv", "f16"], "f16"), (["--quantize", "both", "--kv", "f32"], "f32")],
+    ids=str,
+)
+def test_the_cache_and_the_revision_that_a_text_hangs_on_are_told(run: Run, pair: Pair, more: list[str], kv: str) -> None:
+    result = from_json(run(*with_pair(pair, "-n", 40, "--json", *more)))
+    race = from_json(run("race", *with_pair(pair, "-n", 40, "--json", *more)))
+    assert race["same_text"] and race["text"] == result["text"]
+    for told in (result["settings"], race):
+        assert (told["kv"], told["arithmetic"]) == (kv, specdec.__arithmetic__)
+    _, _, summary = run(*with_pair(pair, "-n", 40, "--plain", "--stats", *more))
+    assert re.search(rf"^kv +{kv}$", summary, re.MULTILINE)
+    assert re.search(rf"^arithmetic +{specdec.__arithmetic__}$", summary, re.MULTILINE)
 
 
 @pytest.mark.parametrize("tree", ["auto", "on", "off"])

@@ -58,7 +58,7 @@ def test_a_signal_sent_again_as_timeout_does_leaves_the_text_so_far_and_nohup_is
         for _ in range(20):
             process.send_signal(TERM)
         out, err = start + process.stdout.read(), process.stderr.read()
-        assert process.wait(60) == 128 + TERM
+        assert process.wait(60) in (128 + TERM, -TERM)  # the last one may meet a process that has printed all
     assert out.decode().startswith(PROMPT)
     assert out.endswith(b"\n")
     assert b"Traceback" not in err

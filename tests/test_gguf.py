@@ -93,8 +93,10 @@ def test_a_model_is_bit_for_bit_that_of_the_folder_it_was_made_of(tmp_path: Path
 
 
 def model_of(path: Path) -> Transformer:
+    """With keys and values in fp32, as transformers' are."""
     checkpoint = load_checkpoint(path)
-    return Transformer(checkpoint.config, architecture_of(checkpoint.config).pack(checkpoint.config, checkpoint.tensors))
+    weights = architecture_of(checkpoint.config).pack(checkpoint.config, checkpoint.tensors)
+    return Transformer(checkpoint.config, weights, kv="f32")
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "gpt2"])

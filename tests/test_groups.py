@@ -27,7 +27,15 @@ from tests.models import CONFIGS, THREADS, random_model, round_to_float32, run_i
 from tests.test_int8 import RUNS_HERE
 
 N, ROWS = 512, 70
-MIXES = (("Q4_K", "Q6_K", "Q5_K"), ("Q4_0", "Q5_0", "Q8_0"), ("Q5_1", "Q8_0", "Q4_0"), ("Q6_K", "Q8_0"))
+MIXES = {
+    ("Q4_K", "Q6_K", "Q5_K"): "mixed K",
+    ("Q4_0", "Q5_0", "Q8_0"): "Q8_0",
+    ("Q5_1", "Q8_0", "Q4_0"): "mixed",
+    ("Q6_K", "Q8_0"): "fp32",
+    ("Q4_0", "Q5_0"): "Q5_0",
+    ("Q5_0", "Q4_1", "Q4_0"): "Q5_1",
+    ("Q4_1", "Q4_0"): "Q4_1",
+}
 
 
 class Given:
@@ -75,14 +83,15 @@ def test_block_types_keep_their_numbers_and_multiply_as_floats_do(types):
     """Bit for bit but where types mix in one that has minima, which adds a rounding; products: what int8 activations cost."""
     tensors = [given(name, i) for i, name in enumerate(types)]
     kind = kind_for(tensors)
-    assert kind.name == {MIXES[0]: "mixed K", MIXES[1]: "Q8_0", MIXES[2]: "mixed", MIXES[3]: "fp32"}.get(types, types[0])
+    assert kind.name == MIXES.get(types, types[0])
+    mixes_in_minima = len({TYPES[name].form.has_minima for name in types}) > 1
     matrix = pack(tensors, kind)
     stored = kind.rows(matrix.strips, N, matrix.group)
     expected = np.zeros_like(stored)
     for i, tensor in enumerate(tensors):
         first = i * -(-ROWS // STRIP_ROWS) * STRIP_ROWS
         expected[first : first + ROWS] = tensor[0:ROWS]
-    np.testing.assert_allclose(stored, expected, rtol=0, atol=1e-6 if kind.name.startswith("mixed") else 0)
+    np.testing.assert_allclose(stored, expected, rtol=0, atol=1e-6 if mixes_in_minima else 0)
     x = activations(9)
     floats = x.astype(np.float64) @ expected.astype(np.float64).T
     assert np.abs(multiplied(matrix, x, 9) - floats).max() < 0.01 * np.abs(floats).max()
@@ -90,6 +99,13 @@ def test_block_types_keep_their_numbers_and_multiply_as_floats_do(types):
     rows = zeros(5, N)
     Runner([[matrix.embedding(rows, tokens)]])(5, 0, 0, 1)
     np.testing.assert_array_equal(rows, stored[tokens])
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_type_takes_no_more_memory_than_its_file_but_for_a_k_types_factors(name):
+    n_bytes, form, _ = TYPES[name]
+    taken = 4 * form.block_words / STRIP_ROWS
+    assert taken <= (1.03 if name in ("Q4_K", "Q5_K") else 1) * n_bytes  # factors of 6 bits lie in bytes
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "Q5_0", "Q4_K", "Q6_K"])

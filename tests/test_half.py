@@ -126,7 +126,7 @@ def test_a_models_logits_are_those_of_its_widened_weights_bit_for_bit(name: str,
     assert packed.kind == kind
     expected = run_in_blocks(Transformer(config, LLAMA.pack(config, widened(tensors)), 1), tokens, 1)
     for n_threads in THREADS:
-        model = Transformer(config, packed, n_threads)
+        model = Transformer(config, packed, n_threads, kv="f32")
         for block in (1, 2, 3, 7, 8, 9, 16, 64):
             assert_same_bits(run_in_blocks(model, tokens, block), expected)
 
@@ -165,7 +165,7 @@ def test_weights_stay_what_they_are_and_mixed_ones_become_fp32() -> None:
     packed = LLAMA.pack(config, tensors)
     assert packed.kind == "bf16 and fp32"
     tokens = tokens_for(config, 20)
-    expected = Transformer(config, LLAMA.pack(config, widened(tensors)), 1)
+    expected = Transformer(config, LLAMA.pack(config, widened(tensors)), 1, kv="f16")
     assert_same_bits(run_in_blocks(Transformer(config, packed, 1), tokens, 8), run_in_blocks(expected, tokens, 8))
 
 

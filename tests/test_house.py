@@ -40,7 +40,9 @@ MAY_IMPORT = {
     },
     "sweep_command": {"wiring", "options", "progress", "sweep_chart", "sweep", "interrupts", "decoder", "files"},
     "asking": {"wiring", "decoder", "files"},
-    "wiring": {"progress", "output", "decoder", "decoding", "planning", "files", "quantizing", "machine"},
+    "wiring": {
+        "specdec", "progress", "output", "decoder", "decoding", "planning", "files", "quantizing", "transformer", "machine",
+    },
     "options": set(),
     "catalog": {"vocabulary", "files", "hub", "readers", "architectures"},
     "bench": {"transformer", "architectures", "weights", "kernels", "machine"},

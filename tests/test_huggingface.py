@@ -119,10 +119,10 @@ def test_a_config_says_what_config_json_says(name: str) -> None:
 
 
 def model_of(name: str, **changes: Any) -> Transformer:
-    """A fixture's model, some numbers of whose config are others."""
+    """A fixture's model, some numbers of whose config are others, with keys and values in fp32 as transformers' are."""
     checkpoint = load_checkpoint(FIXTURES / name)
     config = replace(checkpoint.config, **changes)
-    return Transformer(config, architecture_of(config).pack(config, checkpoint.tensors))
+    return Transformer(config, architecture_of(config).pack(config, checkpoint.tensors), kv="f32")
 
 
 def error_of(model: Transformer, expected: folders.Expected) -> float:

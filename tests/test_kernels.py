@@ -103,7 +103,7 @@ print(mix_bits.stats.cache_path, mix_bits(1))
 
 def test_a_cache_beyond_all_memory_is_a_memory_error():
     with pytest.raises(MemoryError):
-        lazy_zeros(1 << 50)
+        lazy_zeros(np.float32, 1 << 50)
 
 
 @pytest.mark.parametrize("n_steps", [1, 2, 7])

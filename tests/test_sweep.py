@@ -424,6 +424,7 @@ def test_the_command_tells_figures_and_draws_them(
     assert (code, err) == (0, "")
     result = json.loads(out)
     assert result["prompts"] == ["One day", "a cat"]
+    assert (result["kv"], result["arithmetic"]) == ("f32", specdec.__arithmetic__)
     assert {(f["options"], f["temperature"], f["max_tokens"], f["n_texts"]) for f in result["cells"]} == {
         (options, t, n, 2) for options in ("", "-d ngram -g 4", "-g 1", "-g 4") for t in (0, 1) for n in (5, 20)
     }
@@ -463,6 +464,7 @@ REFUSED: dict[str, tuple[list[object], str]] = {
     "no such folder": (["--svg", "nowhere/chart.svg"], "nowhere"),
     "a folder as picture": (["--svg", "."], "--svg"),
     "no such model": (["-m", "nowhere.bin"], "nowhere.bin"),
+    "no draft": (["-d", "none"], "compares drafts"),
     "rounds": (["--rounds", "-1"], "--rounds"),
     "quantize": (["--quantize", "all"], "--quantize"),
     "threads": (["-j", "9999"], "threads"),

@@ -1,11 +1,9 @@
-"""GGUF's block types as weights in groups: their own scales and minima, bit for bit, their codes in 4 or in 8 bits.
+"""GGUF's block types as weights in groups: their own scales and minima, bit for bit, their codes in as many bits.
 
 Layouts: ggml-common.h and ggml-quants.c of github.com/ggml-org/ggml. d and m are fp16, q a code; a weight is
 
     Q4_0  d (q - 8)     Q5_0  d (q - 16)     Q8_0  d q, q signed     Q6_K  d sc (q - 32), in groups of 16
     Q4_1  d q + m       Q5_1  d q + m        Q4_K, Q5_K  d sc q - dmin m, sc and m of 6 bits
-
-Q5 and Q6 codes take 8 bits here, and what has no minimum lies around 128 there.
 """
 
 import functools
@@ -19,13 +17,11 @@ from ..machine.cache import inlined
 from ..machine.programs import Operation, Pass, operation
 from ..machine.threads import share
 from ..machine.vectors import Float32
-from .groups import NIBBLES, Bytes2, Form, Halves2, Rows, Words2, group_kind, on_all_threads, place
+from .groups import EACH, NIBBLES, Bytes2, Form, Halves2, Rows, Words2, group_kind, on_all_threads, packed, place, unpacked
+from .int8 import QUADS
 from .matrix import Blocks, Kind
 
-EACH, TWO_BITS = 0x01010101, 0x03030303  # of each byte in a word
-MIDDLES = {"Q4_0": 8, "Q5_0": 16, "Q6_K": 32, "Q8_0": 128}  # codes of a weight of 0
-AROUND_128_OF_16, AROUND_128_OF_32 = 0x70707070, 0x60606060  # what makes codes around 16 or 32 codes around 128
-SIGNS = 0x80808080
+TWO_BITS, SIGNS = 3 * EACH, 128 * EACH
 
 
 @inlined
@@ -41,9 +37,12 @@ def byte_at(source, row, at):
 
 
 @inlined
-def spread(bits):
-    """The 4 lowest bits, each as bit 4 of a byte."""
-    return (((bits & 15) * 0x00204081) & EACH) << 4
+def fifth_bits(bits):
+    """The bits of 32 codes one behind the other, as a group has them: that of byte b of quad k is bit 8 b + k."""
+    word = np.int64(0)
+    for k in range(8):
+        word |= (((bits >> 4 * k & 15) * 0x00204081) & EACH) << k  # the product has bits 0 to 3 at 0, 8, 16 and 24
+    return word
 
 
 @inlined
@@ -56,6 +55,15 @@ def put_6_bits(factors, source, row, block, at):
         factors[row, 16 * block + 8 + g] = minimum & 63
         factors[row, 16 * block + 4 + g] = (both & 15) | (scale >> 6) << 4
         factors[row, 16 * block + 12 + g] = both >> 4 | (minimum >> 6) << 4
+
+
+@inlined
+def put_lower_bits(words, row, at, row_words, source, half):
+    """Those of two groups, the second row_words behind the first: 32 bytes from that half word on have a code of each."""
+    for k in range(4):
+        a, b = word_at(source, row, half + 2 * k), word_at(source, row, half + 8 + 2 * k)
+        words[row, at + k] = (a & NIBBLES) | (b & NIBBLES) << 4
+        words[row, at + row_words + k] = (a >> 4 & NIBBLES) | (b & NIBBLES << 4)
 
 
 @operation
@@ -91,11 +99,9 @@ def read_q5_0(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: 
         for block in range(numbers.shape[1]):
             at = 11 * block
             numbers[row, block] = source[row, at]
-            fifth = word_at(source, row, at + 1)
             for k in range(4):
-                two = word_at(source, row, at + 3 + 2 * k)
-                words[row, 8 * block + k] = ((two & NIBBLES) | spread(fifth >> 4 * k)) + AROUND_128_OF_16
-                words[row, 8 * block + 4 + k] = ((two >> 4 & NIBBLES) | spread(fifth >> (16 + 4 * k))) + AROUND_128_OF_16
+                words[row, 5 * block + k] = word_at(source, row, at + 3 + 2 * k)
+            words[row, 5 * block + 4] = fifth_bits(word_at(source, row, at + 1))
 
 
 @operation
@@ -107,11 +113,9 @@ def read_q5_1(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: 
             at = 12 * block
             numbers[row, 2 * block] = source[row, at]
             numbers[row, 2 * block + 1] = source[row, at + 1]
-            fifth = word_at(source, row, at + 2)
             for k in range(4):
-                two = word_at(source, row, at + 4 + 2 * k)
-                words[row, 8 * block + k] = (two & NIBBLES) | spread(fifth >> 4 * k)
-                words[row, 8 * block + 4 + k] = (two >> 4 & NIBBLES) | spread(fifth >> (16 + 4 * k))
+                words[row, 5 * block + k] = word_at(source, row, at + 4 + 2 * k)
+            words[row, 5 * block + 4] = fifth_bits(word_at(source, row, at + 2))
 
 
 @operation
@@ -137,11 +141,7 @@ def read_q4_k(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: 
             numbers[row, 2 * block + 1] = source[row, at + 1] ^ 0x8000  # - dmin
             put_6_bits(factors, source, row, block, at + 2)
             for pair in range(4):
-                for k in range(4):
-                    a = word_at(source, row, at + 8 + 16 * pair + 2 * k)
-                    b = word_at(source, row, at + 16 + 16 * pair + 2 * k)
-                    words[row, 32 * block + 8 * pair + k] = (a & NIBBLES) | (b & NIBBLES) << 4
-                    words[row, 32 * block + 8 * pair + 4 + k] = (a >> 4 & NIBBLES) | (b & NIBBLES << 4)
+                put_lower_bits(words, row, 32 * block + 8 * pair, 4, source, at + 8 + 16 * pair)
 
 
 @operation
@@ -155,11 +155,12 @@ def read_q5_k(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: 
             numbers[row, 2 * block + 1] = source[row, at + 1] ^ 0x8000  # - dmin
             put_6_bits(factors, source, row, block, at + 2)
             for pair in range(4):
+                put_lower_bits(words, row, 40 * block + 10 * pair, 5, source, at + 24 + 16 * pair)
+            for g in range(8):
+                fifth = np.int64(0)
                 for k in range(8):
-                    two = word_at(source, row, at + 24 + 16 * pair + 2 * k)
-                    fifth = word_at(source, row, at + 8 + 2 * k) >> 2 * pair
-                    words[row, 64 * block + 16 * pair + k] = (two & NIBBLES) | (fifth & EACH) << 4
-                    words[row, 64 * block + 16 * pair + 8 + k] = (two >> 4 & NIBBLES) | (fifth >> 1 & EACH) << 4
+                    fifth |= (word_at(source, row, at + 8 + 2 * k) >> g & EACH) << k
+                words[row, 40 * block + 5 * g + 4] = fifth
 
 
 @operation
@@ -173,13 +174,17 @@ def read_q6_k(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: 
             numbers[row, block] = source[row, at + 104]
             for g in range(16):
                 factors[row, 16 * block + g] = byte_at(source, row, 2 * (at + 96) + g)
-            for half in range(2):
-                for quarter in range(4):
-                    for k in range(8):
-                        low = word_at(source, row, at + 32 * half + 16 * (quarter % 2) + 2 * k) >> 4 * (quarter // 2)
-                        high = word_at(source, row, at + 64 + 16 * half + 2 * k) >> 2 * quarter
-                        word = ((low & NIBBLES) | (high & TWO_BITS) << 4) + AROUND_128_OF_32
-                        words[row, 64 * block + 32 * half + 8 * quarter + k] = word
+            for g in range(16):
+                half, quarter, place = g // 8, g % 8 // 2, g % 2 * 4  # place: of the group's first quad among the quarter's 8
+                lower, upper = at + 32 * half + 16 * (quarter % 2) + 2 * place, at + 64 + 16 * half + 2 * place
+                for k in range(2):
+                    a = word_at(source, row, lower + 2 * k) >> 4 * (quarter // 2) & NIBBLES
+                    b = word_at(source, row, lower + 4 + 2 * k) >> 4 * (quarter // 2) & NIBBLES
+                    words[row, 48 * block + 3 * g + k] = a | b << 4
+                two_bits = np.int64(0)
+                for k in range(4):
+                    two_bits |= (word_at(source, row, upper + 2 * k) >> 2 * quarter & TWO_BITS) << 2 * k
+                words[row, 48 * block + 3 * g + 2] = two_bits
 
 
 class BlockType(NamedTuple):
@@ -191,17 +196,17 @@ class BlockType(NamedTuple):
 
 
 FOUR, FOUR_AND_MINIMUM = Form(4, 32, 1, False), Form(4, 32, 1, True)
-EIGHT, EIGHT_AND_MINIMUM = Form(8, 32, 1, False), Form(8, 32, 1, True)
-MIXED = Form(8, 16, 16, True)  # what holds every K type
+EIGHT_AND_MINIMUM = Form(8, 32, 1, True)  # what holds every type but the K ones
+SIX_AND_MINIMA = Form(6, 16, 16, True)  # what holds every K type
 TYPES = {
     "Q4_0": BlockType(18, FOUR, read_q4_0),
     "Q4_1": BlockType(20, FOUR_AND_MINIMUM, read_q4_1),
-    "Q5_0": BlockType(22, EIGHT, read_q5_0),
-    "Q5_1": BlockType(24, EIGHT_AND_MINIMUM, read_q5_1),
-    "Q8_0": BlockType(34, EIGHT, read_q8_0),
+    "Q5_0": BlockType(22, Form(5, 32, 1, False), read_q5_0),
+    "Q5_1": BlockType(24, Form(5, 32, 1, True), read_q5_1),
+    "Q8_0": BlockType(34, Form(8, 32, 1, False), read_q8_0),
     "Q4_K": BlockType(144, Form(4, 32, 8, True), read_q4_k),
-    "Q5_K": BlockType(176, Form(8, 32, 8, True), read_q5_k),
-    "Q6_K": BlockType(210, Form(8, 16, 16, False), read_q6_k),
+    "Q5_K": BlockType(176, Form(5, 32, 8, True), read_q5_k),
+    "Q6_K": BlockType(210, Form(6, 16, 16, False), read_q6_k),
 }
 
 
@@ -218,39 +223,32 @@ def rows_of_blocks(blocks: Blocks) -> Rows:
     return Rows(numbers, factors, words)
 
 
-def widened(rows: Rows, name: str, wide: Form) -> Rows:
-    """Rows of a type in a form of 8 bits that has minima or has none either, of groups as large or half as large."""
+def widened(rows: Rows, form: Form, wide: Form) -> Rows:
+    """Rows of a form in one of as many bits or more that has minima or has none either, of groups as large or half as large."""
     numbers, factors, words = rows
-    form = TYPES[name].form
-    if form.bits == 4:
-        words = np.concatenate([words & NIBBLES, words >> 4 & NIBBLES], 3)
+    quads = unpacked(form, words)
     if not wide.has_minima:
-        words = words + np.uint32(EACH * (wide.middle - form.middle))
+        quads = quads + np.uint32(EACH * (wide.middle - form.middle))
     elif not form.has_minima:  # d (q - middle) = d q + (-middle d)
-        words = words - np.uint32(EACH * (form.middle - MIDDLES[name]))
-        minima = (np.float32(-MIDDLES[name]) * numbers.view(np.float16)).astype(np.float16).view(np.uint16)
+        minima = (np.float32(-form.middle) * numbers.view(np.float16)).astype(np.float16).view(np.uint16)
         numbers, factors = np.concatenate([numbers, minima], 2), np.concatenate([factors, factors], 2)
     factors = np.repeat(factors, form.group // wide.group, 3)
-    return Rows(numbers, factors, words.reshape(*words.shape[:2], wide.n_groups, wide.row_words))
+    quads = quads.reshape(*quads.shape[:2], wide.n_groups, wide.group // QUADS)
+    return Rows(numbers, factors, packed(wide, quads))
 
 
 def fill(form: Form, strips: Float32, first: int, stride: int, rows: Blocks, group: int) -> None:
     """`Kind.fill`."""
     own, read = TYPES[rows.type].form, rows_of_blocks(rows)
-    place(strips, first, stride, read if own == form else widened(read, rows.type, form))
+    place(strips, first, stride, read if own == form else widened(read, own, form))
 
 
 def _kind(name: str, form: Form) -> Kind:
     return replace(group_kind(name, form, functools.partial(fill, form)), of_blocks=True)
 
 
-Q8_0, K_MIX = _kind("Q8_0", EIGHT), _kind("mixed K", MIXED)
-KINDS = {name: _kind(name, block.form) for name, block in TYPES.items() if block.form != EIGHT} | {
-    "Q8_0": Q8_0,
-    "Q5_0": replace(Q8_0, name="Q5_0"),
-}
-
-MIX = replace(KINDS["Q5_1"], name="mixed")
+KINDS = {name: _kind(name, block.form) for name, block in TYPES.items()}
+MIXED, MIXED_K = _kind("mixed", EIGHT_AND_MINIMUM), _kind("mixed K", SIX_AND_MINIMA)
 
 
 def kind_of_types(types: Collection[str]) -> Kind | None:
@@ -258,7 +256,9 @@ def kind_of_types(types: Collection[str]) -> Kind | None:
     if len(types) == 1:
         return KINDS[next(iter(types))]
     if all(name.endswith("_K") for name in types):
-        return K_MIX
-    if all(name.endswith("_0") for name in types):
-        return Q8_0
-    return MIX if all(name.endswith(("_0", "_1")) for name in types) else None
+        return MIXED_K
+    if not all(name.endswith(("_0", "_1")) for name in types):
+        return None
+    forms = [TYPES[name].form for name in types]
+    wide = Form(max(form.bits for form in forms), 32, 1, any(form.has_minima for form in forms))
+    return next((kind for name, kind in KINDS.items() if TYPES[name].form == wide), MIXED)

@@ -1,12 +1,14 @@
-"""Weights in 4 or 8 bits whose groups share a scale and perhaps a minimum: code * scale + minimum, as GGUF's types have them.
+"""Weights in 4 to 8 bits whose groups share a scale and perhaps a minimum: code * scale + minimum, as GGUF's types have them.
 
 Activations are int8 in groups of the same size, as `int8.quantize` makes them; the integer sums of a group are exact, so their
 order is free, and its floats enter their row's chain in their turn: sum (scale q + minimum) x = scale sum(q x) + minimum sum(x).
 
 A strip is (blocks, words). A block of columns holds, for each of the R rows, the fp16 scale and, with minima, the fp16 minimum;
 where scales have two levels, of each group the rows' int8 factors of the one, then of each those of the other; then of each
-group the codes, words of 4 bytes, the rows of each innermost. Two codes of 4 bits share a byte, the one 16 columns behind the
-other in its upper half. Codes without a minimum lie around the middle of their range: 8, or 128.
+group the codes, words of 4 bytes, the rows of each innermost. A quad of codes of 8 bits is a word. Of fewer bits, the lower 4 of
+two codes share a byte, the one half a group behind the other in its upper half; then comes a word of the upper bits, if any: 1 of
+each of 32 codes or 2 of each of 16, byte b of quad k from bit 8 b + k or 8 b + 2 k on. Codes without a minimum lie around the
+middle of their range: 8, 16, 32 or 128.
 """
 
 import functools
@@ -24,7 +26,7 @@ from numba.core import cgutils
 from ..machine.cache import inlined
 from ..machine.programs import Floats2, Floats3, Ints1, Operation, Pass, Row, Runner, operation
 from ..machine.threads import available_threads, share
-from ..machine.tiles import STRIP_ROWS, cells, const, make_tile, prefetch
+from ..machine.tiles import LINE_WORDS, STRIP_ROWS, cells, const, make_tile, prefetch
 from ..machine.vectors import (
     CPU_FEATURES,
     FP16_STORAGE,
@@ -36,9 +38,9 @@ from ..machine.vectors import (
     broadcast,
     ceil_div,
     lane,
-    llvm,
     load_byte,
     load_fp16,
+    multiply_add,
     offset,
 )  # fmt: skip
 from .int8 import GROUP_HEAD, QUADS, best_dot4, dot4, multiply, scratch_words
@@ -53,13 +55,15 @@ Words3 = Annotated[npt.NDArray[np.uint32], types.uint32, 3]
 PATH = "portable" if os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0") else best_dot4(CPU_FEATURES)
 HALF_WORDS = STRIP_ROWS // 2  # of the rows' fp16 numbers
 BYTE_WORDS = STRIP_ROWS // 4  # of the rows' bytes
-NIBBLES = 0x0F0F0F0F
+EACH = 0x01010101  # of the bytes in a word
+NIBBLES = 15 * EACH
 
 
 class Form(NamedTuple):
     """How groups lie: bits of a code, codes of a group, groups of a block, whether they have minima.
 
-    In blocks of several groups scales, and minima, are a fp16 number of the block times an int8 factor of the group.
+    In blocks of several groups scales, and minima, are a fp16 number of the block times an int8 factor of the group. A group of
+    5 bits has 32 codes, one of 6 has 16: their upper bits fill a word.
     """
 
     bits: int
@@ -91,6 +95,21 @@ class Form(NamedTuple):
     def row_words(self) -> int:
         """Of a row's codes in a group."""
         return self.group * self.bits // 32
+
+    @property
+    def quad_words(self) -> int:
+        """Those of them that hold quads, or the lower bits of two quads each."""
+        return self.group // (QUADS if self.bits == 8 else 2 * QUADS)
+
+    @property
+    def upper_bits(self) -> int:
+        """Of a code: those that lie in the word behind."""
+        return self.bits - 4 if self.bits < 8 else 0
+
+    @property
+    def upper_mask(self) -> int:
+        """The lowest so many bits of each byte of a quad."""
+        return EACH * ((1 << self.upper_bits) - 1)
 
     @property
     def block_words(self) -> int:
@@ -125,6 +144,8 @@ def group_body(form: Form, path: str) -> Any:
         n: Any, n_quads: Any, accumulate: Any,
     ) -> None:  # fmt: skip
         places, starts = cells(builder, out, out_stride, accumulate, n_vectors, n_tokens)
+        stride_of = form.block_words // (form.block_words // STRIP_ROWS)  # words: what ahead_stride is for
+        line_stride = builder.udiv(builder.mul(ahead_stride, const(LINE_WORDS)), const(stride_of))
         totals = [cgutils.alloca_once_value(builder, start) for start in starts]
 
         def first_sum(correction: Any) -> Any:
@@ -134,25 +155,44 @@ def group_body(form: Form, path: str) -> Any:
                 sum_of_zeros = builder.sub(sum_of_zeros, correction)
             return broadcast(builder, sum_of_zeros, INTEGERS)
 
-        def group(block: Any, fetched: Any, codes: Any, rows: list[Any], scales: list[list[Any]]) -> None:
+        def codes_of(quad: int, lower: Any, upper: Any) -> Any:
+            """A quad of LANES rows out of the words of its lower and its upper bits."""
+            lower = builder.and_(builder.lshr(lower, integers(quad // form.quad_words * 4)), integers(NIBBLES))
+            if not form.upper_bits:
+                return lower
+            left = 4 - quad * form.upper_bits
+            upper = builder.shl(upper, integers(left)) if left > 0 else builder.lshr(upper, integers(-left))
+            return builder.or_(lower, builder.and_(upper, integers(form.upper_mask << 4)))
+
+        def fetch(first: Any, n_lines: int) -> None:
+            """What lies ahead for so many lines of the strip from that word on."""
+            place = builder.gep(ahead, [builder.mul(builder.udiv(first, const(LINE_WORDS)), line_stride)])
+            for _ in range(n_lines):
+                prefetch(builder, place, const(0))
+                place = builder.gep(place, [line_stride])
+
+        def group(codes: Any, rows: list[Any], scales: list[list[Any]]) -> None:
             """One group's sums into the totals; codes: its first word; rows: each token's words; scales: of each level."""
+            fetch(codes, form.row_words * STRIP_ROWS // LINE_WORDS)
             corrections = [builder.load(offset(builder, row, const(1), I32)) for row in rows]
             sums = [first_sum(corrections[t]) for t in range(n_tokens) for _ in range(n_vectors)]
-            for k in range(form.row_words):
-                quads: list[tuple[int, list[Any]]] = []
+
+            def load_words(k: int) -> list[Any]:
                 words = []
                 for v in range(n_vectors):
                     place = builder.add(codes, const(k * STRIP_ROWS + LANES * v))
-                    words.append(builder.load(offset(builder, block, place, INTEGERS), align=64))
-                    prefetch(builder, fetched, place)
-                if form.bits == 4:
-                    low = [builder.and_(word, integers(NIBBLES)) for word in words]
-                    high = [builder.and_(builder.lshr(word, integers(4)), integers(NIBBLES)) for word in words]
-                    quads = [(k, low), (k + form.row_words, high)]
-                else:
-                    quads = [(k, words)]
+                    words.append(builder.load(offset(builder, w, place, INTEGERS), align=64))
+                return words
+
+            uppers = load_words(form.quad_words) if form.upper_bits else [None] * n_vectors
+            for k in range(form.quad_words):
+                words = load_words(k)
+                quads = {k: words}
+                if form.bits < 8:
+                    pairs = list(zip(words, uppers, strict=True))
+                    quads = {quad: [codes_of(quad, *pair) for pair in pairs] for quad in (k, k + form.quad_words)}
                 for t, row in enumerate(rows):
-                    for quad, weights in quads:
+                    for quad, weights in quads.items():
                         four = builder.load(offset(builder, row, const(GROUP_HEAD + quad), I32))
                         four = broadcast(builder, four, INTEGERS)
                         for v in range(n_vectors):
@@ -163,29 +203,27 @@ def group_body(form: Form, path: str) -> Any:
                 for v in range(n_vectors):
                     i = t * n_vectors + v
                     scale = builder.fmul(scales[0][v], broadcast(builder, x_scale, VECTOR))
-                    total = llvm(
-                        builder, "llvm.fma.v16f32", VECTOR, builder.sitofp(sums[i], VECTOR), scale, builder.load(totals[i])
-                    )
+                    total = multiply_add(builder, builder.sitofp(sums[i], VECTOR), scale, builder.load(totals[i]))
                     if form.has_minima:
                         x_sum = builder.fmul(
                             builder.fmul(builder.sitofp(corrections[t], x_scale.type), x_scale.type(-1 / 128)), x_scale
                         )
-                        total = llvm(builder, "llvm.fma.v16f32", VECTOR, scales[1][v], broadcast(builder, x_sum, VECTOR), total)
+                        total = multiply_add(builder, scales[1][v], broadcast(builder, x_sum, VECTOR), total)
                     builder.store(total, totals[i])
 
         with cgutils.for_range(builder, n) as blocks:
             first = builder.mul(blocks.index, const(form.block_words))
-            block, fetched = builder.gep(w, [first]), builder.gep(ahead, [first])
+            block = builder.gep(w, [first])
             x_block = builder.mul(blocks.index, const(form.n_groups * x_group_words))
             rows = [builder.gep(x, [builder.add(builder.mul(x_stride, const(t)), x_block)]) for t in range(n_tokens)]
-            for line in range(0, form.codes_at, LANES):
-                prefetch(builder, fetched, const(line))
+            codes = builder.add(first, const(form.codes_at))
+            fetch(first, form.codes_at // LINE_WORDS)
             scales = [
                 [numbers(builder, block, level * HALF_WORDS + v * LANES // 2) for v in range(n_vectors)]
                 for level in range(form.n_levels)
             ]
             if form.n_groups == 1:
-                group(block, fetched, const(form.codes_at), rows, scales)
+                group(codes, rows, scales)
             else:
                 with cgutils.for_range(builder, const(form.n_groups)) as groups:
                     g = groups.index
@@ -201,8 +239,7 @@ def group_body(form: Form, path: str) -> Any:
                                 for v in range(n_vectors)
                             ]
                         )
-                    codes = builder.add(builder.mul(g, const(form.row_words * STRIP_ROWS)), const(form.codes_at))
-                    group(block, fetched, codes, here, own)
+                    group(builder.add(codes, builder.mul(g, const(form.row_words * STRIP_ROWS))), here, own)
         for place, total in zip(places, totals, strict=True):
             builder.store(builder.load(total), place, align=4)
         builder.ret_void()
@@ -231,15 +268,9 @@ def group_product(form: Form, path: str) -> Callable[..., None]:
 
 def group_embed(form: Form) -> Callable[..., None]:
     """The kernel of `Matrix.embedding` for weights of that form."""
-    columns, of_group, n_groups, bits, has_minima, middle = (
-        form.columns,
-        form.group,
-        form.n_groups,
-        form.bits,
-        form.has_minima,
-        form.middle,
-    )
-    factors_at, codes_at, row_words = form.factors_at, form.codes_at, form.row_words
+    bits, of_group, n_groups, has_minima = form
+    columns, middle, factors_at, codes_at = form.columns, form.middle, form.factors_at, form.codes_at
+    row_words, quad_words, upper_bits = form.row_words, form.quad_words, form.upper_bits
 
     def embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: int, group: int) -> None:
         first, last = share(n, thread, run.n_threads)
@@ -250,10 +281,14 @@ def group_embed(form: Form) -> Callable[..., None]:
                 place, i = divmod(k, columns)
                 g, i = divmod(i, of_group)
                 block = (strip * w.shape[1] + place) * w.shape[2]
-                half, quad = divmod(i // QUADS, row_words)
-                code = load_byte(w, (block + codes_at + (g * row_words + quad) * STRIP_ROWS + row) * QUADS + i % QUADS)
-                if bits == 4:
+                at = (block + codes_at + g * row_words * STRIP_ROWS + row) * QUADS + i % QUADS  # in the group's first word
+                half, word = divmod(i // QUADS, quad_words)
+                code = load_byte(w, at + word * STRIP_ROWS * QUADS)
+                if bits < 8:
                     code = (code >> (4 * half)) & 15
+                if upper_bits > 0:
+                    upper = load_byte(w, at + quad_words * STRIP_ROWS * QUADS) >> (i // QUADS * upper_bits)
+                    code |= (upper << 4) & (2**bits - 16)
                 weight = np.float32(code - middle) * group_number(w, block, 0, row, g, n_groups, factors_at)
                 if has_minima:
                     weight += group_number(w, block, 1, row, g, n_groups, factors_at)
@@ -283,6 +318,31 @@ class Rows(NamedTuple):
     numbers: npt.NDArray[np.uint16]
     factors: npt.NDArray[np.int8]
     words: npt.NDArray[np.uint32]
+
+
+def unpacked(form: Form, words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """Quads of codes (A, blocks, groups, quads, ...), of the words (A, blocks, groups, words, ...) that hold them."""
+    if form.bits == 8:
+        return words
+    lower, upper = words[:, :, :, : form.quad_words], words[:, :, :, form.quad_words :]
+    quads = np.concatenate([lower & NIBBLES, lower >> 4 & NIBBLES], 3)
+    if form.upper_bits:
+        for k in range(quads.shape[3]):
+            quads[:, :, :, k] |= (upper[:, :, :, 0] >> k * form.upper_bits & form.upper_mask) << 4
+    return quads
+
+
+def packed(form: Form, quads: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """`unpacked`, the other way round."""
+    if form.bits == 8:
+        return quads
+    words = np.zeros((*quads.shape[:3], form.row_words, *quads.shape[4:]), np.uint32)
+    words[:, :, :, : form.quad_words] = quads[:, :, :, : form.quad_words] & NIBBLES
+    words[:, :, :, : form.quad_words] |= (quads[:, :, :, form.quad_words :] & NIBBLES) << 4
+    if form.upper_bits:
+        for k in range(quads.shape[3]):
+            words[:, :, :, form.quad_words] |= (quads[:, :, :, k] >> 4 & form.upper_mask) << k * form.upper_bits
+    return words
 
 
 @operation
@@ -329,9 +389,8 @@ def rows_of(form: Form, strips: Float32, n: int, group: int) -> Float32:
     if form.n_groups > 1:
         factors = strips[..., form.factors_at : form.codes_at].view(np.int8)
         levels = levels * factors.reshape(size, n_blocks, form.n_levels, form.n_groups, STRIP_ROWS)
-    codes = strips[..., form.codes_at :].view(np.uint8).reshape(size, n_blocks, form.n_groups, form.row_words, STRIP_ROWS, QUADS)
-    if form.bits == 4:
-        codes = np.concatenate([codes & 15, codes >> 4], 3)
+    words = strips[..., form.codes_at :].view(np.uint32).reshape(size, n_blocks, form.n_groups, form.row_words, STRIP_ROWS)
+    codes = unpacked(form, words)[..., None].view(np.uint8)
     # (P, blocks, groups, quads, R, 4) -> (P, R, blocks, groups, quads, 4)
     values = codes.transpose(0, 4, 1, 2, 3, 5).astype(np.float32) - np.float32(form.middle)
     scales, *minima = (levels[:, :, i].transpose(0, 3, 1, 2)[..., None, None] for i in range(form.n_levels))

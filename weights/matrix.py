@@ -16,10 +16,12 @@ from ..machine.memory import aligned, bits_of, zeros
 from ..machine.programs import Operation, Row
 from ..machine.threads import available_threads, on_threads, set_num_threads, share, use_threads
 from ..machine.tiles import STRIP_ROWS
-from ..machine.vectors import LANES, Float32, Int64, ceil_div, load_bf16, load_fp16, store
+from ..machine.vectors import LANES, Float32, Int64, ceil_div, load_bf16, load_fp16, round_up, store
 
 Floats = npt.NDArray[Any]  # see `Tensor`
 BLOCK_STRIPS = 64  # packed at a time: 42M loads in 0.13 s, with 16 in 0.17
+BLOCK_WEIGHTS = 1 << 23  # or fewer strips, where columns are many: what is read and not yet packed stays small
+HEAD_STRIPS = 8  # whose multiple ends between heads of up to 256 rows, which some files have in another order
 
 
 class Tensor(Protocol):
@@ -149,7 +151,7 @@ def pack(tensors: Sequence[Tensor], kind: Kind, in_turns: bool = False, room: Ca
     strips = room(sum(sizes), *kind.strip_shape(n, group))
     for i, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
         first, stride = (i, len(tensors)) if in_turns else (sum(sizes[:i]), 1)
-        for block in blocks(size):
+        for block in blocks(size, n):
             begin, end = block.start * STRIP_ROWS, min(block.stop * STRIP_ROWS, tensor.shape[0])
             kind.fill(strips, first + stride * block.start, stride, _rows(tensor, kind, begin, end), group)
     return Matrix(kind, strips, n, group)
@@ -164,11 +166,13 @@ def converted(matrix: Matrix, kind: Kind, room: Callable[..., Float32] = zeros) 
     """A matrix in another kind of weights; room: gives zeros of a shape."""
     group = kind.group(matrix.n, 0)
     strips = room(len(matrix.strips), *kind.strip_shape(matrix.n, group))
-    for block in blocks(len(strips)):
+    for block in blocks(len(strips), matrix.n):
         kind.fill(strips, block.start, 1, matrix.kind.rows(matrix.strips[block], matrix.n, matrix.group), group)
     return Matrix(kind, strips, matrix.n, group)
 
 
-def blocks(size: int) -> Iterable[slice]:
-    """Slices of up to BLOCK_STRIPS over so many strips."""
-    return (slice(first, min(first + BLOCK_STRIPS, size)) for first in range(0, size, BLOCK_STRIPS))
+def blocks(size: int, n: int) -> Iterable[slice]:
+    """Slices over so many strips of n columns, of as many as are packed at a time."""
+    few = round_up(max(BLOCK_WEIGHTS // (STRIP_ROWS * n), available_threads()), HEAD_STRIPS)
+    step = min(BLOCK_STRIPS, few)
+    return (slice(first, min(first + step, size)) for first in range(0, size, step))
