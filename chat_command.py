@@ -13,6 +13,7 @@ from .options import (
     FirstMessage,
     KVOption,
     ModelFile,
+    ModelWord,
     NoHistory,
     PlainChat,
     Seed,
@@ -32,6 +33,7 @@ from .wiring import NONE, check_arguments, decoder_of, found, made_with, roles_o
 
 
 def talk(
+    word: ModelWord = None,
     model: ModelFile = None,
     draft: DraftFile = NGRAM,
     stage: StageName = "",
@@ -55,6 +57,9 @@ def talk(
     from . import chat, chat_lines, chat_screen  # which nothing else needs
 
     check_arguments(first + system, top_p, seed, threads, verify="coupled", quantize=quantize, tree=AUTO, kv=kv)
+    if word and model:
+        raise typer.BadParameter(f"{word!r} and -m {model!r} are two targets; name a draft with -d")
+    model = word or model
     if not model:
         raise typer.BadParameter("name a model, such as HuggingFaceTB/SmolLM2-135M-Instruct.", param_hint="'-m' / '--model'")
     is_talk = bool(sys.stdin) and sys.stdin.isatty() and sys.stdout.isatty()

@@ -141,7 +141,11 @@ def figures(s: Statistics) -> str:
         parts.append("as fast as alone" if 0.95 <= s.speed_up < 1.05 else f"{s.speed_up:.1f} times as fast as alone")
     if s.n_drafted:
         parts.append(f"{s.acceptance_rate:.0%} of {s.n_drafted} guesses right")
-    ends = {"interrupted": "interrupted", "max_tokens": "cut off (/set max_tokens)", "seq_len": "cut off: the context is full"}
+    ends = {
+        "interrupted": "interrupted",
+        "max_tokens": "cut off (-n, /set max_tokens)",
+        "seq_len": "cut off: the context is full",
+    }
     return ", ".join([*parts, *([ends[s.stop_reason]] if s.stop_reason in ends else [])])
 
 

@@ -22,7 +22,7 @@ from .machine.threads import available_threads, give_lock
 from .ngram_table import NgramTable, is_table, load_table
 from .ngrams import NgramDrafter
 from .planning import MARGIN_RATES, MAX_GAMMA, ODDS_RATES, Acceptance, AutoLength, Costs, FixedLength, Plan
-from .quantizing import kind_of_copy, kinds_to_make
+from .quantizing import SAMPLE, copy_of, kinds_to_make
 from .readers import Checkpoint, CheckpointError, load_checkpoint, read_vocabulary
 from .sampling import Sampler, Sampling
 from .stages import Account, Guesser, StagedDrafter
@@ -213,10 +213,10 @@ class SpeculativeDecoder:
         """A model that drafts, and the ids that the target and it may say."""
         rows = self.target.config.vocab_size
         if draft == SELF:
-            copy = self.target.weights.converted(kind_of_copy(self.target.weights, kind if is_asked else None))
             n_target = known_ids(self.tokenizer, rows)
-            model = Transformer(self.target.config, copy, n_threads, self.target.n_positions, self._kv)
-            return model, Vocabulary(n_target, n_target)
+            sample = self.tokenizer.encode(SAMPLE)
+            copy = copy_of(self.target, kind if is_asked else None, sample, n_threads, self._kv)
+            return copy, Vocabulary(n_target, n_target)
         if isinstance(draft, Transformer):
             return draft, self._alike(name, draft.config.vocab_size)
         source = load_checkpoint(Path(draft))

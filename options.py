@@ -22,6 +22,7 @@ ModelFile = Annotated[
         help="Target: a folder, org/name or org/name:Q4_K_M on the hub, a GGUF or llama2.c file.",
     ),
 ]  # fmt: skip
+ModelWord = Annotated[str | None, typer.Argument(metavar="[MODEL]", show_default=False, help="The target, as with -m.")]
 DraftFile = Annotated[
     str,
     option(

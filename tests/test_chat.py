@@ -287,7 +287,7 @@ def test_a_pipe_is_answered_once(model: Path, talk: Callable[..., Conversation])
     answer = conversation.messages[-1]
     code, out, errors = piped(["-m", model], QUESTION.encode() + b"\n")
     assert code == 0 and "tok/s" in errors and out.strip() == printable(answer["content"]).strip()
-    code, out, _ = piped(["-m", model, "-i", QUESTION, "--json"], b"")
+    code, out, _ = piped([model, "-i", QUESTION, "--json"], b"")
     assert code == 0 and out.count("\n") == 1
     told = json.loads(out)
     assert (told["text"], told["tokens"], told["settings"]["seed"]) == (answer["content"], answer["tokens"], 5)
