@@ -204,6 +204,8 @@ class Conversation:
 
 def _content(path: Path) -> dict[str, Any]:
     """What a conversation's file holds, its parts not yet looked at."""
+    if os.path.exists(path) and not os.path.isfile(path):  # which raise for no name
+        raise CheckpointError(f"{path} is no file; expected a saved conversation")
     content = read_object(path)
     if content.get("format") != FORMAT or content.get("revision") != REVISION:
         raise CheckpointError(f"{path} is no conversation that was saved here")

@@ -259,6 +259,8 @@ class Chat:
 
     def _help(self, _: str) -> None:
         table = Table.grid(padding=(0, 2))
+        table.add_column(overflow="fold")
+        table.add_column(overflow="fold")
         for name, meaning in HELP.items():
             table.add_row(Text(name), Text(meaning))
         self._out.print(table)

@@ -123,6 +123,8 @@ def test_a_saved_conversation_goes_on_as_it_would_have(talk: Callable[..., Conve
     with pytest.raises(ValueError, match="no saved conversation"):
         conversation.save(tmp_path / "mine")
     assert (tmp_path / "mine").read_text() == "mine"
+    with pytest.raises(ValueError, match="expected a saved conversation"):
+        other.load(tmp_path)
     with pytest.raises(ValueError, match="cannot write"):
         conversation.save(tmp_path / "nowhere" / "kept")
 
