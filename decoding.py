@@ -335,7 +335,10 @@ def judge(
         end = next((i for i, token in enumerate(tokens, 1) if token in end_marks), len(tokens))
         tokens, n_accepted = tokens[:end], min(n_accepted, end)
     if tokens[-1] < 0:
-        raise ValueError("the target's logits are not finite: its weights are damaged, or too large to compute with")
+        raise ValueError(
+            "the target's logits are not finite: its weights are damaged or too large to compute with, or its keys and values "
+            "too large for f16 (--kv f32 holds them)"
+        )
     return tokens, n_accepted
 
 

@@ -243,7 +243,9 @@ class Transformer:
         if nodes:
             new += [token for token, _ in nodes[n_nodes:]]
         if new and not 0 <= min(new) <= max(new) < self._config.vocab_size:
-            raise ValueError(f"token out of range 0..{self._config.vocab_size - 1}")
+            wrong = next(token for token in new if not 0 <= token < self._config.vocab_size)
+            whose = "nodes" if wrong in (token for token, _ in nodes) else "tokens"
+            raise ValueError(f"{whose} hold {short(wrong)}; expected 0 to {self._config.vocab_size - 1}")
         self._reserve(len(tokens) + len(nodes))
         if self._nodes:
             del self._nodes[n_nodes:]

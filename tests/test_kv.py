@@ -12,11 +12,12 @@ from specdec.architectures import architecture_of
 from specdec.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.machine.memory import zeros
 from specdec.machine.vectors import LANES, load, load_either, portable_store_either, put_either, store, store_either
+from specdec.sampling import Sampling
 from specdec.transformer import Transformer
 from specdec.weights import BF16, FP32, INT8
 from tests import reference
 from tests.checkpoints import random_tensors
-from tests.models import CONFIGS, THREADS, random_model, run_in_blocks, tokens_for
+from tests.models import CONFIGS, THREADS, continuation, random_model, run_in_blocks, tokens_for
 from tests.test_architectures import FAMILIES
 from tests.test_architectures import random_tensors as family_tensors
 
@@ -96,7 +97,10 @@ def test_a_key_or_value_beyond_fp16_makes_nan_and_no_smaller_number():
         tensors[name] *= 1e6
         weights = architecture_of(config).pack(config, tensors)
         assert np.isfinite(Transformer(config, weights, 1).forward([1, 2], 1)).all()
-        assert np.isnan(Transformer(config, weights, 1, kv="f16").forward([1, 2], 1)).all()
+        halved = Transformer(config, weights, 1, kv="f16")
+        assert np.isnan(halved.forward([1, 2], 1)).all()
+        with pytest.raises(ValueError, match=r"not finite: .* too large for f16 \(--kv f32 holds them\)$"):
+            continuation(halved, None, Sampling(0))
 
 
 def test_the_cache_is_f32_where_all_weights_are_and_half_as_large_else():

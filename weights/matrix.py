@@ -173,6 +173,6 @@ def converted(matrix: Matrix, kind: Kind, room: Callable[..., Float32] = zeros) 
 
 def blocks(size: int, n: int) -> Iterable[slice]:
     """Slices over so many strips of n columns, of as many as are packed at a time."""
-    few = round_up(max(BLOCK_WEIGHTS // (STRIP_ROWS * n), available_threads()), HEAD_STRIPS)
-    step = min(BLOCK_STRIPS, few)
+    few = BLOCK_WEIGHTS // (STRIP_ROWS * n) // HEAD_STRIPS * HEAD_STRIPS
+    step = min(BLOCK_STRIPS, max(few, round_up(available_threads(), HEAD_STRIPS)))
     return (slice(first, min(first + step, size)) for first in range(0, size, step))
