@@ -2,6 +2,8 @@
 
 import json
 import os
+import time
+from bisect import bisect_left
 from collections.abc import Generator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -11,7 +13,7 @@ from typing import Any
 
 from . import checks
 from .decoder import SpeculativeDecoder
-from .decoding import Event, Step
+from .decoding import Event, Prompt, Step
 from .readers import CheckpointError, read_object
 from .sampling import Sampling
 from .templates import Message
@@ -19,6 +21,13 @@ from .templates import Message
 FORMAT, REVISION = "specdec conversation", 1
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
 LEAST_ROOM, ROOM = 8, 4  # shares of the context: for an answer, below which turns are dropped; and that they then leave
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Of what the model reads before a long conversation's answer, this share has been."""
+
+    share: float
 
 
 @dataclass(frozen=True)
@@ -75,13 +84,16 @@ class Conversation:
         """Begin anew; the system prompt stays."""
         self.messages, self.n_dropped = [], 0
 
-    def ask(self, question: str) -> Generator[Event]:
-        """The answer's events. A question that is not answered at all, for an error or an interrupt, is forgotten."""
+    def ask(self, question: str) -> Generator[Event | Reading]:
+        """The answer's events, behind those of a long reading.
+
+        A question that is not answered at all, for an error or an interrupt, is forgotten.
+        """
         before = self.messages, self.n_dropped
         self.messages = [*self.messages, {"role": USER, "content": checks.text("the message", question)}]
         return self._answer(0, before)
 
-    def regenerate(self) -> Generator[Event]:
+    def regenerate(self) -> Generator[Event | Reading]:
         """Another answer to the last question, in the place of the one there is. Raises ValueError where there is none."""
         if not self.messages:
             raise ValueError("there is no answer yet to write anew")
@@ -89,12 +101,18 @@ class Conversation:
         *self.messages, last = self.messages
         return self._answer(last["attempt"] + 1, before)
 
-    def _answer(self, attempt: int, before: tuple[list[dict[str, Any]], int]) -> Generator[Event]:
+    def _answer(self, attempt: int, before: tuple[list[dict[str, Any]], int]) -> Generator[Event | Reading]:
         tokens, is_whole, words = list[int](), False, ""
         try:
-            room = self._make_room()
-            settings = self.settings
-            for event in self._decoder.chat(self._seen(), min(settings.max_tokens, room), settings.sampling(attempt)):
+            prompt = self._prompt()
+            begin = time.perf_counter()
+            for share in self._decoder.read(prompt):
+                yield Reading(share)
+            seconds = time.perf_counter() - begin
+            settings, room = self.settings, self._decoder.n_positions + 1 - len(prompt)
+            for event in self._decoder.stream(prompt, min(settings.max_tokens, room), settings.sampling(attempt)):
+                if isinstance(event, Prompt):
+                    event = replace(event, seconds=event.seconds + seconds)
                 if isinstance(event, Step):
                     tokens += event.tokens
                     words += event.text
@@ -112,24 +130,36 @@ class Conversation:
         system = [{"role": SYSTEM, "content": self.system}] if self.system else []
         return [*system, *self.messages[self.n_dropped :]]
 
-    def _make_room(self) -> int:
-        """Drops the oldest turns where the context is full; how many tokens an answer may have.
+    def _prompt(self) -> list[int]:
+        """What the model reads before the answer, without the oldest turns where the context is full.
 
         Raises ValueError for a question that does not fit alone.
         """
         most = self._decoder.n_positions
-        n = len(self._decoder.encode_chat(self._seen()))
-        if n + min(self.settings.max_tokens, most // LEAST_ROOM) > most:
-            while n > most - most // ROOM and self.n_dropped + 2 < len(self.messages):
-                self.n_dropped += 2
-                n = len(self._decoder.encode_chat(self._seen()))
-        if n > most:
-            raise ValueError(f"the message has {n} tokens with the system prompt; the model's context holds {most}")
-        return most + 1 - n
+        tokens = self._decoder.encode_chat(self._seen())
+        if len(tokens) + min(self.settings.max_tokens, most // LEAST_ROOM) > most:
+            self._drop_down_to(most - most // ROOM)
+            tokens = self._decoder.encode_chat(self._seen())
+        if len(tokens) > most:
+            raise ValueError(f"the message has {len(tokens)} tokens with the system prompt; the model's context holds {most}")
+        return tokens
+
+    def _drop_down_to(self, n_tokens: int) -> None:
+        """Drops as few of the oldest turns as leave that many tokens, or all but the question.
+
+        By halves: the beginnings of a long talk are other ones for each number of turns, and take a while to render.
+        """
+
+        def fits(n_dropped: int) -> bool:
+            self.n_dropped = n_dropped
+            return len(self._decoder.encode_chat(self._seen())) <= n_tokens
+
+        choices = range(self.n_dropped, len(self.messages), 2)
+        self.n_dropped = choices[min(bisect_left(choices, True, key=fits), len(choices) - 1)]
 
     def save(self, path: Path) -> None:
         """Write a file that `load` reads; never over what is none. Raises ValueError."""
-        if path.exists():
+        if os.path.exists(path):  # of a name that is too long, too
             try:
                 _content(path)
             except ValueError:
@@ -174,6 +204,8 @@ class Conversation:
 
 def _content(path: Path) -> dict[str, Any]:
     """What a conversation's file holds, its parts not yet looked at."""
+    if os.path.exists(path) and not os.path.isfile(path):  # which raise for no name
+        raise CheckpointError(f"{path} is no file; expected a saved conversation")
     content = read_object(path)
     if content.get("format") != FORMAT or content.get("revision") != REVISION:
         raise CheckpointError(f"{path} is no conversation that was saved here")

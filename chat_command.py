@@ -1,12 +1,11 @@
 """`specdec chat`: a conversation at the terminal, or an answer to a pipe. Knows no arrays and no formats."""
 
 import sys
-from pathlib import Path
 
 import typer
 
 from .asking import draft_name
-from .decoder import AUTO, NGRAM, SELF
+from .decoder import AUTO, NGRAM
 from .options import (
     AnswerTokens,
     AsJson,
@@ -27,9 +26,9 @@ from .options import (
     TopP,
     WhatToQuantize,
 )
-from .output import Roles
 from .progress import loading
-from .wiring import NONE, check_arguments, decoder_of, found, made_with, seed_of, writing
+from .templates import LLAMA2
+from .wiring import NONE, check_arguments, decoder_of, found, made_with, roles_of, say, seed_of, titles_of, writing
 
 
 def talk(
@@ -71,11 +70,12 @@ def talk(
         decoder = decoder_of(sources, tokenizer, quantize, kv, threads, show, template=template or None)
         decoder.encode_chat([{"role": chat.USER, "content": ""}])  # a model that cannot chat is told before it is warm
         decoder.warm_up()
+    if decoder.chat_template.source == LLAMA2 and not template:
+        say(f"{titles_of(model)[0]} names no chat template; that of Llama 2 is used, which a story model was not taught")
     settings = chat.Settings(temperature, top_p, top_k, seed, tokens)
     conversation = chat.Conversation(decoder, system, settings, model, made_with(decoder))
-    guessed = {"": "", NGRAM: "from the text so far", SELF: "by a copy of it in fewer bits"}.get(draft, f"by {Path(draft).name}")
     told = {"model": model, "draft": draft or None}
-    showing = chat_screen.Showing(Roles(Path(model).name, guessed), plain, as_json, told)
+    showing = chat_screen.Showing(roles_of(titles_of(model, draft), draft), plain, as_json, told)
     talking = chat_screen.Chat(decoder, conversation, showing)
     with writing():
         if is_talk:

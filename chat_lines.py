@@ -2,11 +2,14 @@
 
 import json
 import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 try:
     import readline
@@ -19,12 +22,14 @@ try:
 except ImportError:
     termios = None  # type: ignore[assignment]
 
-from .interrupts import signals
+from .interrupts import GO_ON, signals
 
 PROMPT, MORE = ">>> ", "... "
 FENCE = '"""'  # around a message of several lines
 MOST_REMEMBERED = 1000  # messages
-NO_PASTE_MODE = b"\x1b[?2004l"
+PASTE_SECONDS = 0.02  # within which the next line of a paste is there
+BOLD, NO_LONGER_BOLD = "\x01\x1b[1m\x02", b"\x1b[m"  # the former in what tells an editor that it takes no room
+PASTES, NO_PASTES = b"\x1b[?2004h", b"\x1b[?2004l"
 
 
 def history_file() -> Path:
@@ -34,13 +39,21 @@ def history_file() -> Path:
 
 
 class Lines:
-    """The messages of a person at the terminal. history: the file in which they are remembered, None for none.
+    """The messages of a person at the terminal, while `listening`.
 
-    What is pasted at once is one message, line breaks and all, where the terminal says what is pasted.
+    What is pasted at once is one message, line breaks and all: the terminal says what is pasted, or else the lines come faster
+    than anyone types. Lines that were typed during an answer are a message each.
+
+    history: the file in which messages are remembered, None for none; is_command: whether a line is no part of a message;
+    is_bold: what is typed, beside answers that are not.
     """
 
-    def __init__(self, history: Path | None) -> None:
-        self._history = history
+    def __init__(self, history: Path | None, is_command: Callable[[str], bool], is_bold: bool) -> None:
+        self._history, self._is_command = history, is_command
+        self._next: list[str] = []  # a line that has been read already
+        self._bold, self._no_longer_bold = (BOLD, NO_LONGER_BOLD) if is_bold and editor else ("", b"")
+        is_told_of_pastes = editor and "libedit" not in (editor.__doc__ or "") and os.environ.get("TERM", "dumb") != "dumb"
+        self._pastes, self._no_pastes = (PASTES, NO_PASTES) if is_told_of_pastes else (b"", b"")
         if editor:
             editor.parse_and_bind("set enable-bracketed-paste on")
             editor.set_auto_history(False)
@@ -48,12 +61,29 @@ class Lines:
             for message in self._remembered():
                 editor.add_history(message)
 
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Around a talk: at its end the terminal is as it was."""
+        with ExitStack() as at_end:
+            at_end.enter_context(signals.at_sudden_end(lambda: _tell_terminal(self._no_pastes), do=lambda: None))
+            at_end.callback(_tell_terminal, self._no_pastes)
+            yield
+
     def read(self) -> str:
         """The next message. Raises EOFError for Ctrl-D, KeyboardInterrupt for Ctrl-C, of what was typed till then."""
-        with signals.asking(), _tidy_at_the_end():
-            message = whole(input)
+        if self._next:
+            return self._next.pop()
+        with signals.asking(), _tidy_at_the_end(self._no_longer_bold + b"\n"):
+            was_typed_before = _is_waiting(0)
+            message, self._next = whole(self._line, lambda: not was_typed_before and _is_waiting(PASTE_SECONDS), self._is_command)
         self._remember(message)
         return message
+
+    def _line(self, prompt: str) -> str:
+        try:
+            return _edited(self._bold + prompt)
+        finally:
+            _tell_terminal(self._no_longer_bold + self._pastes)  # during the answer too
 
     def _remembered(self) -> list[str]:
         try:
@@ -84,26 +114,75 @@ class Lines:
                 file.write("\n".join(lines) + "\n")
 
 
-def whole(line_of: Callable[[str], str]) -> str:
-    '''A message of one line, of several behind backslashes, or of all between """ and """.'''
-    line = line_of(PROMPT)
-    lead = line.lstrip()
-    if lead.startswith(FENCE):
-        lines = [lead.removeprefix(FENCE)]
-        while not lines[-1].rstrip().endswith(FENCE):
+def whole(
+    line_of: Callable[[str], str], is_pasted: Callable[[], bool], is_command: Callable[[str], bool]
+) -> tuple[str, list[str]]:
+    '''A message: a line, several behind backslashes, a paste, or all between """ and """; and the command behind a paste.
+
+    is_pasted: whether another line is there already.
+    '''
+    lines = [line_of(PROMPT)]
+    is_more = not is_command(lines[0]) and is_pasted()
+    if lines[0].lstrip().startswith(FENCE) and not is_more and "\n" not in lines[0]:
+        while not _is_fenced("\n".join(lines)):
             lines.append(line_of(MORE))
-        lines[-1] = lines[-1].rstrip().removesuffix(FENCE)
-        return "\n".join(lines).strip("\n")
-    lines = [line]
-    while lines[-1].endswith("\\"):
-        lines[-1] = lines[-1][:-1]
-        lines.append(line_of(MORE))
-    return "\n".join(lines)
+    while is_more or lines[-1].endswith("\\"):
+        if not is_more:
+            lines[-1] = lines[-1][:-1]
+        line = line_of(MORE)
+        if is_more and is_command(line):
+            return "\n".join(lines), [line]
+        lines.append(line)
+        is_more = is_pasted()
+    message = "\n".join(lines)
+    return (message.strip().removeprefix(FENCE).removesuffix(FENCE) if _is_fenced(message) else message).strip("\n"), []
+
+
+def _is_fenced(message: str) -> bool:
+    message = message.strip()
+    return len(message) >= 2 * len(FENCE) and message.startswith(FENCE) and message.endswith(FENCE)
+
+
+def _tell_terminal(code: bytes) -> None:
+    with suppress(OSError, ValueError):  # it has gone
+        os.write(sys.stdout.fileno(), code)
+
+
+def _is_waiting(seconds: float) -> bool:
+    """Whether a line is there to be read, or is within that time; without such a look (Windows) none is."""
+    with suppress(OSError, ValueError):
+        return bool(select.select([sys.stdin], [], [], seconds)[0])
+    return False
+
+
+class _BackAgain(Exception):
+    """The job is in the foreground again; what it knew of the terminal no longer holds."""
+
+
+def _edited(prompt: str) -> str:
+    """A line; after Ctrl-Z and `fg` the prompt and what was typed stand there again."""
+    if GO_ON is None or not editor:
+        return input(prompt)
+    before = ""
+    while True:
+        try:
+            editor.set_startup_hook(lambda text=before: editor.insert_text(text))
+            signal.signal(GO_ON, _come_back)
+            return input(prompt)
+        except _BackAgain:
+            before = editor.get_line_buffer()
+        finally:
+            signal.signal(GO_ON, signal.SIG_DFL)
+            editor.set_startup_hook(None)
+
+
+def _come_back(*_: object) -> NoReturn:
+    raise _BackAgain
 
 
 @contextmanager
-def _tidy_at_the_end() -> Iterator[None]:
-    """A sudden end leaves the terminal as it was before a line was typed."""
+def _tidy_at_the_end(code: bytes) -> Iterator[None]:
+    """A sudden end leaves the terminal as it was before a line was typed, and tells it that."""
     if termios is None or not sys.stdin.isatty():
         yield
         return
@@ -112,7 +191,7 @@ def _tidy_at_the_end() -> Iterator[None]:
     def restore() -> None:
         with suppress(OSError, termios.error):
             termios.tcsetattr(sys.stdin, termios.TCSANOW, modes)
-            os.write(sys.stdout.fileno(), NO_PASTE_MODE + b"\n")
+        _tell_terminal(code)
 
     with signals.at_sudden_end(restore, do=lambda: None):
         yield

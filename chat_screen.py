@@ -1,5 +1,6 @@
 """A conversation at the terminal or in a pipe: commands, questions, answers as they come. Knows no models' files."""
 
+import re
 import signal
 import sys
 from collections.abc import Callable, Generator, Mapping
@@ -7,37 +8,43 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO, cast
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from . import checks
-from .chat import Conversation
+from .chat import Conversation, Reading
 from .chat_lines import PROMPT, Lines
 from .decoder import SpeculativeDecoder
 from .decoding import Event, Prompt, Statistics, Step
 from .interrupts import signals
 from .keys import Keyboard
-from .output import FEW_PASSES, Printable, Roles, SilentView, View, print_summary, printable, to_json
+from .output import Printable, Roles, SilentView, View, print_summary, printable, to_json
 from .panel import LivePanel
+from .progress import loading, telling
 from .story import KEPT_ROWS, Row, Story
 from .tokenizer import AnyTokenizer, TextStream
 from .window import STYLES, STYLES_NO_COLOR, WIDEST, fits
 
 MOST_BYTES = 16 << 20  # of a question out of a pipe
-HELP = '''\
-/clear              begin anew; the system prompt stays
-/regen              another answer to the last question
-/system TEXT        another system prompt; "" for none, alone to see it
-/set NAME VALUE     temperature, top_p, top_k, seed, max_tokens; alone to see them
-/stats              all figures of the last answer
-/panel              answers in the panel that shows every guess, or no longer
-/save FILE          keep the conversation, and all that its answers hang on
-/load FILE          go on with one
-/bye, /exit         leave, as Ctrl-D does
-""" begins and ends a message of several lines; a backslash at a line's end goes on with the next.
-Ctrl-C stops an answer and keeps what it said. A space in front of / makes it a message.'''
+FEW_TOKENS = 20  # that have no speed to tell
+HELP = {
+    "/clear": "begin anew; the system prompt stays",
+    "/regen": "another answer to the last question",
+    "/system TEXT": 'another system prompt; "" for none, alone to see it',
+    "/set NAME VALUE": "temperature, top_p, top_k, seed, max_tokens; alone to see all",
+    "/stats": "all figures of the last answer",
+    "/panel": "answers in the panel that shows every guess, or no longer",
+    "/save FILE": "keep the conversation, and all that its answers hang on",
+    "/load FILE": "go on with one",
+    "/bye, /exit": "leave, as Ctrl-D does",
+    '"""': "begins and ends a message of several lines",
+    "\\": "at a line's end: the message goes on with the next",
+    "Ctrl-C": "stops an answer and keeps what it said",
+    "space": "in front of / makes it a message",
+}
 
 
 @dataclass(frozen=True)
@@ -55,21 +62,26 @@ class AnswerView:
 
     ended = False
 
-    def __init__(self, tokenizer: AnyTokenizer, out: TextIO, width: int, styles: Mapping[str, str]) -> None:
+    def __init__(self, tokenizer: AnyTokenizer, out: TextIO, width_of: Callable[[], int], styles: Mapping[str, str]) -> None:
         self._stream, self._printable, self._out = TextStream(tokenizer), Printable(), out
-        self._width, self._styles = width, styles
-        self._story = Story()
+        self._width_of, self._styles = width_of, styles
         self._has_begun = False  # leading line breaks are not worth a row
+        self._is_resized = False  # what stands is the terminal's to break, the next word begins a row of the new width
+        self._begin_rows()
+
+    def _begin_rows(self) -> None:
+        self._width, self._story = self._width_of(), Story()
         self._n_rows = self._n_shown = 0  # rows that are done, and letters of the next
-        self._last: Row | None = None
+        self._last = self._story.tail(self._width, 1)[0] if self._width else None
 
     def __enter__(self) -> "AnswerView":
-        if self._width:
-            self._last = self._story.tail(self._width, 1)[0]
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._add(self._printable.push(self._stream.end()) + self._printable.end(), "target")
+        self._end_rows()
+
+    def _end_rows(self) -> None:
         if self._width:
             self._put(self._story.rows(self._width)[self._n_rows :])
         self._out.write("\n")
@@ -80,6 +92,7 @@ class AnswerView:
             for token in event.tokens:
                 self._stream.push(token)
         elif isinstance(event, Step):
+            self._is_resized = self._width_of() != self._width
             for i, token in enumerate(event.tokens):
                 self._add(self._printable.push(self._stream.push(token)), "accepted" if i < event.n_accepted else "target")
             self._out.flush()
@@ -88,6 +101,14 @@ class AnswerView:
         if not self._has_begun:
             text = text.lstrip()
             self._has_begun = bool(text)
+        if self._is_resized and (space := re.search(r"\s *", text)):
+            self._add_to_rows(text[: space.start()], kind)
+            self._end_rows()
+            self._begin_rows()
+            self._is_resized, text = False, text[space.end() :]
+        self._add_to_rows(text, kind)
+
+    def _add_to_rows(self, text: str, kind: str) -> None:
         if not self._width:
             self._out.write(text)
         elif text:
@@ -116,8 +137,8 @@ def figures(s: Statistics) -> str:
     parts = [f"{s.n_generated} token{'s' * (s.n_generated != 1)}"]
     if s.n_generated:
         parts.append(f"{s.tokens_per_second:,.0f} tok/s")
-    if s.n_drafted and s.speed_up and s.target_passes >= FEW_PASSES:
-        parts.append(f"{s.speed_up:.1f} times as fast as alone")
+    if s.n_drafted and s.speed_up and s.n_generated >= FEW_TOKENS:
+        parts.append("as fast as alone" if 0.95 <= s.speed_up < 1.05 else f"{s.speed_up:.1f} times as fast as alone")
     if s.n_drafted:
         parts.append(f"{s.acceptance_rate:.0%} of {s.n_drafted} guesses right")
     ends = {"interrupted": "interrupted", "max_tokens": "cut off (/set max_tokens)", "seq_len": "cut off: the context is full"}
@@ -130,23 +151,28 @@ class Chat:
     def __init__(self, decoder: SpeculativeDecoder, conversation: Conversation, showing: Showing) -> None:
         self._decoder, self._conversation, self._showing = decoder, conversation, showing
         self._out, self._errors = Console(highlight=False), Console(stderr=True, highlight=False)
+        self._is_plain = showing.plain or self._out.is_dumb_terminal
         self._statistics: Statistics | None = None
-        self._in_panel = False
+        self._in_panel = self._is_over = False
         self._commands: dict[str, Callable[[str], object]] = {
             "help": self._help, "clear": self._clear, "regen": self._regenerate, "system": self._system, "set": self._set,
             "stats": self._stats, "panel": self._panel, "save": self._save, "load": self._load,
+            "bye": self._leave, "exit": self._leave,
         }  # fmt: skip
 
-    def answer(self, events: Generator[Event]) -> None:
+    def answer(self, events: Generator[Event | Reading]) -> None:
         """Show an answer, until it or somebody's patience is at its end, and its figures."""
         statistics, n_dropped = Statistics(n_prompt=0), self._conversation.n_dropped
         with closing(events), Keyboard().unheard():
-            first = next(events)
+            first = self._first(events)
             if left_out := (self._conversation.n_dropped - n_dropped) // 2:
                 turns = "turn is" if left_out == 1 else f"{left_out} turns are"
                 self._tell(f"the context is full: the oldest {turns} left out from here on")
+            if not first:
+                self._tell("interrupted before the answer began")
+                return
             with self._view(statistics) as view:
-                for event in chain([first], events):
+                for event in chain([first], cast(Generator[Event], events)):
                     if isinstance(event, Prompt):
                         signals.text_begins()
                         statistics.n_prompt = len(event.tokens)
@@ -167,29 +193,43 @@ class Chat:
         else:
             self._tell(figures(statistics))
 
+    def _first(self, events: Generator[Event | Reading]) -> Event | None:
+        """What comes behind the reading, which is shown where it takes its time; None where somebody stops it."""
+        with loading(" ") as show:
+            tell = telling(show, "reading")
+            for event in events:
+                if not isinstance(event, Reading):
+                    return event
+                tell(event.share)
+                if signals.asked:
+                    break
+        return None
+
     def converse(self, first: str, history: Path | None) -> None:
         """Until the person leaves."""
         signals.text_begins()  # there is more to lose from here on than one answer
         self._tell("/help lists the commands, Ctrl-D leaves")
         if first:
-            self._out.print(Text(f"{PROMPT}{printable(first)}"))
-        lines, message = Lines(history), first
-        while True:
-            if message.strip():
-                self._obey(message)
-            if signals.asked not in (0, signal.SIGINT):
-                return
-            try:
-                message = lines.read()
-            except KeyboardInterrupt:
-                message = ""
-                self._out.print()
-                self._tell("Ctrl-D or /bye leaves")
-            except EOFError:
-                self._out.print()
-                return
-            if message.strip() in ("/bye", "/exit"):
-                return
+            self._out.print(Text(f"{PROMPT}{printable(first)}", "" if self._is_plain else "bold"))
+        lines, message = Lines(history, self._is_command, is_bold=not self._is_plain), first
+        with lines.listening():
+            while True:
+                if message.strip():
+                    self._obey(message)
+                if self._is_over or signals.asked not in (0, signal.SIGINT):
+                    return
+                try:
+                    message = lines.read()
+                except KeyboardInterrupt:
+                    message = ""
+                    self._out.print()
+                    self._tell("Ctrl-D or /bye leaves")
+                except EOFError:
+                    self._out.print()
+                    return
+
+    def _is_command(self, line: str) -> bool:
+        return line.startswith("/") and _command(line)[0] in self._commands
 
     def _obey(self, message: str) -> None:
         """A command, or a question; whatever is wrong is told in a line."""
@@ -197,10 +237,10 @@ class Chat:
             if not message.startswith("/"):
                 self.answer(self._conversation.ask(message.removeprefix(" ") if message.startswith(" /") else message))
                 return
-            name, _, rest = message[1:].strip().partition(" ")
+            name, rest = _command(message)
             if name not in self._commands:
                 raise ValueError(f"no command /{name}; /help lists them")
-            self._commands[name](rest.strip())
+            self._commands[name](rest)
         except (TypeError, ValueError, MemoryError) as error:
             self._tell(" ".join(str(error).split()) or "not enough memory", style="")
 
@@ -211,14 +251,22 @@ class Chat:
         if self._in_panel and fits(self._out):
             roles = self._showing.roles
             return LivePanel(tokenizer, self._out, statistics, settings.max_tokens, roles, roles.target)
-        styles = {} if self._showing.plain else STYLES_NO_COLOR if self._out.no_color else STYLES
-        return AnswerView(tokenizer, sys.stdout, min(self._out.width, WIDEST) if self._out.is_terminal else 0, styles)
+        styles = {} if self._is_plain else STYLES_NO_COLOR if self._out.no_color else STYLES
+        return AnswerView(tokenizer, sys.stdout, lambda: min(self._out.width, WIDEST) if self._out.is_terminal else 0, styles)
 
     def _tell(self, words: str, style: str = "dim") -> None:
-        self._errors.print(Text(printable(words), style), soft_wrap=True)
+        self._errors.print(Text(printable(words), style), soft_wrap=not self._errors.is_terminal)
 
     def _help(self, _: str) -> None:
-        self._out.print(Text(HELP))
+        table = Table.grid(padding=(0, 2))
+        table.add_column(overflow="fold")
+        table.add_column(overflow="fold")
+        for name, meaning in HELP.items():
+            table.add_row(Text(name), Text(meaning))
+        self._out.print(table)
+
+    def _leave(self, _: str) -> None:
+        self._is_over = True
 
     def _clear(self, _: str) -> None:
         self._conversation.clear()
@@ -238,7 +286,7 @@ class Chat:
         name, _, value = words.partition(" ")
         if words:
             self._conversation.settings = self._conversation.settings.changed(name, value.strip())
-        self._tell(", ".join(f"{name} {value:g}" for name, value in asdict(self._conversation.settings).items()))
+        self._tell(", ".join(f"{name} {value}" for name, value in asdict(self._conversation.settings).items()))
 
     def _stats(self, _: str) -> None:
         if not self._statistics:
@@ -262,10 +310,19 @@ class Chat:
         self._tell(f"{n} turn{'s' * (n != 1)} from {name}{other}")
 
 
+def _command(line: str) -> tuple[str, str]:
+    """Its name and the rest of a line that begins with /."""
+    name, *rest = line[1:].strip().split(maxsplit=1) or [""]
+    return name, "".join(rest)
+
+
 def _path(name: str) -> Path:
     if not name:
         raise ValueError("a file's name is missing")
-    return Path(name).expanduser()
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # the home of nobody
+        raise ValueError(f"there is no home {name}") from None
 
 
 def piped(stream: BinaryIO) -> str:

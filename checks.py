@@ -3,9 +3,9 @@
 import math
 import operator
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Real
-from typing import TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 
@@ -78,3 +78,18 @@ def short(value: object, words_of: Callable[[object], str] = str) -> str:
     except ValueError:  # Python refuses to write out a number of more than 4300 digits
         return "a number beyond all bounds"
     return words if len(words) <= 40 else f"{words[:37]}..."
+
+
+def is_list(value: object) -> TypeGuard[Collection[Any]]:
+    """Whether it is several values, an array too."""
+    return hasattr(type(value), "__len__") and hasattr(type(value), "__iter__") and not isinstance(value, str | bytes | Mapping)
+
+
+def strings(name: str, value: object) -> list[str]:
+    """A string or several, none of them empty, as a list. Raises TypeError or ValueError."""
+    if not isinstance(value, str) and not is_list(value):
+        raise TypeError(f"{name} is {short(value, repr)}; expected a string or several")
+    several = [text(name, each) for each in ([value] if isinstance(value, str) else value)]
+    if "" in several:
+        raise ValueError(f"{name} holds '', a string of no letters, which is everywhere")
+    return several

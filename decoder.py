@@ -4,13 +4,14 @@ import functools
 import itertools
 import os
 import threading
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeGuard, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from .architectures import architecture_of
-from .checks import file_name, ids, one_of, short, text, whole
+from .checks import file_name, ids, is_list, one_of, short, strings, text, whole
 from .costs import costs_of, head_seconds, tree_costs_of
 from .decoding import VERIFIERS, Event, Proposal, Statistics, Step, VerifyMode, decode
 from .drafters import Drafter, ModelDrafter, TreeDrafter
@@ -25,7 +26,7 @@ from .quantizing import kind_of_copy, kinds_to_make
 from .readers import Checkpoint, CheckpointError, load_checkpoint, read_vocabulary
 from .sampling import Sampler, Sampling
 from .stages import Account, Guesser, StagedDrafter
-from .templates import ChatTemplate, Message, template_of
+from .templates import ChatTemplate, Message, TemplateError, template_of
 from .tokenizer import AnyTokenizer
 from .tokenizer_gguf import gguf_tokenizer
 from .tokenizer_json import TOKENIZER_FILE, JsonTokenizer, load_tokenizer
@@ -244,8 +245,11 @@ class SpeculativeDecoder:
         return f"SpeculativeDecoder({', '.join(parts)}, gamma={self.gamma!r}, verify={self.verify!r}, tree={self.tree!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
+        with suppress(TemplateError):  # what has none is a decoder nevertheless
+            self._template = self.chat_template
         stage = self.stage_ngrams or self.stage
-        return _rebuilt, (self.target, self.ngrams or self.draft, self.tokenizer, self.gamma, self.verify, self.tree, stage)
+        settings = {"gamma": self.gamma, "verify": self.verify, "tree": self.tree, "stage": stage}
+        return _rebuilt, (self.target, self.ngrams or self.draft, self.tokenizer, settings, self._template)
 
     @property
     def gamma(self) -> Gamma:
@@ -282,7 +286,7 @@ class SpeculativeDecoder:
         Raises ValueError for a prompt that the target's seq_len cannot hold or UTF-8 cannot say, and for ids that are none of
         the target's; TypeError for what is neither.
         """
-        if isinstance(prompt, str) or not _is_list(prompt):
+        if isinstance(prompt, str) or not is_list(prompt):
             tokens = self.tokenizer.encode(text("prompt", prompt))
         else:
             tokens = ids("prompt", prompt)
@@ -312,7 +316,13 @@ class SpeculativeDecoder:
         TypeError for values that are none, ValueError for a prompt longer than the target's seq_len, a text that the memory
         cannot hold and a target whose logits are not finite.
         """
-        return self._continued(self.encode(prompt), max_tokens, sampling, _stops(stop))
+        return self._continued(self.encode(prompt), max_tokens, sampling, strings("stop", stop))
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """The one that was named, or the model's own. Raises TemplateError where there is none."""
+        self._template = self._template or self._template_of()
+        return self._template
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """A conversation's tokens as the model's template has them, up to where the answer begins.
@@ -320,18 +330,28 @@ class SpeculativeDecoder:
         messages: objects of "role" ("system", "user", "assistant") and "content"; an answer's "tokens", where it has some, are
         taken as they are. Raises TemplateError for a model without a template and for messages that it refuses.
         """
-        self._template = self._template or self._template_of()
-        return self._template.encode(self.tokenizer, messages)
+        return self.chat_template.encode(self.tokenizer, messages)
 
-    def chat(self, messages: Sequence[Message], max_tokens: int = 1024, sampling: Sampling = DEFAULT_SAMPLING) -> Iterator[Event]:
-        """The answer to a conversation, in the events and with the errors of `stream` and `encode_chat`.
+    def chat(
+        self,
+        messages: Sequence[Message],
+        max_tokens: int = 1024,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        *,
+        stop: str | Sequence[str] = (),
+    ) -> Iterator[Event]:
+        """The answer to a conversation: `stream` of `encode_chat`; what the caches hold of it is not run again."""
+        return self.stream(self.encode_chat(messages), max_tokens, sampling, stop=stop)
 
-        What the caches hold of the conversation is not run again.
+    def read(self, tokens: list[int]) -> Iterator[float]:
+        """Run a long text's tokens into the caches, some at a time, and tell each time the share of them that is there.
+
+        A stream of that text then runs what is left, less than MAX_TOKENS; whoever stops here has lost nothing but the time.
         """
-        tokens = self.encode_chat(messages)
-        if len(tokens) > self.target.n_positions:
-            raise ValueError(f"the messages have {len(tokens)} tokens; the target's seq_len is {self.target.n_positions}")
-        return self._continued(tokens, max_tokens, sampling, [])
+        models = [model for model in self._models if len(tokens) <= model.n_positions]
+        for i, model in enumerate(models):
+            for n in model.read(tokens):
+                yield (i + n / len(tokens)) / len(models)
 
     def _continued(self, tokens: list[int], max_tokens: int, sampling: Sampling, stops: list[str]) -> Iterator[Event]:
         max_tokens = whole("max_tokens", max_tokens, 0)
@@ -508,21 +528,6 @@ class SpeculativeDecoder:
             model.n_threads = n
 
 
-def _is_list(value: object) -> TypeGuard[Collection[Any]]:
-    """Whether it is several values, an array too."""
-    return hasattr(type(value), "__len__") and hasattr(type(value), "__iter__") and not isinstance(value, str | bytes | Mapping)
-
-
-def _stops(stop: object) -> list[str]:
-    """The stop strings. Raises TypeError or ValueError."""
-    if not isinstance(stop, str) and not _is_list(stop):
-        raise TypeError(f"stop is {short(stop, repr)}; expected a string or several")
-    stops = [text("stop", each) for each in ([stop] if isinstance(stop, str) else stop)]
-    if "" in stops:
-        raise ValueError("stop holds '', a string of no letters, which is everywhere")
-    return stops
-
-
 def _check_trees(tree: TreeMode, verify: VerifyMode) -> None:
     if tree == "on" and verify == "block":
         raise ValueError("tree is 'on', and verify is 'block', which judges chains alone; leave one of them out")
@@ -532,13 +537,13 @@ def _rebuilt(
     target: Transformer,
     draft: Draftable | None,
     tokenizer: AnyTokenizer,
-    gamma: Gamma,
-    verify: VerifyMode,
-    tree: TreeMode,
-    stage: Draftable | None,
+    settings: dict[str, Any],
+    template: ChatTemplate | None,
 ) -> SpeculativeDecoder:
     """A decoder from its pickled parts."""
-    return SpeculativeDecoder(target, draft, tokenizer, stage=stage, gamma=gamma, verify=verify, tree=tree)
+    decoder = SpeculativeDecoder(target, draft, tokenizer, **settings)
+    decoder._template = template
+    return decoder
 
 
 def _ngram_drafter(ngrams: Ngrams | None, end_marks: Container[int]) -> NgramDrafter:

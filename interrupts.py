@@ -18,6 +18,7 @@ from typing import IO
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGBREAK")
 ENDS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
 STOP = getattr(signal, "SIGTSTP", None)  # Ctrl-Z; not on Windows
+GO_ON = getattr(signal, "SIGCONT", None)  # what the shell sends after it
 SAME_WISH_SECONDS = 1.0  # `timeout` sends its signal twice, a finger stays on Ctrl-C
 PATIENCE_SECONDS = 5.0  # for the step in flight and the printing: a reader of a pipe may have gone to sleep
 TIDYING_SECONDS = 0.5  # a terminal that has been halted with Ctrl-S takes no output
@@ -136,6 +137,8 @@ class Signals:
             return
         if signum == STOP:
             self.stop_asked = True
+        elif signum == GO_ON and self._is_asking:  # any thread may have got it, and the main one waits for keys
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGWINCH)
         elif signum in ENDS and (not self._has_text or (self.asked and now > self._asked_at + SAME_WISH_SECONDS)):
             self._end_at_once(signum)
         elif signum in ENDS and not self.asked:

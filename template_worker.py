@@ -21,7 +21,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MOST_BYTES = 1 << 30  # of memory
 LONGEST_TEXT = 32 << 20  # characters
+MOST_KNOWN = 100_000  # beginnings
 LEAST_VERSION = (3, 1, 6)  # of jinja2: before, there were ways out of the sandbox
+
+
+known: dict[int, tuple[int, int]] = {}  # lengths and hashes of the texts of beginnings, by hashes of their messages
 
 
 class Generation(Extension):
@@ -57,8 +61,28 @@ def compiled(source: str) -> Any:
     return environment.from_string(source)
 
 
+def ends_of(render: Callable[..., str], request: dict[str, Any], whole: str, more: dict[str, Any]) -> list[int]:
+    """Where in the first conversation's text its beginnings end, of so many messages each; -1 for what does not begin it.
+
+    A talk of n turns has n beginnings, all of them the next turn's too: the length of each and its hash are kept.
+    """
+    if len(known) > MOST_KNOWN:
+        known.clear()
+    messages, ends = request["conversations"][0], []
+    hashes = [hash((request["source"], json.dumps(request["variables"])))]
+    for message in messages:
+        hashes.append(hash((hashes[-1], message["role"], message["content"])))
+    for n in request["beginnings"]:
+        end, hashed = known.get(hashes[n], (0, None))
+        if hash(whole[:end]) != hashed:  # a new one, or one of another day
+            beginning = render(messages=messages[:n], **more)
+            end, hashed = known[hashes[n]] = len(beginning), hash(beginning)
+        ends.append(end if hash(whole[:end]) == hashed else -1)
+    return ends
+
+
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """The text of each conversation, or what is wrong with the template."""
+    """The text of each conversation and where beginnings of the first one end, or what is wrong with the template."""
     try:
         version = tuple(int(part) for part in jinja2.__version__.split(".")[:3])
         if version < LEAST_VERSION:
@@ -66,6 +90,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         render: Callable[..., str] = compiled(request["source"]).render
         more = request["variables"] | {"tools": None, "documents": None, "add_generation_prompt": True}
         texts = [render(messages=messages, **more) for messages in request["conversations"]]
+        ends = ends_of(render, request, texts[0], more) if request["beginnings"] else []
     except jinja2.TemplateSyntaxError as error:
         return {"error": f"line {error.lineno} of the template: {error.message}"}
     except jinja2.exceptions.SecurityError as error:
@@ -78,7 +103,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"the template fails: {type(error).__name__}: {error}"}
     if sum(map(len, texts)) > LONGEST_TEXT:
         return {"error": f"the template makes a text of more than {LONGEST_TEXT} characters"}
-    return {"texts": texts}
+    return {"texts": texts, "ends": ends}
 
 
 def main() -> None:

@@ -37,6 +37,7 @@ VARIABLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "c
 GGUF_VARIABLES = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id"}
 STAND_INS = [*range(0xFDD0, 0xFDF0), *range(0x100000, 0x10FFFE)]  # to which Unicode gives no meaning
 PATIENCE_SECONDS = 5.0  # with a template, which takes a millisecond
+RENDERED_AT_ONCE = 100  # beginnings of a conversation, each request for which has those seconds
 WORKER = Path(__file__).with_name("template_worker.py")
 INSTALL = 'pip install ".[hub]", or jinja2'
 
@@ -65,6 +66,9 @@ class ChatTemplate:
         self._worker: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ChatTemplate, (self.source, self.place, self.variables)
+
     def close(self) -> None:
         """End the process that renders; the next rendering begins another."""
         if self._worker:
@@ -78,7 +82,15 @@ class ChatTemplate:
 
     def render(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
         """The text of each, with the beginning of an answer at its end. Raises TemplateError."""
-        request = {"source": self.source, "variables": self.variables, "conversations": [[*map(dict, c)] for c in conversations]}
+        return self._rendered(conversations, [])[0]
+
+    def _rendered(self, conversations: Sequence[Sequence[Message]], beginnings: list[int]) -> tuple[list[str], list[int]]:
+        """The texts, and where in the first that of its first messages ends, so many each; -1 for what does not begin it.
+
+        The beginnings of a talk of n turns have n times its length: they do not leave the other process, which keeps their ends.
+        """
+        given = [[*map(dict, conversation)] for conversation in conversations]
+        request = {"source": self.source, "variables": self.variables, "conversations": given, "beginnings": beginnings}
         with self._lock:
             reply = self._asked(json.dumps(request).encode() + b"\n")
         if "error" in reply:
@@ -86,7 +98,7 @@ class ChatTemplate:
         texts: list[str] = reply["texts"]
         for rendered in texts:
             text(f"what {self.place} makes of the messages", rendered)
-        return texts
+        return texts, reply["ends"]
 
     def _asked(self, request: bytes) -> dict[str, Any]:
         """The worker's reply; it is killed where that takes too long."""
@@ -126,25 +138,30 @@ class ChatTemplate:
         revealing = str.maketrans({stand_in: c for c, stand_in in hiding.stand_ins.items()})
         hidden = [{"role": hiding(m["role"]), "content": hiding(m["content"])} for m in messages]
         with_tokens = [i for i, message in enumerate(messages) if message.get("tokens")]
-        whole, *befores = self.render([hidden, *(hidden[:i] for i in with_tokens)])
+        (whole,), ends = self._rendered([hidden], with_tokens[:RENDERED_AT_ONCE])
+        for first in range(RENDERED_AT_ONCE, len(with_tokens), RENDERED_AT_ONCE):
+            ends += self._rendered([hidden], with_tokens[first : first + RENDERED_AT_ONCE])[1]
         stream, ids, at = TextStream(tokenizer), list[int](), 0
 
         def encoded(part: str) -> list[int]:
             typed = {i for i, c in enumerate(part) if c in hiding.stand_ins.values()} if not part.isascii() else set[int]()
             return tokenizer.encode_rendered(part.translate(revealing), typed)
 
-        for i, before in zip(with_tokens, befores, strict=True):
-            if at <= len(before) and whole.startswith(before):
-                ahead = encoded(whole[at : len(before)])
+        for i, end in zip(with_tokens, ends, strict=True):
+            if at <= end:
+                ahead = encoded(whole[at:end])
                 for token in ahead:
                     stream.push(token)
                 said = hiding("".join(stream.peek(messages[i]["tokens"])))
-                ids, at = ids + ahead, len(before)
+                ids, at = ids + ahead, end
                 if whole.startswith(said, at):
                     ids, at = [*ids, *messages[i]["tokens"]], at + len(said)
                     for token in messages[i]["tokens"]:
                         stream.push(token)
-        return ids + encoded(whole[at:])
+        ids += encoded(whole[at:])
+        if not ids:
+            raise TemplateError(f"{self.place}: the template makes nothing of the messages")
+        return ids
 
 
 class _Hiding(NamedTuple):
@@ -226,9 +243,11 @@ def _variables(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _gguf_variables(keys: Mapping[str, Any]) -> dict[str, str]:
-    tokens = keys.get("tokens", [])
     ids = {name: keys.get(key) for name, key in GGUF_VARIABLES.items()}
-    return {name: tokens[i] for name, i in ids.items() if type(i) is int and 0 <= i < len(tokens)}
+    tokens = keys.get("tokens")  # anything, where another tokenizer was given
+    names = dict(enumerate(tokens)) if isinstance(tokens, list) else {}
+    values = {name: names.get(i) for name, i in ids.items() if type(i) is int}
+    return {name: value for name, value in values.items() if isinstance(value, str)}
 
 
 def _new_worker() -> subprocess.Popen[bytes]:

@@ -86,7 +86,8 @@ class Tokenizer:
         self._ids: dict[bytes, int] = {}
         for token in self._vocabulary.from_text:
             self._ids.setdefault(self.pieces[token], token)
-        longest_first = sorted((piece.decode() for piece in self._vocabulary.whole), key=len, reverse=True)
+        own = [piece.decode(errors="surrogateescape") for piece in self._vocabulary.whole]
+        longest_first = sorted(own, key=len, reverse=True)
         self._whole = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
         named = [token for token in enumerate(self._vocabulary.byte_ids) if token[1] < self.vocab_size]
         self._byte_of = {token: byte for byte, token in named if self.pieces[token].upper() == b"<0X%02X>" % byte}

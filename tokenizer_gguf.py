@@ -26,9 +26,17 @@ END_NAMES = {
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
 QWEN2 = ("qwen2", "deepseek-r1-qwen")
-GPT2 = ("gpt-2", "gpt2", "default", "phi-2")
+GPT2 = ("gpt-2", "gpt2", "phi-2")
 SMOLLM = ("smollm",)
-SPLITS = (*GPT2, *SMOLLM, *LLAMA3, *QWEN2)
+DEFAULT = "default"  # what a silent file means, too: of nobody's own, but llama.cpp's
+SPLITS = (*GPT2, *SMOLLM, *LLAMA3, *QWEN2, DEFAULT)
+# one behind the other
+DEFAULT_SPLITS = (
+    r"[\p{P}$+<=>^~|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+)
 
 
 def gguf_tokenizer(path: Path, keys: Mapping[str, Any]) -> AnyTokenizer:
@@ -81,8 +89,22 @@ class _Keys:
             raise TokenizerError(f"{self._path}: tokenizer.ggml.scores are not one number for each of {len(self.tokens)} tokens")
         return scores
 
-    def merges(self) -> list[str]:
-        return self._list("merges", str)
+    def vocabulary(self) -> dict[str, int]:
+        """Ids by names, each its own; of what no text becomes, and of empty names, none."""
+        ids: dict[str, int] = {}
+        for token, name in enumerate(self._written("tokens")):
+            if name and self.types[token] != UNUSED and ids.setdefault(name, token) != token:
+                raise TokenizerError(f"{self._path}: the tokens {ids[name]} and {token} are both {short(name, repr)}")
+        return ids
+
+    def merges(self, vocabulary: Mapping[str, int]) -> list[str]:
+        """Two tokens with a space between, which make a third."""
+        merges = self._written("merges")
+        for merge in merges:
+            first, _, second = merge.partition(" ")
+            if not (first in vocabulary and second in vocabulary and first + second in vocabulary):
+                raise TokenizerError(f"{self._path}: the merge {short(merge, repr)} is not of two tokens that make a third")
+        return merges
 
     def of(self, *types: int) -> list[int]:
         """The ids of tokens of those types."""
@@ -94,6 +116,15 @@ class _Keys:
         return {token: END_NAMES[self.tokens[token]] for token in marks} | {
             token: name for token, name in keyed.items() if token is not None
         }
+
+    def _written(self, key: str) -> list[str]:
+        """Strings, all of them UTF-8."""
+        strings = self._list(key, str)
+        try:
+            "".join(strings).encode()
+        except UnicodeEncodeError:
+            raise TokenizerError(f"{self._path}: tokenizer.ggml.{key} hold what is no UTF-8") from None
+        return strings
 
     def _list(self, key: str, kind: type) -> list[Any]:
         values = self._keys.get(key)
@@ -108,12 +139,13 @@ def _pieces(keys: _Keys) -> Pieces:
     marks = keys.end_marks() | ({} if bos is None else {bos: "bos"})  # the stories models end a text by beginning one
     unknown = keys.token("unknown_token_id") or 0
     by_name = {keys.tokens[token].upper(): token for token in keys.of(BYTE)}
+    pieces = [token.replace(SPACE, " ").encode("utf-8", "surrogateescape") for token in keys.tokens]
     return Pieces(
-        pieces=[token.replace(SPACE, " ").encode("utf-8", "surrogateescape") for token in keys.tokens],
+        pieces=pieces,
         scores=keys.scores(),
         from_text=keys.of(NORMAL, USER_DEFINED),
         byte_ids=[by_name.get(f"<0X{byte:02X}>", unknown) for byte in range(256)],
-        whole=[keys.tokens[token].replace(SPACE, " ").encode() for token in keys.of(USER_DEFINED) if keys.tokens[token]],
+        whole=[pieces[token] for token in keys.of(USER_DEFINED) if pieces[token] and token not in marks],
         silent={*keys.of(UNKNOWN, CONTROL, UNUSED), *marks},
         end_marks=marks,
         bos=bos if bos is not None else min(marks, default=unknown),
@@ -123,19 +155,19 @@ def _pieces(keys: _Keys) -> Pieces:
 
 
 def _tokenizer_json(keys: _Keys) -> dict[str, Any]:
-    pre = keys.a("pre", str, "default")
+    pre = keys.a("pre", str, DEFAULT)
     if pre not in SPLITS:
         raise keys.refusal("pre", f"one of {', '.join(SPLITS)}")
-    of_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": pre not in LLAMA3 + QWEN2}
-    vocabulary = {name: token for token, name in enumerate(keys.tokens) if keys.types[token] != UNUSED}
-    bos = keys.token("bos_token_id")
+    of_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": pre in GPT2 + SMOLLM}
+    vocabulary = keys.vocabulary()
+    bos, marks = keys.token("bos_token_id"), keys.end_marks()
     begins = keys.a("add_bos_token", bool, pre in LLAMA3) and bos is not None
     return {
         "version": "1.0",
         "added_tokens": [
             {
-                "id": token, "content": keys.tokens[token], "special": keys.types[token] == CONTROL, "single_word": False,
-                "lstrip": False, "rstrip": False, "normalized": False,
+                "id": token, "content": keys.tokens[token], "special": keys.types[token] == CONTROL or token in marks,
+                "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
             }
             for token in keys.of(CONTROL, USER_DEFINED)
         ],
@@ -146,7 +178,7 @@ def _tokenizer_json(keys: _Keys) -> dict[str, Any]:
         "model": {
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
             "fuse_unk": False, "byte_fallback": False, "ignore_merges": pre in LLAMA3, "vocab": vocabulary,
-            "merges": keys.merges(),
+            "merges": keys.merges(vocabulary),
         },
     }  # fmt: skip
 
@@ -157,8 +189,8 @@ def _first_split(pre: str) -> list[dict[str, Any]]:
         return [{"type": "Digits", "individual_digits": True}]
     if pre in GPT2:
         return []
-    words = WORDS % ("{1,3}" if pre in LLAMA3 else "")
-    return [{"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": False}]
+    splits = DEFAULT_SPLITS if pre == DEFAULT else [WORDS % ("{1,3}" if pre in LLAMA3 else "")]
+    return [{"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False} for each in splits]
 
 
 def _beginning(name: str, token: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -156,6 +156,12 @@ class Transformer:
         if n > self._n_positions:
             raise ValueError(f"{n} tokens do not fit {self._n_positions} positions")
         return self._forward(tokens, [], n_logits)
+
+    def read(self, tokens: list[int]) -> Iterator[int]:
+        """Run all but the last few of a text's tokens, some at a time; tells after each time how many the cache holds."""
+        for end in range(n_common(self._held, tokens, len(tokens)) + MAX_TOKENS, len(tokens), MAX_TOKENS):
+            self.forward(tokens[:end], n_logits=0)
+            yield end
 
     def forward_narrowly(self, tokens: list[int], head: NarrowHead) -> Float32:
         """Logits (1, V) at the last of a text's tokens, of those that the head scores; else as `forward`."""

@@ -36,7 +36,7 @@ def or_the_pair(model: str | None, draft: str) -> tuple[str, str]:
 
 def titles_of(*names: str) -> list[str]:
     """What people call the models of those names, without those that are ""."""
-    return [Path(name).name.removesuffix(".bin") for name in names if name]
+    return [Path(name).name.removesuffix(".bin").removesuffix(".gguf") for name in names if name]
 
 
 def seed_of(seed: int) -> int:

@@ -72,7 +72,7 @@ class GgufFile:
         """The bytes (rows, bytes) of a tensor, whatever they mean."""
         entry = self.entries[name]
         rows = entry.shape[0]
-        return FileTensor(self._file, name, (rows, entry.n_bytes // max(rows, 1)), entry.first, dtype=BYTE)
+        return FileTensor(self._file, name, (rows, entry.n_bytes // rows), entry.first, dtype=BYTE)
 
     def _read_header(self, header: "_Header") -> None:
         if header.take(min(4, self._file.size)) != MAGIC:
@@ -103,6 +103,8 @@ class GgufFile:
         if not 1 <= n_dimensions <= MOST_DIMENSIONS:
             raise CheckpointError(f"{self.path}: {shown(name)} has {n_dimensions} dimensions; expected 1 to {MOST_DIMENSIONS}")
         shape = tuple(header.u64() for _ in range(n_dimensions))[::-1]
+        if not all(shape):
+            raise CheckpointError(f"{self.path}: {shown(name)} has the shape {shape}, which holds nothing")
         number, offset = header.u32(), header.u64()
         kind = TYPES.get(number, f"number {number}")
         if kind not in FLOATS and kind not in BLOCKS:

@@ -5,9 +5,8 @@ fails again with `--only NAME --case NUMBER`, but for what hangs on how threads 
 """
 
 import argparse
-import atexit
 import functools
-import importlib
+import importlib.util
 import itertools
 import json
 import math
@@ -17,7 +16,6 @@ import re
 import shutil
 import struct
 import sys
-import tempfile
 import time
 import tracemalloc
 import warnings
@@ -56,13 +54,11 @@ from tests import checkpoints as made
 from tests import folders as huggingface
 from tests import gguf_files as made_gguf
 from tests import reference
+from tests.fuzzing import FINE, FOLDER, REFUSED, damaged, one_line, random_json
 from tests.models import END_MARKS
 
-FINE, REFUSED = "fine", "refused"
 PATIENCE = 120  # seconds after which a case hangs
 SHOWN = 5  # failures of a campaign that are told
-FOLDER = Path(tempfile.mkdtemp(prefix="specdec-fuzz-"))
-atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 KEYS = (
     "attention_bias", "rope_scaling", "rope_theta", "head_dim", "quantization_config", "sliding_window", "layer_types",
 )  # fmt: skip
@@ -71,16 +67,12 @@ GGUF_VALUES = (
     made_gguf.Typed(10, 2**60), made_gguf.Typed(5, -1), made_gguf.Typed(11, -(2**60)), [1, 2], ["a", "b"], [0.5, math.nan],
     [True],
 )  # fmt: skip
-EXTREMES = (0, 1, 2, 3, 7, 8, -1, -2, 255, 2**15, 2**16, 2**24, 2**30, 2**31 - 2, 2**31 - 1, -(2**31), -(2**31) + 1)
-ODD_FLOATS = (math.nan, math.inf, -math.inf, -0.0, 1e-45, 1e-40, 1e-30, 1e19, 3e38, -3e38, -1.0)
-
-
-def one_line(error, *words):
-    """The refusal's words, which are one line and hold one of those."""
-    told = str(error)
-    assert told and "\n" not in told and len(told) < 300 + 2 * len(max(words, key=len)), f"not one short line: {told!r}"
-    assert any(word in told for word in words), f"none of {words} in {told!r}"
-    return REFUSED
+GGUF_ITEMS = {
+    str: ("", "a", "the", "\u2581", "a b", "\0", "<0x41>", "<|im_end|>", "\udcff", "\u0120", "\u0120 t", "é", "x" * 999),
+    int: (0, 1, 2, 3, 4, 5, 6, 7, -1, 2**31 - 1),
+    float: (0.0, -1.0, math.inf, -math.inf, math.nan, 3e38, -1e-40),
+}
+GGUF_SHAPES = ((0, 32), (2**40, 0), (2**62, 2**62), (0,), (72, 0, 32), (2**63,))
 
 
 def random_config(rng, vocab=0, **fixed):
@@ -100,38 +92,6 @@ def same_bits(a, b):
 
 
 # Damaged files
-
-
-def damaged(rng, data, other, header, fields):
-    """Bytes with some harm done: header bytes of which int32 fields begin at those offsets, and another file's bytes."""
-    data = bytearray(data)
-    for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        match rng.randrange(7):
-            case 0 | 1 if data:  # bits, of the header or of anything
-                for _ in range(rng.randint(1, 8)):
-                    data[rng.randrange(min(header, len(data)) if rng.random() < 0.5 else len(data))] ^= 1 << rng.randrange(8)
-            case 2:
-                del data[rng.choice([rng.randint(0, len(data)), rng.randint(0, min(header, len(data))), -1]) :]
-            case 3:
-                data += rng.randbytes(rng.choice([1, 4, rng.randint(1, 5000)]))
-            case 4:
-                data = data[: rng.choice([header, rng.randint(0, len(data))])] + other[rng.randint(0, len(other)) :]
-            case 5:
-                at, value = rng.choice(fields), rng.choice([*EXTREMES, rng.randint(1, 300)])
-                data[at : at + 4] = struct.pack("<i", value)
-            case 6 if len(data) >= header + 4:
-                at = header + rng.randrange((len(data) - header) // 4) * 4
-                data[at : at + 4] = struct.pack("<f", rng.choice(ODD_FLOATS))
-    return bytes(data)
-
-
-def random_json(rng):
-    """Any value that JSON can say, and some that only Python's can."""
-    return rng.choice([
-        None, True, False, 0, 1, 2, 3, 7, -1, 16, 64, 128, 2**31, 2**63, 10**30, 10**400, 0.0, 1.0, 1e-6, 0.5, 1e5, 5e5, 1e300,
-        math.nan, math.inf, "", "silu", "default", "llama3", "llama", "gpt2", "qwen2", "x" * 5000, "\ud800", "a\nb", [], [1],
-        [2, 3], ["full_attention"] * 2, ["sliding_attention"] * 2, {}, {"rope_type": "yarn"}, {"a": {"b": [None]}},
-    ])  # fmt: skip
 
 
 def folders(rng):
@@ -227,6 +187,13 @@ def ggufs(rng):
     if rng.random() < 0.5:
         for _ in range(rng.choice([1, 1, 2])):
             keys[rng.choice([*keys, "split.count", "general.alignment", "llama.rope.scaling.type"])] = rng.choice(GGUF_VALUES)
+    lists = [key for key, value in keys.items() if isinstance(value, list)]
+    for key in rng.sample(lists, min(len(lists), rng.choice([0, 0, 1, 2]))):
+        items = keys[key] = list(keys[key])
+        for _ in range(rng.choice([1, 1, len(items)])):
+            items[rng.randrange(len(items))] = rng.choice(GGUF_ITEMS.get(type(items[0]), items))
+    if rng.random() < 0.1:
+        tensors[rng.choice(["output.weight", "token_embd.weight", "x"])] = made_gguf.Raw("F32", rng.choice(GGUF_SHAPES), b"")
     data, header = made_gguf.gguf_bytes(keys, tensors), len(made_gguf.header_bytes(keys, tensors))
     if rng.random() < 0.7:
         marks = [match.start() for match in re.finditer(b"blk|token|general|split|rope", data[:header])]
@@ -295,7 +262,7 @@ def kinds(rng):
     path.write_bytes(made_gguf.gguf_bytes(keys, stored))
     checkpoint = load_checkpoint(path)
     weights = LLAMA.pack(checkpoint.config, checkpoint.tensors, rng.choice([None, INT8, INT4]))
-    first = Transformer(checkpoint.config, weights, 1)
+    first = Transformer(checkpoint.config, weights, 1, kv="f32")  # of half precision a logit says less about products
     tokens = [rng.randrange(vocab) for _ in range(rng.randint(1, 40))]
     expected = np.concatenate([first.forward(tokens[: i + 1]).copy() for i in range(len(tokens))])
     oracle = reference.forward(checkpoint.config, numbers_of(checkpoint, weights), tokens)
@@ -865,6 +832,10 @@ CAMPAIGNS = {
     campaign.__name__: campaign
     for campaign in (checkpoints, folders, ggufs, kinds, tokenizers, texts, stages, trees, sampling, streams, values, caches)
 }
+if all(importlib.util.find_spec(package) for package in ("jinja2", "tokenizers")):
+    from tests.fuzz_chat import chats, harm
+
+    CAMPAIGNS |= {"chats": chats, "harm": harm}
 
 
 def run_case(name, case):

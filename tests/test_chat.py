@@ -2,7 +2,9 @@
 
 import io
 import json
+import pickle
 import random
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -17,11 +19,11 @@ from specdec.machine.programs import Runner
 
 pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
-from specdec.chat import Conversation, Settings
+from specdec.chat import Conversation, Reading, Settings
 from specdec.chat_lines import whole
-from specdec.chat_screen import MOST_BYTES
+from specdec.chat_screen import HELP, MOST_BYTES, AnswerView, Chat, Showing
 from specdec.chat_screen import piped as question_of
-from specdec.output import printable
+from specdec.output import Roles, printable
 from tests.folders import FIXTURES, configure
 from tests.terminal import Job, started, wait_until
 from tests.test_real_models import folder
@@ -121,6 +123,8 @@ def test_a_saved_conversation_goes_on_as_it_would_have(talk: Callable[..., Conve
     with pytest.raises(ValueError, match="no saved conversation"):
         conversation.save(tmp_path / "mine")
     assert (tmp_path / "mine").read_text() == "mine"
+    with pytest.raises(ValueError, match="expected a saved conversation"):
+        other.load(tmp_path)
     with pytest.raises(ValueError, match="cannot write"):
         conversation.save(tmp_path / "nowhere" / "kept")
 
@@ -148,6 +152,55 @@ def test_what_was_said_until_an_interrupt_is_kept(talk: Callable[..., Conversati
     next(unheard)
     unheard.close()
     assert len(conversation.messages) == 2
+
+
+def test_a_long_reading_can_be_stopped_and_changes_no_answer(talk: Callable[..., Conversation]) -> None:
+    for draft in (None, "self"):
+        conversation, other = talk(draft), talk(draft)
+        question = "robin " * 200
+        reading = conversation.ask(question)
+        assert isinstance(next(reading), Reading)
+        reading.close()
+        assert conversation.messages == []
+        events = list(conversation.ask(question))
+        shares = [event.share for event in events if isinstance(event, Reading)]
+        assert len(shares) > 1 and shares == sorted(shares) and shares[0] > 0 and shares[-1] < 1
+        answer = other._decoder.chat(conversation._seen()[:-1], N_TOKENS, other.settings.sampling(0))
+        tokens = [token for event in answer if isinstance(event, Step) for token in event.tokens]
+        assert tokens == conversation.messages[-1]["tokens"]
+
+
+def test_a_decoder_that_was_sent_keeps_its_template(model: Path, tmp_path: Path) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}!")
+    decoder = SpeculativeDecoder(model, n_threads=1, template=template)
+    messages = [{"role": "user", "content": "robin"}]
+    ids = decoder.encode_chat(messages)
+    template.unlink()
+    assert pickle.loads(pickle.dumps(decoder)).encode_chat(messages) == ids != SpeculativeDecoder(model).encode_chat(messages)
+
+
+def test_an_answer_ends_before_a_stop_string(talk: Callable[..., Conversation]) -> None:
+    conversation = talk()
+    said(conversation)
+    answer = conversation.messages[-1]["content"]
+    stop = answer[len(answer) // 2 :][:3]
+    *events, last = conversation._decoder.chat(conversation._seen()[:-1], N_TOKENS, Sampling(0.7, 0, 0.9, 5), stop=stop)
+    text = "".join(e.text for e in [*events, last] if isinstance(e, Step))
+    assert text == answer[: answer.index(stop)] and isinstance(last, Step) and last.stop_reason == "stop"
+
+
+def test_an_answer_goes_on_in_the_width_that_a_terminal_gets(model: Path) -> None:
+    """Between words, and nothing of the text is lost."""
+    tokenizer, out, width = SpeculativeDecoder(model, n_threads=1).tokenizer, io.StringIO(), 40
+    words = "the robin sang\n\nand the cat ran " * 8
+    view = AnswerView(tokenizer, out, lambda: width, {})
+    with view:
+        for i, token in enumerate(tokenizer.encode(words)):
+            width = 40 if i < 30 else 17
+            view.show(Step([token], [], 0, 0.0, 0.0))
+    rows = out.getvalue().split("\n")
+    assert out.getvalue().split() == words.split() and max(map(len, rows)) == 30 and max(map(len, rows[-12:])) <= 17
 
 
 def test_no_damaged_file_changes_a_conversation(talk: Callable[..., Conversation], tmp_path: Path) -> None:
@@ -179,13 +232,43 @@ def test_no_damaged_file_changes_a_conversation(talk: Callable[..., Conversation
     assert all(str(path) in refusal and "\n" not in refusal for refusal in refusals)
 
 
+def test_names_of_no_file_are_told_and_settings_shown_whole(
+    talk: Callable[..., Conversation], capsys: pytest.CaptureFixture[str]
+) -> None:
+    conversation = talk(seed=2**63 - 1)
+    chat = Chat(conversation._decoder, conversation, Showing(Roles("a", "b"), plain=True))
+    for command, told in {
+        "/save ~nobody-here/x": "no home ~nobody-here/x", "/load ~nobody-here/x": "no home ~nobody-here/x",
+        f"/save {'x' * 300}": "File name too long", f"/load {'x' * 300}": "File name too long",
+        "/set": "temperature 0.7, top_p 0.9, top_k 0, seed 9223372036854775807, max_tokens 12",
+    }.items():  # fmt: skip
+        chat._obey(command)
+        assert told in capsys.readouterr().err
+
+
 def test_a_message_of_several_lines() -> None:
     for typed, message in {
         ("hi",): "hi", ("a\\", "b"): "a\nb", ('"""a', 'b"""'): "a\nb", ('"""', "a", '"""'): "a", ('"""a"""',): "a",
-        (' """', "a\\", '"""'): "a\\",
+        (' """', "a\\", '"""'): "a\\", ('"""a"""\nb',): '"""a"""\nb', ("a\nb\n",): "a\nb",
     }.items():  # fmt: skip
         lines = iter(typed)
-        assert whole(lambda _, lines=lines: next(lines)) == message  # type: ignore[misc]
+        assert whole(lambda _, lines=lines: next(lines), lambda: False, lambda _: False) == (message, [])  # type: ignore[misc]
+
+
+def test_lines_that_come_at_once_are_one_message() -> None:
+    """A paste where no terminal says so: nothing in it is obeyed, but for a command as the first line or the last."""
+    for pasted, message, left in (
+        (["def f():", "    return \\", "", "  1"], "def f():\n    return \\\n\n  1", []),
+        (['"""A docstring."""', "x = 1"], '"""A docstring."""\nx = 1', []),
+        (['"""a', 'b"""'], "a\nb", []),
+        (["a", "/etc", "/bye", "b"], "a\n/etc", ["/bye"]),
+        (["/bye", "b"], "/bye", []),
+    ):
+        rest = [*pasted]
+        assert whole(lambda _, rest=rest: rest.pop(0), lambda rest=rest: bool(rest), lambda line: line == "/bye") == (
+            message,
+            left,
+        )  # type: ignore[misc]
 
 
 OPTIONS = ["-s", 5, "-n", N_TOKENS, "-j", 1]
@@ -254,11 +337,41 @@ def test_a_talk_at_a_terminal(model: Path, tmp_path: Path) -> None:
     assert history[:3] == ["/foo", "/set max_tokens 5", "one\ntwo"]
 
 
+def test_a_terminal_that_knows_nothing(model: Path, tmp_path: Path) -> None:
+    """A paste that it does not mark is one message, also in an answer's place; no codes; Ctrl-Z and back; words behind /bye."""
+    kept = tmp_path / "kept"
+    with Job(["chat", "-m", model, "-s", 5, "-n", 5, "-j", 1, "--no-history", "-y", "Sing."], TERM="dumb") as job:
+        job.read_until(word=">>> ")
+        job.type(b"one\r\rtwo\r")
+        job.read_until(word="5 tok")
+        wait_until(lambda: (job.read_until(), job.raw.endswith(b">>> "))[1])
+        job.type(b"half")
+        job.read_until(word="half")
+        job.type(b"\x1a")
+        assert job.report() == "stopped"
+        job.go_on()
+        job.read_until(word=">>> half")
+        job.type(b" a line\r")
+        job.read_until(word="5 tok")
+        wait_until(lambda: (job.read_until(), job.raw.endswith(b">>> "))[1])
+        job.type(b"/save %s\r" % str(kept).encode())
+        job.read_until(word="saved in")
+        assert not re.search(rb"\x1b\[[0-9;]*m", job.raw)
+        job.type(b"/bye now\r")
+        assert int(job.report()) == 0
+    asked = [message["content"] for message in json.loads(kept.read_text())["messages"] if message["role"] == "user"]
+    assert asked == ["one\n\ntwo", "half a line"]
+
+
+def test_the_list_of_commands_fits_a_terminal() -> None:
+    assert max(map(len, HELP)) + 2 + max(map(len, HELP.values())) < 80
+
+
 def test_ctrl_c_stops_an_answer_and_the_talk_goes_on(model: Path, tmp_path: Path) -> None:
     endless = configure(Path(shutil.copytree(model, tmp_path / "endless")), max_position_embeddings=100_000)
     with Job(["chat", "-m", endless, "-s", 5, "-n", 90_000, "-j", 1, "--no-history", "-i", "hi"], TERM="xterm") as job:
-        job.read_until(word=">>> hi\r\n")
-        wait_until(lambda: (job.read_until(), len(job.raw.split(b">>> hi\r\n")[1]) > 100)[1])  # of an answer
+        job.read_until(word=">>> hi\x1b[0m\r\n")
+        wait_until(lambda: (job.read_until(), len(job.raw.split(b">>> hi\x1b[0m\r\n")[1]) > 100)[1])  # of an answer
         job.type(b"\x03")
         job.read_until(word="interrupted")
         job.type(b"/save %s\r" % str(tmp_path / "kept").encode())

@@ -406,7 +406,11 @@ BAD_TENSORS: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]] 
     "a vector of blocks": (with_other(**{"output_norm.weight": Raw("Q8_0", (32,), bytes(34))}), ("vector", "Q8_0")),
     "half a block": (with_other(**{"output_norm.weight": Raw("Q4_K", (2, 128), bytes(144))}), ("256",)),
     "five dimensions": (with_other(x=np.zeros((1,) * 5, np.float32)), ("5 dimensions",)),
-    "no rows": (with_other(**{"token_embd.weight": np.zeros((0, 32), np.float32)}), ("vocab_size",)),
+    "no rows": (with_other(**{"token_embd.weight": np.zeros((0, 32), np.float32)}), ("(0, 32)", "nothing")),
+    "no columns": (
+        with_other(**dict.fromkeys(("token_embd.weight", "output.weight"), Raw("F32", (2**40, 0), b""))),
+        ("(1099511627776, 0)", "nothing"),
+    ),
     "divisors that are none": (with_other(**{"rope_freqs.weight": np.zeros(4, np.float32)}), ("rope_divisor",)),
     "divisors of another head": (with_other(**{"rope_freqs.weight": np.ones(5, np.float32)}), ("rope_freqs", "(5,)")),
 }

@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "race_command": {
         "race_screen", "race", "asking", "wiring", "options", "window", "progress", "interrupts", "decoder", "files", "sampling",
     },
-    "chat_command": {"chat_screen", "chat_lines", "chat", "asking", "wiring", "options", "progress", "output", "decoder"},
+    "chat_command": {"chat_screen", "chat_lines", "chat", "asking", "wiring", "options", "progress", "templates", "decoder"},
     "ngrams_command": {
         "wiring", "options", "progress", "counting", "ngram_table", "sweep", "interrupts", "decoder", "files", "sampling",
     },
@@ -50,8 +50,8 @@ MAY_IMPORT = {
     "sweep_chart": {"sweep", "output"},
     "sweep": {"decoder", "decoding", "planning", "sampling"},
     "chat_screen": {
-        "chat_lines", "chat", "panel", "window", "story", "keys", "output", "decoder", "decoding", "interrupts", "tokenizer",
-        "checks",
+        "chat_lines", "chat", "panel", "progress", "window", "story", "keys", "output", "decoder", "decoding", "interrupts",
+        "tokenizer", "checks",
     },
     "chat_lines": {"interrupts"},
     "race_screen": {"race", "panel", "window", "story", "keys", "output", "decoding", "interrupts", "tokenizer"},

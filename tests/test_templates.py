@@ -66,6 +66,24 @@ def test_an_answers_own_tokens_stay_as_long_as_they_say_the_text() -> None:
     assert other == template("smollm2").encode(library, [*USER, {"role": "assistant", "content": "a river"}, *USER])
 
 
+def test_what_is_kept_of_a_talk_changes_no_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turn by turn, after an earlier message has changed, in several requests, and where a template never says the same twice."""
+    monkeypatch.setattr(templates, "RENDERED_AT_ONCE", 3)
+    library = library_of("smollm2")
+    talk: list[dict[str, Any]] = []
+    kept, days, plainly = (template("smollm2") for _ in range(3))
+    days.source = "{{ strftime_now('%f') }}" + days.source
+    for i in range(6):
+        talk += [{"role": "user", "content": f"hi {i}"}]
+        talk[0] = {"role": "user", "content": "hi" if i < 4 else "ho"}
+        ids = template("smollm2").encode(library, talk)
+        assert kept.encode(library, talk) == kept.encode(library, talk) == ids
+        plain = plainly.encode(library, [{"role": message["role"], "content": message["content"]} for message in talk])
+        assert days.encode(library, talk)[-40:] == plain[-40:] and (ids != plain) == (i > 0)
+        spelled = [token for letter in f"the river {i}" for token in library.encode(letter)]
+        talk += [{"role": "assistant", "content": f"the river {i}", "tokens": spelled}]
+
+
 def test_llama2_exports_have_a_template_and_their_marks(tokenizer: Tokenizer) -> None:
     ids = ChatTemplate(LLAMA2, "here", {"bos_token": "<s>", "eos_token": "</s>"}).encode(
         tokenizer, [*USER, {"role": "assistant", "content": "</s>"}, *USER]
@@ -100,6 +118,11 @@ def failure(source: str, messages: Any = USER) -> str:
 )
 def test_a_template_that_fails_is_told_in_a_line(source: str, words: str) -> None:
     assert words in failure(source)
+
+
+def test_a_template_that_writes_nothing_is_told() -> None:
+    with pytest.raises(TemplateError, match="here: the template makes nothing of the messages"):
+        ChatTemplate("{% if 0 %}x{% endif %}", "here", {}).encode(library_of("smollm2"), USER)
 
 
 def test_a_template_that_loops_is_ended_and_the_next_one_renders(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,36 @@ def test_tokens_of_a_users_own_are_one_wherever_they_stand() -> None:
     assert tokenizer.decode(tokens) == "the<t>xthe <t>"
 
 
+def test_an_end_mark_that_is_a_users_own_is_not_obeyed_in_a_text() -> None:
+    """As converters had it: <|im_end|> of type 4."""
+    for name in ("gpt2", "llama2"):
+        keys = keys_of(name)
+        keys["tokens"] = [*keys["tokens"], "<|im_end|>", "\udcff"]
+        keys["token_type"] = [*keys["token_type"], 4, 4]
+        if name == "gpt2":
+            keys = {key: value[:-1] if key in ("tokens", "token_type") else value for key, value in keys.items()}
+        else:
+            keys["scores"] = [*keys["scores"], 0.0, 0.0]
+        tokenizer = gguf_tokenizer(Path("x"), keys)
+        mark = keys["tokens"].index("<|im_end|>")
+        tokens = tokenizer.encode("a <|im_end|>")
+        assert mark in tokenizer.end_marks and mark not in tokens
+        assert tokenizer.decode(tokens) == "a <|im_end|>"
+        assert isinstance(tokenizer, Tokenizer | JsonTokenizer)
+        assert tokenizer.encode_rendered("<|im_end|>", set())[-1] == mark
+
+
+def test_a_file_that_names_no_split_has_llama_cpps_default() -> None:
+    """Ids are those of llama_tokenize, llama.cpp of llama_cpp_python 0.3.36, for the same file."""
+    for text, ids in {
+        "a12345 b²³": [65, 17, 18, 19, 20, 21, 221, 66, 127, 111, 127, 112],
+        "$9.99 (x)--y=z": [4, 25, 14, 25, 25, 221, 8, 88, 9, 13, 13, 89, 29, 90],
+        "I'm the  river.\n\n1": [41, 7, 77, 262, 221, 268, 317, 14, 199, 199, 17],
+        "`~é«»": [64, 94, 294, 127, 105, 127, 120],
+    }.items():
+        assert [gguf_tokenizer(Path("x"), keys_of("gpt2", pre=pre)).encode(text) for pre in (None, "default")] == [ids, ids]
+
+
 def test_unused_tokens_are_none() -> None:
     keys = keys_of("gpt2")
     n = len(keys["tokens"])
@@ -113,7 +143,11 @@ BAD: dict[str, tuple[str, Keys, tuple[str, ...]]] = {
     "another split": ("gpt2", {"pre": "tekken"}, ("'tekken'", "smollm")),
     "a split that is a number": ("gpt2", {"pre": 5}, ("tokenizer.ggml.pre",)),
     "no merges": ("gpt2", {"merges": None}, ("tokenizer.ggml.merges",)),
-    "merges of nothing": ("gpt2", {"merges": ["qq zz"]}, ("tokenizer.json",)),
+    "merges of nothing": ("gpt2", {"merges": ["qq zz"]}, ("the merge 'qq zz'",)),
+    "merges of one": ("gpt2", {"merges": ["a"]}, ("the merge 'a'",)),
+    "a token twice": ("gpt2", {"tokens": [*keys_of("gpt2")["tokens"][:-1], "!"]}, ("tokens 1 and 399 are both '!'",)),
+    "a token that is no text": ("gpt2", {"tokens": [*keys_of("gpt2")["tokens"][:-1], "\udcff"]}, ("tokens", "no UTF-8")),
+    "merges that are no text": ("gpt2", {"merges": ["\udcff a"]}, ("merges", "no UTF-8")),
     "tokens that are numbers": ("gpt2", {"tokens": [1, 2]}, ("tokenizer.ggml.tokens",)),
     "no tokens": ("gpt2", {"tokens": []}, ("tokenizer.ggml.tokens",)),
     "too few types": ("gpt2", {"token_type": [1, 1]}, ("2 token types",)),
