@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # The golden texts and the kernels' tests on machines that are not here:
-#     tests/other_machines.sh [avx2] [no-fma] [sse2] [arm64] [sdot]
+#     tests/other_machines.sh [avx-vnni] [avx2] [no-fma] [sse2] [arm64] [sdot]
 # all of them without arguments, on x86-64 Linux, with PYTHON (python3), which has the packages of `pip install ".[test]"`.
 #
-# avx2, no-fma and sse2: machine code for an x86 of no more than that, run on this one; 2 minutes each. arm64 and sdot: an ARM
-# program, numba and all, emulated, without an instruction for products of bytes and with it; 6 minutes each, most of them spent
-# compiling. They need root, debootstrap and qemu-user-static (apt-get install), and fetch Debian's packages and the wheels for
-# ARM into WORK, a folder that is kept if it is given.
+# avx-vnni (on a CPU that has it), avx2, no-fma and sse2: machine code for an x86 of no more than that, run on this one; 3 to 5
+# minutes each. arm64 and sdot: an ARM program, numba and all, emulated, without an instruction for products of bytes and with it;
+# a quarter of an hour each, most of it spent compiling. They need root, debootstrap and qemu-user-static (apt-get install), and
+# fetch Debian's packages and the wheels for ARM into WORK, a folder that is kept if it is given.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -17,7 +17,7 @@ pytest=(-m pytest -q -p no:cacheprovider)
 
 x86() { # CPU, its features
     NUMBA_CPU_NAME=$1 NUMBA_CPU_FEATURES=$2 "$python" "${pytest[@]}" \
-        tests/test_golden.py tests/test_elementary.py tests/test_kernels.py tests/test_kv.py tests/test_half.py tests/test_int8.py
+        tests/test_{golden,elementary,kernels,kv,half,groups,int8}.py
 }
 
 arm() { # CPU, its features, tests
@@ -41,18 +41,21 @@ make_arm() { # Debian's packages are unpacked, not installed, which needs no emu
     mv "$WORK/wheels" "$WORK/site"
 }
 
-[ $# -gt 0 ] || set -- avx2 no-fma sse2 arm64 sdot
+[ $# -gt 0 ] || set -- avx-vnni avx2 no-fma sse2 arm64 sdot
 for machine; do
     echo "== $machine"
     case $machine in
+        avx-vnni)
+            if grep -q avx_vnni /proc/cpuinfo; then x86 alderlake +avx,+avx2,+f16c,+fma,+avxvnni; else echo "not on this CPU"; fi
+            ;;
         avx2) x86 haswell +avx,+avx2,+f16c,+fma ;;
         no-fma) x86 ivybridge +avx,+f16c ;;
         sse2) x86 x86-64 +sse2 ;;
-        arm64) arm generic +neon tests/test_golden.py tests/test_elementary.py ;;
+        arm64) arm generic +neon tests/test_{golden,elementary,kv}.py -k "golden or elementary or every_way" ;;
         sdot)
-            arm neoverse-n1 +neon,+dotprod tests/test_golden.py tests/test_int8.py \
-                -k "golden_text and int8 or multiply_bytes or sdot"
+            arm neoverse-n1 +neon,+dotprod tests/test_{golden,groups,int8,kv}.py \
+                -k "golden_text and (int8 or int4) or golden_bits or multiply_bytes or sdot or every_instruction or every_way"
             ;;
-        *) echo "$machine is none of avx2, no-fma, sse2, arm64 and sdot" >&2 && exit 2 ;;
+        *) echo "$machine is none of avx-vnni, avx2, no-fma, sse2, arm64 and sdot" >&2 && exit 2 ;;
     esac
 done

@@ -133,7 +133,7 @@ EXACT_NUMPY = {  # what numpy does the same everywhere: moving numbers, whole nu
 EXACT_MATH = {"gcd", "inf", "isfinite", "isnan", "nan", "pi", "prod", "isqrt", "ceil", "floor"}
 ROOMS = {
     "kernels", "sampling", "weights", "machine", "architectures", "transformer", "readers", "decoding", "drafters", "ngrams",
-    "ngram_table", "stages", "tokenizer", "tokenizer_json", "vocabulary", "decoder",
+    "ngram_table", "stages", "tokenizer", "tokenizer_gguf", "tokenizer_json", "vocabulary", "decoder", "heads",
 }  # fmt: skip
 SUMS = {"sum", "mean", "std", "var", "dot", "cumsum", "cumprod", "trace", "matmul"}  # of arrays, in numpy's own order
 
