@@ -22,7 +22,7 @@ from .machine.threads import available_threads, give_lock
 from .ngram_table import NgramTable, is_table, load_table
 from .ngrams import NgramDrafter
 from .planning import MARGIN_RATES, MAX_GAMMA, ODDS_RATES, Acceptance, AutoLength, Costs, FixedLength, Plan
-from .quantizing import SAMPLE, copy_of, kinds_to_make
+from .quantizing import copy_of, kinds_to_make
 from .readers import Checkpoint, CheckpointError, load_checkpoint, read_vocabulary
 from .sampling import Sampler, Sampling
 from .stages import Account, Guesser, StagedDrafter
@@ -214,8 +214,7 @@ class SpeculativeDecoder:
         rows = self.target.config.vocab_size
         if draft == SELF:
             n_target = known_ids(self.tokenizer, rows)
-            sample = self.tokenizer.encode(SAMPLE)
-            copy = copy_of(self.target, kind if is_asked else None, sample, n_threads, self._kv)
+            copy = copy_of(self.target, kind if is_asked else None, self.tokenizer.encode, n_threads, self._kv)
             return copy, Vocabulary(n_target, n_target)
         if isinstance(draft, Transformer):
             return draft, self._alike(name, draft.config.vocab_size)

@@ -1,5 +1,7 @@
 """What models of floats become while they are loaded: int8, int4 or what they are. Knows no files."""
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -36,11 +38,13 @@ def kinds_to_make(quantize: str) -> dict[str, Kind | None]:
     return kinds
 
 
-def copy_of(target: Transformer, asked: Kind | None, sample: list[int], n_threads: int | None, kv: KV) -> Transformer:
+def copy_of(
+    target: Transformer, asked: Kind | None, ids_of: Callable[[str], list[int]], n_threads: int | None, kv: KV
+) -> Transformer:
     """A copy of a target that drafts for it, of the kind asked for or, with None, of the one that is to be faster.
 
-    Beyond the caches a pass takes the time of its bytes; how often an int4 copy is right is seen on a sample of ids. Raises
-    ValueError where a copy is hardly less than the target.
+    Beyond the caches a pass takes the time of its bytes; how often an int4 copy is right is seen on a sample text. ids_of: its
+    tokens. Raises ValueError where a copy is hardly less than the target.
     """
     weights = target.weights
     shares = {kind: weights.n_bytes_as(kind) / weights.n_bytes for kind in ([asked] if asked else [INT8, INT4])}
@@ -56,8 +60,8 @@ def copy_of(target: Transformer, asked: Kind | None, sample: list[int], n_thread
 
     if len(kinds) == 1 or weights.n_bytes_as(INT8) <= CACHED_BYTES:
         return made(kinds[0])
-    copy = made(INT4)
-    accepted = overlap(target, copy, sample[: min(MAX_TOKENS, target.n_positions)])
+    copy, sample = made(INT4), ids_of(SAMPLE)[: min(MAX_TOKENS, target.n_positions)]
+    accepted = overlap(target, copy, sample) if sample else 0.0  # of a vocabulary that has no word for it
     if speed_up(accepted, shares[INT4]) > speed_up(INT8_ACCEPTED, shares[INT8]):
         return copy
     del copy  # before another one takes memory
