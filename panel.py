@@ -14,7 +14,7 @@ from .keys import Keyboard
 from .output import Printable, Roles, printable
 from .story import Row, Run, Story, cells, cut, last_cells, width_of, word_at_end, word_at_start
 from .tokenizer import AnyTokenizer, TextStream
-from .window import MIN_ROWS, MIN_WIDTH, WIDEST, Window, laid_out
+from .window import MIN_ROWS, MIN_WIDTH, WIDEST, Window, fitting
 from .wording import Until
 
 REFRESH_SECONDS = 0.1, 0.5  # between frames, at the least and at the most
@@ -123,7 +123,8 @@ class LivePanel:
         self._reading.end()
         rows = self._reading.story.rows(width := min(self._console.width, WIDEST))
         if self._roles.guessed and self._statistics.n_drafted:
-            rows += [[], *laid_out(meanings(self._roles, self._console.no_color)[:2], width)]
+            forms = [meanings(self._roles, self._console.no_color, form)[:2] for form in range(4)]
+            rows += [[], *fitting(forms, width, len(forms[0]))]
         return "".join([self._pen.styled(row).rstrip(" ") + "\n" for row in rows])
 
     def show(self, event: Event) -> None:
@@ -363,8 +364,7 @@ class LivePanel:
             items = [meanings(self._roles, self._console.no_color, form) for form in range(4)]
         else:
             items = [[]]
-        laid = [laid_out(form, width) for form in items]
-        rows = next((rows for rows in laid if len(rows) <= n and all(width_of(row) <= width for row in rows)), laid[-1][:n])
+        rows = fitting(items, width, n)
         return rows + [[] for _ in range(n - len(rows))]
 
 

@@ -11,9 +11,9 @@ from .keys import Keyboard
 from .output import Roles, printable
 from .panel import Reading, meanings
 from .race import Lane, Race, seconds_told
-from .story import Row, cells, width_of
+from .story import Row, cells
 from .tokenizer import AnyTokenizer
-from .window import MIN_ROWS, MIN_WIDTH, WIDEST, Window, laid_out
+from .window import MIN_ROWS, MIN_WIDTH, WIDEST, Window, fitting
 
 FRAME_SECONDS = 0.05
 SHOW_SECONDS = 8.0  # at least, of the slower one; no more than 2.5 times that
@@ -154,7 +154,8 @@ class RaceView:
         self._pair.go_to(self._length)
         self._pair.reading.end()
         width = min(self._console.width, WIDEST)
-        rows = [*self._pair.reading.story.rows(width), [], *laid_out(self._meanings(0), width), []]
+        forms = [self._meanings(form) for form in range(4)]
+        rows = [*self._pair.reading.story.rows(width), [], *fitting(forms, width, len(forms[0])), []]
         return "".join([self._pen.styled(row).rstrip(" ") + "\n" for row in rows])
 
     # What
@@ -222,6 +223,5 @@ class RaceView:
             forms = [[(text, "plain") for text in form] for form in (KEYS, SHORT_KEYS)]
         else:
             forms = [self._meanings(form) for form in range(4)]
-        laid = [laid_out(form, width) for form in forms]
-        rows = next((rows for rows in laid if len(rows) <= n and all(width_of(row) <= width for row in rows)), laid[-1][:n])
+        rows = fitting(forms, width, n)
         return rows + [[] for _ in range(n - len(rows))]

@@ -1,6 +1,6 @@
 """A window on a terminal: rows in frames and colours, keys meanwhile, and Ctrl-Z. Knows no views and no models."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from rich.console import Console, ConsoleDimensions
@@ -135,3 +135,9 @@ def laid_out(items: Row, width: int) -> list[Row]:
             rows.append([])
         rows[-1] += [*([("   ", "plain")] if rows[-1] else []), (text, kind)]
     return rows
+
+
+def fitting(forms: Sequence[Row], width: int, n: int) -> list[Row]:
+    """The first of these items, `laid_out`, that n rows of that width hold; else what they hold of the last."""
+    laid = [laid_out(form, width) for form in forms]
+    return next((rows for rows in laid if len(rows) <= n and all(width_of(row) <= width for row in rows)), laid[-1][:n])

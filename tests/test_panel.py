@@ -20,7 +20,7 @@ from specdec.output import PlainView, Printable, Roles, SilentView, print_summar
 from specdec.panel import UNSEEN_SECONDS, LivePanel, bins
 from specdec.story import Row, Story, width_of
 from specdec.tokenizer import BOS, FIRST_BYTE, Tokenizer
-from specdec.window import STYLES, STYLES_NO_COLOR
+from specdec.window import STYLES, STYLES_NO_COLOR, fitting
 from specdec.wording import worded
 from tests.terminal import Screen
 
@@ -849,3 +849,11 @@ def test_a_pace_near_zero_waits_no_longer_than_a_clock_can_tell(tokenizer: Token
         begin = stage.clock.now
         stage.panel.show(Proposal([stage.token(" the")]))
         assert 0 < stage.clock.now - begin <= 86_400
+
+
+def test_what_the_colours_mean_takes_the_words_that_fit() -> None:
+    forms: list[Row] = [[("a long word", "accepted"), ("another", "target")], [("short", "accepted"), ("it", "target")]]
+    assert [len(rows) for rows in (fitting(forms, 30, 2), fitting(forms, 11, 2))] == [1, 2]
+    for rows in (fitting(forms, 10, 2), fitting(forms, 11, 1)):
+        assert rows == [[*forms[1][:1], ("   ", "plain"), forms[1][1]]]
+    assert fitting(forms, 4, 1) == [[("short", "accepted")]]  # no form fits
