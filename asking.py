@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from .decoder import NGRAM, SELF
 from .files import is_model_name
@@ -22,6 +22,21 @@ STDIN = "-"  # as a prompt
 WAIT_SECONDS = 0.5  # for a pipe, before somebody is told what it waits for
 LIKE_A_COMMAND = 0.75  # of the letters: rather a slip than a prompt
 Command: Any = next(kind for kind in TyperGroup.__mro__ if kind.__name__ == "Command")
+
+
+def _among_the_others(params: list[Any]) -> list[Any]:
+    """The options that Typer adds itself stand among those of the output, which come last, and take no value, as other flags."""
+    for param in params:
+        if not getattr(param, "rich_help_panel", "") and getattr(param, "is_flag", False):
+            param.rich_help_panel, param.metavar = "Output", ""
+    return params
+
+
+class OneCommand(TyperCommand):
+    """A command with a name."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _among_the_others(super().get_params(ctx))
 
 
 class Commands(TyperGroup):
@@ -35,12 +50,7 @@ class Commands(TyperGroup):
         return list(Command.parse_args(self, ctx, args))
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """With the options that Typer adds itself among those of the output, which come last."""
-        params: list[Any] = super().get_params(ctx)
-        for param in params:
-            if not getattr(param, "rich_help_panel", ""):
-                param.rich_help_panel = "Output"
-        return params
+        return _among_the_others(super().get_params(ctx))
 
 
 def are_given(context: Any, *names: str) -> list[str]:

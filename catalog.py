@@ -2,6 +2,7 @@
 
 import json
 import math
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from . import hub
 from .architectures import Config, architecture_of
-from .files import model_folders
+from .files import model_folders, models_in
 from .readers import CheckpointError, load_checkpoint
 from .vocabulary import MOST_PADDING
 
@@ -33,11 +34,12 @@ class Entry:
         return sum(map(math.prod, architecture_of(self.config).shapes(self.config).values())) if self.config else 0
 
 
-def entries() -> list[Entry]:
-    """All that are found, each once, those of models/ first."""
+def entries(place: Path | None = None) -> list[Entry]:
+    """All that are found, each once, those of models/ first; or those of a folder, or a model alone. Raises CheckpointError."""
     found: dict[Path, str] = {}
-    for name, path in _places():
-        found.setdefault(path.resolve(), name)
+    for name, path in _places_in(place) if place else _places():
+        if name not in found.values():  # -m takes the first of a name
+            found.setdefault(path.resolve(), name)
     return [_entry(name, path) for path, name in found.items()]
 
 
@@ -59,11 +61,16 @@ def _are_alike(one: Entry, other: Entry) -> bool:
 def _places() -> Iterator[tuple[str, Path]]:
     for folder in model_folders():
         with suppress(OSError):
-            for path in sorted(folder.iterdir()):
-                is_tokenizer = path.name.startswith("tok") and path.suffix == ".bin"
-                if (path.suffix in (".bin", ".gguf") and not is_tokenizer) or (path / "config.json").is_file():
-                    yield path.name, path
+            yield from ((path.name, path) for path in models_in(folder))
     yield from hub.cached_models()
+
+
+def _places_in(place: Path) -> list[tuple[str, Path]]:
+    try:
+        is_model = (place / "config.json").is_file() or not stat.S_ISDIR(place.stat().st_mode)
+        return [(str(path), path) for path in ([place] if is_model else models_in(place))]
+    except OSError as error:
+        raise CheckpointError(f"cannot list {place}: {error.strerror}") from None
 
 
 def _entry(name: str, path: Path) -> Entry:

@@ -28,7 +28,7 @@ from .options import (
     WhatToQuantize,
 )
 from .progress import loading
-from .templates import LLAMA2
+from .templates import LLAMA2, RENDERING
 from .wiring import NONE, check_arguments, decoder_of, found, made_with, roles_of, say, seed_of, titles_of, writing
 
 
@@ -70,7 +70,7 @@ def talk(
     draft, stage = draft_name(draft), draft_name(stage)
     draft, stage = "" if draft == NONE else draft, "" if stage == NONE else stage
     seed = seed_of(seed)
-    sources = found(model, draft, stage)
+    sources = found(model, draft, stage, tokenizer=tokenizer, more=RENDERING)
     with loading() as show:
         decoder = decoder_of(sources, tokenizer, quantize, kv, threads, show, template=template or None)
         decoder.encode_chat([{"role": chat.USER, "content": ""}])  # a model that cannot chat is told before it is warm

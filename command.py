@@ -14,7 +14,7 @@ from rich.console import Console
 import specdec
 
 from . import chat_command, models_command, ngrams_command, race_command, sweep_command
-from .asking import Commands, are_given, draft_name, model_and_prompt, prompt_of, tell_what_has_no_effect
+from .asking import Commands, OneCommand, are_given, draft_name, model_and_prompt, prompt_of, tell_what_has_no_effect
 from .decoder import AUTO, NGRAM, SpeculativeDecoder, TreeMode
 from .decoding import Event, Prompt, Statistics, VerifyMode
 from .interrupts import exit_code, signals
@@ -84,11 +84,11 @@ app = typer.Typer(
 COMPLETING = "_COMPLETE"  # at the end of what a shell says it in, behind the program's name
 UsageError = cast(type[Exception], next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"))
 
-app.command("race")(race_command.run)
-app.command("chat")(chat_command.talk)
-app.command("sweep")(sweep_command.compare)
-app.command("ngrams")(ngrams_command.count)
-app.command("models")(models_command.show)
+app.command("race", cls=OneCommand)(race_command.run)
+app.command("chat", cls=OneCommand)(chat_command.talk)
+app.command("sweep", cls=OneCommand)(sweep_command.compare)
+app.command("ngrams", cls=OneCommand)(ngrams_command.count)
+app.command("models", cls=OneCommand)(models_command.show)
 
 
 @app.callback(invoke_without_command=True)
@@ -150,7 +150,7 @@ def tell(
         reason = "it compares one text; leave out --samples." if samples > 1 else "there is no draft whose gain it could tell."
         raise typer.BadParameter(reason, param_hint="'--compare'")
     first = Sampling(temperature, top_k, top_p, seed_of(seed))
-    sources = found(model, draft, stage)
+    sources = found(model, draft, stage, tokenizer=tokenizer)
     with loading() as show:
         begin = time.perf_counter()
         decoder = decoder_of(
@@ -273,7 +273,7 @@ def _check_stops(stops: list[str]) -> None:
             raise typer.BadParameter("a string of no letters, or no valid UTF-8.", param_hint="'--stop'")
 
 
-@app.command("bench")
+@app.command("bench", cls=OneCommand)
 def measure(shape: Shape = "42M", threads: Threads = 0, int8: Int8 = False, as_json: AsJson = False) -> None:
     """Time passes over T tokens of a model with random weights, beside the memory bandwidth they are up against."""
     from . import bench as benchmark  # which nothing else needs
@@ -302,6 +302,8 @@ def main() -> None:
     except typer.Exit as done:
         code = done.exit_code
     except UsageError as error:
+        if likest := getattr(error, "possibilities", None):
+            error.possibilities = likest[:1]  # type: ignore[attr-defined]  # or they come by the alphabet
         message: str = error.format_message()  # type: ignore[attr-defined]
         is_prompt = "'-p'" in message and " valid " in message  # llama.cpp's option
         code = complain(f"{message} The prompt is -i TEXT." if is_prompt else message)

@@ -3,13 +3,15 @@
 Knows nothing of what is in a file.
 """
 
+import difflib
+import errno
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from . import hub
-from .readers import CheckpointError
+from . import extras, hub
+from .readers import CheckpointError, is_gguf
 from .tokenizer import TokenizerError
 
 MODELS = Path(__file__).resolve().parent / "models"
@@ -19,27 +21,61 @@ HUB, LLAMA2C = "https://huggingface.co/karpathy/tinyllamas", "https://github.com
 MODELS_SOURCE = f"the stories models are at {HUB}; one on the hub is named as there, org/name"
 PUBLISHED_TOKENIZERS = {512: "tok512.bin", 32000: "tokenizer.bin"}  # by size
 ENDINGS = (".bin", ".gguf", ".safetensors", ".pt", ".pth", ".onnx")  # of files of models, ours and others
+LEFT_OUT = (".bin", ".gguf")  # of them, those that a name may be without
 LONGEST_NAME = 255  # bytes
+LIKE_A_NAME = 0.75  # of the letters: rather a slip than another name
 RESTORE = "restore it with 'git checkout models' or by installing again"
 
 
-def find(name: str | os.PathLike[str], source: str = MODELS_SOURCE) -> Path:
+def find(name: str | os.PathLike[str], source: str = MODELS_SOURCE, words: Sequence[str] = ()) -> Path:
     """The file or folder of that path, else of that name in models/, else on the hub: a repository, or one of `hub.FILES`.
 
-    Raises CheckpointError, which tells the source.
+    words: what might have been said in the place of a name. Raises CheckpointError, which tells what is like it, or the source.
     """
     if not os.fspath(name):
         raise CheckpointError("a name of no letters is no file; expected a path, or a name in models/")
-    path = Path(name)
-    found = _first(_places(path))
-    published = next((file for file in (os.fspath(name), f"{os.fspath(name)}.bin") if file in hub.FILES), "")
-    if not found and published:
+    path, name = Path(name), os.fspath(name)
+    if found := _first(_places(path)):
+        return found
+    if published := _published(name):
         return hub.fetch_file(published)
-    if not found and hub.is_repository(os.fspath(name)):
-        return hub.fetch(os.fspath(name))
-    if not found and not path.is_absolute():
-        raise CheckpointError(f"{path} is neither here nor in {' or '.join(map(str, model_folders()))}; {source}")
-    return found or path
+    hint = _did_you_mean(path, words)
+    if hub.is_repository(name):
+        try:
+            return hub.fetch(name)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{hint}") from None
+    if path.is_absolute():
+        raise CheckpointError(f"cannot read {path}: {os.strerror(errno.ENOENT)}{hint}")
+    raise CheckpointError(f"{path} is neither here nor in {' or '.join(map(str, model_folders()))}{hint or f'; {source}'}")
+
+
+def needs(names: Sequence[str], tokenizer: str = "") -> dict[str, str]:
+    """The packages of the extra that models of those names take, the target first, and what for; fetches nothing.
+
+    tokenizer: the target's, where one was named.
+    """
+    needed = dict[str, str]()
+    for name in filter(None, [*names, tokenizer]):
+        if not _cached(name) and (_published(name) or hub.is_repository(name)):
+            needed.setdefault(extras.HUB, hub.purpose_of_fetching(name))
+    for name in filter(None, [tokenizer or names[0], *names[1:]]):
+        path = _cached(name)
+        is_json = path.is_dir() or path.suffix == ".json" or is_gguf(path) if path else hub.is_repository(name)
+        if is_json:
+            needed.setdefault(extras.TOKENIZERS, f"to read the tokenizer of {name}")
+    return needed
+
+
+def models_in(folder: Path) -> list[Path]:
+    """What looks like a model in a folder, by name: files of one, and folders with a config. Raises OSError."""
+
+    def is_one(path: Path) -> bool:
+        is_tokenizer = path.name.startswith("tok") and path.suffix == ".bin"
+        is_file = path.suffix in LEFT_OUT and hub.may_be_a_model(path.name) and not is_tokenizer
+        return is_file or (path / "config.json").is_file()
+
+    return sorted(filter(is_one, folder.iterdir()))
 
 
 def is_model_name(word: str) -> bool:
@@ -103,9 +139,40 @@ def model_folders() -> tuple[Path, Path]:
     return Path("models"), MODELS
 
 
+def _published(name: str) -> str:
+    """Which of `hub.FILES` has that name, its ending left out or not; "" for none."""
+    return next((file for file in (name, f"{name}.bin") if file in hub.FILES), "")
+
+
+def _cached(name: str) -> Path | None:
+    """What `find` finds without the network."""
+    if found := _first(_places(Path(name))):
+        return found
+    if published := _published(name):
+        return hub.cached_file(published)
+    return hub.cached(name, will_do=True) if hub.is_repository(name) else None
+
+
+def _did_you_mean(path: Path, words: Sequence[str]) -> str:
+    """A hint at what is most like a name that nobody has: a model beside it, one that is known, or a word; "" for none."""
+    folders = [path.parent] if len(path.parts) > 1 else [Path(), *model_folders()]
+    known = [*words, *(hub.FILES if len(path.parts) == 1 else [name for name, _ in hub.cached_models()])]
+    for folder in folders:
+        with suppress(OSError):
+            known += [str(path.parent / model.name) for model in models_in(folder)]
+
+    def bare(name: str) -> str:
+        name = name.lower()
+        return next((name.removesuffix(ending) for ending in LEFT_OUT if name.endswith(ending)), name)
+
+    names = {bare(name): name for name in reversed(known)}
+    close = difflib.get_close_matches(bare(str(path)), names, 1, LIKE_A_NAME)
+    return f"; did you mean {names[close[0]]!r}?" if close else ""
+
+
 def _places(path: Path) -> list[Path]:
     """Where a path or a name may lie, its ending left out or not."""
-    names = [path, *(path.with_name(path.name + ending) for ending in (".bin", ".gguf") if path.name and not path.suffix)]
+    names = [path, *(path.with_name(path.name + ending) for ending in LEFT_OUT if path.name and not path.suffix)]
     return [folder / name for folder in (Path(), *model_folders()) for name in names]
 
 

@@ -1,8 +1,9 @@
 """Names on the Hugging Face hub become folders and files here. Knows nothing of what is in them, but for a list of shards.
 
 They lie in the cache of the huggingface_hub library, in its documented layout, where other programs find them too; a name that
-is whole there is used without asking the network. Weights are fetched into a file beside their place, `<etag>.incomplete`, which
-an interrupt leaves and the next try goes on with: the library itself begins anew (as of 2.4).
+is whole there is used without asking the network. A file is fetched into one beside its place, `<etag>.incomplete`, which an
+interrupt leaves and the next try goes on with: the library itself begins anew (as of 2.4), and takes a server's words for paths
+as they come. Here whatever a server names goes through `hub_words` before it becomes a part of a path.
 """
 
 import errno
@@ -13,15 +14,15 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import urlsplit
 
+from . import extras
+from .hub_words import COMMIT, ETAG, SHA256, are_of_one_server, endpoint, may_be_a_file, named, without_password
 from .readers import CheckpointError
 
-INSTALL = "pip install tokenizers"  # which brings huggingface_hub
 GGUF = ".gguf"
 DEFAULT_BITS = ("Q4_K_M", "Q8_0")  # of GGUF files the first that there is, as llama.cpp's -hf has it; else the first file
 SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -73,39 +74,52 @@ def fetch(name: str) -> Path:
     name: org/name, or org/name:bits for the GGUF file whose name says those bits, Q4_K_M for one. What is whole in the cache is
     taken from there; what is not is fetched, with a progress bar where stderr is a terminal. Raises CheckpointError.
     """
-    name, _, bits = name.partition(":")
-    folder = _cached_folder(name)
-    cached = _cached_gguf(folder, bits or DEFAULT_BITS[0]) if folder else None
-    lacks = [f"a GGUF file of {bits}"] if bits else _lacks(folder) if folder else [SMALL_FILES[0]]
-    if folder and not lacks and all(_is_settled(folder, file) for file in SMALL_FILES):
-        return folder
-    if folder and cached and (bits or _has_no_others(folder)):
-        return cached
+    if path := cached(name):
+        return path
+    repository, _, bits = name.partition(":")
+    folder = _cached_folder(repository)
+    lacks = ([f"a GGUF file of {bits}"] if bits else _lacks(folder)) if folder else []
     try:
-        with _telling(name, name, lacks if folder else []):
-            fetch = _Fetch(name)
+        with _telling(repository, repository, lacks):
+            fetch = _Fetch(repository, {extras.TOKENIZERS: "to read its tokenizer"})
             with _quiet():
                 return fetch.model(bits)
     except CheckpointError:
-        if folder and not lacks:  # another program has brought it
-            return folder
-        if folder and not bits and _has_no_others(folder) and (cached := _cached_gguf(folder, "")):
-            return cached
+        if path := cached(name, will_do=True):
+            return path
         raise
+
+
+def cached(name: str, will_do: bool = False) -> Path | None:
+    """What `fetch` takes from the cache without asking the network.
+
+    will_do: where nobody can be asked, what another program has brought of the small files is enough, and any GGUF file.
+    """
+    name, _, bits = name.partition(":")
+    folder = _cached_folder(name)
+    if not folder:
+        return None
+    if not bits and not _lacks(folder) and (will_do or all(_is_settled(folder, file) for file in SMALL_FILES)):
+        return folder
+    is_to_be = bits or ("" if will_do else DEFAULT_BITS[0])
+    return _cached_gguf(folder, is_to_be) if bits or _has_no_others(folder) else None
 
 
 def fetch_file(name: str) -> Path:
     """One of FILES, checked by its sum. Raises CheckpointError."""
-    file = FILES[name]
-    storage = _storage(TINYLLAMAS)
-    cached = [storage / "llama2.c" / name, *storage.glob(f"snapshots/*/{file.path}")]
-    for path in cached:
-        if path.is_file():
-            return path
+    if path := cached_file(name):
+        return path
     with _telling(name, TINYLLAMAS, []):
-        fetch = _Fetch(TINYLLAMAS)
+        fetch = _Fetch(TINYLLAMAS, {})
         with _quiet():
-            return fetch.file(file)
+            return fetch.file(FILES[name])
+
+
+def cached_file(name: str) -> Path | None:
+    """What `fetch_file` takes from the cache."""
+    storage = _storage(TINYLLAMAS)
+    places = [storage / "llama2.c" / name, *storage.glob(f"snapshots/*/{FILES[name].path}")]
+    return next((path for path in places if path.is_file()), None)
 
 
 def cached_models() -> Iterator[tuple[str, Path]]:
@@ -120,24 +134,37 @@ def cached_models() -> Iterator[tuple[str, Path]]:
             yield name, folder
         elif folder:
             for path in sorted(folder.rglob(f"*{GGUF}")):
-                part, bits = _PART.fullmatch(path.name), _BITS.search(path.name)
-                if not _NO_MODEL.search(path.name) and not (part and int(part[2]) > 1):
+                bits = _BITS.search(path.name)
+                if may_be_a_model(path.name):
                     yield (f"{name}:{bits[1]}" if bits else str(path)), path
+
+
+def purpose_of_fetching(name: str) -> str:
+    """What the library is needed for."""
+    return f"to fetch {name}, which is no path here"
+
+
+def may_be_a_model(name: str) -> bool:
+    """Whether a file's name is that of a model in one file, or of the first part of one."""
+    part = _PART.fullmatch(name)
+    return not _NO_MODEL.search(name) and not (part and int(part[2]) > 1)
 
 
 class _Fetch:
     """What a repository's files are brought with."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, more: dict[str, str]) -> None:
+        """more: packages that whoever reads it takes."""
         if _is_offline():
             raise _Offline
+        if lacking := extras.missing({extras.HUB: purpose_of_fetching(name), **more}):
+            raise CheckpointError(lacking)
         import huggingface_hub
         import huggingface_hub.file_download  # which sets its own level of logging as it is loaded
 
         self.name, self._hub = name, huggingface_hub
-        self._endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
+        self._endpoint = endpoint()
         self._sums: dict[str, str] = {}
-        self._where = {"cache_dir": str(_cache()), "endpoint": self._endpoint}
 
     def model(self, bits: str) -> Path:
         """The folder of safetensors, or a GGUF file: of those bits, or where there is no other model."""
@@ -162,9 +189,8 @@ class _Fetch:
     def _weights(self, files: list[str], sizes: dict[str, int | None]) -> list[Path]:
         """The places of large files."""
         _check_room(self.name, sum(self._to_come(file, sizes[file] or 0) for file in files))
-        snapshot = _storage(self.name) / "snapshots" / self._revision
-        paths = [snapshot / file if (snapshot / file).exists() else self._large(file, self._revision) for file in files]
-        _replace_text(_storage(self.name) / "refs" / "main", self._revision)
+        paths = [self._file(file, self._revision) for file in files]
+        self._is_newest(self._revision)
         return paths
 
     def _folder(self, sizes: dict[str, int | None]) -> Path:
@@ -191,10 +217,13 @@ class _Fetch:
     def file(self, file: Published) -> Path:
         self._sums[file.path] = file.sha256
         try:
-            return self._large(file.path, "main")
+            path = self._file(file.path)
         except Exception as error:
             if not file.elsewhere or _status(error) != 404:
                 raise
+        else:
+            self._is_newest(path.relative_to(_storage(self.name)).parts[1])
+            return path
         path = _storage(self.name) / "llama2.c" / file.path
         with self._locked(file.sha256):
             if not path.exists():
@@ -205,10 +234,14 @@ class _Fetch:
         """The files of the newest revision with their sizes, which a mirror may not tell."""
         api = self._hub.HfApi(endpoint=self._endpoint)
         info = api.model_info(self.name, revision="main", files_metadata=True, timeout=PATIENCE)
-        self._revision = str(info.sha)
-        files = info.siblings or []
-        self._sums = {file.rfilename: file.lfs.sha256 for file in files if file.lfs}
+        self._revision = named("commit", info.sha, COMMIT, self.name)
+        files = [file for file in info.siblings or [] if may_be_a_file(file.rfilename)]
+        self._sums = {file.rfilename: named("sha256", file.lfs.sha256, SHA256, self.name) for file in files if file.lfs}
         return {file.rfilename: file.size for file in files}
+
+    def _is_newest(self, commit: str) -> None:
+        """Whoever asks the cache for the repository finds that snapshot."""
+        _replace_text(_storage(self.name) / "refs" / "main", commit)
 
     def _to_come(self, file: str, size: int) -> int:
         """Bytes of a file that are not here yet. On the hub, the ETag of a large file is its sha256."""
@@ -217,32 +250,35 @@ class _Fetch:
 
     def _small(self, file: str) -> Path:
         with _no_bars(self._hub):
-            return Path(self._hub.hf_hub_download(self.name, file, revision=self._revision, **self._where))
+            return self._file(file, self._revision)
 
-    def _large(self, file: str, revision: str) -> Path:
-        """The place of a file that is fetched so that an interrupt loses little."""
+    def _file(self, file: str, commit: str = "") -> Path:
+        """The place of a file, of the newest commit where none is said, fetched so that an interrupt loses little."""
         from huggingface_hub.file_download import get_hf_file_metadata
         from huggingface_hub.utils import build_hf_headers
 
-        url = self._hub.hf_hub_url(self.name, file, revision=revision, endpoint=self._endpoint)
+        snapshots = _storage(self.name) / "snapshots"
+        if commit and (snapshots / commit / file).exists():
+            return snapshots / commit / file
+        url = self._hub.hf_hub_url(self.name, file, revision=commit or "main", endpoint=self._endpoint)
         about = get_hf_file_metadata(url)
-        etag = str(about.etag)
-        if not re.fullmatch(r"[\w-]{1,128}", etag, re.ASCII):
-            raise CheckpointError(f"{url} has the ETag {etag[:40]!r}; expected that of a Hugging Face hub")
-        headers = build_hf_headers()
-        if not _is_same_host(url, about.location):  # a signed address, which is not to see the token
+        etag = named("ETag", about.etag, ETAG, url)
+        place = snapshots / (commit or named("commit", about.commit_hash, COMMIT, url)) / file
+        headers = build_hf_headers() | {"Accept-Encoding": "identity"}  # of bytes in another form a part is none of the file
+        if not are_of_one_server(url, about.location):  # a signed address, which is not to see the token
             headers = {key: value for key, value in headers.items() if key.lower() != "authorization"}
         blob = _storage(self.name) / "blobs" / etag
         with self._locked(etag):
             if not blob.exists():
                 self._download(about.location, blob, file, about.size, headers)
-        with _no_bars(self._hub):  # finds the bytes there, and links them to their name
-            return Path(self._hub.hf_hub_download(self.name, file, revision=revision, **self._where))
+            _link(blob, place)
+        return place
 
     def _download(self, url: str, path: Path, file: str, size: int | None, headers: dict[str, str]) -> None:
         """All bytes of an address, from where the last try ended. Raises CheckpointError for others than announced."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = _partial(path)
+        partial.touch()
         if size is not None:
             _check_room(self.name, size - _size(partial))
         is_first, left = True, TRIES
@@ -307,19 +343,21 @@ class _Offline(Exception):
 @contextmanager
 def _telling(name: str, repository: str, lacks: list[str]) -> Iterator[None]:
     """Whatever keeps a name from being fetched, as a CheckpointError. lacks: of what is in the cache already."""
-    endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
-    page = f"{endpoint}/{repository}"
+    page = f"{endpoint()}/{repository}"
     gap = f"in {_cache()} it lacks {lacks[0]}" if lacks else f"it is not in {_cache()}"
     try:
         yield
-    except CheckpointError:
-        raise
-    except ImportError:
-        raise CheckpointError(f"{name} is no path here; to fetch it from {page}, {INSTALL}") from None
+    except CheckpointError as error:
+        reason = str(error)
+    except ImportError as error:
+        reason = f"{name} is no path here; fetching it from {page} needs the package huggingface_hub: {error}; {extras.INSTALL}"
     except _Offline:
-        raise CheckpointError(f"{name} is no path here, {gap}, and HF_HUB_OFFLINE keeps it from being fetched") from None
+        reason = f"{name} is no path here, {gap}, and HF_HUB_OFFLINE keeps it from being fetched"
     except Exception as error:
-        raise CheckpointError(_reason(error, name, page, gap)) from None
+        reason = _reason(error, name, page, gap)
+    else:
+        return
+    raise CheckpointError(without_password(reason)) from None
 
 
 @contextmanager
@@ -399,8 +437,9 @@ def _storage(name: str) -> Path:
 def _cached_folder(name: str) -> Path | None:
     """The snapshot that was fetched last."""
     try:
-        folder = _storage(name) / "snapshots" / (_storage(name) / "refs" / "main").read_text().strip()
-        return folder if folder.is_dir() else None
+        commit = (_storage(name) / "refs" / "main").read_text().strip()
+        folder = _storage(name) / "snapshots" / commit
+        return folder if COMMIT.fullmatch(commit) and folder.is_dir() else None
     except (OSError, ValueError):
         return None
 
@@ -495,8 +534,21 @@ def _replace_text(path: Path, text: str) -> None:
     os.replace(new, path)
 
 
-def _is_same_host(one: str, other: str) -> bool:
-    return urlsplit(one).netloc == urlsplit(other).netloc
+def _link(blob: Path, place: Path) -> None:
+    """Give bytes of the cache a name: a link, or where the disk has none a second name or a copy."""
+    if place.exists():
+        return
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.unlink(missing_ok=True)  # a link to what is gone
+    new = place.with_name(f".{os.getpid()}")
+    new.unlink(missing_ok=True)
+    for make in (lambda: new.symlink_to(os.path.relpath(blob, new.parent)), lambda: os.link(blob, new)):
+        with suppress(OSError, NotImplementedError):
+            make()
+            break
+    else:
+        shutil.copyfile(blob, new)
+    os.replace(new, place)
 
 
 @contextmanager

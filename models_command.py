@@ -1,27 +1,30 @@
 """`specdec models`: the models that are there, and which drafts fit. Knows no arrays and no formats."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .options import AsJson
-from .output import printable
+from .options import AsJson, Folder
+from .output import on_one_line
 from .progress import loading
 from .wiring import writing
 
+NONE_THERE = "no models in models/ or in the hub's cache; -m org/name fetches one"
 
-def show(as_json: AsJson = False) -> None:
-    """List the models that are there: in models/ and in the hub's cache, with their shapes, sizes, vocabularies and drafts.
+
+def show(folder: Folder = "", as_json: AsJson = False) -> None:
+    """List the models in models/ and in the hub's cache, or in a folder: shapes, sizes, vocabularies and drafts.
 
     A draft fits a target of the same vocabulary that is at least twice as large.
     """
     from . import catalog  # which nothing else needs
 
     with loading(""):
-        found = catalog.entries()
+        found = catalog.entries(Path(folder) if folder else None)
         drafts = {id(entry): [other.name for other in catalog.drafts_for(entry, found)] for entry in found}
     rows: list[dict[str, Any]] = [
         {
@@ -45,22 +48,22 @@ def show(as_json: AsJson = False) -> None:
             print(json.dumps({"models": rows, "unreadable": [{"name": entry.name, "flaw": entry.flaw} for entry in broken]}))
             return
         if not rows:
-            print("no models in models/ or in the hub's cache; -m org/name fetches one")
+            print(f"no models in {on_one_line(folder)}" if folder else NONE_THERE)
         table = Table("model", "shape", "weights", "size", "vocabulary", "drafts that fit", box=None, pad_edge=False)
         for row in rows:
             table.add_row(
-                Text(printable(row["name"])),
+                Text(on_one_line(row["name"])),
                 f"{row['architecture']} {row['layers']} x {row['dim']}",
                 _count(row["parameters"]),
                 f"{_count(row['bytes'])}B",
                 str(row["vocabulary"]),
-                Text(printable(", ".join(row["drafts"]) or "self, ngram")),
+                Text(on_one_line(", ".join(row["drafts"]) or "self, ngram")),
             )
         console = Console()
         if rows:
             console.print(table)
         for entry in broken:
-            console.print(Text(printable(f"not to be read: {entry.flaw}")), soft_wrap=True)
+            console.print(Text(on_one_line(f"not to be read: {entry.flaw}")), soft_wrap=True)
 
 
 def _count(n: int) -> str:

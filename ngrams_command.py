@@ -18,6 +18,7 @@ from .options import (
     TopP,
     WhatToQuantize,
 )
+from .output import on_one_line
 from .progress import loading, telling
 from .sampling import Sampling
 from .wiring import NONE, check_arguments, decoder_of, found, or_the_pair, writing
@@ -47,7 +48,7 @@ def count(
     beginnings = sweep.prompts_of(prompts) if prompts else sweep.PROMPTS
     ngram_table.check_place(Path(table))
     model, draft = or_the_pair(model, draft)
-    sources = found(model, "" if draft == NONE or file else draft or NGRAM, "")
+    sources = found(model, "" if draft == NONE or file else draft or NGRAM, "", tokenizer=tokenizer)
     with loading() as show:
         decoder = decoder_of(sources, tokenizer, quantize, kv, threads, show)
         tell, asked = telling(show, "counting"), lambda: signals.asked
@@ -60,4 +61,4 @@ def count(
         counted = ngram_table.count(texts, decoder.vocabulary.n_target)
         ngram_table.save_table(counted, Path(table))
     with writing():
-        print(f"{table}: what follows in {counted.keys.size} contexts, in {Path(table).stat().st_size} bytes")
+        print(f"{on_one_line(table)}: what follows in {counted.keys.size} contexts, in {Path(table).stat().st_size} bytes")

@@ -22,7 +22,7 @@ ModelFile = Annotated[
         help="Target: a folder, org/name or org/name:Q4_K_M on the hub, a GGUF or llama2.c file.",
     ),
 ]  # fmt: skip
-ModelWord = Annotated[str | None, typer.Argument(metavar="[MODEL]", show_default=False, help="The target, as with -m.")]
+ModelWord = Annotated[str | None, typer.Argument(metavar="MODEL", show_default=False, help="The target, as with -m.")]
 DraftFile = Annotated[
     str,
     option(
@@ -181,6 +181,12 @@ TextFile = Annotated[
     str, option("-f", "--file", group="Text", metavar="FILE", help="Count this text. By default the target writes some.")
 ]
 HowMany = Annotated[int, option("--tokens", group="Text", metavar="N", min=1, help="How many the target writes.")]
+
+# Of models
+
+Folder = Annotated[
+    str, typer.Argument(metavar="FOLDER", show_default=False, help="What is in it, and no other. A model's own: that one.")
+]
 
 # Of chat
 

@@ -54,6 +54,11 @@ def printable(text: str) -> str:
     return "".join([c for c in text if c in "\n\t" or not (unicodedata.category(c) == "Cc" or c in _TURNING)])
 
 
+def on_one_line(text: str) -> str:
+    """A name of which nobody knows what is in it, or a message with names, as a terminal may show it: `printable`, in one row."""
+    return " ".join(printable(text).split())
+
+
 class Printable:
     """`printable` for a text that comes in pieces: a control sequence may begin in one and end in another."""
 

@@ -88,7 +88,7 @@ def run(
     draft = draft or NGRAM
     sampling = Sampling(temperature, top_k, top_p, seed_of(seed))
     settings: dict[str, Any] = {"gamma": gamma_of(gamma), "tree": cast(TreeMode, tree)}
-    sources = found(model, draft, stage)
+    sources = found(model, draft, stage, tokenizer=tokenizer)
     with loading() as show:
         decoder = decoder_of(sources, tokenizer, quantize, kv, threads, show, **settings)
         prompt_tokens = decoder.encode(prompt)

@@ -68,7 +68,7 @@ def compare(
     if svg:
         sweep_chart.check_writable(svg)
     model, draft = or_the_pair(model, draft)
-    sources = found(model, draft, stage)
+    sources = found(model, draft, stage, tokenizer=tokenizer)
     with loading() as show:
         pair = decoder_of(sources, tokenizer, quantize, kv, threads, show)
         texts, notes = sweep.texts_of(pair, beginnings, lengths, sweep.samplings_of(degrees, top_p, seeds))

@@ -4,7 +4,6 @@ The text is, byte for byte, what transformers' `apply_chat_template` makes of th
 tokens where the template wrote them, and text where a message holds them.
 """
 
-import importlib.util
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from . import extras
 from .checks import file_name, short, text
 from .readers import Checkpoint, read_object
 from .tokenizer import AnyTokenizer, TextStream, file_bytes
@@ -38,8 +38,8 @@ GGUF_VARIABLES = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk
 STAND_INS = [*range(0xFDD0, 0xFDF0), *range(0x100000, 0x10FFFE)]  # to which Unicode gives no meaning
 PATIENCE_SECONDS = 5.0  # with a template, which takes a millisecond
 RENDERED_AT_ONCE = 100  # beginnings of a conversation, each request for which has those seconds
+RENDERING = {extras.JINJA: "to render chat templates"}
 WORKER = Path(__file__).with_name("template_worker.py")
-INSTALL = 'pip install ".[hub]", or jinja2'
 
 
 class TemplateError(ValueError):
@@ -200,8 +200,8 @@ def template_of(checkpoint: Checkpoint | None, tokenizer: Path, given: str | os.
 
     Raises TemplateError where there is none.
     """
-    if importlib.util.find_spec("jinja2") is None:
-        raise TemplateError(f"chat templates are rendered with the package jinja2, which is missing; {INSTALL}")
+    if lacking := extras.missing(RENDERING):
+        raise TemplateError(lacking)
     folder = checkpoint.path if checkpoint else tokenizer.parent
     source, place, variables = None, folder, dict[str, str]()
     if checkpoint and checkpoint.vocabulary:

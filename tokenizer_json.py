@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import checks
+from . import checks, extras
 from .tokenizer import NO_TEXT_YET, AnyTokenizer, Tokenizer, TokenizerError, file_bytes, text_of
 
 TOKENIZER_FILE = "tokenizer.json"
-INSTALL = "pip install tokenizers"
 DECODERS = "ByteLevel, Metaspace or SentencePiece's (Replace, ByteFallback, Fuse, Strip of one space in front)"
 LFS_POINTER = b"version https://git-lfs"  # what a clone without git-lfs holds in the place of a large file
 TEXT_HAS_BEGUN = 0
@@ -234,7 +233,7 @@ def _parsed(path: Path, data: bytes) -> Any:
         import tokenizers
     except ImportError as error:
         reason = "" if isinstance(error, ModuleNotFoundError) else f" ({error})"
-        raise TokenizerError(f"{path} is read with the package tokenizers, which is missing{reason}; {INSTALL}") from None
+        raise TokenizerError(f"{path} is read with the package tokenizers, which is missing{reason}; {extras.INSTALL}") from None
     if data.startswith(LFS_POINTER):
         raise TokenizerError(f"{path} is a pointer of git-lfs in the place of the tokenizer; fetch it with git lfs pull")
     try:

@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -12,14 +12,16 @@ import typer
 
 import specdec
 
+from . import extras
 from .decoder import AUTO, NGRAM, SELF, SpeculativeDecoder, TreeMode
 from .decoding import VERIFIERS
-from .files import default_pair, find, telling_how_to_restore
+from .files import default_pair, find, needs, telling_how_to_restore
 from .machine.threads import available_threads
-from .output import Roles, printable
+from .output import Roles, on_one_line
 from .planning import MAX_GAMMA
 from .progress import LOADING, progress_bar
 from .quantizing import kinds_to_make
+from .readers import CheckpointError
 from .transformer import KV
 
 NONE = "none"  # as a draft: the target decodes alone
@@ -35,8 +37,8 @@ def or_the_pair(model: str | None, draft: str) -> tuple[str, str]:
 
 
 def titles_of(*names: str) -> list[str]:
-    """What people call the models of those names, without those that are ""."""
-    return [Path(name).name.removesuffix(".bin").removesuffix(".gguf") for name in names if name]
+    """What people call the models of those names, as it may be shown, without those that are ""."""
+    return [on_one_line(Path(name).name.removesuffix(".bin").removesuffix(".gguf")) for name in names if name]
 
 
 def seed_of(seed: int) -> int:
@@ -44,9 +46,17 @@ def seed_of(seed: int) -> int:
     return seed or int.from_bytes(os.urandom(4), "little") or 1
 
 
-def found(*names: str) -> list[str | Path]:
-    """Where models of those names are; fetching one shows a bar of its own."""
-    return [name if name in ("", SELF, NGRAM) else find(name) for name in names]
+def found(*names: str, tokenizer: str, more: Mapping[str, str] | None = None) -> list[str | Path]:
+    """Where the target, the draft and the stage are; fetching one shows a bar of its own.
+
+    tokenizer: as it was named. more: packages that the run takes beside those that read the models, and what for: what is
+    missing is told, all of it, before anything is fetched or loaded. Raises CheckpointError.
+    """
+    named = ["" if name in (SELF, NGRAM) else name for name in names]
+    if lacking := extras.missing({**needs(named, tokenizer), **(more or {})}):
+        raise CheckpointError(lacking)
+    words = (SELF, NGRAM, NONE)
+    return [find(name, words=words[: 3 * bool(i)]) if name else names[i] for i, name in enumerate(named)]
 
 
 def decoder_of(
@@ -62,7 +72,7 @@ def decoder_of(
             n_threads=threads or None,
             quantize=quantize,
             kv=cast(KV, kv),
-            progress=lambda name, share: show(progress_bar(name, share)),
+            progress=lambda name, share: show(progress_bar(on_one_line(name), share)),
             **more,
         )
     show(LOADING)
@@ -163,4 +173,4 @@ def complain(message: str) -> int:
 def say(message: str) -> None:
     """One line on stderr."""
     with suppress(OSError):
-        print(f"specdec: {printable(' '.join(message.split()))}", file=sys.stderr)
+        print(f"specdec: {on_one_line(message)}", file=sys.stderr)
