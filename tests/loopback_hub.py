@@ -18,7 +18,8 @@ class Hub:
 
     refusal: status and X-Error-Code of every answer. token: without it, 401. cuts: how many bodies are cut off after `cut_at`
     bytes. shorter: bytes of a body that are announced and never come. knows_sizes: whether it lists files with them.
-    sums, etags: what it says of a file in the place of the truth. gate: bodies wait at `cut_at` bytes until it is set.
+    sums, etags: what it says of a file in the place of the truth; commit: of the newest revision. gate: bodies wait at `cut_at`
+    bytes until it is set.
     """
 
     repositories: dict[str, dict[str, bytes]]
@@ -30,6 +31,7 @@ class Hub:
     knows_sizes: bool = True
     sums: dict[str, str] = field(default_factory=dict)
     etags: dict[str, str] = field(default_factory=dict)
+    commit: str = COMMIT
     gate: threading.Event = field(default_factory=threading.Event)
     url: str = ""
     requests: list[tuple[str, str]] = field(default_factory=list)  # method and path
@@ -87,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.refuse(404, "RepoNotFound")
         elif about:
             siblings = self.siblings(repository) if hub.knows_sizes and "blobs=" in self.path else names_of(repository)
-            self.send(json.dumps({"id": about[1], "sha": COMMIT, "siblings": siblings}).encode(), with_body)
+            self.send(json.dumps({"id": about[1], "sha": hub.commit, "siblings": siblings}).encode(), with_body)
         elif file and file[3] in repository:
             self.send_file(file[3], repository[file[3]], with_body)
         else:
@@ -127,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.send_response(206 if asked else 200)
         self.send_header("ETag", f'"{etag}"')
-        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("X-Repo-Commit", hub.commit)
         self.send_header("Content-Length", str(len(data) - start))
         if asked:
             self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")

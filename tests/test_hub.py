@@ -349,7 +349,7 @@ def test_a_process_that_was_killed_leaves_what_the_next_one_goes_on_with(server:
 def test_a_small_file_shorter_than_announced_is_refused(server: Hub) -> None:
     server.shorter = 1000
     server.repositories["org/model"] = {"config.json": b" " * 2000, "model.safetensors": WEIGHTS}
-    assert refused(lambda: hub.fetch("org/model")).startswith("cannot fetch org/model")
+    assert refused(lambda: hub.fetch("org/model")).startswith("config.json of org/model ended after 1000 of 2000 bytes")
     server.shorter = 0
     assert contents(hub.fetch("org/model"))["config.json"] == b" " * 2000
 
@@ -461,11 +461,125 @@ def test_a_repository_that_is_no_model_is_refused(server: Hub, repository: dict[
     assert words in refused(lambda: hub.fetch("org/model"))
 
 
+# What a server names
+
+OUTSIDE = "../../../../outside"
+
+
+def outside(tmp_path: Path) -> list[str]:
+    """What lies outside the two folders that a fetch may write in."""
+    homes = (tmp_path / "home/hub/.locks", *(tmp_path / "home/hub").glob("models--*"))
+    paths = [path for path in tmp_path.rglob("*") if not path.is_dir()]
+    return [str(path) for path in paths if not any(path.is_relative_to(home) for home in homes)]
+
+
 @needs_library
-def test_an_etag_does_not_lead_out_of_the_cache(server: Hub, tmp_path: Path) -> None:
-    server.etags["model.safetensors"] = "../../../../outside"
-    assert "has the ETag '../../../../outside'" in refused(lambda: hub.fetch("org/model"))
-    assert not list(tmp_path.glob("outside*"))
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])
+@pytest.mark.parametrize("etag", [OUTSIDE, "/outside", "..", "", "a/b", "a\\b", "nul", "é"])
+def test_an_etag_does_not_lead_out_of_the_cache(server: Hub, tmp_path: Path, file: str, etag: str) -> None:
+    etag = str(tmp_path / etag[1:]) if etag.startswith("/") else etag.replace("nul", "a" * 129)
+    server.etags[file] = etag
+    assert "has the ETag " in refused(lambda: hub.fetch("org/model"))
+    assert outside(tmp_path) == []
+
+
+@needs_library
+def test_an_etag_is_asked_for_once(server: Hub) -> None:
+    """What was looked at is what counts: a server may name another one when it is asked again."""
+    hub.fetch("org/model")
+    asked = [path for method, path in server.requests if method == "HEAD"]
+    assert sorted(asked) == sorted(set(asked)) and len(asked) == len(MODEL)
+
+
+@needs_library
+@pytest.mark.parametrize("commit", [OUTSIDE, "main", "..", ""])
+def test_a_commit_does_not_lead_out_of_the_cache(stories: Hub, tmp_path: Path, commit: str) -> None:
+    stories.commit = commit
+    assert "has the commit " in refused(lambda: hub.fetch("org/model"))
+    assert "has the commit " in refused(lambda: hub.fetch_file("stories15M.bin"))
+    assert outside(tmp_path) == []
+    refs = tmp_path / "home/hub/models--org--model/refs/main"
+    refs.parent.mkdir(parents=True)
+    refs.write_text(f"../../../../{tmp_path.name}")
+    assert hub.cached("org/model", will_do=True) is None
+
+
+@needs_library
+def test_a_sum_does_not_lead_out_of_the_cache(server: Hub, tmp_path: Path) -> None:
+    server.sums["model.safetensors"] = OUTSIDE
+    assert "has the sha256 '../../../../outside'" in refused(lambda: hub.fetch("org/model"))
+    assert outside(tmp_path) == []
+
+
+@needs_library
+@pytest.mark.parametrize(
+    "name", [f"{OUTSIDE}-", "/outside-", "a/../../outside-", "a\\b-", "c:b-", "a\x1b]0;evil\x07-", "a\u202eb-"]
+)
+def test_a_files_name_does_not_lead_out_of_the_repository_nor_to_the_terminal(server: Hub, tmp_path: Path, name: str) -> None:
+    server.repositories["org/gguf"] = {f"{name}Q4_K_M.gguf": b"4 bits", "model-Q8_0.gguf": b"8 bits"}
+    assert "there is model-Q8_0.gguf" in refused(lambda: hub.fetch("org/gguf:Q4_K_M"))
+    assert hub.fetch("org/gguf").read_bytes() == b"8 bits"
+    index = json.dumps({"weight_map": {"a": f"{name}.safetensors"}}).encode()
+    server.repositories["org/model"] = {**SHARDED, "model.safetensors.index.json": index, f"{name}.safetensors": b"shard"}
+    assert "in its model.safetensors.index.json, and has no such file" in refused(lambda: hub.fetch("org/model"))
+    assert outside(tmp_path) == []
+
+
+@needs_library
+@pytest.mark.parametrize("missing", [["symlink"], ["symlink", "link"]])
+def test_a_disk_without_links_holds_models_too(server: Hub, monkeypatch: pytest.MonkeyPatch, missing: list[str]) -> None:
+    server.repositories["org/model"] = {**MODEL, "chat_template.jinja": b""}
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    for name in missing:
+        monkeypatch.setattr(os, name, refuse)
+    folder = hub.fetch("org/model")
+    assert contents(folder) == server.repositories["org/model"]
+    assert not any(path.is_symlink() for path in folder.iterdir())
+
+
+# Its address
+
+
+@needs_library
+def test_an_empty_address_is_none(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own: the library reads the address as it is loaded."""
+    program = f"from specdec import hub_words; hub_words.HUGGING_FACE = {server.url!r}; {FETCH}"
+    environment = os.environ | {"HF_ENDPOINT": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", program, "org/model"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert contents(Path(done.stdout.strip())) == MODEL
+
+
+@pytest.mark.parametrize("address", ["huggingface.co", "ftp://huggingface.co", "http://", "http://[::1", "https://me:secret@"])
+def test_what_is_no_address_is_told_with_its_variable(server: Hub, monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    line = refused(lambda: hub.fetch("org/model"))
+    assert line.startswith("HF_ENDPOINT is ") and line.endswith("; expected an address such as https://huggingface.co")
+    assert "secret" not in line
+
+
+@needs_library
+@pytest.mark.usefixtures("no_patience")
+@pytest.mark.parametrize("trouble", ["none there", "refused", "no hub", "ETag", "cut off"])
+def test_a_password_in_the_address_is_told_to_nobody(server: Hub, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", server.url.replace("://", "://me:p@ss:secret@"))
+    if trouble == "none there":
+        server.repositories.clear()
+    elif trouble == "refused":
+        server.refusal = (500, "")
+    elif trouble == "no hub":
+        monkeypatch.setenv("HF_ENDPOINT", "http://me:secret@127.0.0.1:9")
+    elif trouble == "ETag":
+        server.etags["config.json"] = OUTSIDE
+    else:
+        server.shorter = 3
+    line = refused(lambda: hub.fetch("org/model"))
+    assert "secret" not in line and "me:" not in line
+    assert trouble == "cut off" or "://127.0.0.1:" in line
 
 
 @pytest.mark.parametrize(
@@ -496,13 +610,16 @@ def test_a_path_that_is_there_is_no_repository(server: Hub, tmp_path: Path) -> N
     assert server.requests == []
 
 
-def test_without_the_library_one_line_tells_how_to_install_it(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    page = f"{server.url}/org/model"
-    assert (
-        refused(lambda: files.find("org/model")) == f"org/model is no path here; to fetch it from {page}, pip install tokenizers"
-    )
-    assert "pip install tokenizers" in refused(lambda: files.find("stories42M.bin"))
+def test_without_the_packages_one_line_tells_all_of_them_before_anything_is_fetched(
+    server: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("huggingface_hub", "tokenizers"):
+        monkeypatch.setitem(sys.modules, package, None)
+    fetching = "huggingface_hub, to fetch org/model, which is no path here; tokenizers, to read its tokenizer"
+    assert refused(lambda: files.find("org/model")) == f'packages are missing: {fetching}; pip install ".[hub]"'
+    line = refused(lambda: files.find("stories42M.bin"))
+    assert line.startswith("a package is missing: huggingface_hub") and line.endswith('; pip install ".[hub]"')
+    assert server.requests == []
 
 
 # The stories
