@@ -302,9 +302,9 @@ def main() -> None:
     except typer.Exit as done:
         code = done.exit_code
     except UsageError as error:
-        if likest := getattr(error, "possibilities", None):
-            error.possibilities = likest[:1]  # type: ignore[attr-defined]  # or they come by the alphabet
         message: str = error.format_message()  # type: ignore[attr-defined]
+        if likest := getattr(error, "possibilities", None):  # of which the message makes a list by the alphabet
+            message = f"no option {error.option_name}; did you mean {likest[0]}?"  # type: ignore[attr-defined]
         is_prompt = "'-p'" in message and " valid " in message  # llama.cpp's option
         code = complain(f"{message} The prompt is -i TEXT." if is_prompt else message)
     except (CheckpointError, TokenizerError, ValueError) as error:

@@ -1,6 +1,7 @@
 """`specdec models`: the models that are there, and which drafts fit. Knows no arrays and no formats."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +48,24 @@ def show(folder: Folder = "", as_json: AsJson = False) -> None:
         if as_json:
             print(json.dumps({"models": rows, "unreadable": [{"name": entry.name, "flaw": entry.flaw} for entry in broken]}))
             return
-        if not rows:
+        if not (rows or broken):
             print(f"no models in {on_one_line(folder)}" if folder else NONE_THERE)
         table = Table("model", "shape", "weights", "size", "vocabulary", "drafts that fit", box=None, pad_edge=False)
+        for column in table.columns:
+            column.overflow = "fold"  # a name is to be copied
+
+        def told(*names: str) -> Text:
+            """Without the folder, which whoever asked knows."""
+            return Text(on_one_line(", ".join(name.removeprefix(f"{Path(folder)}{os.sep}") for name in names)))
+
         for row in rows:
             table.add_row(
-                Text(on_one_line(row["name"])),
+                told(row["name"]),
                 f"{row['architecture']} {row['layers']} x {row['dim']}",
                 _count(row["parameters"]),
                 f"{_count(row['bytes'])}B",
                 str(row["vocabulary"]),
-                Text(on_one_line(", ".join(row["drafts"]) or "self, ngram")),
+                told(*(row["drafts"] or ("self", "ngram"))),
             )
         console = Console()
         if rows:

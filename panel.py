@@ -92,7 +92,7 @@ class LivePanel:
         stops: Collection[str] = (),
     ) -> None:
         self._tokenizer, self._console, self._statistics = tokenizer, console, statistics
-        self._max_tokens, self._roles, self._title, self._pace = max_tokens, roles, printable(title), pace
+        self._max_tokens, self._roles, self._title, self._pace = max_tokens, roles, title, pace
         self._clock, self._sleep = clock, sleep
         self._reading = Reading(tokenizer, stops)
         self._tokens: list[int] = []

@@ -8,7 +8,7 @@ from rich.console import Console, ConsoleDimensions
 from .decoding import Prompt
 from .interrupts import signals
 from .keys import Keyboard
-from .output import Roles, printable
+from .output import Roles
 from .panel import Reading, meanings
 from .race import Lane, Race, seconds_told
 from .story import Row, cells
@@ -30,7 +30,7 @@ class Track:
     """One of the two as far as it has come."""
 
     def __init__(self, name: str, lane: Lane, tokenizer: AnyTokenizer) -> None:
-        self.name, self.ends, self._steps = printable(name), lane.ends, lane.steps
+        self.name, self.ends, self._steps = name, lane.ends, lane.steps
         self.reading = Reading(tokenizer)
         self.n_passes = self.n_tokens = 0
         for event in lane.events:

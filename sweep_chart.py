@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .output import printable
+from .output import on_one_line
 from .sweep import Figures, Measured, Overall, conclusion, name_of, overall
 
 MOST_POSITIONS = 8  # of a table's rates
@@ -78,7 +78,7 @@ def show(report: Report, console: Console) -> None:
     if report.cells:
         title = Text("mean speed-up, all lengths", style="bold")
         parts = [to_table(report, console.width), Text(), title, to_bars(report, console), Text()]
-    parts += [Text(note, style="dim") for note in report.notes]
+    parts += [Text(on_one_line(note), style="dim") for note in report.notes]
     parts += [Text(line) for line in (report.draft_alone_in_words(), report.overall_in_words()) if line]
     console.print(Group(*parts, Text(report.conclusion, style="bold")))
 
@@ -99,7 +99,7 @@ def to_table(report: Report, width: int) -> Group:
             table.add_row(*row[: len(widths)])
         return table
 
-    parts: list[RenderableType] = [Text(printable(report.title), style="bold"), block([titles], "dim")]
+    parts: list[RenderableType] = [Text(report.title, style="bold"), block([titles], "dim")]
     for kind in dict.fromkeys((f.temperature, f.max_tokens) for f in report.cells):
         of_kind = [f for f in report.cells if (f.temperature, f.max_tokens) == kind]
         parts += [Text(f"{report.name(kind[0])}, {kind[1]} tokens", style="bold"), block([_row(f) for f in of_kind])]
@@ -273,6 +273,6 @@ def _text(x: float, y: float, text: str, size: int = FONT, bold: bool = False, c
 
 def _fitting(text: str, n: int) -> str:
     """No control characters, which XML does not know, and no more than n characters."""
-    text = " ".join(printable(text).split())
+    text = on_one_line(text)
     text = text.encode("utf-8", "replace").decode()
     return text if len(text) <= n else text[: max(n - 1, 0)] + "…"

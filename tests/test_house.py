@@ -18,6 +18,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
+DISTRIBUTION = "specdec-cpu"
 FOLDERS = ("machine", "weights", "architectures", "readers")
 LONGEST_FILE = 600  # lines
 # each room, a folder or a file, and the rooms below it that it may know, top to bottom
@@ -216,6 +217,15 @@ def test_the_wheel_holds_every_module() -> None:
         assert table[relative] == ("specdec/__init__.py" if name == "specdec" else f"specdec/{relative}")
 
 
+def test_the_distribution_has_a_name_of_its_own_and_brings_the_command_and_the_package() -> None:
+    """On PyPI `specdec` is another project's."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["name"] == DISTRIBUTION
+    assert project["scripts"] == {"specdec": "specdec:main"}
+    assert project["optional-dependencies"]["chat"] == [f"{DISTRIBUTION}[hub]"]
+    assert f"This distribution is `{DISTRIBUTION}`" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_continuous_integration_calls_the_test_command_of_the_readme() -> None:
     command = (ROOT / "README.md").read_text(encoding="utf-8").split("<!-- test command -->\n```sh\n")[1].split("\n```")[0]
     assert f"run: {command}\n" in (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
@@ -270,7 +280,7 @@ def test_every_way_in_agrees_on_the_names_of_the_modules(way: str, tmp_path: Pat
 
 def is_installed() -> bool:
     try:
-        return metadata.version("specdec") != "" and Path(sys.executable).with_name("specdec").exists()
+        return metadata.version(DISTRIBUTION) != "" and Path(sys.executable).with_name("specdec").exists()
     except metadata.PackageNotFoundError:
         return False
 
@@ -289,7 +299,7 @@ def test_an_installation_puts_one_package_on_the_path() -> None:
     """Hugging Face publishes a top-level package `kernels`; nothing of ours may lie where it is looked for."""
     if not is_installed():
         pytest.skip("specdec is not installed")
-    files = metadata.files("specdec") or []
+    files = metadata.files(DISTRIBUTION) or []
     tops = {file.parts[0] for file in files}
     assert {top for top in tops if not top.endswith(".dist-info") and top != ".."} == {"specdec"}
 
