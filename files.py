@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from . import extras, hub
-from .readers import CheckpointError, is_gguf
+from .readers import CheckpointError, read_vocabulary
 from .tokenizer import TokenizerError
 
 MODELS = Path(__file__).resolve().parent / "models"
@@ -51,18 +51,16 @@ def find(name: str | os.PathLike[str], source: str = MODELS_SOURCE, words: Seque
 
 
 def needs(names: Sequence[str], tokenizer: str = "") -> dict[str, str]:
-    """The packages of the extra that models of those names take, the target first, and what for; fetches nothing.
+    """What models of those names, the target first, take of the packages that may be missing, and what for; fetches nothing.
 
-    tokenizer: the target's, where one was named.
+    tokenizer: the target's, where one was named. Raises CheckpointError for a GGUF file that cannot be read.
     """
     needed = dict[str, str]()
     for name in filter(None, [*names, tokenizer]):
         if not _cached(name) and (_published(name) or hub.is_repository(name)):
             needed.setdefault(extras.HUB, hub.purpose_of_fetching(name))
-    for name in filter(None, [tokenizer or names[0], *names[1:]]):
-        path = _cached(name)
-        is_json = path.is_dir() or path.suffix == ".json" or is_gguf(path) if path else hub.is_repository(name)
-        if is_json:
+    if not extras.has(extras.TOKENIZERS):  # or it costs a look into files
+        for name in filter(_has_json_tokenizer, filter(None, [tokenizer or names[0], *names[1:]])):
             needed.setdefault(extras.TOKENIZERS, f"to read the tokenizer of {name}")
     return needed
 
@@ -153,10 +151,19 @@ def _cached(name: str) -> Path | None:
     return hub.cached(name, will_do=True) if hub.is_repository(name) else None
 
 
+def _has_json_tokenizer(name: str) -> bool:
+    """Whether it comes with a tokenizer for the package, or may do so, where it is still to be fetched."""
+    path = _cached(name)
+    if not path:
+        return hub.is_repository(name)
+    return path.is_dir() or path.suffix == ".json" or read_vocabulary(path).get("model") == "gpt2"
+
+
 def _did_you_mean(path: Path, words: Sequence[str]) -> str:
     """A hint at what is most like a name that nobody has: a model beside it, one that is known, or a word; "" for none."""
     folders = [path.parent] if len(path.parts) > 1 else [Path(), *model_folders()]
-    known = [*words, *(hub.FILES if len(path.parts) == 1 else [name for name, _ in hub.cached_models()])]
+    fetched = [name if ":" in path.name else name.partition(":")[0] for name, _ in hub.cached_models()]
+    known = [*words, *(hub.FILES if len(path.parts) == 1 else fetched)]
     for folder in folders:
         with suppress(OSError):
             known += [str(path.parent / model.name) for model in models_in(folder)]

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -542,12 +542,13 @@ def _link(blob: Path, place: Path) -> None:
     place.unlink(missing_ok=True)  # a link to what is gone
     new = place.with_name(f".{os.getpid()}")
     new.unlink(missing_ok=True)
-    for make in (lambda: new.symlink_to(os.path.relpath(blob, new.parent)), lambda: os.link(blob, new)):
-        with suppress(OSError, NotImplementedError):
-            make()
-            break
-    else:
-        shutil.copyfile(blob, new)
+    try:
+        new.symlink_to(os.path.relpath(blob, new.parent))
+    except (OSError, NotImplementedError):
+        try:
+            os.link(blob, new)
+        except (OSError, NotImplementedError):
+            shutil.copyfile(blob, new)
     os.replace(new, place)
 
 

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from . import gguf, huggingface, llama2c
-from .gguf import is_gguf, read_vocabulary
+from .gguf import read_vocabulary
 from .json_text import read_object
 from .model_file import Checkpoint, CheckpointError, telling_os_errors
 from .strangers import refuse_strangers
@@ -19,10 +19,10 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         return huggingface.load_checkpoint(path)
     if path.suffix in (".safetensors", ".json"):
         raise CheckpointError(f"{path} is a part of a model; name the folder that holds it and its config.json")
-    if is_gguf(path):
+    if gguf.is_gguf(path):
         return gguf.load_checkpoint(path)
     refuse_strangers(path)
     return llama2c.load_checkpoint(path)
 
 
-__all__ = ["Checkpoint", "CheckpointError", "is_gguf", "load_checkpoint", "read_object", "read_vocabulary"]
+__all__ = ["Checkpoint", "CheckpointError", "load_checkpoint", "read_object", "read_vocabulary"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from specdec import files
 from specdec.machine import cache
 from specdec.progress import loading
 from specdec.readers.strangers import STRANGERS
@@ -57,6 +58,9 @@ def test_a_word_is_the_prompt_or_the_model_in_llama2cs_order(ask: Run, pair: Pai
         (["-p", "Once upon a time"], "The prompt is -i"),
         (["-m", ""], "no letters"),
         (["nope.gguf"], "nope.gguf is neither here"),
+        (["--temprature", "1"], "no option --temprature; did you mean --temperature?"),
+        (["race", "--temprature", "1"], "no option --temprature; did you mean --temperature?"),
+        (["chat", "--no-histroy"], "no option --no-histroy; did you mean --no-history?"),
     ],
 )
 def test_words_that_are_not_clear_are_told_with_what_to_do(run: Run, words: list[str], said: str) -> None:  # noqa: F811
@@ -245,12 +249,140 @@ def test_models_that_are_there_are_listed_with_the_drafts_that_fit(
     assert listed["models"][1]["vocabulary"] == 300
     assert [row["name"] for row in listed["models"]][2:] == ["org/name:Q8_0"]
     monkeypatch.setattr("specdec.catalog.MOST_OF_A_TARGET", 0.9)
+    installed = tmp_path / "installed" / "models"
+    installed.mkdir(parents=True)
+    monkeypatch.setattr(files, "MODELS", installed)  # beside which the same names lie in models/ here
+    for name in ("target", "draft"):
+        (installed / f"{name}.bin").write_bytes(getattr(pair, name).read_bytes())
     code, out, err = run("models")
+    assert [line.split()[0] for line in out.splitlines()].count("draft.bin") == 1
     assert (code, err) == (0, "")
     row = next(line for line in out.splitlines() if line.startswith("target.bin"))
     assert row.split()[-1] == "draft.bin"
     assert "llama 3 x 64" in row
     assert "not to be read" in out
+    code, out, err = run("models", installed)
+    assert (code, err) == (0, "") and [line.split()[0] for line in out.splitlines()] == ["model", "draft.bin", "target.bin"]
+    assert out.splitlines()[2].split()[-1] == "draft.bin"
+    listed = from_json(run("models", installed, "--json"))
+    assert [(row["name"], row["drafts"]) for row in listed["models"]] == [
+        (str(installed / "draft.bin"), []),
+        (str(installed / "target.bin"), [str(installed / "draft.bin")]),
+    ]
+    assert len(from_json(run("models", installed / "draft.bin", "--json"))["models"]) == 1
+    assert run("models", tmp_path / "installed")[:2] == (0, f"no models in {tmp_path / 'installed'}\n")
+    assert_refused(run("models", tmp_path / "nowhere"), "cannot list", "No such file")
+
+
+# Names that nobody has
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-m", "stores6M"], ["neither here nor in", "; did you mean 'stories6M.bin'?"]),
+        (["-m", "STORIES6m.gguf"], ["; did you mean 'stories6M.bin'?"]),
+        (["-m", "models/storis6M.bin"], ["; did you mean 'models/stories6M.bin'?"]),
+        (["-m", "{here}/models/storis6M.bin"], ["No such file", "; did you mean '{here}/models/stories6M.bin'?"]),
+        (["-m", "stories15m"], ["; did you mean 'stories15M.bin'?"]),
+        (["-m", "org/nmae"], ["HF_HUB_OFFLINE", "; did you mean 'org/name'?"]),
+        (["-m", "org/nane:Q8_0"], ["; did you mean 'org/name:Q8_0'?"]),
+        (["-m", "stories6M", "-d", "slef"], ["; did you mean 'self'?"]),
+        (["-m", "stories6M", "-d", "n-gram"], ["; did you mean 'ngram'?"]),
+        (["-m", "stories6M", "-z", "toks.bin"], ["llama2.c's tokenizer.bin is at"]),
+    ],
+)  # fmt: skip
+def test_a_slip_in_a_name_is_told_with_what_is_like_it(
+    run: Run,  # noqa: F811
+    pair: Pair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    said: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "models" / "stories6M.bin").write_bytes(pair.target.read_bytes())
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    (snapshot / "tiny-Q8_0.gguf").touch()
+    assert_refused(run(*(word.format(here=tmp_path) for word in words)), *(word.format(here=tmp_path) for word in said))
+
+
+EVIL = "a\x1b]0;title\x07\x1b[31mb\u202e\nc.bin"
+
+
+@pytest.mark.parametrize("command", [["--compare"], ["race"], ["--plain", "--stats"]], ids=lambda words: words[0])
+def test_a_name_that_a_terminal_would_obey_is_shown_without_what_it_obeys(
+    run: Run,  # noqa: F811
+    pair: Pair,
+    tmp_path: Path,
+    command: list[str],
+) -> None:
+    draft = tmp_path / EVIL
+    draft.write_bytes(pair.draft.read_bytes())
+    code, out, err = run(*command, *with_pair(pair, "-n", 30, "-s", 5, "-d", draft), "-g", 2)
+    assert code == 0
+    told = out + err
+    assert not set(told) & set("\x1b\x07\u202e")
+    assert command[0] == "--plain" or "big + ab c " in told
+
+
+def test_a_name_in_an_error_and_in_a_list_is_on_one_line(
+    run: Run,  # noqa: F811
+    pair: Pair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert_refused(run("-m", EVIL), "ab c.bin is neither here")
+    (tmp_path / "models" / EVIL).write_bytes(pair.draft.read_bytes())
+    out = run("models")[1]
+    assert out.splitlines()[1].startswith("ab c.bin  llama") and not set(out) & set("\x1b\x07\u202e")
+
+
+# Packages that may be missing
+
+
+def test_all_packages_that_a_run_lacks_are_told_before_anything_is_loaded(
+    run: Run,  # noqa: F811
+    pair: Pair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(sys, "stdin", None)
+    for package in ("tokenizers", "huggingface_hub", "jinja2"):
+        monkeypatch.setitem(sys.modules, package, None)
+    for name in ("command", "chat_command", "race_command", "sweep_command", "ngrams_command"):
+        monkeypatch.setattr(f"specdec.{name}.decoder_of", lambda *_, **__: pytest.fail("something is loaded"))
+    folder, tiny = tmp_path / "folder", tmp_path / "tiny.gguf"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    keys = next(iter(CONFIGS))
+    tiny.write_bytes(gguf_bytes(model_keys(keys) | {"tokenizer.ggml.model": "gpt2"}, model_tensors(keys)))
+    reading, fetching, chatting = "tokenizers, to read", "huggingface_hub, to fetch", "jinja2, to render"
+    for words, told in (
+        (["-m", folder], {reading}),
+        (["-m", tiny], {reading}),
+        (["-m", pair.target, "-d", folder], {reading}),
+        (["-m", pair.target, "-z", folder], {reading}),
+        (["-m", "stories15M"], {fetching}),
+        (["-m", pair.target, "-d", "org/name"], {fetching, reading}),
+        (["race", "-m", "org/name:Q8_0"], {fetching, reading}),
+        (["sweep", "-m", folder, "-d", "stories15M"], {fetching, reading}),
+        (["ngrams", "-m", tiny, "-o", tmp_path / "table"], {reading}),
+        (["chat", "-m", pair.target, "-i", "hi"], {chatting}),
+        (["chat", "-m", tiny, "-i", "hi"], {reading, chatting}),
+        (["chat", "-m", "org/name", "-i", "hi"], {fetching, reading, chatting}),
+    ):
+        result = run(*words)
+        assert_refused(result, *told, 'pip install ".[hub]"')
+        assert all((each in result[2]) == (each in told) for each in (reading, fetching, chatting)), words
 
 
 # The first run, completion

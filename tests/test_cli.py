@@ -543,6 +543,7 @@ def test_help_fits_80_columns_and_names_every_option(run: Run, monkeypatch: pyte
     names = [name for hint in annotations for name in (hint.__metadata__[0].default, *hint.__metadata__[0].param_decls)]
     for name in ["-h", "--help", *names]:
         assert re.search(rf"(?<![\w-]){name}(?![\w-])", out), name
+    assert "<bool>" not in out
 
 
 def test_the_version_is_told(run: Run) -> None:
