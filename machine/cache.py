@@ -23,10 +23,12 @@ from numba.core.compiler import CompileResult
 from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
+from .linking import link_late
+
 HOME = Path(__file__).resolve().parents[1]
 # Whatever compiled functions are written in, or take constants from.
 SOURCES = (
-    *(f"machine/{name}.py" for name in ("cache", "elementary", "memory", "programs", "threads", "tiles", "vectors")),
+    *(f"machine/{name}.py" for name in ("cache", "elementary", "linking", "memory", "programs", "threads", "tiles", "vectors")),
     *(f"weights/{name}.py" for name in ("blocks", "fp32", "groups", "half", "int4", "int8", "matrix")),
     "kernels.py",
     "sampling.py",
@@ -38,6 +40,7 @@ if numba.config.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set; specdec's kernels exist compiled only, so unset it")
 
 
+link_late()
 on_compiling: list[Callable[[str], object]] = []  # the last one is told the name of each function that is about to be compiled
 
 
@@ -136,6 +139,11 @@ def _cached(dispatcher: Any) -> Any:
 def compiled(function: Callable[..., Any]) -> Any:
     """A function in machine code, which lets other Python threads run."""
     return _cached(njit(nogil=True, error_model="numpy")(function))
+
+
+def inner(function: Callable[..., Any]) -> Any:
+    """A function that only such functions call: it is part of their machine code, and has none of its own to be kept."""
+    return njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
 
 
 def parallel(function: Callable[..., Any]) -> Any:
