@@ -93,6 +93,12 @@ class Sampler:
         probabilities(probs, logits, s.temperature, self._top_k, s.top_p, self._keys)
 
 
+def draw_once() -> None:
+    """Compile what every text draws its tokens by."""
+    sampler = Sampler(2, Sampling())
+    sampler.draw(sampler.new_probs(), np.zeros(2, np.float32), TARGET_NOISE, 0)
+
+
 FEW = 3  # candidates of `draw_few`
 BLOCK = 64  # tokens that are passed over at once, where none of them can matter
 MANY_TOKENS = 4096

@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 from numba.np.numpy_support import as_dtype
 
-from .cache import callback, inlined, inner
+from .cache import MachineCode, callback, inlined, inner
 from .threads import FOREVER, PATIENCE, available_threads, run_on_threads, wait_for
 from .vectors import F32, I32, I64, Float32, Int64, UInt16, atomic_add, call, load_word
 
@@ -134,6 +134,16 @@ class Operation:
             body(pass_at(run), thread, *unpack(row))
 
         return callback(ENTRY, entry, self.function if self._kept else None)
+
+    @property
+    def name(self) -> str:
+        """Its room and its own: "kernels.rope"."""
+        return f"{self.function.__module__.partition('.')[2]}.{self.function.__qualname__}"
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether its machine code is kept already."""
+        return self._kept and MachineCode(self.function).is_kept(ENTRY)
 
     def __call__(self, *arguments: Any) -> Row:
         return Row(self, arguments)

@@ -25,8 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from unittest import mock
 from typing import get_args
+from unittest import mock
 
 import numpy as np
 
