@@ -3,7 +3,6 @@
 import functools
 import itertools
 import os
-import subprocess
 import threading
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import suppress
@@ -18,7 +17,7 @@ from .decoding import VERIFIERS, Event, Proposal, Statistics, Step, VerifyMode, 
 from .drafters import Drafter, ModelDrafter, TreeDrafter
 from .files import find, find_tokenizer
 from .heads import NarrowHead, Thrift, may_narrow
-from .machine.ahead import compile_ahead, end
+from .machine.ahead import end
 from .machine.memory import physical_memory_bytes
 from .machine.threads import available_threads, give_lock
 from .ngram_table import NgramTable, is_table, load_table
@@ -32,7 +31,7 @@ from .templates import ChatTemplate, Message, TemplateError, template_of
 from .tokenizer import AnyTokenizer
 from .tokenizer_gguf import gguf_tokenizer
 from .tokenizer_json import TOKENIZER_FILE, JsonTokenizer, load_tokenizer
-from .transformer import KV, Transformer, kv_of, operations_of
+from .transformer import KV, Transformer, compile_passes
 from .tree_planning import STATIC_RATES, AutoTree, StaticTree, TreeCosts, new_acceptances
 from .vocabulary import LEAST_KNOWN, MOST_PADDING, Vocabulary, common_vocabulary, known_ids
 from .weights import INT8, Kind
@@ -138,8 +137,8 @@ class SpeculativeDecoder:
         self._template: ChatTemplate | None = None
         self._keys = source.vocabulary if source and tokenizer is None else {}  # that the tokenizer was made of
         known_ids(self.tokenizer, rows)  # a tokenizer that does not fit is told before the weights are read
-        compiling = _compiled_ahead(source, [kinds["target"], *([kinds["draft"]] if draft not in (None, NGRAM) else [])], kv)
-        self._compiling = compiling
+        likely = [kinds["target"], *([kinds["draft"]] if draft not in (None, NGRAM) else [])]  # a draft is mostly like its target
+        self._compiling = compile_passes(source.config, source.tensors, likely, kv) if source else []
         self.target = (
             target
             if isinstance(target, Transformer)
@@ -567,16 +566,6 @@ def load_model(
 def _opened(parameter: str, name: str | os.PathLike[str]) -> Checkpoint:
     """The checkpoint of that path or name."""
     return load_checkpoint(find(file_name(parameter, name)))
-
-
-def _compiled_ahead(source: Checkpoint | None, kinds: Sequence[Kind | None], kv: KV) -> list[subprocess.Popen[bytes]]:
-    """Processes that compile what passes of a target will run, and of a draft like it, in their kinds."""
-    if source is None:
-        return []
-    outlines = [architecture_of(source.config).outline(source.config, source.tensors, kind) for kind in kinds]
-    kv = kv_of(outlines[0], kv)
-    operations = dict.fromkeys(operation for outline in outlines for operation in operations_of(source.config, outline, kv))
-    return compile_ahead([*operations], ["sampling.draw_once"])
 
 
 def _loaded(

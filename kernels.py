@@ -356,7 +356,7 @@ def mix_path(mixed, values, scores, token, start, end, n_text, paths, node):
         store(mixed, at, acc)
 
 
-@inlined
+@inner
 def attend(run, heads, qkv, keys, values, scores, mixed, depths, paths, head, token, n_queries, along_heads, window):
     """heads[t, head] = softmax(q[t] . keys / sqrt(K)) values for n_queries from that token's head on  (Vaswani et al. 2017).
 

@@ -2,7 +2,8 @@
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from subprocess import Popen
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -12,11 +13,13 @@ from .architectures.rope import fill_tables
 from .checks import ids, one_of, short, whole
 from .heads import NarrowHead
 from .kernels import KV_CACHES, MAX_TOKENS, Buffers, move_slots, trace
+from .machine.ahead import compile_ahead
 from .machine.memory import lazy_zeros, zeros
 from .machine.programs import Operation, Program, Runner
 from .machine.threads import available_threads, give_lock
 from .machine.tiles import STRIP_ROWS, TILE_TOKENS
 from .machine.vectors import LANES, Float32, ceil_div, round_up
+from .weights import Kind
 
 FIRST_POSITIONS = 256  # that a model has room for before its text grows
 CACHED = ("keys", "values")  # of which only what is written becomes resident
@@ -65,11 +68,18 @@ def kv_of(weights: Weights, kv: KV) -> KV:
     return kv
 
 
-def operations_of(config: Config, outline: Weights, kv: KV) -> list[Operation]:
-    """What a pass of a model will run, each operation once, in order; outline: see `Architecture.outline`."""
-    buffers = new_buffers(config, outline, kv_of(outline, kv), STRIP_ROWS, 1)
-    program = architecture_of(config).program(config, outline, buffers)
-    return [*dict.fromkeys(row.operation for phase in program for row in phase)]
+def compile_passes(config: Config, tensors: Mapping[str, Any], kinds: Sequence[Kind | None], kv: KV) -> list[Popen[bytes]]:
+    """Processes that compile what passes of models will run, and what draws, while this one loads the weights.
+
+    kinds: what the tensors become in each of the models, the target's first; see `Architecture.pack`.
+    """
+    outlines = [architecture_of(config).outline(config, tensors, kind) for kind in kinds]
+    kv = kv_of(outlines[0], kv)
+    operations: dict[Operation, None] = {}
+    for outline in outlines:
+        program = architecture_of(config).program(config, outline, new_buffers(config, outline, kv, STRIP_ROWS, 1))
+        operations |= dict.fromkeys(row.operation for phase in program for row in phase)
+    return compile_ahead([*operations], [KV_CACHES[kv].attention.name, "sampling.draw_once"])
 
 
 class Transformer:

@@ -32,11 +32,11 @@ LEAST_MISSING = 3  # operations: fewer are compiled sooner than a process begins
 MOST_PROCESSES = 2  # beside this one: more would find nothing to do
 
 
-def compile_ahead(operations: Sequence[Operation], functions: Sequence[str]) -> list[subprocess.Popen[bytes]]:
+def compile_ahead(operations: Sequence[Operation], dear: Sequence[str]) -> list[subprocess.Popen[bytes]]:
     """Begin to compile operations, in the order in which this process will need them, from the last one on.
 
-    functions: names of functions of the package, as "room.name", each to be called at first by one of the processes. They end
-    with this one, or by `end`.
+    dear: names of what takes longest, operations or functions of the package, as "room.name", that the processes begin with.
+    They end with this one, or by `end`.
     """
     missing = [operation for operation in operations if not operation.is_compiled]
     n = min(available_threads() - 1, MOST_PROCESSES)
@@ -46,7 +46,7 @@ def compile_ahead(operations: Sequence[Operation], functions: Sequence[str]) -> 
     package = __name__.rpartition(".machine")[0]
     processes = []
     for i in range(n):
-        told = json.dumps([sys.path, package, sys.modules[package].__file__, [*functions[i::n], *names]])
+        told = json.dumps([sys.path, package, sys.modules[package].__file__, [*dear[i::n], *names]])
         with suppress(OSError):  # no process to be had: this one compiles everything
             process = subprocess.Popen(
                 [sys.executable, "-E", __file__, told],

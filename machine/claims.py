@@ -7,12 +7,29 @@ import os
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
 
 try:
     import fcntl
+
+    def _lock_byte(file: int, place: int) -> None:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+
+    def _unlock_byte(file: int, place: int) -> None:
+        fcntl.lockf(file, fcntl.LOCK_UN, 1, place)
+
 except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-    import msvcrt
+    msvcrt = import_module("msvcrt")
+
+    def _lock_byte(file: int, place: int) -> None:
+        os.lseek(file, place, os.SEEK_SET)
+        msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+
+    def _unlock_byte(file: int, place: int) -> None:
+        os.lseek(file, place, os.SEEK_SET)
+        msvcrt.locking(file, msvcrt.LK_UNLCK, 1)
+
 
 PATIENCE_SECONDS = 60.0  # for a process that has stopped, or has an error that ours will tell
 LOOK_SECONDS = 0.01
@@ -50,7 +67,8 @@ class Claims:
     def give(self, name: str) -> None:
         """It is done."""
         if self._file >= 0:
-            _unlock(self._file, _place(name))
+            with suppress(OSError):
+                _unlock_byte(self._file, _place(name))
 
 
 def _place(name: str) -> int:
@@ -60,24 +78,9 @@ def _place(name: str) -> int:
 def _lock(file: int, place: int) -> bool:
     """Whether nobody else has that byte; also where locks cannot be had."""
     try:
-        if fcntl:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
-        else:
-            os.lseek(file, place, os.SEEK_SET)
-            msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+        _lock_byte(file, place)
     except (BlockingIOError, PermissionError):
         return False
     except OSError:
         return True
     return True
-
-
-def _unlock(file: int, place: int) -> None:
-    try:
-        if fcntl:
-            fcntl.lockf(file, fcntl.LOCK_UN, 1, place)
-        else:
-            os.lseek(file, place, os.SEEK_SET)
-            msvcrt.locking(file, msvcrt.LK_UNLCK, 1)
-    except OSError:
-        return

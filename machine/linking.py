@@ -15,6 +15,7 @@ class Library(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ignore]
     """A function, those that it calls and, once somebody asks where it lies, their machine code."""
 
     _is_linked = False
+    _shared_module: Any
 
     def add_linking_library(self, library: Any) -> None:
         self._linking_libraries.append(library)
@@ -30,10 +31,11 @@ class Library(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ignore]
         if not self._finalized:
             self._link()
         if self._shared_module is None:
-            self._shared_module = self._final_module.clone()
-            for function in self._shared_module.functions:
+            shared = self._final_module.clone()
+            for function in shared.functions:
                 if not function.is_declaration and function.linkage == codegen.ll.Linkage.external:
                     function.linkage = "linkonce_odr"  # one for all callers, and none where it is inlined
+            self._shared_module = shared
         return self._shared_module
 
     def finalize(self) -> None:
