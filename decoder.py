@@ -17,6 +17,7 @@ from .decoding import VERIFIERS, Event, Proposal, Statistics, Step, VerifyMode, 
 from .drafters import Drafter, ModelDrafter, TreeDrafter
 from .files import find, find_tokenizer
 from .heads import NarrowHead, Thrift, may_narrow
+from .machine.ahead import end
 from .machine.memory import physical_memory_bytes
 from .machine.threads import available_threads, give_lock
 from .ngram_table import NgramTable, is_table, load_table
@@ -30,7 +31,7 @@ from .templates import ChatTemplate, Message, TemplateError, template_of
 from .tokenizer import AnyTokenizer
 from .tokenizer_gguf import gguf_tokenizer
 from .tokenizer_json import TOKENIZER_FILE, JsonTokenizer, load_tokenizer
-from .transformer import KV, Transformer
+from .transformer import KV, Transformer, compile_passes
 from .tree_planning import STATIC_RATES, AutoTree, StaticTree, TreeCosts, new_acceptances
 from .vocabulary import LEAST_KNOWN, MOST_PADDING, Vocabulary, common_vocabulary, known_ids
 from .weights import INT8, Kind
@@ -136,6 +137,8 @@ class SpeculativeDecoder:
         self._template: ChatTemplate | None = None
         self._keys = source.vocabulary if source and tokenizer is None else {}  # that the tokenizer was made of
         known_ids(self.tokenizer, rows)  # a tokenizer that does not fit is told before the weights are read
+        likely = [kinds["target"], *([kinds["draft"]] if draft not in (None, NGRAM) else [])]  # a draft is mostly like its target
+        self._compiling = compile_passes(source.config, source.tensors, likely, kv) if source else []
         self.target = (
             target
             if isinstance(target, Transformer)
@@ -488,6 +491,7 @@ class SpeculativeDecoder:
                 if self.draft and self.costs and not self.has_stage and may_narrow(self.draft.weights):
                     self._measure_head(self.draft, self.costs)
                 self._plan()  # which measures what trees cost, where there may be some
+                end(self._compiling)
 
     def _measured_costs(self) -> Costs:
         return costs_of(self.target, self.draft, self.vocabulary)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .machine.cache import compiled, inlined
+from .machine.cache import compiled, inlined, inner
 from .machine.elementary import exp, sine_and_cosine
 from .machine.programs import Floats1, Floats2, Floats3, Floats4, Halves4, Ints1, Ints2, Operation, Pass, operation
 from .machine.threads import share
@@ -166,7 +166,8 @@ def move_slots(keys, values, path, n_text):
                 for k in range(keys.shape[3]):
                     keys[layer, head, block, k, lane] = keys[layer, head, strip, k, row]
                 for k in range(values.shape[2]):
-                    values[layer, head, k, n_text + depth] = values[layer, head, k, n_text + path[depth]]
+                    for r in range(STRIP_ROWS):  # assigned as rows they would bring numba's messages of shapes, 3 s of compiling
+                        values[layer, head, k, n_text + depth, r] = values[layer, head, k, n_text + path[depth], r]
 
 
 @inlined
@@ -296,7 +297,7 @@ def cache_values(run, thread, values, x, unit, base, head_dim):
         row += n
 
 
-@compiled
+@inner
 def softmax(scores, row, start, end, scale):
     """x = scores[row, start:end] becomes e^(scale (x - max x)) / sum; the rest of the vectors it touches becomes 0."""
     first = start // LANES * LANES
@@ -320,7 +321,7 @@ def softmax(scores, row, start, end, scale):
         store(scores, base + s, mul(load(scores, base + s), inverse))
 
 
-@compiled
+@inner
 def mix_values(mixed, values, scores, token, n_tokens, start, end):
     """mixed[t] += sum_s scores[t, s] values[s] for start <= s < end: values (K / R, S, R), n_tokens from `token`."""
     if start >= end:
@@ -332,7 +333,7 @@ def mix_values(mixed, values, scores, token, n_tokens, start, end):
     )  # fmt: skip
 
 
-@compiled
+@inner
 def gather_path(scores, token, start, end, n_text, paths, node):
     """scores[token, p] = scores[token, slot of p] for start <= p < end behind the text, on a node's path.
 
@@ -342,7 +343,7 @@ def gather_path(scores, token, start, end, n_text, paths, node):
         scores[token, position] = scores[token, n_text + paths[node, position - n_text]]
 
 
-@compiled
+@inner
 def mix_path(mixed, values, scores, token, start, end, n_text, paths, node):
     """mixed[token] += sum_p scores[token, p] values[slot of p] for start <= p < end behind the text, on a node's path."""
     for k in range(0, values.shape[0] * STRIP_ROWS, LANES):
@@ -355,7 +356,7 @@ def mix_path(mixed, values, scores, token, start, end, n_text, paths, node):
         store(mixed, at, acc)
 
 
-@inlined
+@inner
 def attend(run, heads, qkv, keys, values, scores, mixed, depths, paths, head, token, n_queries, along_heads, window):
     """heads[t, head] = softmax(q[t] . keys / sqrt(K)) values for n_queries from that token's head on  (Vaswani et al. 2017).
 

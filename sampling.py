@@ -11,7 +11,7 @@ import numpy as np
 
 from .checks import real, whole
 from .kernels import softmax
-from .machine.cache import compiled
+from .machine.cache import compiled, inner
 from .machine.elementary import log
 from .machine.memory import zeros
 from .machine.vectors import LANES, Float32, load, maximum, reduce_max, round_up, splat
@@ -93,6 +93,12 @@ class Sampler:
         probabilities(probs, logits, s.temperature, self._top_k, s.top_p, self._keys)
 
 
+def draw_once() -> None:
+    """Compile what every text draws its tokens by."""
+    sampler = Sampler(2, Sampling())
+    sampler.draw(sampler.new_probs(), np.zeros(2, np.float32), TARGET_NOISE, 0)
+
+
 FEW = 3  # candidates of `draw_few`
 BLOCK = 64  # tokens that are passed over at once, where none of them can matter
 MANY_TOKENS = 4096
@@ -110,21 +116,21 @@ def mix_bits(x):
     return x ^ (x >> np.uint64(31))
 
 
-@compiled
+@inner
 def noise_key(seed, stream, position):
     """What the noise of one position's tokens is computed from."""
     key = mix_bits(np.uint64(seed) + GOLDEN * np.uint64(stream + 1))
     return mix_bits(key + GOLDEN * np.uint64(position + 1))
 
 
-@compiled
+@inner
 def uniform(key, token):
     """A float64 in (0, 1) for (seed, stream, position) and token: computed, not drawn from a stream."""
     bits = mix_bits(key + GOLDEN * np.uint64(token + 1))
     return (np.float64(bits >> np.uint64(12)) + 0.5) * 2.0**-52
 
 
-@compiled
+@inner
 def rank_key(prob, token):
     """An integer that sorts tokens by falling probability, then by rising id."""
     bits = np.float32(prob).view(np.uint32)
@@ -134,13 +140,13 @@ def rank_key(prob, token):
 NO_KEY = np.uint64(0xFFFFFFFFFFFFFFFF)  # behind every `rank_key`
 
 
-@compiled
+@inner
 def rank_key_probability(key):
     """The probability that went into a `rank_key`."""
     return np.uint32(~(key >> np.uint64(32)) & np.uint64(0xFFFFFFFF)).view(np.float32)
 
 
-@compiled
+@inner
 def partition(keys, first, last):
     """Move what is below a median of three to the front of keys[first:last]; returns the median's place and its sum in front.
 
@@ -163,7 +169,7 @@ def partition(keys, first, last):
     return place, mass
 
 
-@compiled
+@inner
 def last_kept(keys, n, top_k, top_p):
     """The key that ends the shortest prefix, in rank order, of top_k tokens or a mass above top_p: a weighted quickselect."""
     first, last, mass = np.int64(0), n, 0.0
@@ -179,7 +185,7 @@ def last_kept(keys, n, top_k, top_p):
     return NO_KEY
 
 
-@compiled
+@inner
 def largest(x, first, last):
     """The largest of x[first:last], flat, and of what fills up its last vector; NaN counts as nothing."""
     top = splat(-np.inf)
@@ -188,7 +194,7 @@ def largest(x, first, last):
     return reduce_max(top)
 
 
-@compiled
+@inner
 def rank_keys(keys, probs, n, cutoff):
     """The `rank_key`s of the tokens whose probs[0, :n] reach the cutoff, in front of keys; how many there are."""
     m = np.int64(0)  # a literal 0 would have the callers' other functions compiled twice
@@ -203,7 +209,7 @@ def rank_keys(keys, probs, n, cutoff):
     return m
 
 
-@compiled
+@inner
 def last_of_set(keys, probs, n, top_k, top_p, cutoff):
     """`last_kept` of the tokens that reach the cutoff: of the likeliest alone, where those suffice and others are many."""
     tried = np.float32(FIRST_CUTOFF if n > MANY_TOKENS else 0.0)
@@ -217,7 +223,7 @@ def last_of_set(keys, probs, n, top_k, top_p, cutoff):
     return last_kept(keys, m, top_k, top_p)
 
 
-@compiled
+@inner
 def argmax(x):
     """The first place of the largest of x (V,), or -1 where one is NaN or the largest is not finite."""
     n, n_nans = x.size, 0
@@ -274,7 +280,7 @@ def probabilities(probs, logits, temperature, top_k, top_p, keys):
             probs[0, keys[i] & np.uint64(0xFFFFFFFF)] = np.float32(rank_key_probability(keys[i]) / total)
 
 
-@compiled
+@inner
 def may_win(probs, first, last, key, best):
     """Whether a token from first to last may take less time than that in `race`: no branches, so that LLVM takes vectors."""
     n = np.int64(0)
@@ -283,7 +289,7 @@ def may_win(probs, first, last, key, best):
     return n > 0
 
 
-@compiled
+@inner
 def race(probs, n, seed, stream, position):
     """A token with probability proportional to probs[0, :n]: argmin E / p for exponential E, that is argmax log p + Gumbel.
 
@@ -312,7 +318,7 @@ def race(probs, n, seed, stream, position):
     return winner, log(second / best) if winner >= 0 else 0.0
 
 
-@compiled
+@inner
 def insert(tokens, scores, token, score):
     """Take a token in among the best of so far, whose scores fall, in the place of the last."""
     place = scores.size - 1
@@ -347,7 +353,7 @@ def race_on(probs, n, seed, stream, position, tokens, scores):
         scores[i] = -log(-scores[i])
 
 
-@compiled
+@inner
 def largest_of(x, tokens, scores):
     """The places of the largest of x (V,), as many as tokens and scores have room for, and their values; ties by rising place."""
     n, last_in = x.size, scores.size - 1
@@ -390,7 +396,7 @@ def draw(probs, logits, temperature, top_k, top_p, seed, stream, position, keys)
     return token, margin
 
 
-@compiled
+@inner
 def runner_up(x, place):
     """The largest of x (V,) but for the one at a place."""
     n, top = x.size, np.float32(-np.inf)

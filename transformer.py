@@ -2,7 +2,8 @@
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from subprocess import Popen
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -12,11 +13,13 @@ from .architectures.rope import fill_tables
 from .checks import ids, one_of, short, whole
 from .heads import NarrowHead
 from .kernels import KV_CACHES, MAX_TOKENS, Buffers, move_slots, trace
+from .machine.ahead import compile_ahead
 from .machine.memory import lazy_zeros, zeros
-from .machine.programs import Program, Runner
+from .machine.programs import Operation, Program, Runner
 from .machine.threads import available_threads, give_lock
 from .machine.tiles import STRIP_ROWS, TILE_TOKENS
 from .machine.vectors import LANES, Float32, ceil_div, round_up
+from .weights import Kind
 
 FIRST_POSITIONS = 256  # that a model has room for before its text grows
 CACHED = ("keys", "values")  # of which only what is written becomes resident
@@ -50,6 +53,35 @@ def buffer_shapes(config: Config, weights: Weights, n_positions: int, n_threads:
     }
 
 
+def new_buffers(config: Config, weights: Weights, kv: KV, n_positions: int, n_threads: int) -> Buffers:
+    """Buffers of zeros of the shapes of `buffer_shapes`; kv: f32 or f16. Raises MemoryError."""
+    shapes, dtype = buffer_shapes(config, weights, n_positions, n_threads), KV_CACHES[kv].dtype
+    arrays = {name: lazy_zeros(dtype, *shape) if name in CACHED else zeros(*shape) for name, shape in shapes.items()}
+    paths = np.zeros((MAX_TOKENS, MAX_TOKENS), np.int64)
+    return Buffers(KV_CACHES[kv], np.zeros(MAX_TOKENS, np.int64), np.zeros(MAX_TOKENS, np.int64), paths, **arrays)
+
+
+def kv_of(weights: Weights, kv: KV) -> KV:
+    """What a model of those weights keeps keys and values in where that is asked for: see `Transformer`."""
+    if kv == "auto":
+        return "f32" if weights.kind == "fp32" else "f16"
+    return kv
+
+
+def compile_passes(config: Config, tensors: Mapping[str, Any], kinds: Sequence[Kind | None], kv: KV) -> list[Popen[bytes]]:
+    """Processes that compile what passes of models will run, and what draws, while this one loads the weights.
+
+    kinds: what the tensors become in each of the models, the target's first; see `Architecture.pack`.
+    """
+    outlines = [architecture_of(config).outline(config, tensors, kind) for kind in kinds]
+    kv = kv_of(outlines[0], kv)
+    operations: dict[Operation, None] = {}
+    for outline in outlines:
+        program = architecture_of(config).program(config, outline, new_buffers(config, outline, kv, STRIP_ROWS, 1))
+        operations |= dict.fromkeys(row.operation for phase in program for row in phase)
+    return compile_ahead([*operations], [KV_CACHES[kv].attention.name, "sampling.draw_once"])
+
+
 class Transformer:
     """A model on CPU threads, with the KV cache of the text that it ran last.
 
@@ -79,9 +111,7 @@ class Transformer:
         self._architecture = architecture_of(config)
         self._architecture.check(config, weights)
         self._config, self._weights = config, weights.aligned()
-        self._kv: KV = one_of("kv", kv, get_args(KV))
-        if kv == "auto":
-            self._kv = "f32" if weights.kind == "fp32" else "f16"
+        self._kv: KV = kv_of(weights, one_of("kv", kv, get_args(KV)))
         self._most_threads = available_threads()
         self.n_threads = self._most_threads if n_threads is None else n_threads
         self._most_threads = self.n_threads
@@ -292,12 +322,8 @@ class Transformer:
         if n_slots <= self._capacity:
             return
         most = min(max(n_slots, 2 * self._capacity), self._n_positions + (MAX_TOKENS if n_slots > self._n_positions else 0))
-        shapes = buffer_shapes(self._config, self._weights, most, self._most_threads)
-        kv = KV_CACHES[self._kv]
-        arrays = {name: lazy_zeros(kv.dtype, *shape) if name in CACHED else zeros(*shape) for name, shape in shapes.items()}
-        capacity = arrays["values"].shape[3]
-        paths = np.zeros((MAX_TOKENS, MAX_TOKENS), np.int64)
-        buffers = Buffers(kv, np.zeros(MAX_TOKENS, np.int64), np.zeros(MAX_TOKENS, np.int64), paths, **arrays)
+        buffers = new_buffers(self._config, self._weights, self._kv, most, self._most_threads)
+        capacity = buffers.values.shape[3]
         if self._capacity:
             buffers.rope_cos[: self._capacity] = self._buffers.rope_cos
             buffers.rope_sin[: self._capacity] = self._buffers.rope_sin

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..kernels import Buffers
 from ..machine.memory import Block, aligned, physical_memory_bytes, zeros
 from ..machine.programs import Program
@@ -106,6 +108,22 @@ class Architecture:
     program: Callable[[Config, Weights, Buffers], Program]
     learned_positions: bool = False
 
+    def kinds(self, config: Config, tensors: Mapping[str, Any], kind: Kind | None) -> dict[Part, Kind]:
+        """What each matrix becomes; see `pack`."""
+        return {
+            part: kind_for([_at(tensors, *place) for place in part.tensors], kind and _kind_in(name, kind))
+            for name, part in self.parts(config).items()
+        }
+
+    def outline(self, config: Config, tensors: Mapping[str, Any], kind: Kind | None = None) -> Weights:
+        """The weights that `pack` makes, of their kinds and numbers of rows, without a number: enough to write the program."""
+        kinds = self.kinds(config, tensors, kind)
+        matrices = {
+            name: Matrix(kinds[part], np.empty((part.n_strips, 0, 0), np.float32), part.n, kinds[part].group(part.n, 0))
+            for name, part in self.parts(config).items()
+        }
+        return Weights(matrices, {name: np.empty(vector.shape, np.float32) for name, vector in self.vectors(config).items()})
+
     def pack(
         self,
         config: Config,
@@ -125,7 +143,7 @@ class Architecture:
             for (name, _), rows, tensor in zip(part.tensors, part.rows, ts, strict=True):
                 if tuple(tensor.shape) != (rows, part.n):  # compiled code would write where nothing is
                     raise ValueError(f"{name} has the shape {tuple(tensor.shape)}; this config needs {(rows, part.n)}")
-        kinds = {part: kind_for(sources[part], kind and _kind_in(name, kind)) for name, part in parts.items()}
+        kinds = self.kinds(config, tensors, kind)
         needed = 4 * sum(
             _n_floats(part.n_strips, part.n, getattr(tensors[0], "group", 0), kinds[part]) for part, tensors in sources.items()
         )

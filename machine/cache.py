@@ -2,42 +2,55 @@
 
 numba's own cache watches the one file a function is defined in, and takes its files on trust. Here one stamp stands for all
 files in which something compiled is written, so a function is compiled again when another that it calls has changed; and a file
-that is empty, cut off, flipped or unreadable is as good as none: a cache is not data. Where nothing can be written, every
-process compiles.
+that is empty, cut off, flipped or unreadable is as good as none: a cache is not data. All environments of a user share one
+folder. Processes that need the same function at the same time leave it to the first of them. Where nothing can be written,
+every process compiles.
 """
 
 import hashlib
 import os
 import pickle
+import re
+import shutil
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import llvmlite
 import numba
 from numba import njit
 from numba.core import caching
 from numba.core.ccallback import CFunc
 from numba.core.compiler import CompileResult
+from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
+from numba.misc.appdirs import user_cache_dir
+
+from .claims import Claims
+from .linking import link_late
 
 HOME = Path(__file__).resolve().parents[1]
 # Whatever compiled functions are written in, or take constants from.
 SOURCES = (
-    *(f"machine/{name}.py" for name in ("cache", "elementary", "memory", "programs", "threads", "tiles", "vectors")),
+    *(f"machine/{name}.py" for name in ("cache", "elementary", "linking", "memory", "programs", "threads", "tiles", "vectors")),
     *(f"weights/{name}.py" for name in ("blocks", "fp32", "groups", "half", "int4", "int8", "matrix")),
     "kernels.py",
     "sampling.py",
 )
 STAMP = hashlib.sha256(b"\0".join((HOME / name).read_bytes() for name in SOURCES)).hexdigest()[:16]
+STAMPED = re.compile("[0-9a-f]{16}")
 CHECKSUM_BYTES = 32
+UNUSED_DAYS = 30  # after which the code of another stamp goes
 
 if numba.config.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set; specdec's kernels exist compiled only, so unset it")
 
 
+link_late()
 on_compiling: list[Callable[[str], object]] = []  # the last one is told the name of each function that is about to be compiled
 
 
@@ -58,11 +71,23 @@ class MachineCode(caching.NullCache):
         return folder()
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
-        """What was compiled for that signature, or None."""
-        found = self._load(signature, target_context) if folder() else None
-        if not found and on_compiling:
-            on_compiling[-1](self._name)
+        """What was compiled for that signature, or None; then it is this process's to compile and nobody else's."""
+        if not folder():
+            _tell(self._name)
+            return None
+        found = self._load(signature, target_context)
+        if not found:
+            _tell(self._name)
+            path = self._path(signature, target_context.codegen())
+            if claims.take(path):  # somebody was at it
+                found = self._load(signature, target_context)
+            if found:
+                claims.give(path)
         return found
+
+    def is_kept(self, signature: Any) -> bool:
+        """Whether there is a file for that signature."""
+        return bool(folder()) and os.path.exists(self._path(signature, cpu_target.target_context.codegen()))
 
     def _load(self, signature: Any, target_context: Any) -> Any:
         rtsys.initialize(target_context)  # all that machine code calls; `refresh` would load all that numba can compile: 0.15 s
@@ -81,28 +106,51 @@ class MachineCode(caching.NullCache):
         if not folder() or compiled.library.has_dynamic_globals:  # addresses of this process
             return
         content = dumps(compiled._reduce())
+        path = self._path(signature, compiled.codegen)
         with suppress(OSError):
-            path = self._path(signature, compiled.codegen)
             _write(path, _checksum(path, content) + content)
+        claims.give(path)
 
     def flush(self) -> None:
         """Nothing is kept in memory."""
 
     def _path(self, signature: Any, codegen: Any) -> str:
-        what = repr((str(signature), codegen.magic_tuple(), sys.version_info[:2], numba.__version__))
-        return os.path.join(folder(), f"{self._name}-{hashlib.sha256(what.encode()).hexdigest()[:16]}.{STAMP}.code")
+        what = repr((str(signature), codegen.magic_tuple(), sys.version_info[:2], numba.__version__, llvmlite.__version__))
+        return os.path.join(folder(), f"{self._name}-{hashlib.sha256(what.encode()).hexdigest()[:16]}.code")
 
 
 _folder: list[str] = []
 
 
 def folder() -> str:
-    """Where machine code is kept: NUMBA_CACHE_DIR, else __pycache__ here, else the user's cache; empty if none can be written."""
+    """Where machine code is kept: in NUMBA_CACHE_DIR, else in the user's cache, else in __pycache__ here; empty if none can be
+    written to."""
     if not _folder:
-        places = (caching.UserProvidedCacheLocator, caching.InTreeCacheLocator, caching.UserWideCacheLocator)
-        locators = (place.from_function(folder, str(HOME / "kernels.py")) for place in places)
-        _folder.append(next((locator.get_cache_path() for locator in locators if locator), ""))
+        given = os.environ.get("NUMBA_CACHE_DIR")
+        places = [Path(given, "specdec")] if given else [Path(user_cache_dir("specdec", False)), HOME / "__pycache__"]
+        _folder.append(next((str(place / STAMP) for place in places if _can_write(place / STAMP)), ""))
     return _folder[0]
+
+
+def _can_write(place: Path) -> bool:
+    """Whether files can be made there; the folder is in use from now on."""
+    unfinished = place / os.urandom(8).hex()
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        unfinished.touch()
+        unfinished.unlink()
+        os.utime(place)
+    except OSError:
+        return False
+    return True
+
+
+claims = Claims(lambda: os.path.join(folder(), "claims"))
+
+
+def _tell(name: str) -> None:
+    if on_compiling:
+        on_compiling[-1](name)
 
 
 def _checksum(path: str, content: bytes) -> bytes:
@@ -110,7 +158,7 @@ def _checksum(path: str, content: bytes) -> bytes:
 
 
 def _write(path: str, data: bytes) -> None:
-    """A whole file or none; those of an older stamp go."""
+    """A whole file or none; what has other stamps and was long not used goes."""
     place = os.path.dirname(path)
     os.makedirs(place, exist_ok=True)
     unfinished = f"{path}.{os.urandom(8).hex()}"
@@ -122,10 +170,9 @@ def _write(path: str, data: bytes) -> None:
         with suppress(OSError):
             os.unlink(unfinished)
         raise
-    for entry in os.scandir(place):
-        if entry.name.endswith(".code") and not entry.name.endswith(f".{STAMP}.code"):
-            with suppress(OSError):
-                os.unlink(entry.path)
+    for entry in os.scandir(os.path.dirname(place)):
+        if STAMPED.fullmatch(entry.name) and entry.stat().st_mtime < time.time() - UNUSED_DAYS * 86400:
+            shutil.rmtree(entry.path, ignore_errors=True)
 
 
 def _cached(dispatcher: Any) -> Any:
@@ -136,6 +183,11 @@ def _cached(dispatcher: Any) -> Any:
 def compiled(function: Callable[..., Any]) -> Any:
     """A function in machine code, which lets other Python threads run."""
     return _cached(njit(nogil=True, error_model="numpy")(function))
+
+
+def inner(function: Callable[..., Any]) -> Any:
+    """A function that only such functions call: it is part of their machine code, and has none of its own to be kept."""
+    return njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
 
 
 def parallel(function: Callable[..., Any]) -> Any:

@@ -7,7 +7,7 @@ Taylor polynomials.
 
 import numpy as np
 
-from .cache import compiled
+from .cache import inner
 from .vectors import add, exp2_of_integer, fma, maximum, minimum, mul, rint, splat, zero_unless_positive
 
 # log 2 and pi / 2 in parts, the first ones of so few bits that their products with a whole number of 11, or 31, bits are exact
@@ -18,7 +18,7 @@ FRACTION_BITS = np.int64(52)
 NEAREST = 1.5 * 2.0**52  # x + NEAREST ends in the whole number that is nearest to x, which x + NEAREST - NEAREST is
 
 
-@compiled
+@inner
 def exp(x):
     """e^x of a vector, within 2 units in the last place; exactly 0 below -87, e^88 above 88; of NaN, NaN.
 
@@ -38,7 +38,7 @@ def exp(x):
     return zero_unless_positive(mul(p, exp2_of_integer(n)), add(x, splat(87.0)))
 
 
-@compiled
+@inner
 def log(x):
     """The natural logarithm of a float64, positive and normal, within 2 units in the last place; of infinity, infinity.
 
@@ -64,7 +64,7 @@ def log(x):
     return n * LOG2_HIGH + (2.0 * s + (2.0 * s * (z * p) + n * LOG2_LOW))
 
 
-@compiled
+@inner
 def sine_and_cosine(x):
     """sin x and cos x of a float64 from 0 to 2^31, each within 2^-52.
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import prange
 
-from .cache import parallel
-from .threads import available_threads, on_threads, set_num_threads, share, use_threads
+from .programs import Floats1, Halves1, Pass, on_all_threads, operation
+from .threads import available_threads, share
 from .vectors import LANES, Float32, add, ceil_div, fma, load, load_bf16, load_fp16, reduce_add, splat
 
 SMALL_PAGE_WORDS, LARGE_PAGE_WORDS = 4096 // 4, (1 << 21) // 4  # the least that systems have, and what most call huge
@@ -35,22 +34,19 @@ def zeros(*shape: int) -> Float32:
     return buffer[start : start + n_bytes].view(np.float32).reshape(shape)
 
 
-@parallel
-def touch_words(words, lead, n_threads):
+@operation
+def touch_words(run: Pass, thread: int, words: Floats1, lead: int) -> None:
     """A zero into each small page of words (n,), which are zeros; the large page before them has `lead` words."""
     end = words.size + lead
-    before = use_threads(n_threads)
-    for i in prange(n_threads):
-        first, last = share(ceil_div(end, LARGE_PAGE_WORDS), np.int64(i), n_threads)
-        for at in range(first * LARGE_PAGE_WORDS, min(last * LARGE_PAGE_WORDS, end), SMALL_PAGE_WORDS):
-            words[max(at - lead, 0)] = 0.0
-    set_num_threads(before)
+    first, last = share(ceil_div(end, LARGE_PAGE_WORDS), thread, run.n_threads)
+    for at in range(first * LARGE_PAGE_WORDS, min(last * LARGE_PAGE_WORDS, end), SMALL_PAGE_WORDS):
+        words[max(at - lead, 0)] = 0.0
 
 
 def touch(words: Float32) -> None:
     """Make words (n,) of zeros resident, each large page by one thread: two that meet in one would both have it cleared."""
     lead = words.ctypes.data // words.itemsize % LARGE_PAGE_WORDS
-    on_threads(touch_words, words, lead, available_threads())
+    on_all_threads(touch_words(words, lead))
 
 
 class Block:
@@ -94,61 +90,48 @@ def physical_memory_bytes() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
 
 
-@parallel
-def read_all(sums, array, n_threads):
+@operation
+def read_all(run: Pass, thread: int, sums: Floats1, array: Floats1) -> None:
     """sums[thread] = the sum of 0 x over that thread's share of the array (n,): NaN if and only if it holds NaN or infinity."""
     zero = np.float32(0.0)
-    before = use_threads(n_threads)
-    for i in prange(n_threads):
-        first, last = share(array.size, np.int64(i), n_threads)
-        a, b, c, d = splat(zero), splat(zero), splat(zero), splat(zero)
-        whole = first + (last - first) // (4 * LANES) * (4 * LANES)
-        for at in range(first, whole, 4 * LANES):
-            a, b = fma(load(array, at), splat(zero), a), fma(load(array, at + LANES), splat(zero), b)
-            c, d = fma(load(array, at + 2 * LANES), splat(zero), c), fma(load(array, at + 3 * LANES), splat(zero), d)
-        total = reduce_add(add(add(a, b), add(c, d)))
-        for at in range(whole, last):
-            total += zero * array[at]
-        sums[i] = total
-    set_num_threads(before)
+    first, last = share(array.size, thread, run.n_threads)
+    a, b, c, d = splat(zero), splat(zero), splat(zero), splat(zero)
+    whole = first + (last - first) // (4 * LANES) * (4 * LANES)
+    for at in range(first, whole, 4 * LANES):
+        a, b = fma(load(array, at), splat(zero), a), fma(load(array, at + LANES), splat(zero), b)
+        c, d = fma(load(array, at + 2 * LANES), splat(zero), c), fma(load(array, at + 3 * LANES), splat(zero), d)
+    total = reduce_add(add(add(a, b), add(c, d)))
+    for at in range(whole, last):
+        total += zero * array[at]
+    sums[thread] = total
 
 
-@parallel
-def read_halves(sums, bits, are_fp16, n_threads):
+@operation
+def read_halves(run: Pass, thread: int, sums: Floats1, bits: Halves1, are_fp16: int) -> None:
     """The same for the bits (n,) of fp16 or bf16, n at least LANES: the last vector ends where they end."""
-    before = use_threads(n_threads)
-    for i in prange(n_threads):
-        first, last = share(ceil_div(bits.size, LANES), np.int64(i), n_threads)
-        a, b = splat(0.0), splat(0.0)
-        for place in range(first, last, 2):
-            at = min(place * LANES, bits.size - LANES)
-            behind = min(at + LANES, bits.size - LANES)
-            if are_fp16:
-                a, b = fma(load_fp16(bits, at), splat(0.0), a), fma(load_fp16(bits, behind), splat(0.0), b)
-            else:
-                a, b = fma(load_bf16(bits, at), splat(0.0), a), fma(load_bf16(bits, behind), splat(0.0), b)
-        sums[i] = reduce_add(add(a, b))
-    set_num_threads(before)
-
-
-def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A view that is not to be written to, as a mapped file is: so compiled functions meet one type."""
-    view = array.view()
-    view.flags.writeable = False
-    return view
+    first, last = share(ceil_div(bits.size, LANES), thread, run.n_threads)
+    a, b = splat(0.0), splat(0.0)
+    for place in range(first, last, 2):
+        at = min(place * LANES, bits.size - LANES)
+        behind = min(at + LANES, bits.size - LANES)
+        if are_fp16:
+            a, b = fma(load_fp16(bits, at), splat(0.0), a), fma(load_fp16(bits, behind), splat(0.0), b)
+        else:
+            a, b = fma(load_bf16(bits, at), splat(0.0), a), fma(load_bf16(bits, behind), splat(0.0), b)
+    sums[thread] = reduce_add(add(a, b))
 
 
 def bits_of(halves: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
     """The bits (n,) of fp16 or bf16, zeros behind them if they fill no vector: compiled functions know no fp16."""
     bits = np.ascontiguousarray(halves).view(np.uint16).reshape(-1)
-    return read_only(bits if bits.size >= LANES else np.pad(bits, (0, LANES - bits.size)))
+    return bits if bits.size >= LANES else np.pad(bits, (0, LANES - bits.size))
 
 
 def all_finite(array: npt.NDArray[Any], n_threads: int | None = None) -> bool:
     """Whether no element of a C-contiguous array is NaN or infinite, at the speed of memory; uint16 stands for bits of bf16."""
     sums = zeros(n_threads or available_threads())
     if array.dtype == np.float32:
-        on_threads(read_all, sums, read_only(array.reshape(-1)), sums.size)
+        on_all_threads(read_all(sums, array.reshape(-1)), sums.size)
     else:
-        on_threads(read_halves, sums, bits_of(array), array.dtype == np.float16, sums.size)
+        on_all_threads(read_halves(sums, bits_of(array), array.dtype == np.float16), sums.size)
     return not np.isnan(sums).any()

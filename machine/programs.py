@@ -12,13 +12,14 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numba
 import numpy as np
-from numba import njit, types
+import numpy.typing as npt
+from numba import types
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 from numba.np.numpy_support import as_dtype
 
-from .cache import callback, inlined
-from .threads import FOREVER, PATIENCE, run_on_threads, wait_for
+from .cache import MachineCode, callback, inlined, inner
+from .threads import FOREVER, PATIENCE, available_threads, run_on_threads, wait_for
 from .vectors import F32, I32, I64, Float32, Int64, UInt16, atomic_add, call, load_word
 
 # What an operation may take, told by its annotations: C-contiguous arrays of so many dimensions, and whole numbers and floats.
@@ -26,7 +27,16 @@ Floats1 = Annotated[Float32, types.float32, 1]
 Floats2 = Annotated[Float32, types.float32, 2]
 Floats3 = Annotated[Float32, types.float32, 3]
 Floats4 = Annotated[Float32, types.float32, 4]
-Halves4 = Annotated[UInt16, types.uint16, 4]  # the bits of fp16
+Halves1 = Annotated[UInt16, types.uint16, 1]  # the bits of fp16 or bf16
+Halves2 = Annotated[UInt16, types.uint16, 2]
+Halves3 = Annotated[UInt16, types.uint16, 3]
+Halves4 = Annotated[UInt16, types.uint16, 4]
+Words2 = Annotated[npt.NDArray[np.uint32], types.uint32, 2]
+Words3 = Annotated[npt.NDArray[np.uint32], types.uint32, 3]
+Words4 = Annotated[npt.NDArray[np.uint32], types.uint32, 4]
+Codes3 = Annotated[npt.NDArray[np.int8], types.int8, 3]
+Bytes2 = Annotated[npt.NDArray[np.uint8], types.uint8, 2]
+Bytes3 = Annotated[npt.NDArray[np.uint8], types.uint8, 3]
 Ints1 = Annotated[Int64, types.int64, 1]
 Ints2 = Annotated[Int64, types.int64, 2]
 
@@ -117,13 +127,23 @@ class Operation:
     @functools.cached_property
     def address(self) -> int:
         """Where its machine code lies; compiled when first asked for."""
-        body = njit(nogil=True, error_model="numpy")(self.function)
+        body = inner(self.function)
         unpack = _unpacker(list(self._kinds.values()))
 
         def entry(run, row, thread):
             body(pass_at(run), thread, *unpack(row))
 
         return callback(ENTRY, entry, self.function if self._kept else None)
+
+    @property
+    def name(self) -> str:
+        """Its room and its own: "kernels.rope"."""
+        return f"{self.function.__module__.partition('.')[2]}.{self.function.__qualname__}"
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether its machine code is kept already."""
+        return self._kept and MachineCode(self.function).is_kept(ENTRY)
 
     def __call__(self, *arguments: Any) -> Row:
         return Row(self, arguments)
@@ -219,3 +239,8 @@ class Runner:
             self._run[ARRIVALS] = 0
             run_on_threads(_runner(), *self._addresses, first, last, n_threads)
             first = last
+
+
+def on_all_threads(row: Row, n_threads: int | None = None) -> None:
+    """One operation by itself, each thread its share; no tokens. n_threads: by default as many as there are."""
+    Runner([[row]])(0, 0, 0, n_threads or available_threads())

@@ -12,7 +12,7 @@ import numba
 import numpy as np
 from numba import prange, types
 
-from .cache import compiled, inlined, parallel
+from .cache import compiled, inlined, inner, parallel
 from .vectors import atomic_add, atomic_load, call
 
 # A barrier spins for about 0.15 ms, then sleeps in turns: a thread that wakes up is scheduled at once, one that spins or yields
@@ -34,7 +34,7 @@ def share(n, part, n_parts):
     return part * n // n_parts, (part + 1) * n // n_parts
 
 
-@compiled
+@inner
 def wait_for(arrivals, n_arrivals, n_sleeps):
     """Arrive at a barrier, a counter at an address, and wait for n_arrivals; whether they came within so many sleeps."""
     atomic_add(arrivals, 1)

@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .cache import inlined
+from .cache import inlined, inner
 from .threads import share
 from .vectors import (
     CPU_FEATURES,
@@ -249,7 +249,7 @@ strip_tile = float_tile("fp32_tile", FP32_STORAGE)
 either_tile, pair_tile = _either(1, TILE_TOKENS), _either(2, FEW_TOKENS)
 
 
-@inlined
+@inner
 def multiply_either(out, out_at, out_width, w, at, strip_items, n_strips, ahead, x, x_at, x_stride, n, n_tokens, accumulate):
     """out[t] (+)= strips of w, of floats or halves, times x[t] (n,); ahead: the items from what is read to what is fetched.
 

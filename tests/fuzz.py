@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import os
 import random
 import re
 import shutil
@@ -25,6 +26,7 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import get_args
+from unittest import mock
 
 import numpy as np
 
@@ -798,7 +800,8 @@ def ask_package():
     for name in [name for name in sys.modules if name.split(".")[0] == "fuzzed"]:
         del sys.modules[name]
     importlib.invalidate_caches()
-    return [importlib.import_module(f"fuzzed.{name}").f(1) for name in ("high", "low")]
+    with mock.patch.dict(os.environ, NUMBA_CACHE_DIR=str(FOLDER / "code")):
+        return [importlib.import_module(f"fuzzed.{name}").f(1) for name in ("high", "low")]
 
 
 @functools.cache
@@ -811,11 +814,13 @@ def cache_package():
     low = SMALL.format(line="", name="f", value="x + 3")
     high = SMALL.format(line="from .low import f as low", name="f", value="10 * low(x)")
     files = {"machine/cache.py": ours, "low.py": low, "high.py": high}
+    files |= {name: (made.ROOT / name).read_text(encoding="utf-8") for name in ("machine/claims.py", "machine/linking.py")}
     for name in ("__init__.py", "machine/__init__.py", "specdec.py", *files):
         (folder / name).write_text(files.get(name, ""), encoding="utf-8")
     sys.path.insert(0, str(FOLDER))
     assert ask_package() == [40, 4]
-    return folder / "__pycache__", {path.name: path.read_bytes() for path in (folder / "__pycache__").glob("*.code")}
+    code = [*(FOLDER / "code").rglob("*.code")]
+    return code[0].parent, {path.name: path.read_bytes() for path in code}
 
 
 def caches(rng):

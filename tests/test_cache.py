@@ -4,6 +4,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from .low import low
 def high(x):
     return 10 * low(x)
 """
+KEPT = "code"  # the folder in the package
 ASK = "from p.high import high; print(high(1), sum(high.stats.cache_hits.values()))"
 
 
@@ -36,6 +39,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     start, end = source.index("SOURCES = "), source.index("STAMP = ")
     ours = source[:start] + 'SOURCES = ("machine/cache.py", "low.py", "high.py")\n' + source[end:]
     files = {"machine/cache.py": ours, "low.py": LOW.format(k=3), "high.py": HIGH}
+    files |= {
+        f"machine/{name}.py": (ROOT / "machine" / f"{name}.py").read_text(encoding="utf-8") for name in ("claims", "linking")
+    }
     for name in ("__init__.py", "machine/__init__.py", "kernels.py", *files):
         (folder / name).write_text(files.get(name, ""), encoding="utf-8")
     assert ask(folder) == "40 0"
@@ -49,28 +55,73 @@ def package(compiled: Path, tmp_path: Path) -> Path:
 
 
 def throw_away(package: Path) -> None:
-    shutil.rmtree(package / "__pycache__")
+    shutil.rmtree(package / KEPT)
 
 
 def ask(package: Path, code: str = ASK, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], cwd=package.parent, capture_output=True, text=True, check=False,
-        env=os.environ | environment,
+        env=os.environ | {"NUMBA_CACHE_DIR": str(package / KEPT)} | environment,
     )  # fmt: skip
     return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
 
 
 def code_of(package: Path) -> list[Path]:
-    return sorted((package / "__pycache__").glob("*.code"))
+    return sorted((package / KEPT).rglob("*.code"))
 
 
-def test_an_edited_callee_in_another_file_is_compiled_again_and_old_code_is_thrown_away(package: Path) -> None:
+def test_an_edited_callee_in_another_file_is_compiled_again(package: Path) -> None:
     """numba's own cache goes on answering 40."""
     assert ask(package) == "40 1"
     assert len(code_of(package)) == 2
     (package / "low.py").write_text(LOW.format(k=4))
     assert [ask(package), ask(package)] == ["50 0", "50 1"]
-    assert len(code_of(package)) == 2
+    assert len(code_of(package)) == 4
+
+
+def test_code_of_other_sources_goes_when_it_was_not_used_for_a_month(package: Path) -> None:
+    """Environments of several versions share a folder; what is not ours stays."""
+    (old,) = {path.parent for path in code_of(package)}
+    not_ours = old.parent / "not-ours"
+    not_ours.mkdir()
+    for days, k, n in ((29, 4, 4), (31, 5, 4)):
+        for folder in (old, not_ours):
+            os.utime(folder, (time.time() - days * 86400,) * 2)
+        (package / "low.py").write_text(LOW.format(k=k))
+        assert ask(package) == f"{10 * (k + 1)} 0"
+        assert len(code_of(package)) == n
+    assert not_ours.exists()
+
+
+def test_another_environment_finds_the_code(package: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(package, tmp_path / "elsewhere" / "p"))
+    throw_away(other)
+    assert ask(other, NUMBA_CACHE_DIR=str(package / KEPT)) == "40 1"
+
+
+def test_two_processes_compile_nothing_twice(package: Path) -> None:
+    """Both begin with nothing: whoever comes second waits for the first."""
+    throw_away(package)
+    ready, go = package / "ready", package / "go"
+    code = (
+        "import os, time; from p.high import high\n"
+        f"open({str(ready)!r} + str(os.getpid()), 'w').close()\n"
+        f"while not os.path.exists({str(go)!r}): time.sleep(0.001)\n"
+        "print(high(1), sum(high.stats.cache_hits.values()))"
+    )
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(ask, package, code) for _ in range(2)]
+        while len(list(package.glob("ready*"))) < 2:
+            time.sleep(0.01)
+        go.touch()
+        assert sorted(answer.result() for answer in answers) == ["40 0", "40 1"]
+
+
+def test_a_claim_ends_with_its_process(package: Path) -> None:
+    throw_away(package)
+    take = "import os; from p.machine.cache import claims; print(claims.take('a function'), flush=True); "
+    assert ask(package, take + "os._exit(0)") == "False"
+    assert ask(package, take) == "False"
 
 
 def test_a_file_that_was_only_touched_is_not_compiled_again(package: Path) -> None:
@@ -120,7 +171,7 @@ def test_a_disk_that_is_full_is_no_reason_to_stop(package: Path) -> None:
     full += "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
     full += "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)); "
     assert ask(package, full + ASK) == "40 0"
-    assert not list((package / "__pycache__").glob("*high*"))
+    assert not [path for path in code_of(package) if "high" in path.name]
     assert [ask(package), ask(package)] == ["40 0", "40 1"]
 
 
@@ -131,11 +182,14 @@ def test_where_no_folder_can_be_written_everything_still_compiles(package: Path)
     assert not code_of(package)
 
 
-def test_the_folder_of_numbas_environment_variable_comes_first(package: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "elsewhere"
+@pytest.mark.skipif(sys.platform != "linux", reason="says where the cache is on Linux")
+def test_code_lies_in_the_users_cache_or_where_that_cannot_be_written_beside_the_sources(package: Path, tmp_path: Path) -> None:
     throw_away(package)
-    assert [ask(package, NUMBA_CACHE_DIR=str(folder)) for _ in range(2)] == ["40 0", "40 1"]
-    assert len(list(folder.rglob("*.code"))) == 2
+    cache, no_folder = tmp_path / "cache", tmp_path / "file"
+    no_folder.touch()
+    for place, found in ((cache, cache / "specdec"), (no_folder, package / "__pycache__")):
+        assert [ask(package, NUMBA_CACHE_DIR="", XDG_CACHE_HOME=str(place)) for _ in range(2)] == ["40 0", "40 1"]
+        assert len(list(found.rglob("*.code"))) == 2
     assert not code_of(package)
 
 

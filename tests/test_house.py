@@ -88,7 +88,7 @@ MAY_IMPORT = {
     "template_worker": set(),
     "readers": {"architectures", "weights", "machine"},
     "quantizing": {"transformer", "kernels", "weights", "machine", "checks"},
-    "transformer": {"heads", "architectures", "kernels", "machine", "checks"},
+    "transformer": {"heads", "architectures", "weights", "kernels", "machine", "checks"},
     "heads": {"architectures", "weights", "kernels", "machine"},
     "architectures": {"weights", "kernels", "machine"},
     "sampling": {"kernels", "machine", "checks"},

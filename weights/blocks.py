@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ..machine.cache import inlined
-from ..machine.programs import Operation, Pass, operation
+from ..machine.programs import Bytes2, Halves2, Operation, Pass, Words2, on_all_threads, operation
 from ..machine.threads import share
 from ..machine.vectors import Float32
-from .groups import EACH, NIBBLES, Bytes2, Form, Halves2, Rows, Words2, group_kind, on_all_threads, packed, place, unpacked
+from .groups import EACH, NIBBLES, Form, Rows, group_kind, packed, place, unpacked
 from .int8 import QUADS
 from .matrix import Blocks, Kind
 

@@ -1,12 +1,10 @@
 """fp32 weights: strips (P, n, R), one chain of fused multiply-adds in ascending k for each row and token."""
 
 import numpy as np
-from numba import prange
 
-from ..machine.cache import inlined, parallel
-from ..machine.memory import read_only
-from ..machine.programs import Floats2, Floats3, Ints1, Pass, operation
-from ..machine.threads import available_threads, on_threads, set_num_threads, share, use_threads
+from ..machine.cache import inlined
+from ..machine.programs import Floats2, Floats3, Halves2, Halves3, Ints1, Pass, on_all_threads, operation
+from ..machine.threads import share
 from ..machine.tiles import STRIP_ROWS, multiply_strips, strip_tile
 from ..machine.vectors import LANES, Float32, ceil_div, lane, load
 from .matrix import Floats, Kind, floats
@@ -50,55 +48,75 @@ def embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: in
     gather(load, run, thread, out, w, tokens, n)
 
 
-@parallel
-def fill_strips(strips, first, stride, matrix, n_threads):
+@inlined
+def turn(run, thread, strips, first, stride, matrix):
     """strips[first + stride * i, k, r] = matrix[R i + r, k]: rows (rows, n) into every stride-th of strips (P, n, R)."""
     rows, n = matrix.shape
     whole = n // BLOCK * BLOCK
-    before = use_threads(n_threads)
-    for i in prange(n_threads):
-        begin, end = share(ceil_div(rows, STRIP_ROWS), np.int64(i), n_threads)
-        for strip in range(begin, end):
-            out, source = strips[first + stride * strip], matrix[strip * STRIP_ROWS : (strip + 1) * STRIP_ROWS]
-            for k in range(0, whole, BLOCK):
-                for r in range(source.shape[0]):
-                    for j in range(BLOCK):
-                        out[k + j, r] = source[r, k + j]
-            for k in range(whole, n):
-                for r in range(source.shape[0]):
-                    out[k, r] = source[r, k]
-    set_num_threads(before)
+    begin, end = share(ceil_div(rows, STRIP_ROWS), thread, run.n_threads)
+    for strip in range(begin, end):
+        out, source = strips[first + stride * strip], matrix[strip * STRIP_ROWS : (strip + 1) * STRIP_ROWS]
+        for k in range(0, whole, BLOCK):
+            for r in range(source.shape[0]):
+                for j in range(BLOCK):
+                    out[k + j, r] = source[r, k + j]
+        for k in range(whole, n):
+            for r in range(source.shape[0]):
+                out[k, r] = source[r, k]
 
 
-@parallel
-def read_strips(matrix, strips, n_threads):
+@inlined
+def turn_back(run, thread, matrix, strips):
     """matrix[R i + r, k] = strips[i, k, r]."""
     n = matrix.shape[1]
     whole = n // BLOCK * BLOCK
-    before = use_threads(n_threads)
-    for i in prange(n_threads):
-        begin, end = share(strips.shape[0], np.int64(i), n_threads)
-        for strip in range(begin, end):
-            out, source = matrix[strip * STRIP_ROWS : (strip + 1) * STRIP_ROWS], strips[strip]
-            for k in range(0, whole, BLOCK):
-                for r in range(STRIP_ROWS):
-                    for j in range(BLOCK):
-                        out[r, k + j] = source[k + j, r]
-            for k in range(whole, n):
-                for r in range(STRIP_ROWS):
-                    out[r, k] = source[k, r]
-    set_num_threads(before)
+    begin, end = share(strips.shape[0], thread, run.n_threads)
+    for strip in range(begin, end):
+        out, source = matrix[strip * STRIP_ROWS : (strip + 1) * STRIP_ROWS], strips[strip]
+        for k in range(0, whole, BLOCK):
+            for r in range(STRIP_ROWS):
+                for j in range(BLOCK):
+                    out[r, k + j] = source[k + j, r]
+        for k in range(whole, n):
+            for r in range(STRIP_ROWS):
+                out[r, k] = source[k, r]
+
+
+@operation
+def fill_strips(run: Pass, thread: int, strips: Floats3, first: int, stride: int, matrix: Floats2) -> None:
+    """`turn` of float32."""
+    turn(run, thread, strips, first, stride, matrix)
+
+
+@operation
+def fill_halves(run: Pass, thread: int, strips: Halves3, first: int, stride: int, matrix: Halves2) -> None:
+    """`turn` of two bytes a weight."""
+    turn(run, thread, strips, first, stride, matrix)
+
+
+@operation
+def read_strips(run: Pass, thread: int, matrix: Floats2, strips: Floats3) -> None:
+    """`turn_back` of float32."""
+    turn_back(run, thread, matrix, strips)
+
+
+@operation
+def read_halves(run: Pass, thread: int, matrix: Halves2, strips: Halves3) -> None:
+    """`turn_back` of two bytes a weight."""
+    turn_back(run, thread, matrix, strips)
 
 
 def pack_rows(strips: Floats, first: int, stride: int, rows: Floats) -> None:
-    """`fill_strips` on all threads: the rows that pad the last strip stay zero."""
-    on_threads(fill_strips, strips, first, stride, read_only(np.ascontiguousarray(rows)), available_threads())
+    """`turn` on all threads: the rows that pad the last strip stay zero."""
+    fill = fill_strips if strips.dtype == np.float32 else fill_halves
+    on_all_threads(fill(strips, first, stride, np.ascontiguousarray(rows)))
 
 
 def unpack_rows(strips: Floats, n: int) -> Floats:
     """All rows of strips (P, n, R), those that pad the last one among them."""
     rows = np.empty((len(strips) * STRIP_ROWS, n), strips.dtype)
-    on_threads(read_strips, rows, read_only(strips), available_threads())
+    read = read_strips if strips.dtype == np.float32 else read_halves
+    on_all_threads(read(rows, np.ascontiguousarray(strips)))
     return rows
 
 

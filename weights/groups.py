@@ -15,17 +15,30 @@ import functools
 import os
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
 
 from ..machine.cache import inlined
-from ..machine.programs import Floats2, Floats3, Ints1, Operation, Pass, Row, Runner, operation
-from ..machine.threads import available_threads, share
+from ..machine.programs import (
+    Bytes2,
+    Bytes3,
+    Floats2,
+    Floats3,
+    Halves2,
+    Halves3,
+    Ints1,
+    Operation,
+    Pass,
+    Words2,
+    Words3,
+    on_all_threads,
+    operation,
+)
+from ..machine.threads import share
 from ..machine.tiles import LINE_WORDS, STRIP_ROWS, cells, const, make_tile, prefetch
 from ..machine.vectors import (
     CPU_FEATURES,
@@ -46,12 +59,6 @@ from ..machine.vectors import (
 from .int8 import GROUP_HEAD, QUADS, best_dot4, dot4, multiply, scratch_words
 from .matrix import Kind
 
-Bytes2 = Annotated[npt.NDArray[np.uint8], types.uint8, 2]
-Bytes3 = Annotated[npt.NDArray[np.uint8], types.uint8, 3]
-Halves2 = Annotated[npt.NDArray[np.uint16], types.uint16, 2]
-Halves3 = Annotated[npt.NDArray[np.uint16], types.uint16, 3]
-Words2 = Annotated[npt.NDArray[np.uint32], types.uint32, 2]
-Words3 = Annotated[npt.NDArray[np.uint32], types.uint32, 3]
 PATH = "portable" if os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0") else best_dot4(CPU_FEATURES)
 HALF_WORDS = STRIP_ROWS // 2  # of the rows' fp16 numbers
 BYTE_WORDS = STRIP_ROWS // 4  # of the rows' bytes
@@ -374,11 +381,6 @@ def place(strips: Float32, first: int, stride: int, rows: Rows) -> None:
     n = len(rows.words)
     flat = rows.numbers.reshape(n, -1), rows.factors.view(np.uint8).reshape(n, -1), rows.words.reshape(n, -1)
     on_all_threads(place_rows(strips.view(np.uint32), strips.view(np.uint16), strips.view(np.uint8), *flat, first, stride))
-
-
-def on_all_threads(row: Row) -> None:
-    """One operation on all threads."""
-    Runner([[row]])(0, 0, 0, available_threads())
 
 
 def rows_of(form: Form, strips: Float32, n: int, group: int) -> Float32:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..machine.cache import inlined
-from ..machine.programs import Floats2, Pass, operation
+from ..machine.programs import Floats2, Pass, on_all_threads, operation
 from ..machine.threads import share
 from ..machine.vectors import (
     LANES,
@@ -28,7 +28,7 @@ from ..machine.vectors import (
     store_bytes,
 )  # fmt: skip
 from .blocks import FOUR_AND_MINIMUM, KINDS
-from .groups import Rows, on_all_threads, place
+from .groups import Rows, place
 from .int8 import INT8
 from .matrix import Floats, floats
 

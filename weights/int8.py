@@ -15,13 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba import prange
 from numba.core import cgutils
 
-from ..machine.cache import compiled, inlined, parallel
-from ..machine.memory import read_only
-from ..machine.programs import Floats2, Floats3, Ints1, Pass, operation
-from ..machine.threads import available_threads, on_threads, set_num_threads, share, use_threads
+from ..machine.cache import inlined, inner
+from ..machine.programs import Codes3, Floats2, Floats3, Ints1, Pass, Words2, Words3, Words4, on_all_threads, operation
+from ..machine.threads import share
 from ..machine.tiles import STRIP_ROWS, cells, const, make_tile, multiply_strips, prefetch
 from ..machine.vectors import (
     CPU_FEATURES,
@@ -181,7 +179,7 @@ native_tile = dot4_tile(best_dot4(CPU_FEATURES))
 portable_tile = dot4_tile("portable")
 
 
-@compiled
+@inner
 def quantize(codes, x, n, group, n_tokens):
     """Rows x[t, :n] as int8 (runq.c's rule): codes = round(x / scale), scale = max |x| / 127 of a group, halves away from 0.
 
@@ -267,7 +265,7 @@ def embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: in
             out[t, k] = np.float32(code) * w[strip, place, row]
 
 
-@compiled
+@inner
 def quantize_group(values, scales, rows, row, g, group):
     """values (rows, groups, group) and scales (rows, groups) of group g of a row of rows (rows, n); zeros fill it up."""
     n = rows.shape[1]
@@ -293,42 +291,36 @@ def quantize_group(values, scales, rows, row, g, group):
     scales[row, g] = scale + reduce_add(not_finite)
 
 
-@parallel
-def quantize_all(values, scales, rows, group, n_threads):
+@operation
+def quantize_all(run: Pass, thread: int, values: Codes3, scales: Floats2, rows: Floats2, group: int) -> None:
     """Every group of rows (rows, n); see `quantize_group`."""
-    before = use_threads(n_threads)
-    for i in prange(n_threads):
-        first, last = share(rows.shape[0], np.int64(i), n_threads)
-        for row in range(first, last):
-            for g in range(scales.shape[1]):
-                quantize_group(values, scales, rows, row, g, group)
-    set_num_threads(before)
+    first, last = share(rows.shape[0], thread, run.n_threads)
+    for row in range(first, last):
+        for g in range(scales.shape[1]):
+            quantize_group(values, scales, rows, row, g, group)
 
 
 def quantize_rows(rows: Float32, group: int) -> Grouped:
     """Rows (rows, n) in groups of so many; zeros fill up a row's last one."""
     shape = len(rows), ceil_div(rows.shape[1], group)
     values, scales = np.empty((*shape, group), np.int8), np.empty(shape, np.float32)
-    on_threads(quantize_all, values, scales, read_only(np.ascontiguousarray(rows)), group, available_threads())
+    on_all_threads(quantize_all(values, scales, np.ascontiguousarray(rows), group))
     return Grouped(values, scales)
 
 
-@parallel
-def fill_words(words, first, stride, codes, scales, n_threads):
+@operation
+def fill_words(run: Pass, thread: int, words: Words4, first: int, stride: int, codes: Words3, scales: Words2) -> None:
     """Codes (rows, groups, quads), 4 to a word, and scales (rows, groups) into every stride-th of strips of words."""
     rows, n_groups, n_quads = codes.shape
-    before = use_threads(n_threads)
-    for i in prange(n_threads):
-        begin, end = share(ceil_div(rows, STRIP_ROWS), np.int64(i), n_threads)
-        for strip in range(begin, end):
-            out = words[first + stride * strip]
-            for g in range(n_groups):
-                for r in range(STRIP_ROWS):
-                    row = strip * STRIP_ROWS + r
-                    out[g, 0, r] = scales[row, g] if row < rows else 0
-                    for q in range(n_quads):
-                        out[g, 1 + q, r] = (codes[row, g, q] if row < rows else 0) ^ ZEROS_OF_CODES
-    set_num_threads(before)
+    begin, end = share(ceil_div(rows, STRIP_ROWS), thread, run.n_threads)
+    for strip in range(begin, end):
+        out = words[first + stride * strip]
+        for g in range(n_groups):
+            for r in range(STRIP_ROWS):
+                row = strip * STRIP_ROWS + r
+                out[g, 0, r] = scales[row, g] if row < rows else 0
+                for q in range(n_quads):
+                    out[g, 1 + q, r] = (codes[row, g, q] if row < rows else 0) ^ ZEROS_OF_CODES
 
 
 def fill(strips: Float32, first: int, stride: int, rows: Floats | Grouped, group: int) -> None:
@@ -337,8 +329,8 @@ def fill(strips: Float32, first: int, stride: int, rows: Floats | Grouped, group
     n_quads = strips.shape[2] // STRIP_ROWS - 1
     words = strips.view(np.uint32).reshape(len(strips), -1, 1 + n_quads, STRIP_ROWS)
     values = np.pad(grouped.values, ((0, 0), (0, 0), (0, -group % QUADS))) if group % QUADS else grouped.values
-    codes, scales = (read_only(np.ascontiguousarray(array)).view(np.uint32) for array in (values, grouped.scales))
-    on_threads(fill_words, words, first, stride, codes, scales, available_threads())
+    codes, scales = (np.ascontiguousarray(array).view(np.uint32) for array in (values, grouped.scales))
+    on_all_threads(fill_words(words, first, stride, codes, scales))
 
 
 def rows_of(strips: Float32, n: int, group: int) -> Float32:

@@ -9,12 +9,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from numba import prange
 
-from ..machine.cache import parallel
 from ..machine.memory import aligned, bits_of, zeros
-from ..machine.programs import Operation, Row
-from ..machine.threads import available_threads, on_threads, set_num_threads, share, use_threads
+from ..machine.programs import Floats1, Halves1, Operation, Pass, Row, on_all_threads, operation
+from ..machine.threads import available_threads, share
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import LANES, Float32, Int64, ceil_div, load_bf16, load_fp16, round_up, store
 
@@ -37,16 +35,13 @@ class Tensor(Protocol):
     def __getitem__(self, rows: slice, /) -> Any: ...
 
 
-@parallel
-def widen(out, bits, are_fp16, n_threads):
+@operation
+def widen(run: Pass, thread: int, out: Floats1, bits: Halves1, are_fp16: int) -> None:
     """out = the float32 of bits (n,) of fp16 or bf16, n at least LANES: the last vector ends where they end."""
-    before = use_threads(n_threads)
-    for i in prange(n_threads):
-        first, last = share(ceil_div(bits.size, LANES), np.int64(i), n_threads)
-        for place in range(first, last):
-            at = min(place * LANES, bits.size - LANES)
-            store(out, at, load_fp16(bits, at) if are_fp16 else load_bf16(bits, at))
-    set_num_threads(before)
+    first, last = share(ceil_div(bits.size, LANES), thread, run.n_threads)
+    for place in range(first, last):
+        at = min(place * LANES, bits.size - LANES)
+        store(out, at, load_fp16(bits, at) if are_fp16 else load_bf16(bits, at))
 
 
 def floats(rows: Floats) -> Float32:
@@ -55,7 +50,7 @@ def floats(rows: Floats) -> Float32:
         return rows.astype(np.float32, copy=False)
     bits = bits_of(rows)
     out = np.empty(bits.size, np.float32)
-    on_threads(widen, out, bits, rows.dtype == np.float16, available_threads())
+    on_all_threads(widen(out, bits, rows.dtype == np.float16))
     return out[: rows.size].reshape(rows.shape)
 
 
