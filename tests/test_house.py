@@ -80,7 +80,7 @@ MAY_IMPORT = {
     "planning": {"kernels", "machine"},
     "files": {"hub", "readers", "tokenizer"},
     "hub": {"readers"},
-    "templates": {"readers", "tokenizer", "checks"},
+    "templates": {"readers", "tokenizer", "workers", "checks"},
     "template_worker": set(),
     "readers": {"architectures", "weights", "machine"},
     "quantizing": {"transformer", "kernels", "weights", "machine", "checks"},
@@ -92,8 +92,10 @@ MAY_IMPORT = {
     "kernels": {"machine"},
     "vocabulary": {"tokenizer", "tokenizer_json"},
     "tokenizer_gguf": {"tokenizer_json", "tokenizer", "checks"},
-    "tokenizer_json": {"checks", "tokenizer"},
+    "tokenizer_json": {"checks", "tokenizer", "workers"},
+    "tokenizer_worker": set(),
     "tokenizer": {"checks"},
+    "workers": set(),
     "interrupts": set(),
     "machine": set(),
     "checks": set(),
@@ -131,7 +133,7 @@ OUTSIDE = {
     "chat_screen": {"rich"},
     "template_worker": {"jinja2"},
     "hub": {"huggingface_hub"},
-    "tokenizer_json": {"tokenizers"},
+    "tokenizer_worker": {"tokenizers"},
 }
 
 
