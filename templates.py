@@ -32,7 +32,7 @@ TEMPLATE_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS = "chat_template.jinja", "tokeni
 VARIABLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 GGUF_VARIABLES = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id"}
 MOST_CHARACTERS = 32 << 20  # of what a template makes
-PATIENCE_SECONDS = 5.0  # with a template, which takes a millisecond
+PATIENCE_SECONDS, SECONDS_PER_CHARACTER = 5.0, 2e-5  # with a template, which takes a millisecond; and with long messages
 RENDERED_AT_ONCE = 100  # beginnings of a conversation, each request for which has those seconds
 INSTALL = 'pip install ".[hub]", or jinja2'
 
@@ -106,10 +106,12 @@ class ChatTemplate:
         """The worker's reply. Raises TemplateError."""
         given = [[{key: message[key] for key in ("role", "content")} for message in messages] for messages in conversations]
         request = {"source": self.source, "variables": self.variables, "conversations": given, "beginnings": beginnings}
+        n_characters = sum(len(message["content"]) for messages in given for message in messages)
+        seconds = PATIENCE_SECONDS + SECONDS_PER_CHARACTER * n_characters
         try:
-            reply = self._worker.ask(request | {"most": most}, PATIENCE_SECONDS)
+            reply = self._worker.ask(request | {"most": most}, seconds)
         except Unanswered as error:
-            late, ended = f"the template is not done after {PATIENCE_SECONDS:g} seconds", "rendering ended without a word"
+            late, ended = f"the template is not done after {seconds:.0f} seconds", "rendering ended without a word"
             reply = {"error": late if error.is_late else ended}
         except OSError as error:
             raise TemplateError(f"no process to render a chat template in: {error.strerror or error}") from None

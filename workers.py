@@ -13,6 +13,8 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,23 +40,17 @@ class Worker:
     def __init__(self, module: str, beginning: bytes | None = None, beginning_seconds: float = 0.0) -> None:
         self._module, self._beginning, self._beginning_seconds = module, beginning, beginning_seconds
         self._process: subprocess.Popen[bytes] | None = None
+        self._end: Callable[[], object] = int
         self._pid = 0
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Worker, (self._module, self._beginning, self._beginning_seconds)
 
-    def __del__(self) -> None:
-        with suppress(Exception):  # at the interpreter's end
-            self.close()
-
     def close(self) -> None:
-        """End the process; the next request begins another."""
-        process, self._process = self._process, None
-        if process and self._pid == os.getpid():  # a fork's parent has it still
-            process.kill()
-            with process:  # which waits for it, and closes its pipes
-                pass
+        """End the process, as happens to that of a worker that nobody has any more; the next request begins another."""
+        self._process = None
+        self._end()
 
     def begin(self) -> dict[str, Any]:
         """The answer to the beginning. Raises Unanswered, and OSError where there can be no process."""
@@ -76,6 +72,7 @@ class Worker:
         # in a session of its own, so that Ctrl-C is not its; it ends with the pipe from here
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True)
         self._pid = os.getpid()
+        self._end = weakref.finalize(self, _ended, self._process, self._pid)
         if self._beginning is None:
             return {}
         return self._answer({"size": len(self._beginning)}, self._beginning, self._beginning_seconds)
@@ -102,6 +99,13 @@ class Worker:
             raise Unanswered(is_late)
         answer: dict[str, Any] = json.loads(reply)
         return answer
+
+
+def _ended(process: subprocess.Popen[bytes], pid: int) -> None:
+    if pid == os.getpid():  # in a fork it is the other's
+        process.kill()
+        with process:  # which waits for it, and closes its pipes
+            pass
 
 
 def main() -> None:
