@@ -1,7 +1,9 @@
 """Processes of our own that do what files of others ask for, and may be ended. Knows nothing of what that is.
 
 A chat template or a tokenizer.json comes from whoever made the model. Either can loop for ever or ask for all memory, where
-Python cannot stop it: so it runs behind a pipe, with a limit of memory, and each request has its seconds.
+Python cannot stop it: so it runs behind a pipe, with a limit of memory, and each request has its seconds. They are the process's
+own, which a busy machine does not take from it; where a system counts none, and for one that sleeps, the clock's are BUSY times
+as many.
 
 This file is both ends. As a program it reads a line of JSON and, if the line names a size, so many bytes; it writes what the
 `answer` of the module that it was told to load makes of them, which is a line of JSON, too.
@@ -9,10 +11,13 @@ This file is both ends. As a program it reads a line of JSON and, if the line na
 
 import importlib.util
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__)
+BUSY = 8
+OUT_OF_TIME = -getattr(signal, "SIGXCPU", 0) or None  # what a process ended with that had no seconds left
 
 
 class Unanswered(Exception):
@@ -80,10 +87,10 @@ class Worker:
     def _answer(self, request: dict[str, Any], data: bytes, seconds: float) -> dict[str, Any]:
         process = self._process
         assert process and process.stdin and process.stdout
-        timer = threading.Timer(seconds, process.kill)
+        timer = threading.Timer(BUSY * seconds, process.kill)
         timer.start()
         try:
-            process.stdin.write(json.dumps(request).encode() + b"\n" + data)
+            process.stdin.write(json.dumps(request | {"seconds": seconds}).encode() + b"\n" + data)
             process.stdin.flush()
             reply = process.stdout.readline()
         except OSError:
@@ -96,7 +103,7 @@ class Worker:
             timer.cancel()
         if not reply.endswith(b"\n"):
             self.close()
-            raise Unanswered(is_late)
+            raise Unanswered(is_late or process.returncode == OUT_OF_TIME)
         answer: dict[str, Any] = json.loads(reply)
         return answer
 
@@ -116,15 +123,22 @@ def main() -> None:
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    with suppress(ImportError, ValueError, OSError):  # Windows has none; a lower limit stays
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (module.MOST_BYTES, module.MOST_BYTES))
+    _limited("RLIMIT_AS", module.MOST_BYTES)
+    _limited("RLIMIT_CORE", 0)
     for line in sys.stdin.buffer:
         request = json.loads(line)
         data = sys.stdin.buffer.read(request.get("size", 0))
+        _limited("RLIMIT_CPU", math.ceil(time.process_time() + request["seconds"]))
         sys.stdout.write(json.dumps(module.answer(request, data)) + "\n")
         sys.stdout.flush()
+
+
+def _limited(name: str, limit: int) -> None:
+    """This process has so much of that, unless it has less already or the system knows no such limit."""
+    with suppress(ImportError, AttributeError, ValueError, OSError):
+        import resource
+
+        resource.setrlimit(getattr(resource, name), (limit, resource.getrlimit(getattr(resource, name))[1]))
 
 
 if __name__ == "__main__":
