@@ -87,7 +87,13 @@ class Worker:
     def _answer(self, request: dict[str, Any], data: bytes, seconds: float) -> dict[str, Any]:
         process = self._process
         assert process and process.stdin and process.stdout
-        timer = threading.Timer(BUSY * seconds, process.kill)
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            process.kill()
+
+        timer = threading.Timer(BUSY * seconds, end)
         timer.start()
         try:
             process.stdin.write(json.dumps(request | {"seconds": seconds}).encode() + b"\n" + data)
@@ -99,11 +105,11 @@ class Worker:
             self.close()
             raise
         finally:
-            is_late = timer.finished.is_set()
             timer.cancel()
-        if not reply.endswith(b"\n"):
+            timer.join()
+        if is_late.is_set() or not reply.endswith(b"\n"):
             self.close()
-            raise Unanswered(is_late or process.returncode == OUT_OF_TIME)
+            raise Unanswered(is_late.is_set() or process.returncode == OUT_OF_TIME)
         answer: dict[str, Any] = json.loads(reply)
         return answer
 
