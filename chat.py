@@ -16,7 +16,7 @@ from .decoder import SpeculativeDecoder
 from .decoding import Event, Prompt, Step
 from .readers import CheckpointError, read_object
 from .sampling import Sampling
-from .templates import Message
+from .templates import Message, TooLong
 
 FORMAT, REVISION = "specdec conversation", 1
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
@@ -136,13 +136,20 @@ class Conversation:
         Raises ValueError for a question that does not fit alone.
         """
         most = self._decoder.n_positions
-        tokens = self._decoder.encode_chat(self._seen())
-        if len(tokens) + min(self.settings.max_tokens, most // LEAST_ROOM) > most:
+        tokens = self._tokens()
+        if tokens is None or len(tokens) + min(self.settings.max_tokens, most // LEAST_ROOM) > most:
             self._drop_down_to(most - most // ROOM)
             tokens = self._decoder.encode_chat(self._seen())
         if len(tokens) > most:
             raise ValueError(f"the message has {len(tokens)} tokens with the system prompt; the model's context holds {most}")
         return tokens
+
+    def _tokens(self) -> list[int] | None:
+        """What the model would read; None for a text that is too long to be encoded."""
+        try:
+            return self._decoder.encode_chat(self._seen())
+        except TooLong:
+            return None
 
     def _drop_down_to(self, n_tokens: int) -> None:
         """Drops as few of the oldest turns as leave that many tokens, or all but the question.
@@ -152,7 +159,8 @@ class Conversation:
 
         def fits(n_dropped: int) -> bool:
             self.n_dropped = n_dropped
-            return len(self._decoder.encode_chat(self._seen())) <= n_tokens
+            tokens = self._tokens()
+            return tokens is not None and len(tokens) <= n_tokens
 
         choices = range(self.n_dropped, len(self.messages), 2)
         self.n_dropped = choices[min(bisect_left(choices, True, key=fits), len(choices) - 1)]

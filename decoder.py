@@ -332,7 +332,7 @@ class SpeculativeDecoder:
         messages: objects of "role" ("system", "user", "assistant") and "content"; an answer's "tokens", where it has some, are
         taken as they are. Raises TemplateError for a model without a template and for messages that it refuses.
         """
-        return self.chat_template.encode(self.tokenizer, messages)
+        return self.chat_template.encode(self.tokenizer, messages, self.n_positions)
 
     def chat(
         self,

@@ -1,25 +1,21 @@
 """Conversations to token ids by a model's chat template. Knows no terminals, and nothing of models but their files.
 
 The text is, byte for byte, what transformers' `apply_chat_template` makes of the same messages. Names of special tokens are those
-tokens where the template wrote them, and text where a message holds them.
+tokens where the template wrote them, and text where a message holds them: `template_worker` tells which is which.
 """
 
-import json
 import os
-import re
-import subprocess
-import sys
-import threading
-from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from contextlib import suppress
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from . import extras
 from .checks import file_name, short, text
 from .readers import Checkpoint, read_object
-from .tokenizer import AnyTokenizer, TextStream, file_bytes
+from .tokenizer import AnyTokenizer, Part, TextStream, file_bytes
+from .workers import Unanswered, Worker
 
 Message = Mapping[str, Any]  # role, content; of an answer also tokens: the ids that it was written in
 
@@ -35,27 +31,45 @@ LLAMA2 = """{% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] 
 TEMPLATE_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
 VARIABLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 GGUF_VARIABLES = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id"}
-STAND_INS = [*range(0xFDD0, 0xFDF0), *range(0x100000, 0x10FFFE)]  # to which Unicode gives no meaning
-PATIENCE_SECONDS = 5.0  # with a template, which takes a millisecond
+MOST_CHARACTERS = 32 << 20  # of what a template makes
+PATIENCE_SECONDS, SECONDS_PER_CHARACTER = 5.0, 2e-5  # with a template, which takes a millisecond; and with long messages
 RENDERED_AT_ONCE = 100  # beginnings of a conversation, each request for which has those seconds
 RENDERING = {extras.JINJA: "to render chat templates"}
-WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class TemplateError(ValueError):
     """A template, or messages that it does not take: one line with the template's place and what is wrong."""
 
 
+class TooLong(TemplateError):
+    """More text than the model's context can hold, however it is cut into tokens."""
+
+
 @runtime_checkable
 class ChatTokenizer(Protocol):
-    """A tokenizer that reads what a template wrote."""
+    """A tokenizer that reads what a template wrote. longest: characters or bytes of the longest token."""
 
     @property
-    def specials(self) -> Mapping[str, int]:
-        """The names of tokens that a template may write."""
+    def longest(self) -> int: ...
+    def encode_rendered(self, parts: Sequence[Part]) -> list[int]:
+        """The ids of a text of those parts, in which names of special tokens are those, if no message said anything of them.
 
-    def encode_rendered(self, text: str, typed: AbstractSet[int]) -> list[int]:
-        """Ids of a text in which such names are those tokens, but for the ones that begin at `typed`; nothing is put in front."""
+        Nothing is put in front.
+        """
+
+
+class _Rendered(NamedTuple):
+    """A conversation's text. edges: where what messages say begins and ends, by turns; ends: where its beginnings end."""
+
+    text: str
+    edges: list[int]
+    ends: list[int]
+
+    def parts(self, begin: int, end: int) -> list[Part]:
+        """What stands from there to there."""
+        first, last = bisect_right(self.edges, begin), bisect_right(self.edges, end)
+        edges = [begin, *self.edges[first:last], end]
+        return [Part(self.text[a:b], (first + i) % 2 == 1) for i, (a, b) in enumerate(pairwise(edges)) if a < b]
 
 
 class ChatTemplate:
@@ -63,124 +77,80 @@ class ChatTemplate:
 
     def __init__(self, source: str, place: str, variables: Mapping[str, str]) -> None:
         self.source, self.place, self.variables = source, place, dict(variables)
-        self._worker: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
+        self._worker = Worker("template_worker")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ChatTemplate, (self.source, self.place, self.variables)
 
     def close(self) -> None:
         """End the process that renders; the next rendering begins another."""
-        if self._worker:
-            self._worker.kill()
-            with self._worker:  # which waits for it, and closes its pipes
-                self._worker = None
-
-    def __del__(self) -> None:
-        with suppress(Exception):  # at the interpreter's end
-            self.close()
+        self._worker.close()
 
     def render(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
         """The text of each, with the beginning of an answer at its end. Raises TemplateError."""
-        return self._rendered(conversations, [])[0]
+        texts: list[str] = self._asked(conversations, None, MOST_CHARACTERS)["texts"]
+        return texts
 
-    def _rendered(self, conversations: Sequence[Sequence[Message]], beginnings: list[int]) -> tuple[list[str], list[int]]:
-        """The texts, and where in the first that of its first messages ends, so many each; -1 for what does not begin it.
+    def _rendered(self, messages: Sequence[Message], beginnings: list[int], most: int) -> _Rendered:
+        """The text, and where in it that of its first messages ends, so many each; -1 for what does not begin it.
 
         The beginnings of a talk of n turns have n times its length: they do not leave the other process, which keeps their ends.
         """
-        given = [[*map(dict, conversation)] for conversation in conversations]
+        ends = list[int]()
+        for first in range(0, len(beginnings) or 1, RENDERED_AT_ONCE):
+            reply = self._asked([messages], beginnings[first : first + RENDERED_AT_ONCE], most)
+            ends += reply["ends"]
+        return _Rendered(reply["texts"][0], reply["edges"], ends)
+
+    def _asked(self, conversations: Sequence[Sequence[Message]], beginnings: list[int] | None, most: int) -> dict[str, Any]:
+        """The worker's reply. Raises TemplateError."""
+        given = [[{key: message[key] for key in ("role", "content")} for message in messages] for messages in conversations]
         request = {"source": self.source, "variables": self.variables, "conversations": given, "beginnings": beginnings}
-        with self._lock:
-            reply = self._asked(json.dumps(request).encode() + b"\n")
-        if "error" in reply:
-            raise TemplateError(f"{self.place}: {' '.join(str(reply['error']).split())[:300]}")
-        texts: list[str] = reply["texts"]
-        for rendered in texts:
-            text(f"what {self.place} makes of the messages", rendered)
-        return texts, reply["ends"]
-
-    def _asked(self, request: bytes) -> dict[str, Any]:
-        """The worker's reply; it is killed where that takes too long."""
-        worker = self._worker = self._worker or _new_worker()
-        assert worker.stdin and worker.stdout
-        timer = threading.Timer(PATIENCE_SECONDS, worker.kill)
-        timer.start()
+        n_characters = sum(len(message["content"]) for messages in given for message in messages)
+        seconds = PATIENCE_SECONDS + SECONDS_PER_CHARACTER * n_characters
         try:
-            worker.stdin.write(request)
-            worker.stdin.flush()
-            reply = worker.stdout.readline()
-        except OSError:
-            reply = b""
-        except BaseException:  # half a reply would be taken for the next one's
-            self.close()
-            raise
-        finally:
-            is_late = timer.finished.is_set()
-            timer.cancel()
-        if reply.endswith(b"\n"):
-            answer: dict[str, Any] = json.loads(reply)
-            return answer
-        self.close()
-        wrong = f"the template is not done after {PATIENCE_SECONDS:g} seconds" if is_late else "rendering ended without a word"
-        return {"error": wrong}
+            reply = self._worker.ask(request | {"most": most}, seconds)
+        except Unanswered as error:
+            late, ended = f"the template is not done after {seconds:.0f} seconds", "rendering ended without a word"
+            reply = {"error": late if error.is_late else ended}
+        except OSError as error:
+            raise TemplateError(f"no process to render a chat template in: {error.strerror or error}") from None
+        if "error" in reply:
+            kind = TooLong if reply.get("is_too_long") else TemplateError
+            raise kind(f"{self.place}: {' '.join(str(reply['error']).split())[:300]}")
+        for rendered in reply["texts"]:
+            text(f"what {self.place} makes of the messages", rendered)
+        return reply
 
-    def encode(self, tokenizer: AnyTokenizer, messages: Sequence[Message]) -> list[int]:
+    def encode(self, tokenizer: AnyTokenizer, messages: Sequence[Message], n_positions: int | None = None) -> list[int]:
         """The ids of a conversation, up to where an answer begins.
 
         An answer with its tokens is those tokens, as long as they say what the template makes of it: what a cache holds of it
-        stays of use. Raises TemplateError for messages that the template refuses, TypeError and ValueError for what are none.
+        stays of use. n_positions: tokens of the context; a text that is longer however it is cut raises TooLong before it is.
+        Raises TemplateError for messages that the template refuses, TypeError and ValueError for what are none.
         """
         if not isinstance(tokenizer, ChatTokenizer):
             raise TemplateError(f"{self.place}: the tokenizer {tokenizer.path} has no special tokens to write")
         messages = checked(messages)
-        hiding = _hiding(tokenizer.specials, "".join([self.source, *(m[key] for m in messages for key in ("role", "content"))]))
-        revealing = str.maketrans({stand_in: c for c, stand_in in hiding.stand_ins.items()})
-        hidden = [{"role": hiding(m["role"]), "content": hiding(m["content"])} for m in messages]
         with_tokens = [i for i, message in enumerate(messages) if message.get("tokens")]
-        (whole,), ends = self._rendered([hidden], with_tokens[:RENDERED_AT_ONCE])
-        for first in range(RENDERED_AT_ONCE, len(with_tokens), RENDERED_AT_ONCE):
-            ends += self._rendered([hidden], with_tokens[first : first + RENDERED_AT_ONCE])[1]
+        most = MOST_CHARACTERS if n_positions is None else n_positions * tokenizer.longest
+        whole = self._rendered(messages, with_tokens, most)
         stream, ids, at = TextStream(tokenizer), list[int](), 0
-
-        def encoded(part: str) -> list[int]:
-            typed = {i for i, c in enumerate(part) if c in hiding.stand_ins.values()} if not part.isascii() else set[int]()
-            return tokenizer.encode_rendered(part.translate(revealing), typed)
-
-        for i, end in zip(with_tokens, ends, strict=True):
+        for i, end in zip(with_tokens, whole.ends, strict=True):
             if at <= end:
-                ahead = encoded(whole[at:end])
+                ahead = tokenizer.encode_rendered(whole.parts(at, end))
                 for token in ahead:
                     stream.push(token)
-                said = hiding("".join(stream.peek(messages[i]["tokens"])))
+                said = "".join(stream.peek(messages[i]["tokens"]))
                 ids, at = ids + ahead, end
-                if whole.startswith(said, at):
+                if whole.text.startswith(said, at):
                     ids, at = [*ids, *messages[i]["tokens"]], at + len(said)
                     for token in messages[i]["tokens"]:
                         stream.push(token)
-        ids += encoded(whole[at:])
+        ids += tokenizer.encode_rendered(whole.parts(at, len(whole.text)))
         if not ids:
             raise TemplateError(f"{self.place}: the template makes nothing of the messages")
         return ids
-
-
-class _Hiding(NamedTuple):
-    """Takes the first letter from every name of a special token; stand_ins: what stands in the place of each such letter."""
-
-    beginnings: re.Pattern[str]
-    stand_ins: dict[str, str]
-
-    def __call__(self, words: str) -> str:
-        return self.beginnings.sub(lambda found: self.stand_ins[found[1]], words)
-
-
-def _hiding(names: Iterable[str], words: str) -> _Hiding:
-    """For messages of those words, in which no stand-in stands."""
-    names = sorted(filter(None, names), key=len, reverse=True)
-    pattern = f"(?=(?:{'|'.join(map(re.escape, names))}))(.)" if names else r"(?!)"
-    present = set(words)
-    free = (chr(code) for code in STAND_INS if chr(code) not in present)
-    return _Hiding(re.compile(pattern, re.DOTALL), dict(zip(sorted({name[0] for name in names}), free, strict=False)))
 
 
 def checked(messages: Sequence[Message]) -> list[Message]:
@@ -248,14 +218,3 @@ def _gguf_variables(keys: Mapping[str, Any]) -> dict[str, str]:
     names = dict(enumerate(tokens)) if isinstance(tokens, list) else {}
     values = {name: names.get(i) for name, i in ids.items() if type(i) is int}
     return {name: value for name, value in values.items() if isinstance(value, str)}
-
-
-def _new_worker() -> subprocess.Popen[bytes]:
-    """In a session of its own, so that Ctrl-C is not its; it ends with the pipe from here."""
-    command = [sys.executable, "-S", "-E", str(WORKER), json.dumps(sys.path)]
-    try:
-        return subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-    except OSError as error:
-        raise TemplateError(f"no process to render a chat template in: {error.strerror or error}") from None

@@ -5,13 +5,13 @@ of the text, one token a character (or one for each of its bytes), then the best
 """
 
 import codecs
+import functools
 import heapq
 import math
 import os
 import re
 import struct
 from collections.abc import Collection, Iterable, Sequence
-from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -51,6 +51,13 @@ class AnyTokenizer(Protocol):
 
     def piece(self, token: int, before: int) -> tuple[bytes, int]:
         """The bytes of a token after `before`, and what to tell of it to the next one; NO_TEXT_YET comes before the first."""
+
+
+class Part(NamedTuple):
+    """Of what a template wrote: some words, and whether a message said them; else they are the template's own."""
+
+    words: str
+    is_said: bool
 
 
 class Pieces(NamedTuple):
@@ -114,16 +121,22 @@ class Tokenizer:
         names = {token: self.pieces[token].decode(errors="replace").strip() for token in self._vocabulary.silent}
         return {name: token for token, name in names.items() if name}
 
-    def encode_rendered(self, text: str, typed: AbstractSet[int]) -> list[int]:
-        """The ids of what a template wrote, in which names of marks are those; those that begin at `typed` are text.
+    @functools.cached_property
+    def longest(self) -> int:
+        return max(map(len, self.pieces))
+
+    def encode_rendered(self, parts: Sequence[Part]) -> list[int]:
+        """The ids of what a template wrote; see `ChatTokenizer`.
 
         Each stretch between marks is a text of its own, with a space in front where the vocabulary has that.
         """
         specials, tokens, at = self.specials, list[int](), 0
-        for found in re.finditer("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or r"(?!)", text):
-            if found.start() not in typed:
-                tokens += [*self._encoded(text[at : found.start()]), specials[found[0]]]
-                at = found.end()
+        hole = next(letter for letter in map(chr, range(0x10FFFF)) if not any(letter in name for name in specials))
+        text = "".join([part.words for part in parts])
+        own = "".join([hole * len(part.words) if part.is_said else part.words for part in parts])
+        for found in re.finditer("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or r"(?!)", own):
+            tokens += [*self._encoded(text[at : found.start()]), specials[found[0]]]
+            at = found.end()
         return tokens + self._encoded(text[at:])
 
     def _encoded(self, text: str) -> list[int]:

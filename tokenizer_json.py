@@ -1,28 +1,29 @@
 """Text to token ids and back, from a Hugging Face tokenizer.json, or what would be one. Knows nothing of models.
 
-The `tokenizers` library encodes. What a token says is computed here, since a text is shown while it grows: its bytes by the
-file's decoder, which is GPT-2's table of bytes ("ByteLevel") or SentencePiece's pieces (a space is "▁", a byte "<0x0A>").
+The `tokenizers` library encodes, in a process of its own (`tokenizer_worker`). What a token says is computed here, since a text
+is shown while it grows: its bytes by the file's decoder, which is GPT-2's table of bytes ("ByteLevel") or SentencePiece's pieces
+(a space is "▁", a byte "<0x0A>").
 """
 
 import codecs
-import copy
-import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import checks, extras
-from .tokenizer import NO_TEXT_YET, AnyTokenizer, Tokenizer, TokenizerError, file_bytes, text_of
+from .tokenizer import NO_TEXT_YET, AnyTokenizer, Part, Tokenizer, TokenizerError, file_bytes, text_of
+from .workers import Unanswered, Worker
 
 TOKENIZER_FILE = "tokenizer.json"
 DECODERS = "ByteLevel, Metaspace or SentencePiece's (Replace, ByteFallback, Fuse, Strip of one space in front)"
 LFS_POINTER = b"version https://git-lfs"  # what a clone without git-lfs holds in the place of a large file
 TEXT_HAS_BEGUN = 0
+LOADING_SECONDS, SECONDS_PER_BYTE = 5.0, 1e-6  # of patience with a file, of which it reads five million bytes a second
+ENCODING_SECONDS, SECONDS_PER_CHARACTER = 5.0, 2e-5  # and with a text, of which it encodes a million characters a second
 EACH_BYTE = "specdec.each_byte"  # an error handler's name: a U+FFFD for each byte of a broken character, as ByteFallback has it
 
 
@@ -43,19 +44,19 @@ class JsonTokenizer:
     ) -> None:
         self.path = _file_of(Path(path))
         data = file_bytes(self.path, "a tokenizer.json") if data is None else data
-        self._tokenizer = _parsed(self.path, data)
-        self._decoder = _decoder_of(self.path, self._tokenizer)
-        self._added = dict(self._tokenizer.get_added_tokens_decoder())
-        self.vocab_size = self._highest_id() + 1
+        self._worker = Worker("tokenizer_worker", data, LOADING_SECONDS + len(data) * SECONDS_PER_BYTE)
+        holds = _loaded(self.path, data, self._worker)
+        self._names: dict[int, str] = dict(zip(holds["ids"], holds["names"], strict=True))
+        self._ids = {name: token for token, name in self._names.items()}
+        self._decoder = _decoder_of(self.path, holds["decoder"])
+        self.specials = {name: token for token, name, is_special in holds["added"] if is_special}
+        self.vocab_size = max(self._names, default=0) + 1
+        self.longest = max(map(len, self._names.values()), default=1)
         self.end_marks = dict(end_marks or self._eos())
         self._bos = bos
-        self._marks = {token for token, added in self._added.items() if added.special} | set(self.end_marks)
+        self._marks = {*self.specials.values(), *self.end_marks}
         self._cached: dict[int, bytes | None] = {}
         self._digest = hashlib.sha256(data).digest()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state
-        self._tokenizer.encode_special_tokens = True  # which its pickle forgets
 
     @property
     def broken_characters(self) -> str:
@@ -67,38 +68,28 @@ class JsonTokenizer:
     def encode(self, text: str) -> list[int]:
         """What the template puts in front, and the ids of the text; one token at least.
 
-        Raises TypeError for what is no string, ValueError for half a character.
+        Raises TypeError for what is no string, ValueError for half a character, TokenizerError for a file that cannot do it.
         """
-        encoding = self._tokenizer.encode(checks.text("the text", text))
-        from_template = encoding.special_tokens_mask
-        n_in_front = from_template.index(0) if 0 in from_template else len(from_template)
-        ids = [token for i, token in enumerate(encoding.ids) if i < n_in_front or not from_template[i]]
+        text = checks.text("the text", text)
+        ids = self._asked(len(text), text=text)
         return ids or [self._bos if self._bos is not None else min(self.end_marks, default=0)]
 
-    @property
-    def specials(self) -> dict[str, int]:
-        """Special tokens by their names, which a chat template may write."""
-        return {added.content: token for token, added in self._added.items() if added.special}
+    def encode_rendered(self, parts: Sequence[Part]) -> list[int]:
+        """The ids of what a template wrote; see `ChatTokenizer`. Raises TokenizerError for a file that cannot do it."""
+        return self._asked(sum(len(part.words) for part in parts), parts=parts)
 
-    def encode_rendered(self, text: str, typed: AbstractSet[int]) -> list[int]:
-        """The ids of what a template wrote, in which names of special tokens are those; those that begin at `typed` are text."""
-        encoding = self._obeying.encode(text, add_special_tokens=False)
-        ids: list[int] = encoding.ids
-        if not typed:
-            return ids
-        mine = {token for token, added in self._added.items() if added.special}
-        spelled: list[int] = []
-        for token, (start, end) in zip(ids, encoding.offsets, strict=True):
-            is_typed = token in mine and not typed.isdisjoint(range(start, end))
-            spelled += self._tokenizer.encode(text[start:end], add_special_tokens=False).ids if is_typed else [token]
-        return spelled
-
-    @functools.cached_property
-    def _obeying(self) -> Any:
-        """A copy that takes names of special tokens in a text for those."""
-        obeying = copy.deepcopy(self._tokenizer)
-        obeying.encode_special_tokens = False
-        return obeying
+    def _asked(self, n_characters: int, **request: Any) -> list[int]:
+        try:
+            answer = self._worker.ask(request, ENCODING_SECONDS + n_characters * SECONDS_PER_CHARACTER)
+        except Unanswered as error:
+            wrong = "takes too long for" if error.is_late else "needs more than 2 GiB of memory for"
+            raise TokenizerError(f"the tokenizer {self.path} {wrong} a text of {n_characters} characters") from None
+        except OSError as error:
+            raise TokenizerError(f"no process to encode in: {error.strerror or error}") from None
+        if "error" in answer:
+            raise TokenizerError(f"the tokenizer {self.path} cannot encode the text: {checks.short(answer['error'])}")
+        ids: list[int] = answer["ids"]
+        return ids
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of a whole sequence."""
@@ -106,7 +97,7 @@ class JsonTokenizer:
 
     def says(self, token: int) -> bytes | None:
         if token not in self._cached:
-            name = None if token in self._marks or token < 0 else self._tokenizer.id_to_token(token)
+            name = None if token in self._marks else self._names.get(token)
             self._cached[token] = None if name is None else self._decoder.bytes_of(name)
         return self._cached[token]
 
@@ -131,23 +122,14 @@ class JsonTokenizer:
 
     def name(self, token: int) -> str | None:
         """How the file spells a token, special or not."""
-        name: str | None = self._tokenizer.id_to_token(token)
-        return name
-
-    def _highest_id(self) -> int:
-        """Of the tokens, which are numbered without a gap but for added ones."""
-        n: int = self._tokenizer.get_vocab_size()
-        highest = max(self._added, default=0)
-        if highest < n and self._tokenizer.id_to_token(n - 1) is not None and self._tokenizer.id_to_token(n) is None:
-            return n - 1
-        return max(self._tokenizer.get_vocab().values(), default=0)
+        return self._names.get(token)
 
     def _eos(self) -> dict[int, str]:
         """The eos_token that the file's neighbours name."""
         for neighbour in ("tokenizer_config.json", "special_tokens_map.json"):
             name = _json_object(self.path.with_name(neighbour)).get("eos_token")
             name = name.get("content") if isinstance(name, dict) else name
-            token = self._tokenizer.token_to_id(name) if isinstance(name, str) else None
+            token = self._ids.get(name) if isinstance(name, str) else None
             if token is not None:
                 return {token: "eos"}
         return {}
@@ -193,13 +175,12 @@ class _Decoder:
         return said.removeprefix(self.strip)
 
 
-def _decoder_of(path: Path, tokenizer: Any) -> _Decoder:
+def _decoder_of(path: Path, decoder: Any) -> _Decoder:
     """The file's decoder. Raises TokenizerError for one that is not done here."""
-    if tokenizer.decoder is None:
+    if decoder is None:
         raise TokenizerError(
             f"{path} has no decoder; expected ByteLevel, Metaspace or SentencePiece's (Replace, ByteFallback, Fuse)"
         )
-    decoder = json.loads(tokenizer.decoder.__getstate__())
     stages = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     if [stage["type"] for stage in stages] == ["ByteLevel"]:
         return _Decoder(is_byte_level=True)
@@ -208,7 +189,9 @@ def _decoder_of(path: Path, tokenizer: Any) -> _Decoder:
     strip = ""
     for stage in stages:
         match stage:
-            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if not has_bytes and not is_fused:
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if not (
+                has_bytes or is_fused or len(new) > len(old)  # which could double, thirty times
+            ):
                 replacements.append((old, new))
             case {"type": "ByteFallback"} if not is_fused:
                 has_bytes = True
@@ -227,29 +210,25 @@ def _decoder_of(path: Path, tokenizer: Any) -> _Decoder:
     return _Decoder(False, tuple(replacements), has_bytes, strip.encode(), strips_all)
 
 
-def _parsed(path: Path, data: bytes) -> Any:
-    """The library's tokenizer, that takes a text as it is: no special tokens in it, nothing cut off, nothing filled up."""
-    try:
-        import tokenizers
-    except ImportError as error:
-        reason = "" if isinstance(error, ModuleNotFoundError) else f" ({error})"
-        raise TokenizerError(f"{path} is read with the package tokenizers, which is missing{reason}; {extras.INSTALL}") from None
+def _loaded(path: Path, data: bytes, worker: Worker) -> dict[str, Any]:
+    """What a file holds, of the process that is to encode with it. Raises TokenizerError."""
+    if not extras.has(extras.TOKENIZERS):
+        raise TokenizerError(f"{path} is read with the package tokenizers, which is missing; {extras.INSTALL}")
     if data.startswith(LFS_POINTER):
         raise TokenizerError(f"{path} is a pointer of git-lfs in the place of the tokenizer; fetch it with git lfs pull")
     try:
-        tokenizer = tokenizers.Tokenizer.from_buffer(data)
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        tokenizer.encode_special_tokens = True
-        tokenizer.encode("a")  # a template of tokens that are not there panics here
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic of the library is no Exception
-        reason = checks.short(error)
+        holds = worker.begin()
+    except Unanswered as error:
         raise TokenizerError(
-            f"{path} is no tokenizer.json, or one that tokenizers {tokenizers.__version__} cannot read: {reason}"
+            f"{path} {'takes too long to load' if error.is_late else 'needs more than 2 GiB of memory'}"
         ) from None
-    return tokenizer
+    except OSError as error:
+        raise TokenizerError(f"no process to encode in: {error.strerror or error}") from None
+    if "error" in holds:
+        worker.close()
+        reason = checks.short(holds["error"])
+        raise TokenizerError(f"{path} is no tokenizer.json, or one that the package tokenizers cannot read: {reason}")
+    return holds
 
 
 def _file_of(path: Path) -> Path:

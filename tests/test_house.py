@@ -84,7 +84,7 @@ MAY_IMPORT = {
     "files": {"hub", "extras", "readers", "tokenizer"},
     "hub": {"hub_words", "extras", "readers"},
     "hub_words": {"readers"},
-    "templates": {"extras", "readers", "tokenizer", "checks"},
+    "templates": {"extras", "readers", "tokenizer", "workers", "checks"},
     "template_worker": set(),
     "readers": {"architectures", "weights", "machine"},
     "quantizing": {"transformer", "kernels", "weights", "machine", "checks"},
@@ -96,9 +96,11 @@ MAY_IMPORT = {
     "kernels": {"machine"},
     "vocabulary": {"tokenizer", "tokenizer_json"},
     "tokenizer_gguf": {"tokenizer_json", "tokenizer", "checks"},
-    "tokenizer_json": {"extras", "checks", "tokenizer"},
+    "tokenizer_json": {"extras", "checks", "tokenizer", "workers"},
+    "tokenizer_worker": set(),
     "tokenizer": {"checks"},
     "extras": set(),
+    "workers": set(),
     "interrupts": set(),
     "machine": set(),
     "checks": set(),
@@ -136,7 +138,7 @@ OUTSIDE = {
     "chat_screen": {"rich"},
     "template_worker": {"jinja2"},
     "hub": {"huggingface_hub"},
-    "tokenizer_json": {"tokenizers"},
+    "tokenizer_worker": {"tokenizers"},
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 from specdec import Sampling, SpeculativeDecoder, Step
 from specdec.decoder import load_model
 from specdec.readers import load_checkpoint, read_vocabulary
-from specdec.tokenizer import Tokenizer, TokenizerError
+from specdec.tokenizer import Part, Tokenizer, TokenizerError
 from specdec.tokenizer_gguf import gguf_tokenizer
 from specdec.vocabulary import common_vocabulary
 from tests.gguf_files import TOKENIZERS, Keys, gguf_bytes, tokenizer_keys, with_tokenizer
@@ -114,7 +114,7 @@ def test_an_end_mark_that_is_a_users_own_is_not_obeyed_in_a_text() -> None:
         assert mark in tokenizer.end_marks and mark not in tokens
         assert tokenizer.decode(tokens) == "a <|im_end|>"
         assert isinstance(tokenizer, Tokenizer | JsonTokenizer)
-        assert tokenizer.encode_rendered("<|im_end|>", set())[-1] == mark
+        assert tokenizer.encode_rendered([Part("<|im_end|>", False)])[-1] == mark
 
 
 def test_a_file_that_names_no_split_has_llama_cpps_default() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from specdec import tokenizer_json
 from specdec.tokenizer import TextStream, Tokenizer, TokenizerError
 from specdec.tokenizer_json import JsonTokenizer, load_tokenizer
 from specdec.vocabulary import Vocabulary, common_vocabulary, known_ids
@@ -273,6 +274,57 @@ def test_a_file_that_is_no_tokenizer_is_told_in_one_line(tmp_path: Path, content
 def test_a_decoder_that_is_not_done_here_is_refused_by_name(tmp_path: Path, decoder: Any) -> None:
     with pytest.raises(TokenizerError, match=r"decoder.*expected ByteLevel, Metaspace or SentencePiece"):
         JsonTokenizer(changed(tmp_path, "llama2", decoder=decoder))
+
+
+def repeated(stage: Any, kind: str, n: int = 40) -> Any:
+    """The parts of a file that do something again and again."""
+    return {"type": "Sequence", kind: [stage] * n}
+
+
+DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+LOADED = r"tokenizer\.json (takes too long to load|needs more than 2 GiB of memory)$"
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"normalizer": repeated(DOUBLING, "normalizers")}, LOADED),
+        ({"normalizer": repeated(DOUBLING | {"pattern": {"String": ""}}, "normalizers")}, LOADED),
+        ({"pre_tokenizer": repeated(BYTE_LEVEL, "pretokenizers")}, LOADED),
+        ({"decoder": sequence(*[DOUBLING] * 40, {"type": "Fuse"})}, "has a decoder with"),
+    ],
+)
+def test_a_file_that_doubles_a_text_is_ended(parts: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_json, "LOADING_SECONDS", 0.9)
+    with pytest.raises(TokenizerError, match=words):
+        JsonTokenizer(changed(tmp_path, "gpt2", **parts))
+
+
+@needs_library
+def test_a_pattern_that_panics_is_told_and_the_next_text_is_encoded(tmp_path: Path) -> None:
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    tokenizer = JsonTokenizer(
+        changed(
+            tmp_path,
+            "gpt2",
+            pre_tokenizer={"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL | {"add_prefix_space": False}]},
+        )
+    )
+    with pytest.raises(
+        TokenizerError, match=r"^the tokenizer .*tokenizer\.json cannot encode the text: Onig: .*retry-limit"
+    ) as caught:
+        tokenizer.encode("a" * 40 + "b")
+    assert "\n" not in str(caught.value)
+    assert tokenizer.encode("the river") == JsonTokenizer(path_of("gpt2")).encode("the river")
+
+
+@needs_library
+def test_an_id_beyond_all_models_is_refused_at_once(tmp_path: Path) -> None:
+    model = json.loads(path_of("gpt2").read_text("utf-8"))["model"]
+    model["vocab"]["zzz"] = 4_000_000_000
+    with pytest.raises(ValueError, match="holds 4000000001 tokens, the target has 400"):
+        known_ids(JsonTokenizer(changed(tmp_path, "gpt2", model=model)), 400)
 
 
 def test_a_folder_without_a_tokenizer_json_tells_the_way_to_one(tmp_path: Path) -> None:
