@@ -1,5 +1,6 @@
 """Times passes of a model with random weights over T tokens, beside what they are up against: memory, and arithmetic."""
 
+import itertools
 import json
 import math
 import statistics
@@ -87,9 +88,10 @@ def parse_shape(text: str) -> Config:
     return config
 
 
-def random_tensors(config: Config, kind: str) -> dict[str, Floats]:
+def random_tensors(config: Config, kind: str, tell: Callable[[float], None]) -> dict[str, Floats]:
     """Every tensor of the config as a file of that kind of weights would give it."""
     rng = np.random.default_rng(0)
+    shapes, tensors = LLAMA.shapes(config), dict[str, Floats]()
 
     def one(shape: tuple[int, ...]) -> Floats:
         floats = rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)
@@ -97,14 +99,34 @@ def random_tensors(config: Config, kind: str) -> dict[str, Floats]:
             return (floats.view(np.uint32) >> 16).astype(np.uint16)
         return floats.astype(np.float16) if kind == FP16.name else floats
 
-    return {name: one(shape) for name, shape in LLAMA.shapes(config).items()}
+    for i, (name, shape) in enumerate(shapes.items()):
+        tell(i / len(shapes))
+        tensors[name] = one(shape)
+    return tensors
 
 
-def run(config: Config, n_threads: int | None = None, kind: str = FP32.name) -> Result:
-    """Passes from an empty cache, of weights of a kind in KINDS; medians of ROUNDS, everything interleaved."""
-    tensors = random_tensors(config, kind)
+def tell_nobody(doing: str) -> Callable[[float], None]:
+    """Of what nobody watches."""
+
+    def tell(share: float) -> None:
+        pass
+
+    return tell
+
+
+def run(
+    config: Config,
+    n_threads: int | None = None,
+    kind: str = FP32.name,
+    telling: Callable[[str], Callable[[float], None]] = tell_nobody,
+) -> Result:
+    """Passes from an empty cache, of weights of a kind in KINDS; medians of ROUNDS, everything interleaved.
+
+    telling: of what is being done gives what is told the share that is done.
+    """
+    tensors = random_tensors(config, kind, telling("making weights"))
     n_weights = sum(tensor.size for tensor in tensors.values())
-    weights = LLAMA.pack(config, tensors, KINDS[kind])
+    weights = LLAMA.pack(config, tensors, KINDS[kind], telling("packing weights"))
     model = Transformer(config, weights, n_threads)
     del tensors
     block = zeros(weights.n_bytes // 4)
@@ -125,9 +147,15 @@ def run(config: Config, n_threads: int | None = None, kind: str = FP32.name) -> 
 
     n_prefill = min(PREFILL_TOKENS, config.seq_len)
     jobs = [read, calculate, forward(n_prefill, 1), *(forward(n, n) for n in TOKENS)]
-    for job in jobs:
+    tell = telling("warming up")
+    for i, job in enumerate(jobs):
+        tell(i / len(jobs))
         job()
-    times = [[_seconds(job) for job in jobs] for _ in range(ROUNDS)]
+    tell = telling("measuring")
+    times: list[list[float]] = [[] for _ in range(ROUNDS)]
+    for i, (taken, job) in enumerate(itertools.product(times, jobs)):
+        tell(i / (ROUNDS * len(jobs)))
+        taken.append(_seconds(job))
     reads, calculations, prefills, *passes = [statistics.median(job) for job in zip(*times, strict=True)]
     flop_seconds = 2 * n_weights * calculations / flops
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from bisect import bisect_left
 from collections.abc import Generator, Mapping
 from contextlib import suppress
@@ -13,7 +12,7 @@ from typing import Any
 
 from . import checks
 from .decoder import SpeculativeDecoder
-from .decoding import Event, Prompt, Step
+from .decoding import Event, Prefill, Step
 from .readers import CheckpointError, read_object
 from .sampling import Sampling
 from .templates import Message, TooLong
@@ -21,13 +20,6 @@ from .templates import Message, TooLong
 FORMAT, REVISION = "specdec conversation", 1
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
 LEAST_ROOM, ROOM = 8, 4  # shares of the context: for an answer, below which turns are dropped; and that they then leave
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Of what the model reads before a long conversation's answer, this share has been."""
-
-    share: float
 
 
 @dataclass(frozen=True)
@@ -84,8 +76,8 @@ class Conversation:
         """Begin anew; the system prompt stays."""
         self.messages, self.n_dropped = [], 0
 
-    def ask(self, question: str) -> Generator[Event | Reading]:
-        """The answer's events, behind those of a long reading.
+    def ask(self, question: str) -> Generator[Event | Prefill]:
+        """The answer's events, behind those that tell how far the conversation is read.
 
         A question that is not answered at all, for an error or an interrupt, is forgotten.
         """
@@ -93,7 +85,7 @@ class Conversation:
         self.messages = [*self.messages, {"role": USER, "content": checks.text("the message", question)}]
         return self._answer(0, before)
 
-    def regenerate(self) -> Generator[Event | Reading]:
+    def regenerate(self) -> Generator[Event | Prefill]:
         """Another answer to the last question, in the place of the one there is. Raises ValueError where there is none."""
         if not self.messages:
             raise ValueError("there is no answer yet to write anew")
@@ -101,18 +93,12 @@ class Conversation:
         *self.messages, last = self.messages
         return self._answer(last["attempt"] + 1, before)
 
-    def _answer(self, attempt: int, before: tuple[list[dict[str, Any]], int]) -> Generator[Event | Reading]:
+    def _answer(self, attempt: int, before: tuple[list[dict[str, Any]], int]) -> Generator[Event | Prefill]:
         tokens, is_whole, words = list[int](), False, ""
         try:
             prompt = self._prompt()
-            begin = time.perf_counter()
-            for share in self._decoder.read(prompt):
-                yield Reading(share)
-            seconds = time.perf_counter() - begin
             settings, room = self.settings, self._decoder.n_positions + 1 - len(prompt)
-            for event in self._decoder.stream(prompt, min(settings.max_tokens, room), settings.sampling(attempt)):
-                if isinstance(event, Prompt):
-                    event = replace(event, seconds=event.seconds + seconds)
+            for event in self._decoder.read_and_stream(prompt, min(settings.max_tokens, room), settings.sampling(attempt)):
                 if isinstance(event, Step):
                     tokens += event.tokens
                     words += event.text

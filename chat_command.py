@@ -27,7 +27,7 @@ from .options import (
     TopP,
     WhatToQuantize,
 )
-from .progress import loading
+from .progress import TIMING, loading
 from .templates import LLAMA2, RENDERING
 from .wiring import NONE, check_arguments, decoder_of, found, made_with, roles_of, say, seed_of, titles_of, writing
 
@@ -74,6 +74,7 @@ def talk(
     with loading() as show:
         decoder = decoder_of(sources, tokenizer, quantize, kv, threads, show, template=template or None)
         decoder.encode_chat([{"role": chat.USER, "content": ""}])  # a model that cannot chat is told before it is warm
+        show(TIMING)
         decoder.warm_up()
     if decoder.chat_template.source == LLAMA2 and not template:
         say(f"{titles_of(model)[0]} names no chat template; that of Llama 2 is used, which a story model was not taught")

@@ -15,15 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 from . import checks
-from .chat import Conversation, Reading
+from .chat import Conversation
 from .chat_lines import PROMPT, Lines
 from .decoder import SpeculativeDecoder
-from .decoding import Event, Prompt, Statistics, Step
+from .decoding import Event, Prefill, Prompt, Statistics, Step
 from .interrupts import signals
 from .keys import Keyboard
 from .output import Printable, Roles, SilentView, View, print_summary, printable, to_json
 from .panel import LivePanel
-from .progress import loading, telling
+from .progress import read_in_a_line
 from .story import KEPT_ROWS, Row, Story
 from .tokenizer import AnyTokenizer, TextStream
 from .window import STYLES, STYLES_NO_COLOR, WIDEST, fits
@@ -87,7 +87,7 @@ class AnswerView:
         self._out.write("\n")
         self._out.flush()
 
-    def show(self, event: Event) -> None:
+    def show(self, event: Event | Prefill) -> None:
         if isinstance(event, Prompt):
             for token in event.tokens:
                 self._stream.push(token)
@@ -164,7 +164,7 @@ class Chat:
             "bye": self._leave, "exit": self._leave,
         }  # fmt: skip
 
-    def answer(self, events: Generator[Event | Reading]) -> None:
+    def answer(self, events: Generator[Event | Prefill]) -> None:
         """Show an answer, until it or somebody's patience is at its end, and its figures."""
         statistics, n_dropped = Statistics(n_prompt=0), self._conversation.n_dropped
         with closing(events), Keyboard().unheard():
@@ -197,14 +197,12 @@ class Chat:
         else:
             self._tell(figures(statistics))
 
-    def _first(self, events: Generator[Event | Reading]) -> Event | None:
+    def _first(self, events: Generator[Event | Prefill]) -> Event | None:
         """What comes behind the reading, which is shown where it takes its time; None where somebody stops it."""
-        with loading(" ") as show:
-            tell = telling(show, "reading")
-            for event in events:
-                if not isinstance(event, Reading):
+        with closing(read_in_a_line(events)) as told:
+            for event in told:
+                if not isinstance(event, Prefill):
                     return event
-                tell(event.share)
                 if signals.asked:
                     break
         return None

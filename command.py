@@ -4,7 +4,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import cast
 
@@ -16,7 +16,7 @@ import specdec
 from . import chat_command, models_command, ngrams_command, race_command, sweep_command
 from .asking import Commands, OneCommand, are_given, draft_name, model_and_prompt, prompt_of, tell_what_has_no_effect
 from .decoder import AUTO, NGRAM, SpeculativeDecoder, TreeMode
-from .decoding import Event, Prompt, Statistics, VerifyMode
+from .decoding import Event, Prefill, Prompt, Statistics, VerifyMode
 from .interrupts import exit_code, signals
 from .options import (
     AsJson,
@@ -49,11 +49,11 @@ from .options import (
 )
 from .output import FEW_PASSES, PlainView, Roles, SilentView, View, print_result, print_summary, to_json
 from .panel import LivePanel
-from .progress import loading
+from .progress import TIMING, loading, read_in_a_line, telling
 from .readers import CheckpointError
 from .sampling import Sampling
 from .tokenizer import TokenizerError
-from .window import fits
+from .window import obstacle
 from .wiring import (
     BROKEN_PIPE,
     NONE,
@@ -166,6 +166,7 @@ def tell(
         )
         prompt_tokens = decoder.encode(prompt)
         loaded = time.perf_counter()
+        show(TIMING)
         decoder.warm_up()
         times = {"load_seconds": loaded - begin, "warmup_seconds": time.perf_counter() - loaded}
     max_tokens = room_of(decoder, len(prompt_tokens), steps)
@@ -173,9 +174,9 @@ def tell(
     names = titles_of(model, draft, stage)
     roles = roles_of(names, draft)
     out = Console()
-    has_panel = not (as_json or plain) and fits(out)
+    has_panel = not (as_json or plain or obstacle(out))
     if pace and not (as_json or plain or has_panel):
-        say("--pace has no effect: no panel fits here")
+        say(f"--pace has no effect: {obstacle(out)}")
     settings = {
         "model": model,
         "draft": draft or None,
@@ -203,8 +204,12 @@ def tell(
         with writing():
             if i and not as_json:
                 print(flush=True)
-            events = race.pair.events if race else decoder.stream(prompt_tokens, max_tokens, sampling, stop=stop or [])
-            _run(view, events, statistics)
+            events: Iterator[Event | Prefill] = (
+                iter(race.pair.events) if race else decoder.read_and_stream(prompt_tokens, max_tokens, sampling, stop=stop or [])
+            )
+            if not isinstance(view, LivePanel):  # which shows itself how far the prompt is read
+                events = read_in_a_line(events, max_tokens if as_json else 0)
+            _run(view, events, statistics, Prompt(prompt_tokens, 0.0, decoder.tokenizer.decode(prompt_tokens)))
             statistics.plain_seconds = race.alone.statistics.seconds_per_token if race else decoder.plain_seconds
             if isinstance(view, SilentView):
                 told = {**times, **({"compare": race.figures()} if race else {}), "seed": sampling.seed, "settings": settings}
@@ -212,9 +217,10 @@ def tell(
             else:
                 _tell_result(view, decoder, statistics, roles, sampling.seed, stats)
                 if race:
-                    lines = race.report(f"{roles.target} alone", " + ".join(names))
+                    errors = Console(stderr=True)
+                    lines = race.report(f"{roles.target} alone", " + ".join(names), errors.width if errors.is_terminal else None)
                     lines += [race.sentence] if verify == "coupled" else []
-                    Console(stderr=True).print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+                    errors.print("\n".join(lines), markup=False, highlight=False, soft_wrap=not errors.is_terminal)
         if race and verify == "coupled" and not race.is_same_text:
             raise typer.Exit(1)
         if statistics.stop_reason == "interrupted":
@@ -254,17 +260,21 @@ def _advice(decoder: SpeculativeDecoder, statistics: Statistics) -> str:
     return ""
 
 
-def _run(view: View, events: Iterable[Event], statistics: Statistics) -> None:
-    """Show the events, until the text or somebody's patience is at its end."""
+def _run(view: View, events: Iterator[Event | Prefill], statistics: Statistics, prompt: Prompt) -> None:
+    """Show the events, until the text or somebody's patience is at its end; one that ends before it begins is its prompt."""
+    signals.text_begins()
     with view:
         for event in events:
-            if isinstance(event, Prompt):  # before, while a long one is read, there is nothing to print at the end
-                signals.text_begins()
-            statistics.add(event)
+            if not isinstance(event, Prefill):
+                statistics.add(event)
             view.show(event)
             if signals.asked or view.ended:
                 statistics.stop_reason = "interrupted"
                 break
+        if isinstance(events, Generator):  # its line goes
+            events.close()
+        if isinstance(event, Prefill):
+            view.show(prompt)
 
 
 def _check_stops(stops: list[str]) -> None:
@@ -283,8 +293,8 @@ def measure(shape: Shape = "42M", threads: Threads = 0, int8: Int8 = False, as_j
         config = benchmark.parse_shape(shape)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="'--shape'") from None
-    with loading(""):
-        result = benchmark.run(config, threads or None, "int8" if int8 else "fp32")
+    with loading("making weights") as show:
+        result = benchmark.run(config, threads or None, "int8" if int8 else "fp32", lambda doing: telling(show, doing))
     with writing():
         print(benchmark.to_json(result)) if as_json else Console().print(benchmark.to_table(result, shape))
 

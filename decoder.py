@@ -13,7 +13,7 @@ from typing import Any, Literal, cast, get_args
 from .architectures import architecture_of
 from .checks import file_name, ids, is_list, one_of, short, strings, text, whole
 from .costs import costs_of, head_seconds, tree_costs_of
-from .decoding import VERIFIERS, Event, Proposal, Statistics, Step, VerifyMode, decode
+from .decoding import VERIFIERS, Event, Prefill, Proposal, Statistics, Step, VerifyMode, behind_prefill, decode
 from .drafters import Drafter, ModelDrafter, TreeDrafter
 from .files import find, find_tokenizer
 from .heads import NarrowHead, Thrift, may_narrow
@@ -31,7 +31,7 @@ from .templates import ChatTemplate, Message, TemplateError, template_of
 from .tokenizer import AnyTokenizer
 from .tokenizer_gguf import gguf_tokenizer
 from .tokenizer_json import TOKENIZER_FILE, JsonTokenizer, load_tokenizer
-from .transformer import KV, Transformer, compile_passes
+from .transformer import KV, Transformer, compile_passes, read
 from .tree_planning import STATIC_RATES, AutoTree, StaticTree, TreeCosts, new_acceptances
 from .vocabulary import LEAST_KNOWN, MOST_PADDING, Vocabulary, common_vocabulary, known_ids
 from .weights import INT8, Kind
@@ -217,7 +217,7 @@ class SpeculativeDecoder:
         rows = self.target.config.vocab_size
         if draft == SELF:
             n_target = known_ids(self.tokenizer, rows)
-            copy = copy_of(self.target, kind if is_asked else None, self.tokenizer.encode, n_threads, self._kv)
+            copy = copy_of(self.target, kind if is_asked else None, self.tokenizer.encode, n_threads, self._kv, progress)
             return copy, Vocabulary(n_target, n_target)
         if isinstance(draft, Transformer):
             return draft, self._alike(name, draft.config.vocab_size)
@@ -346,14 +346,18 @@ class SpeculativeDecoder:
         return self.stream(self.encode_chat(messages), max_tokens, sampling, stop=stop)
 
     def read(self, tokens: list[int]) -> Iterator[float]:
-        """Run a long text's tokens into the caches, some at a time, and tell each time the share of them that is there.
+        """Run a prompt's tokens into the caches, some at a time; tells the share of that work that is done, 0 at first.
 
-        A stream of that text then runs what is left, less than MAX_TOKENS; whoever stops here has lost nothing but the time.
+        A stream of that prompt then begins at once; whoever stops here has lost nothing but the time. Nothing is told where the
+        caches hold it already.
         """
-        models = [model for model in self._models if len(tokens) <= model.n_positions]
-        for i, model in enumerate(models):
-            for n in model.read(tokens):
-                yield (i + n / len(tokens)) / len(models)
+        return read(self._models, tokens)
+
+    def read_and_stream(
+        self, prompt: list[int], max_tokens: int, sampling: Sampling = DEFAULT_SAMPLING, *, stop: str | Sequence[str] = ()
+    ) -> Iterator[Event | Prefill]:
+        """`stream` of a prompt's tokens, behind a `Prefill` for each share of `read`."""
+        return behind_prefill(prompt, self.read(prompt), self.stream(prompt, max_tokens, sampling, stop=stop))
 
     def _continued(self, tokens: list[int], max_tokens: int, sampling: Sampling, stops: list[str]) -> Iterator[Event]:
         max_tokens = whole("max_tokens", max_tokens, 0)

@@ -45,6 +45,14 @@ StopReason = str  # a name of an end mark, "stop" (a stop string), "max_tokens",
 
 
 @dataclass(frozen=True)
+class Prefill:
+    """Before the text begins: the prompt's tokens, and the share of the work on them that is done."""
+
+    tokens: list[int]
+    share: float
+
+
+@dataclass(frozen=True)
 class Prompt:
     """The text has begun: the prompt's tokens, BOS first, have been run, in so many seconds. text: theirs."""
 
@@ -390,3 +398,13 @@ def decode(
         plan.saw(len(draft.tokens), n_accepted, pass_seconds, draft_seconds)
         seconds, n_nodes = pass_seconds + draft_seconds, len(draft.tokens)
         yield Step(new, walked, n_accepted, seconds, draft_seconds, stop, n_nodes)
+
+
+def behind_prefill(prompt: list[int], shares: Iterator[float], events: Iterator[Event]) -> Iterator[Event | Prefill]:
+    """The events of a text, behind those of its prompt's reading; what that takes is the `Prompt`'s time."""
+    begin = time.perf_counter()
+    for share in shares:
+        yield Prefill(prompt, share)
+    seconds = time.perf_counter() - begin
+    for event in events:
+        yield replace(event, seconds=event.seconds + seconds) if isinstance(event, Prompt) else event

@@ -10,7 +10,7 @@ from .heads import Thrift
 from .machine.vectors import Float32, ceil_div
 from .planning import Plan
 from .sampling import Sampler
-from .transformer import Transformer
+from .transformer import Transformer, known
 from .tree_planning import TreePlan
 
 SURE = 2.0  # margin from which on a narrow head is not asked for its other tokens
@@ -129,7 +129,7 @@ class ModelDrafter:
     def _seen(self, tokens: list[int], start: int) -> list[int]:
         """What the draft sees of a text."""
         seen = tokens[start:]
-        return seen if self._sampler.vocab_size <= self._n_rows else [token if token < self._n_rows else 0 for token in seen]
+        return seen if self._sampler.vocab_size <= self._n_rows else known(seen, self._n_rows)
 
     def _start(self, n_tokens: int) -> int:
         """Where the text begins that the draft sees: later, by half of its positions, where those cannot go on."""

@@ -24,7 +24,7 @@ def show(folder: Folder = "", as_json: AsJson = False) -> None:
     """
     from . import catalog  # which nothing else needs
 
-    with loading(""):
+    with loading("looking at models"):
         found = catalog.entries(Path(folder) if folder else None)
         drafts = {id(entry): [other.name for other in catalog.drafts_for(entry, found)] for entry in found}
     rows: list[dict[str, Any]] = [

@@ -19,7 +19,7 @@ from .options import (
     WhatToQuantize,
 )
 from .output import on_one_line
-from .progress import loading, telling
+from .progress import TIMING, loading, telling
 from .sampling import Sampling
 from .wiring import NONE, check_arguments, decoder_of, found, or_the_pair, writing
 
@@ -55,6 +55,7 @@ def count(
         if file:
             texts = counting.read(Path(file), decoder.tokenizer, tell, asked)
         else:
+            show(TIMING)
             decoder.warm_up()
             texts = counting.written(decoder, beginnings, tokens, Sampling(temperature, 0, top_p, 1), tell, asked)
         signals.text_begins()

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .decoding import Event, Proposal, Statistics, Step
+from .decoding import Event, Prefill, Prompt, Statistics, Step
 
 # What terminals obey: control sequences, strings up to their end, and short ones; and what turns the direction of a row
 _SEQUENCES = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b[]PX^_][^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)|\x1b[ -/]*[0-~]")
@@ -35,7 +35,7 @@ class View(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None: ...
-    def show(self, event: Event) -> None: ...
+    def show(self, event: Event | Prefill) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,11 @@ class Roles:
 
     target: str
     guessed: str = ""
+
+
+def time_left(seconds: float, share: float) -> str:
+    """How long what has taken so many seconds will go on, as words behind others; "" where nobody can tell yet."""
+    return f", {seconds * (1 - share) / share:.0f} s left" if share > 0.01 else ""
 
 
 def printable(text: str) -> str:
@@ -91,8 +96,8 @@ class PlainView:
         self._out.write(self._printable.end() + "\n")
         self._out.flush()
 
-    def show(self, event: Event) -> None:
-        if not isinstance(event, Proposal):
+    def show(self, event: Event | Prefill) -> None:
+        if isinstance(event, Prompt | Step):
             self._out.write(self._printable.push(event.text))
             self._out.flush()
 
@@ -112,8 +117,8 @@ class SilentView:
     def __exit__(self, *_: Any) -> None:
         pass
 
-    def show(self, event: Event) -> None:
-        if not isinstance(event, Proposal):
+    def show(self, event: Event | Prefill) -> None:
+        if isinstance(event, Prompt | Step):
             self.text += event.text
         if isinstance(event, Step):
             self.tokens += event.tokens

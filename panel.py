@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from rich.console import Console, ConsoleDimensions
 
-from .decoding import Event, Prompt, Proposal, Statistics, Step
+from .decoding import Event, Prefill, Prompt, Proposal, Statistics, Step
 from .interrupts import signals
 from .keys import Keyboard
-from .output import Printable, Roles, printable
+from .output import Printable, Roles, printable, time_left
 from .story import Row, Run, Story, cells, cut, last_cells, width_of, word_at_end, word_at_start
 from .tokenizer import AnyTokenizer, TextStream
 from .window import MIN_ROWS, MIN_WIDTH, WIDEST, Window, fitting
@@ -96,6 +96,8 @@ class LivePanel:
         self._clock, self._sleep = clock, sleep
         self._reading = Reading(tokenizer, stops)
         self._tokens: list[int] = []
+        self._prefill: Prefill | None = None  # while the prompt is read
+        self._begin = 0.0
         self._unread: list[Step] = []  # not yet in the story
         self._passes: deque[Judged] = deque(maxlen=MOST_PASSES)
         self._proposed: list[int] | None = None
@@ -127,12 +129,18 @@ class LivePanel:
             rows += [[], *fitting(forms, width, len(forms[0]))]
         return "".join([self._pen.styled(row).rstrip(" ") + "\n" for row in rows])
 
-    def show(self, event: Event) -> None:
+    def show(self, event: Event | Prefill) -> None:
         now = self._clock()
-        if isinstance(event, Prompt):
-            self._tokens += event.tokens
-            self._reading.begin(event.tokens)
-            self._next_frame = now + UNSEEN_SECONDS
+        if isinstance(event, Prefill):
+            if not self._prefill:
+                self._begin_with(event.tokens, now)
+            self._prefill = event
+            if self._is_due(now):
+                self._frame()
+        elif isinstance(event, Prompt):
+            if not self._prefill:
+                self._begin_with(event.tokens, now)
+            self._prefill = None
             if self._pace or event.seconds > UNSEEN_SECONDS:
                 self._frame()
         elif isinstance(event, Proposal):
@@ -148,6 +156,11 @@ class LivePanel:
             if self._is_due(now):
                 self._frame()
                 self._wait(at_step=True)
+
+    def _begin_with(self, prompt: list[int], now: float) -> None:
+        self._tokens += prompt
+        self._reading.begin(prompt)
+        self._begin, self._next_frame = now, now + UNSEEN_SECONDS
 
     # When
 
@@ -232,14 +245,16 @@ class LivePanel:
         self._read()
         width, height = min(size.width, WIDEST), size.height
         if height < MIN_ROWS or width < MIN_WIDTH:
-            return [*self._reading.story.tail(width, max(height - 2, 1)), self._figures(width)][-max(height - 1, 1) :]
+            return [*self._reading.story.tail(width, max(height - 2, 1), self._is_paused), self._figures(width)][
+                -max(height - 1, 1) :
+            ]
         is_all = height >= ROWS_OF_ALL
         legend = self._legend(width, 2 if height >= 16 else 1) if is_all else []
         has_passes = bool(self._roles.guessed)
         free = height - 1 - len(legend) - (4 if is_all else 2) - has_passes
         n_passes = min(max(1, free // 3), MOST_PASSES) if has_passes else 0
         inner = width - 4
-        text = self._reading.story.tail(inner, min(free - n_passes, MOST_TEXT_ROWS))
+        text = self._reading.story.tail(inner, min(free - n_passes, MOST_TEXT_ROWS), self._is_paused)
         text += [[] for _ in range(min(free - n_passes, MOST_TEXT_ROWS) - len(text))]
         rows = [self._pen.rule(width, "╭─╮", self._title, self._speed()), *(self._pen.framed(row, inner) for row in text)]
         if has_passes:
@@ -249,15 +264,22 @@ class LivePanel:
             ]
         if is_all:
             rows += [
-                self._pen.progress(width, self._statistics.n_generated / max(1, self._max_tokens)),
+                self._pen.progress(width, self._share),
                 self._pen.framed(self._figures(inner), inner),
             ]
         figures = "" if is_all else "".join([text for text, _ in self._figures(width - 6)])
         keys = "? keys" if self._window.has_keys and is_all else ""
         return [*rows, self._pen.rule(width, "╰─╯", "paused" if self._is_paused else figures, keys), *legend]
 
+    @property
+    def _share(self) -> float:
+        """How far it is: with the prompt, then with the text."""
+        return self._prefill.share if self._prefill else self._statistics.n_generated / max(1, self._max_tokens)
+
     def _speed(self) -> str:
         """The rate, which a run that was slowed down does not have."""
+        if self._prefill:
+            return ""
         if self._is_slow:
             return f"{self._pace:g} passes a second" if self._pace else "slow motion"
         return "" if self.was_held else f"{self._statistics.tokens_per_second:,.0f} tok/s"
@@ -331,6 +353,10 @@ class LivePanel:
     def _figures(self, width: int) -> Row:
         """How far it is and how well it goes, in the longest form that fits."""
         s = self._statistics
+        if self._prefill:
+            done, left = f"{self._prefill.share:.0%}", time_left(self._clock() - self._begin, self._prefill.share)
+            forms = [f"reading the prompt of {len(self._prefill.tokens)} tokens: {done}{left}", f"reading: {done}{left}", done]
+            return [(next((form for form in forms if len(form) <= width), ""), "plain")]
         done, times = f"{s.n_generated}/{self._max_tokens}", f"{s.tokens_per_pass:.1f}"
         forms = [f"{done} tokens", done]
         if self._roles.guessed:

@@ -39,12 +39,17 @@ def kinds_to_make(quantize: str) -> dict[str, Kind | None]:
 
 
 def copy_of(
-    target: Transformer, asked: Kind | None, ids_of: Callable[[str], list[int]], n_threads: int | None, kv: KV
+    target: Transformer,
+    asked: Kind | None,
+    ids_of: Callable[[str], list[int]],
+    n_threads: int | None,
+    kv: KV,
+    progress: Callable[[str, float], None],
 ) -> Transformer:
     """A copy of a target that drafts for it, of the kind asked for or, with None, of the one that is to be faster.
 
     Beyond the caches a pass takes the time of its bytes; how often an int4 copy is right is seen on a sample text. ids_of: its
-    tokens. Raises ValueError where a copy is hardly less than the target.
+    tokens; progress: is told what is made, and the share of it. Raises ValueError where a copy is hardly less than the target.
     """
     weights = target.weights
     shares = {kind: weights.n_bytes_as(kind) / weights.n_bytes for kind in ([asked] if asked else [INT8, INT4])}
@@ -56,7 +61,8 @@ def copy_of(
         )
 
     def made(kind: Kind) -> Transformer:
-        return Transformer(target.config, weights.converted(kind), n_threads, target.n_positions, kv)
+        new = weights.converted(kind, lambda share: progress(f"a copy in {kind.name}", share))
+        return Transformer(target.config, new, n_threads, target.n_positions, kv)
 
     if len(kinds) == 1 or weights.n_bytes_as(INT8) <= CACHED_BYTES:
         return made(kinds[0])

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,15 +59,28 @@ class Race:
         same = "same text, letter for letter" if self.is_same_text else "another text"
         return f"{same}; {self.ratio:.{1 if self.ratio >= 1 else 2}f} times as fast" if self.ratio else same
 
-    def report(self, alone: str, pair: str) -> list[str]:
-        """The figures of both behind their names, a line each."""
-        width = max(len(alone), len(pair))
+    def report(self, alone: str, pair: str, width: int | None = None) -> list[str]:
+        """The figures of both behind their names, a line each; in lines of that width under them, where they are longer."""
+        longest = max(len(alone), len(pair))
         rows = [(alone, self.alone.statistics), (pair, self.pair.statistics)]
-        return [
-            f"{name:{width}}  {s.n_generated:5,} tokens in {s.target_passes:5,} passes  {seconds_told(s.decode_seconds):>8}  "
+        lines = [
+            f"{name:{longest}}  {s.n_generated:5,} tokens in {s.target_passes:5,} passes  {seconds_told(s.decode_seconds):>8}  "
             f"{s.tokens_per_second:7,.0f} tok/s"
             for name, s in rows
         ]
+        if width is None or max(map(len, lines)) <= width:
+            return lines
+        figures = [
+            (
+                f"{s.n_generated:,} tokens",
+                f"{s.target_passes:,} passes",
+                seconds_told(s.decode_seconds),
+                f"{s.tokens_per_second:,.0f} tok/s",
+            )
+            for _, s in rows
+        ]
+        told = [textwrap.wrap(", ".join(parts), max(width, 1), initial_indent="  ", subsequent_indent="  ") for parts in figures]
+        return [alone, *told[0], pair, *told[1]]
 
     def figures(self) -> dict[str, Any]:
         """For JSON."""

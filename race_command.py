@@ -27,7 +27,7 @@ from .options import (
     TreeOption,
     WhatToQuantize,
 )
-from .progress import loading, telling
+from .progress import READING, TIMING, loading, telling
 from .race import Race, measure, to_json
 from .sampling import Sampling
 from .window import fits
@@ -49,8 +49,11 @@ from .wiring import (
 
 
 def both(decoder: SpeculativeDecoder, prompt: list[int], max_tokens: int, sampling: Sampling, stops: Sequence[str] = ()) -> Race:
-    """The target alone and the pair, measured in turns."""
-    with loading("running both") as show:
+    """The target alone and the pair, measured in turns once the prompt is read."""
+    with loading(READING) as show:
+        tell = telling(show, READING)
+        for share in decoder.read(prompt):
+            tell(share)
         return measure(decoder, prompt, max_tokens, sampling, telling(show, "running both"), stops)
 
 
@@ -92,6 +95,7 @@ def run(
     with loading() as show:
         decoder = decoder_of(sources, tokenizer, quantize, kv, threads, show, **settings)
         prompt_tokens = decoder.encode(prompt)
+        show(TIMING)
         decoder.warm_up()
     race = both(decoder, prompt_tokens, room_of(decoder, len(prompt_tokens), steps), sampling)
     names = titles_of(model, draft, stage)
@@ -104,7 +108,8 @@ def run(
         else:
             if fits(out):
                 RaceView(race, roles_of(names, draft), pair, decoder.tokenizer, out).play()
-            lines = [*race.report(f"{names[0]} alone", pair), f"{race.sentence}; seed {sampling.seed}"]
-            out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+            figures = race.report(f"{names[0]} alone", pair, out.width if out.is_terminal else None)
+            lines = [*figures, f"{race.sentence}; seed {sampling.seed}"]
+            out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=not out.is_terminal)
     if not race.is_same_text:
         raise typer.Exit(1)

@@ -194,7 +194,7 @@ class RaceView:
         return [*rows, self._pen.rule(width, "╰─╯", "", self._keys())]
 
     def _text(self, track: Track, width: int, n: int) -> list[Row]:
-        rows = track.reading.story.tail(width, n)
+        rows = track.reading.story.tail(width, n, self._is_paused)
         return rows + [[] for _ in range(n - len(rows))]
 
     def _kind(self, track: Track) -> str:

@@ -103,6 +103,12 @@ class Rows:
         """Without the word that waits."""
         return list(self._rows)
 
+    def settle(self) -> None:
+        """The word that waits gets its place, though it may go on: if it outgrows its row, it is broken there."""
+        if self._held:
+            self._end_word()
+            self._goes_on = True
+
     def finished(self) -> list[Row]:
         """With it, as the text is at its end."""
         self._end_word()
@@ -173,12 +179,14 @@ class Story:
         """What follows is none of it."""
         self._in_word = False
 
-    def tail(self, width: int, n: int) -> list[Row]:
-        """The last n rows so far."""
+    def tail(self, width: int, n: int, is_whole: bool = False) -> list[Row]:
+        """The last n rows so far; is_whole: to the last letter."""
         if not self._tail or width != self._width:
             self._width, self._tail = width, Rows(width, KEPT_ROWS)
             for text, kind in self._last_runs(KEPT_ROWS * width):
                 self._tail.add(text, kind)
+        if is_whole:
+            self._tail.settle()
         return self._tail.so_far()[-n:]
 
     def rows(self, width: int) -> list[Row]:

@@ -19,7 +19,7 @@ from .sweep import Figures, Measured, Overall, conclusion, name_of, overall
 MOST_POSITIONS = 8  # of a table's rates
 BAR_CELLS = 44
 EIGHTHS = " ▏▎▍▌▋▊▉"
-STYLES = ("cyan", "magenta", "yellow", "green")  # of temperatures, the first one greedy
+STYLES = ("magenta", "green", "red", "default")  # of temperatures, the first one greedy; all can be read on black and on white
 COLORS = ("#0e7490", "#c2410c", "#7c3aed", "#4d7c0f")
 
 

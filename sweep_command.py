@@ -25,7 +25,7 @@ from .options import (
     TopP,
     WhatToQuantize,
 )
-from .progress import loading, telling
+from .progress import TIMING, loading, telling
 from .wiring import NONE, check_arguments, decoder_of, found, made_with, or_the_pair, say, titles_of, writing
 
 
@@ -72,6 +72,7 @@ def compare(
     with loading() as show:
         pair = decoder_of(sources, tokenizer, quantize, kv, threads, show)
         texts, notes = sweep.texts_of(pair, beginnings, lengths, sweep.samplings_of(degrees, top_p, seeds))
+        show(TIMING)
         pair.warm_up()  # which chooses the threads of both models
         settings, left_out = sweep.settings_of(pair, sizes)
         signals.text_begins()

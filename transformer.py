@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from subprocess import Popen
 from typing import Any, Literal, get_args
@@ -21,6 +22,8 @@ from .machine.tiles import STRIP_ROWS, TILE_TOKENS
 from .machine.vectors import LANES, Float32, ceil_div, round_up
 from .weights import Kind
 
+READ_SECONDS = 0.3  # that a pass over a part of a long prompt should take: keys are looked at in between
+FIRST_READ, LEAST_READ = 2 * TILE_TOKENS, TILE_TOKENS  # tokens of the first such pass, and of one of a slow model
 FIRST_POSITIONS = 256  # that a model has room for before its text grows
 CACHED = ("keys", "values")  # of which only what is written becomes resident
 KV = Literal["auto", "f32", "f16"]  # what keys and values are kept in
@@ -187,11 +190,26 @@ class Transformer:
             raise ValueError(f"{n} tokens do not fit {self._n_positions} positions")
         return self._forward(tokens, [], n_logits)
 
+    def unread(self, tokens: list[int]) -> int:
+        """How many of a text's tokens `read` would run."""
+        limit = max(len(tokens) - 1, 0)
+        return limit - n_common(self._held, tokens, limit)
+
     def read(self, tokens: list[int]) -> Iterator[int]:
-        """Run all but the last few of a text's tokens, some at a time; tells after each time how many the cache holds."""
-        for end in range(n_common(self._held, tokens, len(tokens)) + MAX_TOKENS, len(tokens), MAX_TOKENS):
-            self.forward(tokens[:end], n_logits=0)
-            yield end
+        """Run all but the last of a text's tokens, some at a time; tells after each time how many are left.
+
+        A pass takes no longer than somebody at the keys would wait, as far as it can be cut.
+        """
+        left, n = self.unread(tokens), FIRST_READ
+        while left:
+            begin, left = time.perf_counter(), max(left - n, 0)
+            self.forward(tokens[: len(tokens) - 1 - left], n_logits=0)
+            seconds = time.perf_counter() - begin
+            yield left
+            if seconds > READ_SECONDS:
+                n = max(n // 2, LEAST_READ)
+            elif seconds < READ_SECONDS / 2:
+                n = min(2 * n, MAX_TOKENS)
 
     def forward_narrowly(self, tokens: list[int], head: NarrowHead) -> Float32:
         """Logits (1, V) at the last of a text's tokens, of those that the head scores; else as `forward`."""
@@ -334,6 +352,24 @@ class Transformer:
         runner = Runner(self._program(self._weights, buffers))
         # all or nothing: an interrupt between two calls would leave a program of buffers that are gone
         self._runner, self._buffers, self._capacity = runner, buffers, capacity
+
+
+def known(tokens: list[int], n_rows: int) -> list[int]:
+    """A text as a model of so many tokens knows it, whose target may know more."""
+    return [token if token < n_rows else 0 for token in tokens]
+
+
+def read(models: Sequence[Transformer], tokens: list[int]) -> Iterator[float]:
+    """Let each model that can hold a text `read` it; tells the share of that work that is done, 0 at first, by their bytes."""
+    jobs = [(m, known(tokens, m.config.vocab_size), m.weights.n_bytes) for m in models if len(tokens) <= m.n_positions]
+    work = [model.unread(text) * n_bytes for model, text, n_bytes in jobs]
+    total, later = sum(work), sum(work)
+    if total:
+        yield 0.0
+    for (model, text, n_bytes), share in zip(jobs, work, strict=True):
+        later -= share
+        for left in model.read(text):
+            yield 1 - (later + left * n_bytes) / total
 
 
 def n_common(held: list[Any], wanted: list[Any], limit: int) -> int:

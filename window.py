@@ -12,7 +12,7 @@ from .story import Row, cells, cut, width_of
 
 # What terminals call select graphic rendition: the kinds of runs in a row
 STYLES = {
-    "prompt": "1", "target": "", "accepted": "32", "rejected": "9;31", "unread": "2;9", "proposed": "33",
+    "prompt": "1", "target": "", "accepted": "32", "rejected": "9;31", "unread": "2;9", "proposed": "35",
     "strong": "1", "plain": "", "faint": "2", "edge": "2",
 }  # fmt: skip
 # without colour, the words have to differ in something else
@@ -121,10 +121,20 @@ class Window:
             self._keyboard.close()
 
 
+def obstacle(console: Console) -> str:
+    """Why the console cannot hold a window; "" where it can."""
+    if not (console.is_terminal and console.file.isatty()):
+        return "the output is no terminal"
+    if console.is_dumb_terminal or console.legacy_windows:
+        return "this terminal cannot move its cursor"
+    if console.height < MIN_ROWS or console.width < MIN_WIDTH:
+        return f"a panel takes {MIN_WIDTH} columns and {MIN_ROWS} rows; the terminal has {console.width} and {console.height}"
+    return ""
+
+
 def fits(console: Console) -> bool:
     """Whether the console is a terminal that can hold a window."""
-    is_able = console.is_terminal and console.file.isatty() and not console.is_dumb_terminal and not console.legacy_windows
-    return is_able and console.height >= MIN_ROWS and console.width >= MIN_WIDTH
+    return not obstacle(console)
 
 
 def laid_out(items: Row, width: int) -> list[Row]:

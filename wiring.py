@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -19,7 +19,7 @@ from .files import default_pair, find, needs, telling_how_to_restore
 from .machine.threads import available_threads
 from .output import Roles, on_one_line
 from .planning import MAX_GAMMA
-from .progress import LOADING, progress_bar
+from .progress import LOADING, Bar, Show
 from .quantizing import kinds_to_make
 from .readers import CheckpointError
 from .transformer import KV
@@ -60,7 +60,7 @@ def found(*names: str, tokenizer: str, more: Mapping[str, str] | None = None) ->
 
 
 def decoder_of(
-    sources: list[str | Path], tokenizer: str, quantize: str, kv: str, threads: int, show: Callable[[str], None], **more: Any
+    sources: list[str | Path], tokenizer: str, quantize: str, kv: str, threads: int, show: Show, **more: Any
 ) -> SpeculativeDecoder:
     """Of a target, a draft and a stage, or "" where there is none; shows how far their loading is."""
     with telling_how_to_restore():
@@ -72,7 +72,7 @@ def decoder_of(
             n_threads=threads or None,
             quantize=quantize,
             kv=cast(KV, kv),
-            progress=lambda name, share: show(progress_bar(on_one_line(name), share)),
+            progress=lambda name, share: show(Bar(f"{LOADING} {name}", share)),
             **more,
         )
     show(LOADING)

@@ -76,10 +76,12 @@ class Weights:
         """What the matrices would take in another kind of weights."""
         return 4 * sum(_n_floats(len(m.strips), m.n, 0, new) for m, new in self._in(kind).values())
 
-    def converted(self, kind: Kind) -> "Weights":
-        """The same matrices in another kind of weights, beside the same vectors."""
-        block = Block(self.n_bytes_as(kind) // 4)
-        new = {key: converted(matrix, to, block.take) for key, (matrix, to) in self._in(kind).items()}
+    def converted(self, kind: Kind, progress: Callable[[float], None] = tell_nobody) -> "Weights":
+        """The same matrices in another kind of weights, beside the same vectors; progress: is told the share that is done."""
+        block, new, matrices = Block(self.n_bytes_as(kind) // 4), dict[int, Matrix](), self._in(kind)
+        for n, (key, (matrix, to)) in enumerate(matrices.items()):
+            progress(n / len(matrices))
+            new[key] = converted(matrix, to, block.take)
         return Weights({name: new[id(matrix)] for name, matrix in self.matrices.items()}, self.vectors)
 
     def _in(self, kind: Kind) -> dict[int, tuple[Matrix, Kind]]:

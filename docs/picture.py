@@ -21,7 +21,7 @@ SIZE = ConsoleDimensions(96, 24)
 PASSES = 24  # of the run before the picture is taken
 TOKENS = 252
 STYLES = {
-    "prompt": "bold", "accepted": "green", "rejected": "strike red", "unread": "dim strike", "proposed": "yellow",
+    "prompt": "bold", "accepted": "green", "rejected": "strike red", "unread": "dim strike", "proposed": "magenta",
     "strong": "bold", "faint": "dim", "edge": "dim",
 }  # fmt: skip
 

@@ -7,6 +7,7 @@ folder. Processes that need the same function at the same time leave it to the f
 every process compiles.
 """
 
+import functools
 import hashlib
 import os
 import pickle
@@ -14,8 +15,8 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,27 @@ if numba.config.DISABLE_JIT:
 
 
 link_late()
-on_compiling: list[Callable[[str], object]] = []  # the last one is told the name of each function that is about to be compiled
+# The last one is told of each function that is about to be compiled its name, how many are done before it, and of how many, or
+# None where nobody knows; and "" when none is any longer.
+on_compiling: list[Callable[[str, int, int | None], object]] = []
+_underway: list[str] = []  # a function calls others, which are compiled in the middle of it
+_n_compiled = 0
+_batch: list[tuple[int, int]] = []
+
+
+@contextmanager
+def counted(n_done: int, n_total: int) -> Iterator[None]:
+    """Within, whatever is compiled is the next of so many, behind so many."""
+    _batch.append((n_done, n_total))
+    try:
+        yield
+    finally:
+        _batch.pop()
+
+
+def _tell(name: str) -> None:
+    if on_compiling:
+        on_compiling[-1](name, *(_batch[-1] if _batch else (_n_compiled, None)))
 
 
 class MachineCode(caching.NullCache):
@@ -72,17 +93,18 @@ class MachineCode(caching.NullCache):
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         """What was compiled for that signature, or None; then it is this process's to compile and nobody else's."""
-        if not folder():
-            _tell(self._name)
-            return None
-        found = self._load(signature, target_context)
-        if not found:
-            _tell(self._name)
+        found = self._load(signature, target_context) if folder() else None
+        if found:
+            return found
+        _underway.append(self._name)
+        _tell(self._name)
+        if folder():
             path = self._path(signature, target_context.codegen())
             if claims.take(path):  # somebody was at it
                 found = self._load(signature, target_context)
             if found:
                 claims.give(path)
+                self._is_compiled()
         return found
 
     def is_kept(self, signature: Any) -> bool:
@@ -103,13 +125,21 @@ class MachineCode(caching.NullCache):
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
         """Keep what was compiled, if there is room."""
-        if not folder() or compiled.library.has_dynamic_globals:  # addresses of this process
-            return
-        content = dumps(compiled._reduce())
-        path = self._path(signature, compiled.codegen)
-        with suppress(OSError):
-            _write(path, _checksum(path, content) + content)
-        claims.give(path)
+        if folder() and not compiled.library.has_dynamic_globals:  # addresses of this process
+            content = dumps(compiled._reduce())
+            path = self._path(signature, compiled.codegen)
+            with suppress(OSError):
+                _write(path, _checksum(path, content) + content)
+            claims.give(path)
+        self._is_compiled()
+
+    def _is_compiled(self) -> None:
+        """Nobody waits for it any longer."""
+        global _n_compiled
+        _n_compiled += 1
+        if self._name in _underway:
+            del _underway[_underway.index(self._name) :]
+        _tell(_underway[-1] if _underway else "")
 
     def flush(self) -> None:
         """Nothing is kept in memory."""
@@ -129,6 +159,7 @@ def folder() -> str:
         given = os.environ.get("NUMBA_CACHE_DIR")
         places = [Path(given, "specdec")] if given else [Path(user_cache_dir("specdec", False)), HOME / "__pycache__"]
         _folder.append(next((str(place / STAMP) for place in places if _can_write(place / STAMP)), ""))
+        _kept()  # before anything is added
     return _folder[0]
 
 
@@ -148,9 +179,30 @@ def _can_write(place: Path) -> bool:
 claims = Claims(lambda: os.path.join(folder(), "claims"))
 
 
-def _tell(name: str) -> None:
-    if on_compiling:
-        on_compiling[-1](name)
+@functools.cache
+def _kept() -> tuple[set[str], bool]:
+    """The names of the functions whose code was there at the first look, and whether there was a folder of another stamp."""
+    if not folder():
+        return set(), False
+    try:
+        files = [entry.name for entry in os.scandir(folder()) if entry.name.endswith(".code")]
+        stamps = [entry.name for entry in os.scandir(os.path.dirname(folder())) if STAMPED.fullmatch(entry.name)]
+    except OSError:
+        return set(), False
+    return {name.split("-")[0] for name in files}, len(stamps) > 1
+
+
+def why(name: str) -> str:
+    """Why a function is compiled now, in a few words."""
+    kept, is_changed = _kept()
+    room, _, kind = name.rpartition(".")[0].partition(".")
+    if not folder():
+        return "as in every run: there is no folder for machine code"
+    if not kept:
+        return "the first run of this version" if is_changed else "a first run"
+    if room == "weights" and kind and not any(other.startswith(f"{room}.{kind}.") for other in kept):
+        return "a new kind of weights"
+    return "for the first time"
 
 
 def _checksum(path: str, content: bytes) -> bytes:

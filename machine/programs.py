@@ -7,7 +7,7 @@ phase follow each other on each thread by itself; between phases all threads mee
 
 import functools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numba
@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 from numba.np.numpy_support import as_dtype
 
-from .cache import MachineCode, callback, inlined, inner
+from .cache import MachineCode, callback, counted, inlined, inner
 from .threads import FOREVER, PATIENCE, available_threads, run_on_threads, wait_for
 from .vectors import F32, I32, I64, Float32, Int64, UInt16, atomic_add, call, load_word
 
@@ -124,6 +124,11 @@ class Operation:
         self._kinds = {name: _kind_of(hint) for name, hint in hints.items() if name not in ("run", "thread", "return")}
         self._dtypes = [as_dtype(getattr(kind, "dtype", kind)) for kind in self._kinds.values()]  # asked for at every row
 
+    @property
+    def is_there(self) -> bool:
+        """Whether this process has its machine code."""
+        return "address" in vars(self)
+
     @functools.cached_property
     def address(self) -> int:
         """Where its machine code lies; compiled when first asked for."""
@@ -167,6 +172,14 @@ class Operation:
 def operation(function: Callable[..., None]) -> Operation:
     """A kernel of the product's own as an `Operation`."""
     return Operation(function)
+
+
+def compile_all(operations: Collection[Operation]) -> None:
+    """Compile, or load, what this process has not; whoever watches is told how many there are."""
+    missing = [operation for operation in operations if not operation.is_there]
+    for n, operation in enumerate(missing):
+        with counted(n, len(missing)):
+            operation.address  # noqa: B018
 
 
 def _kind_of(hint: Any) -> Any:
@@ -219,6 +232,7 @@ class Runner:
 
     def __init__(self, program: Program) -> None:
         rows = [(row, row is phase[-1]) for phase in program for row in phase]
+        compile_all(dict.fromkeys(row.operation for row, _ in rows))
         self._rows = np.zeros((len(rows), ROW_WORDS), np.int64)
         for words, (row, is_last) in zip(self._rows, rows, strict=True):
             arguments = row.operation.words(row.arguments)

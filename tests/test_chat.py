@@ -19,10 +19,11 @@ from specdec.machine.programs import Runner
 
 pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
-from specdec.chat import Conversation, Reading, Settings
+from specdec.chat import Conversation, Settings
 from specdec.chat_lines import whole
 from specdec.chat_screen import HELP, MOST_BYTES, AnswerView, Chat, Showing
 from specdec.chat_screen import piped as question_of
+from specdec.decoding import Prefill
 from specdec.output import Roles, printable
 from tests.folders import FIXTURES, configure
 from tests.terminal import Job, started, wait_until
@@ -159,12 +160,12 @@ def test_a_long_reading_can_be_stopped_and_changes_no_answer(talk: Callable[...,
         conversation, other = talk(draft), talk(draft)
         question = "robin " * 200
         reading = conversation.ask(question)
-        assert isinstance(next(reading), Reading)
+        assert isinstance(next(reading), Prefill)
         reading.close()
         assert conversation.messages == []
         events = list(conversation.ask(question))
-        shares = [event.share for event in events if isinstance(event, Reading)]
-        assert len(shares) > 1 and shares == sorted(shares) and shares[0] > 0 and shares[-1] < 1
+        shares = [event.share for event in events if isinstance(event, Prefill)]
+        assert len(shares) > 2 and shares == sorted(shares) and shares[0] == 0 and shares[-1] == 1
         answer = other._decoder.chat(conversation._seen()[:-1], N_TOKENS, other.settings.sampling(0))
         tokens = [token for event in answer if isinstance(event, Step) for token in event.tokens]
         assert tokens == conversation.messages[-1]["tokens"]

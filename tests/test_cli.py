@@ -679,7 +679,9 @@ def test_a_terminal_too_low_for_the_panel_gets_the_text_alone(run: Run, pair: Pa
     assert "no panel fits" not in screen.text()
     _, screen, _ = in_terminal(with_pair(pair, "-n", 60, "--pace", 1), 80, 7)
     told, shown = screen.text().split("\n", 1)
-    assert told.rstrip() == "specdec: --pace has no effect: no panel fits here"  # over the line of the loading
+    assert (
+        told.rstrip() == "specdec: --pace has no effect: a panel takes 20 columns and 8 rows; the terminal has 80 and 7"
+    )  # over the line of the loading
     assert shown.startswith(story + "\n")
 
 

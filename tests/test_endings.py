@@ -93,6 +93,36 @@ def test_a_reader_that_sleeps_keeps_nobody_from_ending_it(pair: Pair) -> None:
         assert process.stderr.read() == b""
 
 
+# While the prompt is read
+
+
+@pytest.fixture
+def long_prompt(tmp_path: Path) -> Path:
+    """What a small model takes many seconds to read."""
+    path = tmp_path / "long.txt"
+    path.write_text("the then " * 6_000)
+    return path
+
+
+@pytest.mark.parametrize(("key", "more"), [(b"q", []), (b"\x03", []), (b"\x03", ["--plain"]), (b"\x03", ["--json"])])
+def test_while_a_long_prompt_is_read_keys_and_ctrl_c_are_heard(
+    pair: Pair, long_prompt: Path, key: bytes, more: list[str]
+) -> None:
+    with Job(["-m", pair.endless, "-d", "none", "-f", long_prompt, "-j", 1, "-n", 0, *more]) as job:
+        job.read_until(word="reading")
+        job.type(key)
+        code, screen = end(job)
+    assert code == (0 if key == b"q" else 130)
+    assert "interrupted" in screen.text()
+    assert "reading" not in screen.text()
+    assert "the then the then" in screen.text()
+    if not more:
+        assert "the then" in screen.pictures[0]
+    if more == ["--json"]:
+        told = json.loads(job.raw[job.raw.index(b"{") :])
+        assert (told["text"], told["tokens"], told["stop_reason"]) == ("the then " * 6_000, [], "interrupted")
+
+
 # Before the text begins
 
 

@@ -62,7 +62,7 @@ MAY_IMPORT = {
     "panel": {"window", "story", "keys", "output", "wording", "decoding", "interrupts", "tokenizer"},
     "window": {"story", "screen", "keys", "interrupts"},
     "screen": {"interrupts"},
-    "progress": {"interrupts", "machine"},
+    "progress": {"interrupts", "story", "output", "decoding", "machine"},
     "keys": {"interrupts"},
     "story": set(),
     "output": {"decoding"},

@@ -1,18 +1,14 @@
 """Packing: pieces of bounded size, whose bits do not hang on them, into memory that each thread makes resident by itself."""
 
-import os
-import sys
 import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from specdec.interrupts import signals
 from specdec.machine.memory import LARGE_PAGE_WORDS, SMALL_PAGE_WORDS, Block, touch_words
 from specdec.machine.programs import on_all_threads
 from specdec.machine.tiles import STRIP_ROWS
-from specdec.progress import loading
 from specdec.readers.gguf_blocks import BLOCKS, BlockTensor
 from specdec.readers.model_file import BYTE, FP16, FP32, FileTensor, ModelFile
 from specdec.weights import BF16, INT4, INT8, kind_for, matrix
@@ -100,21 +96,3 @@ def test_packing_holds_a_piece_beside_the_matrix(tmp_path: Path, type_: str) -> 
     finally:
         tracemalloc.stop()
     assert peak - size < 3 * max(stored.nbytes, size) * matrix.BLOCK_STRIPS * STRIP_ROWS // rows
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="has no pseudo-terminals")
-def test_nothing_is_shown_behind_a_sudden_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that hears a signal erases the line, while the main thread goes on loading until the process is gone."""
-    parent, child = os.openpty()
-    with open(child, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        with loading("waiting") as show:
-            show("half of it")
-            signals._tidy()
-            show("more than half")
-        shown = b""
-        while b"half of it" not in shown or not shown.split(b"half of it")[1]:  # a terminal hands on what it gets in pieces
-            shown += os.read(parent, 4096)
-    os.close(parent)
-    assert b"half of it" in shown
-    assert shown.split(b"half of it")[1].strip() == b""

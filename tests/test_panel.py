@@ -14,7 +14,7 @@ from itertools import pairwise
 import pytest
 from rich.console import Console, ConsoleDimensions
 
-from specdec.decoding import Prompt, Proposal, Statistics, Step
+from specdec.decoding import Prefill, Prompt, Proposal, Statistics, Step
 from specdec.keys import Keyboard
 from specdec.output import PlainView, Printable, Roles, SilentView, print_summary, printable, result, to_json
 from specdec.panel import UNSEEN_SECONDS, LivePanel, bins
@@ -439,6 +439,12 @@ def test_a_story_only_grows_at_its_end_and_holds_every_letter(width: int) -> Non
         assert "".join(told.split()) == "".join(text.split())
 
 
+def test_every_colour_can_be_read_on_black_and_on_white() -> None:
+    """Yellow, cyan and white are lost on white, blue and black on black."""
+    codes = {code for style in (*STYLES.values(), *STYLES_NO_COLOR.values()) for code in style.split(";") if code}
+    assert {code for code in codes if len(code) > 1} <= {"31", "32", "35"}
+
+
 def test_guessed_and_struck_and_own_tokens_differ_with_colour_and_without(tokenizer: Tokenizer) -> None:
     with Stage(tokenizer) as stage:
         stage.begin("the")
@@ -575,6 +581,51 @@ def test_a_text_of_a_moment_has_no_panel(tokenizer: Tokenizer) -> None:
     assert stage.output == "\x1b[1mthe\x1b[m end\n"
 
 
+# The prompt
+
+
+@pytest.mark.parametrize("size", [*SIZES, (30, 8), (200, 60)], ids=str)
+def test_a_prompt_that_is_read_is_in_the_first_frame_with_how_far_it_is_and_how_long_it_takes(
+    tokenizer: Tokenizer, size: tuple[int, int]
+) -> None:
+    prompt = tokenizer.encode("Once there then the end. " * 40)
+    with Stage(tokenizer, *size) as stage:
+        stage.panel.show(Prefill(prompt, 0.0))
+        for share in (0.0, 0.25, 0.5):
+            stage.clock.now += 1
+            stage.panel.show(Prefill(prompt, share))
+            assert "end." in stage.output
+            assert f"{share:.0%}" in stage.screen()
+            assert "tok/s" not in stage.screen()
+            stage.assert_fits()
+        if size[0] >= 40:
+            assert "reading" in stage.screen() and "50%, 3 s left" in stage.screen()
+        stage.panel.show(Prompt(prompt, 3.0))
+        assert "reading" not in stage.screen()
+        stage.step(stage.spell("X"))
+        assert stage.screen().count("X") >= 1
+    assert ESCAPE.sub("", stage.output).split("╯")[-1].count("Once") == 40
+
+
+def test_a_prompt_that_is_read_in_a_moment_has_no_panel(tokenizer: Tokenizer) -> None:
+    with Stage(tokenizer) as stage:
+        for share in (0.0, 0.5, 1.0):
+            stage.panel.show(Prefill(tokenizer.encode("the"), share))
+            stage.clock.now += UNSEEN_SECONDS / 4
+        stage.panel.show(Prompt(tokenizer.encode("the"), 3 * UNSEEN_SECONDS / 4))
+        assert stage.output == ""
+
+
+def test_q_is_heard_while_the_prompt_is_read(tokenizer: Tokenizer) -> None:
+    with Stage(tokenizer) as stage:
+        stage.panel.show(Prefill(tokenizer.encode("the"), 0.0))
+        stage.keys.typed = [b"q"]
+        stage.clock.now += 1
+        stage.panel.show(Prefill(tokenizer.encode("the"), 0.5))
+        assert stage.panel.ended
+    assert stage.output.endswith("\x1b[1mthe\x1b[m\n")
+
+
 # Keys
 
 
@@ -614,6 +665,20 @@ def test_space_pauses_until_it_is_pressed_again(tokenizer: Tokenizer) -> None:
         stage.step(stage.spell("x"))
         assert len(moments) == 100
         assert "paused" not in stage.screen()
+
+
+def test_at_a_pause_the_text_has_every_letter_of_the_passes_below_it(tokenizer: Tokenizer) -> None:
+    """At full speed a word that may not fit its row waits for its end; and a word that has its place does not move."""
+    with Stage(tokenizer, 40, 12) as stage:
+        stage.begin("the")
+        stage.step(stage.spell(" then and then and then unfin"))
+        assert "unfin" not in "".join(stage.section(0))
+        stage.keys.typed = [b" "]
+        stage.panel._look()
+        assert stage.section(0)[0] == "the then and then and then unfin"
+        stage.panel._obey(b" ")
+        stage.step(stage.spell("ishedness end"))
+        assert stage.section(0)[:2] == ["the then and then and then unfinishe", "dness end"]
 
 
 @pytest.mark.parametrize("arrow", [b"\x1b[C", b"\x1bOC"])

@@ -120,6 +120,18 @@ def test_resizing_in_a_race_leaves_nothing_behind(tokenizer: Tokenizer) -> None:
         assert max(map(width_of, rows)) <= width
 
 
+@pytest.mark.parametrize("width", [20, 40, 60, 79])
+def test_the_figures_of_a_race_fit_a_narrow_terminal(tokenizer: Tokenizer, width: int) -> None:
+    race = Theatre(tokenizer, 80, 24).race
+    names = "big alone", "big + a-draft"
+    wide, narrow = race.report(*names), race.report(*names, width)
+    assert len(wide) == 2 and min(map(len, wide)) > 60
+    assert max(map(len, narrow)) <= width
+    words = " ".join(narrow).replace(" in ", " ").replace(",", "").split()
+    assert words == [word for line in wide for word in line.replace(" in ", " ").replace(",", "").split()]
+    assert race.report(*names, 200) == wide
+
+
 def test_the_fastest_runs_count_and_both_write_one_text(pair: Pair) -> None:
     decoder = SpeculativeDecoder(pair.target, pair.draft, pair.tokenizer, gamma=4, n_threads=1)
     decoder.warm_up()

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from specdec import transformer
 from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
 from specdec.files import DEFAULT_DRAFT, DEFAULT_TARGET
+from specdec.kernels import MAX_TOKENS
 from specdec.readers import load_checkpoint
 from specdec.transformer import Transformer
 from specdec.weights import FP32, INT8
@@ -73,6 +75,62 @@ def test_a_long_prompt_goes_in_blocks_and_keeps_its_last_logits():
         logits = transformer.forward(tokens, n_logits)
         np.testing.assert_array_equal(logits, alone[len(tokens) - n_logits :])
         assert transformer.n_held == len(tokens)
+
+
+def test_a_prompt_that_was_read_in_parts_leaves_nothing_to_run_and_the_same_logits():
+    config = Config(64, 172, 2, 8, 4, 512, 300)
+    tokens = tokens_for(config, 200)
+    expected = random_model(config).forward(tokens).copy()
+    model = random_model(config)
+    parts = [len(tokens) - 1, *model.read(tokens)]
+    assert parts[-1] == model.unread(tokens) == 0
+    assert model.n_held == len(tokens) - 1
+    assert not [*model.read(tokens)]
+    assert [*model.read([*tokens[:100], *tokens[:30]])][-1] == 0
+    assert all(1 <= n - left <= MAX_TOKENS for n, left in pairwise(parts))
+    assert [*model.read(tokens)]
+    np.testing.assert_array_equal(model.forward(tokens), expected)
+    assert [*model.read(tokens[:1])] == [*model.read([])] == []
+
+
+def test_passes_over_a_long_prompt_are_short_where_the_model_is_slow(monkeypatch):
+    config = Config(64, 172, 2, 8, 4, 512, 600)
+    tokens, clock, speed = tokens_for(config, 500), [0.0], [0.0]
+    monkeypatch.setattr(transformer.time, "perf_counter", lambda: clock[0])
+    forward = Transformer.forward
+
+    def slow(model, tokens, n_logits=1):
+        clock[0] += speed[0] * (len(tokens) - model.n_held)
+        return forward(model, tokens, n_logits)
+
+    monkeypatch.setattr(Transformer, "forward", slow)
+    for speed[0], n in (
+        (1e-6, MAX_TOKENS),
+        (0.25 / transformer.FIRST_READ, transformer.FIRST_READ),
+        (1.0, transformer.LEAST_READ),
+    ):
+        parts = [*random_model(config).read(tokens)]
+        assert parts[-3] - parts[-2] == n
+        assert parts[-1] == 0
+
+
+def test_two_that_read_on_one_model_come_to_an_end():
+    """Each part of the one drops what the cache holds of the other."""
+    config = Config(64, 172, 2, 8, 4, 512, 300)
+    model = random_model(config)
+    readers = [model.read(tokens_for(config, 200, seed=seed)) for seed in (1, 2)]
+    assert len([*zip(*readers, strict=False)]) < 60
+
+
+def test_several_models_are_read_by_their_bytes_and_a_draft_that_knows_fewer_tokens_too():
+    large, small = Config(64, 172, 4, 8, 4, 512, 300), Config(64, 172, 1, 8, 4, 500, 300)
+    models, tokens = [random_model(large), random_model(small), random_model(replace(small, seq_len=10))], [*range(412, 512)]
+    shares = [*transformer.read(models, tokens)]
+    assert shares[0] == 0 and shares[-1] == 1 and shares == sorted(shares)
+    assert [model.n_held for model in models] == [99, 99, 0]
+    part = models[0].weights.n_bytes / (models[0].weights.n_bytes + models[1].weights.n_bytes)
+    assert any(abs(share - part) < 1e-9 for share in shares)
+    assert [*transformer.read(models, tokens)] == []
 
 
 def test_another_text_leaves_no_trace():

@@ -1,0 +1,238 @@
+"""progress.py: the line that says what is being done; and what compiling tells it."""
+
+import fcntl
+import io
+import os
+import re
+import select
+import struct
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from specdec import progress
+from specdec.command import _run
+from specdec.decoding import Event, Prefill, Prompt, Statistics, Step
+from specdec.interrupts import signals
+from specdec.machine import cache
+from specdec.machine.programs import compile_all
+from specdec.output import PlainView
+from specdec.progress import Bar, loading, read_in_a_line
+from specdec.story import cells
+from tests.terminal import wait_until
+
+
+class Terminal:
+    """A pseudo-terminal on stderr. shown: what was written to it, once it is closed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+        self._parent, child = os.openpty()
+        self._stream = os.fdopen(child, "w", encoding=encoding)
+        monkeypatch.setattr(sys, "stderr", self._stream)
+        self.shown = ""
+
+    def resize(self, columns: int) -> None:
+        fcntl.ioctl(self._parent, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+
+    def close(self) -> None:
+        encoding, data = self._stream.encoding, b""
+        self._stream.flush()
+        while select.select([self._parent], [], [], 0.2)[0]:
+            data += os.read(self._parent, 4096)
+        self._stream.close()
+        os.close(self._parent)
+        self.shown = data.decode(encoding)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Terminal]:
+    if sys.platform == "win32":
+        pytest.skip("has no pseudo-terminals")
+    monkeypatch.setattr(progress, "TICK_SECONDS", 0.01)
+    return lambda encoding="utf-8": Terminal(monkeypatch, encoding)
+
+
+def test_nothing_is_shown_behind_a_sudden_end(terminal: Callable[..., Terminal]) -> None:
+    """The thread that hears a signal erases the line, while the main thread goes on loading until the process is gone."""
+    place = terminal()
+    with loading("waiting") as show:
+        show("half of it")
+        signals._tidy()
+        show("more than half")
+        time.sleep(0.05)
+    place.close()
+    assert "half of it" in place.shown
+    assert place.shown.split("half of it")[-1].strip() == ""
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_line_moves_as_long_as_it_stands_and_leaves_nothing(terminal: Callable[..., Terminal], encoding: str) -> None:
+    place = terminal(encoding)
+    with loading("waiting"):
+        wait_until(lambda: bool(select.select([place._parent], [], [], 0)[0]))
+        time.sleep(0.3)
+    place.close()
+    looks = set(re.findall(r"(\S) waiting", place.shown))
+    assert len(looks) > 2
+    assert looks <= set(progress.LOOKS if encoding == "utf-8" else progress.ASCII_LOOKS)
+    assert place.shown.endswith("\r" + " " * len("x waiting^C") + "\r")
+
+
+def test_what_is_over_at_once_has_no_line(terminal: Callable[..., Terminal]) -> None:
+    place = terminal()
+    with loading("reading", after=60.0) as show:
+        show("reading on")
+        time.sleep(0.05)
+    place.close()
+    assert place.shown.strip() == ""
+
+
+def test_a_name_brings_no_control_sequence_and_no_second_row_into_the_line(terminal: Callable[..., Terminal]) -> None:
+    place = terminal()
+    place.resize(30)
+    with loading("loading \x1b[2J\x1b]0;title\x07a\nname \u65e5\u65e5\u65e5\u65e5\u65e5\u65e5\u65e5\u65e5\u65e5"):
+        pass
+    place.close()
+    assert "\x1b" not in place.shown and "\n" not in place.shown and "\x07" not in place.shown
+    assert max(map(cells, place.shown.split("\r"))) <= 29
+
+
+@pytest.mark.parametrize("width", [10, 20, 38, 78, 200])
+@pytest.mark.parametrize("doing", ["reading", "loading a-model-with-a-long-name-Q4_K_M.gguf", "\u65e5" * 30])
+def test_a_bar_fits_and_its_figures_stay(width: int, doing: str) -> None:
+    for share in (0.0, 0.004, 0.5, 1.0):
+        text = Bar(doing, share, ", 77 s left").text(width, is_utf=True)
+        assert cells(text) <= width
+        assert width < 30 or f"{share:.0%}, 77 s left" in text
+        assert width < 38 or share < 0.5 or "\u2501" in text
+
+
+# Compiling
+
+
+def test_compiling_is_told_with_how_many_and_what_was_told_before_comes_back(
+    terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A function is compiled in the middle of another one that calls it."""
+    place = terminal()
+    monkeypatch.setattr(cache, "_kept", lambda: ({"kernels.rope", "weights.fp32.product"}, False))
+    monkeypatch.setattr(cache, "folder", lambda: "somewhere")
+    asked = [compiled_function(name) for name in ("weights.int8.product", "weights.int8.quantize", "kernels.mix")]
+    codegen = SimpleNamespace(codegen=lambda: None)
+    monkeypatch.setattr(cache.MachineCode, "_load", lambda *_: None)
+    monkeypatch.setattr(cache.MachineCode, "_path", lambda *_: "path")
+    monkeypatch.setattr(cache.claims, "take", lambda _: False)
+    with loading("timing"):
+        with cache.counted(2, 5):
+            asked[0].load_overload(None, codegen)
+            asked[1].load_overload(None, codegen)
+            asked[1].save_overload(None, Uncompiled)
+            asked[0].save_overload(None, Uncompiled)
+        asked[2].load_overload(None, codegen)
+        asked[2].save_overload(None, Uncompiled)
+    place.close()
+    told = [row[2:].strip() for row in place.shown.split("\r") if row.strip()]
+    told = [row for row, before in zip(told, ["", *told], strict=False) if row != before]
+    new = "compiling 3 of 5, a new kind of weights: weights.int8"
+    assert told[:5] == ["timing", f"{new}.product", f"{new}.quantize", f"{new}.product", "timing"]
+    assert re.fullmatch(r"compiling \d+, for the first time: kernels.mix", told[5])
+    assert told[6] == "timing"
+
+
+class Uncompiled:
+    """What has nothing that could be kept."""
+
+    class library:
+        has_dynamic_globals = True
+
+
+def compiled_function(name: str) -> cache.MachineCode:
+    code = cache.MachineCode.__new__(cache.MachineCode)
+    code._name = name
+    return code
+
+
+@pytest.mark.parametrize(
+    ("kept", "is_changed", "folder", "reason"),
+    [
+        (set(), False, "there", "a first run"),
+        (set(), True, "there", "the first run of this version"),
+        ({"weights.int8x.product"}, False, "there", "a new kind of weights"),
+        ({"weights.int8.embed"}, False, "there", "for the first time"),
+        ({"weights.int8.embed"}, False, "", "as in every run: there is no folder for machine code"),
+    ],
+)
+def test_why_something_is_compiled_is_told(
+    monkeypatch: pytest.MonkeyPatch, kept: set[str], is_changed: bool, folder: str, reason: str
+) -> None:
+    monkeypatch.setattr(cache, "_kept", lambda: (kept, is_changed))
+    monkeypatch.setattr(cache, "folder", lambda: folder)
+    assert cache.why("weights.int8.product") == reason
+
+
+def test_the_operations_of_a_program_are_told_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int | None]] = []
+
+    class Asked:
+        def __init__(self, is_there: bool) -> None:
+            self.is_there = is_there
+
+        @property
+        def address(self) -> int:
+            told.append(cache._batch[-1])
+            return 0
+
+    compile_all([Asked(False), Asked(True), Asked(False)])  # type: ignore[list-item]
+    assert told == [(0, 2), (1, 2)]
+    assert not cache._batch
+
+
+# A prompt, and a text that nobody sees
+
+
+@pytest.mark.parametrize("n_unseen", [0, 8])
+def test_the_line_of_a_reading_is_gone_before_the_text_comes_and_stays_where_nobody_sees_that(
+    terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch, n_unseen: int
+) -> None:
+    place, steps = terminal(), [Step([5, 6], [], 0, 0.1, 0.0) for _ in range(3)]
+    events: list[Event | Prefill] = [Prefill([1], 0.0), Prefill([1], 0.5), Prompt([1], 0.1), *steps]
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "SHOW_SECONDS", -1.0)
+    given = []
+    for event in read_in_a_line(iter(events), n_unseen):
+        given.append(event)
+        if isinstance(event, Prompt | Step):
+            print("TEXT", end="", flush=True, file=sys.stderr)
+    place.close()
+    assert given == events
+    before, *behind = place.shown.split("TEXT")
+    assert "reading" in before and "50%" in before
+    if n_unseen:
+        assert ["75%" in part for part in behind] == [False, False, True, False]
+        assert "writing" in behind[1]
+    else:
+        assert before.split("\r")[-2].strip() == ""
+        assert not "".join(behind).strip()
+
+
+def test_a_text_that_is_ended_while_its_prompt_is_read_is_its_prompt(
+    terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def events() -> Iterator[Event | Prefill]:
+        yield Prefill([1, 2], 0.0)
+        monkeypatch.setattr(signals, "asked", 2)
+        yield Prefill([1, 2], 0.5)
+        raise AssertionError("nobody asks for more")
+
+    place, out, statistics = terminal(), io.StringIO(), Statistics(n_prompt=2)
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(signals, "text_begins", lambda: None)
+    _run(PlainView(out), read_in_a_line(events()), statistics, Prompt([1, 2], 0.0, "Once upon"))
+    assert out.getvalue() == "Once upon\n"
+    assert (statistics.stop_reason, statistics.n_generated) == ("interrupted", 0)
+    place.close()
+    assert place.shown.split("\r")[-2].strip() == ""
