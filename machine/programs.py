@@ -8,6 +8,7 @@ phase follow each other on each thread by itself; between phases all threads mee
 import functools
 import struct
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numba
@@ -178,7 +179,7 @@ def compile_all(operations: Collection[Operation]) -> None:
     """Compile, or load, what this process has not; whoever watches is told how many there are."""
     missing = [operation for operation in operations if not operation.is_there]
     for n, operation in enumerate(missing):
-        with counted(n, len(missing)):
+        with counted(n, len(missing)) if len(missing) > 1 else nullcontext():  # one by itself is none of a number
             operation.address  # noqa: B018
 
 
