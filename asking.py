@@ -15,6 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from .decoder import NGRAM, SELF
 from .files import is_model_name
+from .options import as_utf8
 from .wiring import NONE, say
 
 DEFAULT_PROMPT = "Once upon a time"
@@ -65,7 +66,7 @@ def are_given(context: Any, *names: str) -> list[str]:
 def model_and_prompt(words: Sequence[str], commands: Sequence[str]) -> tuple[str | None, str | None]:
     """What the words of a command line are: a model, a prompt, both or neither; llama2.c has the model first."""
     models = [word for word in words if is_model_name(word)]
-    texts = [word for word in words if word not in models]
+    texts = [as_utf8(word) for word in words if word not in models]
     close = difflib.get_close_matches(texts[0].lower(), commands, 1, LIKE_A_COMMAND) if len(words) == len(texts) == 1 else []
     if close:
         raise typer.BadParameter(f"no command {texts[0]!r}; did you mean {close[0]!r}? A prompt of that word is -i {texts[0]}")
@@ -120,10 +121,15 @@ def _is_piped() -> bool:
     return False
 
 
-def _read_stdin() -> str:
+def tell_if_nothing_comes(advice: str) -> None:
+    """A line on stderr where stdin is a pipe that is silent."""
     with suppress(OSError, ValueError):  # Windows has no such look at a pipe
         if not sys.stdin.isatty() and not select.select([0], [], [], WAIT_SECONDS)[0]:
-            say("waiting for a prompt from stdin; -i TEXT gives one")
+            say(f"waiting for a prompt from stdin; {advice}")
+
+
+def _read_stdin() -> str:
+    tell_if_nothing_comes("-i TEXT gives one")
     try:
         with os.fdopen(0, "rb", closefd=False) as stdin:
             return _text_of(stdin.read(), "stdin")

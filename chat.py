@@ -4,7 +4,6 @@ import json
 import os
 from bisect import bisect_left
 from collections.abc import Generator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +12,7 @@ from typing import Any
 from . import checks
 from .decoder import SpeculativeDecoder
 from .decoding import Event, Prefill, Step
-from .readers import CheckpointError, read_object
+from .readers import CheckpointError, read_object, replace_text
 from .sampling import Sampling
 from .templates import Message, TooLong
 
@@ -158,18 +157,18 @@ class Conversation:
                 _content(path)
             except ValueError:
                 raise ValueError(f"{path} exists and is no saved conversation; name another file") from None
+        try:
+            self.keep(path)
+        except OSError as error:
+            raise ValueError(f"cannot write {path}: {error.strerror or error}") from None
+
+    def keep(self, path: Path, mode: int = 0o666) -> None:
+        """Write a file that `load` reads, over whatever is there; a full disk leaves that. Raises OSError."""
         content = {
             "format": FORMAT, "revision": REVISION, "model": self.model, **self.made_with, "system": self.system,
             "settings": asdict(self.settings), "n_dropped": self.n_dropped, "messages": self.messages,
         }  # fmt: skip
-        beside = path.with_name(f"{path.name}.{os.getpid()}")  # so that a full disk leaves the old one
-        try:
-            beside.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-            beside.replace(path)
-        except OSError as error:
-            with suppress(OSError):
-                beside.unlink()
-            raise ValueError(f"cannot write {path}: {error.strerror or error}") from None
+        replace_text(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n", mode)
 
     def load(self, path: Path) -> str:
         """Become the conversation of a file; the name of the model that it was held with.

@@ -1,16 +1,18 @@
 """`specdec chat`: a conversation at the terminal, or an answer to a pipe. Knows no arrays and no formats."""
 
 import sys
+from pathlib import Path
 
 import typer
 
-from .asking import draft_name
+from .asking import draft_name, tell_if_nothing_comes
 from .decoder import AUTO, NGRAM
 from .options import (
     AnswerTokens,
     AsJson,
     DraftFile,
     FirstMessage,
+    FirstMessageFile,
     KVOption,
     ModelFile,
     ModelWord,
@@ -18,6 +20,7 @@ from .options import (
     PlainChat,
     Seed,
     StageName,
+    StepsOfATalk,
     SystemPrompt,
     Temperature,
     TemplateFile,
@@ -43,7 +46,9 @@ def talk(
     template: TemplateFile = "",
     system: SystemPrompt = "",
     first: FirstMessage = "",
-    tokens: AnswerTokens = 1024,
+    file: FirstMessageFile = "",
+    steps: StepsOfATalk = None,
+    max_tokens: AnswerTokens = 1024,
     temperature: Temperature = 0.7,
     top_p: TopP = 0.9,
     top_k: TopK = 0,
@@ -63,8 +68,11 @@ def talk(
     if not model:
         raise typer.BadParameter("name a model, such as HuggingFaceTB/SmolLM2-135M-Instruct.", param_hint="'-m' / '--model'")
     is_talk = bool(sys.stdin) and sys.stdin.isatty() and sys.stdout.isatty()
+    if file:
+        first = _below(first, _text_of(file))
     if sys.stdin and not sys.stdin.isatty():
-        first = "\n\n".join(filter(None, [first, chat_screen.piped(sys.stdin.buffer)]))
+        tell_if_nothing_comes("what it says goes behind the first message")
+        first = _below(first, chat_screen.question_of(sys.stdin.buffer, "stdin"))
     if not is_talk and not first.strip():
         raise typer.BadParameter("there is no question, and no terminal to ask one at.", param_hint="'-i' / '--prompt'")
     draft, stage = draft_name(draft), draft_name(stage)
@@ -78,13 +86,29 @@ def talk(
         decoder.warm_up()
     if decoder.chat_template.source == LLAMA2 and not template:
         say(f"{titles_of(model)[0]} names no chat template; that of Llama 2 is used, which a story model was not taught")
-    settings = chat.Settings(temperature, top_p, top_k, seed, tokens)
+    settings = chat.Settings(temperature, top_p, top_k, seed, max_tokens)
     conversation = chat.Conversation(decoder, system, settings, model, made_with(decoder))
     told = {"model": model, "draft": draft or None}
     showing = chat_screen.Showing(roles_of(titles_of(model, draft), draft), plain, as_json, told)
     talking = chat_screen.Chat(decoder, conversation, showing)
     with writing():
         if is_talk:
-            talking.converse(first, None if no_history else chat_lines.history_file())
+            talking.converse(first, None if no_history else chat_lines.state_folder())
         else:
             talking.answer(conversation.ask(first))
+
+
+def _below(first: str, more: str) -> str:
+    """Two parts of a message, either of which may be empty."""
+    return "\n\n".join(filter(None, [first, more]))
+
+
+def _text_of(file: str) -> str:
+    """What stands in a file. Raises ValueError."""
+    from .chat_screen import question_of
+
+    try:
+        with Path(file).open("rb") as stream:
+            return question_of(stream, file)
+    except OSError as error:
+        raise ValueError(f"cannot read {file}: {error.strerror or error}") from None

@@ -1,6 +1,9 @@
 """Messages as a person types them: lines, history, what is pasted. Knows no views and no models."""
 
+import codecs
+import io
 import json
+import locale
 import os
 import select
 import signal
@@ -23,19 +26,21 @@ except ImportError:
     termios = None  # type: ignore[assignment]
 
 from .interrupts import GO_ON, signals
+from .readers import replace_text
 
 PROMPT, MORE = ">>> ", "... "
 FENCE = '"""'  # around a message of several lines
-MOST_REMEMBERED = 1000  # messages
+MOST_REMEMBERED, LONGEST_REMEMBERED = 1000, 1 << 16  # messages, over sessions; characters of one
 PASTE_SECONDS = 0.02  # within which the next line of a paste is there
 BOLD, NO_LONGER_BOLD = "\x01\x1b[1m\x02", b"\x1b[m"  # the former in what tells an editor that it takes no room
+UTF8_LOCALES = ("C.UTF-8", "UTF-8", "en_US.UTF-8")  # on Linux, macOS, older systems
 PASTES, NO_PASTES = b"\x1b[?2004h", b"\x1b[?2004l"
 
 
-def history_file() -> Path:
-    """Where messages are remembered over sessions."""
+def state_folder() -> Path:
+    """Where is what outlives a session."""
     state = os.environ.get("XDG_STATE_HOME", "")
-    return (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state") / "specdec" / "history"
+    return (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state") / "specdec"
 
 
 class Lines:
@@ -45,21 +50,37 @@ class Lines:
     than anyone types. Lines that were typed during an answer are a message each.
 
     history: the file in which messages are remembered, None for none; is_command: whether a line is no part of a message;
-    is_bold: what is typed, beside answers that are not.
+    completions: the lines that a command's beginning may become; is_bold: what is typed, beside answers that are not.
     """
 
-    def __init__(self, history: Path | None, is_command: Callable[[str], bool], is_bold: bool) -> None:
-        self._history, self._is_command = history, is_command
+    def __init__(
+        self,
+        history: Path | None,
+        is_command: Callable[[str], bool],
+        completions: Callable[[str], list[str]],
+        is_bold: bool,
+    ) -> None:
+        self._history, self._is_command, self._completions = history, is_command, completions
+        self._ways: list[str] = []  # how the word at the cursor may go on
         self._next: list[str] = []  # a line that has been read already
         self._bold, self._no_longer_bold = (BOLD, NO_LONGER_BOLD) if is_bold and editor else ("", b"")
-        is_told_of_pastes = editor and "libedit" not in (editor.__doc__ or "") and os.environ.get("TERM", "dumb") != "dumb"
+        is_gnu = editor is not None and "libedit" not in (editor.__doc__ or "")
+        is_told_of_pastes = is_gnu and os.environ.get("TERM", "dumb") != "dumb"
         self._pastes, self._no_pastes = (PASTES, NO_PASTES) if is_told_of_pastes else (b"", b"")
+        self._encoding = sys.stdin.encoding  # of bytes that are no UTF-8
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
         if editor:
+            _speak_utf8()
             editor.parse_and_bind("set enable-bracketed-paste on")
+            editor.parse_and_bind("set show-all-if-ambiguous on")
+            editor.parse_and_bind("tab: complete" if is_gnu else "bind ^I rl_complete")
+            editor.set_completer_delims(" ")
+            editor.set_completer(self._complete)
             editor.set_auto_history(False)
             editor.clear_history()
             for message in self._remembered():
-                editor.add_history(message)
+                _add_to_history(message)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -81,9 +102,27 @@ class Lines:
 
     def _line(self, prompt: str) -> str:
         try:
-            return _edited(self._bold + prompt)
+            return self._decoded(_edited(self._bold + prompt))
         finally:
             _tell_terminal(self._no_longer_bold + self._pastes)  # during the answer too
+
+    def _decoded(self, line: str) -> str:
+        """A line whose bytes are no UTF-8 in the encoding that the locale or somebody has named; else half characters stay."""
+        with suppress(UnicodeError):
+            line.encode()
+            return line
+        with suppress(UnicodeError):
+            return line.encode("utf-8", "surrogateescape").decode(self._encoding)
+        return line
+
+    def _complete(self, word: str, i: int) -> str | None:
+        """The i-th way that the word at the cursor may go on, for the editor's Tab; in a message it is a Tab."""
+        assert editor
+        if not i:
+            typed = editor.get_line_buffer().encode("utf-8", "surrogateescape")[: editor.get_endidx()]
+            line = typed.decode("utf-8", "surrogateescape")
+            self._ways = [word + way[len(line) :] for way in self._completions(line)] if line.startswith("/") else [f"{word}\t"]
+        return self._ways[i] if i < len(self._ways) else None
 
     def _remembered(self) -> list[str]:
         try:
@@ -102,16 +141,13 @@ class Lines:
         last = editor.get_history_item(editor.get_current_history_length())
         if message == last:
             return
-        with suppress(ValueError):  # half a character
-            editor.add_history(message)
-        if not self._history:
+        _add_to_history(message)
+        if not self._history or len(message) > LONGEST_REMEMBERED:
             return
         with suppress(OSError, ValueError):  # a home that cannot be written to
             self._history.parent.mkdir(parents=True, exist_ok=True)
             lines = [json.dumps(one) for one in [*self._remembered(), message][-MOST_REMEMBERED:]]
-            descriptor = os.open(self._history, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write("\n".join(lines) + "\n")
+            replace_text(self._history, "\n".join(lines) + "\n", 0o600)
 
 
 def whole(
@@ -153,6 +189,23 @@ def _is_waiting(seconds: float) -> bool:
     with suppress(OSError, ValueError):
         return bool(select.select([sys.stdin], [], [], seconds)[0])
     return False
+
+
+def _add_to_history(message: str) -> None:
+    assert editor
+    with suppress(ValueError):  # half a character, or a locale that knows too few
+        editor.add_history(message)
+
+
+def _speak_utf8() -> None:
+    """Where the locale knows ASCII alone, as LC_ALL=C does, the editor gets one that knows what terminals send."""
+    if codecs.lookup(locale.nl_langinfo(locale.CODESET) or "ascii").name != "ascii":
+        return
+    for name in UTF8_LOCALES:
+        with suppress(locale.Error):
+            locale.setlocale(locale.LC_CTYPE, name)
+            os.environ["LC_ALL"] = name  # the editor asks itself
+            return
 
 
 class _BackAgain(Exception):

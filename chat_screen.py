@@ -1,10 +1,11 @@
 """A conversation at the terminal or in a pipe: commands, questions, answers as they come. Knows no models' files."""
 
+import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Generator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import checks
-from .chat import Conversation
+from .chat import Conversation, Settings
 from .chat_lines import PROMPT, Lines
 from .decoder import SpeculativeDecoder
 from .decoding import Event, Prefill, Prompt, Statistics, Step
@@ -28,7 +29,9 @@ from .story import KEPT_ROWS, Row, Story
 from .tokenizer import AnyTokenizer, TextStream
 from .window import STYLES, STYLES_NO_COLOR, WIDEST, fits
 
-MOST_BYTES = 16 << 20  # of a question out of a pipe
+MOST_BYTES = 16 << 20  # of a question out of a pipe or a file
+MOST_SHOWN, MOST_ROWS_SHOWN = 2000, 12  # characters and rows of a first message that stands in a file
+HISTORY, LAST = "history", "last-talk"  # files in the folder of what outlives a talk
 FEW_TOKENS = 20  # that have no speed to tell
 HELP = {
     "/clear": "begin anew; the system prompt stays",
@@ -38,7 +41,7 @@ HELP = {
     "/stats": "all figures of the last answer",
     "/panel": "answers in the panel that shows every guess, or no longer",
     "/save FILE": "keep the conversation, and all that its answers hang on",
-    "/load FILE": "go on with one",
+    "/load FILE": "go on with one; alone, with the last talk",
     "/bye, /exit": "leave, as Ctrl-D does",
     '"""': "begins and ends a message of several lines",
     "\\": "at a line's end: the message goes on with the next",
@@ -64,6 +67,7 @@ class AnswerView:
 
     def __init__(self, tokenizer: AnyTokenizer, out: TextIO, width_of: Callable[[], int], styles: Mapping[str, str]) -> None:
         self._stream, self._printable, self._out = TextStream(tokenizer), Printable(), out
+        self._encoding = out.encoding or "utf-8"
         self._width_of, self._styles = width_of, styles
         self._has_begun = False  # leading line breaks are not worth a row
         self._is_resized = False  # what stands is the terminal's to break, the next word begins a row of the new width
@@ -98,6 +102,7 @@ class AnswerView:
             self._out.flush()
 
     def _add(self, text: str, kind: str) -> None:
+        text = text.encode(self._encoding, "backslashreplace").decode(self._encoding)  # as wide as it will be
         if not self._has_begun:
             text = text.lstrip()
             self._has_begun = bool(text)
@@ -143,7 +148,7 @@ def figures(s: Statistics) -> str:
         parts.append(f"{s.acceptance_rate:.0%} of {s.n_drafted} guesses right")
     ends = {
         "interrupted": "interrupted",
-        "max_tokens": "cut off (-n, /set max_tokens)",
+        "max_tokens": "cut off (--max-tokens, /set max_tokens)",
         "seq_len": "cut off: the context is full",
     }
     return ", ".join([*parts, *([ends[s.stop_reason]] if s.stop_reason in ends else [])])
@@ -158,6 +163,7 @@ class Chat:
         self._is_plain = showing.plain or self._out.is_dumb_terminal
         self._statistics: Statistics | None = None
         self._in_panel = self._is_over = False
+        self._last: Path | None = None  # where the last talk is kept
         self._commands: dict[str, Callable[[str], object]] = {
             "help": self._help, "clear": self._clear, "regen": self._regenerate, "system": self._system, "set": self._set,
             "stats": self._stats, "panel": self._panel, "save": self._save, "load": self._load,
@@ -186,6 +192,7 @@ class Chat:
                     if signals.asked or view.ended:
                         statistics.stop_reason = "interrupted"
                         break
+        self._keep()
         statistics.plain_seconds = self._decoder.plain_seconds
         self._statistics = statistics
         if isinstance(view, SilentView):
@@ -207,13 +214,16 @@ class Chat:
                     break
         return None
 
-    def converse(self, first: str, history: Path | None) -> None:
-        """Until the person leaves."""
+    def converse(self, first: str, state: Path | None) -> None:
+        """Until the person leaves. first: a message, whatever it begins with; state: a folder for what outlives the talk."""
         signals.text_begins()  # there is more to lose from here on than one answer
-        self._tell("/help lists the commands, Ctrl-D leaves")
+        self._last = state / LAST if state else None
+        is_kept = bool(self._last and self._last.exists())
+        self._tell(f"/help lists the commands, {'/load goes on with the last talk, ' * is_kept}Ctrl-D leaves")
         if first:
-            self._out.print(Text(f"{PROMPT}{printable(first)}", "" if self._is_plain else "bold"))
-        lines, message = Lines(history, self._is_command, is_bold=not self._is_plain), first
+            self._out.print(Text(f"{PROMPT}{_beginning(printable(first))}", "" if self._is_plain else "bold"))
+        lines = Lines(state and state / HISTORY, self._is_command, self._completions, is_bold=not self._is_plain)
+        message = f" {first}" if first.startswith("/") else first
         with lines.listening():
             while True:
                 if message.strip():
@@ -229,6 +239,24 @@ class Chat:
                 except EOFError:
                     self._out.print()
                     return
+
+    def _keep(self) -> None:
+        """The talk outlives whatever ends it: a terminal that is closed, a machine that goes down."""
+        if self._last:
+            with suppress(OSError):  # a home that cannot be written to
+                self._last.parent.mkdir(parents=True, exist_ok=True)
+                self._conversation.keep(self._last, 0o600)
+
+    def _completions(self, line: str) -> list[str]:
+        """What the beginning of a command may become: with its name, that of a setting, that of a file."""
+        name, is_named, rest = line.partition(" ")
+        if not is_named:
+            takes = {command.split()[0] for command in HELP if command.split()[-1].isupper()}
+            ways = [f"/{command}" for command in sorted(self._commands)]
+            return [f"{way} " if way in takes else way for way in ways if way.startswith(line)]
+        if name in ("/save", "/load"):
+            return [f"{name} {path}" for path in _paths(rest)]
+        return [f"{name} {setting} " for setting in asdict(Settings()) if name == "/set" and setting.startswith(rest)]
 
     def _is_command(self, line: str) -> bool:
         return line.startswith("/") and _command(line)[0] in self._commands
@@ -306,10 +334,13 @@ class Chat:
         self._tell(f"saved in {name}")
 
     def _load(self, name: str) -> None:
-        model, here = self._conversation.load(_path(name)), self._conversation.model
+        if not name and self._last and not self._last.exists():
+            raise ValueError("no talk has been kept yet; name a file")
+        path = self._last if not name and self._last else _path(name)
+        model, here = self._conversation.load(path), self._conversation.model
         n = len(self._conversation.messages) // 2
         other = f"; it was held with {model}, this is {here}" if model != here else ""
-        self._tell(f"{n} turn{'s' * (n != 1)} from {name}{other}")
+        self._tell(f"{n} turn{'s' * (n != 1)} from {name or 'the last talk'}{other}")
 
 
 def _command(line: str) -> tuple[str, str]:
@@ -322,20 +353,38 @@ def _path(name: str) -> Path:
     if not name:
         raise ValueError("a file's name is missing")
     try:
-        return Path(name).expanduser()
+        return Path(os.fsdecode(name.encode("utf-8", "surrogateescape"))).expanduser()  # the bytes that were typed
     except RuntimeError:  # the home of nobody
         raise ValueError(f"there is no home {name}") from None
 
 
-def piped(stream: BinaryIO) -> str:
-    """The question that comes out of a pipe. Raises ValueError for what is no text."""
+def _paths(beginning: str) -> list[str]:
+    """Files and folders whose names begin so, as they would be typed."""
+    folder, slash, start = beginning.rpartition("/")
+    try:
+        entries = sorted(os.scandir(_path(folder + slash or ".")), key=lambda entry: entry.name)
+    except (OSError, ValueError):
+        return []
+    names = [os.fsencode(entry.name).decode("utf-8", "surrogateescape") + "/" * entry.is_dir() for entry in entries]
+    shown = [name for name in names if name.startswith(start) and (start or name[0] != ".") and name == printable(name)]
+    return [f"{folder}{slash}{name}" for name in shown]
+
+
+def _beginning(text: str) -> str:
+    """As much of a long text as a person wants to see again."""
+    short = "\n".join(text[:MOST_SHOWN].split("\n")[:MOST_ROWS_SHOWN])
+    return text if len(short) == len(text) else f"{short} … ({len(text):,} characters)"
+
+
+def question_of(stream: BinaryIO, source: str) -> str:
+    """The text of a pipe or a file. Raises ValueError for what is none."""
     data = stream.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
-        raise ValueError(f"stdin has more than {MOST_BYTES >> 20} MiB; expected a question")
+        raise ValueError(f"{source} has more than {MOST_BYTES >> 20} MiB; expected a question")
     try:
-        words = data.decode()
+        words = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"stdin is no UTF-8 at byte {error.start}; expected a question") from None
+        raise ValueError(f"{source} is no UTF-8 at byte {error.start}; expected a question") from None
     if "\0" in words:
-        raise ValueError("stdin is binary: it holds a zero byte; expected a question")
+        raise ValueError(f"{source} is binary: it holds a zero byte; expected a question")
     return words.strip()

@@ -26,6 +26,7 @@ from .options import (
     Int8,
     KVOption,
     ModelFile,
+    NewTokens,
     Pace,
     Plain,
     PromptText,
@@ -70,6 +71,7 @@ from .wiring import (
     say,
     seed_of,
     stages_of,
+    steps_of,
     titles_of,
     writing,
 )
@@ -97,7 +99,8 @@ def tell(
     prompt: PromptText = None,
     model: ModelFile = None,
     drafts: DraftFiles = None,
-    steps: Steps = 256,
+    steps: Steps = None,
+    new_tokens: NewTokens = None,
     temperature: Temperature = 1.0,
     file: PromptTextFile = "",
     stop: StopStrings = None,
@@ -139,6 +142,7 @@ def tell(
     model = named if model is None else model
     check_arguments(prompt or word or "", top_p, seed, threads, verify=verify, quantize=quantize, tree=tree, kv=kv)
     gamma_of(gamma)
+    steps = steps_of(steps, new_tokens)
     _check_stops(stop or [])
     draft, stage = stages_of([draft_name(name) for name in drafts or []], draft_name(stage))
     prompt = prompt_of(prompt, file, word)
@@ -169,7 +173,7 @@ def tell(
         show(TIMING)
         decoder.warm_up()
         times = {"load_seconds": loaded - begin, "warmup_seconds": time.perf_counter() - loaded}
-    max_tokens = room_of(decoder, len(prompt_tokens), steps)
+    max_tokens = room_of(decoder, len(prompt_tokens), steps, new_tokens)
     tell_what_has_no_effect(context, bool(draft), bool(decoder.draft), as_json, plain, greedy=temperature == 0)
     names = titles_of(model, draft, stage)
     roles = roles_of(names, draft)
@@ -183,6 +187,7 @@ def tell(
         "stage": stage or None,
         "prompt": prompt,
         "steps": steps,
+        "max_tokens": new_tokens,
         "stop": stop or [],
         "temperature": temperature,
         "top_p": top_p,

@@ -1,5 +1,7 @@
 """The options of the command line, as Typer wants them: names, words of help, limits. Knows nothing of what they do."""
 
+import os
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +15,21 @@ def option(*names: str, group: str, help: str, **more: Any) -> Any:
 
 def flag(*names: str, group: str, help: str) -> Any:
     return option(*names, group=group, help=help, metavar="")
+
+
+def as_utf8(value: Any) -> Any:
+    """A text of the command line, or several, as it was typed: in UTF-8, also where the locale made other letters of it."""
+    if isinstance(value, list):
+        return [as_utf8(text) for text in value]
+    with suppress(TypeError, UnicodeError):  # None, or bytes of no UTF-8
+        return os.fsencode(value).decode()
+    return value
+
+
+def _is_told(value: object) -> None:
+    """llama2.c's -n, where a person may look for it."""
+    if value is not None:
+        raise typer.BadParameter("it counts the prompt too, of which a talk has many; --max-tokens N limits an answer.")
 
 
 ModelFile = Annotated[
@@ -70,24 +87,29 @@ TokenizerFile = Annotated[
 PromptText = Annotated[
     str | None,
     option(
-        *("-i", "--prompt"), group=MOST_USED, metavar="TEXT",
+        *("-i", "--prompt"), group=MOST_USED, metavar="TEXT", callback=as_utf8,
         help="PROMPT by name; - or a pipe: stdin. [dim]\\[default: Once upon a time][/dim]",
     ),
 ]  # fmt: skip
 PromptTextFile = Annotated[str, option("-f", "--file", group="Text", metavar="FILE", help="The prompt is in this file.")]
 StopStrings = Annotated[
-    list[str] | None, option("--stop", group="Text", metavar="TEXT", help="End before this string. May come several times.")
+    list[str] | None,
+    option("--stop", group="Text", metavar="TEXT", callback=as_utf8, help="End before this string. May come several times."),
 ]
 Samples = Annotated[
     int, option("--samples", group="Text", metavar="N", min=1, help="So many texts, with this seed and the next ones.")
 ]
 Steps = Annotated[
-    int,
+    int | None,
     option(
-        *("-n", "--steps"), group=MOST_USED, metavar="N", min=0,
+        *("-n", "--steps"), group=MOST_USED, metavar="N", min=0, show_default="256",
         help="Tokens in all, the prompt's too; 0: as many as fit.",
     ),
 ]  # fmt: skip
+NewTokens = Annotated[
+    int | None,
+    option("--max-tokens", group=MOST_USED, metavar="N", min=1, help="New tokens at most, whatever the prompt has; for -n."),
+]
 Temperature = Annotated[float, option("-t", "--temperature", group=MOST_USED, metavar="X", min=0.0, help="0 is greedy.")]
 TopP = Annotated[
     float,
@@ -158,8 +180,11 @@ Gammas = Annotated[
 ]
 Lengths = Annotated[
     str,
-    option("--tokens", group="Text", metavar="LIST", help="Lengths of the texts. By default 50,200; with --full 50,100,200,500."),
-]
+    option(
+        "--max-tokens", group="Text", metavar="LIST",
+        help="New tokens of each text. By default 50,200; with --full 50,100,200,500.",
+    ),
+]  # fmt: skip
 Temperatures = Annotated[str, option("--temperatures", group="Sampling", metavar="LIST", help="0 is greedy.")]
 PromptFile = Annotated[
     str, option("--prompts", group="Text", metavar="FILE", help="One prompt a line. By default a dozen stories.")
@@ -190,11 +215,15 @@ Folder = Annotated[
 
 # Of chat
 
-SystemPrompt = Annotated[str, option("-y", "--system", group="Text", metavar="TEXT", help="What the model is told to be.")]
-FirstMessage = Annotated[
-    str, option("-i", "--prompt", group="Text", metavar="TEXT", help="The first message; what a pipe says goes behind it.")
+SystemPrompt = Annotated[
+    str, option("-y", "--system", group="Text", metavar="TEXT", callback=as_utf8, help="What the model is told to be.")
 ]
-AnswerTokens = Annotated[int, option("-n", "--tokens", group="Text", metavar="N", min=1, help="Tokens of an answer at most.")]
+FirstMessage = Annotated[str, option("-i", "--prompt", group="Text", metavar="TEXT", callback=as_utf8, help="The first message.")]
+FirstMessageFile = Annotated[
+    str, option("-f", "--file", group="Text", metavar="FILE", help="This text goes behind -i; what a pipe says behind both.")
+]
+StepsOfATalk = Annotated[int | None, typer.Option("-n", "--steps", hidden=True, callback=_is_told)]
+AnswerTokens = Annotated[int, option("--max-tokens", group="Text", metavar="N", min=1, help="Tokens of an answer at most.")]
 TemplateFile = Annotated[
     str, option("--template", group="Models", metavar="FILE", help="Chat template (Jinja). By default the model's own.")
 ]

@@ -15,6 +15,7 @@ from .options import (
     Gamma,
     KVOption,
     ModelFile,
+    NewTokens,
     PromptText,
     Seed,
     StageName,
@@ -43,6 +44,7 @@ from .wiring import (
     room_of,
     seed_of,
     stages_of,
+    steps_of,
     titles_of,
     writing,
 )
@@ -65,7 +67,8 @@ def run(
     kv: KVOption = AUTO,
     tokenizer: TokenizerFile = "",
     prompt: PromptText = None,
-    steps: Steps = 256,
+    steps: Steps = None,
+    new_tokens: NewTokens = None,
     temperature: Temperature = 1.0,
     top_p: TopP = 0.9,
     top_k: TopK = 0,
@@ -84,6 +87,7 @@ def run(
 
     check_arguments(prompt or "", top_p, seed, threads, verify="coupled", quantize=quantize, tree=tree, kv=kv)
     draft, stage = stages_of([draft_name(name) for name in drafts or []], draft_name(stage))
+    steps = steps_of(steps, new_tokens)
     prompt = prompt_of(prompt, "", None)
     if draft == NONE:
         raise typer.BadParameter("a race needs one.", param_hint="'-d' / '--draft'")
@@ -97,7 +101,7 @@ def run(
         prompt_tokens = decoder.encode(prompt)
         show(TIMING)
         decoder.warm_up()
-    race = both(decoder, prompt_tokens, room_of(decoder, len(prompt_tokens), steps), sampling)
+    race = both(decoder, prompt_tokens, room_of(decoder, len(prompt_tokens), steps, new_tokens), sampling)
     names = titles_of(model, draft, stage)
     out, pair = Console(), " + ".join(names)
     signals.text_begins()

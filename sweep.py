@@ -245,7 +245,7 @@ def texts_of(
     ]
     texts = [Text(prompt, n, s) for prompt in prompts for n in lengths if prompt in fits[n] for s in samplings]
     if not texts:
-        raise ValueError(f"nothing to measure: {'; '.join(notes)} (--tokens, --prompts)")
+        raise ValueError(f"nothing to measure: {'; '.join(notes)} (--max-tokens, --prompts)")
     return texts, notes
 
 
@@ -256,7 +256,7 @@ def samplings_of(temperatures: Sequence[float], top_p: float, n_seeds: int) -> l
 
 def lengths_of(text: str) -> list[int]:
     """Of "50,200". This and the next ones raise ValueError with the option's name."""
-    return _several("--tokens", text, int, lambda n: n > 0, "whole numbers from 1 on")
+    return _several("--max-tokens", text, int, lambda n: n > 0, "whole numbers from 1 on")
 
 
 def temperatures_of(text: str) -> list[float]:

@@ -25,6 +25,7 @@ from .readers import CheckpointError
 from .transformer import KV
 
 NONE = "none"  # as a draft: the target decodes alone
+DEFAULT_STEPS = 256  # of -n
 BROKEN_PIPE = 141  # what a shell reports for SIGPIPE
 
 
@@ -133,17 +134,30 @@ def gamma_of(text: str) -> int | Literal["auto"]:
     return int(text)
 
 
-def room_of(decoder: SpeculativeDecoder, n_prompt: int, steps: int) -> int:
-    """How many tokens may follow the prompt. Raises ValueError where there is room for none."""
+def steps_of(steps: int | None, max_tokens: int | None) -> int | None:
+    """What -n says, or is where neither it nor --max-tokens is given; None for the latter."""
+    if steps is not None and max_tokens is not None:
+        raise typer.BadParameter("-n counts the prompt's tokens too and --max-tokens does not; leave one of the two out.")
+    return DEFAULT_STEPS if steps is None and max_tokens is None else steps
+
+
+def room_of(decoder: SpeculativeDecoder, n_prompt: int, steps: int | None, max_tokens: int | None) -> int:
+    """How many tokens may follow the prompt, by the one of the two that is given. Raises ValueError where -n has none left."""
+    n_positions = decoder.target.n_positions
+    room = n_positions + 1 - n_prompt  # the last token is never run
+    if max_tokens is not None:
+        return min(max_tokens, room)
     # llama2.c counts positions: n steps make n + 1 tokens, BOS included
-    total = min(steps or decoder.n_positions, decoder.target.n_positions)
-    if not steps and total < decoder.target.n_positions:
-        say(f"this machine's memory has room for {total} of the {decoder.target.n_positions} tokens of the target's context")
-    if total < n_prompt:
-        raise ValueError(
-            f"-n {steps} counts the prompt, which is that long or longer; -n {n_prompt + 199} would write 200 tokens"
-        )
-    return total + 1 - n_prompt
+    if steps:
+        if steps < n_prompt:
+            n = min(200, room)
+            raise ValueError(
+                f"-n {steps} counts the prompt, which has {n_prompt} tokens; --max-tokens {n} would write {n} new ones"
+            )
+        return min(steps + 1 - n_prompt, room)
+    if decoder.n_positions < n_positions:
+        say(f"this machine's memory has room for {decoder.n_positions} of the {n_positions} tokens of the target's context")
+    return max(decoder.n_positions + 1 - n_prompt, 1)  # of a prompt that is too long for it the decoder tells
 
 
 def roles_of(names: list[str], draft: str) -> Roles:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from . import gguf, huggingface, llama2c
 from .gguf import read_vocabulary
-from .json_text import read_object
+from .json_text import read_object, replace_text
 from .model_file import Checkpoint, CheckpointError, telling_os_errors
 from .strangers import refuse_strangers
 
@@ -25,4 +25,4 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return llama2c.load_checkpoint(path)
 
 
-__all__ = ["Checkpoint", "CheckpointError", "load_checkpoint", "read_object", "read_vocabulary"]
+__all__ = ["Checkpoint", "CheckpointError", "load_checkpoint", "read_object", "read_vocabulary", "replace_text"]

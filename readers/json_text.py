@@ -1,6 +1,8 @@
 """JSON of files: an object, or one line that tells what is wrong. Knows no format that is written in it."""
 
 import json
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,19 @@ def parse_object(path: Path, data: bytes, what: str = "") -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{where} is a JSON {_kind(value)}; expected an object")
     return value
+
+
+def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write a file whole or not at all: a full disk leaves the old one. Raises OSError."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+            file.write(text)
+        beside.replace(path)
+    except OSError:
+        with suppress(OSError):
+            beside.unlink()
+        raise
 
 
 def shown(value: object) -> str:

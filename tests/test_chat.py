@@ -21,8 +21,7 @@ pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec.chat import Conversation, Settings
 from specdec.chat_lines import whole
-from specdec.chat_screen import HELP, MOST_BYTES, AnswerView, Chat, Showing
-from specdec.chat_screen import piped as question_of
+from specdec.chat_screen import HELP, MOST_BYTES, AnswerView, Chat, Showing, question_of
 from specdec.decoding import Prefill
 from specdec.output import Roles, printable
 from tests.folders import FIXTURES, configure
@@ -272,7 +271,7 @@ def test_lines_that_come_at_once_are_one_message() -> None:
         )  # type: ignore[misc]
 
 
-OPTIONS = ["-s", 5, "-n", N_TOKENS, "-j", 1]
+OPTIONS = ["-s", 5, "--max-tokens", N_TOKENS, "-j", 1]
 
 
 def piped(arguments: list[object], data: bytes) -> tuple[int, str, str]:
@@ -298,7 +297,7 @@ def test_a_pipe_is_answered_once(model: Path, talk: Callable[..., Conversation])
 def test_what_is_no_question_is_told_in_a_line(model: Path) -> None:
     for data, words in ((b"\xff\xfe", "no UTF-8 at byte 0"), (b"a\0b", "binary"), (b"a" * (MOST_BYTES + 1), "16 MiB")):
         with pytest.raises(ValueError, match=words):
-            question_of(io.BytesIO(data))
+            question_of(io.BytesIO(data), "stdin")
     code, out, errors = piped(["-m", model], b"robin " * 400)
     assert (code, out) == (2, "") and errors.count("\n") == 1 and "context holds 320" in errors
 
@@ -306,7 +305,7 @@ def test_what_is_no_question_is_told_in_a_line(model: Path) -> None:
 def test_a_talk_at_a_terminal(model: Path, tmp_path: Path) -> None:
     """Pasted lines are one message, Ctrl-C stops an answer and clears a line, commands, history, Ctrl-D."""
     kept = tmp_path / "kept"
-    arguments = ["chat", "-m", model, "-s", 5, "-n", 4000, "-j", 1, "--kv", "f32"]
+    arguments = ["chat", "-m", model, "-s", 5, "--max-tokens", 4000, "-j", 1, "--kv", "f32"]
     with Job(arguments, XDG_STATE_HOME=str(tmp_path), TERM="xterm") as job:
         job.read_until(word=">>> ")
 
@@ -341,7 +340,7 @@ def test_a_talk_at_a_terminal(model: Path, tmp_path: Path) -> None:
 def test_a_terminal_that_knows_nothing(model: Path, tmp_path: Path) -> None:
     """A paste that it does not mark is one message, also in an answer's place; no codes; Ctrl-Z and back; words behind /bye."""
     kept = tmp_path / "kept"
-    with Job(["chat", "-m", model, "-s", 5, "-n", 5, "-j", 1, "--no-history", "-y", "Sing."], TERM="dumb") as job:
+    with Job(["chat", "-m", model, "-s", 5, "--max-tokens", 5, "-j", 1, "--no-history", "-y", "Sing."], TERM="dumb") as job:
         job.read_until(word=">>> ")
         job.type(b"one\r\rtwo\r")
         job.read_until(word="5 tok")
@@ -370,7 +369,7 @@ def test_the_list_of_commands_fits_a_terminal() -> None:
 
 def test_ctrl_c_stops_an_answer_and_the_talk_goes_on(model: Path, tmp_path: Path) -> None:
     endless = configure(Path(shutil.copytree(model, tmp_path / "endless")), max_position_embeddings=100_000)
-    with Job(["chat", "-m", endless, "-s", 5, "-n", 90_000, "-j", 1, "--no-history", "-i", "hi"], TERM="xterm") as job:
+    with Job(["chat", "-m", endless, "-s", 5, "--max-tokens", 90_000, "-j", 1, "--no-history", "-i", "hi"], TERM="xterm") as job:
         job.read_until(word=">>> hi\x1b[0m\r\n")
         wait_until(lambda: (job.read_until(), len(job.raw.split(b">>> hi\x1b[0m\r\n")[1]) > 100)[1])  # of an answer
         job.type(b"\x03")

@@ -41,7 +41,7 @@ MAY_IMPORT = {
         "sampling",
     },
     "sweep_command": {"wiring", "options", "progress", "sweep_chart", "sweep", "interrupts", "decoder", "files"},
-    "asking": {"wiring", "decoder", "files"},
+    "asking": {"wiring", "options", "decoder", "files"},
     "wiring": {
         "specdec", "progress", "output", "decoder", "decoding", "planning", "files", "extras", "readers", "quantizing",
         "transformer", "machine",
@@ -56,7 +56,7 @@ MAY_IMPORT = {
         "chat_lines", "chat", "panel", "progress", "window", "story", "keys", "output", "decoder", "decoding", "interrupts",
         "tokenizer", "checks",
     },
-    "chat_lines": {"interrupts"},
+    "chat_lines": {"readers", "interrupts"},
     "race_screen": {"race", "panel", "window", "story", "keys", "output", "decoding", "interrupts", "tokenizer"},
     "race": {"decoder", "decoding", "sampling"},
     "panel": {"window", "story", "keys", "output", "wording", "decoding", "interrupts", "tokenizer"},

@@ -406,7 +406,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
 
 def of(pair: Pair, *more: object) -> list[object]:
     models = ["-m", pair.target, "-d", pair.draft, "-z", pair.tokenizer, "-j", 1]
-    return [*models, "--tokens", "5,20", "-g", "1,4", "--rounds", 1, *more]
+    return [*models, "--max-tokens", "5,20", "-g", "1,4", "--rounds", 1, *more]
 
 
 @pytest.fixture
@@ -451,13 +451,13 @@ def test_texts_that_differ_end_it_with_code_1(
 
 
 REFUSED: dict[str, tuple[list[object], str]] = {
-    "no length": (["--tokens", "5,x"], "--tokens"),
-    "length 0": (["--tokens", "0"], "--tokens"),
-    "nothing": (["--tokens", ","], "--tokens"),
+    "no length": (["--max-tokens", "5,x"], "--tokens"),
+    "length 0": (["--max-tokens", "0"], "--tokens"),
+    "nothing": (["--max-tokens", ","], "--tokens"),
     "gamma": (["-g", "64"], "--gammas"),
     "temperature": (["--temperatures", "-1"], "--temperatures"),
     "no temperature": (["--temperatures", "nan"], "--temperatures"),
-    "too long": (["--tokens", "5000"], "5000 tokens fit the context of 128"),
+    "too long": (["--max-tokens", "5000"], "5000 tokens fit the context of 128"),
     "two outputs": (["--json", "--csv"], "--csv"),
     "no such file": (["--prompts", "nowhere.txt"], "nowhere.txt"),
     "a folder": (["--prompts", "."], "--prompts"),
