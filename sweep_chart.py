@@ -17,6 +17,7 @@ from .output import on_one_line
 from .sweep import Figures, Measured, Overall, conclusion, name_of, overall
 
 MOST_POSITIONS = 8  # of a table's rates
+HEADS = ("min", "mean", "max", "tok/s", "accepted", "a pass", "by position, %")
 BAR_CELLS = 44
 EIGHTHS = " ▏▎▍▌▋▊▉"
 STYLES = ("magenta", "green", "red", "default")  # of temperatures, the first one greedy; all can be read on black and on white
@@ -84,34 +85,42 @@ def show(report: Report, console: Console) -> None:
 
 
 def to_table(report: Report, width: int) -> Group:
-    """A block of settings for each temperature and length."""
-    names = max(len(f.setting) for f in report.cells)
-    titles = ("", "min", "mean", "max", "tok/s", "accepted", "a pass", "by position, %")
-    widths = [names, 5, 5, 5, 6, 8, 6, 3 * MOST_POSITIONS + 1]
-    if sum(widths) + len(widths) > width:
+    """A block of settings for each temperature and length, with heads of its own."""
+    kinds = dict.fromkeys((f.temperature, f.max_tokens) for f in report.cells)
+    titles = {kind: f"{report.name(kind[0])}, {kind[1]} tokens" for kind in kinds}
+    names = max(len(name) for name in (*titles.values(), *(f.setting for f in report.cells)))
+    widths = [names, 5, 5, 5, 6, 8, 6]
+    while sum(widths) + len(widths) > width and len(widths) > 1:
         widths.pop()
+    room = width - sum(widths) - len(widths)
+    if room >= len(HEADS[-1]) and len(widths) == len(HEADS):
+        widths.append(room)
 
-    def block(rows: list[tuple[str, ...]], style: str = "") -> Table:
+    def block(title: str, rows: list[tuple[str, ...]]) -> Table:
         table = Table.grid(padding=(0, 1, 0, 0))
         for i, column in enumerate(widths):
-            table.add_column(min_width=column, justify="right" if 0 < i < 7 else "left", style=style)
-        for row in rows:
+            table.add_column(min_width=column, justify="right" if 0 < i < len(HEADS) else "left")
+        heads = [Text(title, "bold"), *(Text(head, "dim") for head in HEADS)]
+        for row in (heads, *rows):
             table.add_row(*row[: len(widths)])
         return table
 
-    parts: list[RenderableType] = [Text(report.title, style="bold"), block([titles], "dim")]
-    for kind in dict.fromkeys((f.temperature, f.max_tokens) for f in report.cells):
-        of_kind = [f for f in report.cells if (f.temperature, f.max_tokens) == kind]
-        parts += [Text(f"{report.name(kind[0])}, {kind[1]} tokens", style="bold"), block([_row(f) for f in of_kind])]
+    parts: list[RenderableType] = [Text(report.title, style="bold")]
+    for kind, title in titles.items():
+        parts.append(block(title, [_row(f, room) for f in report.cells if (f.temperature, f.max_tokens) == kind]))
     return Group(*parts)
 
 
-def _row(f: Figures) -> tuple[str, ...]:
+def _row(f: Figures, room: int) -> tuple[str, ...]:
+    """room: cells for the rates by position, of which as many are shown as fit."""
     speeds = [f"{x:.2f}" for x in (f.speedup_min, f.speedup_mean, f.speedup_max)]
     rates = [f"{f.acceptance_rate:.0%}", f"{f.tokens_per_pass:.2f}"] if f.n_drafted else ["", ""]
-    by_position = " ".join(f"{100 * rate:.0f}" for rate in f.acceptance_by_position[:MOST_POSITIONS])
-    more = " …" if len(f.acceptance_by_position) > MOST_POSITIONS else ""
-    return (f.setting, *speeds, f"{f.tokens_per_second:.0f}", *rates, by_position + more)
+    by_position = [f"{100 * rate:.0f}" for rate in f.acceptance_by_position[:MOST_POSITIONS]]
+    if len(by_position) < len(f.acceptance_by_position):
+        by_position.append("…")
+    while len(" ".join(by_position)) > room and len(by_position) > 1:
+        by_position[-2:] = ["…"]
+    return (f.setting, *speeds, f"{f.tokens_per_second:.0f}", *rates, " ".join(by_position))
 
 
 def to_bars(report: Report, console: Console) -> Table:
@@ -251,7 +260,7 @@ def to_svg(report: Report) -> str:
                 for end in (low, high):
                     parts.append(f'<path d="M{end:.1f} {middle - 3}v6" stroke="{INK}" stroke-opacity=".55" stroke-width="1.5"/>')
             told = f"{f.speedup_mean:.2f} · {f.tokens_per_second:.0f} tok/s"
-            parts.append(_text(max(mean, high) + 7, middle + 4, told))
+            parts.append(_text(max(mean, high) + 7, middle + 4, told, is_on_grid=True))
             y += BAR
         y += GAP
     parts.append(_text(MARGIN, height - 16, report.draft_alone_in_words(), color=PALE))
@@ -262,13 +271,24 @@ def to_svg(report: Report) -> str:
     )
 
 
-def _text(x: float, y: float, text: str, size: int = FONT, bold: bool = False, color: str = INK, anchor: str = "start") -> str:
-    """A line at most as long as the picture has room for."""
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    size: int = FONT,
+    bold: bool = False,
+    color: str = INK,
+    anchor: str = "start",
+    is_on_grid: bool = False,
+) -> str:
+    """A line at most as long as the picture has room for. is_on_grid: lines run behind it, from which white parts it."""
     room = x if anchor == "end" else WIDTH - MARGIN - x
     text = escape(_fitting(text, int(room / (CHARACTER * size / FONT * (1.25 if bold else 1)))))
     weight = ' font-weight="600"' if bold else ""
-    halo = ' paint-order="stroke" stroke="white" stroke-width="3"'  # where a line of the grid runs behind it
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{color}" text-anchor="{anchor}"{weight}{halo}>{text}</text>'
+    place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"{weight}'
+    # a text of its own: where paint-order is not known, a stroke would lie on the letters
+    halo = f'<text {place} fill="white" stroke="white" stroke-width="3" aria-hidden="true">{text}</text>' * is_on_grid
+    return f'{halo}<text {place} fill="{color}">{text}</text>'
 
 
 def _fitting(text: str, n: int) -> str:

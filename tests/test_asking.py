@@ -16,7 +16,7 @@ from specdec.readers.strangers import STRANGERS
 from specdec.tokenizer import Tokenizer
 from tests.conftest import Pair
 from tests.gguf_files import CONFIGS, gguf_bytes, model_keys, model_tensors
-from tests.terminal import COMMAND, PROMPT, in_terminal, with_pair
+from tests.terminal import COMMAND, PROMPT, endless, in_terminal, with_pair
 from tests.test_cli import Run, assert_refused, from_json, run  # noqa: F401  (a fixture)
 
 
@@ -117,8 +117,35 @@ def test_who_waits_for_stdin_is_told(pair: Pair) -> None:
 def test_a_prompt_that_n_has_no_room_for_is_told(run: Run, pair: Pair) -> None:  # noqa: F811
     n = len(Tokenizer(pair.tokenizer).encode(PROMPT)) - 1  # without BOS
     for steps in (1, n):
-        assert_refused(run(*with_pair(pair, "-n", steps)), f"-n {steps} counts the prompt", "-n 2")
+        told = f"-n {steps} counts the prompt, which has {n + 1} tokens; --max-tokens 126 would"
+        assert_refused(run(*with_pair(pair, "-n", steps)), told)
     assert from_json(run(*with_pair(pair, "-n", n + 1, "--json")))["n_generated"] == 1
+    for few in ([], ["-n", 256]):
+        assert_refused(run(*endless(pair, *few, "-i", "x" * 300)), "-n 256 counts", "--max-tokens 200 would")
+
+
+def test_max_tokens_counts_new_tokens_alone(run: Run, pair: Pair) -> None:  # noqa: F811
+    whole = from_json(run(*with_pair(pair, "-n", 0, "--json")))
+    for n in (1, 7):
+        result = from_json(run(*with_pair(pair, "--max-tokens", n, "--json")))
+        assert (result["tokens"], result["stop_reason"]) == (whole["tokens"][:n], "max_tokens")
+        assert (result["settings"]["steps"], result["settings"]["max_tokens"]) == (None, n)
+    assert from_json(run(*with_pair(pair, "--max-tokens", 1000, "--json")))["tokens"] == whole["tokens"]
+    assert len(from_json(run("race", *with_pair(pair, "--max-tokens", 7, "--json")))["tokens"]) == 7
+    for command in ([], ["race"]):
+        assert_refused(run(*command, *with_pair(pair, "-n", 7, "--max-tokens", 7)), "-n counts the prompt", "leave one")
+        assert_refused(run(*command, *with_pair(pair, "--max-tokens", 0)), "--max-tokens")
+    assert_refused(run("chat", "-m", pair.target, "-i", PROMPT, "-n", 7), "--max-tokens N limits an answer")
+
+
+def test_a_text_is_utf8_where_python_took_the_command_line_for_ascii(pair: Pair) -> None:
+    for words in (["-i", "é日"], ["é日"], ["-i", "é日", "--stop", "ü"]):
+        done = subprocess.run(
+            [*COMMAND, *words, "-m", pair.target, "-t", "0", "-j", "1", "--max-tokens", "2", "--json"],
+            env=os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0"}, capture_output=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["settings"]["prompt"] == "é日"
 
 
 # Names

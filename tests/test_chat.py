@@ -1,14 +1,18 @@
 """Conversations: what a turn runs, what is kept, saved and dropped; and the command in pipes and at a terminal."""
 
+import errno
 import io
 import json
+import os
 import pickle
 import random
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +24,7 @@ from specdec.machine.programs import Runner
 pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec.chat import Conversation, Settings
-from specdec.chat_lines import whole
+from specdec.chat_lines import Lines, whole
 from specdec.chat_screen import HELP, MOST_BYTES, AnswerView, Chat, Showing, question_of
 from specdec.decoding import Prefill
 from specdec.output import Roles, printable
@@ -361,6 +365,116 @@ def test_a_terminal_that_knows_nothing(model: Path, tmp_path: Path) -> None:
         assert int(job.report()) == 0
     asked = [message["content"] for message in json.loads(kept.read_text())["messages"] if message["role"] == "user"]
     assert asked == ["one\n\ntwo", "half a line"]
+
+
+@pytest.mark.parametrize("environment", [{"LC_ALL": "C"}, {"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}])
+def test_what_is_typed_is_utf8_in_any_locale(model: Path, tmp_path: Path, environment: dict[str, str]) -> None:
+    """Characters are typed, taken back, remembered and found again; so are a file's name and a system prompt."""
+    state, kept = tmp_path / "specdec", tmp_path / "ké"
+    state.mkdir()
+    (state / "history").write_text('"日é"\n')
+    arguments = ["chat", "-m", model, "-s", 5, "--max-tokens", 5, "-j", 1, "-y", "ü"]
+    with Job(arguments, XDG_STATE_HOME=str(tmp_path), TERM="xterm", **environment) as job:
+        job.read_until(word=">>> ")
+        for keys in ("\x1b[A\r", "aé日x\x7f\x7f\r"):
+            job.type(keys.encode())
+            job.read_until(word="5 tok")
+            wait_until(lambda: (job.read_until(), job.raw.endswith(b">>> "))[1])
+        job.type(f"/save {tmp_path}/k\r".encode())
+        job.read_until(word="saved in")
+        job.type(f"/save {kept}\r".encode())
+        job.read_until(word="saved in")
+        job.type(f"/load {kept}\r".encode())
+        job.read_until(word="2 turns from")
+        job.type(b"\x04")
+        assert int(job.report()) == 0
+        assert b"Traceback" not in job.raw
+    content = json.loads(kept.read_bytes())
+    assert (content["system"], [m["content"] for m in content["messages"][::2]]) == ("ü", ["日é", "aé"])
+    assert [json.loads(line) for line in (state / "history").read_text().splitlines()][:2] == ["日é", "aé"]
+
+
+def test_bytes_that_are_no_utf8_are_of_the_locale_or_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for encoding, text in (("iso8859-1", "dé日"), ("utf-8", "d\udce9"), ("ascii", "d\udce9")):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+        lines = Lines(None, lambda _: False, lambda _: [], is_bold=False)
+        assert lines._decoded("d\udce9") == text.removesuffix("日")
+        assert lines._decoded("dé日") == "dé日"
+
+
+def test_a_tab_goes_on_with_a_command_and_is_one_in_a_message(
+    talk: Callable[..., Conversation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversation = talk()
+    chat = Chat(conversation._decoder, conversation, Showing(Roles("a", "b"), plain=True))
+    for name in ("one talk", "onetwo/", ".hidden", "o\x1b[2J"):
+        (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).touch()
+    for line, ways in {
+        "/s": ["/save ", "/set ", "/stats", "/system "], "/he": ["/help"], "/no": [], "/system ": [], "/clear ": [],
+        "/set t": ["/set temperature ", "/set top_p ", "/set top_k "],
+        f"/load {tmp_path}/": [f"/load {tmp_path}/{name}" for name in ("one talk", "onetwo/")],
+        f"/save {tmp_path}/.": [f"/save {tmp_path}/.hidden"], f"/load {tmp_path}/nowhere/": [], "/load ~nobody-here/": [],
+    }.items():  # fmt: skip
+        assert chat._completions(line) == ways
+    lines = Lines(None, chat._is_command, chat._completions, is_bold=False)
+    for line, word, whole_words in (
+        (f"/load {tmp_path}/one t", "t", ["talk"]), ("/sy", "/sy", ["/system "]), ("é /s", "/s", ["/s\t"]), ("a ", "", ["\t"]),
+    ):  # fmt: skip
+        editor = SimpleNamespace(get_line_buffer=lambda line=line: f"{line} x", get_endidx=lambda line=line: len(line.encode()))
+        monkeypatch.setattr("specdec.chat_lines.editor", editor)
+        found = [lines._complete(word, i) for i in range(2)]
+        assert found == [*whole_words, None]
+
+
+def test_a_talk_outlives_its_terminal(model: Path, tmp_path: Path) -> None:
+    """A first message out of a file, a terminal that is closed, and the talk in the next session; none with --no-history."""
+    question = tmp_path / "question.txt"
+    question.write_text("/usr/bin is\n" + "what? " * 20)
+    arguments = ["chat", "-m", model, "-s", 5, "--max-tokens", 5, "-j", 1]
+    last = tmp_path / "specdec" / "last-talk"
+    with Job([*arguments, "-i", "Say:", "-f", question, "--no-history"], XDG_STATE_HOME=str(tmp_path)) as job:
+        job.read_until(word="5 tok")
+        job.type(b"/load\r")
+        job.read_until(word="name is missing")
+    assert not last.exists()
+    with Job([*arguments, "-i", "Say:", "-f", question], XDG_STATE_HOME=str(tmp_path)) as job:
+        job.read_until(word="5 tok")
+        os.kill(job.pid, signal.SIGHUP)
+        assert int(job.report()) == 128 + signal.SIGHUP
+    content = json.loads(last.read_text())
+    assert content["messages"][0]["content"] == "Say:\n\n" + question.read_text().strip()
+    assert last.stat().st_mode & 0o777 == 0o600
+    with Job(arguments, XDG_STATE_HOME=str(tmp_path)) as job:
+        job.read_until(word="/load goes on with the last talk")
+        job.type(b"/load\r")
+        job.read_until(word="1 turn from the last talk")
+        job.type(b"/save %s\r" % str(tmp_path / "kept").encode())
+        job.read_until(word="saved in")
+    assert json.loads((tmp_path / "kept").read_text()) == content
+
+
+def test_a_full_disk_costs_neither_the_history_nor_a_saved_talk(
+    talk: Callable[..., Conversation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversation, kept, history = talk(), tmp_path / "kept", tmp_path / "history"
+    conversation.save(kept)
+    history.write_text('"one"\n')
+    before = kept.read_text()
+    lines = Lines(history, lambda _: False, lambda _: [], is_bold=False)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        lines._remember("two")
+        with pytest.raises(ValueError, match="kept: No space left on device"):
+            conversation.save(kept)
+    assert (history.read_text(), kept.read_text()) == ('"one"\n', before)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["history", "kept"]
+    lines._remember("x" * 100_000)  # a paste that no later session needs
+    lines._remember("two")
+    assert history.read_text() == '"one"\n"two"\n'
 
 
 def test_the_list_of_commands_fits_a_terminal() -> None:
