@@ -4,8 +4,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Generator, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -173,7 +173,7 @@ class Chat:
     def answer(self, events: Generator[Event | Prefill]) -> None:
         """Show an answer, until it or somebody's patience is at its end, and its figures."""
         statistics, n_dropped = Statistics(n_prompt=0), self._conversation.n_dropped
-        with closing(events), Keyboard().unheard():
+        with self._keeping(), closing(events), Keyboard().unheard():
             first = self._first(events)
             if left_out := (self._conversation.n_dropped - n_dropped) // 2:
                 turns = "turn is" if left_out == 1 else f"{left_out} turns are"
@@ -192,7 +192,6 @@ class Chat:
                     if signals.asked or view.ended:
                         statistics.stop_reason = "interrupted"
                         break
-        self._keep()
         statistics.plain_seconds = self._decoder.plain_seconds
         self._statistics = statistics
         if isinstance(view, SilentView):
@@ -240,12 +239,16 @@ class Chat:
                     self._out.print()
                     return
 
-    def _keep(self) -> None:
-        """The talk outlives whatever ends it: a terminal that is closed, a machine that goes down."""
-        if self._last:
-            with suppress(OSError):  # a home that cannot be written to
-                self._last.parent.mkdir(parents=True, exist_ok=True)
-                self._conversation.keep(self._last, 0o600)
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """Around an answer: the talk outlives whatever ends it, as a terminal that is closed or a machine that goes down."""
+        try:
+            yield
+        finally:
+            if self._last and self._conversation.messages:
+                with suppress(OSError):  # a home that cannot be written to
+                    self._last.parent.mkdir(parents=True, exist_ok=True)
+                    self._conversation.keep(self._last, 0o600)
 
     def _completions(self, line: str) -> list[str]:
         """What the beginning of a command may become: with its name, that of a setting, that of a file."""

@@ -453,6 +453,30 @@ def test_a_talk_outlives_its_terminal(model: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "kept").read_text()) == content
 
 
+def test_a_terminal_that_goes_in_the_middle_of_an_answer_costs_none_of_the_talk(
+    talk: Callable[..., Conversation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversation = talk()
+    chat = Chat(conversation._decoder, conversation, Showing(Roles("a", "b"), plain=True))
+    chat._last = tmp_path / "state" / "last-talk"
+
+    def gone(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    chat._obey(QUESTION)
+    with monkeypatch.context() as patch:
+        patch.setattr(AnswerView, "_put", gone)
+        patch.setattr(AnswerView, "show", lambda _, event: gone() if isinstance(event, Step) else None)
+        with pytest.raises(OSError, match="Input/output"):
+            chat._obey("And then?")
+    messages = json.loads(chat._last.read_text())["messages"]
+    assert [message["content"] for message in messages[::2]] == [QUESTION, "And then?"]
+    assert messages[3]["tokens"]
+    chat._obey("/clear")
+    chat._obey("robin " * 400)  # which the context does not hold
+    assert json.loads(chat._last.read_text())["messages"] == messages
+
+
 def test_a_full_disk_costs_neither_the_history_nor_a_saved_talk(
     talk: Callable[..., Conversation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
