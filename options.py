@@ -102,13 +102,15 @@ Samples = Annotated[
 Steps = Annotated[
     int | None,
     option(
-        *("-n", "--steps"), group=MOST_USED, metavar="N", min=0, show_default="256",
-        help="Tokens in all, the prompt's too; 0: as many as fit.",
+        *("-n", "--steps"), group=MOST_USED, metavar="N", min=0,
+        help="Tokens in all, the prompt's too; 0: as many as fit. [dim]\\[default: 256][/dim]",
     ),
 ]  # fmt: skip
 NewTokens = Annotated[
     int | None,
-    option("--max-tokens", group=MOST_USED, metavar="N", min=1, help="New tokens at most, whatever the prompt has; for -n."),
+    option(
+        "--max-tokens", group=MOST_USED, metavar="N", min=1, help="New tokens at most, the prompt's not counted; instead of -n."
+    ),
 ]
 Temperature = Annotated[float, option("-t", "--temperature", group=MOST_USED, metavar="X", min=0.0, help="0 is greedy.")]
 TopP = Annotated[
@@ -220,7 +222,8 @@ SystemPrompt = Annotated[
 ]
 FirstMessage = Annotated[str, option("-i", "--prompt", group="Text", metavar="TEXT", callback=as_utf8, help="The first message.")]
 FirstMessageFile = Annotated[
-    str, option("-f", "--file", group="Text", metavar="FILE", help="This text goes behind -i; what a pipe says behind both.")
+    str,
+    option("-f", "--file", group="Text", metavar="FILE", help="A file's text, behind that of -i; a pipe's comes behind both."),
 ]
 StepsOfATalk = Annotated[int | None, typer.Option("-n", "--steps", hidden=True, callback=_is_told)]
 AnswerTokens = Annotated[int, option("--max-tokens", group="Text", metavar="N", min=1, help="Tokens of an answer at most.")]
