@@ -40,7 +40,7 @@ PASTES, NO_PASTES = b"\x1b[?2004h", b"\x1b[?2004l"
 def state_folder() -> Path:
     """Where is what outlives a session."""
     state = os.environ.get("XDG_STATE_HOME", "")
-    return (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state") / "specdec"
+    return Path(state if os.path.isabs(state) else os.path.expanduser("~/.local/state"), "specdec")
 
 
 class Lines:
@@ -199,9 +199,11 @@ def _add_to_history(message: str) -> None:
 
 def _speak_utf8() -> None:
     """Where the locale knows ASCII alone, as LC_ALL=C does, the editor gets one that knows what terminals send."""
-    if codecs.lookup(locale.nl_langinfo(locale.CODESET) or "ascii").name != "ascii":
+    try:
+        is_ascii = codecs.lookup(locale.nl_langinfo(locale.CODESET) or "ascii").name == "ascii"
+    except LookupError:  # one that Python does not know
         return
-    for name in UTF8_LOCALES:
+    for name in UTF8_LOCALES if is_ascii else ():
         with suppress(locale.Error):
             locale.setlocale(locale.LC_CTYPE, name)
             os.environ["LC_ALL"] = name  # the editor asks itself

@@ -217,7 +217,7 @@ class Chat:
         """Until the person leaves. first: a message, whatever it begins with; state: a folder for what outlives the talk."""
         signals.text_begins()  # there is more to lose from here on than one answer
         self._last = state / LAST if state else None
-        is_kept = bool(self._last and self._last.exists())
+        is_kept = bool(self._last and os.path.exists(self._last))
         self._tell(f"/help lists the commands, {'/load goes on with the last talk, ' * is_kept}Ctrl-D leaves")
         if first:
             self._out.print(Text(f"{PROMPT}{_beginning(printable(first))}", "" if self._is_plain else "bold"))
@@ -337,7 +337,7 @@ class Chat:
         self._tell(f"saved in {name}")
 
     def _load(self, name: str) -> None:
-        if not name and self._last and not self._last.exists():
+        if not name and self._last and not os.path.exists(self._last):
             raise ValueError("no talk has been kept yet; name a file")
         path = self._last if not name and self._last else _path(name)
         model, here = self._conversation.load(path), self._conversation.model

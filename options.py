@@ -26,7 +26,7 @@ def as_utf8(value: Any) -> Any:
     return value
 
 
-def _is_told(value: object) -> None:
+def _refuse_steps(value: object) -> None:
     """llama2.c's -n, where a person may look for it."""
     if value is not None:
         raise typer.BadParameter("it counts the prompt too, of which a talk has many; --max-tokens N limits an answer.")
@@ -225,7 +225,7 @@ FirstMessageFile = Annotated[
     str,
     option("-f", "--file", group="Text", metavar="FILE", help="A file's text, behind that of -i; a pipe's comes behind both."),
 ]
-StepsOfATalk = Annotated[int | None, typer.Option("-n", "--steps", hidden=True, callback=_is_told)]
+StepsOfATalk = Annotated[int | None, typer.Option("-n", "--steps", hidden=True, callback=_refuse_steps)]
 AnswerTokens = Annotated[int, option("--max-tokens", group="Text", metavar="N", min=1, help="Tokens of an answer at most.")]
 TemplateFile = Annotated[
     str, option("--template", group="Models", metavar="FILE", help="Chat template (Jinja). By default the model's own.")

@@ -96,12 +96,12 @@ def to_table(report: Report, width: int) -> Group:
     if room >= len(HEADS[-1]) and len(widths) == len(HEADS):
         widths.append(room)
 
-    def block(title: str, rows: list[tuple[str, ...]]) -> Table:
+    def block(title: str, figures: list[tuple[str, ...]]) -> Table:
         table = Table.grid(padding=(0, 1, 0, 0))
         for i, column in enumerate(widths):
             table.add_column(min_width=column, justify="right" if 0 < i < len(HEADS) else "left")
-        heads = [Text(title, "bold"), *(Text(head, "dim") for head in HEADS)]
-        for row in (heads, *rows):
+        table.add_row(*[Text(title, "bold"), *(Text(head, "dim") for head in HEADS)][: len(widths)])
+        for row in figures:
             table.add_row(*row[: len(widths)])
         return table
 
