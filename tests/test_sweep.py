@@ -478,9 +478,9 @@ def test_texts_that_differ_end_it_with_code_1(
 
 
 REFUSED: dict[str, tuple[list[object], str]] = {
-    "no length": (["--max-tokens", "5,x"], "--tokens"),
-    "length 0": (["--max-tokens", "0"], "--tokens"),
-    "nothing": (["--max-tokens", ","], "--tokens"),
+    "no length": (["--max-tokens", "5,x"], "--max-tokens"),
+    "length 0": (["--max-tokens", "0"], "--max-tokens"),
+    "nothing": (["--max-tokens", ","], "--max-tokens"),
     "gamma": (["-g", "64"], "--gammas"),
     "temperature": (["--temperatures", "-1"], "--temperatures"),
     "no temperature": (["--temperatures", "nan"], "--temperatures"),
