@@ -49,6 +49,7 @@ Gamma = int | Literal["auto"]
 TreeMode = Literal["auto", "on", "off"]
 NGRAM_SECONDS = 3e-4  # what a target's token has to take for n-grams to be looked for: that costs up to 5 us of Python
 TREE_SECONDS = 2e-3  # what it has to take for trees to be tried: growing one costs up to 100 us of Python
+TARGET_SHARE = 0.75  # of the memory beside its weights, that the target's text may take; what drafts gets along with the rest
 LEAST_SAVING = 0.95  # of a draft token's time, that a narrow head has to come below
 TRIAL_SECONDS, TRIAL_TOKENS, TRIAL_MARGIN = 0.05, 4, 1.25  # of the choice of threads; all of them unless so much slower
 
@@ -200,8 +201,10 @@ class SpeculativeDecoder:
                 )
             return draft, None, vocabulary
         model, vocabulary = self._draft(f"the {parameter}", draft, n_threads, kind, is_asked, progress)
-        if model.n_positions < self.target.n_positions:
-            model = Transformer(model.config, model.weights, model.n_threads, self.target.n_positions, model.kv)
+        most = self.target.n_positions
+        n = model.positions_within((1 - TARGET_SHARE) * self._room - model.weights.n_bytes, most)
+        if model.n_positions < n or n < most:  # beyond them it sees a window
+            model = Transformer(model.config, model.weights, model.n_threads, n, model.kv)
         return None, model, vocabulary
 
     def _draft(
@@ -423,22 +426,23 @@ class SpeculativeDecoder:
 
     @property
     def n_positions(self) -> int:
-        """How long a text may get: the target's context, or as much of it as the machine's memory holds beside the weights."""
-        n = self.target.n_positions
-        room = physical_memory_bytes() - sum(model.weights.n_bytes for model in self._models)
-        while n > 1 and self._text_bytes(n) > room:
-            n -= max(1, n // 64)
-        return n
+        """How long a text may get: the target's context, or as much of it as its share of the machine's memory holds.
 
-    def _text_bytes(self, n_positions: int) -> int:
-        return sum(model.text_bytes(n_positions) for model in self._models)
+        It does not depend on what drafts: a conversation would lose other turns, and a text would end elsewhere.
+        """
+        return self.target.positions_within(TARGET_SHARE * self._room, self.target.n_positions)
+
+    @property
+    def _room(self) -> float:
+        """Bytes of memory beside the target's weights."""
+        return physical_memory_bytes() - self.target.weights.n_bytes
 
     def _check_memory(self, n_tokens: int) -> None:
         n = min(n_tokens, self.target.n_positions)
         if n > (most := self.n_positions):
             raise ValueError(
-                f"a text of {n} tokens needs {self._text_bytes(n) / 2**30:.1f} GiB beside the weights; this machine's memory has "
-                f"room for {most} tokens (-n, max_tokens)"
+                f"a text of {n} tokens needs {self.target.text_bytes(n) / 2**30:.1f} GiB beside the weights; this machine's "
+                f"memory has room for {most} tokens (-n, max_tokens)"
             )
 
     def generate(

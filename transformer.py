@@ -175,6 +175,12 @@ class Transformer:
         item_bytes = dict.fromkeys(shapes, 4) | dict.fromkeys(CACHED, np.dtype(KV_CACHES[self._kv].dtype).itemsize)
         return sum(item_bytes[name] * math.prod(shape) for name, shape in shapes.items())
 
+    def positions_within(self, n_bytes: float, most: int) -> int:
+        """How many positions a text may have that takes so many bytes (`text_bytes`): 1 to `most`."""
+        while most > 1 and self.text_bytes(most) > n_bytes:
+            most -= max(1, most // 64)
+        return most
+
     def forward(self, tokens: Sequence[int], n_logits: int = 1) -> Float32:
         """Logits (n_logits, V) at the last of the tokens of a text, valid until the next call; runs what the cache does not hold.
 

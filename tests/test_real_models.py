@@ -11,7 +11,7 @@ import pytest
 
 from specdec import Sampling, SpeculativeDecoder, Step
 from specdec.architectures.gpt2 import GPT2
-from specdec.decoder import load_model
+from specdec.decoder import TARGET_SHARE, load_model
 from specdec.readers import CheckpointError
 from specdec.tokenizer import TokenizerError
 from tests.folders import FIXTURES, safetensors_bytes
@@ -215,16 +215,34 @@ def test_the_memory_is_told_before_a_text_that_does_not_fit(
 ) -> None:  # fmt: skip
     target = folder(tmp_path / "target", positions=100_000)
     model = load_model(target)
-    room = model.weights.n_bytes + model.text_bytes(3000)
+    room = model.weights.n_bytes + model.text_bytes(3000) / TARGET_SHARE
     monkeypatch.setattr("specdec.decoder.physical_memory_bytes", lambda: room)
     n = SpeculativeDecoder(target).n_positions
     assert 2900 < n <= 3000
     code, _, err = run("-m", target, "-n", 50_000)
     assert code == 2 and f"has room for {n} tokens" in err and err.count("\n") == 1
-    monkeypatch.setattr("specdec.decoder.physical_memory_bytes", lambda: model.weights.n_bytes + model.text_bytes(300))
+    monkeypatch.setattr(
+        "specdec.decoder.physical_memory_bytes", lambda: model.weights.n_bytes + model.text_bytes(300) / TARGET_SHARE
+    )
     code, out, err = run("-m", target, "-n", 0, "-s", 1, "-t", 4, "-p", 0, "--json")
     assert code == 0 and "of the 100000 tokens of the target's context" in err
     assert json.loads(out)["n_generated"] <= 320
+
+
+def test_how_long_a_text_may_get_does_not_depend_on_the_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """What drafts sees as much of the text as the rest of the memory holds; where that is nothing, it guesses nothing."""
+    target = folder(tmp_path / "target", positions=100_000)
+    model = load_model(target)
+    texts = []
+    for text_bytes in (model.text_bytes(600), 0):
+        room = model.weights.n_bytes + (model.text_bytes(3000) + text_bytes) / TARGET_SHARE
+        monkeypatch.setattr("specdec.decoder.physical_memory_bytes", lambda room=room: room)
+        alone, pair = SpeculativeDecoder(target), SpeculativeDecoder(target, "self")
+        assert pair.draft is not None and pair.draft.n_positions < alone.n_positions == pair.n_positions
+        texts += [decoder.generate([1], 900, temperature=0.0).tokens for decoder in (alone, pair)]
+    assert texts[0] == texts[1] == texts[2] == texts[3]
 
 
 def test_a_bad_folder_is_one_line(run: Run, tmp_path: Path) -> None:  # noqa: F811
