@@ -1,6 +1,7 @@
 """int8: the layout, the products, the promises about bits, and what it costs in accuracy and memory."""
 
 import functools
+import itertools
 import math
 import os
 import subprocess
@@ -167,6 +168,7 @@ def test_every_instruction_is_chosen_by_the_feature_that_promises_it():
     assert best_dot4("") == "portable"
 
 
+OLDER_CPU = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma,+bmi,+bmi2,+lzcnt,+popcnt"}
 INT8_LOGITS = """
 from specdec.machine.vectors import CPU_FEATURES
 from specdec.weights.int8 import best_dot4
@@ -179,10 +181,9 @@ print(best_dot4(CPU_FEATURES), int8_model(config).forward(tokens_for(config, 20)
 @pytest.mark.skipif(not {"+avx2", "+fma"} <= set(FEATURES), reason="plays an x86 CPU with AVX2")
 def test_a_cpu_never_runs_what_was_cached_for_another_and_says_the_same():
     """This CPU, then one with AVX2 as its widest instructions, which finds the first one's machine code in the cache."""
-    older = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma,+bmi,+bmi2,+lzcnt,+popcnt"}
     here, there = (
         subprocess.check_output([sys.executable, "-c", INT8_LOGITS], cwd=ROOT, env=os.environ | cpu, text=True).split()
-        for cpu in ({}, older)
+        for cpu in ({}, OLDER_CPU)
     )
     assert (here[0], there[0]) == (best_dot4(CPU_FEATURES), "portable")
     assert here[1] == there[1]
@@ -394,10 +395,15 @@ def test_an_int8_target_has_its_own_text_with_any_draft():
 
 
 def test_the_environment_forces_the_portable_path():
-    command = [sys.executable, "-c", "from specdec.weights import int8; print(int8.INT8 is int8.PORTABLE_INT8)"]
-    for value, expected in (("1", "True"), ("0", "False"), ("", "False")):
-        environment = os.environ | {"SPECDEC_PORTABLE": value}
-        assert subprocess.check_output(command, cwd=ROOT, env=environment, text=True).strip() == expected
+    """On this CPU, and, on x86, on one that has no instruction for sums of bytes."""
+    code = "from specdec.weights.int8 import *; print(best_dot4(CPU_FEATURES), DOT4, INT8 is PORTABLE_INT8)"
+    cpus = [{}, OLDER_CPU] if {"+avx2", "+fma"} <= set(FEATURES) else [{}]
+    for cpu, value in itertools.product(cpus, ("1", "0", "")):
+        environment = os.environ | cpu | {"SPECDEC_PORTABLE": value}
+        best, *told = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=environment, text=True).split()
+        expected = "portable" if value == "1" else best
+        assert told == [expected, str(expected == "portable")]
+        assert best == "portable" or not cpu
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
