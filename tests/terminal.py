@@ -43,9 +43,9 @@ def hear_signals() -> None:
 
 
 @contextlib.contextmanager
-def started(arguments: Sequence[object], **more: Any) -> Iterator[Any]:
+def started(arguments: Sequence[object], command: Sequence[str] = COMMAND, **more: Any) -> Iterator[Any]:
     """A process with pipes that is gone at the end, whatever happened."""
-    command = [*COMMAND, *map(str, arguments)]
+    command = [*command, *map(str, arguments)]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": hear_signals} | more
     with subprocess.Popen(command, **options) as process:
         try:

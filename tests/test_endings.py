@@ -1,7 +1,6 @@
 """However it ends: signals at any moment, Ctrl-Z, settings and machines that do not fit; the terminal is always given back."""
 
 import contextlib
-import fcntl
 import json
 import os
 import random
@@ -12,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -19,7 +19,7 @@ import specdec
 from specdec import interrupts
 from tests.checkpoints import ROOT
 from tests.conftest import Pair
-from tests.terminal import COMMAND, PROMPT, Job, Screen, catches, endless, started, wait_until, with_pair
+from tests.terminal import COMMAND, LONGEST, PROMPT, Job, Screen, catches, endless, started, wait_until, with_pair
 
 INT, TERM, HUP, STOP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP
 
@@ -66,30 +66,49 @@ def test_a_signal_sent_again_as_timeout_does_leaves_the_text_so_far_and_nohup_is
 
 
 def test_a_signal_with_json_still_gives_one_object(pair: Pair) -> None:
-    with Job(endless(pair, "-n", 0, "--json")) as job:
-        job.read_until(word="loading")
-        job.read_until(word="\r ")  # the line is erased, and the text begins
-        time.sleep(0.2)
+    code = """
+import specdec
+from specdec.decoding import Statistics
+def telling(statistics, step, add=Statistics._add_step):
+    add(statistics, step)
+    print("a step", flush=True)
+Statistics._add_step = telling
+specdec.main()
+"""
+    with Job(endless(pair, "-n", 0, "--json"), command=[sys.executable, "-c", code]) as job:
+        job.read_until(word="a step")
         os.kill(job.pid, INT)
-        code, _ = end(job)
-    assert code == 130
+        status, _ = end(job)
+    assert status == 130
     result = json.loads(job.raw[job.raw.index(b"{") :])
     assert result["stop_reason"] == "interrupted"
     assert result["text"].startswith(PROMPT)
     assert len(result["tokens"]) == result["n_generated"] > 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no small pipes")
-def test_a_reader_that_sleeps_keeps_nobody_from_ending_it(pair: Pair) -> None:
-    """The pipe is full, so the text cannot be finished."""
-    with started(endless(pair, "-n", 0)) as process:
-        fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
+def fill(pipe: IO[bytes]) -> None:
+    """To the last byte, so that whoever writes to it waits."""
+    end = os.open(f"/proc/self/fd/{pipe.fileno()}", os.O_WRONLY | os.O_NONBLOCK)
+    for size in (4096, 1):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(end, b" " * size)
+    os.close(end)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems open no pipe by its number")
+@pytest.mark.parametrize(("patience", "is_sent_again"), [(0.2, False), (1e6, True)])
+def test_a_reader_that_sleeps_keeps_nobody_from_ending_it(pair: Pair, patience: float, is_sent_again: bool) -> None:
+    """The pipe is full, so the text cannot be finished: it ends when patience does, or by a second signal."""
+    seconds = f"interrupts.PATIENCE_SECONDS, interrupts.SAME_WISH_SECONDS = {patience}, 0.0"
+    code = f"import specdec; from specdec import interrupts; {seconds}; specdec.main()"
+    with started(endless(pair, "-n", 0), command=[sys.executable, "-c", code]) as process:
         process.stdout.read(100)
-        time.sleep(0.5)
+        fill(process.stdout)
         process.send_signal(TERM)
-        time.sleep(interrupts.SAME_WISH_SECONDS + 0.1)
-        process.send_signal(TERM)
-        assert process.wait(2) == 128 + TERM
+        if is_sent_again:
+            wait_until(lambda: process.send_signal(TERM) or process.poll() is not None)
+        assert process.wait(LONGEST) == 128 + TERM
         assert process.stderr.read() == b""
 
 
