@@ -31,7 +31,8 @@ from .options import (
     WhatToQuantize,
 )
 from .progress import TIMING, loading
-from .templates import LLAMA2, RENDERING
+from .readers import is_llama2c
+from .templates import LLAMA2_NAME, RENDERING
 from .wiring import NONE, check_arguments, decoder_of, found, made_with, roles_of, say, seed_of, titles_of, writing
 
 
@@ -80,11 +81,13 @@ def talk(
     seed = seed_of(seed)
     sources = found(model, draft, stage, tokenizer=tokenizer, more=RENDERING)
     with loading() as show:
+        is_guess = not template and is_llama2c(Path(sources[0]))
+        template = LLAMA2_NAME if is_guess else template
         decoder = decoder_of(sources, tokenizer, quantize, kv, threads, show, template=template or None)
         decoder.encode_chat([{"role": chat.USER, "content": ""}])  # a model that cannot chat is told before it is warm
         show(TIMING)
         decoder.warm_up()
-    if decoder.chat_template.source == LLAMA2 and not template:
+    if is_guess:
         say(f"{titles_of(model)[0]} names no chat template; that of Llama 2 is used, which a story model was not taught")
     settings = chat.Settings(temperature, top_p, top_k, seed, max_tokens)
     conversation = chat.Conversation(decoder, system, settings, model, made_with(decoder))

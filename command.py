@@ -260,7 +260,7 @@ def _advice(decoder: SpeculativeDecoder, statistics: Statistics) -> str:
     n_drafted = sum(statistics.drafted_histogram[1:])
     if decoder.gamma == AUTO and n_drafted < statistics.target_passes / 4:
         return f"a draft does not pay here: {n_drafted} of {statistics.target_passes} passes had one"
-    if decoder.gamma != AUTO and 0 < statistics.speed_up < 1:
+    if decoder.gamma != AUTO and statistics.speed_up and statistics.speed_up < 1:
         return "-g does not pay here: leave it out"
     return ""
 

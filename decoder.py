@@ -6,17 +6,17 @@ import os
 import threading
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from .architectures import architecture_of
 from .checks import file_name, ids, is_list, one_of, short, strings, text, whole
 from .costs import costs_of, head_seconds, tree_costs_of
-from .decoding import VERIFIERS, Event, Prefill, Proposal, Statistics, Step, VerifyMode, behind_prefill, decode
+from .decoding import VERIFIERS, Event, Generation, Prefill, Prompt, Step, VerifyMode, behind_prefill, decode
 from .drafters import Drafter, ModelDrafter, TreeDrafter
-from .files import find, find_tokenizer
+from .files import find
 from .heads import NarrowHead, Thrift, may_narrow
+from .loading import Progress, loaded, opened, tell_nobody, tokenizer_of
 from .machine.ahead import end
 from .machine.memory import physical_memory_bytes
 from .machine.threads import available_threads, give_lock
@@ -24,17 +24,17 @@ from .ngram_table import NgramTable, is_table, load_table
 from .ngrams import NgramDrafter
 from .planning import MARGIN_RATES, MAX_GAMMA, ODDS_RATES, Acceptance, AutoLength, Costs, FixedLength, Plan
 from .quantizing import copy_of, kinds_to_make
-from .readers import Checkpoint, CheckpointError, load_checkpoint, read_vocabulary
+from .readers import Checkpoint, load_checkpoint
 from .sampling import Sampler, Sampling
 from .stages import Account, Guesser, StagedDrafter
 from .templates import ChatTemplate, Message, TemplateError, template_of
 from .tokenizer import AnyTokenizer
 from .tokenizer_gguf import gguf_tokenizer
-from .tokenizer_json import TOKENIZER_FILE, JsonTokenizer, load_tokenizer
+from .tokenizer_json import TOKENIZER_FILE, JsonTokenizer
 from .transformer import KV, Transformer, compile_passes, read
 from .tree_planning import STATIC_RATES, AutoTree, StaticTree, TreeCosts, new_acceptances
 from .vocabulary import LEAST_KNOWN, MOST_PADDING, Vocabulary, common_vocabulary, known_ids
-from .weights import INT8, Kind
+from .weights import Kind
 from .wording import worded
 
 DEFAULT_SAMPLING = Sampling()
@@ -42,7 +42,6 @@ SELF = "self"  # as a draft: a copy of the target in fewer bits
 NGRAM: Literal["ngram"] = "ngram"  # as a draft: what followed in the text before
 Ngrams = Literal["ngram"] | NgramTable  # of the text alone, or of a table too
 Draftable = str | os.PathLike[str] | Transformer | NgramTable
-Progress = Callable[[str, float], None]  # is told the name of a model and the share of it that is loaded
 AUTO: Literal["auto"] = "auto"
 FIXED_GAMMA = 4  # where the clock must not decide
 Gamma = int | Literal["auto"]
@@ -54,45 +53,29 @@ LEAST_SAVING = 0.95  # of a draft token's time, that a narrow head has to come b
 TRIAL_SECONDS, TRIAL_TOKENS, TRIAL_MARGIN = 0.05, 4, 1.25  # of the choice of threads; all of them unless so much slower
 
 
-def tell_nobody(name: str, share: float) -> None:
-    """Of a `Progress` that nobody watches."""
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What `SpeculativeDecoder.generate` returns; `text, statistics = ...` takes it apart.
-
-    text: prompt and continuation; statistics: the figures; tokens: those that were generated, an end mark not counted;
-    continuation: their text.
-    """
-
-    text: str
-    statistics: Statistics
-    tokens: list[int]
-    continuation: str
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.text, self.statistics))
-
-
 class SpeculativeDecoder:
     """A target, a draft that proposes for it, and their tokenizer.
 
-    target, draft: Hugging Face folders, GGUF files, names on the hub ("org/name", "org/name:Q4_K_M"), paths of llama2.c files
-    (also looked for in models/) or loaded `Transformer`s; without a draft, plain decoding; the draft "self" is an int8 or
-    int4 copy of the target, "ngram" what followed in the text before, a table of n-grams (`specdec ngrams`) or its path that
-    and what the table counted. stage: what drafts for a draft model, which judges it before the target sees anything:
-    "ngram", a table or a smaller model; it changes the speed alone. tokenizer: a path or a tokenizer; found in the target's
-    folder or file, beside it or in models/ where not given. gamma: draft tokens a step, 1 to 63, or "auto": as many as pay.
-    verify: "coupled" (the text is the plain run's of the same seed), "rejection" (Leviathan et al. 2023) or "block" (Sun et
-    al. 2024), which have the plain run's distribution. tree: token trees, several candidates for a place: "on", "off" or
-    "auto", where they pay, with gamma "auto" and coupled verification; a draft that is no model, or has a stage, proposes
-    chains. n_threads: by default all cores, or fewer where a trial shows that they are faster; it changes no text. quantize:
-    what models that are named, not loaded, become where their weights are floats: "target", "draft" (and its stage) or "both"
-    become int8, "none" does; as "draft=int4" or "target=int8,draft=int4" what is said; a draft's changes no text, a target's
-    does. template: the file of a chat template, by default the model's own. kv: what models that are named keep keys and values
-    in, as `Transformer` says, drafts by default in what their target does; the target's changes the text. progress: is told the
-    name of a model and the share of it that is loaded.
+    target: a Hugging Face folder, a GGUF file, a name on the hub ("org/name", "org/name:Q4_K_M"), the path of a llama2.c file,
+        also looked for in models/, or a loaded `Transformer`.
+    draft: the same; "ngram", the default: what followed in the text before; a table of n-grams (`specdec ngrams`) or its path:
+        that, and what the table counted; "self": an int8 or int4 copy of the target; None: the target decodes alone.
+    tokenizer: a path or a tokenizer; found in the target's folder or file, beside it or in models/ where not given.
+    stage: what drafts for a draft model, which judges it before the target sees anything: "ngram", a table or a smaller model;
+        it changes the speed alone.
+    gamma: draft tokens a step, 1 to 63, or "auto": as many as pay.
+    verify: "coupled" (the text is the plain run's of the same seed), "rejection" (Leviathan et al. 2023) or "block" (Sun et al.
+        2024), which have the plain run's distribution.
+    tree: token trees, several candidates for a place: "on", "off" or "auto", where they pay, with gamma "auto" and coupled
+        verification; a draft that is no model, or has a stage, proposes chains.
+    n_threads: by default all cores, or fewer where a trial shows that they are faster; it changes no text.
+    quantize: what models that are named, not loaded, become where their weights are floats: "target", "draft" (and its stage)
+        or "both" become int8, "none" does; as "draft=int4" or "target=int8,draft=int4" what is said; a draft's changes no text,
+        a target's does.
+    template: the file of a chat template, or "llama2", which llama2.c exports of Llama 2 chat need; by default the model's own.
+    kv: what models that are named keep keys and values in, as `Transformer` says, drafts by default in what their target does;
+        the target's changes the text.
+    progress: is told the name of a model and the share of it that is loaded.
 
     >>> decoder = SpeculativeDecoder("stories6M.bin", "stories650K.bin")
     >>> decoder.generate("Once upon a time", 20, temperature=0).continuation
@@ -111,7 +94,7 @@ class SpeculativeDecoder:
     def __init__(
         self,
         target: str | os.PathLike[str] | Transformer,
-        draft: Draftable | None = None,
+        draft: Draftable | None = NGRAM,
         tokenizer: str | os.PathLike[str] | AnyTokenizer | None = None,
         *,
         stage: Draftable | None = None,
@@ -131,9 +114,9 @@ class SpeculativeDecoder:
         self.tree = tree
         if n_threads is not None:
             whole("n_threads", n_threads, 1, available_threads())
-        source = None if isinstance(target, Transformer) else _opened("target", target)
+        source = None if isinstance(target, Transformer) else opened("target", target)
         rows = (target if isinstance(target, Transformer) else cast(Checkpoint, source)).config.vocab_size
-        self.tokenizer = _tokenizer(tokenizer, source, rows)
+        self.tokenizer = tokenizer_of(tokenizer, source, rows)
         self._template_of = functools.partial(template_of, source and replace(source, tensors={}), self.tokenizer.path, template)
         self._template: ChatTemplate | None = None
         self._keys = source.vocabulary if source and tokenizer is None else {}  # that the tokenizer was made of
@@ -143,7 +126,7 @@ class SpeculativeDecoder:
         self.target = (
             target
             if isinstance(target, Transformer)
-            else _loaded(cast(Checkpoint, source), kinds["target"], n_threads, None, progress, kv)
+            else loaded(cast(Checkpoint, source), kinds["target"], n_threads, None, progress, kv)
         )
         self._kv = self.target.kv if kv == AUTO else kv  # of drafts
         is_asked = "draft=" in quantize or "both=" in quantize
@@ -234,7 +217,7 @@ class SpeculativeDecoder:
             vocabulary = common_vocabulary(self.tokenizer, rows, source.path, draft_rows)
         else:
             vocabulary = self._alike(f"{name} {draft}", draft_rows)
-        return _loaded(source, kind, n_threads, self.target.n_positions, progress, self._kv), vocabulary
+        return loaded(source, kind, n_threads, self.target.n_positions, progress, self._kv), vocabulary
 
     def _alike(self, name: str, rows: int) -> Vocabulary:
         """Of a draft without a tokenizer of its own. Raises ValueError for one that cannot share the target's."""
@@ -345,8 +328,29 @@ class SpeculativeDecoder:
         *,
         stop: str | Sequence[str] = (),
     ) -> Iterator[Event]:
-        """The answer to a conversation: `stream` of `encode_chat`; what the caches hold of it is not run again."""
-        return self.stream(self.encode_chat(messages), max_tokens, sampling, stop=stop)
+        """The answer to a conversation as it comes: `stream` of `encode_chat`, but that its `Prompt` has no text.
+
+        What the caches hold of the conversation is not run again.
+        """
+        events = self.stream(self.encode_chat(messages), max_tokens, sampling, stop=stop)
+        return (replace(event, text="") if isinstance(event, Prompt) else event for event in events)
+
+    def answer(
+        self,
+        messages: Sequence[Message],
+        max_tokens: int = 1024,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        *,
+        stop: str | Sequence[str] = (),
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+    ) -> Generation:
+        """The whole answer to a conversation, which is the generation's text; all else as `generate` and `encode_chat` say."""
+        sampling = _with_fields(sampling, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        with self._turn:
+            return self._generation(self.chat(messages, max_tokens, sampling, stop=stop))
 
     def read(self, tokens: list[int]) -> Iterator[float]:
         """Run a prompt's tokens into the caches, some at a time; tells the share of that work that is done, 0 at first.
@@ -452,25 +456,24 @@ class SpeculativeDecoder:
         sampling: Sampling = DEFAULT_SAMPLING,
         *,
         stop: str | Sequence[str] = (),
-        **settings: Any,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
     ) -> Generation:
         """The whole text, its tokens and its statistics; parameters and errors are those of `stream`.
 
-        settings: temperature, top_k, top_p and seed, those of `Sampling`, where they are not the sampling's. Threads that call
-        it on one decoder wait for each other.
+        temperature, top_k, top_p, seed: the sampling's, where they are not given here. Threads that call it on one decoder wait
+        for each other.
         """
-        if settings and isinstance(sampling, Sampling):
-            sampling = replace(sampling, **settings)
-        prompt = self.encode(prompt)
-        tokens, texts, statistics = list[int](), list[str](), Statistics(n_prompt=len(prompt))
+        sampling = _with_fields(sampling, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         with self._turn:
-            for event in self.stream(prompt, max_tokens, sampling, stop=stop):
-                statistics.add(event)
-                if not isinstance(event, Proposal):
-                    texts.append(event.text)
-                    tokens += event.tokens if isinstance(event, Step) else []
-        statistics.plain_seconds = self.plain_seconds
-        return Generation("".join(texts), statistics, tokens, "".join(texts[1:]))
+            return self._generation(self.stream(prompt, max_tokens, sampling, stop=stop))
+
+    def _generation(self, events: Iterator[Event]) -> Generation:
+        generation = Generation.of(events)
+        generation.statistics.plain_seconds = self.plain_seconds
+        return generation
 
     @property
     def weights(self) -> str:
@@ -544,6 +547,12 @@ def _check_trees(tree: TreeMode, verify: VerifyMode) -> None:
         raise ValueError("tree is 'on', and verify is 'block', which judges chains alone; leave one of them out")
 
 
+def _with_fields(sampling: Sampling, **fields: Any) -> Sampling:
+    """That sampling, but for the fields that are given."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    return replace(sampling, **given) if given and isinstance(sampling, Sampling) else sampling
+
+
 def _rebuilt(
     target: Transformer,
     draft: Draftable | None,
@@ -559,44 +568,3 @@ def _rebuilt(
 
 def _ngram_drafter(ngrams: Ngrams | None, end_marks: Container[int]) -> NgramDrafter:
     return NgramDrafter(end_marks, ngrams if isinstance(ngrams, NgramTable) else None)
-
-
-def load_model(
-    path: str | os.PathLike[str], int8: bool = False, n_threads: int | None = None, n_positions: int | None = None, kv: KV = AUTO
-) -> Transformer:
-    """The model of a path or a name; int8: whether its weights become int8 where they are floats; all else as `Transformer` says.
-
-    Raises CheckpointError.
-    """
-    return _loaded(_opened("path", path), INT8 if int8 else None, n_threads, n_positions, tell_nobody, kv)
-
-
-def _opened(parameter: str, name: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint of that path or name."""
-    return load_checkpoint(find(file_name(parameter, name)))
-
-
-def _loaded(
-    checkpoint: Checkpoint, kind: Kind | None, n_threads: int | None, n_positions: int | None, progress: Progress, kv: KV
-) -> Transformer:
-    """The model in a checkpoint."""
-    name = checkpoint.path.name
-    try:
-        weights = architecture_of(checkpoint.config).pack(
-            checkpoint.config, checkpoint.tensors, kind, lambda share: progress(name, share)
-        )
-    except MemoryError as error:
-        raise CheckpointError(f"{checkpoint.path} does not fit: {error or 'there is no memory for its weights'}") from None
-    return Transformer(checkpoint.config, weights, n_threads, n_positions, kv)
-
-
-def _tokenizer(given: str | os.PathLike[str] | AnyTokenizer | None, target: Checkpoint | None, rows: int) -> AnyTokenizer:
-    """The tokenizer that was given, else the target's own or the one that lies where a llama2.c file's is looked for."""
-    if isinstance(given, AnyTokenizer):
-        return given
-    if given is None and target and target.vocabulary:
-        return gguf_tokenizer(target.path, target.vocabulary)
-    bos, marks = (target.bos, target.end_marks) if target else (None, {})
-    path = find_tokenizer(None if given is None else file_name("tokenizer", given), target.path if target else None, rows)
-    keys = {} if path.is_dir() or not path.exists() else read_vocabulary(path)
-    return gguf_tokenizer(path, keys) if keys else load_tokenizer(path, bos, marks)

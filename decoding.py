@@ -18,10 +18,10 @@ of a plain run.
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from .drafters import Draft, Drafter
 from .machine.vectors import Float32
@@ -54,7 +54,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The text has begun: the prompt's tokens, BOS first, have been run, in so many seconds. text: theirs."""
+    """The text has begun: the prompt's tokens, BOS first, have been run, in so many seconds. text: theirs; of a chat ""."""
 
     tokens: list[int]
     seconds: float
@@ -103,7 +103,7 @@ class Statistics:
     counted; prefill_seconds and decode_seconds: without loading and compiling.
     """
 
-    n_prompt: int
+    n_prompt: int = 0
     n_generated: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
@@ -118,6 +118,7 @@ class Statistics:
 
     def add(self, event: Event) -> None:
         if isinstance(event, Prompt):
+            self.n_prompt = len(event.tokens)
             self.prefill_seconds += event.seconds
         if isinstance(event, Step):
             self._add_step(event)
@@ -150,9 +151,9 @@ class Statistics:
         return self.decode_seconds / self.n_generated if self.n_generated else 0.0
 
     @property
-    def speed_up(self) -> float:
-        """Over the target alone, whose time for a token was measured in this run; 0 where it was not."""
-        return self.tokens_per_second * self.plain_seconds
+    def speed_up(self) -> float | None:
+        """Over the target alone, whose time for a token was measured in this run; None where it was not, or nothing written."""
+        return self.tokens_per_second * self.plain_seconds or None
 
     @property
     def tokens_per_pass(self) -> float:
@@ -161,6 +162,36 @@ class Statistics:
     @property
     def tokens_per_second(self) -> float:
         return self.n_generated / self.decode_seconds if self.decode_seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A whole text, of `SpeculativeDecoder.generate` or `answer`; `text, statistics = ...` takes it apart.
+
+    text: prompt and continuation, of an answer the continuation alone; statistics: the figures; tokens: those that were
+    generated, an end mark not counted; continuation: their text.
+    """
+
+    text: str
+    statistics: Statistics
+    tokens: list[int]
+    continuation: str
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> "Generation":
+        """What the events of a text come to."""
+        prompt, said, tokens, statistics = "", list[str](), list[int](), Statistics()
+        for event in events:
+            statistics.add(event)
+            if isinstance(event, Prompt):
+                prompt = event.text
+            elif isinstance(event, Step):
+                said.append(event.text)
+                tokens += event.tokens
+        return cls(prompt + "".join(said), statistics, tokens, "".join(said))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.text, self.statistics))
 
 
 class Verifier(Protocol):

@@ -228,7 +228,8 @@ FirstMessageFile = Annotated[
 StepsOfATalk = Annotated[int | None, typer.Option("-n", "--steps", hidden=True, callback=_refuse_steps)]
 AnswerTokens = Annotated[int, option("--max-tokens", group="Text", metavar="N", min=1, help="Tokens of an answer at most.")]
 TemplateFile = Annotated[
-    str, option("--template", group="Models", metavar="FILE", help="Chat template (Jinja). By default the model's own.")
+    str,
+    option("--template", group="Models", metavar="FILE", help="Chat template (Jinja), or llama2. By default the model's own."),
 ]
 NoHistory = Annotated[bool, flag("--no-history", group="Output", help="Remember no message over sessions.")]
 PlainChat = Annotated[bool, flag("--plain", group="Output", help="No colours.")]

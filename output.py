@@ -207,7 +207,7 @@ def to_json(statistics: Statistics, text: str, tokens: list[int], **extra: Any) 
             "decode_seconds": s.decode_seconds,
             "tokens_per_second": s.tokens_per_second,
             "acceptance_by_position": s.acceptance_by_position,
-            "speed_up": s.speed_up or None,
+            "speed_up": s.speed_up,
             "stop_reason": s.stop_reason,
         }
         | extra

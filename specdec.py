@@ -1,6 +1,10 @@
-"""Speculative decoding of llama2.c models on CPU threads: the command, and what `import specdec` offers as a library.
+"""Speculative decoding on CPU threads: a small model guesses, a large one checks, and the text is the large one's own.
 
-python specdec.py -m stories42M.bin -d stories15M.bin -i "Once upon a time"
+    from specdec import SpeculativeDecoder
+    print(SpeculativeDecoder("stories6M.bin", "stories650K.bin").generate("Once upon a time").text)
+
+The library is the names below, `SpeculativeDecoder` first. The package's modules are its inside and change with any version.
+As a command: specdec "Once upon a time", or in a checkout python specdec.py "Once upon a time"; --help has the options.
 """
 
 import os
@@ -25,8 +29,8 @@ if __spec__:
     __spec__.submodule_search_locations = __path__
 
 if TYPE_CHECKING:
-    from .decoder import Generation, SpeculativeDecoder
-    from .decoding import Prompt, Proposal, Statistics, Step
+    from .decoder import SpeculativeDecoder
+    from .decoding import Generation, Prompt, Proposal, Statistics, Step
     from .readers import CheckpointError
     from .sampling import Sampling
     from .templates import TemplateError
@@ -51,8 +55,8 @@ __all__ = [
 ]
 # Loaded when first asked for: an interrupt in the first second meets no half-imported library, and the library no command line.
 _ROOMS = {
-    "decoder": ("Generation", "SpeculativeDecoder"),
-    "decoding": ("Prompt", "Proposal", "Statistics", "Step"),
+    "decoder": ("SpeculativeDecoder",),
+    "decoding": ("Generation", "Prompt", "Proposal", "Statistics", "Step"),
     "readers": ("CheckpointError",),
     "sampling": ("Sampling",),
     "templates": ("TemplateError",),

@@ -19,7 +19,8 @@ from .workers import Unanswered, Worker
 
 Message = Mapping[str, Any]  # role, content; of an answer also tokens: the ids that it was written in
 
-# Llama 2's own, which its llama2.c exports were trained with
+# Llama 2's own, which its llama2.c exports were trained with: such files name none
+LLAMA2_NAME = "llama2"
 LLAMA2 = """{% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}{% set system = messages[0]['content'] %}\
 {% else %}{% set turns = messages %}{% set system = false %}{% endif %}\
 {% for message in turns %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
@@ -28,6 +29,7 @@ LLAMA2 = """{% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] 
 {% else %}{% set content = message['content'] %}{% endif %}\
 {% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}\
 {% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"""
+LLAMA2_VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
 TEMPLATE_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
 VARIABLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 GGUF_VARIABLES = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id"}
@@ -166,9 +168,9 @@ def checked(messages: Sequence[Message]) -> list[Message]:
 
 
 def template_of(checkpoint: Checkpoint | None, tokenizer: Path, given: str | os.PathLike[str] | None = None) -> ChatTemplate:
-    """The template of a model, or the one in a file; tokenizer: its file, for a model that came without one.
+    """The template of a model, or the one in a file, or Llama 2's, given by its name.
 
-    Raises TemplateError where there is none.
+    tokenizer: its file, for a model that came without one. Raises TemplateError where there is none.
     """
     if lacking := extras.missing(RENDERING):
         raise TemplateError(lacking)
@@ -184,12 +186,17 @@ def template_of(checkpoint: Checkpoint | None, tokenizer: Path, given: str | os.
             source = next((one.get("template") for one in source if isinstance(one, dict) and one.get("name") == "default"), None)
         if (folder / TEMPLATE_FILE).exists():
             source, place = _read(folder / TEMPLATE_FILE), folder / TEMPLATE_FILE
-    elif checkpoint:
-        source, variables = LLAMA2, {"bos_token": "<s>", "eos_token": "</s>"}
-    if given is not None:
+    elif checkpoint:  # a llama2.c file, which names none
+        variables = LLAMA2_VARIABLES
+    if given == LLAMA2_NAME:
+        source, place, variables = LLAMA2, Path(LLAMA2_NAME), LLAMA2_VARIABLES | variables
+    elif given is not None:
         source, place = _read(Path(file_name("template", given))), Path(given)
     if not isinstance(source, str):
-        raise TemplateError(f"{folder} has no chat template; name one with --template, or take a model that was taught to chat")
+        raise TemplateError(
+            f"{folder} has no chat template; name one (--template, template: a file, or {LLAMA2_NAME} for a llama2.c export of "
+            "Llama 2 chat), or take a model that was taught to chat"
+        )
     return ChatTemplate(source, str(place), variables)
 
 

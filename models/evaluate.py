@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..architectures.llama import LLAMA
-from ..decoder import SpeculativeDecoder, load_model
+from ..decoder import SpeculativeDecoder
 from ..decoding import CoupledVerifier, Step, decode
 from ..drafters import ModelDrafter
 from ..kernels import MAX_TOKENS
+from ..loading import load_model
 from ..machine.vectors import Float32, Int64
 from ..planning import FixedLength
 from ..sampling import TARGET_NOISE, Sampler, Sampling
@@ -192,7 +193,7 @@ class Speed(NamedTuple):
 
 def speed(decoder: SpeculativeDecoder, prompts: Sequence[str], n_tokens: int, temperature: float, top_p: float) -> Speed:
     """Of the decoder as it is, beside its target alone with the same seeds. Raises ValueError where the two texts differ."""
-    alone = SpeculativeDecoder(decoder.target, tokenizer=decoder.tokenizer)
+    alone = SpeculativeDecoder(decoder.target, None, decoder.tokenizer)
     decoder.warm_up()
     runs = []
     for seed, prompt in enumerate(prompts, 1):

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
-from specdec.decoder import load_model
+from specdec.loading import load_model
 from specdec.models import evaluate
 from specdec.models.stories import Stories, batches, encode_stories, pack_rows
 from specdec.readers import load_checkpoint

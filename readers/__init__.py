@@ -13,9 +13,7 @@ from .strangers import refuse_strangers
 def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """The model of a Hugging Face folder, of a GGUF file whatever its name, or of a llama2.c file. Raises CheckpointError."""
     path = Path(path)
-    with telling_os_errors(path):
-        is_folder = path.is_dir()
-    if is_folder:
+    if _is_folder(path):
         return huggingface.load_checkpoint(path)
     if path.suffix in (".safetensors", ".json"):
         raise CheckpointError(f"{path} is a part of a model; name the folder that holds it and its config.json")
@@ -25,4 +23,14 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return llama2c.load_checkpoint(path)
 
 
-__all__ = ["Checkpoint", "CheckpointError", "load_checkpoint", "read_object", "read_vocabulary", "replace_text"]
+def is_llama2c(path: Path) -> bool:
+    """Whether that is read as a llama2.c file. Raises CheckpointError."""
+    return not _is_folder(path) and not gguf.is_gguf(path)
+
+
+def _is_folder(path: Path) -> bool:
+    with telling_os_errors(path):
+        return path.is_dir()
+
+
+__all__ = ["Checkpoint", "CheckpointError", "is_llama2c", "load_checkpoint", "read_object", "read_vocabulary", "replace_text"]

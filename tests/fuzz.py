@@ -32,9 +32,10 @@ import numpy as np
 
 from specdec.architectures import Config, architecture_of
 from specdec.architectures.llama import LLAMA
-from specdec.decoder import SpeculativeDecoder, load_model
+from specdec.decoder import SpeculativeDecoder
 from specdec.decoding import VERIFIERS, Proposal, Step, decode
 from specdec.drafters import ModelDrafter, TreeDrafter
+from specdec.loading import load_model
 from specdec.machine.memory import zeros
 from specdec.machine.threads import available_threads
 from specdec.machine.vectors import LANES, round_up

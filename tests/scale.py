@@ -15,7 +15,7 @@ import numpy as np
 
 from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
-from specdec.decoder import load_model
+from specdec.loading import load_model
 from specdec.machine.memory import all_finite, zeros
 from tests.checkpoints import FIELDS, V1_HEADER, V1_NAMES
 

@@ -132,7 +132,7 @@ def test_a_hostile_drafter_changes_nothing():
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.0])
 def test_coupled_text_of_the_embedded_pair_is_the_plain_text_beyond_the_drafts_window(temperature):
-    plain = SpeculativeDecoder(DEFAULT_TARGET)
+    plain = SpeculativeDecoder(DEFAULT_TARGET, None)
     for prompt, seed in (("Once upon a time", 1), ("The dragon was", 2)):
         expected = plain.generate(prompt, 200, temperature=temperature, seed=seed)
         for gamma in range(1, 9):
@@ -146,7 +146,7 @@ def test_coupled_text_of_the_embedded_pair_is_the_plain_text_beyond_the_drafts_w
 @real
 def test_stories260k_tells_its_golden_story():
     golden = (SHARED / "golden" / "stories260K_t0_n257.txt").read_text()
-    decoder = SpeculativeDecoder(SHARED / "models" / "stories260K.bin")
+    decoder = SpeculativeDecoder(SHARED / "models" / "stories260K.bin", None)
     assert decoder.generate("", 257, temperature=0).text == golden.rstrip("\n")
 
 
@@ -389,7 +389,7 @@ def test_sampling_out_of_range_is_refused_by_name(bad):
 def test_the_library_streams_what_it_generates_with_a_draft_or_without(pair):
     decoder = SpeculativeDecoder(pair.target, pair.draft, gamma=3)
     text, statistics = decoder.generate("ab", 30, temperature=0.9, top_k=50, top_p=0.95, seed=4)
-    plain = SpeculativeDecoder(pair.target).generate("ab", 30, temperature=0.9, top_k=50, top_p=0.95, seed=4)
+    plain = SpeculativeDecoder(pair.target, None).generate("ab", 30, temperature=0.9, top_k=50, top_p=0.95, seed=4)
     assert text == plain.text
     assert text.startswith("ab")
     first, *events = decoder.stream("ab", 30, Sampling(0.9, 50, 0.95, 4))

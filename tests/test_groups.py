@@ -281,7 +281,7 @@ def test_a_copy_of_the_target_has_fewer_bits_than_it(quantize, weights):
     decoder = SpeculativeDecoder(DEFAULT_TARGET, "self", quantize=quantize, gamma=4)
     assert decoder.weights == weights
     text, statistics = decoder.generate("Once upon a time", 60, temperature=0.0)
-    alone = SpeculativeDecoder(decoder.target, tokenizer=decoder.tokenizer)
+    alone = SpeculativeDecoder(decoder.target, None, decoder.tokenizer)
     assert text == alone.generate("Once upon a time", 60, temperature=0.0).text
     assert statistics.acceptance_rate > 0.7
 

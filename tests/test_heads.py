@@ -8,10 +8,11 @@ import pytest
 from specdec import heads
 from specdec.architectures import Config, Weights
 from specdec.architectures.llama import LLAMA
-from specdec.decoder import SpeculativeDecoder, load_model
+from specdec.decoder import SpeculativeDecoder
 from specdec.decoding import CoupledVerifier, Step, decode
 from specdec.drafters import ModelDrafter
 from specdec.heads import NarrowHead, Thrift
+from specdec.loading import load_model
 from specdec.planning import Costs, FixedLength
 from specdec.sampling import Sampler, Sampling
 from specdec.transformer import Transformer

@@ -35,7 +35,9 @@ MAY_IMPORT = {
     "race_command": {
         "race_screen", "race", "asking", "wiring", "options", "window", "progress", "interrupts", "decoder", "files", "sampling",
     },
-    "chat_command": {"chat_screen", "chat_lines", "chat", "asking", "wiring", "options", "progress", "templates", "decoder"},
+    "chat_command": {
+        "chat_screen", "chat_lines", "chat", "asking", "wiring", "options", "progress", "templates", "readers", "decoder",
+    },
     "ngrams_command": {
         "wiring", "options", "progress", "output", "counting", "ngram_table", "sweep", "interrupts", "decoder", "files",
         "sampling",
@@ -69,8 +71,11 @@ MAY_IMPORT = {
     "chat": {"decoder", "decoding", "templates", "readers", "sampling", "checks"},
     "decoder": {
         "vocabulary", "tokenizer_gguf", "tokenizer_json", "decoding", "stages", "ngrams", "ngram_table", "drafters",
-        "tree_planning", "planning", "files", "readers", "sampling", "tokenizer", "heads", "transformer", "architectures",
-        "weights", "machine", "checks", "templates", "quantizing", "wording", "costs",
+        "tree_planning", "planning", "files", "readers", "sampling", "tokenizer", "heads", "transformer", "weights", "machine",
+        "checks", "templates", "quantizing", "wording", "costs", "loading",
+    },
+    "loading": {
+        "tokenizer_gguf", "tokenizer_json", "files", "readers", "tokenizer", "transformer", "architectures", "weights", "checks",
     },
     "costs": {"tree_planning", "planning", "heads", "sampling", "transformer", "vocabulary", "machine"},
     "wording": {"decoding", "tokenizer"},

@@ -327,7 +327,7 @@ def test_an_int8_model_takes_at_most_a_quarter_more_than_its_file():
 LOADING = """
 import sys
 from pathlib import Path
-from specdec.decoder import load_model
+from specdec.loading import load_model
 def load(path):
     return load_model(Path(path), int8=True, n_threads=1)
 small, big = sys.argv[1:]
@@ -376,7 +376,7 @@ def test_int8_costs_less_than_one_percent_of_perplexity_on_real_weights():
 @pytest.mark.parametrize("draft", ["self", DEFAULT_DRAFT])
 @pytest.mark.parametrize("quantize", ["draft", "none"])
 def test_the_text_does_not_change_by_one_bit_whatever_the_draft_is_made_of(draft, quantize, temperature):
-    plain = SpeculativeDecoder(DEFAULT_TARGET)
+    plain = SpeculativeDecoder(DEFAULT_TARGET, None)
     decoder = SpeculativeDecoder(plain.target, draft, plain.tokenizer, quantize=quantize, gamma=4)
     assert (decoder.draft.weights.kind == "int8") == (draft == "self" or quantize == "draft")
     text, statistics = decoder.generate("Once upon a time", 150, temperature=temperature, seed=3)

@@ -1,17 +1,23 @@
 """The library as somebody uses it: prompts, stop strings, streamed text, what a result and an object say of themselves."""
 
+import contextlib
 import doctest
+import io
 import itertools
 import pickle
+import pydoc
 import re
 
 import pytest
 
-import specdec.decoder
-from specdec import Prompt, Proposal, Sampling, SpeculativeDecoder, Step
+import specdec
+from specdec import Prompt, Proposal, Sampling, SpeculativeDecoder, Statistics, Step, TemplateError, checks
 from specdec.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.tokenizer import FIRST_BYTE
 from specdec.wording import Until, worded
+from tests.folders import FIXTURES
+from tests.test_real_models import folder
+from tests.test_types import example_of_the_readme
 
 PROMPT = "Once upon a time"
 
@@ -27,15 +33,37 @@ def wild(pair):
     return SpeculativeDecoder(pair.target, pair.draft, pair.tokenizer, gamma=3, n_threads=1)
 
 
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory):
+    path = folder(tmp_path_factory.mktemp("talk") / "talker", positions=320)
+    (path / "chat_template.jinja").write_bytes((FIXTURES / "chat" / "smollm2.jinja").read_bytes())
+    (path / "tokenizer_config.json").write_text('{"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}')
+    return SpeculativeDecoder(path, n_threads=1)
+
+
 def texts_of(events):
     return [event.text for event in events if not isinstance(event, Proposal)]
 
 
 def test_the_example_in_the_docstring_runs():
-    examples = doctest.DocTestFinder(recurse=False).find(SpeculativeDecoder, "example", globs=vars(specdec.decoder))
+    names = {name: getattr(specdec, name) for name in specdec.__all__}
+    examples = doctest.DocTestFinder(recurse=False).find(SpeculativeDecoder, "example", globs=names)
     results = [doctest.DocTestRunner().run(example) for example in examples]
     assert sum(result.attempted for result in results) >= 3
     assert sum(result.failed for result in results) == 0
+
+
+def test_the_example_in_the_readme_runs():
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(example_of_the_readme(), {})
+    told, streamed = out.getvalue().split("\n", 1)[0], out.getvalue()
+    assert told.startswith(",") and "Once upon a time" in streamed
+
+
+def test_help_tells_what_the_package_is_and_which_names_are_its_library():
+    told = pydoc.plain(pydoc.render_doc(specdec))
+    assert "llama2.c" not in told.split("PACKAGE CONTENTS")[0]
+    assert "class SpeculativeDecoder" in told and "temperature: float | None" in told
 
 
 def test_the_texts_of_steps_are_the_text_and_of_whole_characters(decoder, wild):
@@ -63,12 +91,12 @@ def test_a_generation_has_its_tokens_and_its_continuation(decoder):
 
 
 def test_a_prompt_may_be_ids(decoder):
-    ids = decoder.encode(PROMPT)
+    tokens = decoder.encode(PROMPT)
     expected = decoder.generate(PROMPT, 20, seed=2)
-    for prompt in (ids, tuple(ids), specdec.decoder.ids("prompt", ids)):
+    for prompt in (tokens, tuple(tokens), checks.ids("prompt", tokens)):
         got = decoder.generate(prompt, 20, seed=2)
         assert (got.text, got.tokens) == (expected.text, expected.tokens)
-    assert decoder.generate(ids + expected.tokens[:5], 15, seed=2).text == expected.text
+    assert decoder.generate(tokens + expected.tokens[:5], 15, seed=2).text == expected.text
 
 
 @pytest.mark.parametrize(
@@ -89,6 +117,50 @@ def test_a_sampling_and_keywords_mean_the_same(decoder):
         decoder.generate(PROMPT, 20, 0.7)
     with pytest.raises(TypeError, match="heat"):
         decoder.generate(PROMPT, 20, heat=3)
+
+
+def test_where_no_draft_is_named_n_grams_draft_and_the_text_is_the_same(decoder):
+    drafted = SpeculativeDecoder(decoder.target, tokenizer=decoder.tokenizer, gamma=4)
+    alone = SpeculativeDecoder(decoder.target, None, decoder.tokenizer)
+    prompt = "Tim ran. Tim ran. Tim ran. Tim"
+    one, other = (each.generate(prompt, 40, temperature=0) for each in (drafted, alone))
+    assert one.statistics.n_drafted > 0 == other.statistics.n_drafted
+    assert one.tokens == other.tokens
+
+
+def test_a_speed_up_that_nobody_measured_is_none():
+    statistics = Statistics()
+    assert statistics.speed_up is None
+    statistics.plain_seconds = 0.01
+    assert statistics.speed_up is None  # nothing was written
+    statistics.add(Step([5, 6], [], 0, 0.01, 0.0))
+    assert statistics.speed_up == pytest.approx(2)
+    statistics.plain_seconds = 0.0
+    assert statistics.speed_up is None
+
+
+# Conversations
+
+
+TALK = [{"role": "user", "content": "Where did the robin go?"}]
+
+
+def test_an_answer_is_the_text_alone_and_what_chat_streams(talking):
+    answer = talking.answer(TALK, 12, seed=3)
+    events = list(talking.chat(TALK, 12, Sampling(seed=3)))
+    assert answer.text == answer.continuation == "".join(texts_of(events)) != ""
+    assert "robin" not in answer.text
+    assert events[0].tokens == talking.encode_chat(TALK) and answer.statistics.n_prompt == len(events[0].tokens)
+    assert answer.tokens == talking.generate(talking.encode_chat(TALK), 12, seed=3).tokens
+    assert talking.answer(TALK, 12, Sampling(0.7), seed=3).tokens == talking.answer(TALK, 12, temperature=0.7, seed=3).tokens
+
+
+def test_a_model_without_a_chat_template_is_refused_at_the_call(decoder):
+    for ask in (decoder.chat, decoder.answer, decoder.encode_chat):
+        with pytest.raises(TemplateError, match=r"stories6M\.bin has no chat template; name one .* llama2"):
+            ask(TALK)
+    named = SpeculativeDecoder(DEFAULT_TARGET, None, template="llama2")
+    assert named.encode_chat(TALK) == decoder.encode(f"[INST] {TALK[0]['content']} [/INST]")
 
 
 # Stop strings

@@ -11,7 +11,7 @@ import pytest
 
 from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
-from specdec.decoder import load_model
+from specdec.loading import load_model
 from specdec.readers import CheckpointError, load_checkpoint
 from specdec.transformer import Transformer
 from tests.checkpoints import (

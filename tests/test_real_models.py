@@ -11,7 +11,8 @@ import pytest
 
 from specdec import Sampling, SpeculativeDecoder, Step
 from specdec.architectures.gpt2 import GPT2
-from specdec.decoder import TARGET_SHARE, load_model
+from specdec.decoder import TARGET_SHARE
+from specdec.loading import load_model
 from specdec.readers import CheckpointError
 from specdec.tokenizer import TokenizerError
 from tests.folders import FIXTURES, safetensors_bytes
@@ -134,7 +135,7 @@ def test_a_target_may_say_tokens_that_its_draft_has_no_row_for(tmp_path: Path) -
     tensors = {name: ("F32", rng.standard_normal(shape).astype(np.float32)) for name, shape in shapes.items()}
     (draft / "model.safetensors").write_bytes(safetensors_bytes(tensors))
     (draft / "config.json").write_text(json.dumps(config | {"vocab_size": cut}))
-    alone, drafted = SpeculativeDecoder(target), SpeculativeDecoder(target, draft, gamma=4)
+    alone, drafted = SpeculativeDecoder(target, None), SpeculativeDecoder(target, draft, gamma=4)
     said: set[int] = set()
     for seed in range(1, 9):
         sampling = Sampling(3.0, top_p=0, seed=seed)
@@ -151,7 +152,7 @@ def test_a_draft_whose_positions_end_goes_on_drafting(tmp_path: Path) -> None:
     steps = [event for event in decoder.stream("The cat sat", 80, Sampling(0.9, seed=2)) if isinstance(event, Step)]
     assert sum(len(step.tokens) for step in steps) == 80
     assert all(step.draft_tokens for step in steps[:-1])
-    assert text_of(decoder, SAMPLINGS[0], 80) == text_of(SpeculativeDecoder(target), SAMPLINGS[0], 80)
+    assert text_of(decoder, SAMPLINGS[0], 80) == text_of(SpeculativeDecoder(target, None), SAMPLINGS[0], 80)
 
 
 def test_a_text_of_learned_positions_ends_with_them(tmp_path: Path) -> None:
@@ -171,7 +172,7 @@ def test_different_tokenizers_are_refused_in_one_line(tmp_path: Path) -> None:
 def test_a_loaded_model_takes_the_tokenizer_of_a_folder(tmp_path: Path) -> None:
     path = folder(tmp_path / "target")
     decoder = SpeculativeDecoder(load_model(path), load_model(path, int8=True), tokenizer=path)
-    assert text_of(decoder, SAMPLINGS[1]) == text_of(SpeculativeDecoder(path), SAMPLINGS[1])
+    assert text_of(decoder, SAMPLINGS[1]) == text_of(SpeculativeDecoder(path, None), SAMPLINGS[1])
     again = pickle.loads(pickle.dumps(decoder))
     assert text_of(again, SAMPLINGS[1]) == text_of(decoder, SAMPLINGS[1])
 

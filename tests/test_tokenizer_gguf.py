@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specdec import Sampling, SpeculativeDecoder, Step
-from specdec.decoder import load_model
+from specdec.loading import load_model
 from specdec.readers import load_checkpoint, read_vocabulary
 from specdec.tokenizer import Part, Tokenizer, TokenizerError
 from specdec.tokenizer_gguf import gguf_tokenizer
@@ -184,8 +184,12 @@ def gguf(path: Path, source: Path, tokenizer: str = "smollm2", **changes: Any) -
 def test_a_file_says_what_the_folder_says_and_drafts_for_it(tmp_path: Path) -> None:
     source, other = folder(tmp_path / "folder"), folder(tmp_path / "other", seed=1)
     target, draft = gguf(tmp_path / "target.gguf", source), gguf(tmp_path / "draft", other)
-    expected = SpeculativeDecoder(source)
-    for decoder in (SpeculativeDecoder(target), SpeculativeDecoder(target, draft, gamma=4), SpeculativeDecoder(source, draft)):
+    expected = SpeculativeDecoder(source, None)
+    for decoder in (
+        SpeculativeDecoder(target, None),
+        SpeculativeDecoder(target, draft, gamma=4),
+        SpeculativeDecoder(source, draft),
+    ):
         for sampling in SAMPLINGS:
             got, whole = text_of(decoder, sampling), text_of(expected, sampling)
             assert got == whole[: len(got)]

@@ -77,7 +77,7 @@ def test_a_draft_may_know_fewer_tokens():
 
 
 def test_the_embedded_pair_says_the_plain_text_with_every_tree():
-    plain = SpeculativeDecoder(DEFAULT_TARGET)
+    plain = SpeculativeDecoder(DEFAULT_TARGET, None)
     decoder = SpeculativeDecoder(plain.target, DEFAULT_DRAFT, plain.tokenizer)
     for temperature in (0.0, 1.0):
         expected = plain.generate("Once upon a time", 160, temperature=temperature, seed=1).text

@@ -1,12 +1,18 @@
-"""mypy over the package as it is installed: specdec.py is its __init__, the other files its submodules."""
+"""mypy over the package as it is installed: specdec.py is its __init__, the other files its submodules; and over who uses it."""
 
+import re
 import subprocess
 import sys
 
 from tests.test_house import ROOT, modules
 
 
-def test_mypy_finds_nothing_in_any_module(tmp_path):
+def example_of_the_readme() -> str:
+    """Its lines on the library."""
+    return (ROOT / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+
+
+def test_mypy_finds_nothing_in_any_module_and_a_misspelt_setting_in_who_uses_them(tmp_path):
     package = tmp_path / "specdec"
     package.mkdir()
     for name, path in modules().items():
@@ -14,6 +20,10 @@ def test_mypy_finds_nothing_in_any_module(tmp_path):
         place.parent.mkdir(exist_ok=True)
         place.symlink_to(path)
     (package / "py.typed").touch()
-    command = [sys.executable, "-m", "mypy", "--config-file", ROOT / "pyproject.toml", "-p", "specdec"]
+    (tmp_path / "user.py").write_text(f"{example_of_the_readme()}\ndecoder.generate('x', temprature=1)\n")
+    command = [sys.executable, "-m", "mypy", "--config-file", ROOT / "pyproject.toml", "-p", "specdec", "-m", "user"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.stdout == f"Success: no issues found in {len(modules())} source files\n", done.stdout + done.stderr
+    *found, last = done.stdout.splitlines()
+    wrong = 'user.py:.* error: Unexpected keyword argument "temprature" for "generate" of "SpeculativeDecoder"; did you mean .*'
+    assert len(found) >= 1 and all(re.fullmatch(f"{wrong}|.*: note: .*", line) for line in found), done.stdout + done.stderr
+    assert last == f"Found 1 error in 1 file (checked {len(modules()) + 1} source files)"
