@@ -248,7 +248,7 @@ def _tell_result(
 
 def _whose(decoder: SpeculativeDecoder) -> dict[str, str]:
     """What the draft has no part in, for the summary."""
-    if not (decoder.draft or decoder.ngrams):
+    if not decoder.has_draft:
         return {}
     return {"text" if decoder.verify == "coupled" else "distribution": f"the {decoder.target.weights.kind} target's own"}
 

@@ -130,12 +130,12 @@ class SpeculativeDecoder:
         )
         self._kv = self.target.kv if kv == AUTO else kv  # of drafts
         is_asked = "draft=" in quantize or "both=" in quantize
-        self.ngrams, self.draft, self.vocabulary = self._drafting("draft", draft, n_threads, kinds["draft"], is_asked, progress)
+        self._ngrams, self.draft, self._vocabulary = self._drafting("draft", draft, n_threads, kinds["draft"], is_asked, progress)
         if stage is not None and not self.draft:
             raise ValueError("a stage drafts for a draft that is a model, and there is none; name one with -d")
         if isinstance(stage, str) and stage == SELF:
             raise ValueError('the stage "self" would be a copy of the target, which is no smaller than the draft')
-        self.stage_ngrams, self.stage, self._stage_vocabulary = self._drafting(
+        self._stage_ngrams, self.stage, self._stage_vocabulary = self._drafting(
             "stage", stage, n_threads, kinds["draft"], is_asked, progress
         )
         if self.has_stage and self.tree == "on":
@@ -146,13 +146,13 @@ class SpeculativeDecoder:
             if model is another:
                 raise ValueError(f"{one} and {other} are one object; they need a KV cache each")
         self._models = [*self._named.values()]
-        self.costs: Costs | None = None  # measured when warm
+        self._costs: Costs | None = None  # measured when warm
         self._account: Account | None = None  # of the stage
-        self.tree_costs: TreeCosts | None = None
+        self._tree_costs: TreeCosts | None = None
         self._head: NarrowHead | None = None  # of the draft, where it is faster than the whole
         self._loss = 0.0  # see `Thrift`
-        self.acceptance = Acceptance(ODDS_RATES if self.ngrams else MARGIN_RATES)
-        self.acceptances = new_acceptances(self.acceptance)
+        self._acceptance = Acceptance(ODDS_RATES if self._ngrams else MARGIN_RATES)
+        self._acceptances = new_acceptances(self._acceptance)
         self._is_warm = False
         self._turn: threading._RLock
         give_lock(self, "_turn")
@@ -228,16 +228,16 @@ class SpeculativeDecoder:
         return Vocabulary(min(n, target_rows), min(n, rows))
 
     def __repr__(self) -> str:
-        named = {"target": self.target, "draft": self.draft or self.ngrams, "stage": self.stage or self.stage_ngrams}
+        named = {"target": self.target, "draft": self.draft or self._ngrams, "stage": self.stage or self._stage_ngrams}
         parts = [f"{name}={drafter!r}" for name, drafter in named.items() if drafter]
         return f"SpeculativeDecoder({', '.join(parts)}, gamma={self.gamma!r}, verify={self.verify!r}, tree={self.tree!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         with suppress(TemplateError):  # what has none is a decoder nevertheless
             self._template = self.chat_template
-        stage = self.stage_ngrams or self.stage
+        stage = self._stage_ngrams or self.stage
         settings = {"gamma": self.gamma, "verify": self.verify, "tree": self.tree, "stage": stage}
-        return _rebuilt, (self.target, self.ngrams or self.draft, self.tokenizer, settings, self._template)
+        return _rebuilt, (self.target, self._ngrams or self.draft, self.tokenizer, settings, self._template)
 
     @property
     def gamma(self) -> Gamma:
@@ -278,7 +278,7 @@ class SpeculativeDecoder:
             tokens = self.tokenizer.encode(text("prompt", prompt))
         else:
             tokens = ids("prompt", prompt)
-            most = self.vocabulary.n_target - 1
+            most = self._vocabulary.n_target - 1
             if not tokens or not 0 <= min(tokens) <= max(tokens) <= most:
                 raise ValueError(f"prompt is {short(tokens)}; expected a string, or token ids from 0 to {most}")
         if len(tokens) > self.target.n_positions:
@@ -373,11 +373,11 @@ class SpeculativeDecoder:
             raise TypeError(f"sampling is {short(sampling, repr)}; expected Sampling(temperature=..., seed=...)")
         if not self._is_warm:
             self.warm_up()
-        verifier = VERIFIERS[self.verify](self.vocabulary.n_target, sampling)
+        verifier = VERIFIERS[self.verify](self._vocabulary.n_target, sampling)
         marks = self.tokenizer.end_marks
         plan = self._plan()
         is_slow = not isinstance(plan, AutoLength) or plan.costs.of(1) > NGRAM_SECONDS
-        drafter: Drafter | None = _ngram_drafter(self.ngrams, marks) if self.ngrams and is_slow else None
+        drafter: Drafter | None = _ngram_drafter(self._ngrams, marks) if self._ngrams and is_slow else None
         if self.draft:
             drafter = self._model_drafter(self.draft, sampling, verifier.draft_noise, plan)
         events = decode(self.target, drafter, verifier, tokens, max_tokens, plan, marks)
@@ -385,8 +385,8 @@ class SpeculativeDecoder:
 
     def _model_drafter(self, draft: Transformer, sampling: Sampling, noise: Callable[[int], int], plan: Plan) -> Drafter:
         """What drafts with a model, and with its stage where it has one."""
-        marks, n_target = self.tokenizer.end_marks, self.vocabulary.n_target
-        sampler = Sampler(n_target, sampling, self.vocabulary.n_common)
+        marks, n_target = self.tokenizer.end_marks, self._vocabulary.n_target
+        sampler = Sampler(n_target, sampling, self._vocabulary.n_common)
         if isinstance(plan, AutoTree | StaticTree):
             return TreeDrafter(draft, sampler, noise, marks, plan, self._thrift())
         if not self._account:
@@ -395,7 +395,7 @@ class SpeculativeDecoder:
         if self.stage:
             guesser = ModelDrafter(self.stage, Sampler(n_target, sampling, self._stage_vocabulary.n_common), noise, marks)
         else:
-            guesser = _ngram_drafter(self.stage_ngrams, marks)
+            guesser = _ngram_drafter(self._stage_ngrams, marks)
         return StagedDrafter(self._models[1:], guesser, self._account, sampler, noise, marks)
 
     def _thrift(self) -> Thrift | None:
@@ -404,29 +404,39 @@ class SpeculativeDecoder:
 
     def _plan(self) -> Plan:
         """How long proposals get. A text of `rejection` or `block` hangs on that, so that there it must not hang on the clock."""
-        is_auto = self.gamma == AUTO and self.verify == "coupled" and self.costs
+        is_auto = self.gamma == AUTO and self.verify == "coupled" and self._costs
         gamma = FIXED_GAMMA if self.gamma == AUTO else self.gamma
         if self.draft and self.tree != "off" and not self.has_stage:
             marks = self.tokenizer.end_marks
-            if is_auto and self.costs and (self.tree == "on" or self.costs.of(1) > TREE_SECONDS):
-                self.tree_costs = self.tree_costs or tree_costs_of(self._models, self.draft, self.vocabulary)
-                return AutoTree(self.costs, self.tree_costs, self.acceptances, marks, is_forced=self.tree == "on")
+            if is_auto and self._costs and (self.tree == "on" or self._costs.of(1) > TREE_SECONDS):
+                self._tree_costs = self._tree_costs or tree_costs_of(self._models, self.draft, self._vocabulary)
+                return AutoTree(self._costs, self._tree_costs, self._acceptances, marks, is_forced=self.tree == "on")
             if self.tree == "on":
-                rates = [acceptance.rate for acceptance in self.acceptances] if self.verify == "coupled" else STATIC_RATES
-                return StaticTree(gamma, self.costs, self.acceptances, marks, rates)
-        if is_auto and self.costs:
-            return AutoLength(self.costs, self.acceptance)
-        return FixedLength(gamma, self.costs)
+                rates = [acceptance.rate for acceptance in self._acceptances] if self.verify == "coupled" else STATIC_RATES
+                return StaticTree(gamma, self._costs, self._acceptances, marks, rates)
+        if is_auto and self._costs:
+            return AutoLength(self._costs, self._acceptance)
+        return FixedLength(gamma, self._costs)
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether something drafts for the target: a model, which is `draft`, or n-grams."""
+        return bool(self.draft or self._ngrams)
 
     @property
     def has_stage(self) -> bool:
-        """Whether something drafts for the draft."""
-        return bool(self.stage or self.stage_ngrams)
+        """Whether something drafts for the draft: a model, which is `stage`, or n-grams."""
+        return bool(self.stage or self._stage_ngrams)
 
     @property
     def plain_seconds(self) -> float:
         """What a token takes the target alone, as measured at the start and kept up since; 0 where nothing drafts."""
-        return self.costs.of(1) if self.costs else 0.0
+        return self._costs.of(1) if self._costs else 0.0
+
+    @property
+    def n_ids(self) -> int:
+        """How many ids the target may say; rows of its vocabulary behind them have no token."""
+        return self._vocabulary.n_target
 
     @property
     def n_positions(self) -> int:
@@ -490,27 +500,27 @@ class SpeculativeDecoder:
             if not self._is_warm:
                 self._is_warm = True
                 self._seconds(2)
-                if self.ngrams:  # which propose nothing at the start of a text
+                if self._ngrams:  # which propose nothing at the start of a text
                     self._judge_a_proposal()
                 if self._most_threads > 1:
                     self._choose_threads()
-                if self.draft or self.ngrams:
-                    self.costs = self._measured_costs()
+                if self.draft or self._ngrams:
+                    self._costs = self._measured_costs()
                 if self.draft and self.has_stage:
-                    costs = costs_of(self.draft, self.stage, self.vocabulary)
+                    costs = costs_of(self.draft, self.stage, self._vocabulary)
                     self._account = Account(costs, Acceptance(MARGIN_RATES if self.stage else ODDS_RATES))
-                if self.draft and self.costs and not self.has_stage and may_narrow(self.draft.weights):
-                    self._measure_head(self.draft, self.costs)
+                if self.draft and self._costs and not self.has_stage and may_narrow(self.draft.weights):
+                    self._measure_head(self.draft, self._costs)
                 self._plan()  # which measures what trees cost, where there may be some
                 end(self._compiling)
 
     def _measured_costs(self) -> Costs:
-        return costs_of(self.target, self.draft, self.vocabulary)
+        return costs_of(self.target, self.draft, self._vocabulary)
 
     def _measure_head(self, draft: Transformer, costs: Costs) -> None:
         """Use a narrow head of the draft where it is clearly faster than the whole one."""
         head = NarrowHead(draft.weights)
-        all_rows, few_rows = head_seconds(draft, head, self.vocabulary)
+        all_rows, few_rows = head_seconds(draft, head, self._vocabulary)
         if few_rows < LEAST_SAVING * all_rows:
             self._head, self._loss = head, (costs.of(1) + all_rows) / (all_rows - few_rows)
             costs.draft *= few_rows / all_rows

@@ -59,7 +59,7 @@ def count(
             decoder.warm_up()
             texts = counting.written(decoder, beginnings, tokens, Sampling(temperature, 0, top_p, 1), tell, asked)
         signals.text_begins()
-        counted = ngram_table.count(texts, decoder.vocabulary.n_target)
+        counted = ngram_table.count(texts, decoder.n_ids)
         ngram_table.save_table(counted, Path(table))
     with writing():
         print(f"{on_one_line(table)}: what follows in {counted.keys.size} contexts, in {Path(table).stat().st_size} bytes")

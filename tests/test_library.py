@@ -213,6 +213,13 @@ def test_a_stop_that_is_no_string_is_refused(decoder, stop, kind):
 # What objects say of themselves
 
 
+def test_a_decoder_shows_what_is_its_users_and_nothing_else(decoder):
+    shown = {name for name in dir(decoder) if not name.startswith("_")}
+    calls = {"answer", "chat", "encode", "encode_chat", "generate", "read", "stream", "warm_up"}
+    models = {"target", "draft", "stage", "tokenizer", "chat_template", "has_draft", "has_stage"}
+    assert shown == calls | models | {"gamma", "verify", "tree", "n_ids", "n_positions", "plain_seconds", "weights"}
+
+
 def test_objects_say_what_they_are(decoder):
     said = repr(decoder)
     assert "target=<llama of 7 layers x 288, 1024 tokens, fp32>" in said
