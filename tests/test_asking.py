@@ -16,7 +16,7 @@ from specdec.readers.strangers import STRANGERS
 from specdec.tokenizer import Tokenizer
 from tests.conftest import Pair
 from tests.gguf_files import CONFIGS, gguf_bytes, model_keys, model_tensors
-from tests.terminal import COMMAND, PROMPT, endless, in_terminal, with_pair
+from tests.terminal import COMMAND, LONGEST, PROMPT, endless, in_terminal, with_pair
 from tests.test_cli import Run, assert_refused, from_json, run  # noqa: F401  (a fixture)
 
 
@@ -95,12 +95,12 @@ def test_a_prompt_comes_from_a_file_or_from_stdin(ask: Run, pair: Pair, tmp_path
     for more in ([], ["-i", "-"]):
         done = subprocess.run(
             [*COMMAND, "-m", pair.target, "-s", "5", "-n", "30", *more],
-            input=f"{PROMPT}\n".encode(), capture_output=True, timeout=120, check=False,
+            input=f"{PROMPT}\n".encode(), capture_output=True, timeout=LONGEST, check=False,
         )  # fmt: skip
         assert done.stdout.decode() == expected + "\n"
-    done = subprocess.run([*COMMAND, "-i", "-"], input=b"\xff", capture_output=True, timeout=120, check=False)
+    done = subprocess.run([*COMMAND, "-i", "-"], input=b"\xff", capture_output=True, timeout=LONGEST, check=False)
     assert (done.returncode, done.stderr) == (2, b"specdec: stdin is not valid UTF-8\n")
-    done = subprocess.run([*COMMAND, "-n", "10"], input=b"", capture_output=True, timeout=120, check=False)
+    done = subprocess.run([*COMMAND, "-n", "10"], input=b"", capture_output=True, timeout=LONGEST, check=False)
     assert done.stdout.startswith(b"Once upon a time")
 
 
@@ -432,11 +432,11 @@ def test_what_is_compiled_is_told_in_a_terminal(monkeypatch: pytest.MonkeyPatch)
 def test_a_shell_can_complete(way: str) -> None:
     if way.startswith("--"):
         environment = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-        done = subprocess.run([*COMMAND, way, "bash"], env=environment, capture_output=True, timeout=60, check=False)
+        done = subprocess.run([*COMMAND, way, "bash"], env=environment, capture_output=True, timeout=LONGEST, check=False)
         assert b"_COMPLETE=complete_bash" in done.stdout
     else:
         environment = os.environ | {way: "complete_bash", "COMP_WORDS": "specdec sw", "COMP_CWORD": "1"}
-        done = subprocess.run(COMMAND, env=environment, capture_output=True, timeout=60, check=False)
+        done = subprocess.run(COMMAND, env=environment, capture_output=True, timeout=LONGEST, check=False)
         assert done.stdout.split() == [b"sweep"]
     assert (done.returncode, done.stderr) == (0, b"")
 

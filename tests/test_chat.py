@@ -29,7 +29,7 @@ from specdec.chat_screen import HELP, MOST_BYTES, AnswerView, Chat, Showing, que
 from specdec.decoding import Prefill
 from specdec.output import Roles, printable
 from tests.folders import FIXTURES, configure
-from tests.terminal import Job, started, wait_until
+from tests.terminal import LONGEST, Job, started, wait_until
 from tests.test_real_models import folder
 
 QUESTION = "Where did the robin go?"
@@ -280,7 +280,7 @@ OPTIONS = ["-s", 5, "--max-tokens", N_TOKENS, "-j", 1]
 
 def piped(arguments: list[object], data: bytes) -> tuple[int, str, str]:
     with started(["chat", *OPTIONS, *arguments], stdin=subprocess.PIPE) as process:
-        out, errors = process.communicate(data, timeout=120)
+        out, errors = process.communicate(data, timeout=LONGEST)
         return process.returncode, out.decode(), errors.decode()
 
 

@@ -35,7 +35,7 @@ from tests.checkpoints import (
     write_tokenizer,
 )
 from tests.conftest import Pair
-from tests.terminal import COMMAND, PROMPT, Screen, endless, in_terminal, started, with_pair
+from tests.terminal import COMMAND, LONGEST, PROMPT, Screen, endless, in_terminal, started, with_pair
 
 JSON_FIELDS = {
     "text", "tokens", "n_prompt", "n_generated", "n_drafted", "n_accepted", "n_nodes", "acceptance_rate", "target_passes",
@@ -597,7 +597,7 @@ def test_a_full_disk_is_told_in_one_line(pair: Pair) -> None:
 
 def test_a_closed_stdout_is_no_traceback(pair: Pair) -> None:
     command = ["sh", "-c", 'exec "$0" "$@" >&-', *COMMAND, *map(str, with_pair(pair, "-n", 20))]
-    done = subprocess.run(command, check=False, stderr=subprocess.PIPE, timeout=120)
+    done = subprocess.run(command, check=False, stderr=subprocess.PIPE, timeout=LONGEST)
     assert b"Traceback" not in done.stderr
 
 

@@ -334,7 +334,7 @@ def test_a_terminal_that_is_resized_shows_one_panel_and_at_the_end_none(pair: Pa
 
 
 def refused(command: list[str], **environment: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False, timeout=LONGEST)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert done.stderr.startswith("specdec: ")
     assert done.stderr.count("\n") == 1
