@@ -3,8 +3,8 @@
     from specdec import SpeculativeDecoder
     print(SpeculativeDecoder("stories6M.bin", "stories650K.bin").generate("Once upon a time").text)
 
-The library is the names below, `SpeculativeDecoder` first. The package's modules are its inside and change with any version.
-As a command: specdec "Once upon a time", or in a checkout python specdec.py "Once upon a time"; --help has the options.
+The library is the classes below, `SpeculativeDecoder` first, and no others; the modules that help() lists before them are its
+inside and change with any version. As a command: specdec "Once upon a time", in a checkout python specdec.py "Once upon a time".
 """
 
 import os

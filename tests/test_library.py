@@ -63,6 +63,7 @@ def test_the_example_in_the_readme_runs():
 def test_help_tells_what_the_package_is_and_which_names_are_its_library():
     told = pydoc.plain(pydoc.render_doc(specdec))
     assert "llama2.c" not in told.split("PACKAGE CONTENTS")[0]
+    assert "no others; the modules that help() lists before them are its" in told
     assert "class SpeculativeDecoder" in told and "temperature: float | None" in told
 
 
