@@ -473,8 +473,8 @@ class SpeculativeDecoder:
     ) -> Generation:
         """The whole text, its tokens and its statistics; parameters and errors are those of `stream`.
 
-        temperature, top_k, top_p, seed: the sampling's, where they are not given here. Threads that call it on one decoder wait
-        for each other.
+        temperature, top_k, top_p, seed: in the place of the sampling's, where they are not None. Threads that call it on one
+        decoder wait for each other.
         """
         sampling = _with_fields(sampling, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         with self._turn:

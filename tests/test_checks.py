@@ -57,7 +57,7 @@ WRONG_REQUESTS = [
     ("seed", 1.5, TypeError), ("seed", "1", TypeError), ("seed", -1, ValueError), ("seed", 2**63, ValueError),
     ("top_k", float("nan"), TypeError), ("top_k", 1.0, TypeError), ("top_k", -1, ValueError), ("top_p", "0.9", TypeError),
     ("top_p", float("nan"), ValueError), ("top_p", 1.1, ValueError), ("temperature", 10**400, ValueError),
-    ("temperature", -(10**5000), ValueError), ("temperature", float("inf"), ValueError), ("temperature", None, TypeError),
+    ("temperature", -(10**5000), ValueError), ("temperature", float("inf"), ValueError), ("temperature", "1", TypeError),
     ("temperature", True, TypeError), ("max_tokens", -1, ValueError), ("max_tokens", float("nan"), TypeError),
     ("max_tokens", 2.0, TypeError), ("prompt", None, TypeError), ("prompt", b"ab", TypeError), ("prompt", 5, TypeError),
     ("prompt", "a\udcff", ValueError), ("prompt", "x" * 500, ValueError), ("prompt", 10**5000, TypeError),

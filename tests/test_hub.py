@@ -114,7 +114,7 @@ def refused(call: Callable[[], object], error: type[Exception] = CheckpointError
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 600  # two processes that load the library: half a minute on a busy machine
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -114,6 +114,9 @@ def test_a_sampling_and_keywords_mean_the_same(decoder):
     expected = decoder.generate(PROMPT, 20, sampling).text
     assert decoder.generate(PROMPT, 20, temperature=0.7, top_k=5, top_p=0.8, seed=3).text == expected
     assert decoder.generate(PROMPT, 20, Sampling(0.7, 5, 0.8), seed=3).text == expected
+    assert decoder.generate(PROMPT, 20, sampling, temperature=None, seed=None).text == expected
+    with pytest.raises(TypeError, match="temperature is None"):
+        Sampling(None)
     with pytest.raises(TypeError, match=r"sampling is 0\.7"):
         decoder.generate(PROMPT, 20, 0.7)
     with pytest.raises(TypeError, match="heat"):
