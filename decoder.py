@@ -121,7 +121,9 @@ class SpeculativeDecoder:
         self._template: ChatTemplate | None = None
         self._keys = source.vocabulary if source and tokenizer is None else {}  # that the tokenizer was made of
         known_ids(self.tokenizer, rows)  # a tokenizer that does not fit is told before the weights are read
-        likely = [kinds["target"], *([kinds["draft"]] if draft not in (None, NGRAM) else [])]  # a draft is mostly like its target
+        likely = [kinds["target"]]
+        if draft is not None and not _is_ngram(draft):  # a draft is mostly like its target
+            likely.append(kinds["draft"])
         self._compiling = compile_passes(source.config, source.tensors, likely, kv) if source else []
         self.target = (
             target
@@ -171,7 +173,7 @@ class SpeculativeDecoder:
         """N-grams or a model, whichever was given, and the ids that the target and it may say."""
         n_target = known_ids(self.tokenizer, self.target.config.vocab_size)
         vocabulary = Vocabulary(n_target, n_target)
-        if draft is None or (isinstance(draft, str) and draft == NGRAM):
+        if draft is None or _is_ngram(draft):
             return NGRAM if draft else None, None, vocabulary
         if not isinstance(draft, Transformer | NgramTable) and file_name(parameter, draft) != SELF:
             draft = find(draft)
@@ -574,6 +576,10 @@ def _rebuilt(
     decoder = SpeculativeDecoder(target, draft, tokenizer, **settings)
     decoder._template = template
     return decoder
+
+
+def _is_ngram(draft: object) -> bool:
+    return isinstance(draft, str) and draft == NGRAM  # an array compares with a string by elements
 
 
 def _ngram_drafter(ngrams: Ngrams | None, end_marks: Container[int]) -> NgramDrafter:
