@@ -62,7 +62,7 @@ def talk(
     """Talk to a model that was taught to; a pipe is answered once."""
     from . import chat, chat_lines, chat_screen  # which nothing else needs
 
-    check_arguments(first + system, top_p, seed, threads, verify="coupled", quantize=quantize, tree=AUTO, kv=kv)
+    check_arguments(first + system, top_p, seed, threads, verify="coupled", quantize=quantize, tree="off", kv=kv)
     if word and model:
         raise typer.BadParameter(f"{word!r} and -m {model!r} are two targets; name a draft with -d")
     model = word or model

@@ -114,7 +114,7 @@ def tell(
     seed: Seed = 0,
     gamma: Gamma = AUTO,
     verify: VerifyOption = "coupled",
-    tree: TreeOption = AUTO,
+    tree: TreeOption = "off",
     threads: Threads = 0,
     plain: Plain = False,
     pace: Pace = 0.0,

@@ -3,9 +3,9 @@
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from .heads import NarrowHead
+from .heads import NarrowHead, may_narrow
 from .machine.tiles import TILE_TOKENS
 from .planning import Costs
 from .sampling import TARGET_NOISE, Sampler, Sampling
@@ -16,6 +16,8 @@ from .vocabulary import Vocabulary
 # Passes over so many tokens are timed in turns, for about so long: of a slow target over the first two, and twice unless once
 # takes SLOW seconds. Where a second tile begins, a pass costs a step more.
 COSTS_TOKENS, COSTS_SECONDS, SLOW = (TILE_TOKENS, 1, TILE_TOKENS + 1, 2, 4, 2 * TILE_TOKENS, 32), 0.03, 0.1
+LEAST_SAVING = 0.95  # of a draft token's time, that a narrow head has to come below
+TRIAL_SECONDS, TRIAL_MARGIN = 0.05, 1.25  # of the choice of threads: all of them unless so much slower
 TREE_WIDTHS = 2, 4, WIDEST  # of levels of trees, timed likewise
 
 
@@ -68,12 +70,50 @@ def head_seconds(draft: Transformer, head: NarrowHead, vocabulary: Vocabulary) -
     return whole, narrow
 
 
-def tree_costs_of(models: Sequence[Transformer], draft: Transformer, vocabulary: Vocabulary) -> TreeCosts:
+def narrow_head_of(draft: Transformer, costs: Costs, vocabulary: Vocabulary) -> tuple[NarrowHead | None, float]:
+    """A narrow head of the draft, where it is clearly faster than the whole one, and its `Thrift`'s loss; costs then tell its."""
+    if not may_narrow(draft.weights):
+        return None, 0.0
+    head = NarrowHead(draft.weights)
+    all_rows, few_rows = head_seconds(draft, head, vocabulary)
+    if few_rows >= LEAST_SAVING * all_rows:
+        return None, 0.0
+    costs.draft *= few_rows / all_rows
+    return head, (costs.of(1) + all_rows) / (all_rows - few_rows)
+
+
+def choose_threads(models: Sequence[Transformer], most: int, trial: Callable[[], float]) -> None:
+    """All threads, or 1, 2, 4, ... if clearly faster; each is tried in turn until the trials have taken TRIAL_SECONDS.
+
+    trial: tells what some tokens take.
+    """
+
+    def use(n: int) -> None:
+        for model in models:
+            model.n_threads = n
+
+    seconds = {min(2**i, most): 0.0 for i in range(most.bit_length() + 1)}
+    while sum(seconds.values()) < TRIAL_SECONDS:
+        for n in seconds:
+            use(n)
+            seconds[n] += trial()
+    best = min(seconds, key=seconds.__getitem__)
+    use(best if TRIAL_MARGIN * seconds[best] < seconds[most] else most)
+
+
+def run_trees(models: Sequence[Transformer], vocabulary: Vocabulary) -> None:
+    """A tree of each model, a path of it kept, and draws of several candidates: so that all that they need is compiled."""
+    sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
+    for model in models:
+        with model.lock:
+            sampler.draw_few(sampler.new_probs(), model.forward([0])[0], TARGET_NOISE, 1)
+            if model.n_positions > 1:
+                model.forward_tree([0], [0, 0], [-1, -1])
+                model.keep([1])
+
+
+def tree_costs_of(draft: Transformer, vocabulary: Vocabulary) -> TreeCosts:
     """What the draft's passes over siblings take beside those over a chain, with their draws: the least of several."""
-    for model in models:  # compiles what a text may need
-        if model.n_positions > 1:
-            model.forward_tree([0], [0, 0], [-1, -1])
-            model.keep([1])
     sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
     probs = sampler.new_probs()
 
@@ -89,7 +129,6 @@ def tree_costs_of(models: Sequence[Transformer], draft: Transformer, vocabulary:
     if draft.n_positions <= WIDEST:
         return TreeCosts.measured({}, 0.0)
     least = dict.fromkeys(jobs, math.inf)
-    seconds(1, True)  # which compiles what a draw needs
     deadline = time.perf_counter() + COSTS_SECONDS
     while math.inf in least.values() or time.perf_counter() < deadline:
         for job in jobs:

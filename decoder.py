@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from .checks import file_name, ids, is_list, one_of, short, strings, text, whole
-from .costs import costs_of, head_seconds, tree_costs_of
-from .decoding import VERIFIERS, Event, Generation, Prefill, Prompt, Step, VerifyMode, behind_prefill, decode
+from .costs import choose_threads, costs_of, narrow_head_of, run_trees, tree_costs_of
+from .decoding import VERIFIERS, Event, Generation, Prefill, Prompt, Step, VerifyMode, behind_prefill, decode, judge_proposals
 from .drafters import Drafter, ModelDrafter, TreeDrafter
 from .files import find
-from .heads import NarrowHead, Thrift, may_narrow
+from .heads import NarrowHead, Thrift
 from .loading import Progress, loaded, opened, tell_nobody, tokenizer_of
 from .machine.ahead import end
 from .machine.memory import physical_memory_bytes
@@ -49,8 +49,7 @@ TreeMode = Literal["auto", "on", "off"]
 NGRAM_SECONDS = 3e-4  # what a target's token has to take for n-grams to be looked for: that costs up to 5 us of Python
 TREE_SECONDS = 2e-3  # what it has to take for trees to be tried: growing one costs up to 100 us of Python
 TARGET_SHARE = 0.75  # of the memory beside its weights, that the target's text may take; what drafts gets along with the rest
-LEAST_SAVING = 0.95  # of a draft token's time, that a narrow head has to come below
-TRIAL_SECONDS, TRIAL_TOKENS, TRIAL_MARGIN = 0.05, 4, 1.25  # of the choice of threads; all of them unless so much slower
+TRIAL_TOKENS = 4  # of the choice of threads
 
 
 class SpeculativeDecoder:
@@ -66,8 +65,8 @@ class SpeculativeDecoder:
     gamma: draft tokens a step, 1 to 63, or "auto": as many as pay.
     verify: "coupled" (the text is the plain run's of the same seed), "rejection" (Leviathan et al. 2023) or "block" (Sun et al.
         2024), which have the plain run's distribution.
-    tree: token trees, several candidates for a place: "on", "off" or "auto", where they pay, with gamma "auto" and coupled
-        verification; a draft that is no model, or has a stage, proposes chains.
+    tree: token trees, several candidates for a place: "off", "on" or, with gamma "auto" and coupled verification, "auto", where
+        they pay; a draft that is no model, or has a stage, proposes chains.
     n_threads: by default all cores, or fewer where a trial shows that they are faster; it changes no text.
     quantize: what models that are named, not loaded, become where their weights are floats: "target", "draft" (and its stage)
         or "both" become int8, "none" does; as "draft=int4" or "target=int8,draft=int4" what is said; a draft's changes no text,
@@ -100,7 +99,7 @@ class SpeculativeDecoder:
         stage: Draftable | None = None,
         gamma: Gamma = AUTO,
         verify: VerifyMode = "coupled",
-        tree: TreeMode = AUTO,
+        tree: TreeMode = "off",
         n_threads: int | None = None,
         quantize: str = "draft",
         template: str | os.PathLike[str] | None = None,
@@ -109,7 +108,7 @@ class SpeculativeDecoder:
     ) -> None:
         kinds = kinds_to_make(quantize)
         one_of("kv", kv, get_args(KV))
-        self._tree: TreeMode = AUTO
+        self._tree: TreeMode = "off"
         self.gamma, self.verify = gamma, verify
         self.tree = tree
         if n_threads is not None:
@@ -155,7 +154,7 @@ class SpeculativeDecoder:
         self._loss = 0.0  # see `Thrift`
         self._acceptance = Acceptance(ODDS_RATES if self._ngrams else MARGIN_RATES)
         self._acceptances = new_acceptances(self._acceptance)
-        self._is_warm = False
+        self._done = set[str]()  # of what `warm_up` does
         self._turn: threading._RLock
         give_lock(self, "_turn")
         is_free = n_threads is None and not any(isinstance(model, Transformer) for model in (target, draft, stage))
@@ -262,7 +261,7 @@ class SpeculativeDecoder:
 
     @property
     def tree(self) -> TreeMode:
-        """Whether proposals are trees; "auto": where they pay, with gamma "auto" and coupled verification."""
+        """Whether proposals are trees; "auto": where they pay, with gamma "auto" and coupled verification, else chains."""
         return self._tree
 
     @tree.setter
@@ -373,8 +372,12 @@ class SpeculativeDecoder:
         self._check_memory(len(tokens) + max_tokens - 1)  # the last one is never run
         if not isinstance(sampling, Sampling):
             raise TypeError(f"sampling is {short(sampling, repr)}; expected Sampling(temperature=..., seed=...)")
-        if not self._is_warm:
+        if self._undone():
             self.warm_up()
+        return worded(self._events(tokens, max_tokens, sampling), self.tokenizer, stops)
+
+    def _events(self, tokens: list[int], max_tokens: int, sampling: Sampling) -> Iterator[Event]:
+        """A text's, of whatever is warm."""
         verifier = VERIFIERS[self.verify](self._vocabulary.n_target, sampling)
         marks = self.tokenizer.end_marks
         plan = self._plan()
@@ -382,8 +385,7 @@ class SpeculativeDecoder:
         drafter: Drafter | None = _ngram_drafter(self._ngrams, marks) if self._ngrams and is_slow else None
         if self.draft:
             drafter = self._model_drafter(self.draft, sampling, verifier.draft_noise, plan)
-        events = decode(self.target, drafter, verifier, tokens, max_tokens, plan, marks)
-        return worded(events, self.tokenizer, stops)
+        return decode(self.target, drafter, verifier, tokens, max_tokens, plan, marks)
 
     def _model_drafter(self, draft: Transformer, sampling: Sampling, noise: Callable[[int], int], plan: Plan) -> Drafter:
         """What drafts with a model, and with its stage where it has one."""
@@ -408,10 +410,9 @@ class SpeculativeDecoder:
         """How long proposals get. A text of `rejection` or `block` hangs on that, so that there it must not hang on the clock."""
         is_auto = self.gamma == AUTO and self.verify == "coupled" and self._costs
         gamma = FIXED_GAMMA if self.gamma == AUTO else self.gamma
-        if self.draft and self.tree != "off" and not self.has_stage:
+        if self._may_branch:
             marks = self.tokenizer.end_marks
-            if is_auto and self._costs and (self.tree == "on" or self._costs.of(1) > TREE_SECONDS):
-                self._tree_costs = self._tree_costs or tree_costs_of(self._models, self.draft, self._vocabulary)
+            if is_auto and self._costs and self._tree_costs and (self.tree == "on" or self._costs.of(1) > TREE_SECONDS):
                 return AutoTree(self._costs, self._tree_costs, self._acceptances, marks, is_forced=self.tree == "on")
             if self.tree == "on":
                 rates = [acceptance.rate for acceptance in self._acceptances] if self.verify == "coupled" else STATIC_RATES
@@ -424,6 +425,12 @@ class SpeculativeDecoder:
     def has_draft(self) -> bool:
         """Whether something drafts for the target: a model, which is `draft`, or n-grams."""
         return bool(self.draft or self._ngrams)
+
+    @property
+    def _may_branch(self) -> bool:
+        """Whether proposals may be trees."""
+        may = self.tree == "on" or (self.tree == AUTO and self.gamma == AUTO and self.verify == "coupled")
+        return may and self.draft is not None and not self.has_stage
 
     @property
     def has_stage(self) -> bool:
@@ -493,65 +500,57 @@ class SpeculativeDecoder:
         return ", ".join(f"{name} {model.weights.kind}" for name, model in self._named.items())
 
     def warm_up(self) -> None:
-        """Compile, or load from numba's cache, whatever a text needs; the first text does it where nobody has.
+        """Compile, or load from numba's cache, whatever a text needs, and measure what it takes; a text does what nobody has done
+        before it begins, what is left where that was interrupted, and what another `verify`, `gamma` or `tree` asks for.
 
-        Then choose the number of threads, unless it was given: the barriers of a pass cost a small model or a busy machine more
+        Also choose the number of threads, unless it was given: the barriers of a pass cost a small model or a busy machine more
         than another thread gains, and a text is the same with any number.
         """
         with self._turn:
-            if not self._is_warm:
-                self._is_warm = True
-                self._seconds(2)
-                if self._ngrams:  # which propose nothing at the start of a text
-                    self._judge_a_proposal()
-                if self._most_threads > 1:
-                    self._choose_threads()
-                if self.draft or self._ngrams:
-                    self._costs = self._measured_costs()
-                if self.draft and self.has_stage:
-                    costs = costs_of(self.draft, self.stage, self._vocabulary)
-                    self._account = Account(costs, Acceptance(MARGIN_RATES if self.stage else ODDS_RATES))
-                if self.draft and self._costs and not self.has_stage and may_narrow(self.draft.weights):
-                    self._measure_head(self.draft, self._costs)
-                self._plan()  # which measures what trees cost, where there may be some
-                end(self._compiling)
+            while undone := self._undone():
+                name, do = next(iter(undone.items()))
+                do()
+                self._done.add(name)
+            end(self._compiling)
+
+    def _undone(self) -> dict[str, Callable[[], object]]:
+        """What is to be done before a text of these settings begins, in order; one thread and several run other code."""
+        verifier, n_ids = VERIFIERS[self.verify], self._vocabulary.n_target
+        to_do: dict[str, Callable[[], object]] = {
+            f"passes {[model.n_threads > 1 for model in self._models]}": lambda: self._seconds(2)
+        }
+        if self.draft or self._ngrams:
+            to_do[self.verify] = lambda: judge_proposals(verifier, n_ids)
+        if self._may_branch:
+            to_do["trees"] = lambda: run_trees(self._models, self._vocabulary)
+            to_do[f"{self.verify} of trees"] = lambda: judge_proposals(verifier, n_ids, [-1, -1])
+        to_do["measures"] = self._measure
+        if self._may_branch and self.gamma == AUTO:
+            to_do["measures of trees"] = self._measure_trees
+        return {name: do for name, do in to_do.items() if name not in self._done}
+
+    def _measure(self) -> None:
+        if self._most_threads > 1:
+            choose_threads(self._models, self._most_threads, lambda: self._seconds(TRIAL_TOKENS))
+        costs = self._measured_costs() if self.draft or self._ngrams else None
+        if self.draft and self.has_stage:
+            own = costs_of(self.draft, self.stage, self._vocabulary)
+            self._account = Account(own, Acceptance(MARGIN_RATES if self.stage else ODDS_RATES))
+        elif self.draft and costs:
+            self._head, self._loss = narrow_head_of(self.draft, costs, self._vocabulary)
+        self._costs = costs
+
+    def _measure_trees(self) -> None:
+        if self.draft:
+            self._tree_costs = tree_costs_of(self.draft, self._vocabulary)
 
     def _measured_costs(self) -> Costs:
         return costs_of(self.target, self.draft, self._vocabulary)
 
-    def _measure_head(self, draft: Transformer, costs: Costs) -> None:
-        """Use a narrow head of the draft where it is clearly faster than the whole one."""
-        head = NarrowHead(draft.weights)
-        all_rows, few_rows = head_seconds(draft, head, self._vocabulary)
-        if few_rows < LEAST_SAVING * all_rows:
-            self._head, self._loss = head, (costs.of(1) + all_rows) / (all_rows - few_rows)
-            costs.draft *= few_rows / all_rows
-
-    def _judge_a_proposal(self) -> None:
-        """Compile what judges one that no model drew."""
-        verifier = VERIFIERS[self.verify](self.target.config.vocab_size, DEFAULT_SAMPLING)
-        repeated = [0] * min(3, self.target.n_positions)
-        for _ in decode(self.target, NgramDrafter(()), verifier, repeated, 2, FixedLength(1), {}):
-            pass
-
     def _seconds(self, max_tokens: int) -> float:
         """What that many tokens take."""
-        return sum(event.seconds for event in self.stream("", max_tokens) if isinstance(event, Step))
-
-    def _choose_threads(self) -> None:
-        """All threads, or 1, 2, 4, ... if clearly faster; each is tried in turn until the trial has taken TRIAL_SECONDS."""
-        most = self._most_threads
-        seconds = {min(2**i, most): 0.0 for i in range(most.bit_length() + 1)}
-        while sum(seconds.values()) < TRIAL_SECONDS:
-            for n in seconds:
-                self._use_threads(n)
-                seconds[n] += self._seconds(TRIAL_TOKENS)
-        best = min(seconds, key=seconds.__getitem__)
-        self._use_threads(best if TRIAL_MARGIN * seconds[best] < seconds[most] else most)
-
-    def _use_threads(self, n: int) -> None:
-        for model in self._models:
-            model.n_threads = n
+        events = self._events(self.encode(""), max_tokens, DEFAULT_SAMPLING)
+        return sum(event.seconds for event in events if isinstance(event, Step))
 
 
 def _check_trees(tree: TreeMode, verify: VerifyMode) -> None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from .drafters import Draft, Drafter
+from .machine.memory import zeros
 from .machine.vectors import Float32
 from .planning import Plan
 from .sampling import (
@@ -336,6 +337,13 @@ VERIFIERS: dict[str, Callable[[int, Sampling], Verifier]] = {
     "rejection": RejectionVerifier,
     "block": BlockVerifier,
 }
+
+
+def judge_proposals(verifier: Callable[[int, Sampling], Verifier], vocab_size: int, parents: list[int] | None = None) -> None:
+    """Two tokens that do not stand, as a chain or by their parents: so that all that judging them takes is compiled."""
+    logits = zeros(3, max(vocab_size, 3))
+    logits[:, 0] = 1.0
+    verifier(vocab_size, Sampling(temperature=0.0)).judge(logits, Draft([1, 2], None, parents), 1)
 
 
 class Target(Protocol):

@@ -145,7 +145,7 @@ TreeOption = Annotated[
     str,
     option(
         "--tree", group="Speculation", metavar="auto|on|off",
-        help="Several candidates for a place (a token tree) in one pass. auto: where they pay, with -g auto. Same text.",
+        help="Several candidates for a place (a token tree) in one pass. auto: with -g auto, where they pay. Same text.",
     ),
 ]  # fmt: skip
 Threads = Annotated[

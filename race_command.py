@@ -74,7 +74,7 @@ def run(
     top_k: TopK = 0,
     seed: Seed = 0,
     gamma: Gamma = AUTO,
-    tree: TreeOption = AUTO,
+    tree: TreeOption = "off",
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:

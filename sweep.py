@@ -66,7 +66,7 @@ class Setting:
     decoder: Writer
     kind: Kind
     gamma: int | str | None = None
-    tree: str = AUTO
+    tree: str = "off"
 
     def stream(self, text: "Text") -> Iterator[Event]:
         if self.gamma is not None:  # settings share decoders

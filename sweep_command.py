@@ -56,7 +56,7 @@ def compare(
     """
     from . import sweep, sweep_chart  # which nothing else needs
 
-    check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize, tree=AUTO, kv=kv)
+    check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize, tree="off", kv=kv)
     if draft == NONE:
         raise typer.BadParameter("a sweep compares drafts; leave it out to try n-grams alone.", param_hint="'-d' / '--draft'")
     if as_json and as_csv:

@@ -14,6 +14,7 @@ import pickle
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +27,7 @@ from numba import njit
 from numba.core import caching
 from numba.core.ccallback import CFunc
 from numba.core.compiler import CompileResult
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
@@ -71,8 +73,8 @@ def counted(n_done: int, n_total: int) -> Iterator[None]:
 
 
 def _tell(name: str) -> None:
-    if on_compiling:
-        on_compiling[-1](name, *(_batch[-1] if _batch else (_n_compiled, None)))
+    for tell in on_compiling[-1:]:  # a caller that was interrupted may no longer listen
+        tell(name, *next(iter(_batch[-1:]), (_n_compiled, None)))
 
 
 class MachineCode(caching.NullCache):
@@ -227,8 +229,38 @@ def _write(path: str, data: bytes) -> None:
             shutil.rmtree(entry.path, ignore_errors=True)
 
 
+def undisturbed(work: Callable[..., Any]) -> Callable[..., Any]:
+    """The same work, which no signal's handler stops halfway: what a handler raises reaches the caller at once, as Ctrl-C does,
+    and the work goes on to its end.
+
+    Handlers run in the main thread, so there the work is done by another thread, and waited for. In the middle of it numba would
+    never again find what it had begun to register, and LLVM's callbacks and what numba tidies up would swallow the exception.
+    """
+
+    def waited_for(*args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread() or global_compiler_lock.is_locked():
+            return work(*args)
+        results, errors = list[Any](), list[BaseException]()
+
+        def run() -> None:
+            try:
+                results.append(work(*args))
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="specdec-compiling")
+        thread.start()
+        thread.join()
+        for error in errors:
+            raise error
+        return results[0]
+
+    return waited_for
+
+
 def _cached(dispatcher: Any) -> Any:
     dispatcher._cache = MachineCode(dispatcher.py_func)
+    dispatcher.compile = undisturbed(dispatcher.compile)
     return dispatcher
 
 
@@ -255,7 +287,7 @@ def callback(signature: Any, function: Callable[..., Any], source: Callable[...,
     code: Any = CFunc(function, (signature.args, signature.return_type), {}, {"nogil": True, "error_model": "numpy"})
     if source or function.__closure__ is None:
         code._cache = MachineCode(source or function)
-    code.compile()
+    undisturbed(code.compile)()
     _keep.append(code)
     return int(code.address)
 

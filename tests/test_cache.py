@@ -214,3 +214,54 @@ def test_a_second_process_compiles_nothing() -> None:
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", COMPILED], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+# An interrupt in the middle of compiling: when numba comes by that function, with what is told, for the first time
+
+REGISTERS = "numba.core.typing.context:BaseContext.insert_attributes"  # those of arrays, of a list that numba takes once
+LOADS = "numba.core.codegen:CPUCodeLibrary._object_getbuffer_hook"  # called by LLVM, which swallows what it raises
+INTERRUPTED = """
+import importlib, signal, sys
+from numba import types
+module, path = sys.argv[1].split(":")
+owner, name = path.split(".")
+owner = getattr(importlib.import_module(module), owner)
+original, interrupts = getattr(owner, name), []
+
+def interrupted(*args):
+    if not interrupts and (len(args) == 1 or args[1].key is types.Array):
+        interrupts.append(1)
+        signal.raise_signal(signal.SIGINT)
+    return original(*args)
+
+setattr(owner, name, interrupted)
+from p.high import high
+try:
+    high(1)
+except KeyboardInterrupt:
+    print("interrupted", end=" ")
+print(high(1), high(1.0))
+"""
+
+
+def interrupt(package: Path, where: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, where], cwd=package.parent, capture_output=True, text=True, check=False
+    )
+    return done.stdout + done.stderr[-1000:]
+
+
+def test_an_interrupt_leaves_nothing_half_compiled(package: Path) -> None:
+    """numba would know no `size` of an array any more."""
+    low = "import numpy as np\n" + LOW.format(k=3).replace("+ K", "+ np.empty(K).size")
+    (package / "low.py").write_text(low, encoding="utf-8")
+    assert interrupt(package, REGISTERS) == "interrupted 40 40.0\n"
+
+
+def test_an_interrupt_while_machine_code_is_loaded_reaches_the_caller(package: Path) -> None:
+    assert interrupt(package, LOADS) == "interrupted 40 40.0\n"
+
+
+def test_an_error_of_the_compiler_reaches_the_caller(package: Path) -> None:
+    code = "from p.high import high\ntry: high('x')\nexcept Exception as error: print(type(error).__name__)"
+    assert ask(package, code) == "TypingError"

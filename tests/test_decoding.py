@@ -551,7 +551,8 @@ def test_threads_that_are_clearly_slower_are_left_out(pair, monkeypatch, alone, 
     for draft in (None, pair.draft):
         decoder = SpeculativeDecoder(pair.target, draft)
         decoder._most_threads = 2  # whatever the machine has
-        decoder._use_threads(2)
+        for model in decoder._models:
+            model.n_threads = 2
         trial.tried.clear()
         decoder.warm_up()
         assert {model.n_threads for model in decoder._models} == {expected}

@@ -8,6 +8,7 @@ import pytest
 from specdec import heads
 from specdec.architectures import Config, Weights
 from specdec.architectures.llama import LLAMA
+from specdec.costs import narrow_head_of
 from specdec.decoder import SpeculativeDecoder
 from specdec.decoding import CoupledVerifier, Step, decode
 from specdec.drafters import ModelDrafter
@@ -152,14 +153,15 @@ def test_a_short_head_and_one_of_blocks_stay_whole(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(("share", "is_used"), [(0.9, True), (0.99, False)])
 def test_it_is_used_where_it_is_faster_as_measured(pair, share: float, is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, clock, forward = SpeculativeDecoder(pair.target, pair.draft), Clock(), Transformer.forward
-    decoder._costs = Costs({1: 1.0, 2: 1.0}, 1.0)
+    costs = Costs({1: 1.0, 2: 1.0}, 1.0)
+    monkeypatch.setattr("specdec.costs.may_narrow", lambda _: True)
     monkeypatch.setattr("specdec.costs.time.perf_counter", lambda: clock.now)
     monkeypatch.setattr(Transformer, "forward", taking(clock, 1.0, forward))
     monkeypatch.setattr(Transformer, "forward_narrowly", taking(clock, share, Transformer.forward_narrowly))
-    decoder._measure_head(decoder.draft, decoder._costs)
-    assert (decoder._head is not None) == is_used
-    assert decoder._costs.draft == pytest.approx(share if is_used else 1.0)
-    assert decoder._loss == pytest.approx(2.0 / (1 - share) if is_used else 0.0)
+    head, loss = narrow_head_of(decoder.draft, costs, decoder._vocabulary)
+    assert (head is not None) == is_used
+    assert costs.draft == pytest.approx(share if is_used else 1.0)
+    assert loss == pytest.approx(2.0 / (1 - share) if is_used else 0.0)
 
 
 class Clock:
