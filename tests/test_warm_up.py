@@ -63,12 +63,12 @@ def unwarmed():
     return texts(decoder)
 
 def chat():
-    decoder = SpeculativeDecoder(endless, draft, n_threads=1)
+    decoder = SpeculativeDecoder(endless, draft, n_threads=1, template="llama2")
     return texts(decoder, [{"role": "user", "content": "Hi"}], 30, decoder.chat)
 
 TWO = {"n_threads": 2} if (os.cpu_count() or 1) > 1 else {}
 CASES = {
-    "plain": case(target),
+    "plain": case(target, None),
     "default": case(target, draft, n_threads=None),
     "rejection": case(target, draft, verify="rejection"),
     "block": case(target, draft, verify="block"),
@@ -145,7 +145,7 @@ def test_an_interrupted_warm_up_is_made_up_for(pair: Pair, monkeypatch: pytest.M
     assert decoder._costs
     assert decoder._tree_costs
     assert not decoder._undone()
-    assert text == SpeculativeDecoder(pair.target).generate("ab", 30, temperature=0).text
+    assert text == SpeculativeDecoder(pair.target, None).generate("ab", 30, temperature=0).text
 
 
 def test_what_is_warm_is_not_measured_again(pair: Pair) -> None:
