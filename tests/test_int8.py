@@ -29,6 +29,7 @@ from specdec.weights.int8 import (
     PORTABLE_INT8,
     QUADS,
     best_dot4,
+    dot4,
     dot4_tile,
     multiply,
     quantize,
@@ -88,6 +89,7 @@ def test_activations_are_quantized_as_runq_does(n, group):
         assert not got[:, :group].reshape(-1)[n:].any()
         np.testing.assert_array_equal(packed[t, :, 0], scales)
         np.testing.assert_array_equal(packed[t, :, 1].view(np.int32), -128 * got.sum(1, np.int32))
+        np.testing.assert_array_equal(packed[t, :, 2], scales * got.sum(1, np.float32))
     assert np.abs(packed[2].view(np.int8)[:, 4 * GROUP_HEAD :].astype(int)).max() == 127
 
 
@@ -95,12 +97,13 @@ def test_activations_are_quantized_as_runq_does(n, group):
 def kind_with(path: str) -> Kind:
     """int8 with the product by that instruction, also where it is not the one that the CPU would choose."""
     tile = dot4_tile(path)
+    most, whole = dot4(path).tokens
 
     def product(
         run: Pass, thread: int, out: Floats2, w: Floats3, x: Floats3, scratch: Floats3,
         n: int, group: int, adding: int, unit: int, of_logits: int,
     ) -> None:  # fmt: skip
-        multiply(tile, run, thread, out, w, x, scratch, n, group, adding, unit, of_logits)
+        multiply(tile, most, whole, run, thread, out, w, x, scratch, n, group, adding, unit, of_logits)
 
     return replace(INT8, product=Operation(product, kept=False))
 
@@ -110,6 +113,7 @@ RUNS_HERE = {
     "portable": True,
     "avx512vnni": "+avx512vnni" in FEATURES,
     "avxvnni": "+avxvnni" in FEATURES or {"+avx512vnni", "+avx512vl"} <= set(FEATURES),
+    "avx2": "+avx2" in FEATURES,
     "sdot": "+dotprod" in FEATURES,
 }
 
@@ -160,11 +164,11 @@ def padded_quantized(matrix, group):
 
 
 def test_every_instruction_is_chosen_by_the_feature_that_promises_it():
-    assert best_dot4("+sse2,+avx2,-avx512vnni,-avxvnni") == "portable"
+    assert best_dot4("+sse2,+avx2,-avx512vnni,-avxvnni") == "avx2"
     assert best_dot4("+avx2,+avxvnni,-avxvnniint8") == "avxvnni"
     assert best_dot4("+avx512f,+avx512vnni,+avxvnni") == "avx512vnni"
     assert best_dot4("+neon,+dotprod") == "sdot"
-    assert best_dot4("") == "portable"
+    assert best_dot4("+sse2,+avx,-avx2") == "portable"
 
 
 INT8_LOGITS = """
@@ -184,7 +188,7 @@ def test_a_cpu_never_runs_what_was_cached_for_another_and_says_the_same():
         subprocess.check_output([sys.executable, "-c", INT8_LOGITS], cwd=ROOT, env=os.environ | cpu, text=True).split()
         for cpu in ({}, older)
     )
-    assert (here[0], there[0]) == (best_dot4(CPU_FEATURES), "portable")
+    assert (here[0], there[0]) == (best_dot4(CPU_FEATURES), "avx2")
     assert here[1] == there[1]
 
 
