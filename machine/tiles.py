@@ -76,17 +76,17 @@ class Shape(NamedTuple):
         return self.n_vectors * (self.n_tokens + 1) < REGISTERS
 
 
-def shape_of(rows: int, n_tokens: int) -> Shape:
-    """Half of that many rows, a quarter and so on, until all sums fit in registers, with all weights or all activations of a k,
-    whichever are fewer, and one register more.
+def shape_of(rows: int, n_tokens: int, lanes: int = REGISTER_LANES, is_by_tokens: bool = False) -> Shape:
+    """Half of that many rows, a quarter and so on, until all sums fit in registers, with all weights or, unless the tile goes by
+    tokens, all activations of a k, whichever are fewer, and one register more.
 
     So of 16 registers of 8 lanes a strip's rows with 1 to 3 tokens, half of them with 4 to 6: one thread of Zen 3 does
     35 to 37 GMAC/s with those, whose limit is 37, and 30 to 34 where 3 tokens of a whole strip need a register more.
     """
-    n_vectors = rows // REGISTER_LANES
-    while n_vectors > 1 and n_vectors * n_tokens + min(n_vectors, n_tokens) + 1 > REGISTERS:
+    n_vectors = rows // lanes
+    while n_vectors > 1 and n_vectors * n_tokens + (n_vectors if is_by_tokens else min(n_vectors, n_tokens)) + 1 > REGISTERS:
         n_vectors //= 2
-    return Shape(REGISTER_LANES, n_vectors, n_tokens)
+    return Shape(lanes, n_vectors, n_tokens)
 
 
 Shapes = Callable[[int, int], Shape]
@@ -94,7 +94,7 @@ Shapes = Callable[[int, int], Shape]
 
 def whole_tokens(shapes: Shapes, most_tokens: int) -> int:
     """The most tokens that a tile of those shapes takes with all rows of a strip at once."""
-    return max(t for t in range(1, most_tokens + 1) if shapes(STRIP_ROWS, t).rows == STRIP_ROWS)
+    return max((t for t in range(1, most_tokens + 1) if shapes(STRIP_ROWS, t).rows == STRIP_ROWS), default=0)
 
 
 WHOLE_TOKENS = whole_tokens(shape_of, TILE_TOKENS)

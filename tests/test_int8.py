@@ -143,6 +143,20 @@ def test_an_int8_product_is_exact_in_a_group_and_one_chain_over_the_groups(n, gr
         assert float(out[t, r]) == float(acc)
 
 
+@pytest.mark.parametrize("path", RUNS_HERE)
+def test_the_largest_int8_products_are_exact(path):
+    """Codes of 127 and of -128, which files may hold, all of one sign: two products nearly fill 16 bits."""
+    if not RUNS_HERE[path]:
+        pytest.skip(f"this CPU has no {path}")
+    codes = np.tile(np.array([-128, 127, -127], np.int8)[:, None], (1, 128))
+    matrix = pack([Loaded(reference.Quantized(codes, np.ones(6, np.float32), 64))], kind_with(path))
+    x, out = zeros(9, 128), zeros(9, STRIP_ROWS)
+    x[:] = np.array([1, -1] * 4 + [1])[:, None]
+    product(matrix, out, x)
+    a_group = codes[:, :64].astype(np.float32).sum(1) * np.float32(127) * (np.float32(1) / np.float32(127))
+    np.testing.assert_array_equal(out[:, :3], x[:, :1] * (a_group + a_group))
+
+
 class Loaded:
     """A `reference.Quantized` whose groups do not cross rows, as a reader gives it."""
 

@@ -98,7 +98,7 @@ class Dot4:
 
     def shape(self, rows: int, n_tokens: int) -> Shape:
         """Of a tile over strips of so many rows."""
-        return shape_of(rows, n_tokens)
+        return shape_of(rows, n_tokens, self.lanes, is_by_tokens=True)
 
     @property
     def tokens(self) -> tuple[int, int]:
