@@ -16,10 +16,11 @@ from .architectures.llama import LLAMA
 from .kernels import MAX_TOKENS
 from .machine import limits
 from .machine.memory import all_finite, physical_memory_bytes, zeros
-from .machine.vectors import F32, I32, LANES
+from .machine.tiles import STRIP_ROWS
+from .machine.vectors import CPU_FEATURES, F32, I32
 from .transformer import Transformer
 from .weights import BF16, FP16, FP32, INT8
-from .weights.int8 import DOT4, QUADS, dot4
+from .weights.int8 import QUADS, best_dot4, dot4
 from .weights.matrix import Floats
 
 SHAPES = {  # the public stories models: dim, hidden_dim, layers, heads, kv heads, vocabulary, seq_len
@@ -131,9 +132,14 @@ def run(
     del tensors
     block = zeros(weights.n_bytes // 4)
     block[:] = 1.0
-    instruction, lane, products = (dot4(DOT4), I32, QUADS) if kind == INT8.name else (limits.fma, F32, 1)
-    calculate = limits.arithmetic(instruction, lane, model.n_threads)
-    flops = 2 * products * LANES * limits.CHAINS * limits.STEPS * model.n_threads
+    dot = dot4(best_dot4(CPU_FEATURES))
+    instruction, lane, products, shape = (
+        (dot.multiply_add, I32, QUADS, dot.shape(STRIP_ROWS, dot.most_tokens))
+        if kind == INT8.name
+        else (limits.fma, F32, 1, limits.FLOATS)
+    )
+    calculate = limits.arithmetic(instruction, lane, shape, model.n_threads)
+    flops = 2 * products * shape.rows * shape.n_tokens * limits.STEPS * model.n_threads
 
     def forward(n_tokens: int, n_logits: int) -> Callable[[], object]:
         def once() -> object:

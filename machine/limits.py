@@ -9,24 +9,24 @@ from numba import types
 from numba.extending import intrinsic
 
 from .programs import Floats2, Operation, Pass, Runner
-from .tiles import STRIP_ROWS, TILE_TOKENS, const
-from .vectors import F32, I64, LANES, element_pointer, llvm
+from .tiles import STRIP_ROWS, TILE_TOKENS, Shape, const, shape_of
+from .vectors import F32, I64, LANES, element_pointer, multiply_add
 
-CHAINS = STRIP_ROWS // LANES * TILE_TOKENS  # as many accumulators as a tile has, all in registers
+FLOATS = shape_of(STRIP_ROWS, TILE_TOKENS)  # of a tile over floats
 STEPS = 1 << 19  # of each chain in a run: on Zen 5 1.2 ms, beside which the start of a region is little
 
 
 def fma(builder: Any, acc: Any, w: Any, x: Any) -> Any:
     """The instruction of tiles over floats."""
-    return llvm(builder, "llvm.fma.v16f32", acc.type, w, x, acc)
+    return multiply_add(builder, w, x, acc)
 
 
-def chains(instruction: Callable[..., Any], lane: Any) -> Operation:
-    """An operation: CHAINS chains acc = instruction(builder, acc, w, acc) of n steps side by side, over LANES of an LLVM type.
+def chains(instruction: Callable[..., Any], lane: Any, shape: Shape) -> Operation:
+    """An operation: n steps of acc = instruction(builder, acc, w, acc), as many side by side as a tile of that shape has sums.
 
-    w, what chains begin with, is words[thread, :LANES]; their sum goes behind it.
+    Of vectors of an LLVM type. w, what chains begin with, is the first of words[thread]; their sum goes to words[thread, LANES:].
     """
-    vector = ir.VectorType(lane, LANES)
+    vector = ir.VectorType(lane, shape.lanes)
 
     @intrinsic
     def run_chains(typingctx, words, start, n):
@@ -37,7 +37,7 @@ def chains(instruction: Callable[..., Any], lane: Any) -> Operation:
             builder.branch(loop)
             builder.position_at_end(loop)
             step = builder.phi(I64)
-            accumulators = [builder.phi(vector) for _ in range(CHAINS)]
+            accumulators = [builder.phi(vector) for _ in range(shape.n_vectors * shape.n_tokens)]
             new = [instruction(builder, acc, w, acc) for acc in accumulators]
             next_step = builder.add(step, const(1))
             for phi, first, value in (
@@ -51,7 +51,7 @@ def chains(instruction: Callable[..., Any], lane: Any) -> Operation:
             total = new[0]
             for value in new[1:]:
                 total = builder.fadd(total, value) if lane == F32 else builder.add(total, value)
-            builder.store(total, builder.gep(place, [const(1)]), align=4)
+            builder.store(total, builder.gep(place, [const(LANES // shape.lanes)]), align=4)
             return context.get_dummy_value()
 
         return types.void(words, start, n), codegen
@@ -62,8 +62,8 @@ def chains(instruction: Callable[..., Any], lane: Any) -> Operation:
     return Operation(run_all, kept=False)
 
 
-def arithmetic(instruction: Callable[..., Any], lane: Any, n_threads: int) -> Callable[[], None]:
-    """A run of `chains` on so many threads: n_threads * CHAINS * STEPS of the instruction."""
+def arithmetic(instruction: Callable[..., Any], lane: Any, shape: Shape, n_threads: int) -> Callable[[], None]:
+    """A run of `chains`: each thread does shape.rows * shape.n_tokens * STEPS times what the instruction does to a lane."""
     words = np.full((n_threads, 2 * LANES), -2.0, np.float32)  # -2 x + x = -x: no float ends
-    runner = Runner([[chains(instruction, lane)(words, STEPS)]])
+    runner = Runner([[chains(instruction, lane, shape)(words, STEPS)]])
     return lambda: runner(1, 0, 0, n_threads)

@@ -6,10 +6,11 @@ on it. R = STRIP_ROWS, P strips, T tokens.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .cache import inlined, inner
@@ -18,13 +19,15 @@ from .vectors import (
     CPU_FEATURES,
     F32,
     FP32_STORAGE,
+    I8,
     I32,
     I64,
+    IS_ARM64,
     LANES,
-    VECTOR,
     Storage,
     broadcast,
     ceil_div,
+    constants,
     element_pointer,
     llvm,
     multiply_add,
@@ -33,18 +36,21 @@ from .vectors import (
 )  # fmt: skip
 
 STRIP_ROWS = 2 * LANES  # divides 288, 512, 768, 1376, 2048 and 32000, so the known models carry no padding
-# Accumulators of a tile are STRIP_ROWS x TILE_TOKENS floats and have to stay in registers: 16 of 32 with AVX-512, else 12 of 16.
-TILE_TOKENS = 8 if "+avx512f" in CPU_FEATURES else 3
-FEW_TOKENS = TILE_TOKENS // 2  # whose tile has registers for two strips
+FEATURES = CPU_FEATURES.split(",")
+HAS_AVX512 = "+avx512f" in FEATURES
+REGISTER_LANES = 16 if HAS_AVX512 else 8 if "+avx" in FEATURES else 4  # int32 or float32
+REGISTERS = 32 if HAS_AVX512 or IS_ARM64 else 16
+TILE_TOKENS = 8 if HAS_AVX512 else 6  # of a tile over floats
+FEW_TOKENS = 4 if HAS_AVX512 else 1  # whose tile has registers for two strips
 UNROLL = 2  # of k in a tile's loop: with one prefetch for both, 8 tokens of fp32 from DRAM 40 GB/s, else 33 (Zen 5)
 # 8 KiB; of 4, 8 and 16 the best on Zen 5: 15M int8 from L3, 8 tokens 0.53 ms, else 0.61 and 0.56.
 PREFETCH_WORDS = 2048
-LINE_WORDS = 16  # of a cache line
+LINE_WORDS, LINE_BYTES = 16, 64  # of a cache line
 
 
-def prefetch(builder: Any, array: Any, word: Any, write: bool = False) -> None:
-    """Fetch the cache line of that word."""
-    place = offset(builder, array, word, ir.IntType(8))
+def prefetch(builder: Any, array: Any, at: Any, write: bool = False) -> None:
+    """Fetch the cache line of that item."""
+    place = builder.bitcast(builder.gep(array, [at]), I8.as_pointer())
     keep, data = 3, 1
     llvm(builder, "llvm.prefetch.p0", ir.VoidType(), place, *(ir.Constant(I32, c) for c in (int(write), keep, data)))
 
@@ -53,37 +59,101 @@ def const(value: int) -> Any:
     return ir.Constant(I64, value)
 
 
-def _tile_function(module: Any, name: str, emit: Any, n_vectors: int, n_tokens: int) -> Any:
-    """The LLVM function of one tile shape, n_vectors * LANES rows x n_tokens, whose body emit writes.
+class Shape(NamedTuple):
+    """What a tile keeps in registers: n_vectors of `lanes` rows, times n_tokens."""
 
-    Its arguments: out, out_stride, w, ahead, ahead_stride, x, x_stride, n, n_quads, accumulate.
+    lanes: int
+    n_vectors: int
+    n_tokens: int
+
+    @property
+    def rows(self) -> int:
+        return self.lanes * self.n_vectors
+
+    @property
+    def is_by_tokens(self) -> bool:
+        """Whether a tile's vectors of weights stay in registers while tokens come and go; else the other way round."""
+        return self.n_vectors * (self.n_tokens + 1) < REGISTERS
+
+
+def shape_of(rows: int, n_tokens: int, lanes: int = REGISTER_LANES, is_by_tokens: bool = False) -> Shape:
+    """Half of that many rows, a quarter and so on, until all sums fit in registers, with all weights or, unless the tile goes by
+    tokens, all activations of a k, whichever are fewer, and one register more.
+
+    So of 16 registers of 8 lanes a strip's rows with 1 to 3 tokens, half of them with 4 to 6: one thread of Zen 3 does
+    35 to 37 GMAC/s with those, whose limit is 37, and 30 to 34 where 3 tokens of a whole strip need a register more.
     """
-    name = f"specdec_{name}_{n_vectors}x{n_tokens}"
+    n_vectors = rows // lanes
+    while n_vectors > 1 and n_vectors * n_tokens + (n_vectors if is_by_tokens else min(n_vectors, n_tokens)) + 1 > REGISTERS:
+        n_vectors //= 2
+    return Shape(lanes, n_vectors, n_tokens)
+
+
+Shapes = Callable[[int, int], Shape]
+
+
+def whole_tokens(shapes: Shapes, most_tokens: int) -> int:
+    """The most tokens that a tile of those shapes takes with all rows of a strip at once."""
+    return max((t for t in range(1, most_tokens + 1) if shapes(STRIP_ROWS, t).rows == STRIP_ROWS), default=0)
+
+
+WHOLE_TOKENS = whole_tokens(shape_of, TILE_TOKENS)
+
+
+class Sweep(NamedTuple):
+    """One of several over a strip, each of as many rows as the tile's shape has: its number, how many they are, its first row."""
+
+    number: Any
+    count: int
+    row: Any
+
+    def ahead(self, builder: Any, ahead: Any, stride: Any, n: Any) -> tuple[Any, Any]:
+        """Its part of what all of them fetch at n places from `ahead` on, and the stride of that."""
+        if self.count > 1:
+            stride = builder.udiv(stride, const(self.count))
+            ahead = builder.gep(ahead, [builder.mul(self.number, builder.mul(stride, n))])
+        return ahead, stride
+
+
+def _tile_function(module: Any, name: str, emit: Any, rows: int, shape: Shape) -> Any:
+    """The LLVM function of one tile, rows x shape.n_tokens in sweeps of shape.rows, whose body emit writes.
+
+    Its arguments: out, out_stride, w, ahead, ahead_stride, x, x_stride, n, n_quads, accumulate. `ahead` is in bytes.
+    """
+    name = f"specdec_{name}_{rows}x{shape.n_tokens}"
     if name in module.globals:
         return module.globals[name]
     words = F32.as_pointer()
-    signature = ir.FunctionType(ir.VoidType(), [words, I64, words, words, I64, words, I64, I64, I64, ir.IntType(1)])
+    signature = ir.FunctionType(ir.VoidType(), [words, I64, words, I8.as_pointer(), I64, words, I64, I64, I64, ir.IntType(1)])
     fn = ir.Function(module, signature, name)
     fn.linkage = "internal"
     fn.attributes.add("noinline")
-    emit(ir.IRBuilder(fn.append_basic_block("entry")), n_vectors, n_tokens, *fn.args)
+    builder, count = ir.IRBuilder(fn.append_basic_block("entry")), rows // shape.rows
+    if count == 1:
+        emit(builder, shape, Sweep(const(0), 1, const(0)), *fn.args)
+    else:
+        with cgutils.for_range(builder, const(count)) as sweeps:
+            emit(builder, shape, Sweep(sweeps.index, count, builder.mul(sweeps.index, const(shape.rows))), *fn.args)
+    builder.ret_void()
     return fn
 
 
-def cells(builder: Any, out: Any, out_stride: Any, accumulate: Any, n_vectors: int, n_tokens: int) -> tuple[list[Any], list[Any]]:
+def cells(
+    builder: Any, out: Any, out_stride: Any, accumulate: Any, shape: Shape, sweep: Sweep
+) -> tuple[list[Any], list[Any]]:  # fmt: skip
     """Where a tile's vectors of out lie, those of a token side by side, and what each starts from.
 
     The next strip's are fetched: 64 rows of logits are as many streams, more than the hardware follows.
     """
+    floats, first = ir.VectorType(F32, shape.lanes), builder.gep(out, [sweep.row])
     places = [
-        offset(builder, out, builder.add(builder.mul(out_stride, const(t)), const(LANES * v)), VECTOR)
-        for t in range(n_tokens)
-        for v in range(n_vectors)
+        offset(builder, first, builder.add(builder.mul(out_stride, const(t)), const(shape.lanes * v)), floats)
+        for t in range(shape.n_tokens)
+        for v in range(shape.n_vectors)
     ]
-    for place in places:
-        prefetch(builder, builder.bitcast(place, F32.as_pointer()), const(LANES * n_vectors), write=True)
-    zero = ir.Constant(VECTOR, [0.0] * LANES)
-    return places, [builder.select(accumulate, builder.load(place, align=4), zero) for place in places]
+    for place in places[:: max(1, LINE_WORDS // shape.lanes)] if shape.n_vectors > 1 else places:
+        prefetch(builder, builder.bitcast(place, F32.as_pointer()), const(shape.rows * sweep.count), write=True)
+    return places, [builder.select(accumulate, builder.load(place, align=4), constants(floats, 0.0)) for place in places]
 
 
 def float_body(stored: Storage, n_strips: int = 1) -> Any:
@@ -91,48 +161,63 @@ def float_body(stored: Storage, n_strips: int = 1) -> Any:
 
     n_strips: 1, or 2 at a time, n_quads items from one to the other, which else is of no meaning: more chains for few tokens.
     """
-    words = LANES * stored.item_bytes // 4  # of a vector
 
     def emit(
-        builder: Any, n_vectors: int, n_tokens: int,
+        builder: Any, shape: Shape, sweep: Sweep,
         out: Any, out_stride: Any, w: Any, ahead: Any, ahead_stride: Any, x: Any, x_stride: Any,
         n: Any, n_quads: Any, accumulate: Any,
     ) -> None:  # fmt: skip
         entry = builder.block
-        strip_vectors = n_vectors // n_strips
+        lanes, n_vectors, n_tokens = shape
+        floats, items = ir.VectorType(F32, lanes), stored.item.as_pointer()
         pairs, odd, last, done = (builder.append_basic_block(block) for block in ("pairs", "odd", "last", "done"))
-        places, start = cells(builder, out, out_stride, accumulate, n_vectors, n_tokens)
+        places, start = cells(builder, out, out_stride, accumulate, shape, sweep)
         rows = [builder.gep(x, [builder.mul(x_stride, const(t))]) for t in range(n_tokens)]
+        strip, row = builder.udiv(sweep.row, const(STRIP_ROWS)), builder.urem(sweep.row, const(STRIP_ROWS))
+        w = builder.gep(builder.bitcast(w, items), [builder.add(builder.mul(strip, n_quads), row)])
+        ahead, ahead_stride = sweep.ahead(builder, ahead, ahead_stride, n)
         whole = builder.and_(n, const(-UNROLL))
         builder.cbranch(builder.icmp_signed(">", whole, const(0)), pairs, odd)
 
         def fetch(k: Any, n_rows: int) -> None:
-            for strip in range(n_strips):
-                place = builder.add(builder.mul(k, ahead_stride), builder.mul(n_quads, const(strip)))
-                first = builder.gep(ahead, [place])
-                for line in range(0, n_rows * words * strip_vectors, LINE_WORDS):
-                    prefetch(builder, first, const(line))
+            for i in range(n_strips):
+                place = builder.add(builder.mul(k, ahead_stride), builder.mul(n_quads, const(i * stored.item_bytes)))
+                for line in range(0, max(n_rows * STRIP_ROWS * stored.item_bytes // sweep.count, 1), LINE_BYTES):
+                    prefetch(builder, builder.gep(ahead, [place]), const(line))
 
         def step(k: Any, acc: list[Any]) -> list[Any]:
-            row = builder.mul(k, const(words * strip_vectors))
-            rows_of_k = [builder.add(row, builder.mul(n_quads, const(strip))) for strip in range(n_strips)]
-            loaded = [
-                builder.load(offset(builder, w, builder.add(row, const(words * v)), stored.type), align=4 * words)
-                for row in rows_of_k
-                for v in range(strip_vectors)
-            ]
-            weights = [stored.widen(builder, bits) for bits in loaded]
-            result = []
-            for t in range(n_tokens):
-                x_k = broadcast(builder, builder.load(builder.gep(rows[t], [k])), VECTOR)
+            result, first = list(acc), builder.mul(k, const(STRIP_ROWS))
+
+            def weights(v: int) -> Any:
+                strip, row = divmod(v * lanes, STRIP_ROWS)
+                at = builder.add(first, builder.add(builder.mul(n_quads, const(strip)), const(row)))
+                place = builder.bitcast(builder.gep(w, [at]), stored.vector(lanes).as_pointer())
+                return stored.widen(builder, builder.load(place, align=lanes * stored.item_bytes))
+
+            def activations(t: int) -> Any:
+                return broadcast(builder, builder.load(builder.gep(rows[t], [k])), floats)
+
+            def multiply(v: int, t: int, w_k: Any, x_k: Any) -> None:
+                result[t * n_vectors + v] = multiply_add(builder, w_k, x_k, acc[t * n_vectors + v])
+
+            if shape.is_by_tokens:
+                all_weights = [weights(v) for v in range(n_vectors)]
+                for t in range(n_tokens):
+                    x_k = activations(t)
+                    for v in range(n_vectors):
+                        multiply(v, t, all_weights[v], x_k)
+            else:
+                all_activations = [activations(t) for t in range(n_tokens)]
                 for v in range(n_vectors):
-                    result.append(multiply_add(builder, weights[v], x_k, acc[t * n_vectors + v]))
+                    w_k = weights(v)
+                    for t in range(n_tokens):
+                        multiply(v, t, w_k, all_activations[t])
             return result
 
         def phis(*sources: tuple[list[Any], Any]) -> list[Any]:
             merged = []
             for i in range(len(places)):
-                phi = builder.phi(VECTOR)
+                phi = builder.phi(floats)
                 for values, block in sources:
                     phi.add_incoming(values[i], block)
                 merged.append(phi)
@@ -164,7 +249,6 @@ def float_body(stored: Storage, n_strips: int = 1) -> Any:
         builder.position_at_end(done)
         for place, value in zip(places, phis((so_far, odd), (final, last)), strict=True):
             builder.store(value, place, align=4)
-        builder.ret_void()
 
     return emit
 
@@ -182,19 +266,21 @@ def _switch_tokens(builder: Any, n_tokens: Any, most_tokens: int, function_of: A
     builder.position_at_end(end)
 
 
-def make_tile(name: str, emit: Any, n_vectors: int) -> Any:
-    """`tile_by` of one body, which emit writes."""
-    return tile_by(lambda array_type: (name, emit), n_vectors)
+def make_tile(name: str, emit: Any, shapes: Shapes = shape_of, most_tokens: int = TILE_TOKENS) -> Any:
+    """`tile_by` of one body over a strip, which emit writes."""
+    return tile_by(lambda array_type: (name, emit), STRIP_ROWS, shapes, most_tokens)
 
 
-def tile_by(body_of: Callable[[Any], tuple[str, Any]], n_vectors: int, most_tokens: int = TILE_TOKENS) -> Any:
-    """A tile over strips of n_vectors * LANES rows, for 1 to most_tokens tokens; indexes and strides are flat, in items.
+def tile_by(
+    body_of: Callable[[Any], tuple[str, Any]], rows: int, shapes: Shapes = shape_of, most_tokens: int = TILE_TOKENS
+) -> Any:
+    """A tile over strips of so many rows, for 1 to most_tokens tokens; indexes and strides are flat, in items.
 
     Floats: out[t, r] (+)= sum_k w[k, r] x[t, k] for k < n, ascending, fused; for n_quads see `float_body`. int8, n groups of
     n_quads: out[t, r] (+)= sum over groups of (sum_k w[r, k] x[t, k]) times both scales; see `Weights` and `quantize` for the
     layouts.
     ahead: the item of w that is fetched beside the first one; ahead_stride: the items behind it that are for each k, or quad.
-    body_of: the name and the body for w's numba type.
+    body_of: the name and the body for w's numba type. shapes: of the rows and some tokens, the shape that takes them.
     """
 
     @intrinsic
@@ -217,12 +303,14 @@ def tile_by(body_of: Callable[[Any], tuple[str, Any]], n_vectors: int, most_toke
                 for i, array, at in ((0, out, out_index), (3, w, w_index), (3, w, ahead), (7, x, x_index))
             ]
             name, emit = body_of(signature.args[3])
-            items_per_word = const(FP32_STORAGE.item_bytes // storage_of(signature.args[3]).item_bytes)
-            ahead_stride, n_quads = (builder.udiv(items, items_per_word) for items in (ahead_stride, n_quads))
+            ahead = builder.bitcast(ahead, I8.as_pointer())
+            ahead_stride = builder.mul(ahead_stride, const(storage_of(signature.args[3]).item_bytes))
             call_args = [out, out_stride, w, ahead, ahead_stride, x, x_stride, n, n_quads, accumulate]
-            _switch_tokens(
-                builder, n_tokens, most_tokens, lambda t: _tile_function(builder.module, name, emit, n_vectors, t), call_args
-            )
+
+            def function_of(t: int) -> Any:
+                return _tile_function(builder.module, name, emit, rows, shapes(rows, t))
+
+            _switch_tokens(builder, n_tokens, most_tokens, function_of, call_args)
             return context.get_dummy_value()
 
         return signature, codegen
@@ -232,7 +320,7 @@ def tile_by(body_of: Callable[[Any], tuple[str, Any]], n_vectors: int, most_toke
 
 def float_tile(name: str, stored: Storage) -> Any:
     """The tile of a strip of floats that are stored so."""
-    return make_tile(name, float_body(stored), STRIP_ROWS // LANES)
+    return make_tile(name, float_body(stored))
 
 
 def _either(n_strips: int, most_tokens: int) -> Any:
@@ -242,7 +330,7 @@ def _either(n_strips: int, most_tokens: int) -> Any:
         storage = storage_of(array_type)
         return "fp32_tile" if storage is FP32_STORAGE else "fp16_tile", float_body(storage, n_strips)
 
-    return tile_by(body_of, n_strips * STRIP_ROWS // LANES, most_tokens)
+    return tile_by(body_of, n_strips * STRIP_ROWS, most_tokens=most_tokens)
 
 
 strip_tile = float_tile("fp32_tile", FP32_STORAGE)
@@ -272,20 +360,20 @@ def multiply_either(out, out_at, out_width, w, at, strip_items, n_strips, ahead,
 
 
 @inlined
-def multiply_strips(tile, out, out_width, w, x, x_width, n, n_quads, n_tokens, first, last, accumulate):
+def multiply_strips(tile, most, whole, out, out_width, w, x, x_width, n, n_quads, n_tokens, first, last, accumulate):
     """out[t] (+)= W x[t] for the rows of strips first to last, by a tile over n, or n groups of n_quads.
 
-    Where tokens take several tiles, the first finds its strip in the cache: each has fetched its part of it, so memory is never
-    idle while they compute.
+    The tile takes up to `most` tokens, and up to `whole` in one sweep over a strip. Where there are several sweeps or tiles, the
+    first finds its strip in the cache: each has fetched its part of it, so memory is never idle while they compute.
     """
-    n_parts, words = ceil_div(n_tokens, TILE_TOKENS), w.shape[1] * w.shape[2]
+    n_parts, words = ceil_div(n_tokens, most), w.shape[1] * w.shape[2]
     ahead_stride = ceil_div(w.shape[2] // (n_quads + 1), n_parts)
     for strip in range(first, last):
         here = strip * words
         for part in range(n_parts):
             t, end = share(n_tokens, part, n_parts)
             at = t * out_width + strip * STRIP_ROWS
-            ahead = here + (PREFETCH_WORDS if n_parts == 1 else words + part * words // n_parts)
+            ahead = here + (PREFETCH_WORDS if n_tokens <= whole else words + part * words // n_parts)
             tile(
                 out, at, out_width, w, here, ahead, ahead_stride, x, t * x_width, x_width, n, n_quads, end - t, accumulate != 0
             )  # fmt: skip

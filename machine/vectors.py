@@ -38,7 +38,7 @@ def round_up(n: int, multiple: int) -> int:
     return int(ceil_div(n, multiple)) * multiple
 
 
-F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 VECTOR = ir.VectorType(F32, LANES)
 INTEGERS = ir.VectorType(I32, LANES)
 ZEROS = ir.Constant(VECTOR, [0.0] * LANES)
@@ -108,30 +108,45 @@ def _exp2_of_integer(builder: Any, a: Any) -> Any:
     return builder.bitcast(builder.shl(biased, ir.Constant(INTEGERS, [23] * LANES)), VECTOR)
 
 
+def constants(vector_type: Any, value: Any) -> Any:
+    """A vector whose lanes all hold that number."""
+    return ir.Constant(vector_type, [value] * vector_type.count)
+
+
+def integers_like(v: Any) -> Any:
+    """The type of as many int32."""
+    return ir.VectorType(I32, v.type.count)
+
+
+def floats_like(v: Any) -> Any:
+    """The type of as many float32."""
+    return ir.VectorType(F32, v.type.count)
+
+
 def portable_multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
     """x y + z rounded once, of vectors, for CPUs without the instruction.
 
     The product is exact in float64, where the sum is rounded to odd, which no second rounding can spoil (Boldo and Melquiond
     2008): where the sum is not exact (Knuth's TwoSum tells) and its last bit is even, it is its neighbour on the error's side.
     """
-    doubles, words = ir.VectorType(ir.DoubleType(), LANES), ir.VectorType(I64, LANES)
+    floats, doubles, words = x.type, ir.VectorType(ir.DoubleType(), x.type.count), ir.VectorType(I64, x.type.count)
     product = builder.fmul(builder.fpext(x, doubles), builder.fpext(y, doubles))
     z = builder.fpext(z, doubles)
     total = builder.fadd(product, z)
     rest = builder.fsub(total, product)
     error = builder.fadd(builder.fsub(product, builder.fsub(total, rest)), builder.fsub(z, rest))
-    nothing, one = ir.Constant(doubles, [0.0] * LANES), ir.Constant(words, [1] * LANES)
+    nothing, one = constants(doubles, 0.0), constants(words, 1)
     bits = builder.bitcast(total, words)
-    is_even = builder.icmp_signed("==", builder.and_(bits, one), ir.Constant(words, [0] * LANES))
+    is_even = builder.icmp_signed("==", builder.and_(bits, one), constants(words, 0))
     grows = builder.icmp_signed("==", builder.fcmp_ordered(">", error, nothing), builder.fcmp_ordered(">", total, nothing))
     neighbour = builder.select(grows, builder.add(bits, one), builder.sub(bits, one))
     is_odd_wanted = builder.and_(is_even, builder.fcmp_ordered("!=", error, nothing))
-    return builder.fptrunc(builder.bitcast(builder.select(is_odd_wanted, neighbour, bits), doubles), VECTOR)
+    return builder.fptrunc(builder.bitcast(builder.select(is_odd_wanted, neighbour, bits), doubles), floats)
 
 
 def _multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
     """The same by the CPU's own instruction."""
-    return llvm(builder, "llvm.fma.v16f32", VECTOR, x, y, z)
+    return llvm(builder, f"llvm.fma.v{x.type.count}f32", x.type, x, y, z)
 
 
 multiply_add = _multiply_add if IS_ARM64 or "+fma" in CPU_FEATURES.split(",") else portable_multiply_add
@@ -157,7 +172,7 @@ reduce_max = _reduce(_maximum)
 
 def broadcast(builder: Any, scalar: Any, vector_type: Any) -> Any:
     lane0 = builder.insert_element(ir.Constant(vector_type, ir.Undefined), scalar, ir.Constant(I32, 0))
-    return shuffle(builder, lane0, [0] * LANES)
+    return shuffle(builder, lane0, [0] * vector_type.count)
 
 
 @intrinsic
@@ -187,37 +202,47 @@ def element_pointer(context: Any, builder: Any, array_type: Any, array: Any, ind
 
 
 class Storage(NamedTuple):
-    """How LANES floats lie in memory: bytes of each, a vector of an LLVM type, and what makes float32 of it, exactly."""
+    """How floats lie in memory: bytes of each, its LLVM type, and what makes float32 of a vector of them, exactly."""
 
     item_bytes: int
-    type: Any
+    item: Any
     widen: Callable[[Any, Any], Any]
+
+    @property
+    def type(self) -> Any:
+        """The vector of LANES of them."""
+        return self.vector(LANES)
+
+    def vector(self, lanes: int) -> Any:
+        return ir.VectorType(self.item, lanes)
 
 
 def _widen_bf16(builder: Any, bits: Any) -> Any:
     """The upper half of a float32."""
-    return builder.bitcast(builder.shl(builder.zext(bits, INTEGERS), ir.Constant(INTEGERS, [16] * LANES)), VECTOR)
+    wide = integers_like(bits)
+    return builder.bitcast(builder.shl(builder.zext(bits, wide), constants(wide, 16)), floats_like(bits))
 
 
 def _widen_fp16(builder: Any, bits: Any) -> Any:
     """By the CPU's own conversion."""
-    return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), VECTOR)
+    return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), bits.type.count)), floats_like(bits))
 
 
 def _widen_fp16_portable(builder: Any, bits: Any) -> Any:
     """The bits of a float32 whose exponent is 112 too small, times 2^112, which is exact; subnormals are no special case."""
+    floats = floats_like(bits)
 
     def constant(value: int) -> Any:
-        return ir.Constant(INTEGERS, [value] * LANES)
+        return constants(integers_like(bits), value)
 
-    wide = builder.shl(builder.sext(bits, INTEGERS), constant(13))
-    small = builder.bitcast(builder.and_(wide, constant(~(7 << 28))), VECTOR)
-    scaled = builder.fmul(small, ir.Constant(VECTOR, [2.0**112] * LANES))
+    wide = builder.shl(builder.sext(bits, integers_like(bits)), constant(13))
+    small = builder.bitcast(builder.and_(wide, constant(~(7 << 28))), floats)
+    scaled = builder.fmul(small, constants(floats, 2.0**112))
     not_finite = builder.icmp_signed("==", builder.and_(wide, constant(0x1F << 23)), constant(0x1F << 23))
-    return builder.select(not_finite, builder.bitcast(builder.or_(wide, constant(0xFF << 23)), VECTOR), scaled)
+    return builder.select(not_finite, builder.bitcast(builder.or_(wide, constant(0xFF << 23)), floats), scaled)
 
 
-_HALVES = ir.VectorType(ir.IntType(16), LANES)
+_HALVES = ir.VectorType(I16, LANES)
 FP16_END = 65520.0  # rounds to no finite fp16, nor does anything beyond
 
 
@@ -256,12 +281,12 @@ def narrowing_fp16(to_nearest: Callable[[Any, Any], Any]) -> Callable[[Any, Any]
     return narrow
 
 
-FP32_STORAGE = Storage(4, VECTOR, lambda builder, floats: floats)
-BF16_STORAGE = Storage(2, _HALVES, _widen_bf16)
-PORTABLE_FP16_STORAGE = Storage(2, _HALVES, _widen_fp16_portable)
+FP32_STORAGE = Storage(4, F32, lambda builder, floats: floats)
+BF16_STORAGE = Storage(2, I16, _widen_bf16)
+PORTABLE_FP16_STORAGE = Storage(2, I16, _widen_fp16_portable)
 # without the instruction LLVM would call a function of a library that is not there
 CONVERTS_FP16 = IS_ARM64 or "+f16c" in CPU_FEATURES.split(",")
-FP16_STORAGE = Storage(2, _HALVES, _widen_fp16) if CONVERTS_FP16 else PORTABLE_FP16_STORAGE
+FP16_STORAGE = Storage(2, I16, _widen_fp16) if CONVERTS_FP16 else PORTABLE_FP16_STORAGE
 narrow_fp16 = narrowing_fp16(_to_nearest_fp16 if CONVERTS_FP16 else _to_nearest_fp16_portable)
 portable_narrow_fp16 = narrowing_fp16(_to_nearest_fp16_portable)
 
@@ -281,7 +306,7 @@ def load_as(given: Storage | None) -> Any:
     def load_as(typingctx, array, index):
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             storage = given or storage_of(signature.args[0])
-            start = element_pointer(context, builder, signature.args[0], args[0], ir.Constant(I64, 0), storage.type.element)
+            start = element_pointer(context, builder, signature.args[0], args[0], ir.Constant(I64, 0), storage.item)
             pointer = builder.bitcast(builder.gep(start, [args[1]]), storage.type.as_pointer())
             return storage.widen(builder, builder.load(pointer, align=storage.item_bytes))
 
@@ -345,7 +370,7 @@ def put_either(typingctx, array, index, value):
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         storage = storage_of(signature.args[0])
-        pointer = element_pointer(context, builder, signature.args[0], args[0], args[1], storage.type.element)
+        pointer = element_pointer(context, builder, signature.args[0], args[0], args[1], storage.item)
         value = args[2]
         if storage is not FP32_STORAGE:
             value = builder.extract_element(narrow_fp16(builder, broadcast(builder, value, VECTOR)), ir.Constant(I32, 0))
@@ -356,7 +381,7 @@ def put_either(typingctx, array, index, value):
 
 
 def byte_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    start = element_pointer(context, builder, array_type, array, ir.Constant(I64, 0), ir.IntType(8))
+    start = element_pointer(context, builder, array_type, array, ir.Constant(I64, 0), I8)
     return builder.gep(start, [index])
 
 
@@ -376,9 +401,9 @@ def _store_as(convert: Any) -> Any:
     return store_as
 
 
-_bytes = ir.VectorType(ir.IntType(8), LANES)
+_bytes = ir.VectorType(I8, LANES)
 store_bytes = _store_as(lambda b, v: b.trunc(b.fptosi(v, INTEGERS), _bytes))  # a vector of integral floats
-store_byte = _store_as(lambda b, v: b.fptosi(v, ir.IntType(8)))  # an integral float32
+store_byte = _store_as(lambda b, v: b.fptosi(v, I8))  # an integral float32
 store_int = _store_as(lambda b, v: b.fptosi(v, I32))  # likewise
 
 

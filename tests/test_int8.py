@@ -30,6 +30,7 @@ from specdec.weights.int8 import (
     PORTABLE_INT8,
     QUADS,
     best_dot4,
+    dot4,
     dot4_tile,
     multiply,
     quantize,
@@ -89,6 +90,7 @@ def test_activations_are_quantized_as_runq_does(n, group):
         assert not got[:, :group].reshape(-1)[n:].any()
         np.testing.assert_array_equal(packed[t, :, 0], scales)
         np.testing.assert_array_equal(packed[t, :, 1].view(np.int32), -128 * got.sum(1, np.int32))
+        np.testing.assert_array_equal(packed[t, :, 2], scales * got.sum(1, np.float32))
     assert np.abs(packed[2].view(np.int8)[:, 4 * GROUP_HEAD :].astype(int)).max() == 127
 
 
@@ -96,12 +98,13 @@ def test_activations_are_quantized_as_runq_does(n, group):
 def kind_with(path: str) -> Kind:
     """int8 with the product by that instruction, also where it is not the one that the CPU would choose."""
     tile = dot4_tile(path)
+    most, whole = dot4(path).tokens
 
     def product(
         run: Pass, thread: int, out: Floats2, w: Floats3, x: Floats3, scratch: Floats3,
         n: int, group: int, adding: int, unit: int, of_logits: int,
     ) -> None:  # fmt: skip
-        multiply(tile, run, thread, out, w, x, scratch, n, group, adding, unit, of_logits)
+        multiply(tile, most, whole, run, thread, out, w, x, scratch, n, group, adding, unit, of_logits)
 
     return replace(INT8, product=Operation(product, kept=False))
 
@@ -111,6 +114,7 @@ RUNS_HERE = {
     "portable": True,
     "avx512vnni": "+avx512vnni" in FEATURES,
     "avxvnni": "+avxvnni" in FEATURES or {"+avx512vnni", "+avx512vl"} <= set(FEATURES),
+    "avx2": "+avx2" in FEATURES,
     "sdot": "+dotprod" in FEATURES,
 }
 
@@ -140,6 +144,20 @@ def test_an_int8_product_is_exact_in_a_group_and_one_chain_over_the_groups(n, gr
         assert float(out[t, r]) == float(acc)
 
 
+@pytest.mark.parametrize("path", RUNS_HERE)
+def test_the_largest_int8_products_are_exact(path):
+    """Codes of 127 and of -128, which files may hold, all of one sign: two products nearly fill 16 bits."""
+    if not RUNS_HERE[path]:
+        pytest.skip(f"this CPU has no {path}")
+    codes = np.tile(np.array([-128, 127, -127], np.int8)[:, None], (1, 128))
+    matrix = pack([Loaded(reference.Quantized(codes, np.ones(6, np.float32), 64))], kind_with(path))
+    x, out = zeros(9, 128), zeros(9, STRIP_ROWS)
+    x[:] = np.array([1, -1] * 4 + [1])[:, None]
+    product(matrix, out, x)
+    a_group = codes[:, :64].astype(np.float32).sum(1) * np.float32(127) * (np.float32(1) / np.float32(127))
+    np.testing.assert_array_equal(out[:, :3], x[:, :1] * (a_group + a_group))
+
+
 class Loaded:
     """A `reference.Quantized` whose groups do not cross rows, as a reader gives it."""
 
@@ -161,11 +179,11 @@ def padded_quantized(matrix, group):
 
 
 def test_every_instruction_is_chosen_by_the_feature_that_promises_it():
-    assert best_dot4("+sse2,+avx2,-avx512vnni,-avxvnni") == "portable"
+    assert best_dot4("+sse2,+avx2,-avx512vnni,-avxvnni") == "avx2"
     assert best_dot4("+avx2,+avxvnni,-avxvnniint8") == "avxvnni"
     assert best_dot4("+avx512f,+avx512vnni,+avxvnni") == "avx512vnni"
     assert best_dot4("+neon,+dotprod") == "sdot"
-    assert best_dot4("") == "portable"
+    assert best_dot4("+sse2,+avx,-avx2") == "portable"
 
 
 OLDER_CPU = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma,+bmi,+bmi2,+lzcnt,+popcnt"}
@@ -185,7 +203,7 @@ def test_a_cpu_never_runs_what_was_cached_for_another_and_says_the_same():
         subprocess.check_output([sys.executable, "-c", INT8_LOGITS], cwd=ROOT, env=os.environ | cpu, text=True).split()
         for cpu in ({}, OLDER_CPU)
     )
-    assert (here[0], there[0]) == (best_dot4(CPU_FEATURES), "portable")
+    assert (here[0], there[0]) == (best_dot4(CPU_FEATURES), "avx2")
     assert here[1] == there[1]
 
 

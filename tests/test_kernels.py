@@ -11,6 +11,7 @@ from specdec.kernels import gelu, head_norm, layer_norm
 from specdec.machine import limits
 from specdec.machine.memory import lazy_zeros, zeros
 from specdec.machine.programs import Row, Runner
+from specdec.machine.tiles import Shape
 from specdec.machine.vectors import F32, I32, LANES, round_up
 from specdec.sampling import mix_bits
 from specdec.weights import FP32
@@ -109,8 +110,12 @@ def test_a_cache_beyond_all_memory_is_a_memory_error():
 @pytest.mark.parametrize("n_steps", [1, 2, 7])
 def test_what_measures_arithmetic_runs_every_step_of_every_chain(n_steps: int) -> None:
     words = np.full((1, 2 * LANES), -2.0, np.float32)
-    run(limits.chains(limits.fma, F32)(words, n_steps), 1)
-    assert (words[0, LANES:] == limits.CHAINS * -2.0 * (-1.0) ** n_steps).all()
+    run(limits.chains(limits.fma, F32, limits.FLOATS)(words, n_steps), 1)
+    n_chains = limits.FLOATS.n_vectors * limits.FLOATS.n_tokens
+    assert (words[0, LANES : LANES + limits.FLOATS.lanes] == n_chains * -2.0 * (-1.0) ** n_steps).all()
     words[:] = np.array(0x01010101, np.int32).view(np.float32)
-    run(limits.chains(dot4(DOT4), I32)(words, 1), 1)
-    assert (words.view(np.int32)[0, LANES:] == limits.CHAINS * (0x01010101 + 4 - (4 * 128 if DOT4 == "sdot" else 0))).all()
+    dot = dot4(DOT4)
+    shape = Shape(dot.lanes, 1, 5)
+    run(limits.chains(dot.multiply_add, I32, shape)(words, 1), 1)
+    expected = shape.n_tokens * (0x01010101 + 4 - (4 * 128 if dot.is_signed else 0))
+    assert (words.view(np.int32)[0, LANES : LANES + dot.lanes] == expected).all()

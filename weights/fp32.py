@@ -5,7 +5,7 @@ import numpy as np
 from ..machine.cache import inlined
 from ..machine.programs import Floats2, Floats3, Halves2, Halves3, Ints1, Pass, on_all_threads, operation
 from ..machine.threads import share
-from ..machine.tiles import STRIP_ROWS, multiply_strips, strip_tile
+from ..machine.tiles import STRIP_ROWS, TILE_TOKENS, WHOLE_TOKENS, multiply_strips, strip_tile
 from ..machine.vectors import LANES, Float32, ceil_div, lane, load
 from .matrix import Floats, Kind, floats
 
@@ -18,7 +18,10 @@ def multiply(tile, run, thread, out, w, x, n, adding, unit, of_logits):
     first, last = share(w.shape[0] // unit, thread, run.n_threads)
     n_tokens = run.n_logits if of_logits else run.n_tokens
     source = x[thread if x.shape[0] > 1 else 0]
-    multiply_strips(tile, out, out.shape[1], w, source, x.shape[2], n, 0, n_tokens, unit * first, unit * last, adding)
+    multiply_strips(
+        tile, TILE_TOKENS, WHOLE_TOKENS, out, out.shape[1], w, source, x.shape[2], n, 0, n_tokens,
+        unit * first, unit * last, adding,
+    )  # fmt: skip
 
 
 @inlined

@@ -39,24 +39,25 @@ from ..machine.programs import (
     operation,
 )
 from ..machine.threads import share
-from ..machine.tiles import LINE_WORDS, STRIP_ROWS, cells, const, make_tile, prefetch
+from ..machine.tiles import LINE_WORDS, STRIP_ROWS, Shape, Sweep, cells, const, make_tile, prefetch
 from ..machine.vectors import (
     CPU_FEATURES,
+    F32,
     FP16_STORAGE,
+    I8,
     I32,
-    INTEGERS,
     LANES,
-    VECTOR,
     Float32,
     broadcast,
     ceil_div,
+    constants,
     lane,
     load_byte,
     load_fp16,
     multiply_add,
     offset,
 )  # fmt: skip
-from .int8 import GROUP_HEAD, QUADS, best_dot4, dot4, multiply, scratch_words
+from .int8 import GROUP_HEAD, QUADS, Dot4, best_dot4, dot4, multiply, scratch_words
 from .matrix import Kind
 
 PATH = "portable" if os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0") else best_dot4(CPU_FEATURES)
@@ -129,52 +130,58 @@ class Form(NamedTuple):
         return 0 if self.has_minima else 1 << (self.bits - 1)
 
 
-def group_body(form: Form, path: str) -> Any:
-    """The body of a tile over weights of that form, n blocks, by that instruction of `int8.best_dot4`."""
-    multiply_bytes, x_group_words = dot4(path), GROUP_HEAD + form.group // QUADS
-
-    def integers(value: int) -> Any:
-        return ir.Constant(INTEGERS, [value] * LANES)
-
-    def numbers(builder: Any, block: Any, place: int) -> Any:
-        """fp16 numbers of LANES rows."""
-        return FP16_STORAGE.widen(builder, builder.load(offset(builder, block, const(place), FP16_STORAGE.type), align=32))
-
-    def factors(builder: Any, block: Any, place: Any) -> Any:
-        """int8 factors of LANES rows."""
-        few = ir.VectorType(ir.IntType(8), LANES)
-        return builder.sitofp(builder.sext(builder.load(offset(builder, block, place, few), align=16), INTEGERS), VECTOR)
+def group_body(form: Form, dot: Dot4) -> Any:
+    """The body of a tile over weights of that form, n blocks."""
+    x_group_words = GROUP_HEAD + form.group // QUADS
 
     def emit(
-        builder: Any, n_vectors: int, n_tokens: int,
+        builder: Any, shape: Shape, sweep: Sweep,
         out: Any, out_stride: Any, w: Any, ahead: Any, ahead_stride: Any, x: Any, x_stride: Any,
         n: Any, n_quads: Any, accumulate: Any,
     ) -> None:  # fmt: skip
-        places, starts = cells(builder, out, out_stride, accumulate, n_vectors, n_tokens)
+        lanes, n_vectors, n_tokens = shape
+        integers, floats = ir.VectorType(I32, lanes), ir.VectorType(F32, lanes)
+        places, starts = cells(builder, out, out_stride, accumulate, shape, sweep)
+        totals = [cgutils.alloca_once_value(builder, start) for start in starts]
         stride_of = form.block_words // (form.block_words // STRIP_ROWS)  # words: what ahead_stride is for
         line_stride = builder.udiv(builder.mul(ahead_stride, const(LINE_WORDS)), const(stride_of))
-        totals = [cgutils.alloca_once_value(builder, start) for start in starts]
+        ahead, own_stride = sweep.ahead(builder, ahead, line_stride, builder.mul(n, const(form.block_words // LINE_WORDS)))
+
+        def every(value: int) -> Any:
+            return constants(integers, value)
+
+        def numbers(block: Any, level: int, v: int) -> Any:
+            """fp16 numbers of a vector's rows."""
+            place = builder.add(builder.udiv(sweep.row, const(2)), const(level * HALF_WORDS + v * lanes // 2))
+            place = offset(builder, block, place, FP16_STORAGE.vector(lanes))
+            return FP16_STORAGE.widen(builder, builder.load(place, align=2 * lanes))
+
+        def factors(block: Any, at: Any, v: int) -> Any:
+            """int8 factors of a vector's rows."""
+            place = builder.add(at, builder.add(builder.udiv(sweep.row, const(4)), const(v * lanes // 4)))
+            few = builder.load(offset(builder, block, place, ir.VectorType(I8, lanes)), align=lanes)
+            return builder.sitofp(builder.sext(few, integers), floats)
 
         def first_sum(correction: Any) -> Any:
             """What a group's integers begin with, so that they end as the sum of (code - middle) x; correction: -128 sum(x)."""
             sum_of_zeros = builder.ashr(correction, I32(8 - form.bits)) if form.middle else I32(0)
-            if path == "sdot":  # which takes codes - 128
+            if dot.is_signed:  # which takes codes - 128
                 sum_of_zeros = builder.sub(sum_of_zeros, correction)
-            return broadcast(builder, sum_of_zeros, INTEGERS)
+            return broadcast(builder, sum_of_zeros, integers)
 
         def codes_of(quad: int, lower: Any, upper: Any) -> Any:
-            """A quad of LANES rows out of the words of its lower and its upper bits."""
-            lower = builder.and_(builder.lshr(lower, integers(quad // form.quad_words * 4)), integers(NIBBLES))
+            """A quad of a vector's rows out of the words of its lower and its upper bits."""
+            lower = builder.and_(builder.lshr(lower, every(quad // form.quad_words * 4)), every(NIBBLES))
             if not form.upper_bits:
                 return lower
             left = 4 - quad * form.upper_bits
-            upper = builder.shl(upper, integers(left)) if left > 0 else builder.lshr(upper, integers(-left))
-            return builder.or_(lower, builder.and_(upper, integers(form.upper_mask << 4)))
+            upper = builder.shl(upper, every(left)) if left > 0 else builder.lshr(upper, every(-left))
+            return builder.or_(lower, builder.and_(upper, every(form.upper_mask << 4)))
 
         def fetch(first: Any, n_lines: int) -> None:
             """What lies ahead for so many lines of the strip from that word on."""
-            place = builder.gep(ahead, [builder.mul(builder.udiv(first, const(LINE_WORDS)), line_stride)])
-            for _ in range(n_lines):
+            place = builder.gep(ahead, [builder.mul(builder.udiv(first, const(LINE_WORDS)), own_stride)])
+            for _ in range(0, n_lines, sweep.count):
                 prefetch(builder, place, const(0))
                 place = builder.gep(place, [line_stride])
 
@@ -182,14 +189,14 @@ def group_body(form: Form, path: str) -> Any:
             """One group's sums into the totals; codes: its first word; rows: each token's words; scales: of each level."""
             fetch(codes, form.row_words * STRIP_ROWS // LINE_WORDS)
             corrections = [builder.load(offset(builder, row, const(1), I32)) for row in rows]
-            sums = [first_sum(corrections[t]) for t in range(n_tokens) for _ in range(n_vectors)]
+            sums = [dot.begin(builder, first_sum(corrections[t])) for t in range(n_tokens) for _ in range(n_vectors)]
+            here = builder.gep(w, [builder.add(codes, sweep.row)])
 
             def load_words(k: int) -> list[Any]:
-                words = []
-                for v in range(n_vectors):
-                    place = builder.add(codes, const(k * STRIP_ROWS + LANES * v))
-                    words.append(builder.load(offset(builder, w, place, INTEGERS), align=64))
-                return words
+                return [
+                    builder.load(offset(builder, here, const(k * STRIP_ROWS + lanes * v), integers), align=4 * lanes)
+                    for v in range(n_vectors)
+                ]
 
             uppers = load_words(form.quad_words) if form.upper_bits else [None] * n_vectors
             for k in range(form.quad_words):
@@ -198,24 +205,24 @@ def group_body(form: Form, path: str) -> Any:
                 if form.bits < 8:
                     pairs = list(zip(words, uppers, strict=True))
                     quads = {quad: [codes_of(quad, *pair) for pair in pairs] for quad in (k, k + form.quad_words)}
+                quads = {quad: [dot.weights(builder, codes) for codes in vectors] for quad, vectors in quads.items()}
                 for t, row in enumerate(rows):
                     for quad, weights in quads.items():
                         four = builder.load(offset(builder, row, const(GROUP_HEAD + quad), I32))
-                        four = broadcast(builder, four, INTEGERS)
+                        four = broadcast(builder, four, integers)
                         for v in range(n_vectors):
                             i = t * n_vectors + v
-                            sums[i] = multiply_bytes(builder, sums[i], weights[v], four)
+                            sums[i] = dot.add(builder, sums[i], weights[v], four)
             for t, row in enumerate(rows):
-                x_scale = builder.load(row)
+                x_scale = broadcast(builder, builder.load(row), floats)
+                if form.has_minima:
+                    x_sum = broadcast(builder, builder.load(builder.gep(row, [const(2)])), floats)
                 for v in range(n_vectors):
                     i = t * n_vectors + v
-                    scale = builder.fmul(scales[0][v], broadcast(builder, x_scale, VECTOR))
-                    total = multiply_add(builder, builder.sitofp(sums[i], VECTOR), scale, builder.load(totals[i]))
+                    number = builder.sitofp(dot.end(builder, sums[i]), floats)
+                    total = multiply_add(builder, number, builder.fmul(scales[0][v], x_scale), builder.load(totals[i]))
                     if form.has_minima:
-                        x_sum = builder.fmul(
-                            builder.fmul(builder.sitofp(corrections[t], x_scale.type), x_scale.type(-1 / 128)), x_scale
-                        )
-                        total = multiply_add(builder, scales[1][v], broadcast(builder, x_sum, VECTOR), total)
+                        total = multiply_add(builder, scales[1][v], x_sum, total)
                     builder.store(total, totals[i])
 
         with cgutils.for_range(builder, n) as blocks:
@@ -225,10 +232,7 @@ def group_body(form: Form, path: str) -> Any:
             rows = [builder.gep(x, [builder.add(builder.mul(x_stride, const(t)), x_block)]) for t in range(n_tokens)]
             codes = builder.add(first, const(form.codes_at))
             fetch(first, form.codes_at // LINE_WORDS)
-            scales = [
-                [numbers(builder, block, level * HALF_WORDS + v * LANES // 2) for v in range(n_vectors)]
-                for level in range(form.n_levels)
-            ]
+            scales = [[numbers(block, level, v) for v in range(n_vectors)] for level in range(form.n_levels)]
             if form.n_groups == 1:
                 group(codes, rows, scales)
             else:
@@ -240,16 +244,10 @@ def group_body(form: Form, path: str) -> Any:
                         at = builder.add(
                             builder.mul(g, const(BYTE_WORDS)), const(form.factors_at + level * form.n_groups * BYTE_WORDS)
                         )
-                        own.append(
-                            [
-                                builder.fmul(scales[level][v], factors(builder, block, builder.add(at, const(v * LANES // 4))))
-                                for v in range(n_vectors)
-                            ]
-                        )
+                        own.append([builder.fmul(scales[level][v], factors(block, at, v)) for v in range(n_vectors)])
                     group(builder.add(codes, builder.mul(g, const(form.row_words * STRIP_ROWS))), here, own)
         for place, total in zip(places, totals, strict=True):
             builder.store(builder.load(total), place, align=4)
-        builder.ret_void()
 
     return emit
 
@@ -257,18 +255,20 @@ def group_body(form: Form, path: str) -> Any:
 def group_tile(form: Form, path: str) -> Any:
     """The tile of the products of weights of that form by that instruction."""
     name = "_".join(map(str, ("group_tile", form.bits, form.group, form.n_groups, int(form.has_minima), path)))
-    return make_tile(name, group_body(form, path), STRIP_ROWS // LANES)
+    dot = dot4(path, form.bits)
+    return make_tile(name, group_body(form, dot), dot.shape, dot.most_tokens)
 
 
 def group_product(form: Form, path: str) -> Callable[..., None]:
     """The kernel of `Matrix.product` for weights of that form, by that instruction."""
     tile = group_tile(form, path)
+    most, whole = dot4(path, form.bits).tokens
 
     def product(
         run: Pass, thread: int, out: Floats2, w: Floats3, x: Floats3, scratch: Floats3,
         n: int, group: int, adding: int, unit: int, of_logits: int,
     ) -> None:  # fmt: skip
-        multiply(tile, run, thread, out, w, x, scratch, n, group, adding, unit, of_logits)
+        multiply(tile, most, whole, run, thread, out, w, x, scratch, n, group, adding, unit, of_logits)
 
     return product
 

@@ -4,7 +4,7 @@ Symmetric as llama2.c's export.py has it: scale = max |w| / 127 over a group of 
 
 A strip is (groups, words): for each group of columns the R rows' scales, then quads of columns, the rows of each innermost, a
 row's 4 weights as the bytes w + 128 of one word. Activations (T, words) are for each group its scale, the correction -128 * sum
-of codes for weights that are stored as w + 128, and the codes, 4 to a word.
+of codes for weights that are stored as w + 128, the sum of scale * codes, and the codes, 4 to a word.
 """
 
 import math
@@ -20,18 +20,34 @@ from numba.core import cgutils
 from ..machine.cache import inlined, inner
 from ..machine.programs import Codes3, Floats2, Floats3, Ints1, Pass, Words2, Words3, Words4, on_all_threads, operation
 from ..machine.threads import share
-from ..machine.tiles import STRIP_ROWS, cells, const, make_tile, multiply_strips, prefetch
+from ..machine.tiles import (
+    LINE_WORDS,
+    REGISTER_LANES,
+    STRIP_ROWS,
+    TILE_TOKENS,
+    Shape,
+    Sweep,
+    cells,
+    const,
+    make_tile,
+    multiply_strips,
+    prefetch,
+    shape_of,
+    whole_tokens,
+)  # fmt: skip
 from ..machine.vectors import (
     CPU_FEATURES,
+    F32,
+    I8,
+    I16,
     I32,
-    INTEGERS,
     LANES,
-    VECTOR,
     Float32,
     absolute,
     add,
     broadcast,
     ceil_div,
+    constants,
     div,
     fma,
     llvm,
@@ -57,126 +73,223 @@ Int8 = npt.NDArray[np.int8]
 QUADS = 4  # bytes in a word
 ZEROS_OF_CODES = np.uint32(0x80808080)  # four weights of 0 as they are stored
 SMALLEST_SCALE = np.finfo(np.float32).tiny  # below, it has so few bits that a weight might be 190 of them, which wraps around
-GROUP_HEAD = 2  # words in front of a group of activations: its scale and its correction
+MINUS_128 = -0x7F7F7F80  # what turns four bytes w into w - 128, by exclusive or
+BYTES_OF_4, BYTES_OF_8, SHORTS_OF_8 = ir.VectorType(I8, 16), ir.VectorType(I8, 32), ir.VectorType(I16, 16)
+AVX2_TOKENS, AVX2_WHOLE_TOKENS = 8, 2  # of a tile: 8 rows for each token; up to 2 take all rows of a strip, as memory gives them
+GROUP_HEAD = 3  # words in front of a group of activations: its scale, its correction and its sum
 
 
 def best_dot4(features: str) -> str:
-    """The instruction for sums of 4 products of bytes that a CPU of those LLVM features has, or "portable"."""
-    known = {"avx512vnni": "+avx512vnni", "avxvnni": "+avxvnni", "sdot": "+dotprod"}
+    """What sums up products of bytes on a CPU of those LLVM features: an instruction for 4, avx2's for 2, or "portable"."""
+    known = {"avx512vnni": "+avx512vnni", "avxvnni": "+avxvnni", "avx2": "+avx2", "sdot": "+dotprod"}
     return next((name for name, feature in known.items() if feature in features.split(",")), "portable")
 
 
-def _pieces(builder: Any, lanes: int, emit: Any, *vectors: Any) -> Any:
-    """emit(builder, *pieces) over pieces of so many lanes of vectors of LANES integers, joined again."""
-    parts = [emit(builder, *(shuffle(builder, v, list(range(i, i + lanes))) for v in vectors)) for i in range(0, LANES, lanes)]
-    while len(parts) > 1:
-        lanes *= 2
-        joined = ir.Constant(ir.VectorType(I32, lanes), list(range(lanes)))
-        parts = [builder.shuffle_vector(a, b, joined) for a, b in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
+class Dot4:
+    """acc + the 4 products of bytes of each lane, w times x: int32, exact. w is unsigned, x signed and no less than -127.
+
+    A tile's sums are what `begin` makes of what they are to start from, `add` adds to, and `end` makes int32 of again.
+    lanes: of its vectors; is_signed: whether it takes w - 128 for w.
+    """
+
+    name, lanes, is_signed, most_tokens = "portable", REGISTER_LANES, False, TILE_TOKENS
+
+    def shape(self, rows: int, n_tokens: int) -> Shape:
+        """Of a tile over strips of so many rows."""
+        return shape_of(rows, n_tokens, self.lanes, is_by_tokens=True)
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """The most of a tile, and of one that takes all rows of a strip at once."""
+        return self.most_tokens, whole_tokens(self.shape, self.most_tokens)
+
+    def weights(self, builder: Any, w: Any) -> Any:
+        """What `add` takes for w, made once for all tokens."""
+        return w
+
+    def begin(self, builder: Any, first: Any) -> Any:
+        return first
+
+    def add(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
+        """Bytes 0 and 2, then 1 and 3 of each lane, as two products of int16 pairs: what x86 calls pmaddwd."""
+        shorts = ir.VectorType(I16, 2 * acc.type.count)
+        eight = constants(shorts, 8)
+        w, x = builder.bitcast(w, shorts), builder.bitcast(x, shorts)
+        for w_half, x_half in (
+            (builder.and_(w, constants(shorts, 255)), builder.ashr(builder.shl(x, eight), eight)),
+            (builder.lshr(w, eight), builder.ashr(x, eight)),
+        ):
+            for odd in (0, 1):
+                lanes = list(range(odd, shorts.count, 2))
+                a, b = (builder.sext(shuffle(builder, v, lanes), acc.type) for v in (w_half, x_half))
+                acc = builder.add(acc, builder.mul(a, b))
+        return acc
+
+    def end(self, builder: Any, acc: Any) -> Any:
+        return acc
+
+    def multiply_add(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
+        """acc and the products of one quad."""
+        return self.end(builder, self.add(builder, self.begin(builder, acc), self.weights(builder, w), x))
 
 
-def _dot4_portable(builder: Any, acc: Any, w: Any, x: Any) -> Any:
-    """Bytes 0 and 2, then 1 and 3 of each lane, as two products of int16 pairs: what x86 calls pmaddwd."""
-    shorts = ir.VectorType(ir.IntType(16), 2 * LANES)
-    eight = ir.Constant(shorts, [8] * (2 * LANES))
-    w, x = builder.bitcast(w, shorts), builder.bitcast(x, shorts)
-    for w_half, x_half in (
-        (builder.and_(w, ir.Constant(shorts, [255] * (2 * LANES))), builder.ashr(builder.shl(x, eight), eight)),
-        (builder.lshr(w, eight), builder.ashr(x, eight)),
-    ):
-        for odd in (0, 1):
-            lanes = list(range(odd, 2 * LANES, 2))
-            a, b = (builder.sext(shuffle(builder, v, lanes), INTEGERS) for v in (w_half, x_half))
-            acc = builder.add(acc, builder.mul(a, b))
-    return acc
+class Vnni512(Dot4):
+    name, lanes = "avx512vnni", 16
+
+    def add(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
+        return llvm(builder, "llvm.x86.avx512.vpdpbusd.512", acc.type, acc, w, x)
 
 
-def dot4(path: str) -> Any:
-    """(builder, acc, w, x) -> acc + the 4 products of bytes of each lane: LANES int32 each, w unsigned, x signed, exact."""
+class Vnni256(Dot4):
+    name, lanes = "avxvnni", 8
 
-    def by_name(name: str) -> Any:
-        return lambda builder, acc, w, x: llvm(builder, name, acc.type, acc, w, x)
-
-    def sdot(builder: Any, acc: Any, w: Any, x: Any) -> Any:
-        # signed by signed: w - 128; the tile leaves out the correction for the 128
-        bytes_type = ir.VectorType(ir.IntType(8), 16)
-        w = builder.xor(w, ir.Constant(w.type, [-0x7F7F7F80] * 4))
-        args = [acc, builder.bitcast(w, bytes_type), builder.bitcast(x, bytes_type)]
-        return llvm(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", acc.type, *args)
-
-    if path == "avx512vnni":
-        return by_name("llvm.x86.avx512.vpdpbusd.512")
-    if path == "avxvnni":
-        return lambda builder, *args: _pieces(builder, 8, by_name("llvm.x86.avx512.vpdpbusd.256"), *args)
-    if path == "sdot":
-        return lambda builder, *args: _pieces(builder, 4, sdot, *args)
-    return _dot4_portable
+    def add(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
+        return llvm(builder, "llvm.x86.avx512.vpdpbusd.256", acc.type, acc, w, x)
 
 
-def _int8_body(path: str) -> Any:
+class Sdot(Dot4):
+    name, lanes, is_signed = "sdot", 4, True
+
+    def weights(self, builder: Any, w: Any) -> Any:
+        return builder.bitcast(builder.xor(w, constants(w.type, MINUS_128)), BYTES_OF_4)
+
+    def add(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
+        return llvm(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", acc.type, acc, w, builder.bitcast(x, BYTES_OF_4))
+
+
+class Avx2(Dot4):
+    """|w - 128|, at most 128, times x with its sign: two products are at most 2 * 128 * 127 = 32512, which 16 bits hold."""
+
+    name, lanes, is_signed, most_tokens = "avx2", 8, True, AVX2_TOKENS
+
+    def shape(self, rows: int, n_tokens: int) -> Shape:
+        return Shape(8, rows // 8 if n_tokens <= AVX2_WHOLE_TOKENS else 1, n_tokens)
+
+    def weights(self, builder: Any, w: Any) -> Any:
+        w = builder.bitcast(builder.xor(w, constants(w.type, MINUS_128)), BYTES_OF_8)
+        return llvm(builder, "llvm.abs.v32i8", w.type, w, ir.IntType(1)(0)), w
+
+    def add(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
+        size, w = w
+        x = llvm(builder, "llvm.x86.avx2.psign.b", w.type, builder.bitcast(x, w.type), w)
+        return builder.add(acc, _in_pairs(builder, _byte_pairs(builder, size, x)))
+
+
+def _byte_pairs(builder: Any, w: Any, x: Any) -> Any:
+    """Sums of 2 products of bytes, the first unsigned, in 16 bits."""
+    return llvm(builder, "llvm.x86.avx2.pmadd.ub.sw", SHORTS_OF_8, w, x)
+
+
+def _in_pairs(builder: Any, shorts: Any) -> Any:
+    """Sums of 2 neighbours of 16 bits."""
+    return llvm(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), shorts, constants(SHORTS_OF_8, 1))
+
+
+class Avx2OfFew(Avx2):
+    """w below 2^bits: as many sums of two products as 16 bits hold are added up there, 8 of 4 bits, 4 of 5 and 2 of 6."""
+
+    is_signed = False
+
+    def __init__(self, bits: int) -> None:
+        self.most = (2**15 - 1) // (2 * (2**bits - 1) * 127)
+
+    def weights(self, builder: Any, w: Any) -> Any:
+        return builder.bitcast(w, BYTES_OF_8)
+
+    def begin(self, builder: Any, first: Any) -> Any:
+        """int32 sums, and those of 16 bits with their number."""
+        return first, None, 0
+
+    def add(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
+        wide, narrow, n = acc
+        pairs = _byte_pairs(builder, w, builder.bitcast(x, BYTES_OF_8))
+        if n == self.most:
+            wide, narrow, n = self.end(builder, acc), None, 0
+        return wide, pairs if n == 0 else builder.add(narrow, pairs), n + 1
+
+    def end(self, builder: Any, acc: Any) -> Any:
+        wide, narrow, _ = acc
+        return builder.add(wide, _in_pairs(builder, narrow))
+
+
+DOTS = {dot.name: dot for dot in (Dot4(), Vnni512(), Vnni256(), Sdot(), Avx2())}
+
+
+def dot4(path: str, bits: int = 8) -> Dot4:
+    """What multiplies codes of so many bits by those instructions of `best_dot4`."""
+    return Avx2OfFew(bits) if path == "avx2" and bits < 8 else DOTS[path]
+
+
+def _int8_body(dot: Dot4) -> Any:
     """The body of a tile over int8 weights, n groups of n_quads.
 
     The integer sums of a group are exact, so their order is free; a group's float enters its row's chain at its place.
     """
-    multiply_bytes = dot4(path)
 
     def emit(
-        builder: Any, n_vectors: int, n_tokens: int,
+        builder: Any, shape: Shape, sweep: Sweep,
         out: Any, out_stride: Any, w: Any, ahead: Any, ahead_stride: Any, x: Any, x_stride: Any,
         n: Any, n_quads: Any, accumulate: Any,
     ) -> None:  # fmt: skip
-        places, starts = cells(builder, out, out_stride, accumulate, n_vectors, n_tokens)
+        lanes, n_vectors, n_tokens = shape
+        integers, floats = ir.VectorType(I32, lanes), ir.VectorType(F32, lanes)
+        places, starts = cells(builder, out, out_stride, accumulate, shape, sweep)
         totals = [cgutils.alloca_once_value(builder, start) for start in starts]
-        sums = [cgutils.alloca_once(builder, INTEGERS) for _ in places]
-        strip_words = n_vectors * LANES
-        group_words = builder.mul(builder.add(n_quads, const(1)), const(strip_words))
+        sums = [cgutils.alloca_once(builder, integers) for _ in places]
+        w, group_rows = builder.gep(w, [sweep.row]), builder.add(n_quads, const(1))
+        group_words = builder.mul(group_rows, const(STRIP_ROWS))
+        ahead, ahead_stride = sweep.ahead(builder, ahead, ahead_stride, builder.mul(n, group_rows))
         x_group_words = builder.add(n_quads, const(GROUP_HEAD))
+
+        def load_words(pointer: Any, v: int, vector_type: Any) -> Any:
+            return builder.load(offset(builder, pointer, const(lanes * v), vector_type), align=4 * lanes)
+
         with cgutils.for_range(builder, n) as groups:
             weights = builder.gep(w, [builder.mul(groups.index, group_words)])
-            first = builder.mul(builder.mul(groups.index, builder.add(n_quads, const(1))), ahead_stride)
-            fetched = builder.gep(ahead, [first])
+            fetched = builder.gep(ahead, [builder.mul(builder.mul(groups.index, group_rows), ahead_stride)])
             start = builder.mul(groups.index, x_group_words)
             rows = [builder.gep(x, [builder.add(builder.mul(x_stride, const(t)), start)]) for t in range(n_tokens)]
             for i, total in enumerate(sums):
-                correction = builder.load(offset(builder, rows[i // n_vectors], const(1), I32))
-                begin = ir.Constant(INTEGERS, [0] * LANES) if path == "sdot" else broadcast(builder, correction, INTEGERS)
+                begin = constants(integers, 0)
+                if not dot.is_signed:
+                    begin = broadcast(builder, builder.load(offset(builder, rows[i // n_vectors], const(1), I32)), integers)
                 builder.store(begin, total)
             with cgutils.for_range(builder, n_quads) as quads:
                 row = builder.add(quads.index, const(1))
-                at, next_at = builder.mul(row, const(strip_words)), builder.mul(row, ahead_stride)
+                line, here = builder.mul(row, ahead_stride), builder.gep(weights, [builder.mul(row, const(STRIP_ROWS))])
                 loaded = []
                 for v in range(n_vectors):
-                    place = builder.add(at, const(LANES * v))
-                    loaded.append(builder.load(offset(builder, weights, place, INTEGERS), align=64))
-                    prefetch(builder, fetched, builder.add(next_at, const(LANES * v)))
+                    loaded.append(dot.weights(builder, load_words(here, v, integers)))
+                    if v * lanes % LINE_WORDS == 0:
+                        prefetch(builder, fetched, builder.add(line, const(v * lanes * QUADS)))
                 for t in range(n_tokens):
                     quad = builder.load(offset(builder, rows[t], builder.add(quads.index, const(GROUP_HEAD)), I32))
+                    quad = broadcast(builder, quad, integers)
                     for v in range(n_vectors):
                         total = sums[t * n_vectors + v]
-                        new = multiply_bytes(builder, builder.load(total), loaded[v], broadcast(builder, quad, INTEGERS))
-                        builder.store(new, total)
-            scales = [builder.load(offset(builder, weights, const(LANES * v), VECTOR), align=64) for v in range(n_vectors)]
+                        builder.store(dot.add(builder, builder.load(total), loaded[v], quad), total)
+            scales = [load_words(weights, v, floats) for v in range(n_vectors)]
             for i, total in enumerate(totals):
                 t, v = divmod(i, n_vectors)
-                scale = builder.fmul(scales[v], broadcast(builder, builder.load(rows[t]), VECTOR))
-                number = builder.sitofp(builder.load(sums[i]), VECTOR)
+                scale = builder.fmul(scales[v], broadcast(builder, builder.load(rows[t]), floats))
+                number = builder.sitofp(builder.load(sums[i]), floats)
                 builder.store(multiply_add(builder, number, scale, builder.load(total)), total)
         for place, total in zip(places, totals, strict=True):
             builder.store(builder.load(total), place, align=4)
-        builder.ret_void()
 
     return emit
 
 
 def dot4_tile(path: str) -> Any:
-    """The tile of the products by that instruction."""
-    return make_tile(f"int8_tile_{path}", _int8_body(path), STRIP_ROWS // LANES)
+    """The tile of the products by those instructions."""
+    dot = dot4(path)
+    return make_tile(f"int8_tile_{path}", _int8_body(dot), dot.shape, dot.most_tokens)
 
 
 DOT4 = "portable" if os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0") else best_dot4(CPU_FEATURES)
-native_tile = dot4_tile(best_dot4(CPU_FEATURES))
-portable_tile = dot4_tile("portable")
+native_tile, portable_tile = dot4_tile(best_dot4(CPU_FEATURES)), dot4_tile("portable")
+NATIVE_TOKENS, NATIVE_WHOLE = dot4(best_dot4(CPU_FEATURES)).tokens
+PORTABLE_TOKENS, PORTABLE_WHOLE = dot4("portable").tokens
 
 
 @inner
@@ -184,7 +297,7 @@ def quantize(codes, x, n, group, n_tokens):
     """Rows x[t, :n] as int8 (runq.c's rule): codes = round(x / scale), scale = max |x| / 127 of a group, halves away from 0.
 
     codes (T, words) holds for each group its scale, the correction -128 * sum of codes for weights that are stored as w + 128,
-    and the codes, 4 to a word, zeros after the last. A group that is not finite has NaN for its scale.
+    the sum of scale * codes, and the codes, 4 to a word, zeros after the last. A group that is not finite has NaN for its scale.
     """
     n_quads = ceil_div(group, QUADS)
     lowest, limit = splat(-127.0), splat(127.0)
@@ -219,17 +332,19 @@ def quantize(codes, x, n, group, n_tokens):
                 store_byte(codes, first + i - start, code)
             codes[t, at] = scale + np.float32(0.0) * total_of_group
             store_int(codes, (words + at + 1) * QUADS, np.float32(-128.0) * total_of_group)
+            codes[t, at + 2] = codes[t, at] * total_of_group
 
 
 @inlined
-def multiply(tile, run, thread, out, w, x, scratch, n, group, adding, unit, of_logits):
-    """out[t] (+)= W x[t]: this thread's strips, x quantized first; see `Matrix.product`."""
+def multiply(tile, most, whole, run, thread, out, w, x, scratch, n, group, adding, unit, of_logits):
+    """out[t] (+)= W x[t]: this thread's strips, x quantized first; see `Matrix.product` and, for the tile, `multiply_strips`."""
     first, last = share(w.shape[0] // unit, thread, run.n_threads)
     n_tokens = run.n_logits if of_logits else run.n_tokens
     codes, n_quads = scratch[thread], w.shape[2] // STRIP_ROWS - 1
     quantize(codes, x[thread if x.shape[0] > 1 else 0], n, group, n_tokens)
     multiply_strips(
-        tile, out, out.shape[1], w, codes, scratch.shape[2], w.shape[1], n_quads, n_tokens, unit * first, unit * last, adding
+        tile, most, whole, out, out.shape[1], w, codes, scratch.shape[2], w.shape[1], n_quads, n_tokens,
+        unit * first, unit * last, adding,
     )  # fmt: skip
 
 
@@ -239,7 +354,7 @@ def product(
     n: int, group: int, adding: int, unit: int, of_logits: int,
 ) -> None:  # fmt: skip
     """`multiply` with the CPU's best instruction."""
-    multiply(native_tile, run, thread, out, w, x, scratch, n, group, adding, unit, of_logits)
+    multiply(native_tile, NATIVE_TOKENS, NATIVE_WHOLE, run, thread, out, w, x, scratch, n, group, adding, unit, of_logits)
 
 
 @operation
@@ -248,7 +363,7 @@ def portable_product(
     n: int, group: int, adding: int, unit: int, of_logits: int,
 ) -> None:  # fmt: skip
     """`multiply` for any CPU: the same bits."""
-    multiply(portable_tile, run, thread, out, w, x, scratch, n, group, adding, unit, of_logits)
+    multiply(portable_tile, PORTABLE_TOKENS, PORTABLE_WHOLE, run, thread, out, w, x, scratch, n, group, adding, unit, of_logits)
 
 
 @operation
