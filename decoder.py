@@ -421,8 +421,8 @@ class SpeculativeDecoder:
 
     @property
     def plain_seconds(self) -> float:
-        """What a token takes the target alone, as measured at the start and kept up since; 0 where nothing drafts."""
-        return self.costs.of(1) if self.costs else 0.0
+        """What a token of the last text would have taken the target alone, as measured while it ran; 0 where nothing drafts."""
+        return self.costs.plain_seconds if self.costs else 0.0
 
     @property
     def n_positions(self) -> int:
