@@ -36,7 +36,7 @@ MOST_REST = 64  # rounds without a look
 CATCH_UP = 0.1  # of a draft token's time, that a token takes in a prompt's way, before one was seen
 FIRST_LOOK = 32  # the first round that is made without a draft, to see c(1); then the 64th, the 128th, ...
 LOOK = 3  # such rounds where it is in question whether drafts pay
-FAR, DRIFT = 1.5, 1.15  # times as much is far off; and so much that it has to be looked at
+FAR, DRIFT = 1.5, 1.1  # times as much is far off; and so much that it has to be looked at
 SHARE_OF_NEW = 0.1  # of a level is what was seen last
 LEAST = 1e-9  # that a clock tells, and times as much as expected
 RECENT = 0.6  # what a round's seconds weigh after the next one, where rounds are settled anew
@@ -104,7 +104,7 @@ class Level:
         self.is_doubted = False  # whether the last one was far off
         self._last = self._before = value
 
-    def saw(self, new: float) -> None:
+    def saw(self, new: float, share: float = SHARE_OF_NEW) -> None:
         new = max(new, LEAST)
         old, last, before = self.value, self._last, self._before
         most, least = FAR * old, old / FAR
@@ -114,7 +114,7 @@ class Level:
         elif new < least and last < least:
             self.value, self.is_doubted = max(new, last), False
         else:
-            self.value = old + max(SHARE_OF_NEW, 1 / (self.n + 1)) * (min(max(new, least), most) - old)
+            self.value = old + max(share, 1 / (self.n + 1)) * (min(max(new, least), most) - old)
 
 
 class Costs:
@@ -122,7 +122,7 @@ class Costs:
 
     What was measured at the start is a first guess: all are kept up with what steps take. A pass over one token has a level of
     its own, those over more share one. The machine's speed changes for all at once, so that either moves the other until that
-    is seen itself.
+    is seen itself; then it is known whether it was the machine or the curve.
 
     credit: tokens of the target alone that drafting may still lose, see `AutoLength`.
     """
@@ -134,8 +134,9 @@ class Costs:
         curve[beyond] *= beyond / measured[-1]  # arithmetic alone
         self._curve: list[float] = curve.tolist()  # Python's numbers: a step of a small model has no microsecond to lose
         self._token, self._scale = Level(self._curve[1]), Level(1.0)
-        self._seen_token = self._curve[1]  # when a pass over one token was last seen
-        self._n_plain = MAX_TOKENS  # such passes since the last one over more
+        self._scale_then = 1.0  # when a pass over one token was last seen
+        self._n_plain, self._n_more = MAX_TOKENS, 0  # such passes since the last one over more, and the other way round
+        self._one = self._curve[1]
         self.start, self.draft = start, draft
         self.catch_up = CATCH_UP
         self._draft_ratio = 1.0  # of the last draft's seconds to those that were expected
@@ -157,11 +158,11 @@ class Costs:
     def brought(self, n_tokens: int) -> None:
         """A step's tokens."""
         self._n_alone += n_tokens
-        self._alone += n_tokens * self._token.value
+        self._alone += n_tokens * self._one
 
     def of(self, n: int) -> float:
         """Seconds of a pass over n tokens."""
-        return self._curve[n] * self._scale.value if n > 1 else self._token.value
+        return self._curve[n] * self._scale.value if n > 1 else self._one
 
     def of_draft(self, n: int, n_missed: int = 0) -> float:
         """Seconds of a draft of n tokens that has not run so many tokens of the text yet."""
@@ -171,7 +172,7 @@ class Costs:
     def passes(self) -> Float64:
         """Seconds of passes over 0 to MAX_TOKENS tokens; more tokens never take less, whatever the noise has it."""
         curve = np.array(self._curve) * self._scale.value
-        curve[:2] = self._token.value
+        curve[:2] = self._one
         rising: Float64 = (np.maximum.accumulate(curve) + np.minimum.accumulate(curve[::-1])[::-1]) / 2
         return rising
 
@@ -183,8 +184,7 @@ class Costs:
     @property
     def is_doubtful(self) -> bool:
         """Whether it takes such a step to know what a token of the target alone costs."""
-        token = self._token
-        return token.is_doubted or not self._seen_token / DRIFT < token.value < self._seen_token * DRIFT
+        return self._token.is_doubted or not 1 / DRIFT < self._scale.value / self._scale_then < DRIFT
 
     def needed_survivals(self, rate: float) -> list[float]:
         """What the chance that the first k proposals stand has to exceed for more of them to pay, for k = 0 to MAX_GAMMA.
@@ -202,18 +202,20 @@ class Costs:
         """A step's seconds; n_missed: tokens of the text that the draft ran first."""
         token, scale = self._token, self._scale
         if not n_drafted:
+            if abs(pass_seconds - self._one) < abs(pass_seconds - token.value):  # it was the machine that moved, not the curve
+                token.value = self._one
             before = token.value
-            token.saw(pass_seconds)
-            self._n_plain = min(self._n_plain + 1, MAX_TOKENS)
+            token.saw(pass_seconds, min(SHARE_OF_NEW * (1 + self._n_more / 2), 0.5))
+            self._n_plain, self._n_more = min(self._n_plain + 1, MAX_TOKENS), 0
             scale.value *= (token.value / before) ** (self._n_plain / MAX_TOKENS)
-            self._seen_token = token.value
+            self._one, self._scale_then = token.value, scale.value
             return
-        n, before = n_drafted + 1, scale.value
-        expected = self._curve[n] * before
+        n = n_drafted + 1
+        ratio = pass_seconds / self.of(n)
         scale.saw(pass_seconds / self._curve[n])
-        token.value *= scale.value / before
-        self._curve[n] *= min(max(pass_seconds / expected, 0.5), 2.0) ** 0.02
-        self._n_plain = 0
+        self._one = token.value * scale.value / self._scale_then
+        self._curve[n] *= min(max(ratio, 0.5), 2.0) ** 0.02
+        self._n_plain, self._n_more = 0, self._n_more + 1
         if self.draft:
             self._saw_draft(n_drafted, n_missed, draft_seconds)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specdec.kernels import MAX_TOKENS
-from specdec.planning import MAX_GAMMA, ODDS_RATES, Acceptance, AutoLength, Costs, FixedLength, bucket_of
+from specdec.planning import MAX_GAMMA, ODDS_RATES, TRIAL_ROUNDS, Acceptance, AutoLength, Costs, FixedLength, bucket_of
 
 # microseconds of a pass over so many tokens, and of a draft's token: stories6M from L3, a large target, a dear draft, an int8
 # target in L3, and a draft dearer than its target
@@ -110,7 +110,7 @@ def test_tokens_that_cost_nothing_are_taken_as_far_as_their_judging_pays():
         plan.saw(n, min(n, 2), 1.0 + n / 10, 0.0)
     assert plan.begins(20)
     assert plan.takes([20.0] * 7) == 7
-    assert plan.takes([0.3] * 7) == 0
+    assert sum(plan.takes([0.3] * 7) for _ in range(20)) <= TRIAL_ROUNDS
     assert plan.takes([]) == 0
 
 
@@ -249,8 +249,8 @@ def test_no_machine_is_slower_than_the_target_alone(shape, odd):
 
 @pytest.mark.parametrize("odd", [odd for odd in ODD if "busy" not in odd])
 def test_what_the_target_alone_would_have_taken_is_told_as_it_was(odd):
-    """Though a fifth of the steps or less were made without a draft."""
-    for draft, kind in ((0.0, "perfect"), (0.03, "mediocre"), (0.9, "useless")):
+    """Though few steps were made without a draft."""
+    for draft, kind in ((0.0, "overstated"), (0.03, "mediocre"), (0.9, "useless")):
         for seed in range(3):
             alone, _, told = OddMachine("8 cost 1.4", draft, odd, kind).play(seed)
             assert told == pytest.approx(alone, rel=0.25), (draft, kind, seed)
