@@ -39,6 +39,7 @@ LOOK = 3  # such rounds where it is in question whether drafts pay
 FAR, DRIFT = 1.5, 1.1  # times as much is far off; and so much that it has to be looked at
 SHARE_OF_NEW = 0.1  # of a level is what was seen last
 LEAST = 1e-9  # that a clock tells, and times as much as expected
+MANY = 8  # steps
 RECENT = 0.6  # what a round's seconds weigh after the next one, where rounds are settled anew
 # Tokens of the target alone that drafting may lose: before it has gained any, at the begin of a later text, and of what it has
 # gained; the share of that a round may lose
@@ -144,15 +145,34 @@ class Costs:
         self._needed: list[float] = []
         self._needed_of: list[float] = []
         self.credit = FIRST_CREDIT
+        self.unread: list[float] = []  # seconds of steps without a draft that nobody has looked at yet: see `read`
         self.begin_text()
 
     def begin_text(self) -> None:
         """What the target alone would have taken is counted anew."""
+        self.read()
         self._n_alone, self._alone = 0, 0.0
+
+    def read(self) -> None:
+        """Take in what is unread, of many at once their mean less stalls: beside a small target one at a time would be dear."""
+        unread, self.unread = self.unread, []
+        if len(unread) > MANY:
+            token, first, unread = self._token, unread[:-MANY], unread[-MANY:]
+            most = FAR * sorted(first)[len(first) // 2]
+            mean = max(sum([min(seconds, most) for seconds in first]) / len(first), LEAST)
+            self._n_plain = min(self._n_plain + len(first), MAX_TOKENS)
+            self._scale.value *= (mean / token.value) ** (self._n_plain / MAX_TOKENS)
+            token.value = self._one = mean
+            self._n_alone += len(first)
+            self._alone += len(first) * mean
+        for seconds in unread:
+            self.saw(0, seconds, 0.0)
+            self.brought(1)
 
     @property
     def plain_seconds(self) -> float:
         """What a token of the last text would have taken the target alone, by what was known with each step."""
+        self.read()
         return self._alone / self._n_alone if self._n_alone else self.of(1)
 
     def brought(self, n_tokens: int) -> None:
@@ -228,13 +248,15 @@ class Costs:
         expected = self.of_draft(n)
         last, self._draft_ratio = self._draft_ratio, max(seconds / expected, LEAST)
         moved = min(max(_agreed(last, self._draft_ratio), 0.1), 10.0)
-        sums = [old * weight for old, weight in zip(self._sums, (1.0, 1.0, 1.0, moved, moved), strict=True)]
-        expected, self._draft_ratio = expected * moved, self._draft_ratio / moved
-        seconds = min(max(seconds, 0.5 * expected), 2 * expected)
-        self._sums = [MEMORY * old + new for old, new in zip(sums, (1.0, n, n * n, seconds, n * seconds), strict=True)]
         one, n1, n2, s, ns = self._sums
+        if moved != 1.0:
+            expected, self._draft_ratio = expected * moved, self._draft_ratio / moved
+            s, ns, self.draft = s * moved, ns * moved, self.draft * moved
+        seconds = min(max(seconds, 0.5 * expected), 2 * expected)
+        one, n1, n2 = MEMORY * one + 1.0, MEMORY * n1 + n, MEMORY * n2 + n * n
+        s, ns = MEMORY * s + seconds, MEMORY * ns + n * seconds
+        self._sums = [one, n1, n2, s, ns]
         spread = one * n2 - n1 * n1
-        self.draft *= moved
         if spread > 0.1 * one * one:  # else all are of one length, and what is dear about them cannot be told
             self.draft = min(max((one * ns - n1 * s) / spread, 0.05 * s / n1), s / n1)
         self.start = max(0.0, (s - self.draft * n1) / one)
@@ -363,8 +385,11 @@ class AutoLength:
     def _wake_up(self) -> None:
         """Make up for the rounds that nobody looked at."""
         if self._rested:
+            before = self.costs.of(1)
+            self.costs.read()
+            self._settle(before)
             self._earn(self._rested)
-            self._rested = 0
+            self._recent, self._rested = 0.0, 0
 
     def _earn(self, n_rounds: int) -> None:
         """By rounds without a draft."""
@@ -406,17 +431,20 @@ class AutoLength:
         return n_best
 
     def saw(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
-        if not n_drafted:
-            self._saw_costs(0, 0, pass_seconds, 0.0)
-            if self._rest:
-                self._rest, self._rested = self._rest - 1, self._rested + 1
-            else:
-                self._count(1, pass_seconds)
-                self._earn(1)
-                self.costs.credit -= min(draft_seconds / self.costs.of(1), 1.0)  # what finding no proposal took
+        if self._rest:
+            self._rest, self._rested = self._rest - 1, self._rested + 1
+            self.costs.unread.append(pass_seconds)
             return
-        self._saw_round(n_drafted, n_accepted, pass_seconds + draft_seconds)
-        self._saw_costs(n_drafted, n_accepted, pass_seconds, draft_seconds)
+        if n_drafted:
+            self._saw_round(n_drafted, n_accepted, pass_seconds + draft_seconds)
+            self._saw_costs(n_drafted, n_accepted, pass_seconds, draft_seconds)
+            self._budget, self._since_draft = 0.0, 0
+        else:
+            self._saw_costs(0, 0, pass_seconds, 0.0)
+            self._count(1, pass_seconds)
+            self._earn(1)
+            self._recent *= RECENT
+            self.costs.credit -= min(draft_seconds / self.costs.of(1), 1.0)  # what finding no proposal took
 
     def _saw_round(self, n_drafted: int, n_accepted: int, seconds: float) -> None:
         """What a round with a draft brought."""
@@ -440,15 +468,15 @@ class AutoLength:
         self._spent = MEMORY * self._spent + seconds / self.costs.of(1)
 
     def _saw_costs(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
-        """And settle the last rounds anew where a token of the target alone turns out to cost something else."""
         costs, before = self.costs, self.costs.of(1)
         costs.saw(n_drafted, pass_seconds, draft_seconds, self._since_draft)
         costs.brought(n_accepted + 1)
+        self._settle(before)
+
+    def _settle(self, before: float) -> None:
+        """The last rounds' gains anew where a token of the target alone turns out to cost something else."""
+        costs = self.costs
         costs.credit = min(costs.credit + self._recent * (1 / before - 1 / costs.of(1)), MOST_CREDIT)
-        if n_drafted:
-            self._budget, self._since_draft = 0.0, 0
-        else:
-            self._recent *= RECENT
 
 
 def _needed_survivals(costs: Costs, rate: float) -> list[float]:

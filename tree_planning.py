@@ -279,6 +279,7 @@ class AutoTree(AutoLength):
         as_a_chain = costs.of_draft(n_drafted, self._since_draft)  # which tells the costs of chains nothing new
         self._saw_round(n_drafted, n_accepted, pass_seconds + draft_seconds)
         self._saw_costs(n_drafted, n_accepted, pass_seconds - branching, as_a_chain)
+        self._budget, self._since_draft = 0.0, 0
         if self._levels:
             quick = self._tree_costs.of_levels(costs, self._levels)
             self._tree_costs.looked(self._gain - self._rate * min(draft_seconds - quick, 4 * quick))

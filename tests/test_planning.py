@@ -175,7 +175,11 @@ ODD = {
     "a core that is busy often": (RIGHT, STEADY, (0.1, 5.0)),
     "nothing": (RIGHT, STEADY, CALM),
 }
-SHAPES = {"8 cost 8": {1: 1.0, 8: 8.0}, "8 cost 10": {1: 1.0, 2: 1.9, 4: 4.2, 8: 10.0, 16: 20.0}, "8 cost 1.4": {1: 1.0, 4: 1.0, 8: 1.4, 16: 2.4, 64: 8.0}}
+SHAPES = {
+    "8 cost 8": {1: 1.0, 8: 8.0},
+    "8 cost 10": {1: 1.0, 2: 1.9, 4: 4.2, 8: 10.0, 16: 20.0},
+    "8 cost 1.4": {1: 1.0, 4: 1.0, 8: 1.4, 16: 2.4, 64: 8.0},
+}
 # of a draft model: the mean of its margins and how often a token of no margin stands, or all do; of n-grams, which cost nothing:
 # how often there are some, the share that they state and how often they stand
 MODELS = {"useless": (1.0, None), "mediocre": (1.5, 0.3), "perfect": (4.0, 1.0)}
@@ -202,6 +206,7 @@ class OddMachine:
         tokens, n = list[bool](), 0
         if self.draft:
             mean, least = MODELS[self.kind]
+            margin = math.inf
             while not tokens or plan.goes_on(margin):
                 margin = rng.expovariate(1 / mean)
                 tokens.append(rng.random() < (0.02 if least is None else 1 - (1 - least) * math.exp(-margin)))
@@ -211,7 +216,7 @@ class OddMachine:
             most = min(plan.most, int(math.log(0.2) / math.log(stated))) if rng.random() < found else 0
             n = plan.takes([stated / (1 - stated)] * most) if most else 0
             tokens = [rng.random() < stands for _ in range(n)]
-        return n, (tokens + [False]).index(False)
+        return n, [*tokens, False].index(False)
 
     def stalled(self, seconds, rng):
         """As a clock has them."""
