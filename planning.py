@@ -89,8 +89,10 @@ class FixedLength:
 
     def saw(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
         if self._costs:
+            seconds = pass_seconds + draft_seconds
+            believed = self._costs.believed(n_drafted, seconds)
             self._costs.saw(n_drafted, pass_seconds, draft_seconds)
-            self._costs.brought(n_accepted + 1)
+            self._costs.brought(n_accepted + 1, seconds, believed)
 
 
 class Level:
@@ -152,6 +154,7 @@ class Costs:
         """What the target alone would have taken is counted anew."""
         self.read()
         self._n_alone, self._alone = 0, 0.0
+        self._took = self._believed = 0.0  # seconds of steps, with and without those beyond belief
 
     def read(self) -> None:
         """Take in what is unread, of many at once their mean less stalls: beside a small target one at a time would be dear."""
@@ -163,22 +166,30 @@ class Costs:
             self._n_plain = min(self._n_plain + len(first), MAX_TOKENS)
             self._scale.value *= (mean / token.value) ** (self._n_plain / MAX_TOKENS)
             token.value = self._one = mean
-            self._n_alone += len(first)
-            self._alone += len(first) * mean
+            self.brought(len(first), sum(first), len(first) * mean)
         for seconds in unread:
             self.saw(0, seconds, 0.0)
-            self.brought(1)
+            self.brought(1, seconds, self.believed(0, seconds))
 
     @property
     def plain_seconds(self) -> float:
-        """What a token of the last text would have taken the target alone, by what was known with each step."""
-        self.read()
-        return self._alone / self._n_alone if self._n_alone else self.of(1)
+        """What a token of the last text would have taken the target alone, by what was known with each step.
 
-    def brought(self, n_tokens: int) -> None:
-        """A step's tokens."""
+        Stalls, which steps of any kind have, included.
+        """
+        self.read()
+        return self._alone / self._n_alone * (self._took / self._believed) if self._n_alone else self.of(1)
+
+    def brought(self, n_tokens: int, seconds: float, believed: float) -> None:
+        """A step's tokens and seconds, and those of it that are believed to be no stall."""
         self._n_alone += n_tokens
         self._alone += n_tokens * self._one
+        self._took += seconds
+        self._believed += believed
+
+    def believed(self, n_drafted: int, seconds: float, n_missed: int = 0) -> float:
+        """A step's seconds, as far as they can be believed."""
+        return max(min(seconds, 2 * (self.of(n_drafted + 1) + self.of_draft(n_drafted, n_missed))), LEAST)
 
     def of(self, n: int) -> float:
         """Seconds of a pass over n tokens."""
@@ -437,10 +448,11 @@ class AutoLength:
             return
         if n_drafted:
             self._saw_round(n_drafted, n_accepted, pass_seconds + draft_seconds)
-            self._saw_costs(n_drafted, n_accepted, pass_seconds, draft_seconds)
+            self._saw_costs(n_drafted, pass_seconds, draft_seconds)
             self._budget, self._since_draft = 0.0, 0
         else:
-            self._saw_costs(0, 0, pass_seconds, 0.0)
+            self._saw_costs(0, pass_seconds, 0.0)
+            self.costs.brought(1, pass_seconds, self.costs.believed(0, pass_seconds))
             self._count(1, pass_seconds)
             self._earn(1)
             self._recent *= RECENT
@@ -449,14 +461,13 @@ class AutoLength:
     def _saw_round(self, n_drafted: int, n_accepted: int, seconds: float) -> None:
         """What a round with a draft brought."""
         costs = self.costs
-        believed = 2 * (costs.of(n_drafted + 1) + costs.of_draft(n_drafted, self._since_draft))
+        believed = costs.believed(n_drafted, seconds, self._since_draft)
+        costs.brought(n_accepted + 1, seconds, believed)
         excess = min(seconds, 2 * believed) - believed
-        if excess <= 0.0:
-            self._excess = 0.0
-        elif self._excess > 0.0:  # twice in a row is no stall
-            seconds, self._excess = believed + excess + self._excess, excess
-        else:
-            seconds, self._excess = believed, excess
+        seconds = believed
+        if excess and self._excess:  # twice in a row is no stall
+            seconds += excess + self._excess
+        self._excess = excess
         costs.credit = min(costs.credit + n_accepted + 1 - seconds / costs.of(1), MOST_CREDIT)
         self._recent = RECENT * self._recent + seconds
         self._count(n_accepted + 1, seconds)
@@ -467,10 +478,9 @@ class AutoLength:
         self._tokens = MEMORY * self._tokens + n_tokens
         self._spent = MEMORY * self._spent + seconds / self.costs.of(1)
 
-    def _saw_costs(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
+    def _saw_costs(self, n_drafted: int, pass_seconds: float, draft_seconds: float) -> None:
         costs, before = self.costs, self.costs.of(1)
         costs.saw(n_drafted, pass_seconds, draft_seconds, self._since_draft)
-        costs.brought(n_accepted + 1)
         self._settle(before)
 
     def _settle(self, before: float) -> None:

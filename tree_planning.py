@@ -278,7 +278,7 @@ class AutoTree(AutoLength):
             self._tree_costs.saw(pass_seconds - costs.of(n_drafted + 1), costs.of(1))
         as_a_chain = costs.of_draft(n_drafted, self._since_draft)  # which tells the costs of chains nothing new
         self._saw_round(n_drafted, n_accepted, pass_seconds + draft_seconds)
-        self._saw_costs(n_drafted, n_accepted, pass_seconds - branching, as_a_chain)
+        self._saw_costs(n_drafted, pass_seconds - branching, as_a_chain)
         self._budget, self._since_draft = 0.0, 0
         if self._levels:
             quick = self._tree_costs.of_levels(costs, self._levels)

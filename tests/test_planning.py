@@ -224,9 +224,9 @@ class OddMachine:
         return seconds + sum(self.stall * rng.expovariate(1.0) for _ in range(n_stalls))
 
     def play(self, seed):
-        """Seconds of a text by the target alone, and so drafted; without the stalls, which both have as often."""
+        """Seconds of a text by the target alone, and drafted, without stalls; what is told of the first; the second with them."""
         rng, plan = random.Random(seed), self.plan()
-        alone = seconds = 0.0
+        alone = seconds = stalled = 0.0
         tokens = n_missed = 0
         while tokens < TOKENS:
             target, draft = self.change if tokens >= TOKENS // 2 else STEADY
@@ -234,11 +234,13 @@ class OddMachine:
             draft_seconds = (n + 0.3 * n_missed) * self.draft * draft if n else 0.0
             pass_seconds = self.passes[n + 1] * target * rng.lognormvariate(0, 0.05)
             n_missed = 0 if n else n_missed + 1
-            plan.saw(n, n_accepted, self.stalled(pass_seconds, rng), self.stalled(draft_seconds, rng))
+            clock = self.stalled(pass_seconds, rng), self.stalled(draft_seconds, rng)
+            plan.saw(n, n_accepted, *clock)
+            stalled += sum(clock)
             seconds += pass_seconds + draft_seconds
             alone += (n_accepted + 1) * target * self.passes[1]
             tokens += n_accepted + 1
-        return alone, seconds, plan.costs.plain_seconds * tokens
+        return alone, seconds, plan.costs.plain_seconds * tokens, stalled
 
 
 @pytest.mark.parametrize("odd", ODD)
@@ -248,21 +250,21 @@ def test_no_machine_is_slower_than_the_target_alone(shape, odd):
     for draft in DRAFTS:
         for kind in MODELS if draft else NGRAMS:
             played = [OddMachine(shape, draft, odd, kind).play(seed) for seed in range(4)]
-            alone, seconds, _ = np.sum(played, axis=0)
+            alone, seconds, *_ = np.sum(played, axis=0)
             assert alone / seconds > 0.95, (draft, kind)
 
 
-@pytest.mark.parametrize("odd", [odd for odd in ODD if "busy" not in odd])
+@pytest.mark.parametrize("odd", ODD)
 def test_what_the_target_alone_would_have_taken_is_told_as_it_was(odd):
     """Though few steps were made without a draft."""
     for draft, kind in ((0.0, "overstated"), (0.03, "mediocre"), (0.9, "useless")):
         for seed in range(3):
-            alone, _, told = OddMachine("8 cost 1.4", draft, odd, kind).play(seed)
-            assert told == pytest.approx(alone, rel=0.25), (draft, kind, seed)
+            alone, seconds, told, stalled = OddMachine("8 cost 1.4", draft, odd, kind).play(seed)
+            assert told == pytest.approx(alone * stalled / seconds, rel=0.25), (draft, kind, seed)
 
 
 def test_a_stall_or_two_do_not_end_drafting():
     """Of a draft with which a text is far faster."""
     for odd in ("a core that is busy now and then", "a core that is busy often"):
-        alone, seconds, _ = np.sum([OddMachine("8 cost 1.4", 0.03, odd, "perfect").play(seed) for seed in range(6)], axis=0)
+        alone, seconds, *_ = np.sum([OddMachine("8 cost 1.4", 0.03, odd, "perfect").play(seed) for seed in range(6)], axis=0)
         assert alone / seconds > 2
