@@ -36,6 +36,7 @@ MOST_REST = 64  # rounds without a look
 CATCH_UP = 0.1  # of a draft token's time, that a token takes in a prompt's way, before one was seen
 FIRST_LOOK = 32  # the first round that is made without a draft, to see c(1); then the 64th, the 128th, ...
 LOOK = 3  # such rounds where it is in question whether drafts pay
+MOST_OFF = 3.0  # times what was measured, that a text takes the ratio of two costs to be when it begins
 FAR, DRIFT = 1.5, 1.1  # times as much is far off; and so much that it has to be looked at
 SHARE_OF_NEW = 0.1  # of a level is what was seen last
 LEAST = 1e-9  # that a clock tells, and times as much as expected
@@ -143,6 +144,7 @@ class Costs:
         self.start, self.draft = start, draft
         self.catch_up = CATCH_UP
         self._draft_ratio = 1.0  # of the last draft's seconds to those that were expected
+        self._first_draft = 0.0  # a draft of one token as it was measured, in tokens of the target alone
         self._sums = [0.0] * 5  # of the last drafts: how many, their n, n^2, seconds, n seconds
         self._needed: list[float] = []
         self._needed_of: list[float] = []
@@ -151,8 +153,14 @@ class Costs:
         self.begin_text()
 
     def begin_text(self) -> None:
-        """What the target alone would have taken is counted anew."""
+        """Count anew what the target alone would have taken; and what a busy machine made look too dear is looked at again."""
         self.read()
+        token = self._one
+        self._scale.value = min(self._scale.value, MOST_OFF * token / self._curve[1])
+        if self._sums[0] and self.start + self.draft > (most := MOST_OFF * self._first_draft * token):
+            share = most / (self.start + self.draft)
+            self.start, self.draft = share * self.start, share * self.draft
+            self._sums[3:] = [share * seconds for seconds in self._sums[3:]]
         self._n_alone, self._alone = 0, 0.0
         self._took = self._believed = 0.0  # seconds of steps, with and without those beyond belief
 
@@ -260,6 +268,8 @@ class Costs:
         last, self._draft_ratio = self._draft_ratio, max(seconds / expected, LEAST)
         moved = min(max(_agreed(last, self._draft_ratio), 0.1), 10.0)
         one, n1, n2, s, ns = self._sums
+        if not one:
+            self._first_draft = (self.start + self.draft) / self._one
         if moved != 1.0:
             expected, self._draft_ratio = expected * moved, self._draft_ratio / moved
             s, ns, self.draft = s * moved, ns * moved, self.draft * moved
