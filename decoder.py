@@ -439,8 +439,8 @@ class SpeculativeDecoder:
 
     @property
     def plain_seconds(self) -> float:
-        """What a token takes the target alone, as measured at the start and kept up since; 0 where nothing drafts."""
-        return self._costs.of(1) if self._costs else 0.0
+        """What a token of the last text would have taken the target alone, as measured while it ran; 0 where nothing drafts."""
+        return self._costs.plain_seconds if self._costs else 0.0
 
     @property
     def n_ids(self) -> int:

@@ -210,7 +210,7 @@ class AutoTree(AutoLength):
             self._tree_costs.rest = max(0, self._tree_costs.rest - 1)
         if self.is_tree:
             self._levels.append(1)
-            self._rate = self._tokens / self._seconds
+            self._rate = self.rate
             if not self._passes or self._round % REPRICED == 0:
                 self._passes, self._another = prices(self.costs)
         return begins
@@ -242,11 +242,12 @@ class AutoTree(AutoLength):
         return level[:n_run]
 
     def picks(self) -> list[int]:
-        tree, order = self.tree, self.tree.ranked()
+        tree = self.tree
+        order = tree.ranked()[: self.affordable]
         n, worth = self._most_worth(order)
         self._gain, self._branches = 0.0, False
         if not tree.is_chain:
-            path = tree.first_choices(range(len(order)))
+            path = tree.first_choices(set(order))
             if order[:n] != path[:n]:
                 n_chain, worth_chain = self._most_worth(path)
                 self._gain = max(0.0, worth - self._rate * self._tree_costs.branching - worth_chain)
@@ -268,17 +269,18 @@ class AutoTree(AutoLength):
         return n_best, best
 
     def saw(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
-        if not self.is_tree:
+        if not self.is_tree or not n_drafted:
             super().saw(n_drafted, n_accepted, pass_seconds, draft_seconds)
             return
         costs, branching = self.costs, 0.0
         if self._branches:
             branching = self._tree_costs.branching
             self._tree_costs.saw(pass_seconds - costs.of(n_drafted + 1), costs.of(1))
-        as_a_chain = costs.start + n_drafted * costs.draft  # which tells the costs of chains nothing new
-        super().saw(n_drafted, n_accepted, pass_seconds - branching, as_a_chain)
+        as_a_chain = costs.of_draft(n_drafted, self._since_draft)  # which tells the costs of chains nothing new
+        self._saw_round(n_drafted, n_accepted, pass_seconds + draft_seconds)
+        self._saw_costs(n_drafted, pass_seconds - branching, as_a_chain)
+        self._budget, self._since_draft = 0.0, 0
         if self._levels:
-            self._seconds += branching + draft_seconds - as_a_chain
             quick = self._tree_costs.of_levels(costs, self._levels)
             self._tree_costs.looked(self._gain - self._rate * min(draft_seconds - quick, 4 * quick))
 

@@ -75,8 +75,9 @@ def unstaged(target, draft, sampling, verify, gamma, prompt=(BOS, 7, 9), n=60):
 
 @pytest.mark.parametrize("verify", VERIFIERS)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_texts_and_acceptance_are_those_without_a_stage(verify, sampling):
+def test_texts_and_acceptance_are_those_without_a_stage(verify, sampling, monkeypatch):
     """Of n-grams, a smaller model and a liar; of a draft whose window slides and of one of fewer tokens; for every gamma."""
+    monkeypatch.setattr("specdec.stages.AutoLength", lambda *_: FixedLength(9))  # whatever guesses cost here
     prompt, guessed, n_tokens = [BOS, *[7, 9, 10, 11] * 3], 0, 0
     for seed, vocab, seq_len in ((0, 105, 128), (1, 105, 32), (2, 60, 128)):
         target, draft = tiny_model(seed, layers=3, scale=0.3), tiny_model(seed, vocab, seq_len, 128, scale=0.3)
@@ -125,8 +126,9 @@ def proposals(drafter, n):
     return tokens[1:]
 
 
-def test_the_draft_runs_fewer_passes_on_a_text_that_repeats():
+def test_the_draft_runs_fewer_passes_on_a_text_that_repeats(monkeypatch):
     """One a proposal, once the text's circle is known; and what the last pass knew already is not run again."""
+    monkeypatch.setattr("specdec.stages.AutoLength", lambda *_: FixedLength(9))  # whatever guesses cost here
     models, sampler = (Circles(), Circles()), Sampler(12, Sampling(0.0))
     alone = ModelDrafter(models[0], sampler, lambda _: 0, {})
     together = StagedDrafter([models[1]], NgramDrafter(()), an_account(), sampler, lambda _: 0, {})

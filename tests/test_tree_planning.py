@@ -37,7 +37,9 @@ def tree_costs(branching=0.0, rest=0):
 
 def auto(machine, branching=0.0, **more):
     passes, draft = MACHINES[machine]
-    return AutoTree(Costs(passes, draft), tree_costs(branching), new_acceptances(), {2}, **more)
+    costs = Costs(passes, draft)
+    costs.saw(0, passes[1], 0.0)  # else the first step looks at that
+    return AutoTree(costs, tree_costs(branching), new_acceptances(), {2}, **more)
 
 
 class World:
