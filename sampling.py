@@ -289,7 +289,7 @@ def may_win(probs, first, last, key, best):
     return n > 0
 
 
-@inner
+@compiled
 def race(probs, n, seed, stream, position):
     """A token with probability proportional to probs[0, :n]: argmin E / p for exponential E, that is argmax log p + Gumbel.
 

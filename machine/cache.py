@@ -31,6 +31,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
+from numba.extending import register_jitable
 from numba.misc.appdirs import user_cache_dir
 
 from .claims import Claims
@@ -270,8 +271,8 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 
 def inner(function: Callable[..., Any]) -> Any:
-    """A function that only such functions call: it is part of their machine code, and has none of its own to be kept."""
-    return njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    """A function for those in machine code: it is part of theirs, and has none of its own to be kept. Python runs it as it is."""
+    return register_jitable(error_model="numpy")(function)
 
 
 def parallel(function: Callable[..., Any]) -> Any:

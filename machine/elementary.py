@@ -7,7 +7,7 @@ Taylor polynomials.
 
 import numpy as np
 
-from .cache import inner
+from .cache import compiled, inner
 from .vectors import add, exp2_of_integer, fma, maximum, minimum, mul, rint, splat, zero_unless_positive
 
 # log 2 and pi / 2 in parts, the first ones of so few bits that their products with a whole number of 11, or 31, bits are exact
@@ -38,7 +38,7 @@ def exp(x):
     return zero_unless_positive(mul(p, exp2_of_integer(n)), add(x, splat(87.0)))
 
 
-@inner
+@compiled
 def log(x):
     """The natural logarithm of a float64, positive and normal, within 2 units in the last place; of infinity, infinity.
 
@@ -64,7 +64,7 @@ def log(x):
     return n * LOG2_HIGH + (2.0 * s + (2.0 * s * (z * p) + n * LOG2_LOW))
 
 
-@inner
+@compiled
 def sine_and_cosine(x):
     """sin x and cos x of a float64 from 0 to 2^31, each within 2^-52.
 
