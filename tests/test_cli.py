@@ -445,7 +445,7 @@ def test_a_disk_that_fails_while_loading_is_not_told_as_the_output(run: Run, pai
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "some.nbi")
 
-    monkeypatch.setattr("specdec.decoder.load_checkpoint", full)
+    monkeypatch.setattr("specdec.loading.load_checkpoint", full)
     assert "output" not in assert_refused(run(*with_pair(pair)), "some.nbi", "No space left")
 
 

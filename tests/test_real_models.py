@@ -270,6 +270,6 @@ def test_a_draft_of_many_more_rows_and_no_tokenizer_is_refused(tmp_path: Path) -
 
 def test_a_wrong_tokenizer_is_told_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, other = folder(tmp_path / "target", padding=0), folder(tmp_path / "other", tokenizer="llama2")
-    monkeypatch.setattr("specdec.decoder._loaded", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("specdec.decoder.loaded", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ValueError, match="name the target's own with -z"):
         SpeculativeDecoder(target, tokenizer=other)
