@@ -101,16 +101,16 @@ WHOLE_TOKENS = whole_tokens(shape_of, TILE_TOKENS)
 
 
 class Sweep(NamedTuple):
-    """One of several over a strip, each of as many rows as the tile's shape has: its number, how many they are, its first row."""
+    """One of several over a strip, each of as many rows as the tile's shape has: its number, their total, its first row."""
 
     number: Any
-    count: int
+    total: int
     row: Any
 
     def ahead(self, builder: Any, ahead: Any, stride: Any, n: Any) -> tuple[Any, Any]:
         """Its part of what all of them fetch at n places from `ahead` on, and the stride of that."""
-        if self.count > 1:
-            stride = builder.udiv(stride, const(self.count))
+        if self.total > 1:
+            stride = builder.udiv(stride, const(self.total))
             ahead = builder.gep(ahead, [builder.mul(self.number, builder.mul(stride, n))])
         return ahead, stride
 
@@ -152,7 +152,7 @@ def cells(
         for v in range(shape.n_vectors)
     ]
     for place in places[:: max(1, LINE_WORDS // shape.lanes)] if shape.n_vectors > 1 else places:
-        prefetch(builder, builder.bitcast(place, F32.as_pointer()), const(shape.rows * sweep.count), write=True)
+        prefetch(builder, builder.bitcast(place, F32.as_pointer()), const(shape.rows * sweep.total), write=True)
     return places, [builder.select(accumulate, builder.load(place, align=4), constants(floats, 0.0)) for place in places]
 
 
@@ -182,7 +182,7 @@ def float_body(stored: Storage, n_strips: int = 1) -> Any:
         def fetch(k: Any, n_rows: int) -> None:
             for i in range(n_strips):
                 place = builder.add(builder.mul(k, ahead_stride), builder.mul(n_quads, const(i * stored.item_bytes)))
-                for line in range(0, max(n_rows * STRIP_ROWS * stored.item_bytes // sweep.count, 1), LINE_BYTES):
+                for line in range(0, max(n_rows * STRIP_ROWS * stored.item_bytes // sweep.total, 1), LINE_BYTES):
                     prefetch(builder, builder.gep(ahead, [place]), const(line))
 
         def step(k: Any, acc: list[Any]) -> list[Any]:

@@ -181,7 +181,7 @@ def group_body(form: Form, dot: Dot4) -> Any:
         def fetch(first: Any, n_lines: int) -> None:
             """What lies ahead for so many lines of the strip from that word on."""
             place = builder.gep(ahead, [builder.mul(builder.udiv(first, const(LINE_WORDS)), own_stride)])
-            for _ in range(0, n_lines, sweep.count):
+            for _ in range(0, n_lines, sweep.total):
                 prefetch(builder, place, const(0))
                 place = builder.gep(place, [line_stride])
 
