@@ -246,8 +246,9 @@ print(high(1), high(1.0))
 
 def interrupt(package: Path, where: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, where], cwd=package.parent, capture_output=True, text=True, check=False
-    )
+        [sys.executable, "-c", INTERRUPTED, where], cwd=package.parent, capture_output=True, text=True, check=False,
+        env=os.environ | {"NUMBA_CACHE_DIR": str(package / KEPT)},
+    )  # fmt: skip
     return done.stdout + done.stderr[-1000:]
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba.core import cgutils
 
-from ..machine.cache import inlined, inner
+from ..machine.cache import compiled, inlined, inner
 from ..machine.programs import Codes3, Floats2, Floats3, Ints1, Pass, Words2, Words3, Words4, on_all_threads, operation
 from ..machine.threads import share
 from ..machine.tiles import (
@@ -292,7 +292,7 @@ NATIVE_TOKENS, NATIVE_WHOLE = dot4(best_dot4(CPU_FEATURES)).tokens
 PORTABLE_TOKENS, PORTABLE_WHOLE = dot4("portable").tokens
 
 
-@inner
+@compiled
 def quantize(codes, x, n, group, n_tokens):
     """Rows x[t, :n] as int8 (runq.c's rule): codes = round(x / scale), scale = max |x| / 127 of a group, halves away from 0.
 
