@@ -832,7 +832,7 @@ def test_the_silent_view_keeps_the_prompt_in_the_text_and_out_of_the_tokens() ->
 
 def some_statistics() -> Statistics:
     statistics = Statistics(n_prompt=5)
-    statistics.add(Prompt([1], 0.25))
+    statistics.add(Prompt([1, 2, 3, 4, 5], 0.25))
     statistics.add(Step([5, 6, 7], [5, 6, 8, 9], 2, 0.5, 0.1))
     statistics.add(Step([5], [7, 6], 0, 0.25, 0.1, stop_reason="max_tokens"))
     return statistics
