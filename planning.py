@@ -113,7 +113,7 @@ class Level:
         old, last, before = self.value, self._last, self._before
         most, least = FAR * old, old / FAR
         self.n, self._last, self._before, self.is_doubted = self.n + 1, new, last, not least <= new <= most
-        if new > most and last > most and before > most:
+        if min(new, last, before) > most and max(new, last, before) < FAR * min(new, last, before):
             self.value, self.is_doubted = min(new, last, before), False
         elif new < least and last < least:
             self.value, self.is_doubted = max(new, last), False
@@ -307,8 +307,8 @@ class Acceptance:
 
 
 def _agreed(last: float, new: float) -> float:
-    """What two ratios in a row are off by at least, 1 where they are not, or not both in one direction."""
-    if last > FAR and new > FAR:
+    """What two ratios in a row are off by at least, 1 where they are not, or not by as much: stalls differ."""
+    if FAR < last < FAR * new and FAR < new < FAR * last:
         return min(last, new)
     return max(last, new) if last < 1 / FAR and new < 1 / FAR else 1.0
 
@@ -337,7 +337,8 @@ class AutoLength:
         self._is_trial, self._n_trials = False, 0
         self.affordable, self._credit = 0, 0.0  # tokens that may be lost at once, and the credit below which those are fewer
         self._rest = self._rested = 0  # rounds until drafts are looked at again, and since
-        self._recent, self._excess = 0.0, 0.0  # seconds of the last rounds with a draft, and of the last one, beyond belief
+        self._recent = 0.0  # seconds of the last rounds with a draft
+        self._excess, self._beyond = 0.0, 1.0  # of the last one, seconds beyond belief, and times as many as are believed
         costs.credit = min(max(costs.credit, LEAST_CREDIT), FIRST_CREDIT)
         costs.begin_text()
 
@@ -473,11 +474,11 @@ class AutoLength:
         costs = self.costs
         believed = costs.believed(n_drafted, seconds, self._since_draft)
         costs.brought(n_accepted + 1, seconds, believed)
-        excess = min(seconds, 2 * believed) - believed
+        beyond, excess = seconds / believed, min(seconds, 2 * believed) - believed
         seconds = believed
-        if excess and self._excess:  # twice in a row is no stall
+        if excess and self._excess and 1 / FAR < beyond / self._beyond < FAR:  # twice in a row by as much is no stall
             seconds += excess + self._excess
-        self._excess = excess
+        self._beyond, self._excess = beyond, excess
         costs.credit = min(costs.credit + n_accepted + 1 - seconds / costs.of(1), MOST_CREDIT)
         self._recent = RECENT * self._recent + seconds
         self._count(n_accepted + 1, seconds)
