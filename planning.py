@@ -141,6 +141,7 @@ class Costs:
         self._scale_then = 1.0  # when a pass over one token was last seen
         self._n_plain, self._n_more = MAX_TOKENS, 0  # such passes since the last one over more, and the other way round
         self._one = self._curve[1]
+        self._is_asked, self._is_behind_draft = False, draft > 0.0
         self.start, self.draft = start, draft
         self.catch_up = CATCH_UP
         self._draft_ratio = 1.0  # of the last draft's seconds to those that were expected
@@ -223,7 +224,11 @@ class Costs:
     @property
     def is_doubtful(self) -> bool:
         """Whether it takes such a step to know what a token of the target alone costs."""
-        return self._token.is_doubted or not 1 / DRIFT < self._scale.value / self._scale_then < DRIFT
+        return self._is_asked or self._token.is_doubted or not 1 / DRIFT < self._scale.value / self._scale_then < DRIFT
+
+    def look(self) -> None:
+        """Ask for such a step."""
+        self._is_asked = True
 
     def needed_survivals(self, rate: float) -> list[float]:
         """What the chance that the first k proposals stand has to exceed for more of them to pay, for k = 0 to MAX_GAMMA.
@@ -240,7 +245,11 @@ class Costs:
     def saw(self, n_drafted: int, pass_seconds: float, draft_seconds: float, n_missed: int = 0) -> None:
         """A step's seconds; n_missed: tokens of the text that the draft ran first."""
         token, scale = self._token, self._scale
+        if not n_drafted and self._is_behind_draft:  # which has put the target's weights out of the cache
+            self._is_behind_draft = False
+            return
         if not n_drafted:
+            self._is_asked = False
             if abs(pass_seconds - self._one) < abs(pass_seconds - token.value):  # it was the machine that moved, not the curve
                 token.value = self._one
             before = token.value
@@ -254,7 +263,7 @@ class Costs:
         scale.saw(pass_seconds / self._curve[n])
         self._one = token.value * scale.value / self._scale_then
         self._curve[n] *= min(max(ratio, 0.5), 2.0) ** 0.02
-        self._n_plain, self._n_more = 0, self._n_more + 1
+        self._n_plain, self._n_more, self._is_behind_draft = 0, self._n_more + 1, self.draft > 0.0
         if self.draft:
             self._saw_draft(n_drafted, n_missed, draft_seconds)
 
@@ -350,8 +359,9 @@ class AutoLength:
         self._survival, self._is_trial = 1.0, False
         self._wake_up()
         self._round += 1
-        is_look = self._round & (self._round - 1) == 0 and (self._round >= FIRST_LOOK or (self._round == 1 and costs.is_new))
-        if most < 1 or is_look or costs.is_doubtful:
+        if self._round >= FIRST_LOOK and self._round & (self._round - 1) == 0:
+            costs.look()
+        if most < 1 or costs.is_doubtful or (costs.is_new and self._round <= 2):
             return False
         if costs.credit <= 0.0:
             self._rest = min(MOST_REST, LOOK + int(-costs.credit / TRIAL_SHARE))
