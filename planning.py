@@ -36,7 +36,6 @@ MOST_REST = 64  # rounds without a look
 CATCH_UP = 0.1  # of a draft token's time, that a token takes in a prompt's way, before one was seen
 FIRST_LOOK = 32  # the first round that is made without a draft, to see c(1); then the 64th, the 128th, ...
 LOOK = 3  # such rounds where it is in question whether drafts pay
-MOST_OFF = 3.0  # times what was measured, that a text takes the ratio of two costs to be when it begins
 FAR, DRIFT = 1.5, 1.1  # times as much is far off; and so much that it has to be looked at
 SHARE_OF_NEW = 0.1  # of a level is what was seen last
 LEAST = 1e-9  # that a clock tells, and times as much as expected
@@ -154,12 +153,13 @@ class Costs:
         self.begin_text()
 
     def begin_text(self) -> None:
-        """Count anew what the target alone would have taken; and what a busy machine made look too dear is looked at again."""
+        """Count anew what the target alone would have taken; and half believe what has become dear, beside the target's token."""
         self.read()
-        token = self._one
-        self._scale.value = min(self._scale.value, MOST_OFF * token / self._curve[1])
-        if self._sums[0] and self.start + self.draft > (most := MOST_OFF * self._first_draft * token):
-            share = most / (self.start + self.draft)
+        measured = self._one / self._curve[1]
+        if self._scale.value > measured:
+            self._scale.value = (self._scale.value * measured) ** 0.5
+        if self._sums[0] and self.start + self.draft > (first := self._first_draft * self._one):
+            share = (first / (self.start + self.draft)) ** 0.5
             self.start, self.draft = share * self.start, share * self.draft
             self._sums[3:] = [share * seconds for seconds in self._sums[3:]]
         self._n_alone, self._alone = 0, 0.0
