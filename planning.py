@@ -36,7 +36,6 @@ MOST_REST = 64  # rounds without a look
 CATCH_UP = 0.1  # of a draft token's time, that a token takes in a prompt's way, before one was seen
 FIRST_LOOK = 32  # the first round that is made without a draft, to see c(1); then the 64th, the 128th, ...
 LOOK = 3  # such rounds where it is in question whether drafts pay
-MOST_OFF = 3.0  # times what was measured, that a text takes the ratio of two costs to be when it begins
 FAR, DRIFT = 1.5, 1.1  # times as much is far off; and so much that it has to be looked at
 SHARE_OF_NEW = 0.1  # of a level is what was seen last
 LEAST = 1e-9  # that a clock tells, and times as much as expected
@@ -113,7 +112,7 @@ class Level:
         old, last, before = self.value, self._last, self._before
         most, least = FAR * old, old / FAR
         self.n, self._last, self._before, self.is_doubted = self.n + 1, new, last, not least <= new <= most
-        if new > most and last > most and before > most:
+        if min(new, last, before) > most and max(new, last, before) < FAR * min(new, last, before):
             self.value, self.is_doubted = min(new, last, before), False
         elif new < least and last < least:
             self.value, self.is_doubted = max(new, last), False
@@ -141,6 +140,7 @@ class Costs:
         self._scale_then = 1.0  # when a pass over one token was last seen
         self._n_plain, self._n_more = MAX_TOKENS, 0  # such passes since the last one over more, and the other way round
         self._one = self._curve[1]
+        self._is_asked, self._is_behind_draft = False, draft > 0.0
         self.start, self.draft = start, draft
         self.catch_up = CATCH_UP
         self._draft_ratio = 1.0  # of the last draft's seconds to those that were expected
@@ -153,12 +153,13 @@ class Costs:
         self.begin_text()
 
     def begin_text(self) -> None:
-        """Count anew what the target alone would have taken; and what a busy machine made look too dear is looked at again."""
+        """Count anew what the target alone would have taken; and half believe what has become dear, beside the target's token."""
         self.read()
-        token = self._one
-        self._scale.value = min(self._scale.value, MOST_OFF * token / self._curve[1])
-        if self._sums[0] and self.start + self.draft > (most := MOST_OFF * self._first_draft * token):
-            share = most / (self.start + self.draft)
+        measured = self._one / self._curve[1]
+        if self._scale.value > measured:
+            self._scale.value = (self._scale.value * measured) ** 0.5
+        if self._sums[0] and self.start + self.draft > (first := self._first_draft * self._one):
+            share = (first / (self.start + self.draft)) ** 0.5
             self.start, self.draft = share * self.start, share * self.draft
             self._sums[3:] = [share * seconds for seconds in self._sums[3:]]
         self._n_alone, self._alone = 0, 0.0
@@ -223,7 +224,11 @@ class Costs:
     @property
     def is_doubtful(self) -> bool:
         """Whether it takes such a step to know what a token of the target alone costs."""
-        return self._token.is_doubted or not 1 / DRIFT < self._scale.value / self._scale_then < DRIFT
+        return self._is_asked or self._token.is_doubted or not 1 / DRIFT < self._scale.value / self._scale_then < DRIFT
+
+    def look(self) -> None:
+        """Ask for such a step."""
+        self._is_asked = True
 
     def needed_survivals(self, rate: float) -> list[float]:
         """What the chance that the first k proposals stand has to exceed for more of them to pay, for k = 0 to MAX_GAMMA.
@@ -240,7 +245,11 @@ class Costs:
     def saw(self, n_drafted: int, pass_seconds: float, draft_seconds: float, n_missed: int = 0) -> None:
         """A step's seconds; n_missed: tokens of the text that the draft ran first."""
         token, scale = self._token, self._scale
+        if not n_drafted and self._is_behind_draft:  # which has put the target's weights out of the cache
+            self._is_behind_draft = False
+            return
         if not n_drafted:
+            self._is_asked = False
             if abs(pass_seconds - self._one) < abs(pass_seconds - token.value):  # it was the machine that moved, not the curve
                 token.value = self._one
             before = token.value
@@ -254,7 +263,7 @@ class Costs:
         scale.saw(pass_seconds / self._curve[n])
         self._one = token.value * scale.value / self._scale_then
         self._curve[n] *= min(max(ratio, 0.5), 2.0) ** 0.02
-        self._n_plain, self._n_more = 0, self._n_more + 1
+        self._n_plain, self._n_more, self._is_behind_draft = 0, self._n_more + 1, self.draft > 0.0
         if self.draft:
             self._saw_draft(n_drafted, n_missed, draft_seconds)
 
@@ -307,8 +316,8 @@ class Acceptance:
 
 
 def _agreed(last: float, new: float) -> float:
-    """What two ratios in a row are off by at least, 1 where they are not, or not both in one direction."""
-    if last > FAR and new > FAR:
+    """What two ratios in a row are off by at least, 1 where they are not, or not by as much: stalls differ."""
+    if FAR < last < FAR * new and FAR < new < FAR * last:
         return min(last, new)
     return max(last, new) if last < 1 / FAR and new < 1 / FAR else 1.0
 
@@ -337,7 +346,8 @@ class AutoLength:
         self._is_trial, self._n_trials = False, 0
         self.affordable, self._credit = 0, 0.0  # tokens that may be lost at once, and the credit below which those are fewer
         self._rest = self._rested = 0  # rounds until drafts are looked at again, and since
-        self._recent, self._excess = 0.0, 0.0  # seconds of the last rounds with a draft, and of the last one, beyond belief
+        self._recent = 0.0  # seconds of the last rounds with a draft
+        self._excess, self._beyond = 0.0, 1.0  # of the last one, seconds beyond belief, and times as many as are believed
         costs.credit = min(max(costs.credit, LEAST_CREDIT), FIRST_CREDIT)
         costs.begin_text()
 
@@ -349,8 +359,9 @@ class AutoLength:
         self._survival, self._is_trial = 1.0, False
         self._wake_up()
         self._round += 1
-        is_look = self._round & (self._round - 1) == 0 and (self._round >= FIRST_LOOK or (self._round == 1 and costs.is_new))
-        if most < 1 or is_look or costs.is_doubtful:
+        if self._round >= FIRST_LOOK and self._round & (self._round - 1) == 0:
+            costs.look()
+        if most < 1 or costs.is_doubtful or (costs.is_new and self._round <= 2):
             return False
         if costs.credit <= 0.0:
             self._rest = min(MOST_REST, LOOK + int(-costs.credit / TRIAL_SHARE))
@@ -473,11 +484,11 @@ class AutoLength:
         costs = self.costs
         believed = costs.believed(n_drafted, seconds, self._since_draft)
         costs.brought(n_accepted + 1, seconds, believed)
-        excess = min(seconds, 2 * believed) - believed
+        beyond, excess = seconds / believed, min(seconds, 2 * believed) - believed
         seconds = believed
-        if excess and self._excess:  # twice in a row is no stall
+        if excess and self._excess and 1 / FAR < beyond / self._beyond < FAR:  # twice in a row by as much is no stall
             seconds += excess + self._excess
-        self._excess = excess
+        self._beyond, self._excess = beyond, excess
         costs.credit = min(costs.credit + n_accepted + 1 - seconds / costs.of(1), MOST_CREDIT)
         self._recent = RECENT * self._recent + seconds
         self._count(n_accepted + 1, seconds)

@@ -38,7 +38,8 @@ def tree_costs(branching=0.0, rest=0):
 def auto(machine, branching=0.0, **more):
     passes, draft = MACHINES[machine]
     costs = Costs(passes, draft)
-    costs.saw(0, passes[1], 0.0)  # else the first step looks at that
+    for _ in range(2):  # else the first steps look at that
+        costs.saw(0, passes[1], 0.0)
     return AutoTree(costs, tree_costs(branching), new_acceptances(), {2}, **more)
 
 
