@@ -130,14 +130,16 @@ def test_where_trees_do_not_pay_they_are_looked_at_now_and_then():
     plan, rounds = auto("some"), []
     plan._tree_costs.rest = 2 * LOOKS
     for _ in range(5000):
-        plan.begins(50)
+        if not plan.begins(50):  # it looks at the target alone
+            plan.saw(0, 0, plan.costs.of(1), 0.0)
         rounds.append(plan.is_tree)
         if plan.is_tree:
             plan._tree_costs.looked(0.0)
     assert not any(rounds[:LOOKS]) and 2 * LOOKS <= sum(rounds[:1000]) <= 4 * LOOKS
     assert sum(rounds) < 0.01 * len(rounds) + LOOKS
     for _ in range(LAST_REST + 4 * LOOKS):
-        plan.begins(50)
+        if not plan.begins(50):  # it looks at the target alone
+            plan.saw(0, 0, plan.costs.of(1), 0.0)
         if plan.is_tree:
             plan._tree_costs.looked(1.0)
     assert plan.is_tree
