@@ -40,7 +40,7 @@ FEATURES = CPU_FEATURES.split(",")
 HAS_AVX512 = "+avx512f" in FEATURES
 REGISTER_LANES = 16 if HAS_AVX512 else 8 if "+avx" in FEATURES else 4  # int32 or float32
 REGISTERS = 32 if HAS_AVX512 or IS_ARM64 else 16
-TILE_TOKENS = 8 if HAS_AVX512 else 6  # of a tile over floats
+TILE_TOKENS = 8 if HAS_AVX512 else 4 if IS_ARM64 else 6  # of a tile over floats; ARM: by llvm-mca 6 keep fewer units busy
 FEW_TOKENS = 4 if HAS_AVX512 else 1  # whose tile has registers for two strips
 UNROLL = 2  # of k in a tile's loop: with one prefetch for both, 8 tokens of fp32 from DRAM 40 GB/s, else 33 (Zen 5)
 # 8 KiB; of 4, 8 and 16 the best on Zen 5: 15M int8 from L3, 8 tokens 0.53 ms, else 0.61 and 0.56.
