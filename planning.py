@@ -140,6 +140,7 @@ class Costs:
         self._scale_then = 1.0  # when a pass over one token was last seen
         self._n_plain, self._n_more = MAX_TOKENS, 0  # such passes since the last one over more, and the other way round
         self._one = self._curve[1]
+        self._before = 1.0, self._one  # the scale and a pass over one token, when one over more was seen
         self._is_asked, self._is_behind_draft = False, draft > 0.0
         self.start, self.draft = start, draft
         self.catch_up = CATCH_UP
@@ -157,7 +158,8 @@ class Costs:
         self.read()
         measured = self._one / self._curve[1]
         if self._scale.value > measured:
-            self._scale.value = (self._scale.value * measured) ** 0.5
+            self._scale.value = self._scale_then = (self._scale.value * measured) ** 0.5
+            self._before = self._scale.value, self._one
         if self._sums[0] and self.start + self.draft > (first := self._first_draft * self._one):
             share = (first / (self.start + self.draft)) ** 0.5
             self.start, self.draft = share * self.start, share * self.draft
@@ -173,8 +175,8 @@ class Costs:
             most = FAR * sorted(first)[len(first) // 2]
             mean = max(sum([min(seconds, most) for seconds in first]) / len(first), LEAST)
             self._n_plain = min(self._n_plain + len(first), MAX_TOKENS)
-            self._scale.value *= (mean / token.value) ** (self._n_plain / MAX_TOKENS)
             token.value = self._one = mean
+            self._follow()
             self.brought(len(first), sum(first), len(first) * mean)
         for seconds in unread:
             self.saw(0, seconds, 0.0)
@@ -252,11 +254,10 @@ class Costs:
             self._is_asked = False
             if abs(pass_seconds - self._one) < abs(pass_seconds - token.value):  # it was the machine that moved, not the curve
                 token.value = self._one
-            before = token.value
             token.saw(pass_seconds, min(SHARE_OF_NEW * (1 + self._n_more / 2), 0.5))
             self._n_plain, self._n_more = min(self._n_plain + 1, MAX_TOKENS), 0
-            scale.value *= (token.value / before) ** (self._n_plain / MAX_TOKENS)
-            self._one, self._scale_then = token.value, scale.value
+            self._one = token.value
+            self._follow()
             return
         n = n_drafted + 1
         ratio = pass_seconds / self.of(n)
@@ -264,8 +265,15 @@ class Costs:
         self._one = token.value * scale.value / self._scale_then
         self._curve[n] *= min(max(ratio, 0.5), 2.0) ** 0.02
         self._n_plain, self._n_more, self._is_behind_draft = 0, self._n_more + 1, self.draft > 0.0
+        self._before = scale.value, self._one
         if self.draft:
             self._saw_draft(n_drafted, n_missed, draft_seconds)
+
+    def _follow(self) -> None:
+        """Passes over more tokens are taken to move with those over one, the more the longer they were not seen; none is less."""
+        scale, one = self._before
+        share = self._n_plain / MAX_TOKENS
+        self._scale.value = self._scale_then = max(scale * (self._one / one) ** share, self._one / self._curve[2])
 
     def _saw_draft(self, n: int, n_missed: int, seconds: float) -> None:
         """A line through the last drafts, start + n draft: the first token finds the draft's weights out of the cache."""

@@ -282,3 +282,13 @@ def test_what_a_busy_machine_made_look_too_dear_is_tried_again_within_some_texts
         machine.plan = lambda: AutoLength(first.costs, first.acceptance)
         alone, seconds, *_ = machine.play(seed)
     assert alone / seconds > 2
+
+
+def test_a_pass_over_more_tokens_is_never_taken_to_be_cheaper_than_one_over_one():
+    """Whatever stalls a target alone had had since one was seen."""
+    for seed in range(20):
+        rng, costs = random.Random(seed), Costs({1: 1.0, 8: 3.0, 64: 20.0}, 0.1)
+        for _ in range(500):
+            n = rng.choice((0, 0, 0, 2))
+            costs.saw(n, seconds_of({1: 1.0, 8: 3.0}, n + 1) * rng.choice((1, 1, 100)), 0.1 * n)
+            assert costs.of(2) >= 0.8 * costs.of(1)

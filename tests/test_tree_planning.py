@@ -115,9 +115,10 @@ def test_trees_are_far_faster_where_tokens_of_a_pass_are_nearly_free():
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("branching", [0.0, 0.5])
 def test_and_nowhere_slower_than_chains(machine, branching):
-    """Be a tree's pass as dear as it may: within what finding that out costs."""
-    plan = auto(machine, branching)
-    assert play(plan, machine, branching=branching)[0] > 0.97 * play(chain_of(machine), machine)[0]
+    """Be a tree's pass as dear as it may: within what finding that out costs, over six texts."""
+    trees = [play(auto(machine, branching), machine, seed, branching=branching)[0] for seed in range(6)]
+    chains = [play(chain_of(machine), machine, seed)[0] for seed in range(6)]
+    assert sum(trees) > 0.97 * sum(chains)
 
 
 def test_where_each_token_makes_a_pass_dearer_a_tree_is_a_chain():
