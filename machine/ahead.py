@@ -53,7 +53,8 @@ def compile_ahead(operations: Sequence[Operation], dear: Sequence[str]) -> list[
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
             processes.append(process)
-    atexit.register(end, processes)
+    if processes:
+        atexit.register(end, processes)
     return processes
 
 

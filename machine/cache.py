@@ -128,11 +128,12 @@ class MachineCode(caching.NullCache):
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
         """Keep what was compiled, if there is room."""
-        if folder() and not compiled.library.has_dynamic_globals:  # addresses of this process
-            content = dumps(compiled._reduce())
+        if folder():
             path = self._path(signature, compiled.codegen)
-            with suppress(OSError):
-                _write(path, _checksum(path, content) + content)
+            if not compiled.library.has_dynamic_globals:  # addresses of this process
+                content = dumps(compiled._reduce())
+                with suppress(OSError):
+                    _write(path, _checksum(path, content) + content)
             claims.give(path)
         self._is_compiled()
 

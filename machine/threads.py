@@ -100,9 +100,15 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def on_threads(region: Any, *args: Any) -> None:
-    """A parallel region, called with args. Raises RuntimeError in a forked process."""
+def run_on_threads(function: int, a: int, b: int, first: int, last: int, n_threads: int) -> None:
+    """function(a, b, first, last, thread), by its address, on so many threads, this one among them.
+
+    Raises RuntimeError for several threads in a forked process.
+    """
     global _threads_have_run
+    if n_threads == 1:
+        run_alone(function, a, b, first, last)
+        return
     if _threads_are_gone:
         raise RuntimeError(
             "this process was forked from one that has run a model, and its threads are gone: "
@@ -110,15 +116,7 @@ def on_threads(region: Any, *args: Any) -> None:
         )
     with _one_region_at_a_time:
         _threads_have_run = True
-        region(*args)
-
-
-def run_on_threads(function: int, a: int, b: int, first: int, last: int, n_threads: int) -> None:
-    """function(a, b, first, last, thread), by its address, on so many threads, this one among them."""
-    if n_threads == 1:
-        run_alone(function, a, b, first, last)
-    else:
-        on_threads(run_region, function, a, b, first, last, n_threads)
+        run_region(function, a, b, first, last, n_threads)
 
 
 def available_threads() -> int:
