@@ -146,6 +146,8 @@ def test_compiling_is_told_with_how_many_and_what_was_told_before_comes_back(
 class Uncompiled:
     """What has nothing that could be kept."""
 
+    codegen = None
+
     class library:
         has_dynamic_globals = True
 
