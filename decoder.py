@@ -11,31 +11,31 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from .checks import file_name, ids, is_list, one_of, short, strings, text, whole
-from .costs import choose_threads, costs_of, narrow_head_of, run_trees, tree_costs_of
 from .decoding import VERIFIERS, Event, Generation, Prefill, Prompt, Step, VerifyMode, behind_prefill, decode, judge_proposals
-from .drafters import Drafter, ModelDrafter, TreeDrafter
-from .files import find
-from .heads import NarrowHead, Thrift
-from .loading import Progress, loaded, opened, tell_nobody, tokenizer_of
+from .drafting.copies import copy_of, kinds_to_make
+from .drafting.costs import choose_threads, costs_of, narrow_head_of, run_trees, tree_costs_of
+from .drafting.drafters import Drafter, ModelDrafter, TreeDrafter
+from .drafting.heads import NarrowHead, Thrift
+from .drafting.ngram_table import NgramTable, is_table, load_table
+from .drafting.ngrams import NgramDrafter
+from .drafting.planning import MARGIN_RATES, MAX_GAMMA, ODDS_RATES, Acceptance, AutoLength, Costs, FixedLength, Plan
+from .drafting.stages import Account, Guesser, StagedDrafter
+from .drafting.tree_planning import STATIC_RATES, AutoTree, StaticTree, TreeCosts, new_acceptances
 from .machine.ahead import end
 from .machine.memory import physical_memory_bytes
 from .machine.threads import available_threads, give_lock
-from .ngram_table import NgramTable, is_table, load_table
-from .ngrams import NgramDrafter
-from .planning import MARGIN_RATES, MAX_GAMMA, ODDS_RATES, Acceptance, AutoLength, Costs, FixedLength, Plan
-from .quantizing import copy_of, kinds_to_make
 from .readers import Checkpoint, load_checkpoint
+from .readers.files import find
+from .readers.loading import Progress, loaded, opened, tell_nobody, tokenizer_of
 from .sampling import Sampler, Sampling
-from .stages import Account, Guesser, StagedDrafter
-from .templates import ChatTemplate, Message, TemplateError, template_of
+from .text.templates import ChatTemplate, Message, TemplateError, template_of
+from .text.tokenizer_gguf import gguf_tokenizer
+from .text.tokenizer_json import TOKENIZER_FILE, JsonTokenizer
+from .text.vocabulary import LEAST_KNOWN, MOST_PADDING, Vocabulary, common_vocabulary, known_ids
+from .text.wording import worded
 from .tokenizer import AnyTokenizer
-from .tokenizer_gguf import gguf_tokenizer
-from .tokenizer_json import TOKENIZER_FILE, JsonTokenizer
 from .transformer import KV, Transformer, compile_passes, read
-from .tree_planning import STATIC_RATES, AutoTree, StaticTree, TreeCosts, new_acceptances
-from .vocabulary import LEAST_KNOWN, MOST_PADDING, Vocabulary, common_vocabulary, known_ids
 from .weights import Kind
-from .wording import worded
 
 DEFAULT_SAMPLING = Sampling()
 SELF = "self"  # as a draft: a copy of the target in fewer bits

@@ -23,10 +23,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from .drafters import Draft, Drafter
+from .drafting.drafters import Draft, Drafter
+from .drafting.planning import Plan
 from .machine.memory import zeros
 from .machine.vectors import Float32
-from .planning import Plan
 from .sampling import (
     ACCEPT_NOISE,
     DRAFT_NOISE,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .decoding import Generation, Prompt, Proposal, Statistics, Step
     from .readers import CheckpointError
     from .sampling import Sampling
-    from .templates import TemplateError
+    from .text.templates import TemplateError
     from .tokenizer import Tokenizer, TokenizerError
     from .transformer import Transformer
 
@@ -59,7 +59,7 @@ _ROOMS = {
     "decoding": ("Generation", "Prompt", "Proposal", "Statistics", "Step"),
     "readers": ("CheckpointError",),
     "sampling": ("Sampling",),
-    "templates": ("TemplateError",),
+    "text.templates": ("TemplateError",),
     "tokenizer": ("Tokenizer", "TokenizerError"),
     "transformer": ("Transformer",),
 }
@@ -89,7 +89,7 @@ _SETTINGS: dict[str, tuple[Callable[[str], bool], str]] = {
 
 def main() -> None:
     """The command line. Signals come first, since loading takes a second; what keeps it from loading is told in one line."""
-    from .interrupts import signals
+    from .screens.interrupts import signals
 
     signals.install()
     for name, (fits, right) in _SETTINGS.items():
@@ -98,7 +98,7 @@ def main() -> None:
             _refuse(f"{name} is {value!r} in the environment; it must be {right}, or not set")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # nothing here uses numpy's threads, each of which takes 30 MB
     try:
-        from . import command
+        from .commands import main as command
     except ModuleNotFoundError as error:
         missing = (error.name or str(error)).split(".")[0]
         _refuse(f"the package {missing} is missing; pip install {missing}")

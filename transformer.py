@@ -12,7 +12,7 @@ import numpy as np
 from .architectures import Config, Weights, architecture_of
 from .architectures.rope import fill_tables
 from .checks import ids, one_of, short, whole
-from .heads import NarrowHead
+from .drafting.heads import NarrowHead
 from .kernels import KV_CACHES, MAX_TOKENS, Buffers, move_slots, trace
 from .machine.ahead import compile_ahead
 from .machine.memory import lazy_zeros, zeros

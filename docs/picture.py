@@ -13,9 +13,9 @@ from rich.text import Text
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from specdec import Sampling, SpeculativeDecoder, Statistics, Step
-from specdec.output import Roles
-from specdec.panel import LivePanel
-from specdec.story import Row
+from specdec.screens.output import Roles
+from specdec.screens.panel import LivePanel
+from specdec.screens.story import Row
 
 SIZE = ConsoleDimensions(96, 24)
 PASSES = 24  # of the run before the picture is taken

@@ -11,11 +11,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from specdec import Sampling, SpeculativeDecoder
-from specdec.files import default_pair
-from specdec.output import Roles
-from specdec.race import Lane, measure, seconds_told
-from specdec.race_screen import Track
-from specdec.story import Row
+from specdec.measuring.race import Lane, measure, seconds_told
+from specdec.readers.files import default_pair
+from specdec.screens.output import Roles
+from specdec.screens.race import Track
+from specdec.screens.story import Row
 from specdec.tokenizer import AnyTokenizer
 
 PROMPT, TOKENS, SAMPLING = "Once upon a time", 160, Sampling(0)

@@ -43,11 +43,11 @@ from torch import Tensor, nn
 
 from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
-from specdec.loading import load_model
 from specdec.models import evaluate
 from specdec.models.stories import Stories, batches, encode_stories, pack_rows
 from specdec.readers import load_checkpoint
 from specdec.readers.llama2c import FIELDS, ROPE, V0_ORDER
+from specdec.readers.loading import load_model
 from specdec.tokenizer import BOS, EOS
 
 VOCAB_SIZE = 1024

@@ -34,22 +34,22 @@ from specdec.architectures import Config, architecture_of
 from specdec.architectures.llama import LLAMA
 from specdec.decoder import SpeculativeDecoder
 from specdec.decoding import VERIFIERS, Proposal, Step, decode
-from specdec.drafters import ModelDrafter, TreeDrafter
-from specdec.loading import load_model
+from specdec.drafting.drafters import ModelDrafter, TreeDrafter
+from specdec.drafting.ngram_table import count, load_table, save_table
+from specdec.drafting.ngrams import NgramDrafter
+from specdec.drafting.planning import MARGIN_RATES, ODDS_RATES, Acceptance, Costs, FixedLength
+from specdec.drafting.stages import Account, StagedDrafter
+from specdec.drafting.tree_planning import AutoTree, StaticTree, TreeCosts, new_acceptances
 from specdec.machine.memory import zeros
 from specdec.machine.threads import available_threads
 from specdec.machine.vectors import LANES, round_up
-from specdec.ngram_table import count, load_table, save_table
-from specdec.ngrams import NgramDrafter
-from specdec.planning import MARGIN_RATES, ODDS_RATES, Acceptance, Costs, FixedLength
 from specdec.readers import CheckpointError, load_checkpoint
 from specdec.readers.gguf import LLAMA_PLACES
+from specdec.readers.loading import load_model
 from specdec.sampling import Sampler, Sampling, draw, keep_or_redraw, weigh_prefix
-from specdec.stages import Account, StagedDrafter
+from specdec.text.tokenizer_gguf import gguf_tokenizer
 from specdec.tokenizer import BOS, EOS, TextStream, Tokenizer, TokenizerError
-from specdec.tokenizer_gguf import gguf_tokenizer
 from specdec.transformer import KV, Transformer
-from specdec.tree_planning import AutoTree, StaticTree, TreeCosts, new_acceptances
 from specdec.weights import FP32, INT4, INT8
 from specdec.weights.int8 import NATIVE_INT8, PORTABLE_INT8
 from specdec.weights.matrix import pack

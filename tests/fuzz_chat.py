@@ -9,14 +9,14 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from specdec import templates
-from specdec.chat import Conversation, Settings
-from specdec.chat_screen import Chat, Showing
 from specdec.decoder import SpeculativeDecoder
 from specdec.decoding import Prompt, Step
 from specdec.machine.programs import Runner
-from specdec.output import Roles
-from specdec.templates import ChatTemplate, TemplateError
+from specdec.screens.chat import Chat, Showing
+from specdec.screens.output import Roles
+from specdec.text import templates
+from specdec.text.conversation import Conversation, Settings
+from specdec.text.templates import ChatTemplate, TemplateError
 from specdec.transformer import n_common
 from tests.folders import FIXTURES
 from tests.fuzzing import FINE, FOLDER, REFUSED, damaged, one_line, random_json

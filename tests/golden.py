@@ -21,16 +21,16 @@ import specdec
 from specdec.architectures import Weights, architecture_of
 from specdec.architectures.rope import fill_tables
 from specdec.decoding import VERIFIERS, Step, decode
-from specdec.drafters import Drafter, ModelDrafter, TreeDrafter
+from specdec.drafting.drafters import Drafter, ModelDrafter, TreeDrafter
+from specdec.drafting.ngrams import NgramDrafter
+from specdec.drafting.planning import FixedLength, Plan
+from specdec.drafting.tree_planning import StaticTree, new_acceptances
 from specdec.machine.elementary import log
 from specdec.machine.memory import zeros
 from specdec.machine.vectors import LANES
-from specdec.ngrams import NgramDrafter
-from specdec.planning import FixedLength, Plan
 from specdec.readers import load_checkpoint
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
 from specdec.transformer import KV, Transformer
-from specdec.tree_planning import StaticTree, new_acceptances
 from specdec.weights import BF16, FP16, FP32, INT4, INT8, blocks
 from specdec.weights.int8 import NATIVE_INT8, PORTABLE_INT8
 from specdec.weights.matrix import pack

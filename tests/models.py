@@ -8,12 +8,12 @@ import numpy as np
 from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
 from specdec.decoding import VERIFIERS, Statistics, Step, decode
-from specdec.drafters import ModelDrafter
+from specdec.drafting.drafters import ModelDrafter
+from specdec.drafting.planning import FixedLength
 from specdec.machine.memory import zeros
 from specdec.machine.programs import Runner
 from specdec.machine.threads import available_threads
 from specdec.machine.vectors import Float32
-from specdec.planning import FixedLength
 from specdec.sampling import Sampler
 from specdec.tokenizer import BOS, EOS
 from specdec.transformer import Transformer

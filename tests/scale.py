@@ -15,8 +15,8 @@ import numpy as np
 
 from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
-from specdec.loading import load_model
 from specdec.machine.memory import all_finite, zeros
+from specdec.readers.loading import load_model
 from tests.checkpoints import FIELDS, V1_HEADER, V1_NAMES
 
 LLAMA2_7B = Config(4096, 11008, 32, 32, 32, 32000, 4096, shared_classifier=False)

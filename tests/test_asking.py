@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from specdec import files
 from specdec.machine import cache
-from specdec.progress import loading
+from specdec.readers import files
 from specdec.readers.strangers import STRANGERS
+from specdec.screens.progress import loading
 from specdec.tokenizer import Tokenizer
 from tests.conftest import Pair
 from tests.gguf_files import CONFIGS, gguf_bytes, model_keys, model_tensors
@@ -275,7 +275,7 @@ def test_models_that_are_there_are_listed_with_the_drafts_that_fit(
     assert [row["name"] for row in listed["unreadable"]] == ["broken.bin"]
     assert listed["models"][1]["vocabulary"] == 300
     assert [row["name"] for row in listed["models"]][2:] == ["org/name:Q8_0"]
-    monkeypatch.setattr("specdec.catalog.MOST_OF_A_TARGET", 0.9)
+    monkeypatch.setattr("specdec.commands.catalog.MOST_OF_A_TARGET", 0.9)
     installed = tmp_path / "installed" / "models"
     installed.mkdir(parents=True)
     monkeypatch.setattr(files, "MODELS", installed)  # beside which the same names lie in models/ here

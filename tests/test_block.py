@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from specdec.decoding import VERIFIERS, BlockVerifier, Step, decode, judge
-from specdec.drafters import Draft, ModelDrafter
+from specdec.drafting.drafters import Draft, ModelDrafter
+from specdec.drafting.planning import FixedLength
 from specdec.machine.memory import zeros
-from specdec.planning import FixedLength
 from specdec.sampling import Sampler, Sampling, redraw, weigh_prefix
 from specdec.tokenizer import BOS, EOS
 from tests import reference

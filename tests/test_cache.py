@@ -199,7 +199,7 @@ def test_what_is_not_to_be_compiled_is_told(package: Path) -> None:
 
 COMPILED = """
 from specdec import SpeculativeDecoder
-from specdec.files import default_pair
+from specdec.readers.files import default_pair
 from specdec.machine import cache
 compiled = []
 save = cache.MachineCode.save_overload

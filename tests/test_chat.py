@@ -23,11 +23,11 @@ from specdec.machine.programs import Runner
 
 pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
-from specdec.chat import Conversation, Settings
-from specdec.chat_lines import Lines, whole
-from specdec.chat_screen import HELP, MOST_BYTES, AnswerView, Chat, Showing, question_of
 from specdec.decoding import Prefill
-from specdec.output import Roles, printable
+from specdec.screens.chat import HELP, MOST_BYTES, AnswerView, Chat, Showing, question_of
+from specdec.screens.chat_lines import Lines, whole
+from specdec.screens.output import Roles, printable
+from specdec.text.conversation import Conversation, Settings
 from tests.folders import FIXTURES, configure
 from tests.terminal import LONGEST, Job, started, wait_until
 from tests.test_real_models import folder
@@ -421,7 +421,7 @@ def test_a_tab_goes_on_with_a_command_and_is_one_in_a_message(
         (f"/load {tmp_path}/one t", "t", ["talk"]), ("/sy", "/sy", ["/system "]), ("é /s", "/s", ["/s\t"]), ("a ", "", ["\t"]),
     ):  # fmt: skip
         editor = SimpleNamespace(get_line_buffer=lambda line=line: f"{line} x", get_endidx=lambda line=line: len(line.encode()))
-        monkeypatch.setattr("specdec.chat_lines.editor", editor)
+        monkeypatch.setattr("specdec.screens.chat_lines.editor", editor)
         found = [lines._complete(word, i) for i in range(2)]
         assert found == [*whole_words, None]
 

@@ -15,11 +15,13 @@ import pytest
 from rich.cells import cell_len
 
 import specdec
-from specdec import command, files, interrupts, ngrams_command
 from specdec.architectures import Config
+from specdec.commands import main as command
+from specdec.commands import ngrams as ngrams_command
 from specdec.decoder import SpeculativeDecoder
-from specdec.planning import Costs
-from specdec.readers import load_checkpoint
+from specdec.drafting.planning import Costs
+from specdec.readers import files, load_checkpoint
+from specdec.screens import interrupts
 from specdec.tokenizer import Tokenizer
 from tests.checkpoints import (
     DAMAGES,
@@ -445,7 +447,7 @@ def test_a_disk_that_fails_while_loading_is_not_told_as_the_output(run: Run, pai
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "some.nbi")
 
-    monkeypatch.setattr("specdec.loading.load_checkpoint", full)
+    monkeypatch.setattr("specdec.readers.loading.load_checkpoint", full)
     assert "output" not in assert_refused(run(*with_pair(pair)), "some.nbi", "No space left")
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.decoding import VERIFIERS, CoupledVerifier, Prompt, Proposal, Statistics, Step, decode
-from specdec.drafters import Draft, ModelDrafter
-from specdec.files import DEFAULT_DRAFT, DEFAULT_TARGET
+from specdec.drafting.drafters import Draft, ModelDrafter
+from specdec.drafting.planning import MAX_GAMMA, FixedLength
 from specdec.machine.threads import available_threads
-from specdec.planning import MAX_GAMMA, FixedLength
+from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.sampling import Sampler, Sampling
 from specdec.tokenizer import BOS, EOS
 from specdec.transformer import Transformer

@@ -16,7 +16,7 @@ from typing import IO
 import pytest
 
 import specdec
-from specdec import interrupts
+from specdec.screens import interrupts
 from tests.checkpoints import ROOT
 from tests.conftest import Pair
 from tests.terminal import COMMAND, LONGEST, PROMPT, Job, Screen, catches, endless, started, wait_until, with_pair
@@ -101,7 +101,7 @@ def fill(pipe: IO[bytes]) -> None:
 def test_a_reader_that_sleeps_keeps_nobody_from_ending_it(pair: Pair, patience: float, is_sent_again: bool) -> None:
     """The pipe is full, so the text cannot be finished: it ends when patience does, or by a second signal."""
     seconds = f"interrupts.PATIENCE_SECONDS, interrupts.SAME_WISH_SECONDS = {patience}, 0.0"
-    code = f"import specdec; from specdec import interrupts; {seconds}; specdec.main()"
+    code = f"import specdec; from specdec.screens import interrupts; {seconds}; specdec.main()"
     with started(endless(pair, "-n", 0), command=[sys.executable, "-c", code]) as process:
         process.stdout.read(100)
         fill(process.stdout)

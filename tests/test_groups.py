@@ -7,13 +7,14 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from specdec import SpeculativeDecoder, quantizing
+from specdec import SpeculativeDecoder
 from specdec.architectures.llama import LLAMA
-from specdec.files import DEFAULT_DRAFT, DEFAULT_TARGET
+from specdec.drafting import copies as quantizing
+from specdec.drafting.copies import kinds_to_make
 from specdec.machine.memory import zeros
 from specdec.machine.programs import Operation, Runner
 from specdec.machine.tiles import STRIP_ROWS
-from specdec.quantizing import kinds_to_make
+from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.readers.gguf_blocks import dequantized
 from specdec.transformer import Transformer
 from specdec.weights import FP32, INT4, INT8, kind_for

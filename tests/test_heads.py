@@ -5,16 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specdec import heads
 from specdec.architectures import Config, Weights
 from specdec.architectures.llama import LLAMA
-from specdec.costs import narrow_head_of
 from specdec.decoder import SpeculativeDecoder
 from specdec.decoding import CoupledVerifier, Step, decode
-from specdec.drafters import ModelDrafter
-from specdec.heads import NarrowHead, Thrift
-from specdec.loading import load_model
-from specdec.planning import Costs, FixedLength
+from specdec.drafting import heads
+from specdec.drafting.costs import narrow_head_of
+from specdec.drafting.drafters import ModelDrafter
+from specdec.drafting.heads import NarrowHead, Thrift
+from specdec.drafting.planning import Costs, FixedLength
+from specdec.readers.loading import load_model
 from specdec.sampling import Sampler, Sampling
 from specdec.transformer import Transformer
 from specdec.weights import BF16, FP16, FP32, INT8, Kind
@@ -154,8 +154,8 @@ def test_a_short_head_and_one_of_blocks_stay_whole(monkeypatch: pytest.MonkeyPat
 def test_it_is_used_where_it_is_faster_as_measured(pair, share: float, is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, clock, forward = SpeculativeDecoder(pair.target, pair.draft), Clock(), Transformer.forward
     costs = Costs({1: 1.0, 2: 1.0}, 1.0)
-    monkeypatch.setattr("specdec.costs.may_narrow", lambda _: True)
-    monkeypatch.setattr("specdec.costs.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("specdec.drafting.costs.may_narrow", lambda _: True)
+    monkeypatch.setattr("specdec.drafting.costs.time.perf_counter", lambda: clock.now)
     monkeypatch.setattr(Transformer, "forward", taking(clock, 1.0, forward))
     monkeypatch.setattr(Transformer, "forward_narrowly", taking(clock, share, Transformer.forward_narrowly))
     head, loss = narrow_head_of(decoder.draft, costs, decoder._vocabulary)

@@ -18,8 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specdec import files, hub
-from specdec.readers import CheckpointError
+from specdec.readers import CheckpointError, files, hub
 from specdec.tokenizer import TokenizerError
 from tests.checkpoints import ROOT, SHARED
 from tests.loopback_hub import COMMIT, Hub
@@ -50,7 +49,7 @@ SHARDED = {
     "model-2.safetensors": b"second",
     "model-3.safetensors": b"nobody's",
 }
-FETCH = "import sys; from specdec.hub import fetch; print(fetch(sys.argv[1]))"
+FETCH = "import sys; from specdec.readers.hub import fetch; print(fetch(sys.argv[1]))"
 needs_library = pytest.mark.skipif(
     importlib.util.find_spec("huggingface_hub") is None, reason='needs the package huggingface_hub: pip install ".[test]"'
 )
@@ -546,7 +545,7 @@ def test_a_disk_without_links_holds_models_too(server: Hub, monkeypatch: pytest.
 @needs_library
 def test_an_empty_address_is_none(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own: the library reads the address as it is loaded."""
-    program = f"from specdec import hub_words; hub_words.HUGGING_FACE = {server.url!r}; {FETCH}"
+    program = f"from specdec.readers import hub_words; hub_words.HUGGING_FACE = {server.url!r}; {FETCH}"
     environment = os.environ | {"HF_ENDPOINT": ""}
     done = subprocess.run(
         [sys.executable, "-c", program, "org/model"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True

@@ -15,13 +15,13 @@ import pytest
 from specdec import SpeculativeDecoder
 from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
-from specdec.bench import SHAPES
-from specdec.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.machine.memory import zeros
 from specdec.machine.programs import Floats2, Floats3, Operation, Pass
 from specdec.machine.tiles import STRIP_ROWS
 from specdec.machine.vectors import CPU_FEATURES, round_up
+from specdec.measuring.bench import SHAPES
 from specdec.readers import load_checkpoint
+from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.transformer import Transformer
 from specdec.weights import INT8, Kind
 from specdec.weights.int8 import (
@@ -346,7 +346,7 @@ def test_an_int8_model_takes_at_most_a_quarter_more_than_its_file():
 LOADING = """
 import sys
 from pathlib import Path
-from specdec.loading import load_model
+from specdec.readers.loading import load_model
 def load(path):
     return load_model(Path(path), int8=True, n_threads=1)
 small, big = sys.argv[1:]

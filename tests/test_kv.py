@@ -9,9 +9,9 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.architectures import architecture_of
-from specdec.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.machine.memory import zeros
 from specdec.machine.vectors import LANES, load, load_either, portable_store_either, put_either, store, store_either
+from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.sampling import Sampling
 from specdec.transformer import Transformer
 from specdec.weights import BF16, FP32, INT8

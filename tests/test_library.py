@@ -12,9 +12,9 @@ import pytest
 
 import specdec
 from specdec import Prompt, Proposal, Sampling, SpeculativeDecoder, Statistics, Step, TemplateError, checks
-from specdec.files import DEFAULT_DRAFT, DEFAULT_TARGET
+from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET
+from specdec.text.wording import Until, worded
 from specdec.tokenizer import FIRST_BYTE
-from specdec.wording import Until, worded
 from tests.folders import FIXTURES
 from tests.test_real_models import folder
 from tests.test_types import example_of_the_readme

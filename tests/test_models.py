@@ -5,8 +5,8 @@ import math
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.files import DEFAULT_DRAFT, DEFAULT_TARGET, MODELS
 from specdec.readers import load_checkpoint
+from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET, MODELS
 
 PROMPTS = ("Once upon a time", "The little dog", "Tom and Mia", "One day, a bird", "Sara had a big")
 

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from specdec.ngram_table import HEADER, MAGIC, check_place, count, is_table, load_table, save_table
+from specdec.drafting.ngram_table import HEADER, MAGIC, check_place, count, is_table, load_table, save_table
 from specdec.readers import CheckpointError
 
 TEXTS = [[1, 5, 6, 7, 5, 6, 8, 5, 6, 7], [5, 6], [], [9], [2, 5, 6, 7]]

@@ -10,8 +10,8 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.decoding import VERIFIERS, Statistics, Step, decode
-from specdec.ngrams import NgramDrafter, SuffixAutomaton
-from specdec.planning import Costs, FixedLength
+from specdec.drafting.ngrams import NgramDrafter, SuffixAutomaton
+from specdec.drafting.planning import Costs, FixedLength
 from specdec.sampling import Sampling
 from specdec.tokenizer import BOS, EOS
 from tests import reference

@@ -15,13 +15,13 @@ import pytest
 from rich.console import Console, ConsoleDimensions
 
 from specdec.decoding import Prefill, Prompt, Proposal, Statistics, Step
-from specdec.keys import Keyboard
-from specdec.output import PlainView, Printable, Roles, SilentView, print_summary, printable, result, to_json
-from specdec.panel import UNSEEN_SECONDS, LivePanel, bins
-from specdec.story import Row, Story, width_of
+from specdec.screens.keys import Keyboard
+from specdec.screens.output import PlainView, Printable, Roles, SilentView, print_summary, printable, result, to_json
+from specdec.screens.panel import UNSEEN_SECONDS, LivePanel, bins
+from specdec.screens.story import Row, Story, width_of
+from specdec.screens.window import STYLES, STYLES_NO_COLOR, fitting
+from specdec.text.wording import worded
 from specdec.tokenizer import BOS, FIRST_BYTE, Tokenizer
-from specdec.window import STYLES, STYLES_NO_COLOR, fitting
-from specdec.wording import worded
 from tests.terminal import Screen
 
 SIZES = [(40, 10), (60, 12), (80, 24), (120, 40)]

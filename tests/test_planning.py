@@ -6,8 +6,8 @@ import random
 import numpy as np
 import pytest
 
+from specdec.drafting.planning import MAX_GAMMA, ODDS_RATES, TRIAL_ROUNDS, Acceptance, AutoLength, Costs, FixedLength, bucket_of
 from specdec.kernels import MAX_TOKENS
-from specdec.planning import MAX_GAMMA, ODDS_RATES, TRIAL_ROUNDS, Acceptance, AutoLength, Costs, FixedLength, bucket_of
 
 # microseconds of a pass over so many tokens, and of a draft's token: stories6M from L3, a large target, a dear draft, an int8
 # target in L3, and a draft dearer than its target

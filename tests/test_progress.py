@@ -14,15 +14,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from specdec import progress
-from specdec.command import _run
+from specdec.commands.main import _run
 from specdec.decoding import Event, Prefill, Prompt, Statistics, Step
-from specdec.interrupts import signals
 from specdec.machine import cache
 from specdec.machine.programs import compile_all
-from specdec.output import PlainView
-from specdec.progress import Bar, loading, read_in_a_line
-from specdec.story import cells
+from specdec.screens import progress
+from specdec.screens.interrupts import signals
+from specdec.screens.output import PlainView
+from specdec.screens.progress import Bar, loading, read_in_a_line
+from specdec.screens.story import cells
 from tests.terminal import wait_until
 
 

@@ -12,11 +12,11 @@ from rich.console import Console, ConsoleDimensions
 
 from specdec.decoder import SpeculativeDecoder
 from specdec.decoding import Prompt, Statistics, Step
-from specdec.output import Roles
-from specdec.race import Lane, Race, measure
-from specdec.race_screen import RaceView
+from specdec.measuring.race import Lane, Race, measure
 from specdec.sampling import Sampling
-from specdec.story import width_of
+from specdec.screens.output import Roles
+from specdec.screens.race import RaceView
+from specdec.screens.story import width_of
 from specdec.tokenizer import Tokenizer
 from tests.checkpoints import ROOT
 from tests.conftest import Pair

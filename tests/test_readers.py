@@ -11,8 +11,8 @@ import pytest
 
 from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
-from specdec.loading import load_model
 from specdec.readers import CheckpointError, load_checkpoint
+from specdec.readers.loading import load_model
 from specdec.transformer import Transformer
 from tests.checkpoints import (
     DAMAGES,

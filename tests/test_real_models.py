@@ -12,14 +12,14 @@ import pytest
 from specdec import Sampling, SpeculativeDecoder, Step
 from specdec.architectures.gpt2 import GPT2
 from specdec.decoder import TARGET_SHARE
-from specdec.loading import load_model
 from specdec.readers import CheckpointError
+from specdec.readers.loading import load_model
 from specdec.tokenizer import TokenizerError
 from tests.folders import FIXTURES, safetensors_bytes
 from tests.test_cli import Run, run  # noqa: F401  (a fixture)
 
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
-from specdec.tokenizer_json import JsonTokenizer
+from specdec.text.tokenizer_json import JsonTokenizer
 
 TOKENIZERS = FIXTURES / "tokenizers"
 SIZES = {"dim": 48, "hidden": 72, "layers": 2, "heads": 4, "kv_heads": 2, "positions": 96}

@@ -10,12 +10,12 @@ import pytest
 
 from specdec import Sampling, SpeculativeDecoder
 from specdec.decoding import VERIFIERS, Statistics, Step, decode
-from specdec.drafters import Draft, ModelDrafter
-from specdec.ngram_table import count
-from specdec.ngrams import NgramDrafter, SuffixAutomaton
-from specdec.planning import MARGIN_RATES, ODDS_RATES, TRIAL_SHARE, Acceptance, Costs, FixedLength
+from specdec.drafting.drafters import Draft, ModelDrafter
+from specdec.drafting.ngram_table import count
+from specdec.drafting.ngrams import NgramDrafter, SuffixAutomaton
+from specdec.drafting.planning import MARGIN_RATES, ODDS_RATES, TRIAL_SHARE, Acceptance, Costs, FixedLength
+from specdec.drafting.stages import MOST_SAVED, Account, StagedDrafter
 from specdec.sampling import Sampler
-from specdec.stages import MOST_SAVED, Account, StagedDrafter
 from specdec.tokenizer import BOS
 from tests.models import END_MARKS, begun, continuation, tiny_model
 
@@ -77,7 +77,7 @@ def unstaged(target, draft, sampling, verify, gamma, prompt=(BOS, 7, 9), n=60):
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_texts_and_acceptance_are_those_without_a_stage(verify, sampling, monkeypatch):
     """Of n-grams, a smaller model and a liar; of a draft whose window slides and of one of fewer tokens; for every gamma."""
-    monkeypatch.setattr("specdec.stages.AutoLength", lambda *_: FixedLength(9))  # whatever guesses cost here
+    monkeypatch.setattr("specdec.drafting.stages.AutoLength", lambda *_: FixedLength(9))  # whatever guesses cost here
     prompt, guessed, n_tokens = [BOS, *[7, 9, 10, 11] * 3], 0, 0
     for seed, vocab, seq_len in ((0, 105, 128), (1, 105, 32), (2, 60, 128)):
         target, draft = tiny_model(seed, layers=3, scale=0.3), tiny_model(seed, vocab, seq_len, 128, scale=0.3)
@@ -128,7 +128,7 @@ def proposals(drafter, n):
 
 def test_the_draft_runs_fewer_passes_on_a_text_that_repeats(monkeypatch):
     """One a proposal, once the text's circle is known; and what the last pass knew already is not run again."""
-    monkeypatch.setattr("specdec.stages.AutoLength", lambda *_: FixedLength(9))  # whatever guesses cost here
+    monkeypatch.setattr("specdec.drafting.stages.AutoLength", lambda *_: FixedLength(9))  # whatever guesses cost here
     models, sampler = (Circles(), Circles()), Sampler(12, Sampling(0.0))
     alone = ModelDrafter(models[0], sampler, lambda _: 0, {})
     together = StagedDrafter([models[1]], NgramDrafter(()), an_account(), sampler, lambda _: 0, {})
@@ -160,7 +160,7 @@ class Clock:
 @pytest.mark.parametrize(("seconds", "pays"), [(0.01, True), (0.9, False)])
 def test_guesses_that_do_not_pay_are_left_out_and_tried_again(monkeypatch, seconds, pays):
     clock = Clock()
-    monkeypatch.setattr("specdec.stages.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("specdec.drafting.stages.time.perf_counter", lambda: clock.now)
     account, guesser = Account(Costs(LARGE, 0.0), Acceptance(ODDS_RATES)), Sometimes(clock, seconds)
     drafter = StagedDrafter([Circles(clock)], guesser, account, Sampler(12, Sampling(0.0)), lambda _: 0, {})
     assert proposals(drafter, 200) == [3 + n % 7 for n in range(1000)]

@@ -16,9 +16,13 @@ from rich.cells import cell_len
 from rich.console import Console
 
 import specdec
-from specdec import Sampling, SpeculativeDecoder, interrupts, sweep, sweep_chart, sweep_command
+from specdec import Sampling, SpeculativeDecoder
+from specdec.commands import sweep as sweep_command
 from specdec.decoding import Event, Prompt, Proposal, Step
-from specdec.sweep import Figures, Measured, Run, Setting, Text
+from specdec.measuring import sweep
+from specdec.measuring.sweep import Figures, Measured, Run, Setting, Text
+from specdec.screens import interrupts
+from specdec.screens import sweep as sweep_chart
 from tests.conftest import Pair
 from tests.terminal import Job
 

@@ -12,9 +12,9 @@ from tests.folders import FIXTURES
 
 pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
-from specdec import template_worker, templates, tokenizer_json
-from specdec.templates import LLAMA2, ChatTemplate, TemplateError, TooLong, template_of
-from specdec.tokenizer_json import JsonTokenizer
+from specdec.text import template_worker, templates, tokenizer_json
+from specdec.text.templates import LLAMA2, ChatTemplate, TemplateError, TooLong, template_of
+from specdec.text.tokenizer_json import JsonTokenizer
 from tests.test_tokenizer_json import oracle
 
 CHATS = FIXTURES / "chat"

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from specdec import Sampling, SpeculativeDecoder, Step
-from specdec.loading import load_model
 from specdec.readers import load_checkpoint, read_vocabulary
+from specdec.readers.loading import load_model
+from specdec.text.tokenizer_gguf import gguf_tokenizer
+from specdec.text.vocabulary import common_vocabulary
 from specdec.tokenizer import Part, Tokenizer, TokenizerError
-from specdec.tokenizer_gguf import gguf_tokenizer
-from specdec.vocabulary import common_vocabulary
 from tests.gguf_files import TOKENIZERS, Keys, gguf_bytes, tokenizer_keys, with_tokenizer
 from tests.test_cli import Run, run  # noqa: F401  (a fixture)
 
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
-from specdec.tokenizer_json import JsonTokenizer
+from specdec.text.tokenizer_json import JsonTokenizer
 from tests.test_real_models import SAMPLINGS, folder, text_of
 
 BYTE_LEVEL = ["gpt2", "smollm2", "qwen2", "llama3"]

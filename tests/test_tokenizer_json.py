@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from specdec import tokenizer_json
+from specdec.text import tokenizer_json
+from specdec.text.tokenizer_json import JsonTokenizer, load_tokenizer
+from specdec.text.vocabulary import Vocabulary, common_vocabulary, known_ids
 from specdec.tokenizer import TextStream, Tokenizer, TokenizerError
-from specdec.tokenizer_json import JsonTokenizer, load_tokenizer
-from specdec.vocabulary import Vocabulary, common_vocabulary, known_ids
 from tests.checkpoints import ROOT, write_tokenizer
 from tests.test_tokenizer import TEXTS
 
@@ -347,7 +347,7 @@ def test_without_the_library_one_line_tells_how_to_install_it(monkeypatch: pytes
 
 
 def test_llama2c_models_load_neither_the_library_nor_the_hub(tokenizer_path: Path) -> None:
-    program = f"import sys, specdec.tokenizer_json as t, pathlib; t.load_tokenizer(pathlib.Path({str(tokenizer_path)!r}))"
+    program = f"import sys, specdec.text.tokenizer_json as t, pathlib; t.load_tokenizer(pathlib.Path({str(tokenizer_path)!r}))"
     program += "\nassert not {'tokenizers', 'huggingface_hub'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 

@@ -9,10 +9,10 @@ import pytest
 from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
 from specdec.decoder import SpeculativeDecoder
-from specdec.files import DEFAULT_DRAFT, DEFAULT_TARGET, DEFAULT_TOKENIZER
 from specdec.kernels import MAX_TOKENS
-from specdec.loading import load_model
 from specdec.models import evaluate, stories
+from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET, DEFAULT_TOKENIZER
+from specdec.readers.loading import load_model
 from specdec.sampling import Sampling
 from specdec.tokenizer import BOS, Tokenizer
 from specdec.transformer import Transformer

@@ -14,9 +14,9 @@ import pytest
 from specdec import transformer
 from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
-from specdec.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.kernels import MAX_TOKENS
 from specdec.readers import load_checkpoint
+from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.transformer import Transformer
 from specdec.weights import FP32, INT8
 from tests import reference

@@ -9,12 +9,12 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.decoding import VERIFIERS, CoupledVerifier, Proposal, Statistics, Step, decode, judge
-from specdec.drafters import Draft, TreeDrafter
-from specdec.files import DEFAULT_DRAFT, DEFAULT_TARGET
-from specdec.planning import MAX_GAMMA, Costs
+from specdec.drafting.drafters import Draft, TreeDrafter
+from specdec.drafting.planning import MAX_GAMMA, Costs
+from specdec.drafting.tree_planning import AutoTree, StaticTree, TreeCosts, new_acceptances
+from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.sampling import FEW, Sampler, Sampling, race_on
 from specdec.tokenizer import BOS, EOS
-from specdec.tree_planning import AutoTree, StaticTree, TreeCosts, new_acceptances
 from tests import reference
 from tests.models import END_MARKS, continuation, tiny_model
 from tests.test_block import Table, row

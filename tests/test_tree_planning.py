@@ -4,9 +4,8 @@ import random
 
 import pytest
 
-from specdec.kernels import MAX_TOKENS
-from specdec.planning import MAX_GAMMA, AutoLength, Costs
-from specdec.tree_planning import (
+from specdec.drafting.planning import MAX_GAMMA, AutoLength, Costs
+from specdec.drafting.tree_planning import (
     LAST_REST,
     LOOKS,
     STATIC_NODES,
@@ -20,6 +19,7 @@ from specdec.tree_planning import (
     prices,
     static_shape,
 )
+from specdec.kernels import MAX_TOKENS
 
 # a pass over so many tokens and a draft's token: nearly free tokens, some, and dear ones
 MACHINES = {

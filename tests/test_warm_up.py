@@ -15,9 +15,10 @@ from tests.conftest import Pair
 # A process for each case, forked where nothing has been compiled or loaded yet. By the clock all drafts pay, and trees may.
 LATE = """
 import json, os, sys
-from specdec import Proposal, Sampling, SpeculativeDecoder, costs, heads
+from specdec import Proposal, Sampling, SpeculativeDecoder
+from specdec.drafting import costs, heads
 from specdec.machine import cache
-from specdec.planning import Costs
+from specdec.drafting.planning import Costs
 
 target, draft, endless = sys.argv[1:]
 asked = []

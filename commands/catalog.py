@@ -1,0 +1,92 @@
+"""The models that are there: in models/ here and beside this file, and in the hub's cache. Reads headers, and no weights."""
+
+import json
+import math
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..architectures import Config, architecture_of
+from ..readers import CheckpointError, hub, load_checkpoint
+from ..readers.files import model_folders, models_in
+from ..text.vocabulary import MOST_PADDING
+
+MOST_OF_A_TARGET = 0.5  # of its parameters, that a model has which is worth drafting with
+WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model. name: what -m takes; n_bytes: of its files; words: how ids are spelled, where files say; flaw: why it is none."""
+
+    name: str
+    path: Path
+    n_bytes: int
+    config: Config | None = None
+    words: dict[int, str] = field(default_factory=dict, repr=False)
+    flaw: str = ""
+
+    @property
+    def n_parameters(self) -> int:
+        return sum(map(math.prod, architecture_of(self.config).shapes(self.config).values())) if self.config else 0
+
+
+def entries(place: Path | None = None) -> list[Entry]:
+    """All that are found, each once, those of models/ first; or those of a folder, or a model alone. Raises CheckpointError."""
+    found: dict[Path, str] = {}
+    for name, path in _places_in(place) if place else _places():
+        if name not in found.values():  # -m takes the first of a name
+            found.setdefault(path.resolve(), name)
+    return [_entry(name, path) for path, name in found.items()]
+
+
+def drafts_for(target: Entry, others: Sequence[Entry]) -> list[Entry]:
+    """Those that are much smaller and spell their ids as it does, as far as files tell without being loaded; largest first."""
+    small = [other for other in others if 0 < other.n_parameters <= MOST_OF_A_TARGET * target.n_parameters]
+    return sorted((other for other in small if _are_alike(target, other)), key=lambda other: -other.n_parameters)
+
+
+def _are_alike(one: Entry, other: Entry) -> bool:
+    if not one.config or not other.config or bool(one.words) != bool(other.words):
+        return False
+    if not one.words:
+        return one.config.vocab_size == other.config.vocab_size
+    is_near = abs(len(one.words) - len(other.words)) <= MOST_PADDING
+    return is_near and all(one.words[token] == other.words[token] for token in one.words.keys() & other.words.keys())
+
+
+def _places() -> Iterator[tuple[str, Path]]:
+    for folder in model_folders():
+        with suppress(OSError):
+            yield from ((path.name, path) for path in models_in(folder))
+    yield from hub.cached_models()
+
+
+def _places_in(place: Path) -> list[tuple[str, Path]]:
+    try:
+        is_model = (place / "config.json").is_file() or not stat.S_ISDIR(place.stat().st_mode)
+        return [(str(path), path) for path in ([place] if is_model else models_in(place))]
+    except OSError as error:
+        raise CheckpointError(f"cannot list {place}: {error.strerror}") from None
+
+
+def _entry(name: str, path: Path) -> Entry:
+    files = [path] if path.is_file() else [file for pattern in WEIGHTS for file in path.glob(pattern)]
+    n_bytes = sum(file.stat().st_size for file in files)
+    try:
+        checkpoint = load_checkpoint(path)
+    except CheckpointError as error:
+        return Entry(name, path, n_bytes, flaw=str(error))
+    words = dict(enumerate(checkpoint.vocabulary.get("tokens", ()))) if checkpoint.vocabulary else _words(path)
+    return Entry(name, path, n_bytes, checkpoint.config, words)
+
+
+def _words(path: Path) -> dict[int, str]:
+    """How a folder's tokenizer spells its ids; nothing where there is none."""
+    try:
+        vocabulary = json.loads((path / "tokenizer.json").read_bytes())["model"]["vocab"]
+        return {token: word for word, token in vocabulary.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}

@@ -1,0 +1,82 @@
+"""`specdec models`: the models that are there, and which drafts fit. Knows no arrays and no formats."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..screens.output import on_one_line
+from ..screens.progress import loading
+from .options import AsJson, Folder
+from .wiring import writing
+
+NONE_THERE = "no models in models/ or in the hub's cache; -m org/name fetches one"
+
+
+def show(folder: Folder = "", as_json: AsJson = False) -> None:
+    """List the models in models/ and in the hub's cache, or in a folder: shapes, sizes, vocabularies and drafts.
+
+    A draft fits a target of the same vocabulary that is at least twice as large.
+    """
+    from . import catalog  # which nothing else needs
+
+    with loading("looking at models"):
+        found = catalog.entries(Path(folder) if folder else None)
+        drafts = {id(entry): [other.name for other in catalog.drafts_for(entry, found)] for entry in found}
+    rows: list[dict[str, Any]] = [
+        {
+            "name": entry.name,
+            "path": str(entry.path),
+            "architecture": entry.config.architecture,
+            "layers": entry.config.n_layers,
+            "dim": entry.config.dim,
+            "parameters": entry.n_parameters,
+            "bytes": entry.n_bytes,
+            "vocabulary": entry.config.vocab_size,
+            "context": entry.config.seq_len,
+            "drafts": drafts[id(entry)],
+        }
+        for entry in found
+        if entry.config
+    ]
+    broken = [entry for entry in found if entry.flaw]
+    with writing():
+        if as_json:
+            print(json.dumps({"models": rows, "unreadable": [{"name": entry.name, "flaw": entry.flaw} for entry in broken]}))
+            return
+        if not (rows or broken):
+            print(f"no models in {on_one_line(folder)}" if folder else NONE_THERE)
+        table = Table("model", "shape", "weights", "size", "vocabulary", "drafts that fit", box=None, pad_edge=False)
+        for column in table.columns:
+            column.overflow = "fold"  # a name is to be copied
+
+        def told(*names: str) -> Text:
+            """Without the folder, which whoever asked knows."""
+            return Text(on_one_line(", ".join(name.removeprefix(f"{Path(folder)}{os.sep}") for name in names)))
+
+        for row in rows:
+            table.add_row(
+                told(row["name"]),
+                f"{row['architecture']} {row['layers']} x {row['dim']}",
+                _count(row["parameters"]),
+                f"{_count(row['bytes'])}B",
+                str(row["vocabulary"]),
+                told(*(row["drafts"] or ("self", "ngram"))),
+            )
+        console = Console()
+        if rows:
+            console.print(table)
+        for entry in broken:
+            console.print(Text(on_one_line(f"not to be read: {entry.flaw}")), soft_wrap=True)
+
+
+def _count(n: int) -> str:
+    """In thousands, millions or billions, two digits or more."""
+    for unit, name in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if n >= unit:
+            return f"{n / unit:.1f} {name}" if n < 10 * unit else f"{n / unit:.0f} {name}"
+    return f"{n} "

@@ -1,0 +1,137 @@
+"""What passes of models take on this machine: timed in turns, the least of several. Knows no tokenizers."""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from ..machine.tiles import TILE_TOKENS
+from ..sampling import TARGET_NOISE, Sampler, Sampling
+from ..text.vocabulary import Vocabulary
+from ..transformer import Transformer
+from .heads import NarrowHead, may_narrow
+from .planning import Costs
+from .tree_planning import WIDEST, TreeCosts
+
+# Passes over so many tokens are timed in turns, for about so long: of a slow target over the first two, and twice unless once
+# takes SLOW seconds. Where a second tile begins, a pass costs a step more.
+COSTS_TOKENS, COSTS_SECONDS, SLOW = (TILE_TOKENS, 1, TILE_TOKENS + 1, 2, 4, 2 * TILE_TOKENS, 32), 0.03, 0.1
+LEAST_SAVING = 0.95  # of a draft token's time, that a narrow head has to come below
+TRIAL_SECONDS, TRIAL_MARGIN = 0.05, 1.25  # of the choice of threads: all of them unless so much slower
+TREE_WIDTHS = 2, 4, WIDEST  # of levels of trees, timed likewise
+
+
+def costs_of(target: Transformer, draft: Transformer | None, vocabulary: Vocabulary) -> Costs:
+    """What passes over some tokens take, and a token of the draft, with their draws: the least of several, in turns."""
+    sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
+    probs = sampler.new_probs()
+
+    def seconds(model: Transformer, n: int) -> float:
+        begin = time.perf_counter()
+        with model.lock:
+            for logits in model.forward([0] * n, n):
+                sampler.draw(probs, logits, TARGET_NOISE, n)
+        return time.perf_counter() - begin
+
+    jobs = [(target, n) for n in COSTS_TOKENS if n <= target.n_positions]
+    # as in a step, a draft comes behind a pass of few tokens, which has put it out of the cache; its second finds it there
+    jobs[2:2] = [(draft, 1), (draft, 1)] if draft else []
+    least = [math.inf] * len(jobs)
+    begin = time.perf_counter()
+    for cycle in itertools.count(1):
+        for i, (model, n) in enumerate(jobs):
+            if i < 4 or time.perf_counter() < begin + COSTS_SECONDS:
+                least[i] = min(least[i], seconds(model, n))
+        if time.perf_counter() > begin + (COSTS_SECONDS if cycle > 1 else SLOW):
+            break
+    first, token = (least.pop(2), least.pop(2)) if draft else (0.0, 0.0)
+    n_tokens = [n for model, n in jobs if model is target]
+    passes = {n: taken for n, taken in zip(n_tokens, least, strict=True) if taken < math.inf}
+    return Costs(passes, token, max(0.0, first - token))
+
+
+def head_seconds(draft: Transformer, head: NarrowHead, vocabulary: Vocabulary) -> tuple[float, float]:
+    """What a token of the draft takes with its whole head and with a narrow one, with draws: the least of several."""
+    sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
+    probs = sampler.new_probs()
+
+    def seconds(is_narrow: bool) -> float:
+        begin = time.perf_counter()
+        with draft.lock:
+            logits = draft.forward_narrowly([0], head) if is_narrow else draft.forward([0])
+            sampler.draw(probs, logits[0], TARGET_NOISE, 1)
+        return time.perf_counter() - begin
+
+    seconds(True)  # which makes its program
+    deadline = time.perf_counter() + COSTS_SECONDS
+    whole = narrow = math.inf
+    while narrow == math.inf or time.perf_counter() < deadline:
+        whole, narrow = min(whole, seconds(False)), min(narrow, seconds(True))
+    return whole, narrow
+
+
+def narrow_head_of(draft: Transformer, costs: Costs, vocabulary: Vocabulary) -> tuple[NarrowHead | None, float]:
+    """A narrow head of the draft, where it is clearly faster than the whole one, and its `Thrift`'s loss; costs then tell its."""
+    if not may_narrow(draft.weights):
+        return None, 0.0
+    head = NarrowHead(draft.weights)
+    all_rows, few_rows = head_seconds(draft, head, vocabulary)
+    if few_rows >= LEAST_SAVING * all_rows:
+        return None, 0.0
+    costs.draft *= few_rows / all_rows
+    return head, (costs.of(1) + all_rows) / (all_rows - few_rows)
+
+
+def choose_threads(models: Sequence[Transformer], most: int, trial: Callable[[], float]) -> None:
+    """All threads, or 1, 2, 4, ... if clearly faster; each is tried in turn until the trials have taken TRIAL_SECONDS.
+
+    trial: tells what some tokens take.
+    """
+
+    def use(n: int) -> None:
+        for model in models:
+            model.n_threads = n
+
+    seconds = {min(2**i, most): 0.0 for i in range(most.bit_length() + 1)}
+    while sum(seconds.values()) < TRIAL_SECONDS:
+        for n in seconds:
+            use(n)
+            seconds[n] += trial()
+    best = min(seconds, key=seconds.__getitem__)
+    use(best if TRIAL_MARGIN * seconds[best] < seconds[most] else most)
+
+
+def run_trees(models: Sequence[Transformer], vocabulary: Vocabulary) -> None:
+    """A tree of each model, a path of it kept, and draws of several candidates: so that all that they need is compiled."""
+    sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
+    for model in models:
+        with model.lock:
+            sampler.draw_few(sampler.new_probs(), model.forward([0])[0], TARGET_NOISE, 1)
+            if model.n_positions > 1:
+                model.forward_tree([0], [0, 0], [-1, -1])
+                model.keep([1])
+
+
+def tree_costs_of(draft: Transformer, vocabulary: Vocabulary) -> TreeCosts:
+    """What the draft's passes over siblings take beside those over a chain, with their draws: the least of several."""
+    sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
+    probs = sampler.new_probs()
+
+    def seconds(n: int, is_tree: bool) -> float:
+        begin = time.perf_counter()
+        with draft.lock:
+            logits = draft.forward_tree([0], [0] * n, [-1] * n, n) if is_tree else draft.forward([0] * (n + 1), n)
+            for row in logits:
+                sampler.draw_few(probs, row, TARGET_NOISE, n)
+        return time.perf_counter() - begin
+
+    jobs = [(1, False), (WIDEST, False), *((n, True) for n in TREE_WIDTHS)]
+    if draft.n_positions <= WIDEST:
+        return TreeCosts.measured({}, 0.0)
+    least = dict.fromkeys(jobs, math.inf)
+    deadline = time.perf_counter() + COSTS_SECONDS
+    while math.inf in least.values() or time.perf_counter() < deadline:
+        for job in jobs:
+            least[job] = min(least[job], seconds(*job))
+    token, branching = least[1, False], least[WIDEST, True] - least[WIDEST, False]
+    return TreeCosts.measured({n: least[n, True] / token for n in TREE_WIDTHS}, min(branching, token))  # more is noise

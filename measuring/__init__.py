@@ -1,0 +1,1 @@
+"""Measuring: the target beside the pair, settings beside each other, passes beside the memory. No terminals."""

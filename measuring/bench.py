@@ -1,0 +1,221 @@
+"""Times passes of a model with random weights over T tokens, beside what they are up against: memory, and arithmetic."""
+
+import itertools
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from rich.table import Table
+
+from ..architectures import Config
+from ..architectures.llama import LLAMA
+from ..kernels import MAX_TOKENS
+from ..machine import limits
+from ..machine.memory import all_finite, physical_memory_bytes, zeros
+from ..machine.tiles import STRIP_ROWS
+from ..machine.vectors import CPU_FEATURES, F32, I32
+from ..transformer import Transformer
+from ..weights import BF16, FP16, FP32, INT8
+from ..weights.int8 import QUADS, best_dot4, dot4
+from ..weights.matrix import Floats
+
+SHAPES = {  # the public stories models: dim, hidden_dim, layers, heads, kv heads, vocabulary, seq_len
+    "15M": (288, 768, 6, 6, 6, 32000, 256),
+    "42M": (512, 1376, 8, 8, 8, 32000, 1024),
+    "110M": (768, 2048, 12, 12, 12, 32000, 1024),
+}
+KINDS = {kind.name: kind for kind in (FP32, BF16, FP16, INT8)}
+TOKENS = (1, 2, 4, 8, 16, 64)
+PREFILL_TOKENS = 128
+ROUNDS = 15  # each with every T, so that a change of the machine's speed meets them all
+MIN_RUNS, MIN_SECONDS = 3, 0.01  # of a job in a row, before and while it is timed
+
+
+@dataclass(frozen=True)
+class Row:
+    """A pass over that many tokens: median seconds, bytes of weights a second, arithmetic of the matrices a second.
+
+    share: of what the nearer limit allows, the memory's or that of arithmetic, as `limit` says.
+    """
+
+    tokens: int
+    seconds: float
+    gb_per_s: float
+    gflop_per_s: float
+    share: float
+    limit: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """shape: of the model; read_gb_per_s, gflop_per_s: both limits, medians of as many rounds of the same run: what a plain read
+    of as many bytes as the weights take reaches, and the kind's multiply-add on registers alone.
+
+    rows: passes that compute every token's logits, as a verification does; prefill: a prompt, which needs the last one's alone.
+    """
+
+    shape: Config
+    read_gb_per_s: float
+    gflop_per_s: float
+    threads: int
+    weights: str
+    rows: list[Row]
+    prefill_tokens: int
+    prefill_seconds: float
+
+
+def parse_shape(text: str) -> Config:
+    """One of SHAPES or seven numbers. Raises ValueError."""
+    if text.upper() in SHAPES:
+        return Config(*SHAPES[text.upper()])
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != 7:
+        raise ValueError(f"{text!r} is neither {', '.join(SHAPES)} nor dim,hidden,layers,heads,kv,vocab,seq.")
+    dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len = numbers
+    config = Config(dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len)
+    if flaw := config.flaw():
+        raise ValueError(f"{text!r}: {flaw}.")
+    if (needed := 8 * sum(map(math.prod, LLAMA.shapes(config).values()))) > physical_memory_bytes():
+        raise ValueError(f"{text!r}: making and packing it takes {needed / 2**30:.0f} GiB, more than there is.")
+    if config.seq_len < MAX_TOKENS:
+        raise ValueError(f"{text!r}: seq must be {MAX_TOKENS} or more, the longest pass that is timed.")
+    return config
+
+
+def random_tensors(config: Config, kind: str, tell: Callable[[float], None]) -> dict[str, Floats]:
+    """Every tensor of the config as a file of that kind of weights would give it."""
+    rng = np.random.default_rng(0)
+    shapes, tensors = LLAMA.shapes(config), dict[str, Floats]()
+
+    def one(shape: tuple[int, ...]) -> Floats:
+        floats = rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)
+        if kind == BF16.name:
+            return (floats.view(np.uint32) >> 16).astype(np.uint16)
+        return floats.astype(np.float16) if kind == FP16.name else floats
+
+    for i, (name, shape) in enumerate(shapes.items()):
+        tell(i / len(shapes))
+        tensors[name] = one(shape)
+    return tensors
+
+
+def tell_nobody(doing: str) -> Callable[[float], None]:
+    """Of what nobody watches."""
+
+    def tell(share: float) -> None:
+        pass
+
+    return tell
+
+
+def run(
+    config: Config,
+    n_threads: int | None = None,
+    kind: str = FP32.name,
+    telling: Callable[[str], Callable[[float], None]] = tell_nobody,
+) -> Result:
+    """Passes from an empty cache, of weights of a kind in KINDS; medians of ROUNDS, everything interleaved.
+
+    telling: of what is being done gives what is told the share that is done.
+    """
+    tensors = random_tensors(config, kind, telling("making weights"))
+    n_weights = sum(tensor.size for tensor in tensors.values())
+    weights = LLAMA.pack(config, tensors, KINDS[kind], telling("packing weights"))
+    model = Transformer(config, weights, n_threads)
+    del tensors
+    block = zeros(weights.n_bytes // 4)
+    block[:] = 1.0
+    dot = dot4(best_dot4(CPU_FEATURES))
+    instruction, lane, products, shape = (
+        (dot.multiply_add, I32, QUADS, dot.shape(STRIP_ROWS, dot.most_tokens))
+        if kind == INT8.name
+        else (limits.fma, F32, 1, limits.FLOATS)
+    )
+    calculate = limits.arithmetic(instruction, lane, shape, model.n_threads)
+    flops = 2 * products * shape.rows * shape.n_tokens * limits.STEPS * model.n_threads
+
+    def forward(n_tokens: int, n_logits: int) -> Callable[[], object]:
+        def once() -> object:
+            model.forward([], 0)
+            return model.forward([1] * n_tokens, n_logits)
+
+        return once
+
+    def read() -> object:
+        return all_finite(block, model.n_threads)
+
+    n_prefill = min(PREFILL_TOKENS, config.seq_len)
+    jobs = [read, calculate, forward(n_prefill, 1), *(forward(n, n) for n in TOKENS)]
+    tell = telling("warming up")
+    for i, job in enumerate(jobs):
+        tell(i / len(jobs))
+        job()
+    tell = telling("measuring")
+    times: list[list[float]] = [[] for _ in range(ROUNDS)]
+    for i, (taken, job) in enumerate(itertools.product(times, jobs)):
+        tell(i / (ROUNDS * len(jobs)))
+        taken.append(_seconds(job))
+    reads, calculations, prefills, *passes = [statistics.median(job) for job in zip(*times, strict=True)]
+    flop_seconds = 2 * n_weights * calculations / flops
+
+    def row(n_tokens: int, seconds: float) -> Row:
+        needed = {"memory": reads, "arithmetic": flop_seconds * n_tokens}
+        limit = max(needed, key=needed.__getitem__)
+        flop_per_s = 2 * n_weights * n_tokens / seconds
+        return Row(n_tokens, seconds, weights.n_bytes / seconds / 1e9, flop_per_s / 1e9, needed[limit] / seconds, limit)
+
+    return Result(
+        config,
+        weights.n_bytes / reads / 1e9,
+        flops / calculations / 1e9,
+        model.n_threads,
+        weights.kind,
+        [row(n, seconds) for n, seconds in zip(TOKENS, passes, strict=True)],
+        n_prefill,
+        prefills,
+    )
+
+
+def _seconds(job: Callable[[], object]) -> float:
+    """Of one run of the job among many: as many go before, and fill the caches with its data."""
+    begin, n = time.perf_counter(), 0
+    while n < MIN_RUNS or time.perf_counter() < begin + MIN_SECONDS:
+        job()
+        n += 1
+    begin = time.perf_counter()
+    for _ in range(n):
+        job()
+    return (time.perf_counter() - begin) / n
+
+
+def to_json(result: Result) -> str:
+    return json.dumps(asdict(result))
+
+
+def to_table(result: Result, shape: str) -> Table:
+    title = f"{shape}, {result.weights}, {result.threads} threads"
+    speed = result.prefill_tokens / result.prefill_seconds
+    caption = (
+        f"a prompt of {result.prefill_tokens} tokens: {result.prefill_seconds * 1e3:.1f} ms, {speed:.0f} tok/s\n"
+        f"limits: a plain read {result.read_gb_per_s:.1f} GB/s, in registers {result.gflop_per_s:.0f} GFLOP/s"
+    )
+    table = Table("tokens", "ms", "x one", "GB/s", "GFLOP/s", "of the nearer limit", title=title, caption=caption)
+    for column in table.columns:
+        column.justify = "right"
+    for row in result.rows:
+        table.add_row(
+            f"{row.tokens}",
+            f"{row.seconds * 1e3:.2f}",
+            f"{row.seconds / result.rows[0].seconds:.2f}",
+            f"{row.gb_per_s:.1f}",
+            f"{row.gflop_per_s:.0f}",
+            f"{row.limit} {row.share:.0%}",
+        )
+    return table

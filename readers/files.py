@@ -1,0 +1,195 @@
+"""A name becomes a file or folder: a path, a name in models/, the pair that comes along, or what is on the hub.
+
+Knows nothing of what is in a file.
+"""
+
+import difflib
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ..tokenizer import TokenizerError
+from . import CheckpointError, extras, hub, read_vocabulary
+
+MODELS = Path(__file__).resolve().parents[1] / "models"
+DEFAULT_TARGET, DEFAULT_DRAFT = MODELS / "stories6M.bin", MODELS / "stories650K.bin"
+DEFAULT_TOKENIZER = MODELS / "tok1024.bin"
+HUB, LLAMA2C = "https://huggingface.co/karpathy/tinyllamas", "https://github.com/karpathy/llama2.c"
+MODELS_SOURCE = f"the stories models are at {HUB}; one on the hub is named as there, org/name"
+PUBLISHED_TOKENIZERS = {512: "tok512.bin", 32000: "tokenizer.bin"}  # by size
+ENDINGS = (".bin", ".gguf", ".safetensors", ".pt", ".pth", ".onnx")  # of files of models, ours and others
+LEFT_OUT = (".bin", ".gguf")  # of them, those that a name may be without
+LONGEST_NAME = 255  # bytes
+LIKE_A_NAME = 0.75  # of the letters: rather a slip than another name
+RESTORE = "restore it with 'git checkout models' or by installing again"
+
+
+def find(name: str | os.PathLike[str], source: str = MODELS_SOURCE, words: Sequence[str] = ()) -> Path:
+    """The file or folder of that path, else of that name in models/, else on the hub: a repository, or one of `hub.FILES`.
+
+    words: what might have been said in the place of a name. Raises CheckpointError, which tells what is like it, or the source.
+    """
+    if not os.fspath(name):
+        raise CheckpointError("a name of no letters is no file; expected a path, or a name in models/")
+    path, name = Path(name), os.fspath(name)
+    if found := _first(_places(path)):
+        return found
+    if published := _published(name):
+        return hub.fetch_file(published)
+    hint = _did_you_mean(path, words)
+    if hub.is_repository(name):
+        try:
+            return hub.fetch(name)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{hint}") from None
+    if path.is_absolute():
+        raise CheckpointError(f"cannot read {path}: {os.strerror(errno.ENOENT)}{hint}")
+    raise CheckpointError(f"{path} is neither here nor in {' or '.join(map(str, model_folders()))}{hint or f'; {source}'}")
+
+
+def needs(names: Sequence[str], tokenizer: str = "") -> dict[str, str]:
+    """What models of those names, the target first, take of the packages that may be missing, and what for; fetches nothing.
+
+    tokenizer: the target's, where one was named. Raises CheckpointError for a GGUF file that cannot be read.
+    """
+    needed = dict[str, str]()
+    for name in filter(None, [*names, tokenizer]):
+        if not _cached(name) and (_published(name) or hub.is_repository(name)):
+            needed.setdefault(extras.HUB, hub.purpose_of_fetching(name))
+    if not extras.has(extras.TOKENIZERS):  # or it costs a look into files
+        for name in filter(_has_json_tokenizer, filter(None, [tokenizer or names[0], *names[1:]])):
+            needed.setdefault(extras.TOKENIZERS, f"to read the tokenizer of {name}")
+    return needed
+
+
+def models_in(folder: Path) -> list[Path]:
+    """What looks like a model in a folder, by name: files of one, and folders with a config. Raises OSError."""
+
+    def is_one(path: Path) -> bool:
+        is_tokenizer = path.name.startswith("tok") and path.suffix == ".bin"
+        is_file = path.suffix in LEFT_OUT and hub.may_be_a_model(path.name) and not is_tokenizer
+        return is_file or (path / "config.json").is_file()
+
+    return sorted(filter(is_one, folder.iterdir()))
+
+
+def is_model_name(word: str) -> bool:
+    """Whether a word says a model rather than a text: a file or a model's folder that is there, or what could only be a name."""
+    if not word or len(word.encode(errors="replace")) > LONGEST_NAME:
+        return False
+    if found := _first(_places(Path(word))):
+        return found.is_file() or (found / "config.json").exists()
+    is_name = word in hub.FILES or word.endswith(ENDINGS) or hub.is_repository(word)
+    return is_name and not any(map(str.isspace, word))
+
+
+def find_tokenizer(given: str | os.PathLike[str] | None, target: Path | None, vocab_size: int) -> Path:
+    """What was given, else a target that is a folder, else tok<vocab>.bin or tokenizer.bin beside it, in models/, on the hub."""
+    if given is not None:
+        return find(given, f"llama2.c's tokenizer.bin is at {LLAMA2C}")
+    if target and target.is_dir():
+        return target
+    folders = [*([target.parent] if target else []), *model_folders()]
+    names = [f"tok{vocab_size}.bin", "tokenizer.bin"]
+    found = _first([folder / name for folder in folders for name in names])
+    if not found:
+        where = ", ".join(str(folder) for folder in folders)
+        lacking = f"no {' or '.join(names)} in any of {where}"
+        if vocab_size not in PUBLISHED_TOKENIZERS:
+            raise TokenizerError(f"{lacking}; name the tokenizer with -z")
+        try:
+            return hub.fetch_file(PUBLISHED_TOKENIZERS[vocab_size])
+        except CheckpointError as error:
+            raise TokenizerError(f"{lacking}, so name the tokenizer with -z; {error}") from None
+    return found
+
+
+def default_pair() -> tuple[Path, Path]:
+    """The target and the draft that come along. Raises CheckpointError where they are gone."""
+    missing = [str(path) for path in _defaults() if not path.exists()]
+    if missing:
+        raise CheckpointError(
+            f"no -m, and the default pair lacks {' and '.join(missing)}; {RESTORE}, "
+            f"or get stories15M.bin from {HUB} and tokenizer.bin from {LLAMA2C}, and name the model: -m stories15M.bin"
+        )
+    return DEFAULT_TARGET, DEFAULT_DRAFT
+
+
+@contextmanager
+def telling_how_to_restore() -> Iterator[None]:
+    """Around loading: a file of ours that is damaged is told with the way to get it again."""
+    try:
+        yield
+    except (CheckpointError, TokenizerError) as error:
+        ours = any(str(path) in str(error) for path in _defaults())
+        raise type(error)(f"{error}; {RESTORE}" if ours else str(error)) from None
+
+
+def _defaults() -> tuple[Path, Path, Path]:
+    return DEFAULT_TARGET, DEFAULT_DRAFT, DEFAULT_TOKENIZER
+
+
+def model_folders() -> tuple[Path, Path]:
+    """Where names are looked for: models/ here, then the one beside this file."""
+    return Path("models"), MODELS
+
+
+def _published(name: str) -> str:
+    """Which of `hub.FILES` has that name, its ending left out or not; "" for none."""
+    return next((file for file in (name, f"{name}.bin") if file in hub.FILES), "")
+
+
+def _cached(name: str) -> Path | None:
+    """What `find` finds without the network."""
+    if found := _first(_places(Path(name))):
+        return found
+    if published := _published(name):
+        return hub.cached_file(published)
+    return hub.cached(name, will_do=True) if hub.is_repository(name) else None
+
+
+def _has_json_tokenizer(name: str) -> bool:
+    """Whether it comes with a tokenizer for the package, or may do so, where it is still to be fetched."""
+    path = _cached(name)
+    if not path:
+        return hub.is_repository(name)
+    return path.is_dir() or path.suffix == ".json" or read_vocabulary(path).get("model") == "gpt2"
+
+
+def _did_you_mean(path: Path, words: Sequence[str]) -> str:
+    """A hint at what is most like a name that nobody has: a model beside it, one that is known, or a word; "" for none."""
+    folders = [path.parent] if len(path.parts) > 1 else [Path(), *model_folders()]
+    fetched = [name if ":" in path.name else name.partition(":")[0] for name, _ in hub.cached_models()]
+    known = [*words, *(hub.FILES if len(path.parts) == 1 else fetched)]
+    for folder in folders:
+        with suppress(OSError):
+            known += [str(path.parent / model.name) for model in models_in(folder)]
+
+    def bare(name: str) -> str:
+        name = name.lower()
+        return next((name.removesuffix(ending) for ending in LEFT_OUT if name.endswith(ending)), name)
+
+    names = {bare(name): name for name in reversed(known)}
+    close = difflib.get_close_matches(bare(str(path)), names, 1, LIKE_A_NAME)
+    return f"; did you mean {names[close[0]]!r}?" if close else ""
+
+
+def _places(path: Path) -> list[Path]:
+    """Where a path or a name may lie, its ending left out or not."""
+    names = [path, *(path.with_name(path.name + ending) for ending in LEFT_OUT if path.name and not path.suffix)]
+    return [folder / name for folder in (Path(), *model_folders()) for name in names]
+
+
+def _first(paths: list[Path]) -> Path | None:
+    """The first that exists. Raises CheckpointError for one that cannot be looked for."""
+    for path in paths:
+        try:
+            path.stat()  # `exists` tells nothing of what kept it from looking, since Python 3.14
+            return path
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            continue
+        except OSError as error:
+            raise CheckpointError(f"cannot look for {path}: {error.strerror}") from None
+    return None

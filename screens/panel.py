@@ -1,0 +1,425 @@
+"""Events to a live panel: the text, and under it what was guessed and what became of it. Knows no models."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from rich.console import Console, ConsoleDimensions
+
+from ..decoding import Event, Prefill, Prompt, Proposal, Statistics, Step
+from ..text.wording import Until
+from ..tokenizer import AnyTokenizer, TextStream
+from .interrupts import signals
+from .keys import Keyboard
+from .output import Printable, Roles, printable, time_left
+from .story import Row, Run, Story, cells, cut, last_cells, width_of, word_at_end, word_at_start
+from .window import MIN_ROWS, MIN_WIDTH, WIDEST, Window, fitting
+
+REFRESH_SECONDS = 0.1, 0.5  # between frames, at the least and at the most
+RENDER_SHARE = 0.01  # of the time that frames may take: where one is slow, there are fewer
+LOOK_SECONDS = 0.03  # between looks at the keys and at the terminal's size
+UNSEEN_SECONDS = 0.25  # a text that is over by then is not worth a panel
+LONGEST_HOLD_SECONDS = 3600.0  # at a pace
+GUESS_SECONDS = 0.4  # that a guess is in sight before it is checked, where one step is taken
+PACES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # steps a second; beyond the last, full speed
+ROWS_OF_ALL = 10  # from which on there is room for the legend and the progress
+WIDTH_OF_HISTOGRAM = 92  # within the frame, from which on there is room for one
+SIDE_WIDTH, BAR_WIDTH = 26, 12
+MOST_TEXT_ROWS, MOST_PASSES = 14, 8
+CONTEXT = 8  # tokens that tell how the next one is to be read
+
+
+KEYS = ("space: pause", "→: one pass", "+ -: pace", "q: end, keep the text", "?: the colours")
+SHORT_KEYS = ("space pause", "→ step", "+ - pace", "q end")
+
+
+class Judged(NamedTuple):
+    """A pass over a proposal, and how many tokens the text had before."""
+
+    start: int
+    step: Step
+
+
+class Reading:
+    """The story that a text's events tell: whose each word is. stops: strings that it ends before."""
+
+    def __init__(self, tokenizer: AnyTokenizer, stops: Collection[str] = ()) -> None:
+        self._stream, self._until, self._printable = TextStream(tokenizer), Until(stops), Printable()
+        self.story = Story()
+
+    def begin(self, prompt: list[int]) -> None:
+        self.story.add(self._printable.push("".join([self._stream.push(token) for token in prompt])), "prompt")
+        self.story.end_word()
+
+    def go_on(self, step: Step) -> None:
+        self._add(step.tokens[: step.n_accepted], "accepted")
+        self._add(step.tokens[step.n_accepted :], "target")
+
+    def end(self) -> None:
+        """What is left of an unfinished character, stop string or control sequence."""
+        rest = self._until.push(self._stream.end()) + self._until.end()
+        self.story.add(self._printable.push(rest) + self._printable.end(), "target")
+
+    def _add(self, tokens: list[int], kind: str) -> None:
+        text = "".join([self._until.push(self._stream.push(token)) for token in tokens])
+        self.story.add(self._printable.push(text), kind)
+
+
+class LivePanel:
+    """The end of the story, the last passes as lines of guesses and corrections, and the running figures.
+
+    The rows are a function of the events that it was shown; frames come when due, from this thread. pace: steps a second at most,
+    each shown guessed and then checked; 0 is full speed, at which a text of a moment has no panel. Keys pause, step, change the
+    pace and end the text; stops are strings that it ends before. In the background nothing is drawn, and Ctrl-Z takes the panel
+    off the screen until the job is in the foreground again. ended: somebody has asked for the end; was_held: the run was slowed
+    down: its speed is none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: AnyTokenizer,
+        console: Console,
+        statistics: Statistics,
+        max_tokens: int,
+        roles: Roles,
+        title: str,
+        pace: float = 0.0,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = signals.sleep,
+        keyboard: Keyboard | None = None,
+        stops: Collection[str] = (),
+    ) -> None:
+        self._tokenizer, self._console, self._statistics = tokenizer, console, statistics
+        self._max_tokens, self._roles, self._title, self._pace = max_tokens, roles, title, pace
+        self._clock, self._sleep = clock, sleep
+        self._reading = Reading(tokenizer, stops)
+        self._tokens: list[int] = []
+        self._prefill: Prefill | None = None  # while the prompt is read
+        self._begin = 0.0
+        self._unread: list[Step] = []  # not yet in the story
+        self._passes: deque[Judged] = deque(maxlen=MOST_PASSES)
+        self._proposed: list[int] | None = None
+        self._next_frame = self._next_look = 0.0
+        self._is_paused = self._shows_keys = False
+        self._steps_asked = 0
+        self.ended = self.was_held = False
+        self._window = Window(console, keyboard)
+        self._pen = self._window.pen
+
+    @property
+    def was_seen(self) -> bool:
+        return self._window.was_seen
+
+    def __enter__(self) -> "LivePanel":
+        self._window.enter()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._window.leave(self._whole_text)
+
+    def _whole_text(self) -> str:
+        """For the terminal's first page, with the colours' meaning."""
+        self._read()
+        self._reading.end()
+        rows = self._reading.story.rows(width := min(self._console.width, WIDEST))
+        if self._roles.guessed and self._statistics.n_drafted:
+            forms = [meanings(self._roles, self._console.no_color, form)[:2] for form in range(4)]
+            rows += [[], *fitting(forms, width, len(forms[0]))]
+        return "".join([self._pen.styled(row).rstrip(" ") + "\n" for row in rows])
+
+    def show(self, event: Event | Prefill) -> None:
+        now = self._clock()
+        if isinstance(event, Prefill):
+            if not self._prefill:
+                self._begin_with(event.tokens, now)
+            self._prefill = event
+            if self._is_due(now):
+                self._frame()
+        elif isinstance(event, Prompt):
+            if not self._prefill:
+                self._begin_with(event.tokens, now)
+            self._prefill = None
+            if self._pace or event.seconds > UNSEEN_SECONDS:
+                self._frame()
+        elif isinstance(event, Proposal):
+            if event.tokens and self._is_due(now):
+                self._proposed = event.tokens
+                self._frame()
+                self._wait(at_step=False)
+            self._proposed = None
+        else:
+            self._unread.append(event)
+            self._passes.append(Judged(len(self._tokens), event))
+            self._tokens += event.tokens
+            if self._is_due(now):
+                self._frame()
+                self._wait(at_step=True)
+
+    def _begin_with(self, prompt: list[int], now: float) -> None:
+        self._tokens += prompt
+        self._reading.begin(prompt)
+        self._begin, self._next_frame = now, now + UNSEEN_SECONDS
+
+    # When
+
+    def _is_due(self, now: float) -> bool:
+        if now >= self._next_look:
+            self._next_look = now + LOOK_SECONDS
+            self._look()
+        return now >= self._next_frame or self._is_slow or signals.stop_asked
+
+    @property
+    def _is_slow(self) -> bool:
+        return bool(self._pace) or self._is_paused
+
+    def _look(self) -> bool:
+        """At the keys and the terminal; whether there is something new to see."""
+        keys = self._window.keys()
+        for key in keys:
+            self._obey(key)
+        is_new = bool(keys) or self._window.is_stale
+        if is_new:
+            self._next_frame = 0.0
+        return is_new
+
+    def _obey(self, key: bytes) -> None:
+        if key == b" ":
+            self._is_paused = not self._is_paused
+            self._steps_asked = 0
+        elif key in (b"\x1b[C", b"\x1bOC"):
+            self._steps_asked += self._is_paused
+            self._is_paused = True
+        elif key in (b"+", b"="):
+            self._pace = next((pace for pace in PACES if pace > self._pace), 0.0) if self._pace else 0.0
+        elif key == b"-":
+            self._pace = next((pace for pace in reversed(PACES) if not self._pace or pace < self._pace), PACES[0])
+        elif key == b"?":
+            self._shows_keys = not self._shows_keys
+        elif key in (b"q", b"Q"):
+            self.ended = True
+
+    def _frame(self) -> None:
+        begin = self._clock()
+        self._draw()
+        end = self._clock()
+        shortest, longest = REFRESH_SECONDS
+        self._next_frame = end + min(max(shortest, (end - begin) / RENDER_SHARE), longest)
+
+    def _wait(self, at_step: bool) -> None:
+        """Until the frame has been in sight for long enough."""
+        begin = self._clock()
+        while not (self.ended or signals.asked):
+            left = self._seconds_in_sight(at_step) - (self._clock() - begin)
+            if left <= 0:
+                break
+            self.was_held = True
+            self._sleep(min(left, LOOK_SECONDS))
+            if self._look() or signals.stop_asked:
+                self._draw()
+        if at_step:
+            self._steps_asked = max(0, self._steps_asked - 1)
+
+    def _seconds_in_sight(self, at_step: bool) -> float:
+        if self._is_paused:
+            if not at_step:
+                return GUESS_SECONDS
+            return 0.0 if self._steps_asked else LONGEST_HOLD_SECONDS
+        frames_a_step = 1 if at_step and not self._passes[-1].step.draft_tokens else 2
+        return min(1 / frames_a_step / self._pace, LONGEST_HOLD_SECONDS) if self._pace else 0.0
+
+    def _draw(self) -> None:
+        self._window.draw(self.rows)
+
+    # What
+
+    def _read(self) -> None:
+        """Take into the story what came since the last time."""
+        for step in self._unread:
+            self._reading.go_on(step)
+        self._unread.clear()
+
+    def rows(self, size: ConsoleDimensions) -> list[Row]:
+        """The panel for a terminal of that size, a row of runs for each of its rows; the last run of a framed one is its edge."""
+        self._read()
+        width, height = min(size.width, WIDEST), size.height
+        if height < MIN_ROWS or width < MIN_WIDTH:
+            return [*self._reading.story.tail(width, max(height - 2, 1), self._is_paused), self._figures(width)][
+                -max(height - 1, 1) :
+            ]
+        is_all = height >= ROWS_OF_ALL
+        legend = self._legend(width, 2 if height >= 16 else 1) if is_all else []
+        has_passes = bool(self._roles.guessed)
+        free = height - 1 - len(legend) - (4 if is_all else 2) - has_passes
+        n_passes = min(max(1, free // 3), MOST_PASSES) if has_passes else 0
+        inner = width - 4
+        text = self._reading.story.tail(inner, min(free - n_passes, MOST_TEXT_ROWS), self._is_paused)
+        text += [[] for _ in range(min(free - n_passes, MOST_TEXT_ROWS) - len(text))]
+        rows = [self._pen.rule(width, "╭─╮", self._title, self._speed()), *(self._pen.framed(row, inner) for row in text)]
+        if has_passes:
+            rows += [
+                self._pen.rule(width, "├─┤", *self._heading(width)),
+                *(self._pen.framed(row, inner) for row in self._guesses(inner, n_passes)),
+            ]
+        if is_all:
+            rows += [
+                self._pen.progress(width, self._share),
+                self._pen.framed(self._figures(inner), inner),
+            ]
+        figures = "" if is_all else "".join([text for text, _ in self._figures(width - 6)])
+        keys = "? keys" if self._window.has_keys and is_all else ""
+        return [*rows, self._pen.rule(width, "╰─╯", "paused" if self._is_paused else figures, keys), *legend]
+
+    @property
+    def _share(self) -> float:
+        """How far it is: with the prompt, then with the text."""
+        return self._prefill.share if self._prefill else self._statistics.n_generated / max(1, self._max_tokens)
+
+    def _speed(self) -> str:
+        """The rate, which a run that was slowed down does not have."""
+        if self._prefill:
+            return ""
+        if self._is_slow:
+            return f"{self._pace:g} passes a second" if self._pace else "slow motion"
+        return "" if self.was_held else f"{self._statistics.tokens_per_second:,.0f} tok/s"
+
+    def _heading(self, width: int) -> tuple[str, str]:
+        """What the lines below it are, as far as it fits."""
+        by, target = self._roles.guessed, self._roles.target
+        sentences = (
+            f"guessed {by}; {target} checks a line in one pass",
+            f"guessed {by}; a line is one pass",
+            "guesses; a line is checked in one pass",
+            "guesses; a line is one pass",
+            "a line is one pass",
+        )
+        counts = "guesses right in a pass" if self._has_histogram(width - 4) else "tokens"
+        return next((s for s in sentences if cells(s) <= width - 10 - len(counts)), ""), counts
+
+    def _guesses(self, width: int, n: int) -> list[Row]:
+        """The last n passes, the newest at the bottom, and how many tokens they brought; beside them a histogram."""
+        histogram = self._histogram(n) if self._has_histogram(width) else []
+        room = width - 5 - (SIDE_WIDTH + 3 if histogram else 0)
+        lines = [(self._judged(judged, room), f"+{len(judged.step.tokens)}") for judged in list(self._passes)[-n:]]
+        if self._proposed is not None:
+            lines = [*lines, (self._guess(self._proposed, room), "?")][-n:]
+        lines += [([], "")] * (n - len(lines))
+        rows = [[*line, (" " * (room + 5 - width_of(line) - len(gain)), "plain"), (gain, "strong")] for line, gain in lines]
+        return [[*row, ("   ", "plain"), *bar] for row, bar in zip(rows, histogram, strict=True)] if histogram else rows
+
+    def _judged(self, judged: Judged, room: int) -> Row:
+        """Guesses that stood, the one that did not and those behind it, and the target's own token in its place."""
+        step, (stream, before) = judged.step, self._reader(judged.start)
+        accepted = "".join([stream.push(token) for token in step.tokens[: step.n_accepted]])
+        first, *others = [*stream.peek(step.draft_tokens[step.n_accepted :]), ""]
+        rest = "".join(others)
+        wrong = first + (word_at_start(rest) if word_at_end(first) or first.isspace() else "")
+        rest = rest[len(wrong) - len(first) :]
+        own = "".join([stream.push(token) for token in step.tokens[step.n_accepted :]])
+        if word_at_start(wrong) and word_at_start(own):  # two endings of one word: show it whole, twice
+            begun = word_at_end(accepted or before)
+            accepted = accepted[: len(accepted) - len(begun)] if accepted else ""
+            wrong, own = apart(accepted, begun + wrong), begun + own
+        own = apart(wrong + rest, own)
+        return self._line(before, room, (accepted, "accepted"), (wrong, "rejected"), (rest, "unread"), (own, "target"))
+
+    def _guess(self, tokens: list[int], room: int) -> Row:
+        """A proposal that is being checked."""
+        stream, before = self._reader(len(self._tokens))
+        return self._line(before, room, ("".join(stream.peek(tokens)), "proposed"))
+
+    def _reader(self, start: int) -> tuple[TextStream, str]:
+        """Something that reads the tokens from `start` on, and the text of a few before them."""
+        stream = TextStream(self._tokenizer)
+        return stream, "".join([stream.push(token) for token in self._tokens[max(0, start - CONTEXT) : start]])
+
+    def _line(self, before: str, room: int, *runs: Run) -> Row:
+        """Runs in a line, with the beginning of a word that they go on with; what was guessed in vain is the first to be cut."""
+        line_break, space, more = "↵␣…" if self._pen.is_utf else ("\\n", "_", "...")
+        begun = word_at_end(before) if word_at_start(runs[0][0]) else ""
+        row = [
+            (space if text == " " else printable(text).replace("\n", line_break).replace("\t", " "), kind)
+            for text, kind in [(begun, "faint"), *runs]
+            if text
+        ]
+        row = [(row[0][0].lstrip(), row[0][1]), *row[1:]] if row else []
+        left = room - width_of([run for run in row if run[1] != "unread"])
+        return last_cells([(cut(text, left, more), kind) if kind == "unread" else (text, kind) for text, kind in row], room, more)
+
+    def _has_histogram(self, width: int) -> bool:
+        return width >= WIDTH_OF_HISTOGRAM
+
+    def _figures(self, width: int) -> Row:
+        """How far it is and how well it goes, in the longest form that fits."""
+        s = self._statistics
+        if self._prefill:
+            done, left = f"{self._prefill.share:.0%}", time_left(self._clock() - self._begin, self._prefill.share)
+            forms = [f"reading the prompt of {len(self._prefill.tokens)} tokens: {done}{left}", f"reading: {done}{left}", done]
+            return [(next((form for form in forms if len(form) <= width), ""), "plain")]
+        done, times = f"{s.n_generated}/{self._max_tokens}", f"{s.tokens_per_pass:.1f}"
+        forms = [f"{done} tokens", done]
+        if self._roles.guessed:
+            share = f"{s.acceptance_rate:.0%}"
+            forms = [
+                f"{done} tokens   {share} of the guesses right   {times} tokens a pass instead of 1",
+                f"{done} tokens   {share} of the guesses right   {times} tokens a pass",
+                f"{done}   {share} right   {times} tokens a pass",
+                f"{done} {share} {times}/pass",
+                *forms,
+            ]
+        return [(next((form for form in forms if len(form) <= width), ""), "plain")]
+
+    def _histogram(self, n: int) -> list[Row]:
+        """Passes by how many guesses stood, in at most n rows; the long ones share one."""
+        counts = self._statistics.accepted_histogram or [0]
+        total = max(1, sum(counts))
+        rows: list[Row] = []
+        for first, last in bins(len(counts), max(n, 2))[:n]:
+            share = sum(counts[first : last + 1]) / total
+            label = f"{first}" if first == last else f"{first}-{last}"
+            bar = ("█" if self._pen.is_utf else "#") * round(share * BAR_WIDTH)
+            rows.append([(f"{label:>7} ", "faint"), (f"{bar:<{BAR_WIDTH}}", "plain"), (f" {share:4.0%}", "faint")])
+        return rows + [[(" " * SIDE_WIDTH, "plain")] for _ in range(n - len(rows))]
+
+    def _legend(self, width: int, n: int) -> list[Row]:
+        """What the colours mean, or the keys, in n rows."""
+        if self._shows_keys:
+            items = [[(text, "plain") for text in form] for form in (KEYS, SHORT_KEYS)]
+        elif self._roles.guessed:
+            items = [meanings(self._roles, self._console.no_color, form) for form in range(4)]
+        else:
+            items = [[]]
+        rows = fitting(items, width, n)
+        return rows + [[] for _ in range(n - len(rows))]
+
+
+def bins(n: int, most: int) -> list[tuple[int, int]]:
+    """The numbers below n in at most so many bins, >= 2, first and last of each: one by one, or growing by a factor."""
+    if n <= most:
+        return [(i, i) for i in range(n)]
+    for factor in range(2, n + 1):
+        starts = [0, 1]
+        while starts[-1] * factor < n:
+            starts.append(starts[-1] * factor)
+        if len(starts) <= most:
+            break
+    return [(first, after - 1) for first, after in pairwise([*starts, n])]
+
+
+def apart(before: str, text: str) -> str:
+    """The text with a space in front, if it needs one."""
+    return text if not before or before.endswith(" ") or text.startswith(" ") else f" {text}"
+
+
+def meanings(roles: Roles, no_color: bool, form: int = 0) -> Row:
+    """What the colours mean, in plain words; form 0 is the longest of four."""
+    green = "underlined" if no_color else "green"
+    by, target = roles.guessed, roles.target
+    accepted, own, rejected = (
+        (f"{green}: guessed {by} and confirmed", f"plain: {target}'s own", "struck: guessed wrong"),
+        (f"{green}: guessed {by}, confirmed", f"plain: {target}'s own", "struck: wrong"),
+        (f"{green}: guessed right", "plain: its own", "struck: wrong"),
+        ("guessed right", "its own", "wrong"),
+    )[form]
+    return [(accepted, "accepted"), (own, "target"), (rejected, "rejected")]

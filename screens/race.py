@@ -1,0 +1,227 @@
+"""A race on a terminal: two texts that grow side by side in slow motion, each as it was measured. Knows no models."""
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console, ConsoleDimensions
+
+from ..decoding import Prompt
+from ..measuring.race import Lane, Race, seconds_told
+from ..tokenizer import AnyTokenizer
+from .interrupts import signals
+from .keys import Keyboard
+from .output import Roles
+from .panel import Reading, meanings
+from .story import Row, cells
+from .window import MIN_ROWS, MIN_WIDTH, WIDEST, Window, fitting
+
+FRAME_SECONDS = 0.05
+SHOW_SECONDS = 8.0  # at least, of the slower one; no more than 2.5 times that
+LAST_SECONDS = 3.0  # that the end is in sight
+FACTORS = [factor * 10**n for n in range(6) for factor in (1, 2, 5)]  # how many times slower than measured
+SIDE_BY_SIDE = 72  # cells from which on two texts have room beside each other
+WIDEST_OF_TWO = 120
+MOST_TEXT_ROWS = 18
+KEYS = ("space: pause", "→: one pass", "+ -: faster, slower", "q: to the end", "?: the colours")
+SHORT_KEYS = ("space pause", "→ step", "+ - speed", "q end")
+
+
+class Track:
+    """One of the two as far as it has come."""
+
+    def __init__(self, name: str, lane: Lane, tokenizer: AnyTokenizer) -> None:
+        self.name, self.ends, self._steps = name, lane.ends, lane.steps
+        self.reading = Reading(tokenizer)
+        self.n_passes = self.n_tokens = 0
+        for event in lane.events:
+            if isinstance(event, Prompt):
+                self.reading.begin(event.tokens)
+        self.n_tokens_of_all = max(lane.statistics.n_generated, 1)
+
+    @property
+    def is_done(self) -> bool:
+        return self.n_passes == len(self._steps)
+
+    @property
+    def seconds(self) -> float:
+        """What it has taken in all, as measured."""
+        return self.ends[-1] if self.ends else 0.0
+
+    @property
+    def next_end(self) -> float:
+        """When its next pass is over."""
+        return self.seconds if self.is_done else self.ends[self.n_passes]
+
+    def go_to(self, seconds: float) -> bool:
+        """Whether it has come any further."""
+        before = self.n_passes
+        while not self.is_done and self.next_end <= seconds:
+            self.reading.go_on(self._steps[self.n_passes])
+            self.n_tokens += len(self._steps[self.n_passes].tokens)
+            self.n_passes += 1
+        return self.n_passes > before
+
+    def figures(self, seconds: float, width: int) -> str:
+        """How far it is, in the longest form that fits."""
+        took = seconds_told(min(seconds, self.seconds))
+        done = "done: " * self.is_done
+        forms = (
+            f"{done}{self.n_tokens} tokens in {self.n_passes} passes, {took}",
+            f"{self.n_tokens} tokens, {self.n_passes} passes, {took}",
+            f"{self.n_tokens} tokens, {took}",
+            f"{self.n_tokens}, {took}",
+        )
+        return next((form for form in forms if len(form) <= width), "")
+
+
+class RaceView:
+    """The two texts, and how far each is; keys pause, step, change the speed and go to the end.
+
+    The rows are a function of the seconds of the race that have gone by. What stays at the end is the text.
+    """
+
+    def __init__(
+        self,
+        race: Race,
+        roles: Roles,
+        pair: str,
+        tokenizer: AnyTokenizer,
+        console: Console,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = signals.sleep,
+        keyboard: Keyboard | None = None,
+    ) -> None:
+        self._race, self._roles, self._console = race, roles, console
+        self._clock, self._sleep = clock, sleep
+        self._alone, self._pair = Track(f"{roles.target} alone", race.alone, tokenizer), Track(pair, race.pair, tokenizer)
+        self._window = Window(console, keyboard)
+        self._pen = self._window.pen
+        self._length = max(self._alone.seconds, self._pair.seconds)
+        self.factor = next((factor for factor in FACTORS if factor * self._length >= SHOW_SECONDS), FACTORS[-1])
+        self._seconds = 0.0  # of the race
+        self._is_paused = self._shows_keys = self._ended = False
+
+    @property
+    def _tracks(self) -> tuple[Track, Track]:
+        return self._alone, self._pair
+
+    @property
+    def is_over(self) -> bool:
+        return self._alone.is_done and self._pair.is_done
+
+    def play(self) -> None:
+        """Until both are at the end, or somebody has seen enough."""
+        self._window.enter()
+        try:
+            self._window.draw(self.rows)
+            last, left = self._clock(), LAST_SECONDS
+            while left > 0 and not (self._ended or signals.asked):
+                self._sleep(FRAME_SECONDS)
+                passed = self._clock() - last
+                last += passed
+                if self.is_over:
+                    left -= 0 if self._is_paused else passed
+                elif not self._is_paused:
+                    self._seconds += passed / self.factor
+                keys = self._window.keys()
+                for key in keys:
+                    self._obey(key)
+                has_moved = [track.go_to(self._seconds) for track in self._tracks]
+                if any(has_moved) or keys or self._window.is_stale or signals.stop_asked:
+                    self._window.draw(self.rows)
+                    last = self._clock()  # Ctrl-Z may have come in between
+        finally:
+            self._window.leave(self._whole_text)
+
+    def _obey(self, key: bytes) -> None:
+        slower = FACTORS.index(self.factor)
+        if key == b" ":
+            self._is_paused = not self._is_paused
+        elif key in (b"\x1b[C", b"\x1bOC"):
+            self._is_paused = True
+            self._seconds = min((track.next_end for track in self._tracks if not track.is_done), default=self._seconds)
+        elif key in (b"+", b"="):
+            self.factor = FACTORS[max(slower - 1, 0)]
+        elif key == b"-":
+            self.factor = FACTORS[min(slower + 1, len(FACTORS) - 1)]
+        elif key == b"?":
+            self._shows_keys = not self._shows_keys
+        elif key in (b"q", b"Q"):
+            self._ended = True
+
+    def _whole_text(self) -> str:
+        """For the terminal's first page, with the colours' meaning."""
+        self._pair.go_to(self._length)
+        self._pair.reading.end()
+        width = min(self._console.width, WIDEST)
+        forms = [self._meanings(form) for form in range(4)]
+        rows = [*self._pair.reading.story.rows(width), [], *fitting(forms, width, len(forms[0])), []]
+        return "".join([self._pen.styled(row).rstrip(" ") + "\n" for row in rows])
+
+    # What
+
+    def rows(self, size: ConsoleDimensions) -> list[Row]:
+        """The race for a terminal of that size, a row of runs for each of its rows."""
+        width, height = min(size.width, WIDEST_OF_TWO), size.height
+        if height < MIN_ROWS or width < MIN_WIDTH:
+            return [[(track.figures(self._seconds, width), "plain")] for track in self._tracks][-max(height - 1, 1) :]
+        below = [self._status(width), *self._legend(width, 2 if height >= 16 else 1)]
+        free = height - 1 - len(below)
+        return [*(self._beside(width, free) if width >= SIDE_BY_SIDE else self._stacked(width, free)), *below]
+
+    def _beside(self, width: int, height: int) -> list[Row]:
+        n = min(height - 4, MOST_TEXT_ROWS)
+        left = width // 2
+        blocks = [
+            [
+                self._pen.rule(room, "╭─╮", track.name, ""),
+                *(self._pen.framed(row, room - 4) for row in self._text(track, room - 4, n)),
+                self._pen.progress(room, track.n_tokens / track.n_tokens_of_all),
+                self._pen.framed([(track.figures(self._seconds, room - 4), self._kind(track))], room - 4),
+                self._pen.rule(room, "╰─╯", "", keys),
+            ]
+            for track, room, keys in ((self._alone, left, ""), (self._pair, width - left, self._keys()))
+        ]
+        return [[*a, *b] for a, b in zip(*blocks, strict=True)]
+
+    def _stacked(self, width: int, height: int) -> list[Row]:
+        n = min((height - 3) // 2, MOST_TEXT_ROWS)
+        rows: list[Row] = []
+        for track, corners in ((self._alone, "╭─╮"), (self._pair, "├─┤")):
+            name = track.name.removeprefix(f"{self._roles.target} ")
+            rows += [self._pen.rule(width, corners, name, track.figures(self._seconds, width - 10 - cells(name)))]
+            rows += [self._pen.framed(row, width - 4) for row in self._text(track, width - 4, n)]
+        return [*rows, self._pen.rule(width, "╰─╯", "", self._keys())]
+
+    def _text(self, track: Track, width: int, n: int) -> list[Row]:
+        rows = track.reading.story.tail(width, n, self._is_paused)
+        return rows + [[] for _ in range(n - len(rows))]
+
+    def _kind(self, track: Track) -> str:
+        return "strong" if track.is_done else "plain"
+
+    def _keys(self) -> str:
+        return "? keys" if self._window.has_keys else ""
+
+    def _status(self, width: int) -> Row:
+        """What is to be seen: the slow motion, and at the end what came of it."""
+        if self.is_over:
+            return [(self._race.sentence if cells(self._race.sentence) <= width else f"{self._race.ratio:.1f} times", "strong")]
+        slow = f"slow motion, {self.factor:,} times slower" if self.factor > 1 else "as fast as it ran"
+        forms = [f"{slow}; each was measured alone, both on the same seed", f"{slow}; each measured alone", slow]
+        if self._is_paused:
+            forms = [f"paused; {form}" for form in forms] + ["paused"]
+        return [(next((form for form in forms if cells(form) <= width), ""), "plain")]
+
+    def _meanings(self, form: int) -> Row:
+        return meanings(self._roles, self._console.no_color, form)[:2]
+
+    def _legend(self, width: int, n: int) -> list[Row]:
+        """What the colours mean, or the keys, in n rows."""
+        forms: list[Row]
+        if self._shows_keys:
+            forms = [[(text, "plain") for text in form] for form in (KEYS, SHORT_KEYS)]
+        else:
+            forms = [self._meanings(form) for form in range(4)]
+        rows = fitting(forms, width, n)
+        return rows + [[] for _ in range(n - len(rows))]

@@ -1,0 +1,226 @@
+"""Conversations to token ids by a model's chat template. Knows no terminals, and nothing of models but their files.
+
+The text is, byte for byte, what transformers' `apply_chat_template` makes of the same messages. Names of special tokens are those
+tokens where the template wrote them, and text where a message holds them: `template_worker` tells which is which.
+"""
+
+import os
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from ..checks import file_name, short, text
+from ..readers import Checkpoint, extras, read_object
+from ..tokenizer import AnyTokenizer, Part, TextStream, file_bytes
+from .workers import Unanswered, Worker
+
+Message = Mapping[str, Any]  # role, content; of an answer also tokens: the ids that it was written in
+
+# Llama 2's own, which its llama2.c exports were trained with: such files name none
+LLAMA2_NAME = "llama2"
+LLAMA2 = """{% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}{% set system = messages[0]['content'] %}\
+{% else %}{% set turns = messages %}{% set system = false %}{% endif %}\
+{% for message in turns %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('user and assistant have to take turns, user first') }}{% endif %}\
+{% if loop.index0 == 0 and system is not false %}{% set content = '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + message['content'] %}\
+{% else %}{% set content = message['content'] %}{% endif %}\
+{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}\
+{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"""
+LLAMA2_VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
+TEMPLATE_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
+VARIABLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+GGUF_VARIABLES = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id"}
+MOST_CHARACTERS = 32 << 20  # of what a template makes
+PATIENCE_SECONDS, SECONDS_PER_CHARACTER = 5.0, 2e-5  # with a template, which takes a millisecond; and with long messages
+RENDERED_AT_ONCE = 100  # beginnings of a conversation, each request for which has those seconds
+RENDERING = {extras.JINJA: "to render chat templates"}
+
+
+class TemplateError(ValueError):
+    """A template, or messages that it does not take: one line with the template's place and what is wrong."""
+
+
+class TooLong(TemplateError):
+    """More text than the model's context can hold, however it is cut into tokens."""
+
+
+@runtime_checkable
+class ChatTokenizer(Protocol):
+    """A tokenizer that reads what a template wrote. longest: characters or bytes of the longest token."""
+
+    @property
+    def longest(self) -> int: ...
+    def encode_rendered(self, parts: Sequence[Part]) -> list[int]:
+        """The ids of a text of those parts, in which names of special tokens are those, if no message said anything of them.
+
+        Nothing is put in front.
+        """
+
+
+class _Rendered(NamedTuple):
+    """A conversation's text. edges: where what messages say begins and ends, by turns; ends: where its beginnings end."""
+
+    text: str
+    edges: list[int]
+    ends: list[int]
+
+    def parts(self, begin: int, end: int) -> list[Part]:
+        """What stands from there to there."""
+        first, last = bisect_right(self.edges, begin), bisect_right(self.edges, end)
+        edges = [begin, *self.edges[first:last], end]
+        return [Part(self.text[a:b], (first + i) % 2 == 1) for i, (a, b) in enumerate(pairwise(edges)) if a < b]
+
+
+class ChatTemplate:
+    """A template with what it may ask for. place: where it stands, for people; variables: bos_token and so on."""
+
+    def __init__(self, source: str, place: str, variables: Mapping[str, str]) -> None:
+        self.source, self.place, self.variables = source, place, dict(variables)
+        self._worker = Worker("template_worker")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ChatTemplate, (self.source, self.place, self.variables)
+
+    def close(self) -> None:
+        """End the process that renders; the next rendering begins another."""
+        self._worker.close()
+
+    def render(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
+        """The text of each, with the beginning of an answer at its end. Raises TemplateError."""
+        texts: list[str] = self._asked(conversations, None, MOST_CHARACTERS)["texts"]
+        return texts
+
+    def _rendered(self, messages: Sequence[Message], beginnings: list[int], most: int) -> _Rendered:
+        """The text, and where in it that of its first messages ends, so many each; -1 for what does not begin it.
+
+        The beginnings of a talk of n turns have n times its length: they do not leave the other process, which keeps their ends.
+        """
+        ends = list[int]()
+        for first in range(0, len(beginnings) or 1, RENDERED_AT_ONCE):
+            reply = self._asked([messages], beginnings[first : first + RENDERED_AT_ONCE], most)
+            ends += reply["ends"]
+        return _Rendered(reply["texts"][0], reply["edges"], ends)
+
+    def _asked(self, conversations: Sequence[Sequence[Message]], beginnings: list[int] | None, most: int) -> dict[str, Any]:
+        """The worker's reply. Raises TemplateError."""
+        given = [[{key: message[key] for key in ("role", "content")} for message in messages] for messages in conversations]
+        request = {"source": self.source, "variables": self.variables, "conversations": given, "beginnings": beginnings}
+        n_characters = sum(len(message["content"]) for messages in given for message in messages)
+        seconds = PATIENCE_SECONDS + SECONDS_PER_CHARACTER * n_characters
+        try:
+            reply = self._worker.ask(request | {"most": most}, seconds)
+        except Unanswered as error:
+            late, ended = f"the template is not done after {seconds:.0f} seconds", "rendering ended without a word"
+            reply = {"error": late if error.is_late else ended}
+        except OSError as error:
+            raise TemplateError(f"no process to render a chat template in: {error.strerror or error}") from None
+        if "error" in reply:
+            kind = TooLong if reply.get("is_too_long") else TemplateError
+            raise kind(f"{self.place}: {' '.join(str(reply['error']).split())[:300]}")
+        for rendered in reply["texts"]:
+            text(f"what {self.place} makes of the messages", rendered)
+        return reply
+
+    def encode(self, tokenizer: AnyTokenizer, messages: Sequence[Message], n_positions: int | None = None) -> list[int]:
+        """The ids of a conversation, up to where an answer begins.
+
+        An answer with its tokens is those tokens, as long as they say what the template makes of it: what a cache holds of it
+        stays of use. n_positions: tokens of the context; a text that is longer however it is cut raises TooLong before it is.
+        Raises TemplateError for messages that the template refuses, TypeError and ValueError for what are none.
+        """
+        if not isinstance(tokenizer, ChatTokenizer):
+            raise TemplateError(f"{self.place}: the tokenizer {tokenizer.path} has no special tokens to write")
+        messages = checked(messages)
+        with_tokens = [i for i, message in enumerate(messages) if message.get("tokens")]
+        most = MOST_CHARACTERS if n_positions is None else n_positions * tokenizer.longest
+        whole = self._rendered(messages, with_tokens, most)
+        stream, ids, at = TextStream(tokenizer), list[int](), 0
+        for i, end in zip(with_tokens, whole.ends, strict=True):
+            if at <= end:
+                ahead = tokenizer.encode_rendered(whole.parts(at, end))
+                for token in ahead:
+                    stream.push(token)
+                said = "".join(stream.peek(messages[i]["tokens"]))
+                ids, at = ids + ahead, end
+                if whole.text.startswith(said, at):
+                    ids, at = [*ids, *messages[i]["tokens"]], at + len(said)
+                    for token in messages[i]["tokens"]:
+                        stream.push(token)
+        ids += tokenizer.encode_rendered(whole.parts(at, len(whole.text)))
+        if not ids:
+            raise TemplateError(f"{self.place}: the template makes nothing of the messages")
+        return ids
+
+
+def checked(messages: Sequence[Message]) -> list[Message]:
+    """Messages of a role and a content, and maybe tokens. Raises TypeError or ValueError."""
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise TypeError(f"messages are {short(messages, repr)}; expected a list of objects of role and content, one or more")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise TypeError(f"messages[{i}] is {short(message, repr)}; expected an object of role and content")
+        for key in ("role", "content"):
+            text(f"{key} of messages[{i}]", message.get(key))
+    return [*messages]
+
+
+def template_of(checkpoint: Checkpoint | None, tokenizer: Path, given: str | os.PathLike[str] | None = None) -> ChatTemplate:
+    """The template of a model, or the one in a file, or Llama 2's, given by its name.
+
+    tokenizer: its file, for a model that came without one. Raises TemplateError where there is none.
+    """
+    if lacking := extras.missing(RENDERING):
+        raise TemplateError(lacking)
+    folder = checkpoint.path if checkpoint else tokenizer.parent
+    source, place, variables = None, folder, dict[str, str]()
+    if checkpoint and checkpoint.vocabulary:
+        source, variables = checkpoint.chat_template, _gguf_variables(checkpoint.vocabulary)
+    elif folder.is_dir():
+        config = _object(folder / TOKENIZER_CONFIG)
+        variables = _variables(_object(folder / SPECIAL_TOKENS)) | _variables(config)
+        source, place = config.get("chat_template"), folder / TOKENIZER_CONFIG
+        if isinstance(source, list):  # several, by name
+            source = next((one.get("template") for one in source if isinstance(one, dict) and one.get("name") == "default"), None)
+        if (folder / TEMPLATE_FILE).exists():
+            source, place = _read(folder / TEMPLATE_FILE), folder / TEMPLATE_FILE
+    elif checkpoint:  # a llama2.c file, which names none
+        variables = LLAMA2_VARIABLES
+    if given == LLAMA2_NAME:
+        source, place, variables = LLAMA2, Path(LLAMA2_NAME), LLAMA2_VARIABLES | variables
+    elif given is not None:
+        source, place = _read(Path(file_name("template", given))), Path(given)
+    if not isinstance(source, str):
+        raise TemplateError(
+            f"{folder} has no chat template; name one (--template, template: a file, or {LLAMA2_NAME} for a llama2.c export of "
+            "Llama 2 chat), or take a model that was taught to chat"
+        )
+    return ChatTemplate(source, str(place), variables)
+
+
+def _read(path: Path) -> str:
+    data = file_bytes(path, "a chat template")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise TemplateError(f"{path} is no UTF-8 at byte {error.start}; expected a chat template") from None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    return read_object(path) if path.exists() else {}
+
+
+def _variables(config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token and so on, each a string or an object with its content."""
+    values = {name: config.get(name) for name in VARIABLES}
+    values = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
+    return {name: value for name, value in values.items() if isinstance(value, str)}
+
+
+def _gguf_variables(keys: Mapping[str, Any]) -> dict[str, str]:
+    ids = {name: keys.get(key) for name, key in GGUF_VARIABLES.items()}
+    tokens = keys.get("tokens")  # anything, where another tokenizer was given
+    names = dict(enumerate(tokens)) if isinstance(tokens, list) else {}
+    values = {name: names.get(i) for name, i in ids.items() if type(i) is int}
+    return {name: value for name, value in values.items() if isinstance(value, str)}
