@@ -25,7 +25,6 @@ from ..screens.window import obstacle
 from ..tokenizer import TokenizerError
 from . import chat as chat_command
 from . import models as models_command
-from . import ngrams as ngrams_command
 from . import race as race_command
 from . import sweep as sweep_command
 from .asking import Commands, OneCommand, are_given, draft_name, model_and_prompt, prompt_of, tell_what_has_no_effect
@@ -93,7 +92,6 @@ UsageError = cast(type[Exception], next(c for c in typer.BadParameter.__mro__ if
 app.command("race", cls=OneCommand)(race_command.run)
 app.command("chat", cls=OneCommand)(chat_command.talk)
 app.command("sweep", cls=OneCommand)(sweep_command.compare)
-app.command("ngrams", cls=OneCommand)(ngrams_command.count)
 app.command("models", cls=OneCommand)(models_command.show)
 
 

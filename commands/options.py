@@ -201,14 +201,6 @@ Full = Annotated[bool, flag("--full", group="Measuring", help="All lengths, more
 AsCsv = Annotated[bool, flag("--csv", group="Output", help="Rows of CSV on stdout.")]
 SvgFile = Annotated[str, option("--svg", group="Output", metavar="FILE", help="Draw the speed-ups as a bar chart.")]
 
-# Of ngrams
-
-TableFile = Annotated[str, option("-o", "--out", group="Output", metavar="FILE", help="The table.")]
-TextFile = Annotated[
-    str, option("-f", "--file", group="Text", metavar="FILE", help="Count this text. By default the target writes some.")
-]
-HowMany = Annotated[int, option("--tokens", group="Text", metavar="N", min=1, help="How many the target writes.")]
-
 # Of models
 
 Folder = Annotated[

@@ -2,9 +2,7 @@
 
 from collections.abc import Container, Sequence
 
-from .drafters import Draft
-from .ngram_table import NgramTable
-from .planning import Plan
+from ..decoding import Draft, Plan
 
 WORTH = 0.2  # a proposal that is less likely than this to stand is none: what it costs is more than it brings (see NOTES.md)
 # How often what followed a match follows it again, by the length of the match in bits: 1, 2 to 3, 4 to 7, ... tokens. A text
@@ -85,12 +83,11 @@ class NgramDrafter:
 
     (Prompt lookup, Saxena 2023; by a suffix automaton: SAM decoding, arXiv:2411.10666; SuffixDecoding, arXiv:2411.04975.)
     How far is no setting: each token of the text, the prompt's too, tells how often a match of such a length is right about the
-    next one, and a proposal goes as far as it is likely enough to stand. end_marks: the tokens behind which it proposes none;
-    table: says what it has counted where that is likelier than what the text has.
+    next one, and a proposal goes as far as it is likely enough to stand. end_marks: the tokens behind which it proposes none.
     """
 
-    def __init__(self, end_marks: Container[int], table: NgramTable | None = None) -> None:
-        self._end_marks, self._table = end_marks, table
+    def __init__(self, end_marks: Container[int]) -> None:
+        self._end_marks = end_marks
         self._begin()
 
     def _begin(self) -> None:
@@ -103,20 +100,12 @@ class NgramDrafter:
         """tail: what may follow tokens, which is not taken in: a proposal of that draft for which this one drafts (`stages`)."""
         self._follow(tokens)
         length, place = self._automaton.match(tail)
-        text, table, likely = self._automaton.text, self._table, 1.0
-        before, last = (-1, -1, *text[-2:], *tail)[-2:]
+        text, likely = self._automaton.text, 1.0
         behind, odds = [*tail], list[float]()  # what is behind the text, the proposal at its end
-        while len(odds) < plan.most:
-            token, share = -1, 0.0
-            if length:
-                # behind the text's end the continuation is the proposal itself: a text that goes in circles
-                token = text[place] if place < len(text) else behind[place - len(text)]
-                share = self._shares[_rank(length)]
-            if table is not None:
-                counted, its_share = table.after(before, last)
-                if its_share > share:
-                    length = length if counted == token else 0
-                    token, share = counted, its_share
+        while length and len(odds) < plan.most:
+            # behind the text's end the continuation is the proposal itself: a text that goes in circles
+            token = text[place] if place < len(text) else behind[place - len(text)]
+            share = self._shares[_rank(length)]
             likely *= share
             if likely < WORTH:
                 break
@@ -124,9 +113,8 @@ class NgramDrafter:
             odds.append(share / (1 - share))
             if token in self._end_marks:
                 break
-            before, last = last, token
             place += 1
-            length += length > 0
+            length += 1
         draft = behind[len(tail) :]
         return Draft(draft[: plan.takes(odds)] if draft else draft)
 

@@ -22,7 +22,6 @@ STRANGERS: tuple[tuple[re.Pattern[bytes], str], ...] = tuple(
         (rb"\x1f\x8b\x08", "packed by gzip; unpack it first"),
         (rb"\x89HDF\r\n\x1a\n", f"a file of HDF5, as Keras writes, which is not read; {FOLDER}"),
         (rb"(lmgg|fmgg|tjgg|algg)", "of ggml's time before GGUF; convert it, or fetch a .gguf file"),
-        (rb"n-grams\0", "a table of n-grams, which can draft for a model: name it with -d"),
     )
 )
 
