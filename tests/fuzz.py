@@ -35,7 +35,6 @@ from specdec.architectures.llama import LLAMA
 from specdec.decoder import SpeculativeDecoder
 from specdec.decoding import VERIFIERS, Proposal, Step, decode
 from specdec.drafting.drafters import ModelDrafter, TreeDrafter
-from specdec.drafting.ngram_table import count, load_table, save_table
 from specdec.drafting.ngrams import NgramDrafter
 from specdec.drafting.planning import MARGIN_RATES, ODDS_RATES, Acceptance, Costs, FixedLength
 from specdec.drafting.stages import Account, StagedDrafter
@@ -489,18 +488,9 @@ def stages(rng):
     if rng.random() < 0.5:
         prompt = (prompt[: rng.randint(1, 5)] * first.n_positions)[: len(prompt)]
     sampling, gamma = random_sampling(rng), rng.choice([1, 2, 4, 9, 63])
-    table = count([[0, *rng.choices(range(config.vocab_size), k=300)], prompt], config.vocab_size)
-    path = FOLDER / "table.ngrams"
-    save_table(table, path)
-    if rng.random() < 0.5:
-        path.write_bytes(damaged(rng, path.read_bytes(), rng.randbytes(100), 24, [0, 8, 12, 16, 20]))
-    try:
-        table = load_table(path)
-    except CheckpointError as error:
-        one_line(error, str(path))
     for verify in VERIFIERS:
         said = []
-        for guesser in (None, NgramDrafter(END_MARKS), NgramDrafter(END_MARKS, table), smaller):
+        for guesser in (None, NgramDrafter(END_MARKS), smaller):
             verifier = VERIFIERS[verify](config.vocab_size, sampling)
             of = (config.vocab_size, sampling)
             drawing = (Sampler(*of, draft.config.vocab_size), verifier.draft_noise, END_MARKS)

@@ -20,10 +20,10 @@ import numpy as np
 import specdec
 from specdec.architectures import Weights, architecture_of
 from specdec.architectures.rope import fill_tables
-from specdec.decoding import VERIFIERS, Step, decode
-from specdec.drafting.drafters import Drafter, ModelDrafter, TreeDrafter
+from specdec.decoding import VERIFIERS, Drafter, Plan, Step, decode
+from specdec.drafting.drafters import ModelDrafter, TreeDrafter
 from specdec.drafting.ngrams import NgramDrafter
-from specdec.drafting.planning import FixedLength, Plan
+from specdec.drafting.planning import FixedLength
 from specdec.drafting.tree_planning import StaticTree, new_acceptances
 from specdec.machine.elementary import log
 from specdec.machine.memory import zeros
@@ -37,7 +37,7 @@ from specdec.weights.matrix import pack
 from tests.checkpoints import ROOT
 from tests.folders import CONFIGS, FIXTURES, read_all
 from tests.models import run_in_blocks
-from tests.test_groups import ROWS, Given, N, multiplied
+from tests.weights.test_groups import ROWS, Given, N, multiplied
 
 TABLE = Path(__file__).with_name("golden.json")
 FLOATS = {"fp32": FP32, "bf16": BF16, "fp16": FP16}

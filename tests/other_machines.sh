@@ -17,7 +17,7 @@ pytest=(-m pytest -q -p no:cacheprovider)
 
 x86() { # CPU, its features
     NUMBA_CPU_NAME=$1 NUMBA_CPU_FEATURES=$2 "$python" "${pytest[@]}" \
-        tests/test_{golden,elementary,kernels,kv,half,groups,int8}.py
+        tests/test_{golden,kernels,kv}.py tests/machine/test_elementary.py tests/weights
 }
 
 arm() { # CPU, its features, tests
@@ -51,9 +51,9 @@ for machine; do
         avx2) x86 haswell +avx,+avx2,+f16c,+fma ;;
         no-fma) x86 ivybridge +avx,+f16c ;;
         sse2) x86 x86-64 +sse2 ;;
-        arm64) arm generic +neon tests/test_{golden,elementary,kv}.py -k "golden or elementary or every_way" ;;
+        arm64) arm generic +neon tests/test_{golden,kv}.py tests/machine/test_elementary.py -k "golden or elementary or every_way" ;;
         sdot)
-            arm neoverse-n1 +neon,+dotprod tests/test_{golden,groups,int8,kv}.py \
+            arm neoverse-n1 +neon,+dotprod tests/test_{golden,kv}.py tests/weights/test_{groups,int8}.py \
                 -k "golden_text and (int8 or int4) or golden_bits or multiply_bytes or sdot or every_instruction or every_way"
             ;;
         *) echo "$machine is none of avx-vnni, avx2, no-fma, sse2, arm64 and sdot" >&2 && exit 2 ;;

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from specdec.decoding import VERIFIERS, BlockVerifier, Step, decode, judge
-from specdec.drafting.drafters import Draft, ModelDrafter
+from specdec.decoding import VERIFIERS, BlockVerifier, Draft, Step, decode, judge
+from specdec.drafting.drafters import ModelDrafter
 from specdec.drafting.planning import FixedLength
 from specdec.machine.memory import zeros
 from specdec.sampling import Sampler, Sampling, redraw, weigh_prefix

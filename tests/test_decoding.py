@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.decoding import VERIFIERS, CoupledVerifier, Prompt, Proposal, Statistics, Step, decode
-from specdec.drafting.drafters import Draft, ModelDrafter
+from specdec.decoding import VERIFIERS, CoupledVerifier, Draft, Prompt, Proposal, Statistics, Step, decode
+from specdec.drafting.drafters import ModelDrafter
 from specdec.drafting.planning import MAX_GAMMA, FixedLength
 from specdec.machine.threads import available_threads
 from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET

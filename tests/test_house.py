@@ -19,131 +19,53 @@ else:
 
 ROOT = Path(__file__).parents[1]
 DISTRIBUTION = "specdec-cpu"
-FOLDERS = ("machine", "weights", "architectures", "readers")
+FOLDERS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests")
 LONGEST_FILE = 600  # lines
-# each room, a folder or a file, and the rooms below it that it may know, top to bottom
+# the rooms, files of the root and folders, top to bottom, and which of those below it each may know
 MAY_IMPORT = {
     "__main__": {"specdec"},
     # the library's names, when asked for, and the command
-    "specdec": {"command", "interrupts", "decoder", "decoding", "readers", "sampling", "templates", "tokenizer", "transformer"},
-    "command": {
-        "specdec", "race_command", "chat_command", "models_command", "ngrams_command", "sweep_command", "asking", "wiring",
-        "options", "interrupts", "bench", "panel", "window", "progress", "output", "decoder", "decoding", "files", "readers",
-        "sampling", "tokenizer",
+    "specdec": {"commands", "screens", "decoder", "text", "decoding", "readers", "transformer", "sampling", "tokenizer"},
+    "commands": {
+        "specdec", "screens", "measuring", "decoder", "drafting", "text", "decoding", "readers", "transformer", "sampling",
+        "architectures", "tokenizer", "machine",
     },
-    "models_command": {"catalog", "wiring", "options", "progress", "output"},
-    "race_command": {
-        "race_screen", "race", "asking", "wiring", "options", "window", "progress", "interrupts", "decoder", "files", "sampling",
+    "screens": {"measuring", "decoder", "text", "decoding", "readers", "tokenizer", "machine", "checks"},
+    "measuring": {
+        "decoder", "drafting", "decoding", "transformer", "sampling", "architectures", "weights", "kernels", "machine",
     },
-    "chat_command": {
-        "chat_screen", "chat_lines", "chat", "asking", "wiring", "options", "progress", "templates", "readers", "decoder",
-    },
-    "ngrams_command": {
-        "wiring", "options", "progress", "output", "counting", "ngram_table", "sweep", "interrupts", "decoder", "files",
-        "sampling",
-    },
-    "sweep_command": {"wiring", "options", "progress", "sweep_chart", "sweep", "interrupts", "decoder", "files"},
-    "asking": {"wiring", "options", "decoder", "files"},
-    "wiring": {
-        "specdec", "progress", "output", "decoder", "decoding", "planning", "files", "extras", "readers", "quantizing",
-        "transformer", "machine",
-    },
-    "options": set(),
-    "catalog": {"vocabulary", "files", "hub", "readers", "architectures"},
-    "bench": {"transformer", "architectures", "weights", "kernels", "machine"},
-    "counting": {"decoder", "decoding", "sampling", "tokenizer"},
-    "sweep_chart": {"sweep", "output"},
-    "sweep": {"decoder", "decoding", "planning", "sampling"},
-    "chat_screen": {
-        "chat_lines", "chat", "panel", "progress", "window", "story", "keys", "output", "decoder", "decoding", "interrupts",
-        "tokenizer", "checks",
-    },
-    "chat_lines": {"readers", "interrupts"},
-    "race_screen": {"race", "panel", "window", "story", "keys", "output", "decoding", "interrupts", "tokenizer"},
-    "race": {"decoder", "decoding", "sampling"},
-    "panel": {"window", "story", "keys", "output", "wording", "decoding", "interrupts", "tokenizer"},
-    "window": {"story", "screen", "keys", "interrupts"},
-    "screen": {"interrupts"},
-    "progress": {"interrupts", "story", "output", "decoding", "machine"},
-    "keys": {"interrupts"},
-    "story": set(),
-    "output": {"decoding"},
-    "chat": {"decoder", "decoding", "templates", "readers", "sampling", "checks"},
     "decoder": {
-        "vocabulary", "tokenizer_gguf", "tokenizer_json", "decoding", "stages", "ngrams", "ngram_table", "drafters",
-        "tree_planning", "planning", "files", "readers", "sampling", "tokenizer", "heads", "transformer", "weights", "machine",
-        "checks", "templates", "quantizing", "wording", "costs", "loading",
+        "drafting", "text", "decoding", "readers", "transformer", "sampling", "tokenizer", "weights", "machine", "checks",
     },
-    "loading": {
-        "tokenizer_gguf", "tokenizer_json", "files", "readers", "tokenizer", "transformer", "architectures", "weights", "checks",
+    "drafting": {
+        "text", "decoding", "transformer", "sampling", "architectures", "weights", "kernels", "machine", "checks",
     },
-    "costs": {"tree_planning", "planning", "heads", "sampling", "transformer", "vocabulary", "machine"},
-    "wording": {"decoding", "tokenizer"},
-    "decoding": {"drafters", "planning", "sampling", "machine"},
-    "stages": {"drafters", "planning", "sampling", "transformer", "architectures", "machine"},
-    "ngrams": {"ngram_table", "drafters", "planning"},
-    "ngram_table": {"readers"},
-    "drafters": {"tree_planning", "planning", "sampling", "heads", "transformer", "architectures", "machine"},
-    "tree_planning": {"planning"},
-    "planning": {"kernels", "machine"},
-    "files": {"hub", "extras", "readers", "tokenizer"},
-    "hub": {"hub_words", "extras", "readers"},
-    "hub_words": {"readers"},
-    "templates": {"extras", "readers", "tokenizer", "workers", "checks"},
-    "template_worker": set(),
-    "readers": {"architectures", "weights", "machine"},
-    "quantizing": {"transformer", "kernels", "weights", "machine", "checks"},
-    "transformer": {"heads", "architectures", "weights", "kernels", "machine", "checks"},
-    "heads": {"architectures", "weights", "kernels", "machine"},
+    "text": {"decoding", "readers", "sampling", "tokenizer", "checks"},
+    "decoding": {"sampling", "machine"},
+    "readers": {"transformer", "architectures", "weights", "tokenizer", "machine", "checks"},
+    "transformer": {"architectures", "weights", "kernels", "machine", "checks"},
     "architectures": {"weights", "kernels", "machine"},
     "sampling": {"kernels", "machine", "checks"},
     "weights": {"machine"},
     "kernels": {"machine"},
-    "vocabulary": {"tokenizer", "tokenizer_json"},
-    "tokenizer_gguf": {"tokenizer_json", "tokenizer", "checks"},
-    "tokenizer_json": {"extras", "checks", "tokenizer", "workers"},
-    "tokenizer_worker": set(),
     "tokenizer": {"checks"},
-    "extras": set(),
-    "workers": set(),
-    "interrupts": set(),
     "machine": set(),
     "checks": set(),
 }  # fmt: skip
 OUTSIDE = {
-    "command": {"typer", "rich"},
-    "race_command": {"typer", "rich"},
-    "chat_command": {"typer"},
-    "models_command": {"rich"},
-    "sweep_command": {"typer", "rich"},
-    "asking": {"typer"},
-    "wiring": {"typer"},
-    "options": {"typer"},
-    "bench": {"numpy", "rich"},
-    "quantizing": {"numpy"},
-    "sweep_chart": {"rich"},
-    "race_screen": {"rich"},
-    "panel": {"rich"},
-    "window": {"rich"},
-    "screen": {"rich"},
-    "story": {"rich"},
-    "output": {"rich"},
-    "ngram_table": {"numpy"},
-    "planning": {"numpy"},
-    "tree_planning": {"numpy"},
+    "commands": {"typer", "rich"},
+    "screens": {"rich"},
+    "measuring": {"numpy", "rich"},
+    "drafting": {"numpy"},
+    "text": {"jinja2", "tokenizers"},
+    "readers": {"numpy", "huggingface_hub"},
     "transformer": {"numpy"},
-    "heads": {"numpy"},
     "architectures": {"numpy"},
-    "readers": {"numpy"},
     "sampling": {"numpy"},
     "kernels": {"numpy"},
     "weights": {"numba", "numpy", "llvmlite"},  # llvmlite is numba's own
     "machine": {"numba", "numpy", "llvmlite"},
     "checks": {"numpy"},
-    "chat_screen": {"rich"},
-    "template_worker": {"jinja2"},
-    "hub": {"huggingface_hub"},
-    "tokenizer_worker": {"tokenizers"},
 }
 
 
@@ -216,12 +138,12 @@ def test_a_file_is_read_in_a_sitting(module: str) -> None:
     assert len(MODULES[module].read_text(encoding="utf-8").splitlines()) <= LONGEST_FILE
 
 
-def test_the_wheel_holds_every_module() -> None:
+def test_the_wheel_holds_every_room() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    table = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    for name, path in MODULES.items():
-        relative = path.relative_to(ROOT).as_posix()
-        assert table[relative] == ("specdec/__init__.py" if name == "specdec" else f"specdec/{relative}")
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    tops = {path.relative_to(ROOT).parts[0] for path in MODULES.values()}
+    assert tops - {"specdec.py"} == {name for name in wheel["only-include"] if name not in ("py.typed",) and "/" not in name}
+    assert wheel["force-include"] == {"specdec.py": "__init__.py"} and wheel["sources"] == {"": "specdec"}
 
 
 def test_the_distribution_has_a_name_of_its_own_and_brings_the_command_and_the_package() -> None:

@@ -16,10 +16,10 @@ from specdec.sampling import Sampling
 from specdec.transformer import Transformer
 from specdec.weights import BF16, FP32, INT8
 from tests import reference
+from tests.architectures.test_architectures import FAMILIES
+from tests.architectures.test_architectures import random_tensors as family_tensors
 from tests.checkpoints import random_tensors
 from tests.models import CONFIGS, THREADS, continuation, random_model, run_in_blocks, tokens_for
-from tests.test_architectures import FAMILIES
-from tests.test_architectures import random_tensors as family_tensors
 
 
 @numba.njit

@@ -15,8 +15,8 @@ from specdec.decoder import TARGET_SHARE
 from specdec.readers import CheckpointError
 from specdec.readers.loading import load_model
 from specdec.tokenizer import TokenizerError
+from tests.commands.test_cli import Run, run  # noqa: F401  (a fixture)
 from tests.folders import FIXTURES, safetensors_bytes
-from tests.test_cli import Run, run  # noqa: F401  (a fixture)
 
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec.text.tokenizer_json import JsonTokenizer

@@ -14,8 +14,8 @@ from specdec.kernels import MAX_TOKENS
 from specdec.machine.vectors import Float32
 from specdec.transformer import FIRST_POSITIONS, Transformer
 from specdec.weights import BF16, FP32, INT8, Kind
+from tests.architectures.test_architectures import FAMILIES, POISON, model_of, random_tensors
 from tests.models import CONFIGS, THREADS, random_model, tokens_for
-from tests.test_architectures import FAMILIES, POISON, model_of, random_tensors
 
 # head_dims of 2 to 128, heads that share keys, windows, norms of heads, learned positions
 SHAPES = FAMILIES | CONFIGS | {"head_dim 2": Config(14, 20, 2, 7, 1, 105, 400), "many heads": Config(96, 40, 1, 24, 1, 105, 400)}

@@ -16,7 +16,6 @@ from tests.conftest import Pair
 LATE = """
 import json, os, sys
 from specdec import Proposal, Sampling, SpeculativeDecoder
-from specdec.drafting import costs, heads
 from specdec.machine import cache
 from specdec.drafting.planning import Costs
 
@@ -52,13 +51,6 @@ def case(*models, prompt=PROMPT, n=30, then=(), **settings):
         return late
     return run
 
-def narrow():
-    heads.LEAST_IDS, costs.LEAST_SAVING = 64, 1e9
-    decoder = SpeculativeDecoder(target, draft, n_threads=1)
-    late = texts(decoder)
-    assert decoder._head
-    return late
-
 def unwarmed():
     decoder = SpeculativeDecoder(target, draft, verify="rejection", tree="on", n_threads=1)
     return texts(decoder)
@@ -81,7 +73,6 @@ CASES = {
     "int8 and int4": case(target, draft, quantize="target=int8,draft=int4"),
     "stage": case(target, draft, stage="ngram"),
     "a model as a stage": case(target, "self", stage=draft),
-    "narrow head": narrow,
     "trees": case(target, draft, tree="on"),
     "trees where they pay": case(target, draft, tree="auto"),
     "trees, gamma 4": case(target, draft, tree="on", gamma=4),
@@ -123,7 +114,7 @@ def test_no_text_compiles_or_loads_anything_behind_its_first_event(pair: Pair) -
         assert bool(OF_TREES.intersection(case["asked"])) == ("trees" in name), name
 
 
-INTERRUPTED = ("decode", "judge_proposals", "run_trees", "choose_threads", "costs_of", "narrow_head_of", "tree_costs_of")
+INTERRUPTED = ("decode", "judge_proposals", "run_trees", "choose_threads", "costs_of", "tree_costs_of")
 
 
 @pytest.mark.parametrize("where", INTERRUPTED)

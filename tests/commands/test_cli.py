@@ -17,7 +17,6 @@ from rich.cells import cell_len
 import specdec
 from specdec.architectures import Config
 from specdec.commands import main as command
-from specdec.commands import ngrams as ngrams_command
 from specdec.decoder import SpeculativeDecoder
 from specdec.drafting.planning import Costs
 from specdec.readers import files, load_checkpoint
@@ -533,13 +532,13 @@ def test_the_default_pair_is_used_where_no_model_is_named(run: Run, pair: Pair) 
         path.write_bytes(whole)
 
 
-@pytest.mark.parametrize("of", [[], ["bench"], ["ngrams"]], ids=["main", "bench", "ngrams"])
+@pytest.mark.parametrize("of", [[], ["bench"]], ids=["main", "bench"])
 def test_help_fits_80_columns_and_names_every_option(run: Run, monkeypatch: pytest.MonkeyPatch, of: list[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     code, out, err = run(*of, "--help")
     assert (code, err) == (0, "")
     assert max(map(cell_len, out.splitlines())) <= 80
-    function = {"": command.tell, "bench": command.measure, "ngrams": ngrams_command.count}["".join(of)]
+    function = {"": command.tell, "bench": command.measure}["".join(of)]
     annotations = [hint for hint in get_type_hints(function, include_extras=True).values() if get_origin(hint) is Annotated]
     assert len(annotations) > 3
     names = [name for hint in annotations for name in (hint.__metadata__[0].default, *hint.__metadata__[0].param_decls)]
@@ -762,26 +761,21 @@ def test_a_draft_that_does_not_pay_is_told_with_what_to_do(run: Run, pair: Pair,
     assert "note" not in run(*told[:2], "-d", "none", *told[4:])[2]
 
 
-# Stages and tables
+# Stages
 
 
-def test_stages_change_no_text_and_are_told(run: Run, pair: Pair, tmp_path: Path) -> None:
-    table = tmp_path / "table.ngrams"
-    code, out, err = run("ngrams", "-m", pair.target, "--tokens", 600, "-o", table, "-j", 1)
-    assert (code, err) == (0, "")
-    assert re.fullmatch(rf"{table}: what follows in \d+ contexts, in {table.stat().st_size} bytes\n", out)
+def test_stages_change_no_text_and_are_told(run: Run, pair: Pair) -> None:
     arguments = ("-m", pair.target, "-d", pair.draft, "-s", 3, "-j", 1, "-n", 60, "-g", 4, "--json")
     plain = from_json(run(*arguments))
     assert plain["settings"]["stage"] is None
-    for stage in (["--stage", "ngram"], ["--stage", table], ["-d", "ngram"], ["-d", pair.draft], ["--stage", pair.draft]):
+    for stage in (["--stage", "ngram"], ["-d", "ngram"], ["-d", pair.draft], ["--stage", pair.draft]):
         got = from_json(run(*arguments, *stage))
         assert [got[name] for name in ("text", "accepted_histogram")] == [plain[name] for name in ("text", "accepted_histogram")]
         assert got["settings"]["stage"] == str(stage[1])
     assert from_json(run(*arguments, "--stage", "none"))["settings"]["stage"] is None
-    assert from_json(run("-m", pair.target, "-d", table, "-s", 3, "-j", 1, "-n", 60, "--json"))["text"] == plain["text"]
 
 
-def test_bad_stages_are_one_line(run: Run, pair: Pair, tmp_path: Path) -> None:
+def test_bad_stages_are_one_line(run: Run, pair: Pair) -> None:
     two = ("-m", pair.target, "-d", pair.draft)
     assert_refused(run(*two, "-d", pair.draft, "-d", pair.draft), "two at most")
     assert_refused(run(*two, "-d", pair.draft, "--stage", "ngram"), "name one of the two")
@@ -789,26 +783,3 @@ def test_bad_stages_are_one_line(run: Run, pair: Pair, tmp_path: Path) -> None:
     assert_refused(run("-m", pair.target, "-d", "none", "--stage", "ngram"), "there is none; name one with -d")
     assert_refused(run(*two, "--stage", "self"), "no smaller than the draft")
     assert_refused(run(*two, "--stage", "nope"), "nope is neither here nor in")
-    damaged = tmp_path / "damaged.ngrams"
-    damaged.write_bytes(b"n-grams\0" + bytes(30))
-    assert_refused(run(*two, "--stage", damaged), damaged, "version 0")
-    assert_refused(run("-m", pair.target, "-d", damaged), damaged, "version 0")
-
-
-def test_a_table_is_counted_from_a_file(run: Run, pair: Pair, tmp_path: Path) -> None:
-    table, text = tmp_path / "table.ngrams", tmp_path / "text.txt"
-    text.write_text("abc abd\n" * 900)
-    model = ("-m", pair.target, "-j", 1)
-    assert run("ngrams", *model, "-f", text, "-o", table)[0] == 0
-    got = from_json(run(*model, "-d", table, "-i", "abc abd abc", "-n", 40, "-t", 0, "-g", 4, "--json"))
-    assert got["n_drafted"] > 0
-    text.write_bytes(b"\xff")
-    assert_refused(run("ngrams", *model, "-f", text, "-o", table), "not valid UTF-8")
-    text.write_text("")
-    assert_refused(run("ngrams", *model, "-f", text, "-o", table), "nothing to count")
-    assert_refused(run("ngrams", *model, "-f", tmp_path / "no", "-o", table), "cannot read")
-    assert_refused(run("ngrams", *model, "-f", text, "-o", text), "is left as it is")
-    assert_refused(run("ngrams", *model, "-o", tmp_path / "no" / "x"), "cannot write")
-    assert_refused(run("ngrams", *model), "-o")
-    assert_refused(run("ngrams", *model, "-o", table, "--tokens", 0), "--tokens")
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["table.ngrams", "text.txt"]

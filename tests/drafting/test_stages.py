@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from specdec import Sampling, SpeculativeDecoder
-from specdec.decoding import VERIFIERS, Statistics, Step, decode
-from specdec.drafting.drafters import Draft, ModelDrafter
-from specdec.drafting.ngram_table import count
+from specdec.decoding import VERIFIERS, Draft, Statistics, Step, decode
+from specdec.drafting.drafters import ModelDrafter
 from specdec.drafting.ngrams import NgramDrafter, SuffixAutomaton
 from specdec.drafting.planning import MARGIN_RATES, ODDS_RATES, TRIAL_SHARE, Acceptance, Costs, FixedLength
 from specdec.drafting.stages import MOST_SAVED, Account, StagedDrafter
@@ -193,23 +192,19 @@ def test_the_automaton_follows_a_tail_that_it_does_not_take_in():
         assert automaton.text == text
 
 
-def test_a_guess_behind_a_tail_is_what_followed_there_and_text_beats_a_table_that_knows_less():
-    table = count([[5, 6, 9], [5, 6, 9], [5, 6, 9], [7, 3]], 20)
-    drafter = NgramDrafter((), table)
+def test_a_guess_behind_a_tail_is_what_followed_there():
+    drafter = NgramDrafter(())
     text = [1, 7, 8, 9, 10, 11, 12, 13, 3, 4]
     assert drafter.propose(text, begun(2), [7, 8, 9]).tokens == [10, 11]
-    assert drafter.propose(text, begun(1), [5, 6]).tokens == [9]  # the table's
     assert drafter.propose(text, begun(1), [5, 19]).tokens == []
-    assert drafter.propose([6], begun(1), []).tokens == [9]  # of one token alone
 
 
 @pytest.mark.parametrize("verify", VERIFIERS)
 def test_the_library_has_stages(pair, verify):
-    table = count([[1, 5, 6, 7, 8, 9] * 9], 300)
     plain = SpeculativeDecoder(pair.target, pair.draft, pair.tokenizer, gamma=4, verify=verify, n_threads=1)
     prompt = "abc abd abc abd abc ab"
     expected = [plain.generate(prompt, 40, temperature=temperature, seed=3) for temperature in (0.0, 1.0)]
-    for stage in ("ngram", table, pair.draft):
+    for stage in ("ngram", pair.draft):
         decoder = SpeculativeDecoder(plain.target, pair.draft, plain.tokenizer, stage=stage, gamma=4, verify=verify)
         for decoder_ in (decoder, pickle.loads(pickle.dumps(decoder))):
             for temperature, (text, statistics) in zip((0.0, 1.0), expected, strict=True):
@@ -225,8 +220,6 @@ def test_bad_stages(pair):
         ("ngram", "ngram", "a stage drafts for a draft that is a model"),
         (pair.draft, "self", "no smaller than the draft"),
         (pair.draft, target, "target and stage are one object"),
-        (pair.draft, count([[1, 2, 3]], 299), "of a vocabulary of 299 tokens, the target's has 300"),
-        (count([[1, 2, 3]], 299), None, "of a vocabulary of 299 tokens, the target's has 300"),
         (pair.draft, tiny_model(0), "the stage has a vocabulary of 105"),
         (pair.draft, pair.tokenizer, "tok300"),
     ):

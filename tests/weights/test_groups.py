@@ -25,7 +25,7 @@ from specdec.weights.matrix import pack
 from tests import reference
 from tests.checkpoints import random_tensors
 from tests.models import CONFIGS, THREADS, random_model, round_to_float32, run_in_blocks, tokens_for
-from tests.test_int8 import RUNS_HERE
+from tests.weights.test_int8 import RUNS_HERE
 
 N, ROWS = 512, 70
 MIXES = {

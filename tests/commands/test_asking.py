@@ -14,10 +14,10 @@ from specdec.readers import files
 from specdec.readers.strangers import STRANGERS
 from specdec.screens.progress import loading
 from specdec.tokenizer import Tokenizer
+from tests.commands.test_cli import Run, assert_refused, from_json, run  # noqa: F401  (a fixture)
 from tests.conftest import Pair
 from tests.gguf_files import CONFIGS, gguf_bytes, model_keys, model_tensors
 from tests.terminal import COMMAND, LONGEST, PROMPT, endless, in_terminal, with_pair
-from tests.test_cli import Run, assert_refused, from_json, run  # noqa: F401  (a fixture)
 
 
 @pytest.fixture
@@ -385,8 +385,8 @@ def test_all_packages_that_a_run_lacks_are_told_before_anything_is_loaded(
     monkeypatch.setattr(sys, "stdin", None)
     for package in ("tokenizers", "huggingface_hub", "jinja2"):
         monkeypatch.setitem(sys.modules, package, None)
-    for name in ("command", "chat_command", "race_command", "sweep_command", "ngrams_command"):
-        monkeypatch.setattr(f"specdec.{name}.decoder_of", lambda *_, **__: pytest.fail("something is loaded"))
+    for name in ("main", "chat", "race", "sweep"):
+        monkeypatch.setattr(f"specdec.commands.{name}.decoder_of", lambda *_, **__: pytest.fail("something is loaded"))
     folder, tiny = tmp_path / "folder", tmp_path / "tiny.gguf"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -402,7 +402,6 @@ def test_all_packages_that_a_run_lacks_are_told_before_anything_is_loaded(
         (["-m", pair.target, "-d", "org/name"], {fetching, reading}),
         (["race", "-m", "org/name:Q8_0"], {fetching, reading}),
         (["sweep", "-m", folder, "-d", "stories15M"], {fetching, reading}),
-        (["ngrams", "-m", tiny, "-o", tmp_path / "table"], {reading}),
         (["chat", "-m", pair.target, "-i", "hi"], {chatting}),
         (["chat", "-m", tiny, "-i", "hi"], {reading, chatting}),
         (["chat", "-m", "org/name", "-i", "hi"], {fetching, reading, chatting}),

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.decoding import VERIFIERS, CoupledVerifier, Proposal, Statistics, Step, decode, judge
-from specdec.drafting.drafters import Draft, TreeDrafter
+from specdec.decoding import VERIFIERS, CoupledVerifier, Draft, Proposal, Statistics, Step, decode, judge
+from specdec.drafting.drafters import TreeDrafter
 from specdec.drafting.planning import MAX_GAMMA, Costs
 from specdec.drafting.tree_planning import AutoTree, StaticTree, TreeCosts, new_acceptances
 from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET

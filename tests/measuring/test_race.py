@@ -20,8 +20,8 @@ from specdec.screens.story import width_of
 from specdec.tokenizer import Tokenizer
 from tests.checkpoints import ROOT
 from tests.conftest import Pair
+from tests.screens.test_panel import Clock, Keys, grew
 from tests.terminal import PROMPT, Job, Screen, with_pair
-from tests.test_panel import Clock, Keys, grew
 
 SIZES = [(20, 8), (40, 12), (71, 20), (72, 8), (80, 24), (120, 40), (200, 60)]
 

@@ -15,7 +15,7 @@ pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec.text import template_worker, templates, tokenizer_json
 from specdec.text.templates import LLAMA2, ChatTemplate, TemplateError, TooLong, template_of
 from specdec.text.tokenizer_json import JsonTokenizer
-from tests.test_tokenizer_json import oracle
+from tests.text.test_tokenizer_json import oracle
 
 CHATS = FIXTURES / "chat"
 CASES = json.loads((CHATS / "rendered.json").read_text(encoding="utf-8"))

@@ -14,8 +14,8 @@ from specdec.readers.loading import load_model
 from specdec.text.tokenizer_gguf import gguf_tokenizer
 from specdec.text.vocabulary import common_vocabulary
 from specdec.tokenizer import Part, Tokenizer, TokenizerError
+from tests.commands.test_cli import Run, run  # noqa: F401  (a fixture)
 from tests.gguf_files import TOKENIZERS, Keys, gguf_bytes, tokenizer_keys, with_tokenizer
-from tests.test_cli import Run, run  # noqa: F401  (a fixture)
 
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec.text.tokenizer_json import JsonTokenizer

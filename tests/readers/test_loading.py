@@ -16,7 +16,7 @@ from specdec.weights import FP32 as FP32_KIND
 from specdec.weights.blocks import KINDS
 from specdec.weights.matrix import Kind, converted, pack
 from tests.models import THREADS
-from tests.test_groups import Given
+from tests.weights.test_groups import Given
 
 
 @pytest.mark.parametrize("lead", [0, 16, SMALL_PAGE_WORDS + 16, LARGE_PAGE_WORDS - 1])
