@@ -4,21 +4,32 @@ import functools
 import itertools
 import os
 import threading
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from .checks import file_name, ids, is_list, one_of, short, strings, text, whole
-from .decoding import VERIFIERS, Event, Generation, Prefill, Prompt, Step, VerifyMode, behind_prefill, decode, judge_proposals
+from .decoding import (
+    VERIFIERS,
+    Drafter,
+    Event,
+    Generation,
+    Plan,
+    Prefill,
+    Prompt,
+    Step,
+    VerifyMode,
+    behind_prefill,
+    decode,
+    judge_proposals,
+)
 from .drafting.copies import copy_of, kinds_to_make
-from .drafting.costs import choose_threads, costs_of, narrow_head_of, run_trees, tree_costs_of
-from .drafting.drafters import Drafter, ModelDrafter, TreeDrafter
-from .drafting.heads import NarrowHead, Thrift
-from .drafting.ngram_table import NgramTable, is_table, load_table
+from .drafting.costs import choose_threads, costs_of, run_trees, tree_costs_of
+from .drafting.drafters import ModelDrafter, TreeDrafter
 from .drafting.ngrams import NgramDrafter
-from .drafting.planning import MARGIN_RATES, MAX_GAMMA, ODDS_RATES, Acceptance, AutoLength, Costs, FixedLength, Plan
+from .drafting.planning import MARGIN_RATES, MAX_GAMMA, ODDS_RATES, Acceptance, AutoLength, Costs, FixedLength
 from .drafting.stages import Account, Guesser, StagedDrafter
 from .drafting.tree_planning import STATIC_RATES, AutoTree, StaticTree, TreeCosts, new_acceptances
 from .machine.ahead import end
@@ -26,8 +37,9 @@ from .machine.memory import physical_memory_bytes
 from .machine.threads import available_threads, give_lock
 from .readers import Checkpoint, load_checkpoint
 from .readers.files import find
-from .readers.loading import Progress, loaded, opened, tell_nobody, tokenizer_of
+from .readers.loading import Progress, loaded, opened, tell_nobody
 from .sampling import Sampler, Sampling
+from .text.finding import tokenizer_of
 from .text.templates import ChatTemplate, Message, TemplateError, template_of
 from .text.tokenizer_gguf import gguf_tokenizer
 from .text.tokenizer_json import TOKENIZER_FILE, JsonTokenizer
@@ -40,8 +52,7 @@ from .weights import Kind
 DEFAULT_SAMPLING = Sampling()
 SELF = "self"  # as a draft: a copy of the target in fewer bits
 NGRAM: Literal["ngram"] = "ngram"  # as a draft: what followed in the text before
-Ngrams = Literal["ngram"] | NgramTable  # of the text alone, or of a table too
-Draftable = str | os.PathLike[str] | Transformer | NgramTable
+Draftable = str | os.PathLike[str] | Transformer
 AUTO: Literal["auto"] = "auto"
 FIXED_GAMMA = 4  # where the clock must not decide
 Gamma = int | Literal["auto"]
@@ -57,10 +68,10 @@ class SpeculativeDecoder:
 
     target: a Hugging Face folder, a GGUF file, a name on the hub ("org/name", "org/name:Q4_K_M"), the path of a llama2.c file,
         also looked for in models/, or a loaded `Transformer`.
-    draft: the same; "ngram", the default: what followed in the text before; a table of n-grams (`specdec ngrams`) or its path:
-        that, and what the table counted; "self": an int8 or int4 copy of the target; None: the target decodes alone.
+    draft: the same; "ngram", the default: what followed in the text before; "self": an int8 or int4 copy of the target; None:
+        the target decodes alone.
     tokenizer: a path or a tokenizer; found in the target's folder or file, beside it or in models/ where not given.
-    stage: what drafts for a draft model, which judges it before the target sees anything: "ngram", a table or a smaller model;
+    stage: what drafts for a draft model, which judges it before the target sees anything: "ngram" or a smaller model;
         it changes the speed alone.
     gamma: draft tokens a step, 1 to 63, or "auto": as many as pay.
     verify: "coupled" (the text is the plain run's of the same seed), "rejection" (Leviathan et al. 2023) or "block" (Sun et al.
@@ -150,8 +161,6 @@ class SpeculativeDecoder:
         self._costs: Costs | None = None  # measured when warm
         self._account: Account | None = None  # of the stage
         self._tree_costs: TreeCosts | None = None
-        self._head: NarrowHead | None = None  # of the draft, where it is faster than the whole
-        self._loss = 0.0  # see `Thrift`
         self._acceptance = Acceptance(ODDS_RATES if self._ngrams else MARGIN_RATES)
         self._acceptances = new_acceptances(self._acceptance)
         self._done = set[str]()  # of what `warm_up` does
@@ -168,22 +177,14 @@ class SpeculativeDecoder:
         kind: Kind | None,
         is_asked: bool,
         progress: Progress,
-    ) -> tuple[Ngrams | None, Transformer | None, Vocabulary]:
+    ) -> tuple[Literal["ngram"] | None, Transformer | None, Vocabulary]:
         """N-grams or a model, whichever was given, and the ids that the target and it may say."""
         n_target = known_ids(self.tokenizer, self.target.config.vocab_size)
         vocabulary = Vocabulary(n_target, n_target)
         if draft is None or _is_ngram(draft):
             return NGRAM if draft else None, None, vocabulary
-        if not isinstance(draft, Transformer | NgramTable) and file_name(parameter, draft) != SELF:
+        if not isinstance(draft, Transformer) and file_name(parameter, draft) != SELF:
             draft = find(draft)
-            draft = load_table(draft) if is_table(draft) else draft
-        if isinstance(draft, NgramTable):
-            if draft.vocab_size != n_target:
-                raise ValueError(
-                    f"the table of n-grams is of a vocabulary of {draft.vocab_size} tokens, the target's has {n_target}; "
-                    "make one of this target with `specdec ngrams`"
-                )
-            return draft, None, vocabulary
         model, vocabulary = self._draft(f"the {parameter}", draft, n_threads, kind, is_asked, progress)
         most = self.target.n_positions
         n = model.positions_within((1 - TARGET_SHARE) * self._room - model.weights.n_bytes, most)
@@ -382,7 +383,7 @@ class SpeculativeDecoder:
         marks = self.tokenizer.end_marks
         plan = self._plan()
         is_slow = not isinstance(plan, AutoLength) or plan.costs.of(1) > NGRAM_SECONDS
-        drafter: Drafter | None = _ngram_drafter(self._ngrams, marks) if self._ngrams and is_slow else None
+        drafter: Drafter | None = NgramDrafter(marks) if self._ngrams and is_slow else None
         if self.draft:
             drafter = self._model_drafter(self.draft, sampling, verifier.draft_noise, plan)
         return decode(self.target, drafter, verifier, tokens, max_tokens, plan, marks)
@@ -392,19 +393,15 @@ class SpeculativeDecoder:
         marks, n_target = self.tokenizer.end_marks, self._vocabulary.n_target
         sampler = Sampler(n_target, sampling, self._vocabulary.n_common)
         if isinstance(plan, AutoTree | StaticTree):
-            return TreeDrafter(draft, sampler, noise, marks, plan, self._thrift())
+            return TreeDrafter(draft, sampler, noise, marks, plan)
         if not self._account:
-            return ModelDrafter(draft, sampler, noise, marks, self._thrift())
+            return ModelDrafter(draft, sampler, noise, marks)
         guesser: Guesser
         if self.stage:
             guesser = ModelDrafter(self.stage, Sampler(n_target, sampling, self._stage_vocabulary.n_common), noise, marks)
         else:
-            guesser = _ngram_drafter(self._stage_ngrams, marks)
+            guesser = NgramDrafter(marks)
         return StagedDrafter(self._models[1:], guesser, self._account, sampler, noise, marks)
-
-    def _thrift(self) -> Thrift | None:
-        """Of the draft's narrow head, where it has one and the text does not hang on q."""
-        return Thrift(self.draft, self._head, self._loss) if self.draft and self._head and self.verify == "coupled" else None
 
     def _plan(self) -> Plan:
         """How long proposals get. A text of `rejection` or `block` hangs on that, so that there it must not hang on the clock."""
@@ -536,8 +533,6 @@ class SpeculativeDecoder:
         if self.draft and self.has_stage:
             own = costs_of(self.draft, self.stage, self._vocabulary)
             self._account = Account(own, Acceptance(MARGIN_RATES if self.stage else ODDS_RATES))
-        elif self.draft and costs:
-            self._head, self._loss = narrow_head_of(self.draft, costs, self._vocabulary)
         self._costs = costs
 
     def _measure_trees(self) -> None:
@@ -579,7 +574,3 @@ def _rebuilt(
 
 def _is_ngram(draft: object) -> bool:
     return isinstance(draft, str) and draft == NGRAM  # an array compares with a string by elements
-
-
-def _ngram_drafter(ngrams: Ngrams | None, end_marks: Container[int]) -> NgramDrafter:
-    return NgramDrafter(end_marks, ngrams if isinstance(ngrams, NgramTable) else None)

@@ -23,8 +23,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from .drafting.drafters import Draft, Drafter
-from .drafting.planning import Plan
 from .machine.memory import zeros
 from .machine.vectors import Float32
 from .sampling import (
@@ -193,6 +191,67 @@ class Generation:
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.text, self.statistics))
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed tokens; where a proposal ends may hang on its tokens and their q, on none that was drawn and left out.
+
+    q: what each was drawn from, (1, V padded) a token; None where they were not drawn. parents: of each an earlier one's index,
+    or -1; None where each follows the one before. Siblings were drawn from one q in their order, without replacement.
+    """
+
+    tokens: list[int]
+    q: list[Float32] | None = None
+    parents: list[int] | None = None
+
+    def children(self, node: int) -> list[int]:
+        """What is proposed behind a token, or, of -1, behind the text: indexes, the first choice first."""
+        if self.parents is None:
+            return [node + 1] if node + 1 < len(self.tokens) else []
+        return [child for child, parent in enumerate(self.parents) if parent == node]
+
+    def path(self, tokens: list[int]) -> list[int]:
+        """The proposed tokens from the text on that begin with those, as far as they are proposed; then first choices."""
+        if self.parents is None:
+            return self.tokens
+        path, node = list[int](), -1
+        while children := self.children(node):
+            at = len(path)
+            node = next((c for c in children if at < len(tokens) and self.tokens[c] == tokens[at]), children[0])
+            path.append(self.tokens[node])
+        return path
+
+
+class Plan(Protocol):
+    """Whoever decides how long proposals get: asked before each and after each of its tokens, told what became of it.
+
+    most: how many tokens the proposal that has begun may get.
+    """
+
+    most: int
+
+    def begins(self, most: int) -> bool:
+        """Whether to draft for the next step; a proposal may have up to `most` tokens."""
+
+    def goes_on(self, confidence: float) -> bool:
+        """Whether another token is wanted behind one of that confidence, which is >= 0 and rises with the odds that it stands."""
+
+    def takes(self, confidences: list[float]) -> int:
+        """How many of tokens of such confidences to propose, of a drafter that has them at no cost; in the place of `goes_on`."""
+
+    def saw(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
+        """How the step went."""
+
+
+class Drafter(Protocol):
+    """A proposal may be shorter than planned, and empty."""
+
+    def get_ready(self, tokens: list[int]) -> None:
+        """Take in a prompt."""
+
+    def propose(self, tokens: list[int], plan: Plan) -> Draft:
+        """Tokens that may follow tokens, as long as the plan, which has begun, goes on."""
 
 
 class Verifier(Protocol):

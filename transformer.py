@@ -12,7 +12,6 @@ import numpy as np
 from .architectures import Config, Weights, architecture_of
 from .architectures.rope import fill_tables
 from .checks import ids, one_of, short, whole
-from .drafting.heads import NarrowHead
 from .kernels import KV_CACHES, MAX_TOKENS, Buffers, move_slots, trace
 from .machine.ahead import compile_ahead
 from .machine.memory import lazy_zeros, zeros
@@ -217,15 +216,6 @@ class Transformer:
             elif seconds < READ_SECONDS / 2:
                 n = min(2 * n, MAX_TOKENS)
 
-    def forward_narrowly(self, tokens: list[int], head: NarrowHead) -> Float32:
-        """Logits (1, V) at the last of a text's tokens, of those that the head scores; else as `forward`."""
-        return self._forward(tokens, [], 1, head)
-
-    def widen(self, head: NarrowHead) -> Float32:
-        """Logits (1, V) of all tokens, where `forward_narrowly`, the last that ran, told those of some."""
-        with self.lock:
-            return head.widen(self._n_threads)[:, : self._config.vocab_size]
-
     def forward_tree(
         self, tokens: Sequence[int], nodes: Sequence[int], parents: Sequence[int], n_logits: int | None = None
     ) -> Float32:
@@ -272,19 +262,19 @@ class Transformer:
             finally:
                 self._is_running = False
 
-    def _forward(self, tokens: list[int], nodes: list[Node], n_logits: int, head: NarrowHead | None = None) -> Float32:
+    def _forward(self, tokens: list[int], nodes: list[Node], n_logits: int) -> Float32:
         with self.lock:
             if self._is_running:
                 raise RuntimeError(IN_THE_MIDDLE)
             try:
                 self._is_running = True
                 self.n_passes += 1
-                self._run(tokens, nodes, n_logits, head)
-                return (head.narrow() if head else self._buffers.logits)[:n_logits, : self._config.vocab_size]
+                self._run(tokens, nodes, n_logits)
+                return self._buffers.logits[:n_logits, : self._config.vocab_size]
             finally:
                 self._is_running = False
 
-    def _run(self, tokens: list[int], nodes: list[Node], n_logits: int, head: NarrowHead | None) -> None:
+    def _run(self, tokens: list[int], nodes: list[Node], n_logits: int) -> None:
         """The tokens and nodes that the cache does not hold, and the last n_logits of both."""
         limit = len(tokens) - max(0, n_logits - len(nodes))
         start, n_nodes = n_common(self._held, tokens, limit), 0
@@ -306,13 +296,12 @@ class Transformer:
         del self._held[start:]
         if nodes:
             trace(self._buffers.depths, self._buffers.paths, np.array([parent for _, parent in nodes]), len(nodes))
-        runner = head.runner(self._program, self._buffers) if head else self._runner
         while new:
             # the last pass is a full one where there are several, so that it holds all n_logits tokens, and all nodes
             block = new[: len(new) % MAX_TOKENS or MAX_TOKENS]
             del new[: len(block)]
             self._buffers.tokens[: len(block)] = block
-            runner(len(block), len(self._held) + n_nodes, 0 if new else n_logits, self._n_threads, len(tokens))
+            self._runner(len(block), len(self._held) + n_nodes, 0 if new else n_logits, self._n_threads, len(tokens))
             self._held += block[: len(tokens) - len(self._held)] if nodes else block
         if nodes:
             self._nodes += nodes[n_nodes:]

@@ -9,14 +9,12 @@ from ..machine.tiles import TILE_TOKENS
 from ..sampling import TARGET_NOISE, Sampler, Sampling
 from ..text.vocabulary import Vocabulary
 from ..transformer import Transformer
-from .heads import NarrowHead, may_narrow
 from .planning import Costs
 from .tree_planning import WIDEST, TreeCosts
 
 # Passes over so many tokens are timed in turns, for about so long: of a slow target over the first two, and twice unless once
 # takes SLOW seconds. Where a second tile begins, a pass costs a step more.
 COSTS_TOKENS, COSTS_SECONDS, SLOW = (TILE_TOKENS, 1, TILE_TOKENS + 1, 2, 4, 2 * TILE_TOKENS, 32), 0.03, 0.1
-LEAST_SAVING = 0.95  # of a draft token's time, that a narrow head has to come below
 TRIAL_SECONDS, TRIAL_MARGIN = 0.05, 1.25  # of the choice of threads: all of them unless so much slower
 TREE_WIDTHS = 2, 4, WIDEST  # of levels of trees, timed likewise
 
@@ -48,38 +46,6 @@ def costs_of(target: Transformer, draft: Transformer | None, vocabulary: Vocabul
     n_tokens = [n for model, n in jobs if model is target]
     passes = {n: taken for n, taken in zip(n_tokens, least, strict=True) if taken < math.inf}
     return Costs(passes, token, max(0.0, first - token))
-
-
-def head_seconds(draft: Transformer, head: NarrowHead, vocabulary: Vocabulary) -> tuple[float, float]:
-    """What a token of the draft takes with its whole head and with a narrow one, with draws: the least of several."""
-    sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
-    probs = sampler.new_probs()
-
-    def seconds(is_narrow: bool) -> float:
-        begin = time.perf_counter()
-        with draft.lock:
-            logits = draft.forward_narrowly([0], head) if is_narrow else draft.forward([0])
-            sampler.draw(probs, logits[0], TARGET_NOISE, 1)
-        return time.perf_counter() - begin
-
-    seconds(True)  # which makes its program
-    deadline = time.perf_counter() + COSTS_SECONDS
-    whole = narrow = math.inf
-    while narrow == math.inf or time.perf_counter() < deadline:
-        whole, narrow = min(whole, seconds(False)), min(narrow, seconds(True))
-    return whole, narrow
-
-
-def narrow_head_of(draft: Transformer, costs: Costs, vocabulary: Vocabulary) -> tuple[NarrowHead | None, float]:
-    """A narrow head of the draft, where it is clearly faster than the whole one, and its `Thrift`'s loss; costs then tell its."""
-    if not may_narrow(draft.weights):
-        return None, 0.0
-    head = NarrowHead(draft.weights)
-    all_rows, few_rows = head_seconds(draft, head, vocabulary)
-    if few_rows >= LEAST_SAVING * all_rows:
-        return None, 0.0
-    costs.draft *= few_rows / all_rows
-    return head, (costs.of(1) + all_rows) / (all_rows - few_rows)
 
 
 def choose_threads(models: Sequence[Transformer], most: int, trial: Callable[[], float]) -> None:

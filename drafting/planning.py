@@ -9,7 +9,6 @@ have had.
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -44,27 +43,6 @@ RECENT = 0.6  # what a round's seconds weigh after the next one, where rounds ar
 # Tokens of the target alone that drafting may lose: before it has gained any, at the begin of a later text, and of what it has
 # gained; the share of that a round may lose
 FIRST_CREDIT, LEAST_CREDIT, MOST_CREDIT, RISK = 3.0, 1.0, 12.0, 0.5
-
-
-class Plan(Protocol):
-    """Whoever decides how long proposals get: asked before each and after each of its tokens, told what became of it.
-
-    most: how many tokens the proposal that has begun may get.
-    """
-
-    most: int
-
-    def begins(self, most: int) -> bool:
-        """Whether to draft for the next step; a proposal may have up to `most` tokens."""
-
-    def goes_on(self, confidence: float) -> bool:
-        """Whether another token is wanted behind one of that confidence, which is >= 0 and rises with the odds that it stands."""
-
-    def takes(self, confidences: list[float]) -> int:
-        """How many of tokens of such confidences to propose, of a drafter that has them at no cost; in the place of `goes_on`."""
-
-    def saw(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
-        """How the step went."""
 
 
 class FixedLength:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..architectures import Config
+from ..decoding import Draft, Drafter, Plan
 from ..machine.vectors import Float32
 from ..sampling import Sampler
 from ..transformer import Transformer
-from .drafters import Draft, Drafter, ModelDrafter
-from .planning import TRIAL_SHARE, Acceptance, AutoLength, Costs, Plan
+from .drafters import ModelDrafter
+from .planning import TRIAL_SHARE, Acceptance, AutoLength, Costs
 
 MOST_SAVED = 10  # passes of the draft over one token: what may be lost at most where guesses stop to pay
 

@@ -13,7 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
-from .planning import BUCKETS, MARGIN_RATES, MAX_GAMMA, Acceptance, AutoLength, Costs, FixedLength, Plan, bucket_of
+from ..decoding import Plan
+from .planning import BUCKETS, MARGIN_RATES, MAX_GAMMA, Acceptance, AutoLength, Costs, FixedLength, bucket_of
 
 # Of candidates behind the first, how often each was the token where those before it were not, by how far its score is behind
 # the first one's: before anything was seen, as the embedded pair had it.

@@ -16,11 +16,11 @@ import numpy.typing as npt
 from ..architectures.llama import LLAMA
 from ..decoder import SpeculativeDecoder
 from ..decoding import CoupledVerifier, Step, decode
-from ..drafters import ModelDrafter
+from ..drafting.drafters import ModelDrafter
+from ..drafting.planning import FixedLength
 from ..kernels import MAX_TOKENS
-from ..loading import load_model
 from ..machine.vectors import Float32, Int64
-from ..planning import FixedLength
+from ..readers.loading import load_model
 from ..sampling import TARGET_NOISE, Sampler, Sampling
 from ..tokenizer import FIRST_BYTE, Tokenizer
 from ..transformer import Transformer

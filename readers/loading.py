@@ -1,17 +1,14 @@
-"""A name becomes a model, or a tokenizer: found, read and packed. Knows nothing of drafts."""
+"""A name becomes a model: found, read and packed. Knows nothing of drafts."""
 
 import os
 from collections.abc import Callable
 
 from ..architectures import architecture_of
 from ..checks import file_name
-from ..text.tokenizer_gguf import gguf_tokenizer
-from ..text.tokenizer_json import load_tokenizer
-from ..tokenizer import AnyTokenizer
 from ..transformer import KV, Transformer
 from ..weights import INT8, Kind
-from . import Checkpoint, CheckpointError, load_checkpoint, read_vocabulary
-from .files import find, find_tokenizer
+from . import Checkpoint, CheckpointError, load_checkpoint
+from .files import find
 
 Progress = Callable[[str, float], None]  # is told the name of a model and the share of it that is loaded
 
@@ -51,15 +48,3 @@ def loaded(
     except MemoryError as error:
         raise CheckpointError(f"{checkpoint.path} does not fit: {error or 'there is no memory for its weights'}") from None
     return Transformer(checkpoint.config, weights, n_threads, n_positions, kv)
-
-
-def tokenizer_of(given: str | os.PathLike[str] | AnyTokenizer | None, target: Checkpoint | None, rows: int) -> AnyTokenizer:
-    """The tokenizer that was given, else the target's own or the one that lies where a llama2.c file's is looked for."""
-    if isinstance(given, AnyTokenizer):
-        return given
-    if given is None and target and target.vocabulary:
-        return gguf_tokenizer(target.path, target.vocabulary)
-    bos, marks = (target.bos, target.end_marks) if target else (None, {})
-    path = find_tokenizer(None if given is None else file_name("tokenizer", given), target.path if target else None, rows)
-    keys = {} if path.is_dir() or not path.exists() else read_vocabulary(path)
-    return gguf_tokenizer(path, keys) if keys else load_tokenizer(path, bos, marks)

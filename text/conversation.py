@@ -3,17 +3,17 @@
 import json
 import os
 from bisect import bisect_left
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from .. import checks
-from ..decoder import SpeculativeDecoder
 from ..decoding import Event, Prefill, Step
 from ..readers import CheckpointError, read_object, replace_text
 from ..sampling import Sampling
+from ..tokenizer import AnyTokenizer
 from .templates import Message, TooLong
 
 FORMAT, REVISION = "specdec conversation", 1
@@ -51,6 +51,17 @@ class Settings:
         return replace(self, **{name: number})
 
 
+class Speaker(Protocol):
+    """What a conversation asks of a decoder; see `SpeculativeDecoder`."""
+
+    @property
+    def tokenizer(self) -> AnyTokenizer: ...
+    @property
+    def n_positions(self) -> int: ...
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]: ...
+    def read_and_stream(self, prompt: list[int], max_tokens: int, sampling: Sampling) -> Iterator[Event | Prefill]: ...
+
+
 class Conversation:
     """Questions and answers by turns, behind a system prompt; "" for none.
 
@@ -60,7 +71,7 @@ class Conversation:
 
     def __init__(
         self,
-        decoder: SpeculativeDecoder,
+        decoder: Speaker,
         system: str = "",
         settings: Settings | None = None,
         model: str = "",
