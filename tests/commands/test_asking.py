@@ -235,7 +235,6 @@ def strange_files(folder: Path) -> dict[str, bytes]:
         "gzip": b"\x1f\x8b\x08\x00" + rest,
         "HDF5": b"\x89HDF\r\n\x1a\n" + rest,
         "before GGUF": b"tjgg" + rest,
-        "with -d": b"n-grams\0" + rest,
     }
 
 
