@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from . import CheckpointError, extras
+from . import CheckpointError, extras, replace_text
 from .hub_words import COMMIT, ETAG, SHA256, are_of_one_server, endpoint, may_be_a_file, named, without_password
 
 GGUF = ".gguf"
@@ -240,7 +240,9 @@ class _Fetch:
 
     def _is_newest(self, commit: str) -> None:
         """Whoever asks the cache for the repository finds that snapshot."""
-        _replace_text(_storage(self.name) / "refs" / "main", commit)
+        main = _storage(self.name) / "refs" / "main"
+        main.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(main, commit)
 
     def _to_come(self, file: str, size: int) -> int:
         """Bytes of a file that are not here yet. On the hub, the ETag of a large file is its sha256."""
@@ -523,14 +525,6 @@ def _size(path: Path) -> int:
 def _touch(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
-
-
-def _replace_text(path: Path, text: str) -> None:
-    """Whole or not at all, for whoever reads it meanwhile."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    new.write_text(text)
-    os.replace(new, path)
 
 
 def _link(blob: Path, place: Path) -> None:
