@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 import select
 import stat
 import sys
@@ -25,11 +26,38 @@ LIKE_A_COMMAND = 0.75  # of the letters: rather a slip than a prompt
 Command: Any = next(kind for kind in TyperGroup.__mro__ if kind.__name__ == "Command")
 
 
-def _among_the_others(params: list[Any]) -> list[Any]:
+NUMERALS = {int: re.compile("[0-9]{1,18}"), float: re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")}
+
+
+class AsItStands:
+    """In the place of a parameter's `process_value`: defaults, words and plain numerals within the limits are what they say. All
+    else is Typer's to judge, which imports pydantic for it, 0.1 s of every start."""
+
+    def __init__(self, param: Any) -> None:
+        self._param, self.judge = param, param.process_value
+
+    def __call__(self, context: Any, value: Any) -> Any:
+        param = self._param
+        kind, limits = param.type_descriptor.annotation, param.type_descriptor.parameter_info
+        if value is None and not param.required:
+            value = () if param.multiple or param.nargs == -1 else None
+        elif isinstance(value, str) and kind in NUMERALS and NUMERALS[kind].fullmatch(value):
+            number = kind(value)
+            if (limits.min is not None and number < limits.min) or (limits.max is not None and number > limits.max):
+                return self.judge(context, value)
+            value = number
+        elif type(value) is not kind or kind not in (str, *NUMERALS):
+            return self.judge(context, value)
+        return param.callback(context, param, value) if param.callback else value
+
+
+def _seen_to(params: list[Any]) -> list[Any]:
     """The options that Typer adds itself stand among those of the output, which come last, and take no value, as other flags."""
     for param in params:
         if not getattr(param, "rich_help_panel", "") and getattr(param, "is_flag", False):
             param.rich_help_panel, param.metavar = "Output", ""
+        if hasattr(param, "type_descriptor") and not isinstance(param.process_value, AsItStands):  # older Typers have Click judge
+            param.process_value = AsItStands(param)
     return params
 
 
@@ -37,7 +65,7 @@ class OneCommand(TyperCommand):
     """A command with a name."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _among_the_others(super().get_params(ctx))
+        return _seen_to(super().get_params(ctx))
 
 
 class Commands(TyperGroup):
@@ -51,7 +79,7 @@ class Commands(TyperGroup):
         return list(Command.parse_args(self, ctx, args))
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _among_the_others(super().get_params(ctx))
+        return _seen_to(super().get_params(ctx))
 
 
 def are_given(context: Any, *names: str) -> list[str]:

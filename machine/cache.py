@@ -23,16 +23,19 @@ from typing import Any
 
 import llvmlite
 import numba
-from numba import njit
+import numpy as np
+import numpy.typing as npt
+from numba import njit, types
 from numba.core import caching
 from numba.core.ccallback import CFunc
 from numba.core.compiler import CompileResult
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
-from numba.core.runtime import rtsys
+from numba.core.runtime import _nrt_python
 from numba.core.serialize import dumps
 from numba.extending import register_jitable
 from numba.misc.appdirs import user_cache_dir
+from numba.np.numpy_support import from_dtype, map_layout
 
 from .claims import Claims
 from .linking import link_late
@@ -115,7 +118,7 @@ class MachineCode(caching.NullCache):
         return bool(folder()) and os.path.exists(self._path(signature, cpu_target.target_context.codegen()))
 
     def _load(self, signature: Any, target_context: Any) -> Any:
-        rtsys.initialize(target_context)  # all that machine code calls; `refresh` would load all that numba can compile: 0.15 s
+        _lend_runtime()
         try:
             path = self._path(signature, target_context.codegen())
             data = Path(path).read_bytes()
@@ -131,7 +134,7 @@ class MachineCode(caching.NullCache):
         if folder():
             path = self._path(signature, compiled.codegen)
             if not compiled.library.has_dynamic_globals:  # addresses of this process
-                content = dumps(compiled._reduce())
+                content = dumps((compiled.library.to_keep(), *compiled._reduce()[1:]))
                 with suppress(OSError):
                     _write(path, _checksum(path, content) + content)
             claims.give(path)
@@ -151,6 +154,14 @@ class MachineCode(caching.NullCache):
     def _path(self, signature: Any, codegen: Any) -> str:
         what = repr((str(signature), codegen.magic_tuple(), sys.version_info[:2], numba.__version__, llvmlite.__version__))
         return os.path.join(folder(), f"{self._name}-{hashlib.sha256(what.encode()).hexdigest()[:16]}.code")
+
+
+@functools.cache
+def _lend_runtime() -> None:
+    """Let machine code that was kept find what it calls: the rest of numba's runtime is part of it, and `rtsys.initialize` would
+    compile that, for 0.02 s; `refresh` would load all that numba can compile, for 0.15 s."""
+    for name, address in _nrt_python.c_helpers.items():
+        llvmlite.binding.add_symbol(name if name.startswith("_") else f"NRT_{name}", address)
 
 
 _folder: list[str] = []
@@ -261,9 +272,23 @@ def undisturbed(work: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cached(dispatcher: Any) -> Any:
+    type_of = dispatcher.typeof_pyval
     dispatcher._cache = MachineCode(dispatcher.py_func)
     dispatcher.compile = undisturbed(dispatcher.compile)
+    # What numba does before it asks for code, and takes 0.03 s: a look through all installed packages for what extends it, and
+    # for arrays numpy.ma.
+    dispatcher._compilation_chain_init_hook = tuple
+    dispatcher.typeof_pyval = lambda value: _array_of(value) if type(value) is np.ndarray else type_of(value)
     return dispatcher
+
+
+def _array_of(value: npt.NDArray[Any]) -> Any:
+    return _array(value.dtype, value.ndim, map_layout(value), not value.flags.writeable)
+
+
+@functools.cache
+def _array(dtype: Any, n_dimensions: int, layout: str, is_readonly: bool) -> Any:
+    return types.Array(from_dtype(dtype), n_dimensions, layout, readonly=is_readonly)
 
 
 def compiled(function: Callable[..., Any]) -> Any:

@@ -10,11 +10,14 @@ from typing import Any
 from numba.core import codegen
 from numba.core.registry import cpu_target
 
+KEPT = "specdec"  # numba's own kinds of a serialized library are "object" and "bitcode"
+
 
 class Library(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ignore]
     """A function, those that it calls and, once somebody asks where it lies, their machine code."""
 
     _is_linked = False
+    _bitcode = b""  # of one that was kept: `_shared_module`, once somebody links it
     _shared_module: Any
 
     def add_linking_library(self, library: Any) -> None:
@@ -30,6 +33,8 @@ class Library(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ignore]
     def _get_module_for_linking(self) -> Any:
         if not self._finalized:
             self._link()
+        if self._shared_module is None and self._bitcode:
+            self._shared_module = codegen.ll.parse_bitcode(self._bitcode)
         if self._shared_module is None:
             shared = self._final_module.clone()
             for function in shared.functions:
@@ -37,6 +42,27 @@ class Library(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ignore]
                     function.linkage = "linkonce_odr"  # one for all callers, and none where it is inlined
             self._shared_module = shared
         return self._shared_module
+
+    def to_keep(self) -> Any:
+        """What `_unserialize` makes a library of, with the names of all that it defines."""
+        name, _, (code, bitcode) = self.serialize_using_object_code()
+        shared = self._get_module_for_linking()
+        symbols = [symbol.name for kind in (shared.functions, shared.global_variables) for symbol in kind if not symbol.is_declaration]
+        return name, KEPT, (code, bitcode, symbols)
+
+    @classmethod
+    def _unserialize(cls, compiler: Any, state: Any) -> Any:
+        name, kind, data = state
+        if kind != KEPT:  # of numba's own cache
+            return super()._unserialize(compiler, state)
+        code, bitcode, symbols = data
+        library = compiler.create_library(name)
+        library.enable_object_caching()
+        library._set_compiled_object(code)
+        library._bitcode = bitcode
+        library._finalize_final_module()
+        compiler._engine._defined_symbols.update(symbols)
+        return library
 
     def finalize(self) -> None:
         self._link()

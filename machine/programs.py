@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 from numba.extending import intrinsic
-from numba.np.arrayobj import populate_array
 from numba.np.numpy_support import as_dtype
 
 from .cache import MachineCode, callback, counted, inlined, inner
@@ -90,6 +89,8 @@ def _unpacker(kinds: Sequence[Any]) -> Any:
     """The intrinsic (address of a row) -> its arguments, a tuple of those numba types; arrays are where and as they lie."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        from numba.np.arrayobj import populate_array  # with all that numba can do with arrays and strings: only to compile
+
         words = builder.inttoptr(args[0], I64.as_pointer())
         numbers = (builder.load(builder.gep(words, [I64(place)])) for place in range(ROW_HEAD, ROW_WORDS))
         values = []
@@ -121,9 +122,17 @@ class Operation:
     def __init__(self, function: Callable[..., None], kept: bool = True) -> None:
         functools.update_wrapper(self, function)
         self.function, self._kept = function, kept
-        hints = get_type_hints(function, include_extras=True)
-        self._kinds = {name: _kind_of(hint) for name, hint in hints.items() if name not in ("run", "thread", "return")}
-        self._dtypes = [as_dtype(getattr(kind, "dtype", kind)) for kind in self._kinds.values()]  # asked for at every row
+
+    @functools.cached_property
+    def _kinds(self) -> dict[str, Any]:
+        """The numba types of its own parameters; a run uses one operation of four."""
+        hints = get_type_hints(self.function, include_extras=True)
+        return {name: _kind_of(hint) for name, hint in hints.items() if name not in ("run", "thread", "return")}
+
+    @functools.cached_property
+    def _dtypes(self) -> list[Any]:
+        """The same for numpy, asked for at every row."""
+        return [as_dtype(getattr(kind, "dtype", kind)) for kind in self._kinds.values()]
 
     @property
     def is_there(self) -> bool:

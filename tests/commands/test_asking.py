@@ -5,10 +5,15 @@ import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.core import TyperOption
+from typer.main import get_command
 
+from specdec.commands.asking import AsItStands
+from specdec.commands.command import app
 from specdec.machine import cache
 from specdec.readers import files
 from specdec.readers.strangers import STRANGERS
@@ -31,6 +36,31 @@ def settings(result: tuple[int, str, str]) -> dict[str, object]:
 
 
 # Words
+
+VALUES = (None, "40", "007", "0", "1.5", "1.", ".5", "-1", "+1", "1e3", "nan", "inf", " 4", "4 ", "\u0663", "1_000", "9" * 18, "9" * 30, "", "word")
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_what_stands_as_it_is_is_what_typer_makes_of_it(value: str | None) -> None:
+    """Of every option, and of its default."""
+    group = get_command(app)
+    context = group.make_context("specdec", [], resilient_parsing=True)
+    n_judged = 0
+    for command in (group, *group.commands.values()):
+        for param in command.get_params(context):
+            if isinstance(param.process_value, AsItStands):
+                of_it = value if value is None or not param.multiple else [value]
+                for given in (of_it, param.default):
+                    assert outcome(param.process_value, context, given) == outcome(param.process_value.judge, context, given)
+                    n_judged += 1
+    assert n_judged or not hasattr(TyperOption, "get_runtime_param")  # an older Typer's parameters have no such judge
+
+
+def outcome(process: Callable[..., object], context: object, value: object) -> str:
+    try:
+        return repr(process(context, value))
+    except Exception as error:
+        return repr(error)
 
 
 def test_a_word_is_the_prompt_or_the_model_in_llama2cs_order(ask: Run, pair: Pair) -> None:

@@ -117,6 +117,65 @@ def test_two_processes_compile_nothing_twice(package: Path) -> None:
         assert sorted(answer.result() for answer in answers) == ["40 0", "40 1"]
 
 
+READ = """
+import llvmlite.binding as llvm
+read, parse = [], llvm.parse_bitcode
+llvm.parse_bitcode = lambda *what: [read.append(1), parse(*what)][1]
+from p.high import high
+print(high(1), len(read))
+"""
+
+
+def test_what_callers_link_is_read_where_there_is_one(package: Path) -> None:
+    """numba reads it with whatever is kept, which takes longer than the rest."""
+    assert ask(package, READ) == "40 0"
+    (high,) = (path for path in code_of(package) if path.name.startswith("high"))
+    high.unlink()
+    assert ask(package, READ) == "40 1"
+
+
+ARRAYS = """
+import numpy as np
+from .machine.cache import compiled
+@compiled
+def high(x):
+    return np.full(2, x.sum())
+"""
+ASK_ARRAYS = """
+import sys
+import numpy as np
+from numba.core.runtime import rtsys
+from p.high import high
+print(high(np.ones(3)), sum(high.stats.cache_hits.values()), rtsys._init, "numpy.ma" in sys.modules)
+"""
+
+
+def test_kept_code_makes_arrays_where_nothing_has_compiled_the_runtime(package: Path) -> None:
+    (package / "high.py").write_text(ARRAYS, encoding="utf-8")
+    assert ask(package, ASK_ARRAYS).startswith("[3. 3.] 0 True")
+    assert ask(package, ASK_ARRAYS) == "[3. 3.] 1 False False"
+
+
+OTHERS = """
+import sys
+if "ours" in sys.argv: import p.machine.cache
+import other
+print(other.f(1), sum(other.f.stats.cache_hits.values()))
+"""
+
+
+@pytest.mark.parametrize("first", ["ours", "alone"])
+def test_what_others_keep_by_numbas_own_cache_is_numbas(package: Path, first: str) -> None:
+    """A process with the product in it and one without read what the other has written."""
+    (package.parent / "other.py").write_text("import numba\n@numba.njit(cache=True)\ndef f(x): return x + 1\n")
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(package / KEPT)}
+    said = [
+        subprocess.run([sys.executable, "-c", OTHERS, who], cwd=package.parent, env=environment, capture_output=True, text=True)
+        for who in (first, "alone" if first == "ours" else "ours")
+    ]
+    assert [done.stdout for done in said] == ["2 0\n", "2 1\n"], [done.stderr[-500:] for done in said]
+
+
 def test_a_claim_ends_with_its_process(package: Path) -> None:
     throw_away(package)
     take = "import os; from p.machine.cache import claims; print(claims.take('a function'), flush=True); "
