@@ -13,7 +13,7 @@ from typer.core import TyperOption
 from typer.main import get_command
 
 from specdec.commands.asking import AsItStands
-from specdec.commands.command import app
+from specdec.commands.main import app
 from specdec.machine import cache
 from specdec.readers import files
 from specdec.readers.strangers import STRANGERS
