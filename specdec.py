@@ -7,6 +7,7 @@ The library is the classes below, `SpeculativeDecoder` first, and no others; the
 inside and change with any version. As a command: specdec "Once upon a time", in a checkout python specdec.py "Once upon a time".
 """
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -97,6 +98,7 @@ def main() -> None:
         if value is not None and not _holds(fits, value):
             _refuse(f"{name} is {value!r} in the environment; it must be {right}, or not set")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # nothing here uses numpy's threads, each of which takes 30 MB
+    gc.disable()  # what is loaded stays: looking through it again and again takes a fifth of the second
     try:
         from .commands import main as command
     except ModuleNotFoundError as error:
@@ -104,6 +106,8 @@ def main() -> None:
         _refuse(f"the package {missing} is missing; pip install {missing}")
     except Exception as error:
         _refuse(f"cannot load what it runs on: {_first_cause(error)}{_memory_limit()}")
+    gc.freeze()
+    gc.enable()
     command.main()
 
 

@@ -49,6 +49,7 @@ SOURCES = (
     "sampling.py",
 )
 STAMP = hashlib.sha256(b"\0".join((HOME / name).read_bytes() for name in SOURCES)).hexdigest()[:16]
+_PLACES = {str(HOME / name): ".".join(Path(name).with_suffix("").parts) for name in SOURCES}  # the rooms that the files are
 STAMPED = re.compile("[0-9a-f]{16}")
 CHECKSUM_BYTES = 32
 UNUSED_DAYS = 30  # after which the code of another stamp goes
@@ -88,10 +89,10 @@ class MachineCode(caching.NullCache):
     """
 
     def __init__(self, named: Callable[..., Any]) -> None:
-        source = Path(named.__code__.co_filename).resolve()
-        if source not in {HOME / name for name in SOURCES}:
+        source = os.path.realpath(named.__code__.co_filename)
+        if source not in _PLACES:
             raise RuntimeError(f"{source} compiles {named.__qualname__} for the cache and is not one of {', '.join(SOURCES)}")
-        self._name = ".".join((*source.relative_to(HOME).with_suffix("").parts, named.__qualname__))
+        self._name = f"{_PLACES[source]}.{named.__qualname__}"
 
     @property
     def cache_path(self) -> str:

@@ -47,7 +47,9 @@ class Library(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ignore]
         """What `_unserialize` makes a library of, with the names of all that it defines."""
         name, _, (code, bitcode) = self.serialize_using_object_code()
         shared = self._get_module_for_linking()
-        symbols = [symbol.name for kind in (shared.functions, shared.global_variables) for symbol in kind if not symbol.is_declaration]
+        symbols = [
+            symbol.name for kind in (shared.functions, shared.global_variables) for symbol in kind if not symbol.is_declaration
+        ]
         return name, KEPT, (code, bitcode, symbols)
 
     @classmethod

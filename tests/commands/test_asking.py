@@ -37,7 +37,28 @@ def settings(result: tuple[int, str, str]) -> dict[str, object]:
 
 # Words
 
-VALUES = (None, "40", "007", "0", "1.5", "1.", ".5", "-1", "+1", "1e3", "nan", "inf", " 4", "4 ", "\u0663", "1_000", "9" * 18, "9" * 30, "", "word")
+VALUES = (
+    None,
+    "40",
+    "007",
+    "0",
+    "1.5",
+    "1.",
+    ".5",
+    "-1",
+    "+1",
+    "1e3",
+    "nan",
+    "inf",
+    " 4",
+    "4 ",
+    "\u0663",
+    "1_000",
+    "9" * 18,
+    "9" * 30,
+    "",
+    "word",
+)
 
 
 @pytest.mark.parametrize("value", VALUES)
