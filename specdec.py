@@ -90,6 +90,7 @@ _SETTINGS: dict[str, tuple[Callable[[str], bool], str]] = {
 
 def main() -> None:
     """The command line. Signals come first, since loading takes a second; what keeps it from loading is told in one line."""
+    gc.disable()  # what is loaded stays: looking through it again and again takes a fifth of that second
     from .screens.interrupts import signals
 
     signals.install()
@@ -98,7 +99,6 @@ def main() -> None:
         if value is not None and not _holds(fits, value):
             _refuse(f"{name} is {value!r} in the environment; it must be {right}, or not set")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # nothing here uses numpy's threads, each of which takes 30 MB
-    gc.disable()  # what is loaded stays: looking through it again and again takes a fifth of the second
     try:
         from .commands import main as command
     except ModuleNotFoundError as error:

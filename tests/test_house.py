@@ -228,6 +228,25 @@ def test_a_run_loads_nothing_that_others_need(tmp_path: Path) -> None:
     assert set(MODULES) > ONE_COMMANDS and not {f"specdec.{name}" for name in ONE_COMMANDS} & loaded
 
 
+COLLECTED = """
+import gc, sys
+import specdec
+early = []
+gc.collect()
+gc.callbacks.append(lambda *_: early.append(not hasattr(sys.modules.get("specdec.commands.main"), "main")))
+sys.argv = ["specdec", "--version"]
+try:
+    specdec.main()
+finally:
+    print(any(early), gc.isenabled(), gc.get_freeze_count() > 0)
+"""
+
+
+def test_nothing_is_collected_while_the_command_loads_and_again_behind_it() -> None:
+    done = subprocess.run([sys.executable, "-c", COLLECTED], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[1:] == ["False True True"]
+
+
 def is_installed() -> bool:
     try:
         return metadata.version(DISTRIBUTION) != "" and Path(sys.executable).with_name("specdec").exists()
