@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from tests.test_house import ROOT
+from tests.test_house import MAY_IMPORT, ROOT
 
 README_BYTES = 9_000
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "models/README.md"]
@@ -20,7 +20,7 @@ def names(paths: list[Path]) -> list[str]:
 
 
 def anchors(text: str) -> list[str]:
-    """Of a document's headings, as GitHub makes them: lower case, spaces as hyphens, without other punctuation, a number for doubles."""
+    """Of a document's headings, as GitHub makes them: in lower case, without punctuation, doubles with a number."""
     found = list[str]()
     for heading in re.findall(r"^#+ (.*)$", FENCED.sub("", text), re.MULTILINE):
         words = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()).replace(" ", "-")
@@ -56,6 +56,34 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
 def test_every_page_is_reached_from_the_first_one() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [name for name in names(DOCUMENTS) if f"]({name}" not in readme and name != "README.md"] == []
+
+
+def test_every_note_stands_in_the_index_and_the_newest_is_last() -> None:
+    index, *notes = re.split(r"^## (?=\d)", (ROOT / "NOTES.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    titles = [note.splitlines()[0] for note in notes]
+    missing = [line for line in map(as_in_the_index, titles) if line not in index]
+    assert not missing, f"the index of NOTES.md lacks {'; '.join(missing)}"
+    assert titles == sorted(titles, key=lambda title: title.split(":")[0])
+
+
+def as_in_the_index(title: str) -> str:
+    return f"[{title.partition(': ')[2]}](#{anchors(f'# {title}')[0]})"
+
+
+def test_the_first_page_has_a_row_for_every_room() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rooms = [f"`{name}/`" if (ROOT / name).is_dir() else f"`{name}.py`" for name in MAY_IMPORT]
+    assert [room for room in rooms if room not in readme] == []
+
+
+def test_what_the_map_of_the_house_points_to_is_there() -> None:
+    rows = re.findall(
+        r"^\|.*\| `(\w+)` \| .*\]\(\.\./(.*)\) \|$", (ROOT / "docs/house.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert len(rows) >= 10
+    for name, path in rows:
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert re.search(rf"^(def {name}\(|class {name}\b|{name}\b.*=)", text, re.MULTILINE), f"{path} has no {name}"
 
 
 def test_the_first_page_stays_short() -> None:
