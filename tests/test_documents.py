@@ -1,8 +1,10 @@
 """The documents: what they link to is there, the options they list are the program's, and the first one stays short."""
 
+import functools
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -19,13 +21,14 @@ def names(paths: list[Path]) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in paths]
 
 
+@functools.cache
 def anchors(text: str) -> list[str]:
     """Of a document's headings, as GitHub makes them: in lower case, without punctuation, doubles with a number."""
-    found = list[str]()
+    found, seen = list[str](), Counter[str]()
     for heading in re.findall(r"^#+ (.*)$", FENCED.sub("", text), re.MULTILINE):
         words = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()).replace(" ", "-")
-        n = sum(re.fullmatch(rf"{re.escape(words)}(-\d+)?", other) is not None for other in found)
-        found.append(f"{words}-{n}" if n else words)
+        found.append(f"{words}-{seen[words]}" if seen[words] else words)
+        seen[words] += 1
     return found
 
 
