@@ -17,7 +17,7 @@ from specdec.text.wording import Until, worded
 from specdec.tokenizer import FIRST_BYTE
 from tests.folders import FIXTURES
 from tests.test_real_models import folder
-from tests.test_types import example_of_the_readme
+from tests.test_types import documented_examples
 
 PROMPT = "Once upon a time"
 
@@ -53,9 +53,9 @@ def test_the_example_in_the_docstring_runs():
     assert sum(result.failed for result in results) == 0
 
 
-def test_the_example_in_the_readme_runs():
+def test_the_examples_of_the_documents_run():
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(example_of_the_readme(), {})
+        exec(documented_examples(), {})
     told, streamed = out.getvalue().split("\n", 1)[0], out.getvalue()
     assert told.startswith(",") and "Once upon a time" in streamed
 

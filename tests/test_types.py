@@ -7,9 +7,12 @@ import sys
 from tests.test_house import ROOT, modules
 
 
-def example_of_the_readme() -> str:
-    """Its lines on the library."""
-    return (ROOT / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+def documented_examples() -> str:
+    """What the documents show of the library."""
+    pages = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/library.md"))
+    blocks = re.findall(r"^```python\n(.*?)^```$", pages, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    return "\n".join(blocks)
 
 
 def test_mypy_finds_nothing_in_any_module_and_a_misspelt_setting_in_who_uses_them(tmp_path):
@@ -20,7 +23,7 @@ def test_mypy_finds_nothing_in_any_module_and_a_misspelt_setting_in_who_uses_the
         place.parent.mkdir(exist_ok=True)
         place.symlink_to(path)
     (package / "py.typed").touch()
-    (tmp_path / "user.py").write_text(f"{example_of_the_readme()}\ndecoder.generate('x', temprature=1)\n")
+    (tmp_path / "user.py").write_text(f"{documented_examples()}\ndecoder.generate('x', temprature=1)\n")
     command = [sys.executable, "-m", "mypy", "--config-file", ROOT / "pyproject.toml", "-p", "specdec", "-m", "user"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     *found, last = done.stdout.splitlines()
