@@ -52,6 +52,7 @@ STAMP = hashlib.sha256(b"\0".join((HOME / name).read_bytes() for name in SOURCES
 _PLACES = {str(HOME / name): ".".join(Path(name).with_suffix("").parts) for name in SOURCES}  # the rooms that the files are
 STAMPED = re.compile("[0-9a-f]{16}")
 CHECKSUM_BYTES = 32
+RUNTIME = "NRT_"  # what names of numba's runtime begin with
 UNUSED_DAYS = 30  # after which the code of another stamp goes
 
 if numba.config.DISABLE_JIT:
@@ -134,8 +135,9 @@ class MachineCode(caching.NullCache):
         """Keep what was compiled, if there is room."""
         if folder():
             path = self._path(signature, compiled.codegen)
-            if not compiled.library.has_dynamic_globals:  # addresses of this process
-                content = dumps((compiled.library.to_keep(), *compiled._reduce()[1:]))
+            library = compiled.library  # dynamic globals: addresses of this process
+            if not library.has_dynamic_globals and library.asks_for(RUNTIME) <= _lent().keys():
+                content = dumps((library.to_keep(), *compiled._reduce()[1:]))
                 with suppress(OSError):
                     _write(path, _checksum(path, content) + content)
             claims.give(path)
@@ -157,12 +159,16 @@ class MachineCode(caching.NullCache):
         return os.path.join(folder(), f"{self._name}-{hashlib.sha256(what.encode()).hexdigest()[:16]}.code")
 
 
+def _lent() -> dict[str, int]:
+    """What machine code that was kept finds of numba's runtime, by name: the helpers in C; the rest is part of the code."""
+    return {name if name.startswith("_") else RUNTIME + name: address for name, address in _nrt_python.c_helpers.items()}
+
+
 @functools.cache
 def _lend_runtime() -> None:
-    """Let machine code that was kept find what it calls: the rest of numba's runtime is part of it, and `rtsys.initialize` would
-    compile that, for 0.02 s; `refresh` would load all that numba can compile, for 0.15 s."""
-    for name, address in _nrt_python.c_helpers.items():
-        llvmlite.binding.add_symbol(name if name.startswith("_") else f"NRT_{name}", address)
+    """Instead of `rtsys.initialize`, which compiles the rest for 0.02 s, and of `refresh`, which loads all of numba for 0.15 s."""
+    for name, address in _lent().items():
+        llvmlite.binding.add_symbol(name, address)
 
 
 _folder: list[str] = []

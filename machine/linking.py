@@ -52,6 +52,11 @@ class Library(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ignore]
         ]
         return name, KEPT, (code, bitcode, symbols)
 
+    def asks_for(self, beginning: str) -> set[str]:
+        """The functions of such names that it calls and does not have."""
+        names = (function.name for function in self._final_module.functions if function.is_declaration)
+        return {name for name in names if name.startswith(beginning)}
+
     @classmethod
     def _unserialize(cls, compiler: Any, state: Any) -> Any:
         name, kind, data = state

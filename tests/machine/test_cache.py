@@ -156,6 +156,15 @@ def test_kept_code_makes_arrays_where_nothing_has_compiled_the_runtime(package: 
     assert ask(package, ASK_ARRAYS) == "[3. 3.] 1 False False"
 
 
+def test_code_that_asks_for_more_of_numbas_runtime_than_is_lent_is_not_kept(package: Path) -> None:
+    """LLVM would end the process that loads it."""
+    (package / "high.py").write_text(ARRAYS, encoding="utf-8")
+    throw_away(package)
+    nothing = "import p.machine.cache as cache; cache._lent = dict\n" + ASK_ARRAYS
+    assert [ask(package, nothing)[:5] for _ in range(2)] == ["[3. 3"] * 2
+    assert code_of(package) == []
+
+
 OTHERS = """
 import sys
 if "ours" in sys.argv: import p.machine.cache
