@@ -166,7 +166,7 @@ def _lent() -> dict[str, int]:
 
 @functools.cache
 def _lend_runtime() -> None:
-    """Instead of `rtsys.initialize`, which compiles the rest for 0.02 s, and of `refresh`, which loads all of numba for 0.15 s."""
+    """In the place of `rtsys.initialize`, which compiles the rest: 0.02 s; and of `refresh`, which loads all of numba: 0.15 s."""
     for name, address in _lent().items():
         llvmlite.binding.add_symbol(name, address)
 
