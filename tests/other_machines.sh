@@ -51,7 +51,10 @@ for machine; do
         avx2) x86 haswell +avx,+avx2,+f16c,+fma ;;
         no-fma) x86 ivybridge +avx,+f16c ;;
         sse2) x86 x86-64 +sse2 ;;
-        arm64) arm generic +neon tests/test_{golden,kv}.py tests/machine/test_elementary.py -k "golden or elementary or every_way" ;;
+        arm64)
+            arm generic +neon tests/test_{golden,kv}.py tests/machine/test_elementary.py tests/weights/test_{groups,int8}.py \
+                -k "golden or elementary or every_way or neon or every_instruction"
+            ;;
         sdot)
             arm neoverse-n1 +neon,+dotprod tests/test_{golden,kv}.py tests/weights/test_{groups,int8}.py \
                 -k "golden_text and (int8 or int4) or golden_bits or multiply_bytes or sdot or every_instruction or every_way"

@@ -9,6 +9,7 @@ of codes for weights that are stored as w + 128, the sum of scale * codes, and t
 
 import math
 import os
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any
 
@@ -74,14 +75,16 @@ QUADS = 4  # bytes in a word
 ZEROS_OF_CODES = np.uint32(0x80808080)  # four weights of 0 as they are stored
 SMALLEST_SCALE = np.finfo(np.float32).tiny  # below, it has so few bits that a weight might be 190 of them, which wraps around
 MINUS_128 = -0x7F7F7F80  # what turns four bytes w into w - 128, by exclusive or
-BYTES_OF_4, BYTES_OF_8, SHORTS_OF_8 = ir.VectorType(I8, 16), ir.VectorType(I8, 32), ir.VectorType(I16, 16)
+BYTES_OF_4, BYTES_OF_8 = ir.VectorType(I8, 16), ir.VectorType(I8, 32)
+SHORTS_OF_4, SHORTS_OF_8 = ir.VectorType(I16, 8), ir.VectorType(I16, 16)
 AVX2_TOKENS, AVX2_WHOLE_TOKENS = 8, 2  # of a tile: 8 rows for each token; up to 2 take all rows of a strip, as memory gives them
+NEON_TOKENS = 4  # of a tile: 8 rows for 3 or 4, 16 for 2, all rows of a strip for 1
 GROUP_HEAD = 3  # words in front of a group of activations: its scale, its correction and its sum
 
 
 def best_dot4(features: str) -> str:
-    """What sums up products of bytes on a CPU of those LLVM features: an instruction for 4, avx2's for 2, or "portable"."""
-    known = {"avx512vnni": "+avx512vnni", "avxvnni": "+avxvnni", "avx2": "+avx2", "sdot": "+dotprod"}
+    """What sums up products of bytes on a CPU of those LLVM features: an instruction for 4, those of avx2 or neon, "portable"."""
+    known = {"avx512vnni": "+avx512vnni", "avxvnni": "+avxvnni", "avx2": "+avx2", "sdot": "+dotprod", "neon": "+neon"}
     return next((name for name, feature in known.items() if feature in features.split(",")), "portable")
 
 
@@ -157,10 +160,50 @@ class Sdot(Dot4):
         return llvm(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", acc.type, acc, w, builder.bitcast(x, BYTES_OF_4))
 
 
-class Avx2(Dot4):
-    """|w - 128|, at most 128, times x with its sign: two products are at most 2 * 128 * 127 = 32512, which 16 bits hold."""
+class InShorts(Dot4, ABC):
+    """Sums of two products in 16 bits, which are then added to those of 32. Of w - 128 no more fit: 2 * 128 * 127 = 32512."""
 
-    name, lanes, is_signed, most_tokens = "avx2", 8, True, AVX2_TOKENS
+    is_signed = True
+
+    @abstractmethod
+    def pairs(self, builder: Any, shorts: Any, w: Any, x: Any) -> Any:
+        """shorts, or 0 where it is None, + the sums of two products, in 16 bits."""
+
+    @abstractmethod
+    def widen(self, builder: Any, acc: Any, shorts: Any) -> Any:
+        """acc + the sums that stand in 16 bits."""
+
+    def add(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
+        return self.widen(builder, acc, self.pairs(builder, None, w, x))
+
+
+class OfFew(InShorts):
+    """w below 2^bits: as many sums of two products as 16 bits hold are added up there, 8 of 4 bits, 4 of 5 and 2 of 6."""
+
+    is_signed = False
+
+    def __init__(self, bits: int) -> None:
+        self.most = (2**15 - 1) // (2 * (2**bits - 1) * 127)
+
+    def begin(self, builder: Any, first: Any) -> Any:
+        """int32 sums, and those of 16 bits with their number."""
+        return first, None, 0
+
+    def add(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
+        wide, shorts, n = acc
+        if n == self.most:
+            wide, shorts, n = self.end(builder, acc), None, 0
+        return wide, self.pairs(builder, shorts, w, x), n + 1
+
+    def end(self, builder: Any, acc: Any) -> Any:
+        wide, shorts, _ = acc
+        return self.widen(builder, wide, shorts)
+
+
+class Avx2(InShorts):
+    """|w - 128| times x with its sign."""
+
+    name, lanes, most_tokens = "avx2", 8, AVX2_TOKENS
 
     def shape(self, rows: int, n_tokens: int) -> Shape:
         return Shape(8, rows // 8 if n_tokens <= AVX2_WHOLE_TOKENS else 1, n_tokens)
@@ -169,55 +212,66 @@ class Avx2(Dot4):
         w = builder.bitcast(builder.xor(w, constants(w.type, MINUS_128)), BYTES_OF_8)
         return llvm(builder, "llvm.abs.v32i8", w.type, w, ir.IntType(1)(0)), w
 
-    def add(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
+    def pairs(self, builder: Any, shorts: Any, w: Any, x: Any) -> Any:
         size, w = w
         x = llvm(builder, "llvm.x86.avx2.psign.b", w.type, builder.bitcast(x, w.type), w)
-        return builder.add(acc, _in_pairs(builder, _byte_pairs(builder, size, x)))
+        return _byte_pairs(builder, shorts, size, x)
+
+    def widen(self, builder: Any, acc: Any, shorts: Any) -> Any:
+        pairs = llvm(builder, "llvm.x86.avx2.pmadd.wd", acc.type, shorts, constants(SHORTS_OF_8, 1))
+        return builder.add(acc, pairs)
 
 
-def _byte_pairs(builder: Any, w: Any, x: Any) -> Any:
-    """Sums of 2 products of bytes, the first unsigned, in 16 bits."""
-    return llvm(builder, "llvm.x86.avx2.pmadd.ub.sw", SHORTS_OF_8, w, x)
+def _byte_pairs(builder: Any, shorts: Any, w: Any, x: Any) -> Any:
+    pairs = llvm(builder, "llvm.x86.avx2.pmadd.ub.sw", SHORTS_OF_8, w, x)
+    return pairs if shorts is None else builder.add(shorts, pairs)
 
 
-def _in_pairs(builder: Any, shorts: Any) -> Any:
-    """Sums of 2 neighbours of 16 bits."""
-    return llvm(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), shorts, constants(SHORTS_OF_8, 1))
-
-
-class Avx2OfFew(Avx2):
-    """w below 2^bits: as many sums of two products as 16 bits hold are added up there, 8 of 4 bits, 4 of 5 and 2 of 6."""
-
-    is_signed = False
-
-    def __init__(self, bits: int) -> None:
-        self.most = (2**15 - 1) // (2 * (2**bits - 1) * 127)
-
+class Avx2OfFew(OfFew, Avx2):
     def weights(self, builder: Any, w: Any) -> Any:
         return builder.bitcast(w, BYTES_OF_8)
 
-    def begin(self, builder: Any, first: Any) -> Any:
-        """int32 sums, and those of 16 bits with their number."""
-        return first, None, 0
-
-    def add(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
-        wide, narrow, n = acc
-        pairs = _byte_pairs(builder, w, builder.bitcast(x, BYTES_OF_8))
-        if n == self.most:
-            wide, narrow, n = self.end(builder, acc), None, 0
-        return wide, pairs if n == 0 else builder.add(narrow, pairs), n + 1
-
-    def end(self, builder: Any, acc: Any) -> Any:
-        wide, narrow, _ = acc
-        return builder.add(wide, _in_pairs(builder, narrow))
+    def pairs(self, builder: Any, shorts: Any, w: Any, x: Any) -> Any:
+        return _byte_pairs(builder, shorts, w, builder.bitcast(x, BYTES_OF_8))
 
 
-DOTS = {dot.name: dot for dot in (Dot4(), Vnni512(), Vnni256(), Sdot(), Avx2())}
+class Neon(InShorts):
+    """Products of the bytes of two lanes, then of the other two. Sums are few, since their products take registers too."""
+
+    name, lanes, most_tokens = "neon", 4, NEON_TOKENS
+
+    def shape(self, rows: int, n_tokens: int) -> Shape:
+        return Shape(4, rows // 4 // n_tokens, n_tokens)
+
+    def weights(self, builder: Any, w: Any) -> Any:
+        return builder.bitcast(builder.xor(w, constants(w.type, MINUS_128)), BYTES_OF_4)
+
+    def pairs(self, builder: Any, shorts: Any, w: Any, x: Any) -> Any:
+        """smull or smlal, twice: not yet in pairs, which addp makes before they are widened."""
+        x, products = builder.bitcast(x, BYTES_OF_4), []
+        for lanes in (list(range(8)), list(range(8, 16))):
+            factors = (shuffle(builder, v, lanes) for v in (w, x))
+            products.append(llvm(builder, "llvm.aarch64.neon.smull.v8i16", SHORTS_OF_4, *factors))
+        return products if shorts is None else [builder.add(*sums) for sums in zip(shorts, products, strict=True)]
+
+    def widen(self, builder: Any, acc: Any, shorts: Any) -> Any:
+        """addp, then sadalp."""
+        pairs = llvm(builder, "llvm.aarch64.neon.addp.v8i16", SHORTS_OF_4, *shorts)
+        return builder.add(acc, llvm(builder, "llvm.aarch64.neon.saddlp.v4i32.v8i16", acc.type, pairs))
+
+
+class NeonOfFew(OfFew, Neon):
+    def weights(self, builder: Any, w: Any) -> Any:
+        return builder.bitcast(w, BYTES_OF_4)
+
+
+DOTS = {dot.name: dot for dot in (Dot4(), Vnni512(), Vnni256(), Sdot(), Avx2(), Neon())}
+OF_FEW: dict[str, type[OfFew]] = {"avx2": Avx2OfFew, "neon": NeonOfFew}
 
 
 def dot4(path: str, bits: int = 8) -> Dot4:
     """What multiplies codes of so many bits by those instructions of `best_dot4`."""
-    return Avx2OfFew(bits) if path == "avx2" and bits < 8 else DOTS[path]
+    return OF_FEW[path](bits) if bits < 8 and path in OF_FEW else DOTS[path]
 
 
 def _int8_body(dot: Dot4) -> Any:

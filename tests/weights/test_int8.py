@@ -116,6 +116,7 @@ RUNS_HERE = {
     "avxvnni": "+avxvnni" in FEATURES or {"+avx512vnni", "+avx512vl"} <= set(FEATURES),
     "avx2": "+avx2" in FEATURES,
     "sdot": "+dotprod" in FEATURES,
+    "neon": "+neon" in FEATURES,
 }
 
 
@@ -183,6 +184,7 @@ def test_every_instruction_is_chosen_by_the_feature_that_promises_it():
     assert best_dot4("+avx2,+avxvnni,-avxvnniint8") == "avxvnni"
     assert best_dot4("+avx512f,+avx512vnni,+avxvnni") == "avx512vnni"
     assert best_dot4("+neon,+dotprod") == "sdot"
+    assert best_dot4("+crc,+neon,-dotprod") == "neon"
     assert best_dot4("+sse2,+avx,-avx2") == "portable"
 
 
