@@ -1,4 +1,4 @@
-"""Whatever proposes tokens. Knows nothing of verifying."""
+"""A model that proposes tokens, one after the other. Knows nothing of verifying."""
 
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
@@ -8,8 +8,7 @@ from ..architectures import Config
 from ..decoding import Draft, Plan
 from ..machine.vectors import Float32, ceil_div
 from ..sampling import Sampler
-from ..transformer import Transformer, known
-from .tree_planning import TreePlan
+from ..transformer import known
 
 
 class Model(Protocol):
@@ -77,59 +76,3 @@ class ModelDrafter:
         """Where the text begins that the draft sees: later, by half of its positions, where those cannot go on."""
         step = max(self._model.n_positions // 2, 1)
         return int(ceil_div(max(n_tokens - self._model.n_positions, 0), step)) * step
-
-
-class TreeDrafter(ModelDrafter):
-    """A smaller model that proposes several candidates for a place, and runs those that the plan wants to go on from at once.
-
-    Candidates are the best under the noise of their place, which all branches share. plan: how a tree grows; `propose` takes it
-    to have begun.
-    """
-
-    def __init__(
-        self,
-        model: Transformer,
-        sampler: Sampler,
-        noise: Callable[[int], int],
-        end_marks: Container[int],
-        plan: TreePlan,
-    ) -> None:
-        super().__init__(model, sampler, noise, end_marks)
-        self._trees, self._plan = model, plan
-
-    def propose(self, tokens: list[int], plan: Plan, tail: Sequence[int] = ()) -> Draft:
-        growing, model = self._plan, self._trees
-        if tail or not growing.is_tree:
-            return super().propose(tokens, plan, tail)
-        growing.tree.plant(tokens)
-        start, stream = self._start(len(tokens) + min(plan.most, model.n_positions // 2)), self._noise(len(tokens))
-        text = self._seen(tokens, start)
-        first_room = model.n_positions - len(text)
-        nodes, parents = list[int](), list[int]()  # that the draft has run behind the text, which a chain is part of
-        places = {-1: -1}  # of the plan's nodes among those
-        rows: dict[int, Float32] = {}  # what the candidates behind a node were drawn from
-        level, depth = [-1], 0
-        with model.lock:
-            while level and depth <= first_room:
-                if len(level) > 1 or nodes:
-                    for node in level:
-                        places[node] = len(nodes)
-                        nodes.append(growing.tree.tokens[node])
-                        parents.append(places.get(growing.tree.parents[node], -1))
-                    logits = model.forward_tree(text, nodes, parents, len(level))
-                else:
-                    if depth:
-                        text.append(growing.tree.tokens[level[0]])
-                    logits = model.forward(text)
-                room = self._draw_room(len(rows) + len(level))[len(rows) :]
-                for node, row, q in zip(level, logits, room, strict=False):
-                    found, scores = self._sampler.draw_few(q, row, stream, len(tokens) + depth)
-                    rows[node] = q
-                    growing.offers(node, found, scores)
-                level, depth = growing.grows(), depth + 1
-        tree, picked = growing.tree, growing.picks()
-        order = {node: i for i, node in enumerate(picked)} | {-1: -1}
-        above = [order[tree.parents[node]] for node in picked]
-        is_chain = above == [*range(-1, len(above) - 1)]
-        drawn_from = [rows[tree.parents[node]] for node in picked]
-        return Draft([tree.tokens[node] for node in picked], drawn_from, None if is_chain else above)
