@@ -129,7 +129,7 @@ class SpeculativeDecoder:
     def encode(self, prompt: Words) -> list[int]:
         """The prompt's tokens, behind BOS where the model has one; ids are taken as they are.
 
-        Raises ValueError for what seq_len cannot hold or UTF-8 cannot say and for ids from n_ids on, TypeError for what is neither.
+        Raises ValueError for what seq_len cannot hold, for half a character and for ids from n_ids on, TypeError for all else.
         """
         if isinstance(prompt, str) or not is_list(prompt):
             tokens = self.tokenizer.encode(text("prompt", prompt))
