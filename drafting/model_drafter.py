@@ -30,13 +30,7 @@ class ModelDrafter:
     proposes none.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        sampler: Sampler,
-        noise: Callable[[int], int],
-        end_marks: Container[int],
-    ) -> None:
+    def __init__(self, model: Model, sampler: Sampler, noise: Callable[[int], int], end_marks: Container[int]) -> None:
         self._model, self._sampler, self._noise, self._end_marks = model, sampler, noise, end_marks
         self._n_rows = model.config.vocab_size  # the target may know more tokens
         self._q: list[Float32] = []

@@ -27,12 +27,7 @@ class TreeDrafter(ModelDrafter):
     """
 
     def __init__(
-        self,
-        model: Transformer,
-        sampler: Sampler,
-        noise: Callable[[int], int],
-        end_marks: Container[int],
-        plan: TreePlan,
+        self, model: Transformer, sampler: Sampler, noise: Callable[[int], int], end_marks: Container[int], plan: TreePlan
     ) -> None:
         super().__init__(model, sampler, noise, end_marks)
         self._trees, self.plan = model, plan
@@ -76,70 +71,61 @@ class TreeDrafter(ModelDrafter):
 
 
 class Trees:
-    """What trees of a draft have cost and brought, over texts. models: whatever runs them, the target first."""
+    """What trees of a draft cost and bring, over texts. models: all that run them, the draft's last."""
 
     def __init__(
         self, models: Sequence[Transformer], vocabulary: Vocabulary, end_marks: Container[int], acceptance: Acceptance
     ) -> None:
-        self._models, self._vocabulary, self._end_marks = models, vocabulary, end_marks
+        self._models, self._end_marks = models, end_marks
+        self._sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
         self._acceptances = new_acceptances(acceptance)
         self._costs: TreeCosts | None = None
-
-    def run(self) -> None:
-        """A tree of each model, so that all that it needs is compiled."""
-        run_trees(self._models, self._vocabulary)
-
-    def measure(self) -> None:
-        self._costs = tree_costs_of(self._models[-1], self._vocabulary)
 
     def drafter(
         self, settings: Settings, costs: Costs | None, sampler: Sampler, noise: Callable[[int], int]
     ) -> TreeDrafter | None:
         """What drafts a text by such settings, with its plan; None where chains are to."""
-        plan = self._plan(settings, costs)
-        return TreeDrafter(self._models[-1], sampler, noise, self._end_marks, plan) if plan else None
-
-    def _plan(self, settings: Settings, costs: Costs | None) -> TreePlan | None:
+        plan: TreePlan
         is_forced, acceptances, marks = settings.tree == "on", self._acceptances, self._end_marks
         if settings.follows_clock and costs and self._costs and (is_forced or costs.of(1) > TREE_SECONDS):
-            return AutoTree(costs, self._costs, acceptances, marks, is_forced)
-        if not is_forced:
+            plan = AutoTree(costs, self._costs, acceptances, marks, is_forced)
+        elif is_forced:
+            rates = [acceptance.rate for acceptance in acceptances] if settings.verify == "coupled" else STATIC_RATES
+            plan = StaticTree(settings.n_drafted, costs, acceptances, marks, rates)
+        else:
             return None
-        rates = [acceptance.rate for acceptance in acceptances] if settings.verify == "coupled" else STATIC_RATES
-        return StaticTree(settings.n_drafted, costs, acceptances, marks, rates)
+        return TreeDrafter(self._models[-1], sampler, noise, marks, plan)
 
+    def run(self) -> None:
+        """A tree of each model, a path of it kept, and draws of several candidates: so that all that they need is compiled."""
+        for model in self._models:
+            with model.lock:
+                self._sampler.draw_few(self._sampler.new_probs(), model.forward([0])[0], TARGET_NOISE, 1)
+                if model.n_positions > 1:
+                    model.forward_tree([0], [0, 0], [-1, -1])
+                    model.keep([1])
 
-def run_trees(models: Sequence[Transformer], vocabulary: Vocabulary) -> None:
-    """A tree of each model, a path of it kept, and draws of several candidates: so that all that they need is compiled."""
-    sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
-    for model in models:
-        with model.lock:
-            sampler.draw_few(sampler.new_probs(), model.forward([0])[0], TARGET_NOISE, 1)
-            if model.n_positions > 1:
-                model.forward_tree([0], [0, 0], [-1, -1])
-                model.keep([1])
+    def measure(self) -> None:
+        """What the draft's passes over siblings take beside those over a chain, with their draws: the least of several."""
+        jobs = [(1, False), (WIDEST, False), *((n, True) for n in TREE_WIDTHS)]
+        if self._models[-1].n_positions <= WIDEST:
+            self._costs = TreeCosts.measured({}, 0.0)
+            return
+        least = dict.fromkeys(jobs, math.inf)
+        deadline = time.perf_counter() + COSTS_SECONDS
+        while math.inf in least.values() or time.perf_counter() < deadline:
+            for job in jobs:
+                least[job] = min(least[job], self._seconds(*job))
+        token, branching = least[1, False], least[WIDEST, True] - least[WIDEST, False]
+        widths = {n: least[n, True] / token for n in TREE_WIDTHS}
+        self._costs = TreeCosts.measured(widths, min(branching, token))  # more is noise
 
-
-def tree_costs_of(draft: Transformer, vocabulary: Vocabulary) -> TreeCosts:
-    """What the draft's passes over siblings take beside those over a chain, with their draws: the least of several."""
-    sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
-    probs = sampler.new_probs()
-
-    def seconds(n: int, is_tree: bool) -> float:
+    def _seconds(self, n: int, is_tree: bool) -> float:
+        """Of a pass of the draft over so many tokens."""
+        probs, draft = self._sampler.new_probs(), self._models[-1]
         begin = time.perf_counter()
         with draft.lock:
             logits = draft.forward_tree([0], [0] * n, [-1] * n, n) if is_tree else draft.forward([0] * (n + 1), n)
             for row in logits:
-                sampler.draw_few(probs, row, TARGET_NOISE, n)
+                self._sampler.draw_few(probs, row, TARGET_NOISE, n)
         return time.perf_counter() - begin
-
-    jobs = [(1, False), (WIDEST, False), *((n, True) for n in TREE_WIDTHS)]
-    if draft.n_positions <= WIDEST:
-        return TreeCosts.measured({}, 0.0)
-    least = dict.fromkeys(jobs, math.inf)
-    deadline = time.perf_counter() + COSTS_SECONDS
-    while math.inf in least.values() or time.perf_counter() < deadline:
-        for job in jobs:
-            least[job] = min(least[job], seconds(*job))
-    token, branching = least[1, False], least[WIDEST, True] - least[WIDEST, False]
-    return TreeCosts.measured({n: least[n, True] / token for n in TREE_WIDTHS}, min(branching, token))  # more is noise

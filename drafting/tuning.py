@@ -50,7 +50,7 @@ class Tuning:
         """How long proposals get, and who makes them."""
         draft, costs, marks = self._team.draft, self.costs, self._end_marks
         sampler = Sampler(self._vocabulary.n_target, sampling, self._vocabulary.n_common)
-        if (trees := self._trees_of(settings)) and (drafter := trees.drafter(settings, costs, sampler, noise)):
+        if (branching := self._trees_of(settings)) and (drafter := branching.drafter(settings, costs, sampler, noise)):
             return drafter.plan, drafter
         auto = costs if settings.follows_clock else None
         plan: Plan = AutoLength(auto, self._acceptance) if auto else FixedLength(settings.n_drafted, costs)
@@ -84,15 +84,15 @@ class Tuning:
         to_do: dict[str, Callable[[], object]] = {
             f"passes {[model.n_threads > 1 for model in self._models]}": lambda: self._seconds(2, settings)
         }
-        trees = self._trees_of(settings)
+        branching = self._trees_of(settings)
         if self._team.draft.source:
             to_do[verify] = lambda: judge_proposals(verifier, n_ids)
-        if trees:
-            to_do["trees"] = trees.run
+        if branching:
+            to_do["trees"] = branching.run
             to_do[f"{verify} of trees"] = lambda: judge_proposals(verifier, n_ids, [-1, -1])
         to_do["measures"] = lambda: self._measure(settings)
-        if trees and settings.gamma == AUTO:
-            to_do["measures of trees"] = trees.measure
+        if branching and settings.gamma == AUTO:
+            to_do["measures of trees"] = branching.measure
         return {name: do for name, do in to_do.items() if name not in self._done}
 
     def _measure(self, settings: Settings) -> None:
