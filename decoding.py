@@ -418,34 +418,89 @@ class Target(Protocol):
     def forward_tree(self, tokens: list[int], nodes: list[int], parents: list[int]) -> Float32: ...
 
 
-def run(target: Target, tokens: list[int], draft: Draft) -> Float32:
-    """Logits at a text's last token, and at each that is proposed."""
-    if draft.parents is None:
-        return target.forward(tokens + draft.tokens, n_logits=len(draft.tokens) + 1)
-    return target.forward_tree(tokens, draft.tokens, draft.parents)
+@dataclass
+class Text:
+    """A text that grows by steps, each in two halves: what it wants run, and what becomes of it once the logits are there.
 
-
-def judge(
-    logits: Float32, draft: Draft, verifier: Verifier, position: int, end_marks: Mapping[int, str]
-) -> tuple[list[int], int]:
-    """The text's tokens from `position` on, up to and with an end mark or the first that is not the proposal; how many stood.
-
-    logits: (len(draft.tokens) + 1, V). Raises ValueError for logits that no token can be drawn from.
+    Between the halves stands a pass, whoever runs it: `decode` does for one text; others may let texts take turns or share one.
+    tokens: the prompt's, then the text's; n_positions: the target's; plan: how long proposals get; end_marks: tokens that end a
+    text, with their names. draft: the last proposal; stop_reason: None until the text has ended.
     """
-    # what is proposed behind an end mark is no part of the text, nor is the target's token behind one that stands
-    end = next((i for i, token in enumerate(draft.tokens, 1) if token in end_marks), None) if draft.parents is None else None
-    if end:
-        draft, logits = replace(draft, tokens=draft.tokens[:end]), logits[:end]
-    tokens, n_accepted = verifier.judge(logits, draft, position)
-    if draft.parents is not None:  # where an end mark has no children
-        end = next((i for i, token in enumerate(tokens, 1) if token in end_marks), len(tokens))
-        tokens, n_accepted = tokens[:end], min(n_accepted, end)
-    if tokens[-1] < 0:
-        raise ValueError(
-            "the target's logits are not finite: its weights are damaged or too large to compute with, or its keys and values "
-            "too large for f16 (--kv f32 holds them)"
-        )
-    return tokens, n_accepted
+
+    tokens: list[int]
+    max_tokens: int
+    n_positions: int
+    drafter: Drafter | None
+    verifier: Verifier
+    plan: Plan
+    end_marks: Mapping[int, str]
+
+    def __post_init__(self) -> None:
+        # The last token is never run, so a text may have one token more than the target has positions.
+        self._limit = min(len(self.tokens) + self.max_tokens, self.n_positions + 1)
+        self.stop_reason: StopReason | None = None
+        self.draft, self._draft_seconds = Draft([]), 0.0
+
+    @property
+    def has_ended(self) -> bool:
+        return self.stop_reason is not None or len(self.tokens) >= self._limit
+
+    def wants(self) -> Draft:
+        """The first half: what the pass is to run behind the text's last token (`run`); the tokens may be none."""
+        begin = time.perf_counter()
+        is_drafted = self.drafter and self.plan.begins(self._limit - len(self.tokens) - 1)
+        self.draft = self.drafter.propose(self.tokens, self.plan) if self.drafter and is_drafted else Draft([])
+        self._draft_seconds = time.perf_counter() - begin
+        return self.draft
+
+    def judge(self, logits: Float32) -> tuple[list[int], int]:
+        """What the text goes on with, up to and with an end mark or the first that is not the proposal; how many of it stood.
+
+        logits: (n + 1, V) for n proposals. Changes nothing: it may be asked again where another pass has overwritten them.
+        Raises ValueError for logits that no token can be drawn from.
+        """
+        draft, end_marks = self.draft, self.end_marks
+        # what is proposed behind an end mark is no part of the text, nor is the target's token behind one that stands
+        end = next((i for i, token in enumerate(draft.tokens, 1) if token in end_marks), None) if draft.parents is None else None
+        if end:
+            draft, logits = replace(draft, tokens=draft.tokens[:end]), logits[:end]
+        tokens, n_accepted = self.verifier.judge(logits, draft, len(self.tokens))
+        if draft.parents is not None:  # where an end mark has no children
+            end = next((i for i, token in enumerate(tokens, 1) if token in end_marks), len(tokens))
+            tokens, n_accepted = tokens[:end], min(n_accepted, end)
+        if tokens[-1] < 0:
+            raise ValueError(
+                "the target's logits are not finite: its weights are damaged or too large to compute with, or its keys and "
+                "values too large for f16 (--kv f32 holds them)"
+            )
+        return tokens, n_accepted
+
+    def takes(self, new: list[int], n_accepted: int, seconds: float) -> Step:
+        """The second half: the text grows by what was judged; seconds: of the pass and the judging."""
+        draft, walked = self.draft, self.draft.path(new)
+        if new[-1] in self.end_marks:
+            self.stop_reason = self.end_marks[new.pop()]
+        self.tokens += new
+        if self.stop_reason is None and len(self.tokens) == self._limit:
+            self.stop_reason = "seq_len" if self._limit > self.n_positions else "max_tokens"
+        n_nodes, draft_seconds = len(draft.tokens), self._draft_seconds
+        self.plan.saw(n_nodes, n_accepted, seconds, draft_seconds)
+        return Step(new, walked, n_accepted, seconds + draft_seconds, draft_seconds, self.stop_reason, n_nodes)
+
+
+def run(target: Target, text: Text) -> tuple[list[int], int]:
+    """A pass over what a text wants, with logits at its last token and at each that is proposed, and what `Text.judge` says."""
+    draft = text.draft
+    with target.lock:
+        while True:
+            passes = target.n_passes
+            if draft.parents is None:
+                logits = target.forward(text.tokens + draft.tokens, n_logits=len(draft.tokens) + 1)
+            else:
+                logits = target.forward_tree(text.tokens, draft.tokens, draft.parents)
+            judged = text.judge(logits)
+            if target.n_passes <= passes + 1:  # else a signal handler ran a pass over these logits
+                return judged
 
 
 def decode(
@@ -459,43 +514,22 @@ def decode(
 ) -> Iterator[Event]:
     """Continue the prompt by up to max_tokens tokens: the prompt, then steps, each behind its proposal where there is one.
 
-    plan: how long proposals get; end_marks: tokens that end a text, with their names. A step runs what the target's cache does
-    not hold: the last token and the proposal. Raises ValueError where the target's logits are not finite.
+    All else as `Text` says. A step runs what the target's cache does not hold: the last token and the proposal. Raises ValueError
+    where the target's logits are not finite.
     """
     begin = time.perf_counter()
-    tokens = list(prompt)
-    # The last token is never run, so a text may have one token more than the target has positions.
-    limit = min(len(prompt) + max_tokens, target.n_positions + 1)
-    stop: StopReason | None = None
-    target.forward(tokens[:-1], n_logits=0)
+    text = Text([*prompt], max_tokens, target.n_positions, drafter, verifier, plan, end_marks)
+    target.forward(prompt[:-1], n_logits=0)
     if drafter:
-        drafter.get_ready(tokens)
+        drafter.get_ready(prompt)
     yield Prompt(prompt, time.perf_counter() - begin)
-    while len(tokens) < limit and stop is None:
-        begin = time.perf_counter()
-        is_drafted = drafter and plan.begins(limit - len(tokens) - 1)
-        draft = drafter.propose(tokens, plan) if drafter and is_drafted else Draft([])
-        draft_seconds = time.perf_counter() - begin
+    while not text.has_ended:
+        draft = text.wants()
         if draft.tokens:
             yield Proposal(draft.path([]), None if draft.parents is None else (draft.tokens, draft.parents))
         begin = time.perf_counter()
-        with target.lock:
-            is_judged = False
-            while not is_judged:  # at once, unless a signal handler ran a pass over these logits
-                passes = target.n_passes
-                logits = run(target, tokens, draft)
-                new, n_accepted = judge(logits, draft, verifier, len(tokens), end_marks)
-                is_judged = target.n_passes <= passes + 1
-        walked = draft.path(new)
-        if new[-1] in end_marks:
-            stop = end_marks[new.pop()]
-        tokens += new
-        if stop is None and len(tokens) == limit:
-            stop = "seq_len" if limit > target.n_positions else "max_tokens"
-        pass_seconds = time.perf_counter() - begin
-        plan.saw(len(draft.tokens), n_accepted, pass_seconds, draft_seconds)
-        seconds, n_nodes = pass_seconds + draft_seconds, len(draft.tokens)
-        yield Step(new, walked, n_accepted, seconds, draft_seconds, stop, n_nodes)
+        new, n_accepted = run(target, text)
+        yield text.takes(new, n_accepted, time.perf_counter() - begin)
 
 
 def behind_prefill(prompt: list[int], shares: Iterator[float], events: Iterator[Event]) -> Iterator[Event | Prefill]:

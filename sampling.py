@@ -5,7 +5,8 @@ proposal drawn with the target's noise agrees with the target as often as it can
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +48,12 @@ class Sampling:
         }
         for name, number in numbers.items():  # Python's own: the kernels are compiled for those
             object.__setattr__(self, name, number)
+
+
+def sampling_with(sampling: Sampling, **fields: Any) -> Sampling:
+    """That sampling, but for the fields that are not None. What is no sampling stays what it is."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    return replace(sampling, **given) if given and isinstance(sampling, Sampling) else sampling
 
 
 class Sampler:

@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ..decoder import NGRAM, SELF
+from ..drafting.team import NGRAM, SELF
 from ..readers.files import is_model_name
 from .options import as_utf8
 from .wiring import NONE, say

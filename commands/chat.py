@@ -5,7 +5,8 @@ from pathlib import Path
 
 import typer
 
-from ..decoder import AUTO, NGRAM
+from ..drafting.settings import AUTO
+from ..drafting.team import NGRAM
 from ..readers import is_llama2c
 from ..screens.progress import TIMING, loading
 from ..text.templates import LLAMA2_NAME, RENDERING

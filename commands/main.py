@@ -13,8 +13,10 @@ from rich.console import Console
 
 import specdec
 
-from ..decoder import AUTO, NGRAM, SpeculativeDecoder, TreeMode
+from ..decoder import SpeculativeDecoder
 from ..decoding import Event, Prefill, Prompt, Statistics, VerifyMode
+from ..drafting.settings import AUTO, TreeMode
+from ..drafting.team import NGRAM
 from ..readers import CheckpointError
 from ..sampling import Sampling
 from ..screens.interrupts import exit_code, signals

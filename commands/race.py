@@ -6,7 +6,9 @@ from typing import Any, cast
 import typer
 from rich.console import Console
 
-from ..decoder import AUTO, NGRAM, SpeculativeDecoder, TreeMode
+from ..decoder import SpeculativeDecoder
+from ..drafting.settings import AUTO, TreeMode
+from ..drafting.team import NGRAM
 from ..measuring.race import Race, measure, to_json
 from ..sampling import Sampling
 from ..screens.interrupts import signals

@@ -3,7 +3,7 @@
 import typer
 from rich.console import Console
 
-from ..decoder import AUTO
+from ..drafting.settings import AUTO
 from ..screens.interrupts import signals
 from ..screens.progress import TIMING, loading, telling
 from .options import (

@@ -12,10 +12,12 @@ import typer
 
 import specdec
 
-from ..decoder import AUTO, NGRAM, SELF, SpeculativeDecoder, TreeMode
+from ..decoder import SpeculativeDecoder
 from ..decoding import VERIFIERS
 from ..drafting.copies import kinds_to_make
-from ..drafting.planning import MAX_GAMMA
+from ..drafting.estimates import MAX_GAMMA
+from ..drafting.settings import AUTO, TreeMode
+from ..drafting.team import NGRAM, SELF
 from ..machine.threads import available_threads
 from ..readers import CheckpointError, extras
 from ..readers.files import default_pair, find, needs, telling_how_to_restore

@@ -1,6 +1,7 @@
 """What models of floats become while they are loaded: int8, int4 or what they are. Knows no files."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -8,7 +9,8 @@ import numpy.typing as npt
 from ..checks import short
 from ..kernels import MAX_TOKENS
 from ..machine.vectors import Float32
-from ..transformer import KV, Transformer
+from ..readers.loading import Loader
+from ..transformer import Transformer
 from ..weights import INT4, INT8, Kind
 
 QUANTIZED = {"int8": INT8, "int4": INT4, "none": None}
@@ -22,9 +24,19 @@ SAMPLE = (
 )
 
 
-def kinds_to_make(quantize: str) -> dict[str, Kind | None]:
-    """What the weights of target and draft become where they are floats; None: what they are. Raises ValueError."""
+@dataclass(frozen=True)
+class Kinds:
+    """What the weights of target and draft become where they are floats; None: what they are. is_asked: of a draft by name."""
+
+    target: Kind | None
+    draft: Kind | None
+    is_asked: bool
+
+
+def kinds_to_make(quantize: str) -> Kinds:
+    """What `SpeculativeDecoder`'s quantize asks for. Raises ValueError."""
     kinds: dict[str, Kind | None] = {"target": None, "draft": None}
+    is_asked = False
     models = {"target": ("target",), "draft": ("draft",), "both": ("target", "draft")}
     if not isinstance(quantize, str) or quantize != "none":
         for part in quantize.split(",") if isinstance(quantize, str) else [""]:
@@ -35,21 +47,15 @@ def kinds_to_make(quantize: str) -> dict[str, Kind | None]:
                     "draft=int4,target=int8"
                 )
             kinds |= dict.fromkeys(models[model], QUANTIZED[name or "int8"])
-    return kinds
+            is_asked = is_asked or (name != "" and model != "target")
+    return Kinds(kinds["target"], kinds["draft"], is_asked)
 
 
-def copy_of(
-    target: Transformer,
-    asked: Kind | None,
-    ids_of: Callable[[str], list[int]],
-    n_threads: int | None,
-    kv: KV,
-    progress: Callable[[str, float], None],
-) -> Transformer:
+def copy_of(target: Transformer, asked: Kind | None, ids_of: Callable[[str], list[int]], loader: Loader) -> Transformer:
     """A copy of a target that drafts for it, of the kind asked for or, with None, of the one that is to be faster.
 
     Beyond the caches a pass takes the time of its bytes; how often an int4 copy is right is seen on a sample text. ids_of: its
-    tokens; progress: is told what is made, and the share of it. Raises ValueError where a copy is hardly less than the target.
+    tokens; loader: tells what is made. Raises ValueError where a copy is hardly less than the target.
     """
     weights = target.weights
     shares = {kind: weights.n_bytes_as(kind) / weights.n_bytes for kind in ([asked] if asked else [INT8, INT4])}
@@ -61,8 +67,8 @@ def copy_of(
         )
 
     def made(kind: Kind) -> Transformer:
-        new = weights.converted(kind, lambda share: progress(f"a copy in {kind.name}", share))
-        return Transformer(target.config, new, n_threads, target.n_positions, kv)
+        new = weights.converted(kind, lambda share: loader.progress(f"a copy in {kind.name}", share))
+        return Transformer(target.config, new, loader.n_threads, target.n_positions, loader.kv)
 
     if len(kinds) == 1 or weights.n_bytes_as(INT8) <= CACHED_BYTES:
         return made(kinds[0])

@@ -15,9 +15,14 @@ from ..architectures import Config
 from ..decoding import Draft, Drafter, Plan
 from ..machine.vectors import Float32
 from ..sampling import Sampler
+from ..text.vocabulary import Vocabulary
 from ..transformer import Transformer
-from .drafters import ModelDrafter
-from .planning import TRIAL_SHARE, Acceptance, AutoLength, Costs
+from .estimates import Acceptance, Costs
+from .model_drafter import ModelDrafter
+from .ngrams import NgramDrafter
+from .planning import TRIAL_SHARE, AutoLength
+from .team import Origin
+from .timing import costs_of
 
 MOST_SAVED = 10  # passes of the draft over one token: what may be lost at most where guesses stop to pay
 
@@ -153,3 +158,26 @@ class StagedDrafter:
                 locks.enter_context(model.lock)
             self._ahead.begin(tokens, plan.most)
             return self._staged.propose(tokens, plan)
+
+
+class Stage:
+    """What drafts for a draft, and what its guesses have saved, over texts; before `measure` nobody guesses."""
+
+    def __init__(self, draft: Transformer, vocabulary: Vocabulary, stage: Origin, end_marks: Container[int]) -> None:
+        self._draft, self._vocabulary, self._stage, self._end_marks = draft, vocabulary, stage, end_marks
+        self._account: Account | None = None
+
+    def measure(self) -> None:
+        """vocabulary: that the target and the draft share."""
+        costs = costs_of(self._draft, self._stage.model, self._vocabulary)
+        self._account = Account(costs, Acceptance(self._stage.rates))
+
+    def drafter(self, sampler: Sampler, noise: Callable[[int], int]) -> Drafter:
+        model, marks = self._stage.model, self._end_marks
+        if not self._account:
+            return ModelDrafter(self._draft, sampler, noise, marks)
+        if not model:
+            return StagedDrafter([self._draft], NgramDrafter(marks), self._account, sampler, noise, marks)
+        own = Sampler(self._vocabulary.n_target, sampler.sampling, self._stage.vocabulary.n_common)
+        guesser = ModelDrafter(model, own, noise, marks)
+        return StagedDrafter([self._draft, model], guesser, self._account, sampler, noise, marks)

@@ -14,7 +14,8 @@ from typing import Protocol
 import numpy as np
 
 from ..decoding import Plan
-from .planning import BUCKETS, MARGIN_RATES, MAX_GAMMA, Acceptance, AutoLength, Costs, FixedLength, bucket_of
+from .estimates import BUCKETS, MARGIN_RATES, MAX_GAMMA, Acceptance, Costs, bucket_of
+from .planning import AutoLength, FixedLength
 
 # Of candidates behind the first, how often each was the token where those before it were not, by how far its score is behind
 # the first one's: before anything was seen, as the embedded pair had it.

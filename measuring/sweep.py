@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
-from ..decoder import AUTO, NGRAM, SpeculativeDecoder
+from ..decoder import SpeculativeDecoder
 from ..decoding import Event, Step
-from ..drafting.planning import MAX_GAMMA
+from ..drafting.estimates import MAX_GAMMA
+from ..drafting.settings import AUTO
+from ..drafting.team import NGRAM
 from ..sampling import Sampling
 
 GAMMAS: tuple[int | str, ...] = (1, 2, 4, 8, AUTO)

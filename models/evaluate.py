@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ..architectures.llama import LLAMA
 from ..decoder import SpeculativeDecoder
 from ..decoding import CoupledVerifier, Step, decode
-from ..drafting.drafters import ModelDrafter
+from ..drafting.model_drafter import ModelDrafter
 from ..drafting.planning import FixedLength
 from ..kernels import MAX_TOKENS
 from ..machine.vectors import Float32, Int64

@@ -1,20 +1,50 @@
-"""A name becomes a model: found, read and packed. Knows nothing of drafts."""
+"""A name becomes a model: found, read and packed; and how long its texts may get in this machine's memory. Knows no drafts."""
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import get_args
 
 from ..architectures import architecture_of
-from ..checks import file_name
+from ..checks import file_name, one_of, whole
+from ..machine.memory import physical_memory_bytes
+from ..machine.threads import available_threads
 from ..transformer import KV, Transformer
 from ..weights import INT8, Kind
 from . import Checkpoint, CheckpointError, load_checkpoint
 from .files import find
 
 Progress = Callable[[str, float], None]  # is told the name of a model and the share of it that is loaded
+TARGET_SHARE = 0.75  # of the memory beside its weights, that the target's text may take; what drafts gets along with the rest
 
 
 def tell_nobody(name: str, share: float) -> None:
     """Of a `Progress` that nobody watches."""
+
+
+@dataclass(frozen=True)
+class Loader:
+    """How checkpoints become models: n_threads and kv as `Transformer` says, and who is told of the progress."""
+
+    n_threads: int | None = None
+    kv: KV = "auto"
+    progress: Progress = tell_nobody
+
+    def __post_init__(self) -> None:
+        one_of("kv", self.kv, get_args(KV))
+        if self.n_threads is not None:
+            whole("n_threads", self.n_threads, 1, available_threads())
+
+    def load(self, checkpoint: Checkpoint, kind: Kind | None, n_positions: int | None = None) -> Transformer:
+        """The model in a checkpoint; kind: what its weights become where they are floats. Raises CheckpointError."""
+        name = checkpoint.path.name
+        try:
+            weights = architecture_of(checkpoint.config).pack(
+                checkpoint.config, checkpoint.tensors, kind, lambda share: self.progress(name, share)
+            )
+        except MemoryError as error:
+            raise CheckpointError(f"{checkpoint.path} does not fit: {error or 'there is no memory for its weights'}") from None
+        return Transformer(checkpoint.config, weights, self.n_threads, n_positions, self.kv)
 
 
 def load_model(
@@ -28,7 +58,7 @@ def load_model(
 
     Raises CheckpointError.
     """
-    return loaded(opened("path", path), INT8 if int8 else None, n_threads, n_positions, tell_nobody, kv)
+    return Loader(n_threads, kv).load(opened("path", path), INT8 if int8 else None, n_positions)
 
 
 def opened(parameter: str, name: str | os.PathLike[str]) -> Checkpoint:
@@ -36,15 +66,21 @@ def opened(parameter: str, name: str | os.PathLike[str]) -> Checkpoint:
     return load_checkpoint(find(file_name(parameter, name)))
 
 
-def loaded(
-    checkpoint: Checkpoint, kind: Kind | None, n_threads: int | None, n_positions: int | None, progress: Progress, kv: KV
-) -> Transformer:
-    """The model in a checkpoint."""
-    name = checkpoint.path.name
-    try:
-        weights = architecture_of(checkpoint.config).pack(
-            checkpoint.config, checkpoint.tensors, kind, lambda share: progress(name, share)
+def room_beside(target: Transformer) -> float:
+    """Bytes of memory beside a target's weights."""
+    return physical_memory_bytes() - target.weights.n_bytes
+
+
+def longest_text(target: Transformer) -> int:
+    """How many positions a text may have: the target's context, or as many as its share of the machine's memory holds."""
+    return target.positions_within(TARGET_SHARE * room_beside(target), target.n_positions)
+
+
+def check_memory(target: Transformer, n_tokens: int) -> None:
+    """Raises ValueError for a text that the memory cannot hold."""
+    n = min(n_tokens, target.n_positions)
+    if n > (most := longest_text(target)):
+        raise ValueError(
+            f"a text of {n} tokens needs {target.text_bytes(n) / 2**30:.1f} GiB beside the weights; this machine's memory has "
+            f"room for {most} tokens (-n, max_tokens)"
         )
-    except MemoryError as error:
-        raise CheckpointError(f"{checkpoint.path} does not fit: {error or 'there is no memory for its weights'}") from None
-    return Transformer(checkpoint.config, weights, n_threads, n_positions, kv)

@@ -34,11 +34,13 @@ from specdec.architectures import Config, architecture_of
 from specdec.architectures.llama import LLAMA
 from specdec.decoder import SpeculativeDecoder
 from specdec.decoding import VERIFIERS, Proposal, Step, decode
-from specdec.drafting.drafters import ModelDrafter, TreeDrafter
+from specdec.drafting.estimates import MARGIN_RATES, ODDS_RATES, Acceptance, Costs
+from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.ngrams import NgramDrafter
-from specdec.drafting.planning import MARGIN_RATES, ODDS_RATES, Acceptance, Costs, FixedLength
+from specdec.drafting.planning import FixedLength
 from specdec.drafting.stages import Account, StagedDrafter
 from specdec.drafting.tree_planning import AutoTree, StaticTree, TreeCosts, new_acceptances
+from specdec.drafting.trees import TreeDrafter
 from specdec.machine.memory import zeros
 from specdec.machine.threads import available_threads
 from specdec.machine.vectors import LANES, round_up

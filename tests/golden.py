@@ -21,10 +21,11 @@ import specdec
 from specdec.architectures import Weights, architecture_of
 from specdec.architectures.rope import fill_tables
 from specdec.decoding import VERIFIERS, Drafter, Plan, Step, decode
-from specdec.drafting.drafters import ModelDrafter, TreeDrafter
+from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.ngrams import NgramDrafter
 from specdec.drafting.planning import FixedLength
 from specdec.drafting.tree_planning import StaticTree, new_acceptances
+from specdec.drafting.trees import TreeDrafter
 from specdec.machine.elementary import log
 from specdec.machine.memory import zeros
 from specdec.machine.vectors import LANES

@@ -7,8 +7,8 @@ import numpy as np
 
 from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
-from specdec.decoding import VERIFIERS, Statistics, Step, decode
-from specdec.drafting.drafters import ModelDrafter
+from specdec.decoding import VERIFIERS, Statistics, Step, Text, decode
+from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.planning import FixedLength
 from specdec.machine.memory import zeros
 from specdec.machine.programs import Runner
@@ -91,3 +91,10 @@ def continuation(target, draft, sampling, gamma=4, verify="coupled", prompt=(BOS
         statistics.add(event)
         tokens += event.tokens if isinstance(event, Step) else []
     return tokens, statistics
+
+
+def judge(logits, draft, verifier, position, end_marks):
+    """What a text of so many tokens goes on with, of which that draft was proposed."""
+    text = Text([0] * position, 99, 99, None, verifier, FixedLength(1), end_marks)
+    text.draft = draft
+    return text.judge(logits)

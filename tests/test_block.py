@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from specdec.decoding import VERIFIERS, BlockVerifier, Draft, Step, decode, judge
-from specdec.drafting.drafters import ModelDrafter
+from specdec.decoding import VERIFIERS, BlockVerifier, Draft, Step, decode
+from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.planning import FixedLength
 from specdec.machine.memory import zeros
 from specdec.sampling import Sampler, Sampling, redraw, weigh_prefix
 from specdec.tokenizer import BOS, EOS
 from tests import reference
-from tests.models import END_MARKS, begun, tiny_model
+from tests.models import END_MARKS, begun, judge, tiny_model
 
 PLAIN = (1.0, 0, 0.0)  # temperature, top_k, top_p: the logits' own softmax
 

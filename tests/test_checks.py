@@ -118,7 +118,7 @@ def test_an_empty_name_is_refused(pair, name):
 
 def test_a_text_beyond_all_memory_is_refused_before_it_begins(pair, monkeypatch):
     decoder = SpeculativeDecoder(pair.endless)
-    monkeypatch.setattr("specdec.decoder.physical_memory_bytes", lambda: 10e6)
+    monkeypatch.setattr("specdec.readers.loading.physical_memory_bytes", lambda: 10e6)
     with pytest.raises(ValueError, match=re.escape("100000 tokens needs")):
         decoder.stream("ab", 10**12)
     assert decoder.generate("ab", 20).statistics.n_generated == 20

@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.decoding import VERIFIERS, CoupledVerifier, Draft, Prompt, Proposal, Statistics, Step, decode
-from specdec.drafting.drafters import ModelDrafter
-from specdec.drafting.planning import MAX_GAMMA, FixedLength
+from specdec.decoding import VERIFIERS, CoupledVerifier, Draft, Prompt, Proposal, Statistics, Step, Text, decode, run
+from specdec.drafting.estimates import MAX_GAMMA
+from specdec.drafting.model_drafter import ModelDrafter
+from specdec.drafting.ngrams import NgramDrafter
+from specdec.drafting.planning import FixedLength
+from specdec.drafting.tree_planning import StaticTree, new_acceptances
+from specdec.drafting.trees import TreeDrafter
 from specdec.machine.threads import available_threads
 from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.sampling import Sampler, Sampling
@@ -547,23 +551,103 @@ class Trial:
 @pytest.mark.parametrize(("alone", "together", "expected"), [(1.0, 0.7, 2), (1.0, 1.2, 2), (1.0, 1.3, 1)])
 def test_threads_that_are_clearly_slower_are_left_out(pair, monkeypatch, alone, together, expected):
     trial = Trial({1: alone / 100, 2: together / 100})
-    monkeypatch.setattr("specdec.decoder.decode", trial)
+    monkeypatch.setattr("specdec.drafting.tuning.decode", trial)
     for draft in (None, pair.draft):
         decoder = SpeculativeDecoder(pair.target, draft)
-        decoder._most_threads = 2  # whatever the machine has
-        for model in decoder._models:
+        decoder._tuning.most_threads = 2  # whatever the machine has
+        for model in filter(None, (decoder.target, decoder.draft)):
             model.n_threads = 2
         trial.tried.clear()
         decoder.warm_up()
-        assert {model.n_threads for model in decoder._models} == {expected}
+        assert {model.n_threads for model in (decoder.target, decoder.draft) if model} == {expected}
         assert set(trial.tried) == {1, 2}
 
 
 def test_a_number_of_threads_that_was_given_is_kept(pair, monkeypatch):
     trial = Trial(dict.fromkeys(range(1, available_threads() + 1), 0.01))
-    monkeypatch.setattr("specdec.decoder.decode", trial)
+    monkeypatch.setattr("specdec.drafting.tuning.decode", trial)
     given = available_threads()
     SpeculativeDecoder(pair.target, pair.draft, n_threads=given).warm_up()
     loaded = SpeculativeDecoder(pair.target).target
     SpeculativeDecoder(loaded, None, pair.tokenizer).warm_up()
     assert set(trial.tried) == {given}
+
+
+# Steps by hand
+
+
+def drafter_of(kind, draft, verifier, sampling):
+    """A drafter and its plan; of all kinds on one model."""
+    sampler, plan = Sampler(105, sampling, draft.config.vocab_size), FixedLength(4)
+    if kind == "tree":
+        plan = StaticTree(4, None, new_acceptances(), END_MARKS)
+        return TreeDrafter(draft, sampler, verifier.draft_noise, END_MARKS, plan), plan
+    if kind == "model":
+        return ModelDrafter(draft, sampler, verifier.draft_noise, END_MARKS), plan
+    return (NgramDrafter(END_MARKS) if kind == "ngram" else None), plan
+
+
+def beginning(target, draft, prompt, kind, verify, sampling):
+    """Whatever `decode` and `Text` are told."""
+    verifier = VERIFIERS[verify](105, sampling)
+    drafter, plan = drafter_of(kind, draft, verifier, sampling)
+    return {"drafter": drafter, "verifier": verifier, "max_tokens": 50, "plan": plan, "end_marks": END_MARKS}
+
+
+def logits_of(target, text):
+    if text.draft.parents is None:
+        return target.forward(text.tokens + text.draft.tokens, len(text.draft.tokens) + 1).copy()
+    return target.forward_tree(text.tokens, text.draft.tokens, text.draft.parents).copy()
+
+
+def one_by_one(target, texts):
+    """A step of each in turn."""
+    for text in texts:
+        text.wants()
+        yield text, text.takes(*run(target, text), 0.0)
+
+
+def all_at_once(target, texts):
+    """All say what they want before any pass runs, and judge when all have run."""
+    for text in texts:
+        text.wants()
+    for text, logits in [(text, logits_of(target, text)) for text in texts]:
+        yield text, text.takes(*text.judge(logits), 0.0)
+
+
+@pytest.mark.parametrize("turns", [one_by_one, all_at_once])
+@pytest.mark.parametrize(
+    ("kind", "verify"),
+    [(kind, verify) for kind in ("model", "ngram", "tree", None) for verify in VERIFIERS if (kind, verify) != ("tree", "block")],
+)
+def test_two_texts_that_take_turns_on_one_target_are_what_they_are_alone(turns, kind, verify):
+    """And so is every step of them; the draft's model is one too, and the second text ends later than the first."""
+    prompts = {"one": [BOS, 7, 9, 7, 9, 7], "other": [BOS, 7, 9, 30, 31] * 3}
+    for sampling in SAMPLINGS:
+        target, draft = tiny_model(0, scale=0.1), tiny_model(1, scale=0.1)
+        alone, together = ({name: [] for name in prompts} for _ in range(2))
+        for name, prompt in prompts.items():
+            told = beginning(target, draft, prompt, kind, verify, sampling)
+            alone[name] = [s for s in decode(target, prompt=prompt, **told) if isinstance(s, Step)]
+        texts = {}
+        for name, prompt in prompts.items():
+            told = beginning(target, draft, prompt, kind, verify, sampling)
+            texts[name] = Text([*prompt], n_positions=target.n_positions, **told)
+        while running := {name: text for name, text in texts.items() if not text.has_ended}:
+            for text, step in turns(target, [*running.values()]):
+                together[next(name for name in texts if texts[name] is text)].append(step)
+        for name, prompt in prompts.items():
+            steps = [(s.tokens, s.draft_tokens, s.n_accepted, s.stop_reason) for s in alone[name]]
+            assert [(s.tokens, s.draft_tokens, s.n_accepted, s.stop_reason) for s in together[name]] == steps
+            said = [token for step in alone[name] for token in step.tokens]
+            assert texts[name].tokens == prompt + said and 0 < len(said) <= 50
+        assert kind is None or sum(step.n_nodes for steps in alone.values() for step in steps) > 0
+
+
+def test_judging_changes_nothing_so_that_a_pass_may_be_run_again():
+    target, draft, sampling = tiny_model(0), tiny_model(1), Sampling(0.8, seed=3)
+    told = beginning(target, draft, [BOS, 7, 9], "model", "rejection", sampling)
+    text = Text([BOS, 7, 9], n_positions=target.n_positions, **told)
+    text.wants()
+    logits = logits_of(target, text)
+    assert text.judge(logits) == text.judge(logits) and text.tokens == [BOS, 7, 9]

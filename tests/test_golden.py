@@ -133,7 +133,7 @@ EXACT_NUMPY = {  # what numpy does the same everywhere: moving numbers, whole nu
 EXACT_MATH = {"gcd", "inf", "isfinite", "isnan", "nan", "pi", "prod", "isqrt", "ceil", "floor"}
 ROOMS = (
     "kernels", "sampling", "weights", "machine", "architectures", "transformer", "readers", "decoding", "tokenizer", "text",
-    "decoder", "drafting.drafters", "drafting.ngrams", "drafting.stages",
+    "decoder", "drafting.model_drafter", "drafting.ngrams", "drafting.stages",
 )  # fmt: skip
 SUMS = {"sum", "mean", "std", "var", "dot", "cumsum", "cumprod", "trace", "matmul"}  # of arrays, in numpy's own order
 

@@ -35,10 +35,11 @@ MAY_IMPORT = {
         "decoder", "drafting", "decoding", "transformer", "sampling", "architectures", "weights", "kernels", "machine",
     },
     "decoder": {
-        "drafting", "text", "decoding", "readers", "transformer", "sampling", "tokenizer", "weights", "machine", "checks",
+        "drafting", "text", "decoding", "readers", "transformer", "sampling", "tokenizer", "machine", "checks",
     },
     "drafting": {
-        "text", "decoding", "transformer", "sampling", "architectures", "weights", "kernels", "machine", "checks",
+        "text", "decoding", "readers", "transformer", "sampling", "architectures", "weights", "kernels", "tokenizer", "machine",
+        "checks",
     },
     "text": {"decoding", "readers", "sampling", "tokenizer", "checks"},
     "decoding": {"sampling", "machine"},

@@ -11,9 +11,8 @@ import pytest
 
 from specdec import Sampling, SpeculativeDecoder, Step
 from specdec.architectures.gpt2 import GPT2
-from specdec.decoder import TARGET_SHARE
 from specdec.readers import CheckpointError
-from specdec.readers.loading import load_model
+from specdec.readers.loading import TARGET_SHARE, load_model
 from specdec.tokenizer import TokenizerError
 from tests.commands.test_cli import Run, run  # noqa: F401  (a fixture)
 from tests.folders import FIXTURES, safetensors_bytes
@@ -217,13 +216,13 @@ def test_the_memory_is_told_before_a_text_that_does_not_fit(
     target = folder(tmp_path / "target", positions=100_000)
     model = load_model(target)
     room = model.weights.n_bytes + model.text_bytes(3000) / TARGET_SHARE
-    monkeypatch.setattr("specdec.decoder.physical_memory_bytes", lambda: room)
+    monkeypatch.setattr("specdec.readers.loading.physical_memory_bytes", lambda: room)
     n = SpeculativeDecoder(target).n_positions
     assert 2900 < n <= 3000
     code, _, err = run("-m", target, "-n", 50_000)
     assert code == 2 and f"has room for {n} tokens" in err and err.count("\n") == 1
     monkeypatch.setattr(
-        "specdec.decoder.physical_memory_bytes", lambda: model.weights.n_bytes + model.text_bytes(300) / TARGET_SHARE
+        "specdec.readers.loading.physical_memory_bytes", lambda: model.weights.n_bytes + model.text_bytes(300) / TARGET_SHARE
     )
     code, out, err = run("-m", target, "-n", 0, "-s", 1, "-t", 4, "-p", 0, "--json")
     assert code == 0 and "of the 100000 tokens of the target's context" in err
@@ -239,7 +238,7 @@ def test_how_long_a_text_may_get_does_not_depend_on_the_draft(
     texts = []
     for text_bytes in (model.text_bytes(600), 0):
         room = model.weights.n_bytes + (model.text_bytes(3000) + text_bytes) / TARGET_SHARE
-        monkeypatch.setattr("specdec.decoder.physical_memory_bytes", lambda room=room: room)
+        monkeypatch.setattr("specdec.readers.loading.physical_memory_bytes", lambda room=room: room)
         alone, pair = SpeculativeDecoder(target), SpeculativeDecoder(target, "self")
         assert pair.draft is not None and pair.draft.n_positions < alone.n_positions == pair.n_positions
         texts += [decoder.generate([1], 900, temperature=0.0).tokens for decoder in (alone, pair)]
@@ -270,6 +269,6 @@ def test_a_draft_of_many_more_rows_and_no_tokenizer_is_refused(tmp_path: Path) -
 
 def test_a_wrong_tokenizer_is_told_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, other = folder(tmp_path / "target", padding=0), folder(tmp_path / "other", tokenizer="llama2")
-    monkeypatch.setattr("specdec.decoder.loaded", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("specdec.readers.loading.Loader.load", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ValueError, match="name the target's own with -z"):
         SpeculativeDecoder(target, tokenizer=other)

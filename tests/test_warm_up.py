@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
-import specdec.decoder
 from specdec import SpeculativeDecoder
+from specdec.drafting import tuning
+from specdec.drafting.settings import Settings
+from specdec.drafting.trees import Trees
 from tests.checkpoints import ROOT
 from tests.conftest import Pair
 
@@ -16,14 +18,15 @@ from tests.conftest import Pair
 LATE = """
 import json, os, sys
 from specdec import Proposal, Sampling, SpeculativeDecoder
+from specdec.drafting import tuning
 from specdec.machine import cache
-from specdec.drafting.planning import Costs
+from specdec.drafting.estimates import Costs
 
 target, draft, endless = sys.argv[1:]
 asked = []
 load = cache.MachineCode.load_overload
 cache.MachineCode.load_overload = lambda code, *what: [asked.append(code._name), load(code, *what)][1]
-SpeculativeDecoder._measured_costs = lambda _: Costs({1: 1.0, 64: 1.1}, 0.01)
+tuning.costs_of = lambda *_: Costs({1: 1.0, 64: 1.1}, 0.01)
 Costs.saw = lambda *_: None
 SAMPLINGS = Sampling(0), Sampling(1, 0, 0, 1), Sampling(1, 5, 0, 2), Sampling(0.8, 0, 0.5, 3)
 PROMPT = "abc abd abc abd abc ab"
@@ -94,11 +97,13 @@ for name, run in CASES.items():
         drafted = []
         late = run()
         n_trees = sum(event.tree is not None for event in drafted)
-        print(json.dumps([name, {"late": late, "asked": asked, "n_drafted": len(drafted), "n_trees": n_trees}]), flush=True)
+        told = {"late": late, "asked": asked, "rooms": [*sys.modules], "n_drafted": len(drafted), "n_trees": n_trees}
+        print(json.dumps([name, told]), flush=True)
         os._exit(0)
     os.wait()
 """
 OF_TREES = {"kernels.trace", "kernels.move_slots", "sampling.draw_few", "sampling.keep_or_refuse"}
+ROOMS_OF_TREES = {"specdec.drafting.trees", "specdec.drafting.tree_planning"}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that begin where another one is")
@@ -112,16 +117,20 @@ def test_no_text_compiles_or_loads_anything_behind_its_first_event(pair: Pair) -
         assert (case["n_drafted"] > 0) == (name != "plain"), name
         assert (case["n_trees"] > 0) == ("trees" in name), name
         assert bool(OF_TREES.intersection(case["asked"])) == ("trees" in name), name
+        assert bool(ROOMS_OF_TREES.intersection(case["rooms"])) == ("trees" in name), name
+        assert ("specdec.drafting.stages" in case["rooms"]) == ("stage" in name), name
 
 
-INTERRUPTED = ("decode", "judge_proposals", "run_trees", "choose_threads", "costs_of", "tree_costs_of")
+INTERRUPTED = {
+    "decode": tuning, "judge_proposals": tuning, "choose_threads": tuning, "costs_of": tuning, "run": Trees, "measure": Trees,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("where", INTERRUPTED)
 def test_an_interrupted_warm_up_is_made_up_for(pair: Pair, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     decoder = SpeculativeDecoder(pair.target, pair.draft, tree="on", n_threads=1)
-    decoder._most_threads = 2 if where == "choose_threads" else 1  # of one that is free to choose
-    original, calls = getattr(specdec.decoder, where), list[bool]()
+    decoder._tuning.most_threads = 2 if where == "choose_threads" else 1  # of one that is free to choose
+    original, calls = getattr(INTERRUPTED[where], where), list[bool]()
 
     def interrupted(*args: object) -> object:
         calls.append(bool(calls))
@@ -129,21 +138,20 @@ def test_an_interrupted_warm_up_is_made_up_for(pair: Pair, monkeypatch: pytest.M
             raise KeyboardInterrupt
         return original(*args) if where != "choose_threads" else None
 
-    monkeypatch.setattr(specdec.decoder, where, interrupted)
+    monkeypatch.setattr(INTERRUPTED[where], where, interrupted)
     with pytest.raises(KeyboardInterrupt):
         decoder.warm_up()
     text = decoder.generate("ab", 30, temperature=0).text
     assert calls[:2] == [False, True]
-    assert decoder._costs
-    assert decoder._tree_costs
-    assert not decoder._undone()
+    assert decoder.plain_seconds
+    assert not decoder._tuning.undone(Settings(tree="on"))
     assert text == SpeculativeDecoder(pair.target, None).generate("ab", 30, temperature=0).text
 
 
 def test_what_is_warm_is_not_measured_again(pair: Pair) -> None:
     decoder = SpeculativeDecoder(pair.target, pair.draft, n_threads=1)
     decoder.warm_up()
-    costs = decoder._costs
+    costs = decoder._tuning.costs
     decoder.verify, decoder.gamma = "block", 3
     decoder.warm_up()
-    assert decoder._costs is costs
+    assert decoder._tuning.costs is costs

@@ -1,13 +1,16 @@
-"""Which tokenizer is a model's: one that is named, its own, or the one beside it."""
+"""Which tokenizer is a model's: one that is named, its own, or the one beside it; and which ids a draft shares with it."""
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from ..checks import file_name
 from ..readers import Checkpoint, read_vocabulary
 from ..readers.files import find_tokenizer
 from ..tokenizer import AnyTokenizer
 from .tokenizer_gguf import gguf_tokenizer
-from .tokenizer_json import load_tokenizer
+from .tokenizer_json import TOKENIZER_FILE, load_tokenizer
+from .vocabulary import Vocabulary, common_vocabulary, presumed_vocabulary
 
 
 def tokenizer_of(given: str | os.PathLike[str] | AnyTokenizer | None, target: Checkpoint | None, rows: int) -> AnyTokenizer:
@@ -20,3 +23,18 @@ def tokenizer_of(given: str | os.PathLike[str] | AnyTokenizer | None, target: Ch
     path = find_tokenizer(None if given is None else file_name("tokenizer", given), target.path if target else None, rows)
     keys = {} if path.is_dir() or not path.exists() else read_vocabulary(path)
     return gguf_tokenizer(path, keys) if keys else load_tokenizer(path, bos, marks)
+
+
+def vocabulary_with(tokenizer: AnyTokenizer, rows: int, keys: Mapping[str, Any], name: str, draft: Checkpoint) -> Vocabulary:
+    """The ids that a target, of that tokenizer and so many rows, and a draft may say; name: the draft's, in errors.
+
+    keys: of the GGUF file that the tokenizer was made of: the same ones need no look. Raises ValueError where they share none,
+    TokenizerError for a draft's tokenizer that is none.
+    """
+    n_rows = draft.config.vocab_size
+    if draft.vocabulary:
+        own = tokenizer if draft.vocabulary == keys else gguf_tokenizer(draft.path, draft.vocabulary)
+        return common_vocabulary(tokenizer, rows, own, n_rows)
+    if (draft.path / TOKENIZER_FILE).exists():
+        return common_vocabulary(tokenizer, rows, draft.path, n_rows)
+    return presumed_vocabulary(tokenizer, rows, f"{name} {draft.path}", n_rows)

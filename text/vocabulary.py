@@ -56,6 +56,15 @@ def common_vocabulary(target: AnyTokenizer, target_rows: int, draft: AnyTokenize
     return Vocabulary(n_target, n)
 
 
+def presumed_vocabulary(target: AnyTokenizer, target_rows: int, name: str, draft_rows: int) -> Vocabulary:
+    """With a draft that has no tokenizer of its own, by its size. Raises ValueError for one that cannot share the target's."""
+    n = target.vocab_size
+    is_padded = isinstance(target, JsonTokenizer) and n <= draft_rows <= min(n + MOST_PADDING, n / LEAST_KNOWN)
+    if draft_rows != target_rows and not is_padded:
+        raise ValueError(f"{name} has a vocabulary of {draft_rows} tokens, the target one of {target_rows}; they must agree")
+    return Vocabulary(min(n, target_rows), min(n, draft_rows))
+
+
 def _that_differ(one: AnyTokenizer, other: AnyTokenizer, n: int) -> Iterator[int]:
     """The ids below n that mean something to both, and not the same."""
     ids: Iterable[int] = range(n)

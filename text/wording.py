@@ -61,15 +61,9 @@ def worded(events: Iterator[Event], tokenizer: AnyTokenizer, stops: Collection[s
         stop = "stop" if until.has_ended else event.stop_reason
         if stop:
             text += until.push(stream.end()) + until.end()
+        n_accepted = min(event.n_accepted, n)
         yield Step(
-            event.tokens[:n],
-            event.draft_tokens,
-            min(event.n_accepted, n),
-            event.seconds,
-            event.draft_seconds,
-            stop,
-            event.n_nodes,
-            text,
+            event.tokens[:n], event.draft_tokens, n_accepted, event.seconds, event.draft_seconds, stop, event.n_nodes, text
         )
         if stop:
             return

@@ -8,7 +8,7 @@ import pytest
 from specdec.architectures import Config, RopeScaling, architecture_of
 from specdec.architectures.rope import fill_tables, positions_a_radian
 from specdec.decoding import CoupledVerifier
-from specdec.drafting.drafters import ModelDrafter
+from specdec.drafting.model_drafter import ModelDrafter
 from specdec.machine.memory import zeros
 from specdec.machine.vectors import LANES
 from specdec.sampling import Sampler, Sampling

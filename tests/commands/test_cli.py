@@ -18,7 +18,7 @@ import specdec
 from specdec.architectures import Config
 from specdec.commands import main as command
 from specdec.decoder import SpeculativeDecoder
-from specdec.drafting.planning import Costs
+from specdec.drafting.estimates import Costs
 from specdec.readers import files, load_checkpoint
 from specdec.screens import interrupts
 from specdec.tokenizer import Tokenizer

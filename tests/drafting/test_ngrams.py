@@ -10,8 +10,9 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.decoding import VERIFIERS, Statistics, Step, decode
+from specdec.drafting.estimates import Costs
 from specdec.drafting.ngrams import NgramDrafter, SuffixAutomaton
-from specdec.drafting.planning import Costs, FixedLength
+from specdec.drafting.planning import FixedLength
 from specdec.sampling import Sampling
 from specdec.tokenizer import BOS, EOS
 from tests import reference

@@ -6,7 +6,8 @@ import random
 import numpy as np
 import pytest
 
-from specdec.drafting.planning import MAX_GAMMA, ODDS_RATES, TRIAL_ROUNDS, Acceptance, AutoLength, Costs, FixedLength, bucket_of
+from specdec.drafting.estimates import MAX_GAMMA, ODDS_RATES, Acceptance, Costs, bucket_of
+from specdec.drafting.planning import TRIAL_ROUNDS, AutoLength, FixedLength
 from specdec.kernels import MAX_TOKENS
 
 # microseconds of a pass over so many tokens, and of a draft's token: stories6M from L3, a large target, a dear draft, an int8

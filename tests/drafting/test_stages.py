@@ -10,9 +10,10 @@ import pytest
 
 from specdec import Sampling, SpeculativeDecoder
 from specdec.decoding import VERIFIERS, Draft, Statistics, Step, decode
-from specdec.drafting.drafters import ModelDrafter
+from specdec.drafting.estimates import MARGIN_RATES, ODDS_RATES, Acceptance, Costs
+from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.ngrams import NgramDrafter, SuffixAutomaton
-from specdec.drafting.planning import MARGIN_RATES, ODDS_RATES, TRIAL_SHARE, Acceptance, Costs, FixedLength
+from specdec.drafting.planning import TRIAL_SHARE, FixedLength
 from specdec.drafting.stages import MOST_SAVED, Account, StagedDrafter
 from specdec.sampling import Sampler
 from specdec.tokenizer import BOS

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.decoding import VERIFIERS, CoupledVerifier, Draft, Proposal, Statistics, Step, decode, judge
-from specdec.drafting.drafters import TreeDrafter
-from specdec.drafting.planning import MAX_GAMMA, Costs
+from specdec.decoding import VERIFIERS, CoupledVerifier, Draft, Proposal, Statistics, Step, decode
+from specdec.drafting.estimates import MAX_GAMMA, Costs
 from specdec.drafting.tree_planning import AutoTree, StaticTree, TreeCosts, new_acceptances
+from specdec.drafting.trees import TreeDrafter
 from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.sampling import FEW, Sampler, Sampling, race_on
 from specdec.tokenizer import BOS, EOS
 from tests import reference
-from tests.models import END_MARKS, continuation, tiny_model
+from tests.models import END_MARKS, continuation, judge, tiny_model
 from tests.test_block import Table, row
 
 FLAT = {1: 1.0, 64: 1.2}  # seconds of passes that nearly all cost the same: much grows

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from specdec.drafting.planning import MAX_GAMMA, AutoLength, Costs
+from specdec.drafting.estimates import MAX_GAMMA, Costs
+from specdec.drafting.planning import AutoLength
 from specdec.drafting.tree_planning import (
     LAST_REST,
     LOOKS,

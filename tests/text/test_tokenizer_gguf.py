@@ -201,8 +201,8 @@ def test_a_file_says_what_the_folder_says_and_drafts_for_it(tmp_path: Path) -> N
 
 def test_the_same_tokenizer_is_not_made_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Path] = []
-    for room in ("text.finding", "decoder"):  # the target's, and a draft's
-        monkeypatch.setattr(f"specdec.{room}.gguf_tokenizer", lambda path, keys: made.append(path) or gguf_tokenizer(path, keys))
+    make = "specdec.text.finding.gguf_tokenizer"
+    monkeypatch.setattr(make, lambda path, keys: made.append(path) or gguf_tokenizer(path, keys))
     source = folder(tmp_path / "folder")
     target, draft = gguf(tmp_path / "target.gguf", source), gguf(tmp_path / "draft.gguf", source)
     SpeculativeDecoder(target, draft)

@@ -9,14 +9,12 @@ from ..machine.tiles import TILE_TOKENS
 from ..sampling import TARGET_NOISE, Sampler, Sampling
 from ..text.vocabulary import Vocabulary
 from ..transformer import Transformer
-from .planning import Costs
-from .tree_planning import WIDEST, TreeCosts
+from .estimates import Costs
 
 # Passes over so many tokens are timed in turns, for about so long: of a slow target over the first two, and twice unless once
 # takes SLOW seconds. Where a second tile begins, a pass costs a step more.
 COSTS_TOKENS, COSTS_SECONDS, SLOW = (TILE_TOKENS, 1, TILE_TOKENS + 1, 2, 4, 2 * TILE_TOKENS, 32), 0.03, 0.1
 TRIAL_SECONDS, TRIAL_MARGIN = 0.05, 1.25  # of the choice of threads: all of them unless so much slower
-TREE_WIDTHS = 2, 4, WIDEST  # of levels of trees, timed likewise
 
 
 def costs_of(target: Transformer, draft: Transformer | None, vocabulary: Vocabulary) -> Costs:
@@ -65,39 +63,3 @@ def choose_threads(models: Sequence[Transformer], most: int, trial: Callable[[],
             seconds[n] += trial()
     best = min(seconds, key=seconds.__getitem__)
     use(best if TRIAL_MARGIN * seconds[best] < seconds[most] else most)
-
-
-def run_trees(models: Sequence[Transformer], vocabulary: Vocabulary) -> None:
-    """A tree of each model, a path of it kept, and draws of several candidates: so that all that they need is compiled."""
-    sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
-    for model in models:
-        with model.lock:
-            sampler.draw_few(sampler.new_probs(), model.forward([0])[0], TARGET_NOISE, 1)
-            if model.n_positions > 1:
-                model.forward_tree([0], [0, 0], [-1, -1])
-                model.keep([1])
-
-
-def tree_costs_of(draft: Transformer, vocabulary: Vocabulary) -> TreeCosts:
-    """What the draft's passes over siblings take beside those over a chain, with their draws: the least of several."""
-    sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
-    probs = sampler.new_probs()
-
-    def seconds(n: int, is_tree: bool) -> float:
-        begin = time.perf_counter()
-        with draft.lock:
-            logits = draft.forward_tree([0], [0] * n, [-1] * n, n) if is_tree else draft.forward([0] * (n + 1), n)
-            for row in logits:
-                sampler.draw_few(probs, row, TARGET_NOISE, n)
-        return time.perf_counter() - begin
-
-    jobs = [(1, False), (WIDEST, False), *((n, True) for n in TREE_WIDTHS)]
-    if draft.n_positions <= WIDEST:
-        return TreeCosts.measured({}, 0.0)
-    least = dict.fromkeys(jobs, math.inf)
-    deadline = time.perf_counter() + COSTS_SECONDS
-    while math.inf in least.values() or time.perf_counter() < deadline:
-        for job in jobs:
-            least[job] = min(least[job], seconds(*job))
-    token, branching = least[1, False], least[WIDEST, True] - least[WIDEST, False]
-    return TreeCosts.measured({n: least[n, True] / token for n in TREE_WIDTHS}, min(branching, token))  # more is noise

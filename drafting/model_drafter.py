@@ -1,0 +1,72 @@
+"""A model that proposes tokens, one after the other. Knows nothing of verifying."""
+
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from ..architectures import Config
+from ..decoding import Draft, Plan
+from ..machine.vectors import Float32, ceil_div
+from ..sampling import Sampler
+from ..transformer import known
+
+
+class Model(Protocol):
+    """What a drafter asks of a model: logits at the last tokens of a text, under a lock as long as they are read."""
+
+    @property
+    def lock(self) -> AbstractContextManager[object]: ...
+    @property
+    def config(self) -> Config: ...
+    @property
+    def n_positions(self) -> int: ...
+    def forward(self, tokens: list[int], n_logits: int = 1) -> Float32: ...
+
+
+class ModelDrafter:
+    """A smaller model that decodes one token after the other. Beyond its own seq_len it sees a sliding window.
+
+    sampler: draws its tokens; noise: the stream of those from a position on; end_marks: the tokens behind which it
+    proposes none.
+    """
+
+    def __init__(self, model: Model, sampler: Sampler, noise: Callable[[int], int], end_marks: Container[int]) -> None:
+        self._model, self._sampler, self._noise, self._end_marks = model, sampler, noise, end_marks
+        self._n_rows = model.config.vocab_size  # the target may know more tokens
+        self._q: list[Float32] = []
+
+    def get_ready(self, tokens: list[int]) -> None:
+        with self._model.lock:
+            self._model.forward(self._seen(tokens, self._start(len(tokens)))[:-1], n_logits=0)
+
+    def propose(self, tokens: list[int], plan: Plan, tail: Sequence[int] = ()) -> Draft:
+        """tail: what may follow tokens: a proposal for that draft whose round it is (see `stages`)."""
+        start = self._start(len(tokens) + len(tail) + min(plan.most, self._model.n_positions // 2))
+        stream, text, n = self._noise(len(tokens)), self._seen([*tokens, *tail] if tail else tokens, start), 0
+        with self._model.lock:
+            while len(text) <= self._model.n_positions:
+                q = self._draw_room(n + 1)[n]
+                token, margin = self._sampler.draw_surely(q, self._model.forward(text)[0], stream, start + len(text))
+                if token < 0:
+                    break
+                text.append(token)
+                n += 1
+                if not plan.goes_on(margin) or token in self._end_marks:
+                    break
+        return Draft(text[len(text) - n :], self._q[:n])
+
+    def _draw_room(self, n: int) -> list[Float32]:
+        """n rows of probabilities, valid until the next proposal."""
+        while len(self._q) < n:
+            self._q.append(self._sampler.new_probs())
+        return self._q
+
+    def _seen(self, tokens: list[int], start: int) -> list[int]:
+        """What the draft sees of a text."""
+        seen = tokens[start:]
+        return seen if self._sampler.vocab_size <= self._n_rows else known(seen, self._n_rows)
+
+    def _start(self, n_tokens: int) -> int:
+        """Where the text begins that the draft sees: later, by half of its positions, where those cannot go on."""
+        step = max(self._model.n_positions // 2, 1)
+        return int(ceil_div(max(n_tokens - self._model.n_positions, 0), step)) * step

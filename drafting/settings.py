@@ -1,0 +1,60 @@
+"""What a user sets of drafting, and may set anew between two texts. Knows no models."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal, TypeVar, cast, get_args
+
+from ..checks import one_of, whole
+from ..decoding import VERIFIERS, VerifyMode
+from .estimates import MAX_GAMMA
+
+AUTO: Literal["auto"] = "auto"
+Gamma = int | Literal["auto"]
+TreeMode = Literal["auto", "on", "off"]
+Value = TypeVar("Value")
+FIXED_GAMMA = 4  # where the clock must not decide
+
+
+@dataclass(frozen=True)
+class Settings:
+    """gamma, verify and tree, as `SpeculativeDecoder` says. Raises ValueError and TypeError."""
+
+    gamma: Gamma = AUTO
+    verify: VerifyMode = "coupled"
+    tree: TreeMode = "off"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.gamma, str) or self.gamma != AUTO:
+            object.__setattr__(self, "gamma", whole("gamma", self.gamma, 1, MAX_GAMMA))
+        one_of("verify", self.verify, cast(Collection[VerifyMode], VERIFIERS))
+        one_of("tree", self.tree, get_args(TreeMode))
+        if self.tree == "on" and self.verify == "block":
+            raise ValueError("tree is 'on', and verify is 'block', which judges chains alone; leave one of them out")
+
+    @property
+    def follows_clock(self) -> bool:
+        """Whether what pays decides how long proposals get: texts of `rejection` and `block` depend on that, and must not."""
+        return self.gamma == AUTO and self.verify == "coupled"
+
+    @property
+    def n_drafted(self) -> int:
+        """Tokens of a proposal that the clock has no say in."""
+        return FIXED_GAMMA if self.gamma == AUTO else self.gamma
+
+    @property
+    def may_branch(self) -> bool:
+        """Whether proposals may be trees."""
+        return self.tree == "on" or (self.tree == "auto" and self.follows_clock)
+
+
+class Setting(Generic[Value]):
+    """One of the `Settings` that an object keeps as `_settings`, as an attribute of its own: what is set is checked."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Value:
+        return cast(Value, self if owner is None else getattr(owner._settings, self._name))
+
+    def __set__(self, owner: Any, value: Value) -> None:
+        owner._settings = replace(owner._settings, **{self._name: value})

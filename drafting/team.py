@@ -1,0 +1,141 @@
+"""Who writes a text: a target, what drafts for it and what drafts for that, and the tokenizer that they share."""
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from subprocess import Popen
+from typing import Any, Literal
+
+from ..readers import Checkpoint
+from ..readers.loading import TARGET_SHARE, Loader, opened, room_beside
+from ..text.finding import tokenizer_of, vocabulary_with
+from ..text.vocabulary import Vocabulary, known_ids, presumed_vocabulary
+from ..tokenizer import AnyTokenizer
+from ..transformer import Transformer, compile_passes
+from .copies import Kinds, copy_of, kinds_to_make
+from .estimates import MARGIN_RATES, ODDS_RATES
+
+SELF = "self"  # as a draft: a copy of the target in fewer bits
+NGRAM: Literal["ngram"] = "ngram"  # as a draft: what followed in the text before
+Draftable = str | os.PathLike[str] | Transformer
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where proposals come from: a model, n-grams, or None, nowhere; vocabulary: the ids that the target and it may say."""
+
+    source: Transformer | Literal["ngram"] | None
+    vocabulary: Vocabulary
+
+    @property
+    def model(self) -> Transformer | None:
+        return self.source if isinstance(self.source, Transformer) else None
+
+    @property
+    def rates(self) -> Sequence[float]:
+        """How often its proposals stand, by their confidence, before any was seen."""
+        return MARGIN_RATES if self.model else ODDS_RATES
+
+
+@dataclass(frozen=True)
+class Finder:
+    """What drafts for a target, by what was named; keys: of the GGUF file that the target's tokenizer was made of."""
+
+    target: Transformer
+    tokenizer: AnyTokenizer
+    keys: Mapping[str, Any]
+    kinds: Kinds
+    loader: Loader
+
+    def origin(self, parameter: str, draft: Draftable | None) -> Origin:
+        """parameter: "draft" or "stage", in errors. Raises what `SpeculativeDecoder` does."""
+        n_target = known_ids(self.tokenizer, self.target.config.vocab_size)
+        own = Vocabulary(n_target, n_target)
+        if draft is None:
+            return Origin(None, own)
+        if is_ngram(draft):
+            return Origin(NGRAM, own)
+        if isinstance(draft, str) and draft == SELF:
+            asked = self.kinds.draft if self.kinds.is_asked else None
+            return Origin(self._with_room(copy_of(self.target, asked, self.tokenizer.encode, self.loader)), own)
+        rows, name = self.target.config.vocab_size, f"the {parameter}"
+        if isinstance(draft, Transformer):
+            vocabulary = presumed_vocabulary(self.tokenizer, rows, name, draft.config.vocab_size)
+            return Origin(self._with_room(draft), vocabulary)
+        source = opened(parameter, draft)
+        vocabulary = vocabulary_with(self.tokenizer, rows, self.keys, name, source)
+        return Origin(self._with_room(self.loader.load(source, self.kinds.draft, self.target.n_positions)), vocabulary)
+
+    def _with_room(self, model: Transformer) -> Transformer:
+        """A model that sees as much of a text as the memory holds beside the target's; of what is beyond that a window."""
+        most = self.target.n_positions
+        n = model.positions_within((1 - TARGET_SHARE) * room_beside(self.target) - model.weights.n_bytes, most)
+        if model.n_positions < n or n < most:
+            return Transformer(model.config, model.weights, model.n_threads, n, model.kv)
+        return model
+
+
+@dataclass(frozen=True)
+class Team:
+    """source: the target's file, without its tensors, of one that was named; most_threads: how many it may choose from, else 1.
+
+    compiling: processes that compile what passes will run.
+    """
+
+    target: Transformer
+    draft: Origin
+    stage: Origin
+    tokenizer: AnyTokenizer
+    source: Checkpoint | None = None
+    most_threads: int = 1
+    compiling: Sequence[Popen[bytes]] = ()
+
+    @property
+    def models(self) -> dict[str, Transformer]:
+        """By their names, the target first."""
+        named = {"target": self.target, "draft": self.draft.model, "stage": self.stage.model}
+        return {name: model for name, model in named.items() if model}
+
+
+def team_of(
+    target: str | os.PathLike[str] | Transformer,
+    draft: Draftable | None,
+    stage: Draftable | None,
+    tokenizer: str | os.PathLike[str] | AnyTokenizer | None,
+    quantize: str,
+    loader: Loader,
+) -> Team:
+    """The team of what was named, as `SpeculativeDecoder` says; whatever its tokenizer tells is told before weights are read."""
+    if stage is not None and (draft is None or is_ngram(draft)):
+        raise ValueError("a stage drafts for a draft that is a model, and there is none; name one with -d")
+    if isinstance(stage, str) and stage == SELF:
+        raise ValueError('the stage "self" would be a copy of the target, which is no smaller than the draft')
+    given = {"target": target, "draft": draft, "stage": stage}
+    loaded = {name: model for name, model in given.items() if isinstance(model, Transformer)}
+    for (one, model), (other, another) in itertools.combinations(loaded.items(), 2):
+        if model is another:
+            raise ValueError(f"{one} and {other} are one object; they need a KV cache each")
+    kinds = kinds_to_make(quantize)
+    source: Checkpoint | None = None
+    keys: Mapping[str, Any] = {}
+    compiling = list[Popen[bytes]]()
+    if isinstance(target, Transformer):
+        shared = tokenizer_of(tokenizer, None, target.config.vocab_size)
+    else:
+        source = opened("target", target)
+        shared = tokenizer_of(tokenizer, source, source.config.vocab_size)
+        known_ids(shared, source.config.vocab_size)
+        keys = source.vocabulary if tokenizer is None else {}
+        is_named = draft is not None and not is_ngram(draft)
+        likely = [kinds.target, kinds.draft] if is_named else [kinds.target]  # a draft is mostly like its target
+        compiling = compile_passes(source.config, source.tensors, likely, loader.kv)
+        target, source = loader.load(source, kinds.target), replace(source, tensors={})
+    loader = replace(loader, kv=target.kv if loader.kv == "auto" else loader.kv)  # of drafts
+    finder = Finder(target, shared, keys, kinds, loader)
+    most_threads = 1 if loaded or loader.n_threads is not None else target.n_threads
+    return Team(target, finder.origin("draft", draft), finder.origin("stage", stage), shared, source, most_threads, compiling)
+
+
+def is_ngram(draft: object) -> bool:
+    return isinstance(draft, str) and draft == NGRAM  # an array compares with a string by elements

@@ -1,0 +1,111 @@
+"""How a team writes on this machine: what is compiled and measured, on how many threads, and who drafts by which plan."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from ..decoding import VERIFIERS, Drafter, Event, Plan, Step, decode, judge_proposals
+from ..sampling import Sampler, Sampling
+from .estimates import Acceptance, Costs
+from .model_drafter import ModelDrafter
+from .ngrams import NgramDrafter
+from .planning import AutoLength, FixedLength
+from .settings import AUTO, Settings
+from .team import Team
+from .timing import choose_threads, costs_of
+
+if TYPE_CHECKING:
+    from . import stages, trees
+
+NGRAM_SECONDS = 3e-4  # what a target's token has to take for n-grams to be looked for: that costs up to 5 us of Python
+TRIAL_TOKENS = 4  # of the choice of threads
+
+
+class Tuning:
+    """What is known of a team, over texts. costs: what passes take, from when they were measured, where something drafts.
+
+    most_threads: how many to choose from. Trees and a stage are imported, compiled and measured where they are asked for alone.
+    """
+
+    def __init__(self, team: Team) -> None:
+        self.costs: Costs | None = None
+        self.most_threads = team.most_threads
+        self._team, self._models = team, [*team.models.values()]
+        self._end_marks, self._vocabulary = team.tokenizer.end_marks, team.draft.vocabulary
+        self._acceptance = Acceptance(team.draft.rates)
+        self._done = set[str]()  # of what `warm_up` does
+        self._trees: trees.Trees | None = None
+        self._stage: stages.Stage | None = None
+        if team.stage.source and team.draft.model:
+            from .stages import Stage
+
+            self._stage = Stage(team.draft.model, self._vocabulary, team.stage, self._end_marks)
+
+    def events(self, tokens: list[int], max_tokens: int, sampling: Sampling, settings: Settings) -> Iterator[Event]:
+        """A text's, of whatever is warm."""
+        verifier = VERIFIERS[settings.verify](self._vocabulary.n_target, sampling)
+        plan, drafter = self._planned(sampling, verifier.draft_noise, settings)
+        return decode(self._team.target, drafter, verifier, tokens, max_tokens, plan, self._end_marks)
+
+    def _planned(self, sampling: Sampling, noise: Callable[[int], int], settings: Settings) -> tuple[Plan, Drafter | None]:
+        """How long proposals get, and who makes them."""
+        draft, costs, marks = self._team.draft, self.costs, self._end_marks
+        sampler = Sampler(self._vocabulary.n_target, sampling, self._vocabulary.n_common)
+        if (branching := self._trees_of(settings)) and (drafter := branching.drafter(settings, costs, sampler, noise)):
+            return drafter.plan, drafter
+        auto = costs if settings.follows_clock else None
+        plan: Plan = AutoLength(auto, self._acceptance) if auto else FixedLength(settings.n_drafted, costs)
+        if self._stage:
+            return plan, self._stage.drafter(sampler, noise)
+        if draft.model:
+            return plan, ModelDrafter(draft.model, sampler, noise, marks)
+        is_worth_it = draft.source and not (auto and auto.of(1) <= NGRAM_SECONDS)
+        return plan, NgramDrafter(marks) if is_worth_it else None
+
+    def _trees_of(self, settings: Settings) -> "trees.Trees | None":
+        """None where proposals are chains."""
+        if not settings.may_branch or not self._team.draft.model or self._stage:
+            return None
+        if not self._trees:
+            from .trees import Trees
+
+            self._trees = Trees(self._models, self._vocabulary, self._end_marks, self._acceptance)
+        return self._trees
+
+    def warm_up(self, settings: Settings) -> None:
+        """Compile, or load, whatever a text of these settings needs, and measure what it takes; what is done is done once."""
+        while undone := self.undone(settings):
+            name, do = next(iter(undone.items()))
+            do()
+            self._done.add(name)
+
+    def undone(self, settings: Settings) -> dict[str, Callable[[], object]]:
+        """What is to be done before a text of these settings begins, in order; one thread and several run other code."""
+        verify, verifier, n_ids = settings.verify, VERIFIERS[settings.verify], self._vocabulary.n_target
+        to_do: dict[str, Callable[[], object]] = {
+            f"passes {[model.n_threads > 1 for model in self._models]}": lambda: self._seconds(2, settings)
+        }
+        branching = self._trees_of(settings)
+        if self._team.draft.source:
+            to_do[verify] = lambda: judge_proposals(verifier, n_ids)
+        if branching:
+            to_do["trees"] = branching.run
+            to_do[f"{verify} of trees"] = lambda: judge_proposals(verifier, n_ids, [-1, -1])
+        to_do["measures"] = lambda: self._measure(settings)
+        if branching and settings.gamma == AUTO:
+            to_do["measures of trees"] = branching.measure
+        return {name: do for name, do in to_do.items() if name not in self._done}
+
+    def _measure(self, settings: Settings) -> None:
+        """Choose the threads, and time passes on them."""
+        draft = self._team.draft
+        if self.most_threads > 1:
+            choose_threads(self._models, self.most_threads, lambda: self._seconds(TRIAL_TOKENS, settings))
+        costs = costs_of(self._team.target, draft.model, self._vocabulary) if draft.source else None
+        if self._stage:
+            self._stage.measure()
+        self.costs = costs
+
+    def _seconds(self, max_tokens: int, settings: Settings) -> float:
+        """What that many tokens take."""
+        events = self.events(self._team.tokenizer.encode(""), max_tokens, Sampling(), settings)
+        return sum(event.seconds for event in events if isinstance(event, Step))

@@ -1,0 +1,109 @@
+"""What is warm and measured, who drafts by which plan, and on how many threads: of models of no files and no tokenizer."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from specdec.decoding import Step
+from specdec.drafting import tuning
+from specdec.drafting.estimates import Costs
+from specdec.drafting.settings import Settings
+from specdec.drafting.team import NGRAM, Origin, Team
+from specdec.drafting.tuning import Tuning
+from specdec.sampling import Sampling
+from specdec.text.vocabulary import Vocabulary
+from specdec.tokenizer import BOS
+from tests.models import END_MARKS, tiny_model
+
+OWN = Vocabulary(105, 105)
+TOKENIZER = SimpleNamespace(end_marks=END_MARKS, encode=lambda text: [BOS])
+DRAFTS = {"none": None, "n-grams": NGRAM, "model": tiny_model(1)}
+
+
+def tuning_of(draft="model", stage=None):
+    return Tuning(Team(tiny_model(0), Origin(DRAFTS[draft], OWN), Origin(stage, OWN), TOKENIZER))
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """The names of drafter and plan of each text that begins, in the place of the text."""
+    seen = []
+
+    def decode(target, drafter, verifier, tokens, max_tokens, plan, end_marks):
+        seen.append((type(drafter).__name__, type(plan).__name__))
+        yield Step([], [], 0, 0.01 / target.n_threads, 0.0)
+
+    monkeypatch.setattr(tuning, "decode", decode)
+    return seen
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_what_is_done_is_not_done_again_and_other_settings_ask_for_their_own_alone(told, draft):
+    one = tuning_of(draft)
+    assert [*one.undone(Settings())] == ["passes [False]" if draft != "model" else "passes [False, False]"] + [
+        name for name in ("coupled", "measures") if name == "measures" or draft != "none"
+    ]
+    one.warm_up(Settings())
+    costs = one.costs
+    assert (costs is None) == (draft == "none") and not one.undone(Settings(4))
+    other = Settings(4, "block")
+    assert [*one.undone(other)] == (["block"] if draft != "none" else [])
+    one.warm_up(other)
+    assert one.costs is costs
+
+
+@pytest.mark.parametrize(
+    ("draft", "settings", "expected"),
+    [
+        ("none", Settings(), ("NoneType", "FixedLength")),
+        ("n-grams", Settings(), ("NgramDrafter", "AutoLength")),
+        ("n-grams", Settings(verify="block"), ("NgramDrafter", "FixedLength")),
+        ("model", Settings(), ("ModelDrafter", "AutoLength")),
+        ("model", Settings(5), ("ModelDrafter", "FixedLength")),
+        ("model", Settings(verify="rejection"), ("ModelDrafter", "FixedLength")),
+        ("model", Settings(tree="auto"), ("TreeDrafter", "AutoTree")),
+        ("model", Settings(5, tree="auto"), ("ModelDrafter", "FixedLength")),
+        ("model", Settings(tree="on"), ("TreeDrafter", "AutoTree")),
+        ("model", Settings(5, tree="on"), ("TreeDrafter", "StaticTree")),
+        ("model", Settings(verify="rejection", tree="on"), ("TreeDrafter", "StaticTree")),
+        ("n-grams", Settings(tree="on"), ("NgramDrafter", "AutoLength")),
+    ],
+)
+def test_who_drafts_by_which_plan(told, monkeypatch, draft, settings, expected):
+    """Beside a target whose token takes a second, so that all pay."""
+    monkeypatch.setattr(tuning, "costs_of", lambda *_: Costs({1: 1.0, 64: 1.1}, 0.01))
+    one = tuning_of(draft)
+    one.warm_up(settings)
+    list(one.events([BOS, 5], 5, Sampling(), settings))
+    assert told[-1] == expected
+
+
+def test_beside_a_quick_target_nobody_looks_for_n_grams_and_no_tree_is_tried(told, monkeypatch):
+    monkeypatch.setattr(tuning, "costs_of", lambda *_: Costs({1: 1e-4, 64: 1.1e-4}, 1e-5))
+    for draft, settings, expected in (("n-grams", Settings(), "NoneType"), ("model", Settings(tree="auto"), "ModelDrafter")):
+        one = tuning_of(draft)
+        one.warm_up(settings)
+        list(one.events([BOS, 5], 5, Sampling(), settings))
+        assert told[-1] == (expected, "AutoLength")
+
+
+def test_a_stage_guesses_once_it_is_measured(told):
+    one = tuning_of("model", NGRAM)
+    list(one.events([BOS, 5], 5, Sampling(), Settings()))
+    one.warm_up(Settings())
+    list(one.events([BOS, 5], 5, Sampling(), Settings()))
+    assert [told[0][0], told[-1][0]] == ["ModelDrafter", "StagedDrafter"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"gamma": 0}, "gamma is 0"),
+        ({"verify": "x"}, "verify is"),
+        ({"tree": "x"}, "tree is"),
+        ({"tree": "on", "verify": "block"}, "chains"),
+    ],
+)
+def test_settings_that_are_none_are_refused(wrong, match):
+    with pytest.raises(ValueError, match=match):
+        Settings(**wrong)
