@@ -66,63 +66,68 @@ WhatToQuantize = Annotated[
     str,
     option(
         "--quantize", group="Models", metavar="WHAT",
-        help="Make int8 while loading: draft, target, both or none; or as in draft=int4. A draft's bits never change the text.",
+        help="Make weights int8: draft, target, both or none; draft=int4 makes int4. A draft's never change the text.",
     ),
 ]  # fmt: skip
 KVOption = Annotated[
     str,
     option(
         "--kv", group="Models", metavar="auto|f32|f16",
-        help="What keys and values are kept in. f16 takes half the memory, and has a text of its own; auto: f32 for a target "
-        "of fp32 weights, else f16.",
+        help="Type of the KV cache. f16 takes half the memory; each type has a text of its own. auto: f32 for a target of fp32 "
+        "weights, else f16.",
     ),
 ]  # fmt: skip
 TokenizerFile = Annotated[
     str,
     option(
         *("-z", "--tokenizer"), group="Models", metavar="FILE",
-        help="Tokenizer. By default the folder's; for a checkpoint tok<vocab>.bin or tokenizer.bin beside it, else in models/.",
+        help="Tokenizer. By default the folder's own; for a checkpoint tok<vocab>.bin or tokenizer.bin, beside it or in models/.",
     ),
 ]  # fmt: skip
 PromptText = Annotated[
     str | None,
     option(
         *("-i", "--prompt"), group=MOST_USED, metavar="TEXT", callback=as_utf8,
-        help="PROMPT by name; - or a pipe: stdin. [dim]\\[default: Once upon a time][/dim]",
+        help="The prompt, as PROMPT; - or a pipe: stdin. [dim]\\[default: Once upon a time][/dim]",
     ),
 ]  # fmt: skip
-PromptTextFile = Annotated[str, option("-f", "--file", group="Text", metavar="FILE", help="The prompt is in this file.")]
+PromptTextFile = Annotated[str, option("-f", "--file", group="Text", metavar="FILE", help="Read the prompt from this file.")]
 StopStrings = Annotated[
     list[str] | None,
-    option("--stop", group="Text", metavar="TEXT", callback=as_utf8, help="End before this string. May come several times."),
+    option("--stop", group="Text", metavar="TEXT", callback=as_utf8, help="Stop before this string; may be given several times."),
 ]
 Samples = Annotated[
-    int, option("--samples", group="Text", metavar="N", min=1, help="So many texts, with this seed and the next ones.")
+    int, option("--samples", group="Text", metavar="N", min=1, help="Write N texts, with this seed and the next ones.")
 ]
 Steps = Annotated[
     int | None,
     option(
         *("-n", "--steps"), group=MOST_USED, metavar="N", min=0,
-        help="Tokens in all, the prompt's too; 0: as many as fit. [dim]\\[default: 256][/dim]",
+        help="Tokens in all, with the prompt's; 0: as many as fit. [dim]\\[default: 256][/dim]",
     ),
 ]  # fmt: skip
 NewTokens = Annotated[
     int | None,
-    option(
-        "--max-tokens", group=MOST_USED, metavar="N", min=1, help="New tokens at most, the prompt's not counted; instead of -n."
-    ),
+    option("--max-tokens", group=MOST_USED, metavar="N", min=1, help="New tokens at most, without the prompt's; instead of -n."),
 ]
-Temperature = Annotated[float, option("-t", "--temperature", group=MOST_USED, metavar="X", min=0.0, help="0 is greedy.")]
+Temperature = Annotated[
+    float, option("-t", "--temperature", group=MOST_USED, metavar="X", min=0.0, help="Sampling temperature; 0 is greedy.")
+]
 TopP = Annotated[
     float,
     option(
         *("-p", "--top-p"), group="Sampling", metavar="X", min=0.0, max=1.0,
-        help="Keep the smallest set heavier than this. 0, 1: off.",
+        help="Keep the smallest set of tokens with more probability than X. 0, 1: off.",
     ),
 ]  # fmt: skip
-TopK = Annotated[int, option("-k", "--top-k", group="Sampling", metavar="N", min=0, help="Keep this many tokens. 0: off.")]
+TopK = Annotated[
+    int, option("-k", "--top-k", group="Sampling", metavar="N", min=0, help="Keep the N most likely tokens. 0: off.")
+]
 Seed = Annotated[
-    int, option("-s", "--seed", group="Sampling", metavar="N", min=0, help="Same seed, same text. 0: a new one each time.")
+    int,
+    option(
+        "-s", "--seed", group="Sampling", metavar="N", min=0, help="The same seed gives the same text. 0: a new seed each time."
+    ),
 ]
 Gamma = Annotated[
     str,
@@ -130,31 +135,33 @@ Gamma = Annotated[
         *("-g", "--gamma"),
         group="Speculation",
         metavar="N|auto",
-        help="Draft tokens per step (γ). auto: as many as pay, none where none do; with --verify rejection or block, 4.",
+        help="Draft tokens per step (γ). auto: as many as pay, none where none do; 4 with --verify rejection or block.",
     ),
 ]
 VerifyOption = Annotated[
     str,
     option(
         "--verify", group="Speculation", metavar="coupled|rejection|block",
-        help="coupled: the text is the plain run's of the same seed. rejection (Leviathan et al. 2023), block (Sun et al. 2024; "
-        "accepts more): same distribution.",
+        help="coupled: the text that the target alone writes with this seed. rejection (Leviathan et al. 2023), block (Sun et "
+        "al. 2024; accepts more): its distribution.",
     ),
 ]  # fmt: skip
 TreeOption = Annotated[
     str,
     option(
         "--tree", group="Speculation", metavar="auto|on|off",
-        help="Several candidates for a place (a token tree) in one pass. auto: with -g auto, where they pay. Same text.",
+        help="Propose several candidates for a place (a token tree). auto: with -g auto, where they pay. Same text.",
     ),
 ]  # fmt: skip
 Threads = Annotated[
     int,
     option(
-        "-j", "--threads", group="Machine", metavar="N", min=0, help="CPU threads. 0: all cores; a text takes fewer if faster."
+        "-j", "--threads", group="Machine", metavar="N", min=0, help="CPU threads. 0: all cores, or fewer where those are faster."
     ),
 ]
-Plain = Annotated[bool, flag("--plain", group="Output", help="No panel: the text on stdout as it comes, the result on stderr.")]
+Plain = Annotated[
+    bool, flag("--plain", group="Output", help="No panel: the text goes to stdout as it comes, the result to stderr.")
+]
 Pace = Annotated[
     float,
     option(
@@ -171,9 +178,12 @@ ShowVersion = Annotated[
     bool, flag("--version", group="Output", help="Print the version and the arithmetic's revision, and exit.")
 ]
 Shape = Annotated[
-    str, option("--shape", group="Model", metavar="SHAPE", help="15M, 42M, 110M, or dim,hidden,layers,heads,kv,vocab,seq.")
+    str,
+    option(
+        "--shape", group="Model", metavar="SHAPE", help="Of the model: 15M, 42M, 110M, or dim,hidden,layers,heads,kv,vocab,seq."
+    ),
 ]
-Int8 = Annotated[bool, flag("--int8", group="Model", help="Weights quantized to int8, as --quantize does.")]
+Int8 = Annotated[bool, flag("--int8", group="Model", help="Quantize the weights to int8, as --quantize does.")]
 
 # Of sweep
 
@@ -187,7 +197,9 @@ Lengths = Annotated[
         help="New tokens of each text. By default 50,200; with --full 50,100,200,500.",
     ),
 ]  # fmt: skip
-Temperatures = Annotated[str, option("--temperatures", group="Sampling", metavar="LIST", help="0 is greedy.")]
+Temperatures = Annotated[
+    str, option("--temperatures", group="Sampling", metavar="LIST", help="Sampling temperatures; 0 is greedy.")
+]
 PromptFile = Annotated[
     str, option("--prompts", group="Text", metavar="FILE", help="One prompt a line. By default a dozen stories.")
 ]
@@ -203,19 +215,15 @@ SvgFile = Annotated[str, option("--svg", group="Output", metavar="FILE", help="D
 
 # Of models
 
-Folder = Annotated[
-    str, typer.Argument(metavar="FOLDER", show_default=False, help="What is in it, and no other. A model's own: that one.")
-]
+Folder = Annotated[str, typer.Argument(metavar="FOLDER", show_default=False, help="Where to look instead, or one model.")]
 
 # Of chat
 
-SystemPrompt = Annotated[
-    str, option("-y", "--system", group="Text", metavar="TEXT", callback=as_utf8, help="What the model is told to be.")
-]
+SystemPrompt = Annotated[str, option("-y", "--system", group="Text", metavar="TEXT", callback=as_utf8, help="System prompt.")]
 FirstMessage = Annotated[str, option("-i", "--prompt", group="Text", metavar="TEXT", callback=as_utf8, help="The first message.")]
 FirstMessageFile = Annotated[
     str,
-    option("-f", "--file", group="Text", metavar="FILE", help="A file's text, behind that of -i; a pipe's comes behind both."),
+    option("-f", "--file", group="Text", metavar="FILE", help="A file whose text follows that of -i; a pipe's follows both."),
 ]
 StepsOfATalk = Annotated[int | None, typer.Option("-n", "--steps", hidden=True, callback=_refuse_steps)]
 AnswerTokens = Annotated[int, option("--max-tokens", group="Text", metavar="N", min=1, help="Tokens of an answer at most.")]
@@ -223,5 +231,5 @@ TemplateFile = Annotated[
     str,
     option("--template", group="Models", metavar="FILE", help="Chat template (Jinja), or llama2. By default the model's own."),
 ]
-NoHistory = Annotated[bool, flag("--no-history", group="Output", help="Remember no message over sessions.")]
+NoHistory = Annotated[bool, flag("--no-history", group="Output", help="Keep neither messages nor the talk after the session.")]
 PlainChat = Annotated[bool, flag("--plain", group="Output", help="No colours.")]
