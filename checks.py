@@ -1,4 +1,4 @@
-"""Values that a caller hands over: checked, and told by the parameter's name. Knows nothing of what they are for."""
+"""Checks of values that a caller hands over; an error names the parameter. Knows nothing of what they are for."""
 
 import math
 import operator

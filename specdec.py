@@ -89,7 +89,7 @@ _SETTINGS: dict[str, tuple[Callable[[str], bool], str]] = {
 
 
 def main() -> None:
-    """The command line. Signals come first, since loading takes a second; what keeps it from loading is told in one line."""
+    """The command line. Signals come first, since loading takes a second. If it cannot be loaded, one line says why."""
     gc.disable()  # what is loaded stays: looking through it again and again takes a fifth of that second
     from .screens.interrupts import signals
 

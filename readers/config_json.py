@@ -118,7 +118,7 @@ class Values:
         return value
 
     def must_be(self, key: str, *choices: Any) -> None:
-        """Raises CheckpointError for what is none of the choices, whose first is told."""
+        """Raises CheckpointError for a value that is none of the choices; the error names the first."""
         if not any(_same(self[key], choice) for choice in choices):
             raise self.refusal(key, f"{shown(choices[0])}: nothing else is done here")
 

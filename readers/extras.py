@@ -1,4 +1,4 @@
-"""The packages of the extra `hub`, which may be missing: looked for by name before anything is loaded or fetched."""
+"""The packages of the extra `hub`, which may be missing: looked for by name before anything is loaded or downloaded."""
 
 import importlib.util
 from collections.abc import Mapping

@@ -107,7 +107,7 @@ def find_tokenizer(given: str | os.PathLike[str] | None, target: Path | None, vo
 
 
 def default_pair() -> tuple[Path, Path]:
-    """The target and the draft that come along. Raises CheckpointError where they are gone."""
+    """The paths of the embedded target and draft. Raises CheckpointError if they are missing."""
     missing = [str(path) for path in _defaults() if not path.exists()]
     if missing:
         raise CheckpointError(
@@ -119,7 +119,7 @@ def default_pair() -> tuple[Path, Path]:
 
 @contextmanager
 def telling_how_to_restore() -> Iterator[None]:
-    """Around loading: a file of ours that is damaged is told with the way to get it again."""
+    """Around loading: if a file of ours is damaged, the error says how to get it again."""
     try:
         yield
     except (CheckpointError, TokenizerError) as error:
@@ -151,7 +151,7 @@ def _cached(name: str) -> Path | None:
 
 
 def _has_json_tokenizer(name: str) -> bool:
-    """Whether it comes with a tokenizer for the package, or may do so, where it is still to be fetched."""
+    """Whether it has a tokenizer for the package `tokenizers`, or may have one if it is not downloaded yet."""
     path = _cached(name)
     if not path:
         return hub.is_repository(name)

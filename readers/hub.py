@@ -254,7 +254,7 @@ class _Fetch:
             return self._file(file, self._revision)
 
     def _file(self, file: str, commit: str = "") -> Path:
-        """The place of a file, of the newest commit where none is said, fetched so that an interrupt loses little."""
+        """The path of a file, of the newest commit unless one is named; downloaded if missing. An interrupt loses little."""
         from huggingface_hub.file_download import get_hf_file_metadata
         from huggingface_hub.utils import build_hf_headers
 
@@ -343,7 +343,7 @@ class _Offline(Exception):
 
 @contextmanager
 def _telling(name: str, repository: str, lacks: list[str]) -> Iterator[None]:
-    """Whatever keeps a name from being fetched, as a CheckpointError. lacks: of what is in the cache already."""
+    """Turns whatever keeps a name from being downloaded into a CheckpointError. lacks: of what is in the cache already."""
     page = f"{endpoint()}/{repository}"
     gap = f"in {_cache()} it lacks {lacks[0]}" if lacks else f"it is not in {_cache()}"
     try:
@@ -436,7 +436,7 @@ def _storage(name: str) -> Path:
 
 
 def _cached_folder(name: str) -> Path | None:
-    """The snapshot that was fetched last."""
+    """The snapshot that was downloaded last."""
     try:
         commit = (_storage(name) / "refs" / "main").read_text().strip()
         folder = _storage(name) / "snapshots" / commit
