@@ -171,6 +171,7 @@ def test_ngrams_are_not_looked_for_where_a_pass_is_as_quick_as_looking(pair, mon
     monkeypatch.setattr(Costs, "saw", lambda *_: None)  # what steps take here
     for seconds in (1e-6, 1e-2):
         decoder = SpeculativeDecoder(pair.target, "ngram")
-        monkeypatch.setattr(decoder, "_measured_costs", lambda seconds=seconds: Costs({1: seconds, 8: seconds}, 0.0))
+        costs = Costs({1: seconds, 8: seconds}, 0.0)
+        monkeypatch.setattr("specdec.drafting.tuning.costs_of", lambda *_, costs=costs: costs)
         drafted.append(decoder.generate(prompt, 40, temperature=0.0).statistics.n_drafted)
     assert drafted[0] == 0 < drafted[1]
