@@ -124,6 +124,15 @@ def test_a_text_beyond_all_memory_is_refused_before_it_begins(pair, monkeypatch)
     assert decoder.generate("ab", 20).statistics.n_generated == 20
 
 
+def test_a_copy_of_a_decoder_shares_no_cache_with_it(pair):
+    decoder = SpeculativeDecoder(pair.target, pair.draft, stage=pair.draft, gamma=3, n_threads=1)
+    text = decoder.generate("ab", 20, seed=3).text
+    for twin in (pickle.loads(pickle.dumps(decoder)), copy.deepcopy(decoder)):
+        assert twin.generate("ab", 20, seed=3).text == text and twin.gamma == 3
+        models = [(twin.target, decoder.target), (twin.draft, decoder.draft), (twin.stage, decoder.stage)]
+        assert all(one and one is not other for one, other in models)
+
+
 def test_a_decoder_that_was_pickled_or_copied_says_the_same(decoder):
     text = decoder.generate("ab", 40, seed=3).text
     for twin in (pickle.loads(pickle.dumps(decoder)), copy.deepcopy(decoder)):
