@@ -587,8 +587,8 @@ def drafter_of(kind, draft, verifier, sampling):
     return (NgramDrafter(END_MARKS) if kind == "ngram" else None), plan
 
 
-def beginning(target, draft, prompt, kind, verify, sampling):
-    """Whatever `decode` and `Text` are told."""
+def beginning(draft, kind, verify, sampling):
+    """What `decode` and `Text` are told beside target and prompt."""
     verifier = VERIFIERS[verify](105, sampling)
     drafter, plan = drafter_of(kind, draft, verifier, sampling)
     return {"drafter": drafter, "verifier": verifier, "max_tokens": 50, "plan": plan, "end_marks": END_MARKS}
@@ -621,17 +621,17 @@ def all_at_once(target, texts):
     [(kind, verify) for kind in ("model", "ngram", "tree", None) for verify in VERIFIERS if (kind, verify) != ("tree", "block")],
 )
 def test_two_texts_that_take_turns_on_one_target_are_what_they_are_alone(turns, kind, verify):
-    """And so is every step of them; the draft's model is one too, and the second text ends later than the first."""
+    """And so is every step of them; the model that drafts for both is one too."""
     prompts = {"one": [BOS, 7, 9, 7, 9, 7], "other": [BOS, 7, 9, 30, 31] * 3}
     for sampling in SAMPLINGS:
         target, draft = tiny_model(0, scale=0.1), tiny_model(1, scale=0.1)
         alone, together = ({name: [] for name in prompts} for _ in range(2))
         for name, prompt in prompts.items():
-            told = beginning(target, draft, prompt, kind, verify, sampling)
+            told = beginning(draft, kind, verify, sampling)
             alone[name] = [s for s in decode(target, prompt=prompt, **told) if isinstance(s, Step)]
         texts = {}
         for name, prompt in prompts.items():
-            told = beginning(target, draft, prompt, kind, verify, sampling)
+            told = beginning(draft, kind, verify, sampling)
             texts[name] = Text([*prompt], n_positions=target.n_positions, **told)
         while running := {name: text for name, text in texts.items() if not text.has_ended}:
             for text, step in turns(target, [*running.values()]):
@@ -646,7 +646,7 @@ def test_two_texts_that_take_turns_on_one_target_are_what_they_are_alone(turns, 
 
 def test_judging_changes_nothing_so_that_a_pass_may_be_run_again():
     target, draft, sampling = tiny_model(0), tiny_model(1), Sampling(0.8, seed=3)
-    told = beginning(target, draft, [BOS, 7, 9], "model", "rejection", sampling)
+    told = beginning(draft, "model", "rejection", sampling)
     text = Text([BOS, 7, 9], n_positions=target.n_positions, **told)
     text.wants()
     logits = logits_of(target, text)
