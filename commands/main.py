@@ -59,6 +59,7 @@ from .options import (
     TreeOption,
     VerifyOption,
     WhatToQuantize,
+    in_options,
 )
 from .wiring import (
     BROKEN_PIPE,
@@ -327,7 +328,7 @@ def main() -> None:
         is_prompt = "'-p'" in message and " valid " in message  # llama.cpp's option
         code = complain(f"{message} The prompt is -i TEXT." if is_prompt else message)
     except (CheckpointError, TokenizerError, ValueError) as error:
-        code = complain(str(error))
+        code = complain(in_options(str(error)))
     except MemoryError as error:
         code = complain(str(error) or "not enough memory for this model")
     except SystemExit as end:

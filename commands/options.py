@@ -1,16 +1,31 @@
 """The options of the command line, as Typer wants them: names, words of help, limits. Knows nothing of what they do."""
 
 import os
+import re
 from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
 
 MOST_USED = "Most used"
+# what the library's errors call by its parameters, as a command line has it
+OF_PARAMETERS = {
+    "target": "-m", "draft": "-d", "tokenizer": "-z", "stage": "--stage", "template": "--template", "quantize": "--quantize",
+    "kv": "--kv", "gamma": "--gamma", "verify": "--verify", "tree": "--tree", "threads": "--threads", "prompt": "--prompt",
+    "stop": "--stop", "max_tokens": "--max-tokens", "temperature": "--temperature", "top_p": "--top-p", "top_k": "--top-k",
+    "seed": "--seed",
+}  # fmt: skip
+_PARAMETER = "|".join(OF_PARAMETERS)
+_TOLD = re.compile(rf"\b({_PARAMETER})=(?:\.\.\.|'([^']*)')|(?:^|(?<=, and ))({_PARAMETER})(?= (?:is|holds) )")
 
 
 def option(*names: str, group: str, help: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=group, **more)
+
+
+def in_options(message: str) -> str:
+    """What the library says of its parameters: draft=... is -d, kv='f32' is --kv f32, and "gamma is 0" is "--gamma is 0"."""
+    return _TOLD.sub(lambda told: f"{OF_PARAMETERS[told[1] or told[3]]} {told[2] or ''}".rstrip(), message)
 
 
 def flag(*names: str, group: str, help: str) -> Any:
