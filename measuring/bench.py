@@ -77,15 +77,15 @@ def parse_shape(text: str) -> Config:
     except ValueError:
         numbers = []
     if len(numbers) != 7:
-        raise ValueError(f"{text!r} is neither {', '.join(SHAPES)} nor dim,hidden,layers,heads,kv,vocab,seq.")
+        raise ValueError(f"shape is {text!r}; expected {', '.join(SHAPES)} or dim,hidden,layers,heads,kv,vocab,seq")
     dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len = numbers
     config = Config(dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len)
     if flaw := config.flaw():
-        raise ValueError(f"{text!r}: {flaw}.")
+        raise ValueError(f"shape is {text!r}: {flaw}")
     if (needed := 8 * sum(map(math.prod, LLAMA.shapes(config).values()))) > physical_memory_bytes():
-        raise ValueError(f"{text!r}: making and packing it takes {needed / 2**30:.0f} GiB, more than there is.")
+        raise ValueError(f"shape is {text!r}: making and packing it takes {needed / 2**30:.0f} GiB, more than there is")
     if config.seq_len < MAX_TOKENS:
-        raise ValueError(f"{text!r}: seq must be {MAX_TOKENS} or more, the longest pass that is timed.")
+        raise ValueError(f"shape is {text!r}: seq must be {MAX_TOKENS} or more, the longest pass that is timed")
     return config
 
 

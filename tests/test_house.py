@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "specdec": {"commands", "screens", "decoder", "text", "decoding", "readers", "transformer", "sampling", "tokenizer"},
     "commands": {
         "specdec", "screens", "measuring", "decoder", "drafting", "text", "decoding", "readers", "transformer", "sampling",
-        "architectures", "tokenizer", "machine",
+        "architectures", "tokenizer", "machine", "checks",
     },
     "screens": {"measuring", "decoder", "text", "decoding", "readers", "tokenizer", "machine", "checks"},
     "measuring": {

@@ -19,7 +19,7 @@ from specdec.screens.keys import Keyboard
 from specdec.screens.output import PlainView, Printable, Roles, SilentView, print_summary, printable, result, to_json
 from specdec.screens.panel import UNSEEN_SECONDS, LivePanel, bins
 from specdec.screens.story import Row, Story, width_of
-from specdec.screens.window import STYLES, STYLES_NO_COLOR, fitting
+from specdec.screens.window import STYLES, STYLES_NO_COLOR, Window, fitting
 from specdec.text.wording import worded
 from specdec.tokenizer import BOS, FIRST_BYTE, Tokenizer
 from tests.terminal import Screen
@@ -78,8 +78,8 @@ class Stage:
         )
         self.keys = Keys()
         self.panel = LivePanel(
-            tokenizer, self.console, self.statistics, MAX_TOKENS, Roles("big", guessed), "big + little", pace,
-            self.clock, sleep or self.clock.sleep, self.keys,
+            tokenizer, Window(self.console, self.keys, self.clock, sleep or self.clock.sleep), self.statistics, MAX_TOKENS,
+            Roles("big", guessed, "big + little"), pace,
         )  # fmt: skip
         self.n_fed = 0
 
