@@ -500,7 +500,7 @@ REFUSED: dict[str, tuple[list[object], str]] = {
     "too long": (["--max-tokens", "5000"], "5000 tokens fit the context of 128"),
     "two outputs": (["--json", "--csv"], "--csv"),
     "no such file": (["--prompts", "nowhere.txt"], "nowhere.txt"),
-    "a folder": (["--prompts", "."], "--prompts"),
+    "a folder": (["--prompts", "."], "cannot read .: "),
     "no such folder": (["--svg", "nowhere/chart.svg"], "nowhere"),
     "a folder as picture": (["--svg", "."], "--svg"),
     "no such model": (["-m", "nowhere.bin"], "nowhere.bin"),
