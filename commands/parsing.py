@@ -18,16 +18,21 @@ Command: Any = next(kind for kind in TyperGroup.__mro__ if kind.__name__ == "Com
 NUMERALS = {int: re.compile("[0-9]{1,18}"), float: re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")}
 
 
+def request_of(kind: type[Asked], context: Any, values: dict[str, Any]) -> Asked:
+    """What a parsed command line asks for."""
+    given = {
+        param.name: max(param.opts, key=len)
+        for param in context.command.params
+        if getattr(context.get_parameter_source(param.name), "name", "") == "COMMANDLINE"
+    }
+    return kind(**values, given=given, words=tuple(context.args), command=context.invoked_subcommand or "")
+
+
 def taking(kind: type[Asked], run: Callable[[Asked], None]) -> Callable[..., None]:
     """What runs as Typer wants it: a function whose parameters are the fields that this kind of request names itself."""
 
     def command(context: typer.Context, **values: Any) -> None:
-        given = {
-            param.name: max(param.opts, key=len)
-            for param in context.command.params
-            if param.name and getattr(context.get_parameter_source(param.name), "name", "") == "COMMANDLINE"
-        }
-        run(kind(**values, given=given, words=tuple(context.args), command=context.invoked_subcommand or ""))
+        run(request_of(kind, context, values))
 
     hints = {"context": typer.Context, **get_annotations(kind)}
     parameters = [
