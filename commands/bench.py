@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from ..screens.progress import loading, telling
+from . import options
 from .endings import writing
-from .options import AsJson, Int8, Shape, Threads
 from .request import Request
 
 
@@ -14,10 +14,10 @@ from .request import Request
 class Bench(Request):
     """Of `specdec bench`."""
 
-    shape: Shape = "42M"
-    threads: Threads = 0
-    int8: Int8 = False
-    as_json: AsJson = False
+    shape: options.Shape = "42M"
+    threads: options.Threads = 0
+    int8: options.Int8 = False
+    as_json: options.AsJson = False
 
 
 def run(request: Bench) -> None:

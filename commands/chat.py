@@ -8,31 +8,9 @@ from ..checks import text
 from ..decoder import AUTO, NGRAM
 from ..readers import is_llama2c
 from ..text.templates import LLAMA2_NAME, RENDERING
+from . import options
 from .endings import say, writing
 from .loading import found, models_of
-from .options import (
-    AnswerTokens,
-    AsJson,
-    DraftName,
-    FirstMessage,
-    FirstMessageFile,
-    KVOption,
-    ModelFile,
-    ModelWord,
-    NoHistory,
-    PlainChat,
-    Seed,
-    StageName,
-    StepsOfATalk,
-    SystemPrompt,
-    Temperature,
-    TemplateFile,
-    Threads,
-    TokenizerFile,
-    TopK,
-    TopP,
-    WhatToQuantize,
-)
 from .prompts import message_of
 from .request import Request, with_models
 
@@ -41,27 +19,27 @@ from .request import Request, with_models
 class Chat(Request):
     """Of `specdec chat`."""
 
-    word: ModelWord = None
-    model: ModelFile = None
-    draft: DraftName = NGRAM
-    stage: StageName = ""
-    quantize: WhatToQuantize = "draft"
-    kv: KVOption = AUTO
-    tokenizer: TokenizerFile = ""
-    template: TemplateFile = ""
-    system: SystemPrompt = ""
-    prompt: FirstMessage = ""
-    file: FirstMessageFile = ""
-    steps: StepsOfATalk = None
-    max_tokens: AnswerTokens = 1024
-    temperature: Temperature = 0.7
-    top_p: TopP = 0.9
-    top_k: TopK = 0
-    seed: Seed = 0
-    threads: Threads = 0
-    plain: PlainChat = False
-    as_json: AsJson = False
-    no_history: NoHistory = False
+    word: options.ModelWord = None
+    model: options.ModelFile = None
+    draft: options.DraftName = NGRAM
+    stage: options.StageName = ""
+    quantize: options.WhatToQuantize = "draft"
+    kv: options.KVOption = AUTO
+    tokenizer: options.TokenizerFile = ""
+    template: options.TemplateFile = ""
+    system: options.SystemPrompt = ""
+    prompt: options.FirstMessage = ""
+    file: options.FirstMessageFile = ""
+    steps: options.StepsOfATalk = None
+    max_tokens: options.AnswerTokens = 1024
+    temperature: options.Temperature = 0.7
+    top_p: options.TopP = 0.9
+    top_k: options.TopK = 0
+    seed: options.Seed = 0
+    threads: options.Threads = 0
+    plain: options.PlainChat = False
+    as_json: options.AsJson = False
+    no_history: options.NoHistory = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from ..screens.output import on_one_line
 from ..screens.progress import loading
+from . import options
 from .endings import writing
-from .options import AsJson, Folder
 from .request import Request
 
 NONE_THERE = "no models in models/ or in the hub's cache; -m org/name fetches one"
@@ -23,8 +23,8 @@ NONE_THERE = "no models in models/ or in the hub's cache; -m org/name fetches on
 class Models(Request):
     """Of `specdec models`."""
 
-    folder: Folder = ""
-    as_json: AsJson = False
+    folder: options.Folder = ""
+    as_json: options.AsJson = False
 
 
 def run(request: Models) -> None:

@@ -9,27 +9,9 @@ from ..decoder import AUTO, NGRAM
 from ..screens.interrupts import signals
 from ..screens.progress import READING, loading, telling
 from ..screens.window import Window, fits
+from . import options
 from .endings import writing
 from .loading import models_of, room_of
-from .options import (
-    AsJson,
-    DraftName,
-    Gamma,
-    KVOption,
-    ModelFile,
-    NewTokens,
-    PromptText,
-    Seed,
-    StageName,
-    Steps,
-    Temperature,
-    Threads,
-    TokenizerFile,
-    TopK,
-    TopP,
-    TreeOption,
-    WhatToQuantize,
-)
 from .prompts import prompt_of
 from .request import Request, with_models, with_steps
 
@@ -38,23 +20,23 @@ from .request import Request, with_models, with_steps
 class Race(Request):
     """Of `specdec race`."""
 
-    model: ModelFile = None
-    draft: DraftName = ""
-    stage: StageName = ""
-    quantize: WhatToQuantize = "draft"
-    kv: KVOption = AUTO
-    tokenizer: TokenizerFile = ""
-    prompt: PromptText = None
-    steps: Steps = None
-    max_tokens: NewTokens = None
-    temperature: Temperature = 1.0
-    top_p: TopP = 0.9
-    top_k: TopK = 0
-    seed: Seed = 0
-    gamma: Gamma = AUTO
-    tree: TreeOption = "off"
-    threads: Threads = 0
-    as_json: AsJson = False
+    model: options.ModelFile = None
+    draft: options.DraftName = ""
+    stage: options.StageName = ""
+    quantize: options.WhatToQuantize = "draft"
+    kv: options.KVOption = AUTO
+    tokenizer: options.TokenizerFile = ""
+    prompt: options.PromptText = None
+    steps: options.Steps = None
+    max_tokens: options.NewTokens = None
+    temperature: options.Temperature = 1.0
+    top_p: options.TopP = 0.9
+    top_k: options.TopK = 0
+    seed: options.Seed = 0
+    gamma: options.Gamma = AUTO
+    tree: options.TreeOption = "off"
+    threads: options.Threads = 0
+    as_json: options.AsJson = False
 
     def settled(self) -> "Race":
         """With its prompt and its models where they belong."""

@@ -13,28 +13,9 @@ from ..decoder import AUTO
 from ..drafting.planning import MAX_GAMMA
 from ..screens.interrupts import signals
 from ..screens.progress import loading, telling
+from . import options
 from .endings import say, writing
 from .loading import Models, models_of
-from .options import (
-    AsCsv,
-    AsJson,
-    DraftName,
-    Full,
-    Gammas,
-    KVOption,
-    Lengths,
-    ModelFile,
-    PromptFile,
-    Rounds,
-    Seeds,
-    StageName,
-    SvgFile,
-    Temperatures,
-    Threads,
-    TokenizerFile,
-    TopP,
-    WhatToQuantize,
-)
 from .prompts import text_in
 from .request import Request, gamma_of, with_models
 
@@ -45,24 +26,24 @@ T = TypeVar("T")
 class Sweep(Request):
     """Of `specdec sweep`."""
 
-    model: ModelFile = None
-    draft: DraftName = ""
-    stage: StageName = ""
-    quantize: WhatToQuantize = "draft"
-    kv: KVOption = AUTO
-    tokenizer: TokenizerFile = ""
-    prompts: PromptFile = ""
-    tokens: Lengths = ""
-    temperatures: Temperatures = "0,1"
-    top_p: TopP = 0.9
-    gammas: Gammas = "1,2,4,8,auto"
-    rounds: Rounds = 0
-    seeds: Seeds = 0
-    full: Full = False
-    threads: Threads = 0
-    as_json: AsJson = False
-    as_csv: AsCsv = False
-    svg: SvgFile = ""
+    model: options.ModelFile = None
+    draft: options.DraftName = ""
+    stage: options.StageName = ""
+    quantize: options.WhatToQuantize = "draft"
+    kv: options.KVOption = AUTO
+    tokenizer: options.TokenizerFile = ""
+    prompts: options.PromptFile = ""
+    tokens: options.Lengths = ""
+    temperatures: options.Temperatures = "0,1"
+    top_p: options.TopP = 0.9
+    gammas: options.Gammas = "1,2,4,8,auto"
+    rounds: options.Rounds = 0
+    seeds: options.Seeds = 0
+    full: options.Full = False
+    threads: options.Threads = 0
+    as_json: options.AsJson = False
+    as_csv: options.AsCsv = False
+    svg: options.SvgFile = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,36 +19,9 @@ from ..screens.output import FEW_PASSES, PlainView, SilentView, View, print_resu
 from ..screens.panel import LivePanel
 from ..screens.progress import read_in_a_line
 from ..screens.window import Window, obstacle
+from . import options
 from .endings import say, writing
 from .loading import Models, models_of, room_of
-from .options import (
-    AsJson,
-    DraftOrNone,
-    Gamma,
-    KVOption,
-    ModelFile,
-    NewTokens,
-    Pace,
-    Plain,
-    PromptText,
-    PromptTextFile,
-    Samples,
-    Seed,
-    ShowVersion,
-    StageName,
-    Stats,
-    Steps,
-    StopStrings,
-    Temperature,
-    Threads,
-    TokenizerFile,
-    TopK,
-    TopP,
-    TreeOption,
-    VerifyOption,
-    WhatToQuantize,
-    as_utf8,
-)
 from .prompts import prompt_of
 from .request import Request, with_models, with_steps
 
@@ -57,31 +30,31 @@ from .request import Request, with_models, with_steps
 class Text(Request):
     """Of the command without a name."""
 
-    prompt: PromptText = None
-    model: ModelFile = None
-    draft: DraftOrNone = ""
-    steps: Steps = None
-    max_tokens: NewTokens = None
-    temperature: Temperature = 1.0
-    file: PromptTextFile = ""
-    stop: StopStrings = None
-    samples: Samples = 1
-    stage: StageName = ""
-    quantize: WhatToQuantize = "draft"
-    kv: KVOption = AUTO
-    tokenizer: TokenizerFile = ""
-    top_p: TopP = 0.9
-    top_k: TopK = 0
-    seed: Seed = 0
-    gamma: Gamma = AUTO
-    verify: VerifyOption = "coupled"
-    tree: TreeOption = "off"
-    threads: Threads = 0
-    plain: Plain = False
-    pace: Pace = 0.0
-    stats: Stats = False
-    as_json: AsJson = False
-    version: ShowVersion = False
+    prompt: options.PromptText = None
+    model: options.ModelFile = None
+    draft: options.DraftOrNone = ""
+    steps: options.Steps = None
+    max_tokens: options.NewTokens = None
+    temperature: options.Temperature = 1.0
+    file: options.PromptTextFile = ""
+    stop: options.StopStrings = None
+    samples: options.Samples = 1
+    stage: options.StageName = ""
+    quantize: options.WhatToQuantize = "draft"
+    kv: options.KVOption = AUTO
+    tokenizer: options.TokenizerFile = ""
+    top_p: options.TopP = 0.9
+    top_k: options.TopK = 0
+    seed: options.Seed = 0
+    gamma: options.Gamma = AUTO
+    verify: options.VerifyOption = "coupled"
+    tree: options.TreeOption = "off"
+    threads: options.Threads = 0
+    plain: options.Plain = False
+    pace: options.Pace = 0.0
+    stats: options.Stats = False
+    as_json: options.AsJson = False
+    version: options.ShowVersion = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,7 +67,7 @@ class Text(Request):
     def settled(self) -> "Text":
         """With its words, its prompt and its models where they belong."""
         models = [word for word in self.words if is_model_name(word)]
-        texts = [as_utf8(word) for word in self.words if word not in models]
+        texts = [options.as_utf8(word) for word in self.words if word not in models]
         if len(models) > 1 or len(texts) > 1:
             what = "put quotes around a prompt of several words, or name it with -i"
             what = "name the draft with -d" if len(models) > 1 else what
