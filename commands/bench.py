@@ -11,7 +11,7 @@ from .request import Request
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench(Request):
+class BenchRequest(Request):
     """Of `specdec bench`."""
 
     shape: options.Shape = "42M"
@@ -20,7 +20,7 @@ class Bench(Request):
     as_json: options.AsJson = False
 
 
-def run(request: Bench) -> None:
+def run(request: BenchRequest) -> None:
     """Time passes over T tokens of a model with random weights, beside the memory bandwidth they are up against."""
     from ..measuring import bench  # which nothing else needs
 

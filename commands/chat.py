@@ -16,7 +16,7 @@ from .request import Request, with_models
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat(Request):
+class ChatRequest(Request):
     """Of `specdec chat`."""
 
     word: options.ModelWord = None
@@ -50,7 +50,7 @@ class Chat(Request):
         """Whether somebody sits at a terminal."""
         return bool(sys.stdin) and sys.stdin.isatty() and sys.stdout.isatty()
 
-    def settled(self) -> "Chat":
+    def settled(self) -> "ChatRequest":
         """With its first message and its models where they belong."""
         if self.word and self.model:
             raise ValueError(f"{self.word!r} and -m {self.model!r} are two targets; name a draft with -d")
@@ -63,7 +63,7 @@ class Chat(Request):
         return request
 
 
-def run(request: Chat) -> None:
+def run(request: ChatRequest) -> None:
     """Talk to a model that was taught to; a pipe is answered once."""
     from ..screens import chat as screen  # which nothing else needs
     from ..screens.chat_lines import state_folder

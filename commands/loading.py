@@ -22,7 +22,7 @@ NOTHING: Mapping[str, str] = {}
 
 
 @dataclass
-class Models:
+class Loaded:
     """What writes, and how long it took to get there."""
 
     decoder: SpeculativeDecoder
@@ -36,7 +36,7 @@ class Models:
 
 
 @contextmanager
-def models_of(request: Request, places: list[str | Path] | None = None) -> Iterator[Models]:
+def models_of(request: Request, places: list[str | Path] | None = None) -> Iterator[Loaded]:
     """The models that a request names, or of the `places` where they are. Inside they are not warm yet, which takes its time."""
     target, draft, stage = places or found(request)
     with loading() as show:
@@ -57,7 +57,7 @@ def models_of(request: Request, places: list[str | Path] | None = None) -> Itera
                 progress=lambda name, share: show(Bar(f"{LOADING} {name}", share)),
             )
         show(LOADING)
-        models = Models(decoder)
+        models = Loaded(decoder)
         yield models
         loaded = time.perf_counter()
         show(TIMING)

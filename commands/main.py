@@ -22,12 +22,12 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.callback(invoke_without_command=True)(taking(text.Text, text.write))
-app.command("race", cls=OneCommand)(taking(race.Race, race.run))
-app.command("chat", cls=OneCommand)(taking(chat.Chat, chat.run))
-app.command("sweep", cls=OneCommand)(taking(sweep.Sweep, sweep.run))
-app.command("models", cls=OneCommand)(taking(models.Models, models.run))
-app.command("bench", cls=OneCommand)(taking(bench.Bench, bench.run))
+app.callback(invoke_without_command=True)(taking(text.TextRequest, text.write))
+app.command("race", cls=OneCommand)(taking(race.RaceRequest, race.run))
+app.command("chat", cls=OneCommand)(taking(chat.ChatRequest, chat.run))
+app.command("sweep", cls=OneCommand)(taking(sweep.SweepRequest, sweep.run))
+app.command("models", cls=OneCommand)(taking(models.ListRequest, models.run))
+app.command("bench", cls=OneCommand)(taking(bench.BenchRequest, bench.run))
 COMPLETING = "_COMPLETE"  # at the end of what a shell says it in, behind the program's name
 GONE = {"--compare": "specdec race compares the pair with the target alone"}
 UsageError = cast(type[Exception], next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"))

@@ -20,14 +20,14 @@ NONE_THERE = "no models in models/ or in the hub's cache; -m org/name fetches on
 
 
 @dataclass(frozen=True, kw_only=True)
-class Models(Request):
+class ListRequest(Request):
     """Of `specdec models`."""
 
     folder: options.Folder = ""
     as_json: options.AsJson = False
 
 
-def run(request: Models) -> None:
+def run(request: ListRequest) -> None:
     """List the models in models/ and in the hub's cache, or in a folder: shapes, sizes, vocabularies and drafts.
 
     A draft fits a target of the same vocabulary that is at least twice as large.

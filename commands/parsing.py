@@ -4,16 +4,15 @@ import difflib
 import re
 from collections.abc import Callable
 from inspect import Parameter, Signature, get_annotations
-from typing import Any, TypeVar
+from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..readers.files import is_model_name
-from .request import Request
+from .request import Asked
 
 LIKE_A_COMMAND = 0.75  # of the letters: rather a slip than a prompt
-Asked = TypeVar("Asked", bound=Request)
 Command: Any = next(kind for kind in TyperGroup.__mro__ if kind.__name__ == "Command")
 NUMERALS = {int: re.compile("[0-9]{1,18}"), float: re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")}
 

@@ -17,7 +17,7 @@ from .request import Request, with_models, with_steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class Race(Request):
+class RaceRequest(Request):
     """Of `specdec race`."""
 
     model: options.ModelFile = None
@@ -38,7 +38,7 @@ class Race(Request):
     threads: options.Threads = 0
     as_json: options.AsJson = False
 
-    def settled(self) -> "Race":
+    def settled(self) -> "RaceRequest":
         """With its prompt and its models where they belong."""
         request = with_models(with_steps(self), NGRAM)
         if not request.draft:
@@ -46,7 +46,7 @@ class Race(Request):
         return replace(request, prompt=prompt_of(self.prompt))
 
 
-def run(request: Race) -> None:
+def run(request: RaceRequest) -> None:
     """Watch the target alone and the pair write one text, side by side.
 
     Both run by themselves first, a few times each; then their fastest runs are

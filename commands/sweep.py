@@ -15,7 +15,7 @@ from ..screens.interrupts import signals
 from ..screens.progress import loading, telling
 from . import options
 from .endings import say, writing
-from .loading import Models, models_of
+from .loading import Loaded, models_of
 from .prompts import text_in
 from .request import Request, gamma_of, with_models
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep(Request):
+class SweepRequest(Request):
     """Of `specdec sweep`."""
 
     model: options.ModelFile = None
@@ -74,7 +74,7 @@ class Sweep(Request):
     def n_seeds(self) -> int:
         return self.seeds or (3 if self.full else 1)
 
-    def settled(self) -> "Sweep":
+    def settled(self) -> "SweepRequest":
         """With its models where they belong."""
         request = with_models(self)
         if self.draft and not request.draft:
@@ -91,7 +91,7 @@ class Sweep(Request):
             raise ValueError(f"--prompts: {self.prompts} has no line with a prompt")
         return prompts
 
-    def settings(self, models: Models, prompts: Sequence[str]) -> dict[str, Any]:
+    def settings(self, models: Loaded, prompts: Sequence[str]) -> dict[str, Any]:
         """For JSON: what was measured, and how."""
         return {
             **self.named,
@@ -116,7 +116,7 @@ def _several(option: str, told: str, read: Callable[[str], T], fits: Callable[[T
     raise ValueError(f"{option} is {told!r}; expected {right}, parted by commas")
 
 
-def run(request: Sweep) -> None:
+def run(request: SweepRequest) -> None:
     """Find the options that are fastest for these models and prompts.
 
     The target alone, the draft alone, n-grams and the pair write the same texts

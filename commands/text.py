@@ -21,13 +21,13 @@ from ..screens.progress import read_in_a_line
 from ..screens.window import Window, obstacle
 from . import options
 from .endings import say, writing
-from .loading import Models, models_of, room_of
+from .loading import Loaded, models_of, room_of
 from .prompts import prompt_of
 from .request import Request, with_models, with_steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text(Request):
+class TextRequest(Request):
     """Of the command without a name."""
 
     prompt: options.PromptText = None
@@ -64,7 +64,7 @@ class Text(Request):
     def stops(self) -> list[str]:
         return self.stop or []
 
-    def settled(self) -> "Text":
+    def settled(self) -> "TextRequest":
         """With its words, its prompt and its models where they belong."""
         models = [word for word in self.words if is_model_name(word)]
         texts = [options.as_utf8(word) for word in self.words if word not in models]
@@ -90,7 +90,7 @@ class Text(Request):
         idle = [(why, [self.given[name] for name in names if name in self.given]) for why, holds, names in reasons if holds]
         return "; ".join(f"{', '.join(names)}: no effect {why}" for why, names in idle if names)
 
-    def settings(self, models: Models) -> dict[str, Any]:
+    def settings(self, models: Loaded) -> dict[str, Any]:
         """For JSON: all that a text depends on but its seed."""
         names = ("prompt", "steps", "max_tokens", "temperature", "top_p", "top_k", "verify", "tree", "quantize")
         return {
@@ -104,7 +104,7 @@ class Text(Request):
         }
 
 
-def write(request: Text) -> None:
+def write(request: TextRequest) -> None:
     """Speculative decoding on the CPU: a small draft guesses, the target checks.
 
     specdec "Once upon a time" -t 0
@@ -140,8 +140,8 @@ def write(request: Text) -> None:
 class Writer:
     """Texts of one request. prompt: its tokens."""
 
-    request: Text
-    models: Models
+    request: TextRequest
+    models: Loaded
     prompt: list[int]
     max_tokens: int
 

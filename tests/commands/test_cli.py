@@ -17,9 +17,9 @@ from rich.cells import cell_len
 
 import specdec
 from specdec.architectures import Config
-from specdec.commands.bench import Bench
+from specdec.commands.bench import BenchRequest
 from specdec.commands.request import Request
-from specdec.commands.text import Text
+from specdec.commands.text import TextRequest
 from specdec.decoder import SpeculativeDecoder
 from specdec.drafting.estimates import Costs
 from specdec.readers import files, load_checkpoint
@@ -523,7 +523,7 @@ def test_help_fits_80_columns_and_names_every_option(run: Run, monkeypatch: pyte
     code, out, err = run(*of, "--help")
     assert (code, err) == (0, "")
     assert max(map(cell_len, out.splitlines())) <= 80
-    kind: type[Request] = {"": Text, "bench": Bench}["".join(of)]
+    kind: type[Request] = {"": TextRequest, "bench": BenchRequest}["".join(of)]
     annotations = [hint for hint in get_annotations(kind).values() if get_origin(hint) is Annotated]
     assert len(annotations) > 3
     names = [name for hint in annotations for name in (hint.__metadata__[0].default, *hint.__metadata__[0].param_decls)]

@@ -8,19 +8,22 @@ import pytest
 from typer.main import get_command
 
 from specdec.commands import main
-from specdec.commands.bench import Bench
-from specdec.commands.chat import Chat
-from specdec.commands.models import Models
+from specdec.commands.bench import BenchRequest
+from specdec.commands.chat import ChatRequest
+from specdec.commands.models import ListRequest
 from specdec.commands.options import OF_PARAMETERS, in_options
 from specdec.commands.parsing import request_of
-from specdec.commands.race import Race
+from specdec.commands.race import RaceRequest
 from specdec.commands.request import Request
-from specdec.commands.sweep import Sweep
-from specdec.commands.text import Text
+from specdec.commands.sweep import SweepRequest
+from specdec.commands.text import TextRequest
 from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.screens.output import Roles
 
-KINDS: dict[str, type[Request]] = {"": Text, "race": Race, "chat": Chat, "sweep": Sweep, "models": Models, "bench": Bench}
+KINDS: dict[str, type[Request]] = {
+    "": TextRequest, "race": RaceRequest, "chat": ChatRequest, "sweep": SweepRequest, "models": ListRequest,
+    "bench": BenchRequest,
+}  # fmt: skip
 
 
 def asked(*words: object) -> Any:

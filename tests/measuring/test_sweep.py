@@ -18,7 +18,7 @@ from rich.console import Console
 
 import specdec
 from specdec import Sampling, SpeculativeDecoder
-from specdec.commands.sweep import Sweep
+from specdec.commands.sweep import SweepRequest
 from specdec.decoding import Event, Prompt, Proposal, Step
 from specdec.measuring import sweep
 from specdec.measuring.race import Lane
@@ -551,7 +551,7 @@ def test_help_fits_80_columns_and_names_every_option(monkeypatch: pytest.MonkeyP
     code, out, err = run(monkeypatch, capsys, "--help")
     assert (code, err) == (0, "")
     assert max(map(cell_len, out.splitlines())) <= 80
-    hints = [hint for hint in get_annotations(Sweep).values() if get_origin(hint)]
+    hints = [hint for hint in get_annotations(SweepRequest).values() if get_origin(hint)]
     names = [name for hint in hints for name in (get_args(hint)[1].default, *get_args(hint)[1].param_decls)]
     assert len(names) > 20
     for name in ["-h", "--help", *names]:
