@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..checks import text
-from ..decoder import AUTO, NGRAM
+from ..drafting.settings import AUTO
+from ..drafting.team import NGRAM
 from ..readers import is_llama2c
 from ..text.templates import LLAMA2_NAME, RENDERING
 from . import options

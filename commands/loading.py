@@ -3,14 +3,14 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import specdec
 
-from ..decoder import NGRAM, SELF, SpeculativeDecoder, TreeMode
-from ..decoding import VerifyMode
+from ..decoder import SpeculativeDecoder
+from ..drafting.team import NGRAM, SELF
 from ..readers import CheckpointError, extras
 from ..readers.files import find, needs, telling_how_to_restore
 from ..screens.progress import LOADING, TIMING, Bar, loading
@@ -47,9 +47,7 @@ def models_of(request: Request, places: list[str | Path] | None = None) -> Itera
                 draft or None,
                 request.tokenizer or None,
                 stage=stage or None,
-                gamma=request.draft_length,
-                verify=cast(VerifyMode, request.verify),
-                tree=cast(TreeMode, request.tree),
+                **asdict(request.drafting),
                 n_threads=request.threads or None,
                 quantize=request.quantize,
                 template=request.template or None,

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 import typer
 from rich.console import Console
 
-from ..decoder import AUTO, NGRAM
+from ..drafting.settings import AUTO
+from ..drafting.team import NGRAM
 from ..screens.interrupts import signals
 from ..screens.progress import READING, loading, telling
 from ..screens.window import Window, fits

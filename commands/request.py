@@ -5,13 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import TypeVar, cast, get_args
 
 from ..checks import one_of, text
-from ..decoder import AUTO, NGRAM, SELF, TreeMode
-from ..decoding import VERIFIERS
+from ..decoding import VerifyMode
 from ..drafting.copies import kinds_to_make
-from ..drafting.planning import MAX_GAMMA
+from ..drafting.estimates import MAX_GAMMA
+from ..drafting.settings import AUTO, Gamma, Settings, TreeMode
+from ..drafting.team import NGRAM, SELF
 from ..machine.threads import available_threads
 from ..readers.files import default_pair
 from ..sampling import Sampling
@@ -57,20 +58,16 @@ class Request:
 
     def __post_init__(self) -> None:
         text("prompt", self.prompt or "")
-        one_of("verify", self.verify, VERIFIERS)
-        one_of("tree", self.tree, get_args(TreeMode))
         one_of("kv", self.kv, get_args(KV))
         kinds_to_make(self.quantize)
-        if self.tree == "on" and self.verify == "block":
-            raise ValueError("tree is 'on', and verify is 'block', which judges chains alone; leave one of the two out")
         if self.threads > available_threads():
             raise ValueError(f"threads is {self.threads}; this machine has cores for {available_threads()}")
-        _ = self.draft_length, self.sampling
+        _ = self.drafting, self.sampling
 
     @cached_property
-    def draft_length(self) -> int | Literal["auto"]:
-        """What `gamma` says."""
-        return gamma_of(self.gamma)
+    def drafting(self) -> Settings:
+        """What is set of it."""
+        return Settings(gamma_of(self.gamma), cast(VerifyMode, self.verify), cast(TreeMode, self.tree))
 
     @cached_property
     def sampling(self) -> Sampling:
@@ -115,7 +112,7 @@ def with_steps(request: Asked) -> Asked:
     return replace(request, steps=DEFAULT_STEPS) if is_open else request
 
 
-def gamma_of(told: str) -> int | Literal["auto"]:
+def gamma_of(told: str) -> Gamma:
     """The draft length of that text."""
     if told == AUTO:
         return AUTO

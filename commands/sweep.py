@@ -4,13 +4,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import typer
 from rich.console import Console
 
-from ..decoder import AUTO
-from ..drafting.planning import MAX_GAMMA
+from ..drafting.estimates import MAX_GAMMA
+from ..drafting.settings import AUTO, Gamma
 from ..screens.interrupts import signals
 from ..screens.progress import loading, telling
 from . import options
@@ -63,7 +63,7 @@ class SweepRequest(Request):
         return _several("--temperatures", self.temperatures, float, lambda t: 0 <= t < math.inf, "numbers from 0 (greedy) on")
 
     @cached_property
-    def draft_lengths(self) -> list[int | Literal["auto"]]:
+    def draft_lengths(self) -> list[Gamma]:
         return _several("--gammas", self.gammas, gamma_of, lambda _: True, f"1 to {MAX_GAMMA} or {AUTO}")
 
     @property

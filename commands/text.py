@@ -10,8 +10,10 @@ from rich.console import Console
 import specdec
 
 from ..checks import strings
-from ..decoder import AUTO, NGRAM, SpeculativeDecoder
+from ..decoder import SpeculativeDecoder
 from ..decoding import Event, Prefill, Prompt, Statistics
+from ..drafting.settings import AUTO
+from ..drafting.team import NGRAM
 from ..readers.files import is_model_name
 from ..sampling import Sampling
 from ..screens.interrupts import signals
@@ -97,7 +99,7 @@ class TextRequest(Request):
             **self.named,
             **{name: getattr(self, name) for name in names},
             "stop": self.stops,
-            "gamma": self.draft_length if self.draft else 0,
+            "gamma": self.drafting.gamma if self.draft else 0,
             "threads": models.decoder.target.n_threads,
             "tokenizer": str(models.decoder.tokenizer.path),
             **models.made_with,

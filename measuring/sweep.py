@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
-from ..decoder import AUTO, NGRAM, SpeculativeDecoder
+from ..decoder import SpeculativeDecoder
 from ..decoding import Event, Statistics
+from ..drafting.settings import AUTO
+from ..drafting.team import NGRAM
 from ..sampling import Sampling
 from .race import Lane
 

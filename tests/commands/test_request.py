@@ -46,7 +46,7 @@ def test_a_request_is_what_the_command_line_says() -> None:
         9,
         ["x", "y"],
     )
-    assert (request.sampling.temperature, request.sampling.seed, request.draft_length) == (0.5, 7, 3)
+    assert (request.sampling.temperature, request.sampling.seed, request.drafting.gamma) == (0.5, 7, 3)
     assert (request.as_json, request.plain, request.verify, request.given["gamma"]) == (True, False, "coupled", "--gamma")
     assert set(request.given) == {"model", "draft", "steps", "temperature", "seed", "gamma", "stop", "as_json"}
     with pytest.raises(dataclasses.FrozenInstanceError):
