@@ -20,7 +20,6 @@ from specdec.architectures import Config
 from specdec.commands.bench import BenchRequest
 from specdec.commands.request import Request
 from specdec.commands.text import TextRequest
-from specdec.decoder import SpeculativeDecoder
 from specdec.drafting.estimates import Costs
 from specdec.readers import files, load_checkpoint
 from specdec.screens import interrupts
@@ -734,7 +733,7 @@ def test_a_model_that_writes_control_characters_cannot_move_the_cursor(run: Run,
 def test_a_draft_that_does_not_pay_is_told_with_what_to_do(run: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred times as dear as its target, as the clock is made to say."""
     slow = Costs({1: 1e-6, 8: 2e-6}, 1e-4)
-    monkeypatch.setattr(SpeculativeDecoder, "_measured_costs", lambda _: slow)
+    monkeypatch.setattr("specdec.drafting.tuning.costs_of", lambda *_: slow)
     monkeypatch.setattr(Costs, "saw", lambda *_: None)
     told = ("-m", pair.endless, "-d", pair.draft, "-s", 3, "-j", 1, "-n", 100, "--plain")
     _, _, summary = run(*told)
