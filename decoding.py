@@ -471,7 +471,7 @@ class Text:
         if tokens[-1] < 0:
             raise ValueError(
                 "the target's logits are not finite: its weights are damaged or too large to compute with, or its keys and "
-                "values too large for f16 (--kv f32 holds them)"
+                "values too large for f16 (kv='f32' holds them)"
             )
         return tokens, n_accepted
 

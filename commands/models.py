@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,29 @@ from rich.text import Text
 
 from ..screens.output import on_one_line
 from ..screens.progress import loading
-from .options import AsJson, Folder
-from .wiring import writing
+from . import options
+from .endings import writing
+from .request import Request
 
 NONE_THERE = "no models in models/ or in the hub's cache; -m org/name fetches one"
 
 
-def show(folder: Folder = "", as_json: AsJson = False) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ListRequest(Request):
+    """Of `specdec models`."""
+
+    folder: options.Folder = ""
+    as_json: options.AsJson = False
+
+
+def run(request: ListRequest) -> None:
     """List the models in models/ and in the hub's cache, or in a folder: shapes, sizes, vocabularies and drafts.
 
     A draft fits a target of the same vocabulary that is at least twice as large.
     """
     from . import catalog  # which nothing else needs
 
+    folder = request.folder
     with loading("looking at models"):
         found = catalog.entries(Path(folder) if folder else None)
         drafts = {id(entry): [other.name for other in catalog.drafts_for(entry, found)] for entry in found}
@@ -45,7 +56,7 @@ def show(folder: Folder = "", as_json: AsJson = False) -> None:
     ]
     broken = [entry for entry in found if entry.flaw]
     with writing():
-        if as_json:
+        if request.as_json:
             print(json.dumps({"models": rows, "unreadable": [{"name": entry.name, "flaw": entry.flaw} for entry in broken]}))
             return
         if not (rows or broken):

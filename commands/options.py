@@ -1,16 +1,32 @@
 """The options of the command line, as Typer wants them: names, words of help, limits. Knows nothing of what they do."""
 
 import os
+import re
 from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
 
 MOST_USED = "Most used"
+# what the library's errors call by its parameters, as a command line has it
+OF_PARAMETERS = {
+    "target": "-m", "draft": "-d", "tokenizer": "-z", "stage": "--stage", "template": "--template", "quantize": "--quantize",
+    "kv": "--kv", "gamma": "--gamma", "verify": "--verify", "tree": "--tree", "threads": "--threads", "prompt": "--prompt",
+    "stop": "--stop", "max_tokens": "--max-tokens", "temperature": "--temperature", "top_p": "--top-p", "top_k": "--top-k",
+    "seed": "--seed", "prompts": "--prompts",
+    "shape": "--shape", "system": "--system",
+}  # fmt: skip
+_PARAMETER = "|".join(OF_PARAMETERS)
+_TOLD = re.compile(rf"\b({_PARAMETER})=(?:\.\.\.|'([^']*)')|(?:^|(?<=, and ))({_PARAMETER})(?= (?:is|holds) )")
 
 
 def option(*names: str, group: str, help: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=group, **more)
+
+
+def in_options(message: str) -> str:
+    """What the library says of its parameters: draft=... is -d, kv='f32' is --kv f32, and "gamma is 0" is "--gamma is 0"."""
+    return _TOLD.sub(lambda told: f"{OF_PARAMETERS[told[1] or told[3]]} {told[2] or ''}".rstrip(), message)
 
 
 def flag(*names: str, group: str, help: str) -> Any:
@@ -40,26 +56,25 @@ ModelFile = Annotated[
     ),
 ]  # fmt: skip
 ModelWord = Annotated[str | None, typer.Argument(metavar="MODEL", show_default=False, help="The target, as with -m.")]
-DraftFile = Annotated[
+DraftName = Annotated[
     str,
     option(
         *("-d", "--draft"), group=MOST_USED, metavar="NAME",
         help="Draft, as -m; self: a copy of the target in fewer bits; ngram: what followed in the text, the default with -m.",
     ),
 ]  # fmt: skip
-DraftFiles = Annotated[
-    list[str] | None,
+DraftOrNone = Annotated[
+    str,
     option(
         *("-d", "--draft"), group=MOST_USED, metavar="NAME",
-        help="Draft: as -m, or self (a copy in fewer bits), ngram (what stood in the text; the default with -m), a table of "
-        "n-grams, none. A second -d drafts for it.",
+        help="Draft: as -m, or self (a copy in fewer bits), ngram (what stood in the text; the default with -m), none.",
     ),
 ]  # fmt: skip
 StageName = Annotated[
     str,
     option(
         "--stage", group="Models", metavar="ngram|NAME",
-        help="What drafts for the draft, which judges it before the target does: n-grams, a table of them, a smaller model.",
+        help="What drafts for the draft, which judges it before the target does: n-grams, or a smaller model.",
     ),
 ]  # fmt: skip
 WhatToQuantize = Annotated[
@@ -170,9 +185,6 @@ Pace = Annotated[
     ),
 ]  # fmt: skip
 Stats = Annotated[bool, flag("--stats", group="Output", help="Then all figures: drafted, accepted, mean length, by position.")]
-Compare = Annotated[
-    bool, flag("--compare", group="Output", help="Then the target alone, too, each run by itself: both, their ratio, one text.")
-]
 AsJson = Annotated[bool, flag("--json", group="Output", help="One JSON object on stdout.")]
 ShowVersion = Annotated[
     bool, flag("--version", group="Output", help="Print the version and the arithmetic's revision, and exit.")

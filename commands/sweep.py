@@ -1,113 +1,158 @@
 """`specdec sweep`: which options are fastest for these models and prompts. Knows no arrays and no formats."""
 
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
 import typer
 from rich.console import Console
 
-from ..drafting.settings import AUTO
+from ..drafting.estimates import MAX_GAMMA
+from ..drafting.settings import AUTO, Gamma
 from ..screens.interrupts import signals
-from ..screens.progress import TIMING, loading, telling
-from .options import (
-    AsCsv,
-    AsJson,
-    DraftFile,
-    Full,
-    Gammas,
-    KVOption,
-    Lengths,
-    ModelFile,
-    PromptFile,
-    Rounds,
-    Seeds,
-    StageName,
-    SvgFile,
-    Temperatures,
-    Threads,
-    TokenizerFile,
-    TopP,
-    WhatToQuantize,
-)
-from .wiring import NONE, check_arguments, decoder_of, found, made_with, or_the_pair, say, titles_of, writing
+from ..screens.progress import loading, telling
+from . import options
+from .endings import say, writing
+from .loading import Loaded, models_of
+from .prompts import text_in
+from .request import Request, gamma_of, with_models
+
+T = TypeVar("T")
 
 
-def compare(
-    model: ModelFile = None,
-    draft: DraftFile = "",
-    stage: StageName = "",
-    quantize: WhatToQuantize = "draft",
-    kv: KVOption = AUTO,
-    tokenizer: TokenizerFile = "",
-    prompts: PromptFile = "",
-    tokens: Lengths = "",
-    temperatures: Temperatures = "0,1",
-    top_p: TopP = 0.9,
-    gammas: Gammas = "1,2,4,8,auto",
-    rounds: Rounds = 0,
-    seeds: Seeds = 0,
-    full: Full = False,
-    threads: Threads = 0,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    svg: SvgFile = "",
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class SweepRequest(Request):
+    """Of `specdec sweep`."""
+
+    model: options.ModelFile = None
+    draft: options.DraftName = ""
+    stage: options.StageName = ""
+    quantize: options.WhatToQuantize = "draft"
+    kv: options.KVOption = AUTO
+    tokenizer: options.TokenizerFile = ""
+    prompts: options.PromptFile = ""
+    tokens: options.Lengths = ""
+    temperatures: options.Temperatures = "0,1"
+    top_p: options.TopP = 0.9
+    gammas: options.Gammas = "1,2,4,8,auto"
+    rounds: options.Rounds = 0
+    seeds: options.Seeds = 0
+    full: options.Full = False
+    threads: options.Threads = 0
+    as_json: options.AsJson = False
+    as_csv: options.AsCsv = False
+    svg: options.SvgFile = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.lengths, self.degrees, self.draft_lengths
+        if self.as_json and self.as_csv:
+            raise ValueError("--json and --csv both go to stdout; leave one of the two out")
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """New tokens of the texts."""
+        text = self.tokens or ("50,100,200,500" if self.full else "50,200")
+        return _several("--max-tokens", text, int, lambda n: n > 0, "whole numbers from 1 on")
+
+    @cached_property
+    def degrees(self) -> list[float]:
+        """Temperatures."""
+        return _several("--temperatures", self.temperatures, float, lambda t: 0 <= t < math.inf, "numbers from 0 (greedy) on")
+
+    @cached_property
+    def draft_lengths(self) -> list[Gamma]:
+        return _several("--gammas", self.gammas, gamma_of, lambda _: True, f"1 to {MAX_GAMMA} or {AUTO}")
+
+    @property
+    def n_rounds(self) -> int:
+        return self.rounds or (5 if self.full else 3)
+
+    @property
+    def n_seeds(self) -> int:
+        return self.seeds or (3 if self.full else 1)
+
+    def settled(self) -> "SweepRequest":
+        """With its models where they belong."""
+        request = with_models(self)
+        if self.draft and not request.draft:
+            raise ValueError("a sweep compares drafts; leave out -d to try n-grams alone")
+        return request
+
+    def beginnings(self) -> Sequence[str]:
+        """The prompts: the lines of a file that are not empty, each once, or those that come along."""
+        from ..measuring.sweep import PROMPTS
+
+        lines = text_in(self.prompts).splitlines() if self.prompts else PROMPTS
+        prompts = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
+        if not prompts:
+            raise ValueError(f"--prompts: {self.prompts} has no line with a prompt")
+        return prompts
+
+    def settings(self, models: Loaded, prompts: Sequence[str]) -> dict[str, Any]:
+        """For JSON: what was measured, and how."""
+        return {
+            **self.named,
+            "quantize": self.quantize,
+            "threads": models.decoder.target.n_threads,
+            **models.made_with,
+            "prompts": prompts,
+            "rounds": self.n_rounds,
+            "seeds": self.n_seeds,
+            "top_p": self.top_p,
+        }
+
+
+def _several(option: str, told: str, read: Callable[[str], T], fits: Callable[[T], bool], right: str) -> list[T]:
+    """The values of a list that are parted by commas, each once. Raises ValueError."""
+    try:
+        values = list(dict.fromkeys(read(part.strip()) for part in told.split(",")))
+        if all(map(fits, values)):
+            return values
+    except ValueError:
+        pass
+    raise ValueError(f"{option} is {told!r}; expected {right}, parted by commas")
+
+
+def run(request: SweepRequest) -> None:
     """Find the options that are fastest for these models and prompts.
 
     The target alone, the draft alone, n-grams and the pair write the same texts
     in turn. It takes a minute for the pair that comes along.
     """
     from ..measuring import sweep  # which nothing else needs
-    from ..screens import sweep as sweep_chart  # which nothing else needs
+    from ..screens import sweep as chart
 
-    check_arguments("", top_p, 0, threads, verify="coupled", quantize=quantize, tree="off", kv=kv)
-    if draft == NONE:
-        raise typer.BadParameter("a sweep compares drafts; leave it out to try n-grams alone.", param_hint="'-d' / '--draft'")
-    if as_json and as_csv:
-        raise typer.BadParameter("one of the two goes to stdout.", param_hint="'--json' / '--csv'")
-    lengths = sweep.lengths_of(tokens or ("50,100,200,500" if full else "50,200"))
-    degrees, sizes = sweep.temperatures_of(temperatures), sweep.gammas_of(gammas)
-    beginnings = sweep.prompts_of(prompts) if prompts else sweep.PROMPTS
-    rounds, seeds = rounds or (5 if full else 3), seeds or (3 if full else 1)
-    if svg:
-        sweep_chart.check_writable(svg)
-    model, draft = or_the_pair(model, draft)
-    sources = found(model, draft, stage, tokenizer=tokenizer)
-    with loading() as show:
-        pair = decoder_of(sources, tokenizer, quantize, kv, threads, show)
-        texts, notes = sweep.texts_of(pair, beginnings, lengths, sweep.samplings_of(degrees, top_p, seeds))
-        show(TIMING)
-        pair.warm_up()  # which chooses the threads of both models
-        settings, left_out = sweep.settings_of(pair, sizes)
-        signals.text_begins()
-        try:
-            measured = sweep.measure(settings, texts, rounds, telling(show, "measuring"), lambda: signals.asked)
-        except sweep.TextsDiffer as error:
-            wrong = str(error)
-        else:
-            wrong = ""
-    if wrong:
-        say(wrong)
-        raise typer.Exit(1)
-    n_threads = pair.target.n_threads
-    counts = {"prompt": len(beginnings), "round": rounds, "thread": n_threads}
+    prompts = request.beginnings()
+    if request.svg:
+        chart.check_writable(request.svg)
+    request = request.settled()
+    with models_of(request) as models:
+        pair = models.decoder
+        samplings = sweep.samplings_of(request.degrees, request.top_p, request.n_seeds)
+        texts, notes = sweep.texts_of(pair, prompts, request.lengths, samplings)
+    settings, left_out = sweep.settings_of(pair, request.draft_lengths)
+    signals.text_begins()
+    try:
+        with loading("measuring") as show:
+            measured = sweep.measure(settings, texts, request.n_rounds, telling(show, "measuring"), lambda: signals.asked)
+    except sweep.TextsDiffer as error:
+        say(str(error))
+        raise typer.Exit(1) from None
+    counts = {"prompt": len(prompts), "round": request.n_rounds, "thread": pair.target.n_threads}
     told = [f"{n} {name}{'s' * (n != 1)}" for name, n in counts.items()]
-    scale = ", ".join([*told, pair.weights, f"top-p {top_p:g}"])
-    title = " + ".join(titles_of(model, draft, stage))
-    report = sweep_chart.Report.of(measured, title, [scale, *notes, *left_out])
-    flaw = sweep_chart.write_svg(report, svg) if svg else ""  # first: whoever reads stdout may have left
+    scale = ", ".join([*told, pair.weights, f"top-p {request.top_p:g}"])
+    report = chart.Report.of(measured, request.roles.pair, [scale, *notes, *left_out])
+    flaw = chart.write_svg(report, request.svg) if request.svg else ""  # first: whoever reads stdout may have left
     with writing():
-        if as_json:
-            settled = {
-                "model": model,
-                "draft": draft or None,
-                "stage": stage or None,
-                "quantize": quantize,
-                "threads": n_threads,
-                **made_with(pair),
-            }
-            print(sweep_chart.to_json(report, **settled, prompts=beginnings, rounds=rounds, seeds=seeds, top_p=top_p))
-        elif as_csv:
-            print(sweep_chart.to_csv(report), end="")
+        if request.as_json:
+            print(chart.to_json(report, **request.settings(models, prompts)))
+        elif request.as_csv:
+            print(chart.to_csv(report), end="")
             Console(stderr=True, soft_wrap=True).print(report.conclusion, markup=False, highlight=False)
         else:
-            sweep_chart.show(report, Console())
+            chart.show(report, Console())
     if flaw:
         raise ValueError(flaw)

@@ -16,6 +16,7 @@ from specdec import Sampling, SpeculativeDecoder, Statistics, Step
 from specdec.screens.output import Roles
 from specdec.screens.panel import LivePanel
 from specdec.screens.story import Row
+from specdec.screens.window import Window
 
 SIZE = ConsoleDimensions(96, 24)
 PASSES = 24  # of the run before the picture is taken
@@ -31,9 +32,10 @@ def main(target: str, draft: str, seed: str = "1") -> None:
     decoder.warm_up()
     console = Console(record=True, width=SIZE.width, file=io.StringIO(), force_terminal=True)
     statistics = Statistics(len(decoder.encode("Once upon a time")))
-    roles = Roles(Path(target).stem, f"by {Path(draft).stem}")
-    silent = Console(file=io.StringIO(), force_terminal=True)
-    panel = LivePanel(decoder.tokenizer, silent, statistics, TOKENS, roles, f"{roles.target} + {Path(draft).stem}")
+    names = Path(target).stem, Path(draft).stem
+    roles = Roles(names[0], f"by {names[1]}", " + ".join(names))
+    silent = Window(Console(file=io.StringIO(), force_terminal=True))
+    panel = LivePanel(decoder.tokenizer, silent, statistics, TOKENS, roles)
     for event in decoder.stream("Once upon a time", TOKENS, Sampling(0.8, seed=int(seed))):
         statistics.add(event)
         panel.show(event)

@@ -62,8 +62,8 @@ def copy_of(target: Transformer, asked: Kind | None, ids_of: Callable[[str], lis
     kinds = [kind for kind, share in shares.items() if share <= WORTH_A_COPY]
     if not kinds:
         raise ValueError(
-            f"the target is {weights.kind} already, from its file or by --quantize, so an {next(iter(shares)).name} copy of it "
-            "is no faster draft; leave it as it is or name another draft"
+            f"the target is {weights.kind} already, from its file or by quantize=..., so an {next(iter(shares)).name} copy of "
+            "it is no faster draft; leave it as it is or name another draft"
         )
 
     def made(kind: Kind) -> Transformer:

@@ -108,7 +108,7 @@ def team_of(
 ) -> Team:
     """The team of what was named, as `SpeculativeDecoder` says; whatever its tokenizer tells is told before weights are read."""
     if stage is not None and (draft is None or is_ngram(draft)):
-        raise ValueError("a stage drafts for a draft that is a model, and there is none; name one with -d")
+        raise ValueError("a stage drafts for a draft that is a model, and there is none; name one with draft=...")
     if isinstance(stage, str) and stage == SELF:
         raise ValueError('the stage "self" would be a copy of the target, which is no smaller than the draft')
     given = {"target": target, "draft": draft, "stage": stage}

@@ -32,6 +32,7 @@ KINDS = {kind.name: kind for kind in (FP32, BF16, FP16, INT8)}
 TOKENS = (1, 2, 4, 8, 16, 64)
 PREFILL_TOKENS = 128
 ROUNDS = 15  # each with every T, so that a change of the machine's speed meets them all
+Job = Callable[[], object]
 MIN_RUNS, MIN_SECONDS = 3, 0.01  # of a job in a row, before and while it is timed
 
 
@@ -77,15 +78,15 @@ def parse_shape(text: str) -> Config:
     except ValueError:
         numbers = []
     if len(numbers) != 7:
-        raise ValueError(f"{text!r} is neither {', '.join(SHAPES)} nor dim,hidden,layers,heads,kv,vocab,seq.")
+        raise ValueError(f"shape is {text!r}; expected {', '.join(SHAPES)} or dim,hidden,layers,heads,kv,vocab,seq")
     dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len = numbers
     config = Config(dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len)
     if flaw := config.flaw():
-        raise ValueError(f"{text!r}: {flaw}.")
+        raise ValueError(f"shape is {text!r}: {flaw}")
     if (needed := 8 * sum(map(math.prod, LLAMA.shapes(config).values()))) > physical_memory_bytes():
-        raise ValueError(f"{text!r}: making and packing it takes {needed / 2**30:.0f} GiB, more than there is.")
+        raise ValueError(f"shape is {text!r}: making and packing it takes {needed / 2**30:.0f} GiB, more than there is")
     if config.seq_len < MAX_TOKENS:
-        raise ValueError(f"{text!r}: seq must be {MAX_TOKENS} or more, the longest pass that is timed.")
+        raise ValueError(f"shape is {text!r}: seq must be {MAX_TOKENS} or more, the longest pass that is timed")
     return config
 
 
@@ -130,40 +131,12 @@ def run(
     weights = LLAMA.pack(config, tensors, KINDS[kind], telling("packing weights"))
     model = Transformer(config, weights, n_threads)
     del tensors
-    block = zeros(weights.n_bytes // 4)
-    block[:] = 1.0
-    dot = dot4(best_dot4(CPU_FEATURES))
-    instruction, lane, products, shape = (
-        (dot.multiply_add, I32, QUADS, dot.shape(STRIP_ROWS, dot.most_tokens))
-        if kind == INT8.name
-        else (limits.fma, F32, 1, limits.FLOATS)
-    )
-    calculate = limits.arithmetic(instruction, lane, shape, model.n_threads)
-    flops = 2 * products * shape.rows * shape.n_tokens * limits.STEPS * model.n_threads
-
-    def forward(n_tokens: int, n_logits: int) -> Callable[[], object]:
-        def once() -> object:
-            model.forward([], 0)
-            return model.forward([1] * n_tokens, n_logits)
-
-        return once
-
-    def read() -> object:
-        return all_finite(block, model.n_threads)
-
+    calculate, flops = _arithmetic(kind, model.n_threads)
     n_prefill = min(PREFILL_TOKENS, config.seq_len)
-    jobs = [read, calculate, forward(n_prefill, 1), *(forward(n, n) for n in TOKENS)]
-    tell = telling("warming up")
-    for i, job in enumerate(jobs):
-        tell(i / len(jobs))
-        job()
-    tell = telling("measuring")
-    times: list[list[float]] = [[] for _ in range(ROUNDS)]
-    for i, (taken, job) in enumerate(itertools.product(times, jobs)):
-        tell(i / (ROUNDS * len(jobs)))
-        taken.append(_seconds(job))
-    reads, calculations, prefills, *passes = [statistics.median(job) for job in zip(*times, strict=True)]
-    flop_seconds = 2 * n_weights * calculations / flops
+    passes = [_pass(model, n_prefill, 1), *(_pass(model, n, n) for n in TOKENS)]
+    medians = _medians([_read(weights.n_bytes, model.n_threads), calculate, *passes], telling)
+    reads, calculations, prefills, *seconds = medians
+    flop_seconds = 2 * n_weights * calculations / flops  # that a token's arithmetic takes at the least
 
     def row(n_tokens: int, seconds: float) -> Row:
         needed = {"memory": reads, "arithmetic": flop_seconds * n_tokens}
@@ -177,13 +150,56 @@ def run(
         flops / calculations / 1e9,
         model.n_threads,
         weights.kind,
-        [row(n, seconds) for n, seconds in zip(TOKENS, passes, strict=True)],
+        [row(n, s) for n, s in zip(TOKENS, seconds, strict=True)],
         n_prefill,
         prefills,
     )
 
 
-def _seconds(job: Callable[[], object]) -> float:
+def _arithmetic(kind: str, n_threads: int) -> tuple[Job, float]:
+    """The kind's multiply-add on registers alone, and how many operations that is."""
+    dot = dot4(best_dot4(CPU_FEATURES))
+    instruction, lane, products, shape = (
+        (dot.multiply_add, I32, QUADS, dot.shape(STRIP_ROWS, dot.most_tokens))
+        if kind == INT8.name
+        else (limits.fma, F32, 1, limits.FLOATS)
+    )
+    n = 2 * products * shape.rows * shape.n_tokens * limits.STEPS * n_threads
+    return limits.arithmetic(instruction, lane, shape, n_threads), n
+
+
+def _read(n_bytes: int, n_threads: int) -> Job:
+    """A plain read of so many bytes."""
+    block = zeros(n_bytes // 4)
+    block[:] = 1.0
+    return lambda: all_finite(block, n_threads)
+
+
+def _pass(model: Transformer, n_tokens: int, n_logits: int) -> Job:
+    """From an empty cache."""
+
+    def once() -> object:
+        model.forward([], 0)
+        return model.forward([1] * n_tokens, n_logits)
+
+    return once
+
+
+def _medians(jobs: list[Job], telling: Callable[[str], Callable[[float], None]]) -> list[float]:
+    """Seconds of each job, once all are warm."""
+    tell = telling("warming up")
+    for i, job in enumerate(jobs):
+        tell(i / len(jobs))
+        job()
+    tell = telling("measuring")
+    times: list[list[float]] = [[] for _ in range(ROUNDS)]
+    for i, (taken, job) in enumerate(itertools.product(times, jobs)):
+        tell(i / (ROUNDS * len(jobs)))
+        taken.append(_seconds(job))
+    return [statistics.median(job) for job in zip(*times, strict=True)]
+
+
+def _seconds(job: Job) -> float:
     """Of one run of the job among many: as many go before, and fill the caches with its data."""
     begin, n = time.perf_counter(), 0
     while n < MIN_RUNS or time.perf_counter() < begin + MIN_SECONDS:

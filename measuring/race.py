@@ -5,7 +5,7 @@ import json
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..decoder import SpeculativeDecoder
@@ -18,10 +18,19 @@ ENOUGH_SECONDS = 3.0  # of running, after which no other round begins
 
 @dataclass
 class Lane:
-    """A text as one of the two wrote it: all events of a run, and their sums."""
+    """A text as one of several wrote it: all events of a run, and their sums."""
 
-    events: list[Event]
-    statistics: Statistics
+    events: list[Event] = field(default_factory=list)
+    statistics: Statistics = field(default_factory=Statistics)
+
+    def add(self, event: Event) -> None:
+        self.events.append(event)
+        self.statistics.add(event)
+
+    @property
+    def written(self) -> tuple[list[int], str | None]:
+        """What two runs must have in common: the tokens, and why they ended."""
+        return self.tokens, self.statistics.stop_reason
 
     @property
     def steps(self) -> list[Step]:
@@ -108,7 +117,6 @@ def measure(
     max_tokens: int,
     sampling: Sampling,
     tell: Callable[[float], object] = lambda share: None,
-    stops: Sequence[str] = (),
 ) -> Race:
     """Both write the text in turns, and the fastest run of each counts; the prompt's own pass does not.
 
@@ -121,17 +129,16 @@ def measure(
     while len(runs) < MOST_ROUNDS and (not runs or time.perf_counter() < begin + ENOUGH_SECONDS):
         lanes = []
         for writer in both:
-            lane = Lane([], Statistics(len(decoder.encode(prompt))))
-            for event in writer.stream(prompt, max_tokens, sampling, stop=stops):
-                lane.events.append(event)
-                lane.statistics.add(event)
+            lane = Lane()
+            for event in writer.stream(prompt, max_tokens, sampling):
+                lane.add(event)
                 written += len(event.tokens) if isinstance(event, Step) else 0
                 tell(min(1.0, written / max(2 * max_tokens, 1)))
             lanes.append(lane)
         runs.append(tuple(lanes))
-    texts = {(tuple(lane.tokens), lane.statistics.stop_reason) for lanes in runs for lane in lanes}
+    is_same_text = all(lane.written == runs[0][0].written for lanes in runs for lane in lanes)
     alone, pair = (min(lanes, key=lambda lane: lane.statistics.decode_seconds) for lanes in zip(*runs, strict=True))
-    return Race(alone, pair, len(runs), is_same_text=len(texts) == 1)
+    return Race(alone, pair, len(runs), is_same_text)
 
 
 def to_json(race: Race, text: str, **extra: Any) -> str:

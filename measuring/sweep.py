@@ -6,19 +6,17 @@ timed is decoding, as the summary of a text counts it: without the prompt's own 
 (coupled verification), and every one of them is compared.
 """
 
-import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from ..decoder import SpeculativeDecoder
-from ..decoding import Event, Step
-from ..drafting.estimates import MAX_GAMMA
+from ..decoding import Event, Statistics
 from ..drafting.settings import AUTO
 from ..drafting.team import NGRAM
 from ..sampling import Sampling
+from .race import Lane
 
 GAMMAS: tuple[int | str, ...] = (1, 2, 4, 8, AUTO)
 PAYS = 1.03  # times the target alone; less than that is noise
@@ -84,37 +82,6 @@ class Text(NamedTuple):
     sampling: Sampling
 
 
-@dataclass
-class Run:
-    """A text as one setting wrote it. drafted_at, accepted_at: steps that proposed, or accepted, a token at each position."""
-
-    tokens: list[int] = field(default_factory=list)
-    stop_reason: str | None = None
-    seconds: float = 0.0
-    n_passes: int = 0
-    drafted_at: list[int] = field(default_factory=list)
-    accepted_at: list[int] = field(default_factory=list)
-
-    def add(self, step: Step) -> None:
-        self.tokens += step.tokens
-        self.stop_reason = step.stop_reason
-        self.seconds += step.seconds
-        self.n_passes += 1
-        _count(self.drafted_at, len(step.draft_tokens))
-        _count(self.accepted_at, step.n_accepted)
-
-    @property
-    def per_second(self) -> float:
-        return len(self.tokens) / self.seconds if self.seconds else 0.0
-
-
-def _count(at: list[int], n: int) -> None:
-    """One more at each of the first n positions."""
-    at += [0] * (n - len(at))
-    for i in range(n):
-        at[i] += 1
-
-
 @dataclass(frozen=True)
 class Figures:
     """Of one setting at one temperature, over texts of up to max_tokens (None: of any length).
@@ -145,7 +112,7 @@ class Measured:
     """The runs of every text by every setting, a list of rounds; a text that was not written by all of them is left out."""
 
     settings: Sequence[Setting]
-    runs: dict[Text, list[dict[str, Run]]] = field(default_factory=dict)
+    runs: dict[Text, list[dict[str, Lane]]] = field(default_factory=dict)
     is_whole: bool = False
 
     def cells(self) -> list[Figures]:
@@ -167,13 +134,11 @@ class Measured:
             if text.sampling.temperature == temperature and max_tokens in (None, text.max_tokens)
         ]
         # one that ends at once has no speed
-        texts = [pairs for pairs in texts if all(run.per_second and alone.per_second for run, alone in pairs)]
+        texts = [pairs for pairs in texts if all(_speed(run) and _speed(alone) for run, alone in pairs)]
         if not texts:
             return None
-        speedups = [statistics.median(run.per_second / alone.per_second for run, alone in pairs) for pairs in texts]
-        runs = [run for pairs in texts for run, _ in pairs]
-        drafted, accepted = _sum(run.drafted_at for run in runs), _sum(run.accepted_at for run in runs)
-        accepted += [0] * (len(drafted) - len(accepted))
+        speedups = [statistics.median(_speed(run) / _speed(alone) for run, alone in pairs) for pairs in texts]
+        total = _sum(run.statistics for pairs in texts for run, _ in pairs)
         return Figures(
             setting.name,
             setting.options,
@@ -184,22 +149,34 @@ class Measured:
             speedup_min=min(speedups),
             speedup_mean=statistics.fmean(speedups),
             speedup_max=max(speedups),
-            tokens_per_second=statistics.median(statistics.median(run.per_second for run, _ in pairs) for pairs in texts),
-            n_drafted=sum(drafted),
-            n_accepted=sum(accepted),
-            acceptance_rate=sum(accepted) / max(sum(drafted), 1),
-            tokens_per_pass=sum(len(run.tokens) for run in runs) / sum(run.n_passes for run in runs),
-            acceptance_by_position=[a / d for a, d in zip(accepted, drafted, strict=True)],
+            tokens_per_second=statistics.median(statistics.median(_speed(run) for run, _ in pairs) for pairs in texts),
+            n_drafted=total.n_drafted,
+            n_accepted=total.n_accepted,
+            acceptance_rate=total.acceptance_rate,
+            tokens_per_pass=total.tokens_per_pass,
+            acceptance_by_position=total.acceptance_by_position,
         )
 
 
-def _sum(columns: Iterable[list[int]]) -> list[int]:
-    """By position, of lists that may be shorter than others."""
-    total: list[int] = []
-    for column in columns:
-        total += [0] * (len(column) - len(total))
-        for i, n in enumerate(column):
-            total[i] += n
+def _speed(run: Lane) -> float:
+    return run.statistics.tokens_per_second
+
+
+def _sum(runs: Iterable[Statistics]) -> Statistics:
+    """Of several texts together, as far as tokens are counted."""
+    total = Statistics()
+    for run in runs:
+        total.n_generated += run.n_generated
+        total.n_drafted += run.n_drafted
+        total.n_accepted += run.n_accepted
+        total.target_passes += run.target_passes
+        for sums, histogram in (
+            (total.drafted_histogram, run.drafted_histogram),
+            (total.accepted_histogram, run.accepted_histogram),
+        ):
+            sums += [0] * (len(histogram) - len(sums))
+            for i, n in enumerate(histogram):
+                sums[i] += n
     return total
 
 
@@ -247,55 +224,13 @@ def texts_of(
     ]
     texts = [Text(prompt, n, s) for prompt in prompts for n in lengths if prompt in fits[n] for s in samplings]
     if not texts:
-        raise ValueError(f"nothing to measure: {'; '.join(notes)} (--max-tokens, --prompts)")
+        raise ValueError(f"nothing to measure: {'; '.join(notes)} (max_tokens=..., prompts=...)")
     return texts, notes
 
 
 def samplings_of(temperatures: Sequence[float], top_p: float, n_seeds: int) -> list[Sampling]:
     """Seeds 1 to n_seeds of each temperature; greedy, whose text hangs on no seed, with one."""
     return [Sampling(t, 0, top_p, seed) for t in temperatures for seed in range(1, 1 + (n_seeds if t else 1))]
-
-
-def lengths_of(text: str) -> list[int]:
-    """Of "50,200". This and the next ones raise ValueError with the option's name."""
-    return _several("--max-tokens", text, int, lambda n: n > 0, "whole numbers from 1 on")
-
-
-def temperatures_of(text: str) -> list[float]:
-    return _several("--temperatures", text, float, lambda t: 0 <= t < math.inf, "numbers from 0 (greedy) on")
-
-
-def gammas_of(text: str) -> list[int | str]:
-    def one(part: str) -> int | str:
-        return AUTO if part == AUTO else int(part)
-
-    return _several(
-        "--gammas", text, one, lambda g: g == AUTO or int(g) in range(1, MAX_GAMMA + 1), f"1 to {MAX_GAMMA} or {AUTO}"
-    )
-
-
-def _several(option: str, text: str, read: Callable[[str], T], fits: Callable[[T], bool], right: str) -> list[T]:
-    try:
-        values = list(dict.fromkeys(read(part.strip()) for part in text.split(",")))
-        if all(map(fits, values)):
-            return values
-    except ValueError:
-        pass
-    raise ValueError(f"{option} is {text!r}; expected {right}, parted by commas")
-
-
-def prompts_of(path: str) -> list[str]:
-    """The lines of a file that are not empty. Raises ValueError."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise ValueError(f"--prompts: {path} is not valid UTF-8") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--prompts: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    prompts = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
-    if not prompts:
-        raise ValueError(f"--prompts: {path} has no line with a prompt")
-    return prompts
 
 
 # Measuring
@@ -317,7 +252,7 @@ def measure(
     work, done = rounds * len(settings) * sum(text.max_tokens for text in texts), 0
     visits = [(text, i + number) for number in range(rounds) for i, text in enumerate(texts)]
     for text, turn in visits:
-        runs: dict[str, Run] = {}
+        runs: dict[str, Lane] = {}
         turn %= len(settings)
         for setting in (*settings[turn:], *settings[:turn]):
             tell(done / work)
@@ -343,19 +278,18 @@ def _warm_up(settings: Sequence[Setting], texts: Sequence[Text], is_asked: Calla
             write(setting, texts[0]._replace(max_tokens=min(WARM_UP_TOKENS, texts[0].max_tokens), sampling=sampling), is_asked)
 
 
-def write(setting: Setting, text: Text, is_asked: Callable[[], object] = lambda: False) -> Run | None:
+def write(setting: Setting, text: Text, is_asked: Callable[[], object] = lambda: False) -> Lane | None:
     """One text; None where it was asked to stop."""
-    run = Run()
+    run = Lane()
     for event in setting.stream(text):
-        if isinstance(event, Step):
-            run.add(event)
+        run.add(event)
         if is_asked():
             return None
     return run
 
 
-def _compare(run: Run, plain: Run, setting: Setting, text: Text) -> None:
-    if (run.tokens, run.stop_reason) == (plain.tokens, plain.stop_reason):
+def _compare(run: Lane, plain: Lane, setting: Setting, text: Text) -> None:
+    if run.written == plain.written:
         return
     pairs = enumerate(zip(run.tokens, plain.tokens, strict=False))
     same = next((i for i, (a, b) in pairs if a != b), min(len(run.tokens), len(plain.tokens)))

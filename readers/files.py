@@ -98,11 +98,11 @@ def find_tokenizer(given: str | os.PathLike[str] | None, target: Path | None, vo
         where = ", ".join(str(folder) for folder in folders)
         lacking = f"no {' or '.join(names)} in any of {where}"
         if vocab_size not in PUBLISHED_TOKENIZERS:
-            raise TokenizerError(f"{lacking}; name the tokenizer with -z")
+            raise TokenizerError(f"{lacking}; name it with tokenizer=...")
         try:
             return hub.fetch_file(PUBLISHED_TOKENIZERS[vocab_size])
         except CheckpointError as error:
-            raise TokenizerError(f"{lacking}, so name the tokenizer with -z; {error}") from None
+            raise TokenizerError(f"{lacking}, so name it with tokenizer=...; {error}") from None
     return found
 
 
@@ -111,8 +111,8 @@ def default_pair() -> tuple[Path, Path]:
     missing = [str(path) for path in _defaults() if not path.exists()]
     if missing:
         raise CheckpointError(
-            f"no -m, and the default pair lacks {' and '.join(missing)}; {RESTORE}, "
-            f"or get stories15M.bin from {HUB} and tokenizer.bin from {LLAMA2C}, and name the model: -m stories15M.bin"
+            f"no model is named, and the default pair lacks {' and '.join(missing)}; {RESTORE}, "
+            f"or get stories15M.bin from {HUB} and tokenizer.bin from {LLAMA2C}, and name it with target='stories15M.bin'"
         )
     return DEFAULT_TARGET, DEFAULT_DRAFT
 

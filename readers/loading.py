@@ -82,5 +82,5 @@ def check_memory(target: Transformer, n_tokens: int) -> None:
     if n > (most := longest_text(target)):
         raise ValueError(
             f"a text of {n} tokens needs {target.text_bytes(n) / 2**30:.1f} GiB beside the weights; this machine's memory has "
-            f"room for {most} tokens (-n, max_tokens)"
+            f"room for {most} tokens (max_tokens=...)"
         )

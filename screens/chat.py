@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO, cast
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -27,9 +27,8 @@ from .output import Printable, Roles, SilentView, View, print_summary, printable
 from .panel import LivePanel
 from .progress import read_in_a_line
 from .story import KEPT_ROWS, Row, Story
-from .window import STYLES, STYLES_NO_COLOR, WIDEST, fits
+from .window import STYLES, STYLES_NO_COLOR, WIDEST, Window, fits
 
-MOST_BYTES = 16 << 20  # of a question out of a pipe or a file
 MOST_SHOWN, MOST_ROWS_SHOWN = 2000, 12  # characters and rows of a first message that stands in a file
 HISTORY, LAST = "history", "last-talk"  # files in the folder of what outlives a talk
 FEW_TOKENS = 20  # that have no speed to tell
@@ -282,8 +281,8 @@ class Chat:
         if self._showing.as_json:
             return SilentView()
         if self._in_panel and fits(self._out):
-            roles = self._showing.roles
-            return LivePanel(tokenizer, self._out, statistics, settings.max_tokens, roles, roles.target)
+            roles = replace(self._showing.roles, pair=self._showing.roles.target)
+            return LivePanel(tokenizer, Window(self._out), statistics, settings.max_tokens, roles)
         styles = {} if self._is_plain else STYLES_NO_COLOR if self._out.no_color else STYLES
         return AnswerView(tokenizer, sys.stdout, lambda: min(self._out.width, WIDEST) if self._out.is_terminal else 0, styles)
 
@@ -377,17 +376,3 @@ def _beginning(text: str) -> str:
     """As much of a long text as a person wants to see again."""
     short = "\n".join(text[:MOST_SHOWN].split("\n")[:MOST_ROWS_SHOWN])
     return text if len(short) == len(text) else f"{short} … ({len(text):,} characters)"
-
-
-def question_of(stream: BinaryIO, source: str) -> str:
-    """The text of a pipe or a file. Raises ValueError for what is none."""
-    data = stream.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"{source} has more than {MOST_BYTES >> 20} MiB; expected a question")
-    try:
-        words = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is no UTF-8 at byte {error.start}; expected a question") from None
-    if "\0" in words:
-        raise ValueError(f"{source} is binary: it holds a zero byte; expected a question")
-    return words.strip()

@@ -16,6 +16,11 @@ except ImportError:  # Windows, where there are no keys
 from .interrupts import in_foreground, signals
 
 MOST_BYTES = 1024  # of one look at what was typed
+# what the keys of a window ask for, and how a window says so
+WISHES = {
+    b" ": "pause", b"\x1b[C": "step", b"\x1bOC": "step", b"+": "faster", b"=": "faster", b"-": "slower", b"?": "explain",
+    b"q": "end", b"Q": "end",
+}  # fmt: skip
 _KEYS = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1bO.|[^\x1b]")
 _UNFINISHED = re.compile(rb"\x1b(\[[0-?]*[ -/]*|O)?\Z")
 

@@ -40,10 +40,12 @@ class View(Protocol):
 
 @dataclass(frozen=True)
 class Roles:
-    """Who writes: the target's name, and where guesses come from: "by stories650K", "from the text so far"; "" for no guesses."""
+    """Who writes: the target's name, where guesses come from ("by stories650K", "from the text so far"; "" for no guesses), and
+    what both are called together."""
 
     target: str
     guessed: str = ""
+    pair: str = ""
 
 
 def time_left(seconds: float, share: float) -> str:

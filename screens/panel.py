@@ -1,21 +1,19 @@
 """Events to a live panel: the text, and under it what was guessed and what became of it. Knows no models."""
 
-import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from rich.console import Console, ConsoleDimensions
+from rich.console import ConsoleDimensions
 
 from ..decoding import Event, Prefill, Prompt, Proposal, Statistics, Step
 from ..text.wording import Until
 from ..tokenizer import AnyTokenizer, TextStream
 from .interrupts import signals
-from .keys import Keyboard
 from .output import Printable, Roles, printable, time_left
 from .story import Row, Run, Story, cells, cut, last_cells, width_of, word_at_end, word_at_start
-from .window import MIN_ROWS, MIN_WIDTH, WIDEST, Window, fitting
+from .window import MIN_ROWS, MIN_WIDTH, WIDEST, Window, filled, fitting, key_rows
 
 REFRESH_SECONDS = 0.1, 0.5  # between frames, at the least and at the most
 RENDER_SHARE = 0.01  # of the time that frames may take: where one is slow, there are fewer
@@ -29,10 +27,6 @@ WIDTH_OF_HISTOGRAM = 92  # within the frame, from which on there is room for one
 SIDE_WIDTH, BAR_WIDTH = 26, 12
 MOST_TEXT_ROWS, MOST_PASSES = 14, 8
 CONTEXT = 8  # tokens that tell how the next one is to be read
-
-
-KEYS = ("space: pause", "→: one pass", "+ -: pace", "q: end, keep the text", "?: the colours")
-SHORT_KEYS = ("space pause", "→ step", "+ - pace", "q end")
 
 
 class Judged(NamedTuple):
@@ -80,20 +74,16 @@ class LivePanel:
     def __init__(
         self,
         tokenizer: AnyTokenizer,
-        console: Console,
+        window: Window,
         statistics: Statistics,
         max_tokens: int,
         roles: Roles,
-        title: str,
         pace: float = 0.0,
-        clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = signals.sleep,
-        keyboard: Keyboard | None = None,
         stops: Collection[str] = (),
     ) -> None:
-        self._tokenizer, self._console, self._statistics = tokenizer, console, statistics
-        self._max_tokens, self._roles, self._title, self._pace = max_tokens, roles, title, pace
-        self._clock, self._sleep = clock, sleep
+        self._tokenizer, self._window, self._statistics = tokenizer, window, statistics
+        self._max_tokens, self._roles, self._pace = max_tokens, roles, pace
+        self._console, self._pen, self._clock = window.console, window.pen, window.clock
         self._reading = Reading(tokenizer, stops)
         self._tokens: list[int] = []
         self._prefill: Prefill | None = None  # while the prompt is read
@@ -105,8 +95,6 @@ class LivePanel:
         self._is_paused = self._shows_keys = False
         self._steps_asked = 0
         self.ended = self.was_held = False
-        self._window = Window(console, keyboard)
-        self._pen = self._window.pen
 
     @property
     def was_seen(self) -> bool:
@@ -176,28 +164,28 @@ class LivePanel:
 
     def _look(self) -> bool:
         """At the keys and the terminal; whether there is something new to see."""
-        keys = self._window.keys()
-        for key in keys:
-            self._obey(key)
-        is_new = bool(keys) or self._window.is_stale
+        wishes = self._window.wishes()
+        for wish in wishes:
+            self._obey(wish)
+        is_new = bool(wishes) or self._window.is_stale
         if is_new:
             self._next_frame = 0.0
         return is_new
 
-    def _obey(self, key: bytes) -> None:
-        if key == b" ":
+    def _obey(self, wish: str) -> None:
+        if wish == "pause":
             self._is_paused = not self._is_paused
             self._steps_asked = 0
-        elif key in (b"\x1b[C", b"\x1bOC"):
+        elif wish == "step":
             self._steps_asked += self._is_paused
             self._is_paused = True
-        elif key in (b"+", b"="):
+        elif wish == "faster":
             self._pace = next((pace for pace in PACES if pace > self._pace), 0.0) if self._pace else 0.0
-        elif key == b"-":
+        elif wish == "slower":
             self._pace = next((pace for pace in reversed(PACES) if not self._pace or pace < self._pace), PACES[0])
-        elif key == b"?":
+        elif wish == "explain":
             self._shows_keys = not self._shows_keys
-        elif key in (b"q", b"Q"):
+        elif wish == "end":
             self.ended = True
 
     def _frame(self) -> None:
@@ -215,7 +203,7 @@ class LivePanel:
             if left <= 0:
                 break
             self.was_held = True
-            self._sleep(min(left, LOOK_SECONDS))
+            self._window.sleep(min(left, LOOK_SECONDS))
             if self._look() or signals.stop_asked:
                 self._draw()
         if at_step:
@@ -256,7 +244,7 @@ class LivePanel:
         inner = width - 4
         text = self._reading.story.tail(inner, min(free - n_passes, MOST_TEXT_ROWS), self._is_paused)
         text += [[] for _ in range(min(free - n_passes, MOST_TEXT_ROWS) - len(text))]
-        rows = [self._pen.rule(width, "╭─╮", self._title, self._speed()), *(self._pen.framed(row, inner) for row in text)]
+        rows = [self._pen.rule(width, "╭─╮", self._roles.pair, self._speed()), *(self._pen.framed(row, inner) for row in text)]
         if has_passes:
             rows += [
                 self._pen.rule(width, "├─┤", *self._heading(width)),
@@ -385,13 +373,9 @@ class LivePanel:
     def _legend(self, width: int, n: int) -> list[Row]:
         """What the colours mean, or the keys, in n rows."""
         if self._shows_keys:
-            items = [[(text, "plain") for text in form] for form in (KEYS, SHORT_KEYS)]
-        elif self._roles.guessed:
-            items = [meanings(self._roles, self._console.no_color, form) for form in range(4)]
-        else:
-            items = [[]]
-        rows = fitting(items, width, n)
-        return rows + [[] for _ in range(n - len(rows))]
+            return key_rows("pace", "end, keep the text", width, n)
+        no_color = self._console.no_color
+        return filled([meanings(self._roles, no_color, form) if self._roles.guessed else [] for form in range(4)], width, n)
 
 
 def bins(n: int, most: int) -> list[tuple[int, int]]:

@@ -1,19 +1,15 @@
 """A race on a terminal: two texts that grow side by side in slow motion, each as it was measured. Knows no models."""
 
-import time
-from collections.abc import Callable
-
-from rich.console import Console, ConsoleDimensions
+from rich.console import ConsoleDimensions
 
 from ..decoding import Prompt
 from ..measuring.race import Lane, Race, seconds_told
 from ..tokenizer import AnyTokenizer
 from .interrupts import signals
-from .keys import Keyboard
 from .output import Roles
 from .panel import Reading, meanings
 from .story import Row, cells
-from .window import MIN_ROWS, MIN_WIDTH, WIDEST, Window, fitting
+from .window import MIN_ROWS, MIN_WIDTH, WIDEST, Window, filled, fitting, key_rows
 
 FRAME_SECONDS = 0.05
 SHOW_SECONDS = 8.0  # at least, of the slower one; no more than 2.5 times that
@@ -22,8 +18,6 @@ FACTORS = [factor * 10**n for n in range(6) for factor in (1, 2, 5)]  # how many
 SIDE_BY_SIDE = 72  # cells from which on two texts have room beside each other
 WIDEST_OF_TWO = 120
 MOST_TEXT_ROWS = 18
-KEYS = ("space: pause", "→: one pass", "+ -: faster, slower", "q: to the end", "?: the colours")
-SHORT_KEYS = ("space pause", "→ step", "+ - speed", "q end")
 
 
 class Track:
@@ -84,18 +78,13 @@ class RaceView:
         self,
         race: Race,
         roles: Roles,
-        pair: str,
         tokenizer: AnyTokenizer,
-        console: Console,
-        clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = signals.sleep,
-        keyboard: Keyboard | None = None,
+        window: Window,
     ) -> None:
-        self._race, self._roles, self._console = race, roles, console
-        self._clock, self._sleep = clock, sleep
-        self._alone, self._pair = Track(f"{roles.target} alone", race.alone, tokenizer), Track(pair, race.pair, tokenizer)
-        self._window = Window(console, keyboard)
-        self._pen = self._window.pen
+        self._race, self._roles, self._window = race, roles, window
+        self._console, self._pen, self._clock = window.console, window.pen, window.clock
+        self._alone = Track(f"{roles.target} alone", race.alone, tokenizer)
+        self._pair = Track(roles.pair, race.pair, tokenizer)
         self._length = max(self._alone.seconds, self._pair.seconds)
         self.factor = next((factor for factor in FACTORS if factor * self._length >= SHOW_SECONDS), FACTORS[-1])
         self._seconds = 0.0  # of the race
@@ -116,37 +105,37 @@ class RaceView:
             self._window.draw(self.rows)
             last, left = self._clock(), LAST_SECONDS
             while left > 0 and not (self._ended or signals.asked):
-                self._sleep(FRAME_SECONDS)
+                self._window.sleep(FRAME_SECONDS)
                 passed = self._clock() - last
                 last += passed
                 if self.is_over:
                     left -= 0 if self._is_paused else passed
                 elif not self._is_paused:
                     self._seconds += passed / self.factor
-                keys = self._window.keys()
-                for key in keys:
-                    self._obey(key)
+                wishes = self._window.wishes()
+                for wish in wishes:
+                    self._obey(wish)
                 has_moved = [track.go_to(self._seconds) for track in self._tracks]
-                if any(has_moved) or keys or self._window.is_stale or signals.stop_asked:
+                if any(has_moved) or wishes or self._window.is_stale or signals.stop_asked:
                     self._window.draw(self.rows)
                     last = self._clock()  # Ctrl-Z may have come in between
         finally:
             self._window.leave(self._whole_text)
 
-    def _obey(self, key: bytes) -> None:
+    def _obey(self, wish: str) -> None:
         slower = FACTORS.index(self.factor)
-        if key == b" ":
+        if wish == "pause":
             self._is_paused = not self._is_paused
-        elif key in (b"\x1b[C", b"\x1bOC"):
+        elif wish == "step":
             self._is_paused = True
             self._seconds = min((track.next_end for track in self._tracks if not track.is_done), default=self._seconds)
-        elif key in (b"+", b"="):
+        elif wish == "faster":
             self.factor = FACTORS[max(slower - 1, 0)]
-        elif key == b"-":
+        elif wish == "slower":
             self.factor = FACTORS[min(slower + 1, len(FACTORS) - 1)]
-        elif key == b"?":
+        elif wish == "explain":
             self._shows_keys = not self._shows_keys
-        elif key in (b"q", b"Q"):
+        elif wish == "end":
             self._ended = True
 
     def _whole_text(self) -> str:
@@ -218,10 +207,6 @@ class RaceView:
 
     def _legend(self, width: int, n: int) -> list[Row]:
         """What the colours mean, or the keys, in n rows."""
-        forms: list[Row]
         if self._shows_keys:
-            forms = [[(text, "plain") for text in form] for form in (KEYS, SHORT_KEYS)]
-        else:
-            forms = [self._meanings(form) for form in range(4)]
-        rows = fitting(forms, width, n)
-        return rows + [[] for _ in range(n - len(rows))]
+            return key_rows("faster, slower", "to the end", width, n)
+        return filled([self._meanings(form) for form in range(4)], width, n)

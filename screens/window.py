@@ -1,12 +1,13 @@
 """A window on a terminal: rows in frames and colours, keys meanwhile, and Ctrl-Z. Knows no views and no models."""
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from rich.console import Console, ConsoleDimensions
 
 from .interrupts import in_foreground, signals
-from .keys import Keyboard
+from .keys import WISHES, Keyboard
 from .screen import Screen
 from .story import Row, cells, cut, width_of
 
@@ -68,11 +69,18 @@ class Window:
     """Frames on the terminal's second page, and the keys that are pressed meanwhile, between `enter` and `leave`.
 
     In the background nothing is drawn, and Ctrl-Z takes the frame off the screen until the job is in the foreground again.
-    was_seen: whether there was a frame; has_keys: whether any are read.
+    was_seen: whether there was a frame; has_keys: whether any are read; clock, sleep: in seconds.
     """
 
-    def __init__(self, console: Console, keyboard: Keyboard | None = None) -> None:
-        self._console, self._keyboard, self._screen = console, keyboard or Keyboard(), Screen(console)
+    def __init__(
+        self,
+        console: Console,
+        keyboard: Keyboard | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = signals.sleep,
+    ) -> None:
+        self.console, self._keyboard, self._screen = console, keyboard or Keyboard(), Screen(console)
+        self.clock, self.sleep = clock, sleep
         self._stops = ExitStack()
         self.pen = Pen(console)
         self.was_seen = False
@@ -84,7 +92,7 @@ class Window:
     @property
     def is_stale(self) -> bool:
         """Whether the terminal wants a frame of its own accord: it has another size, or is ours again."""
-        is_back = self.was_seen and not self._screen.is_open and in_foreground(self._console.file)
+        is_back = self.was_seen and not self._screen.is_open and in_foreground(self.console.file)
         return self._screen.is_resized or is_back
 
     def enter(self) -> None:
@@ -97,20 +105,21 @@ class Window:
         """Take the frame away and write a text where it was, on the terminal's first page."""
         with self._stops:
             self._clear()
-            self._console.file.write(write())
-            self._console.file.flush()
+            self.console.file.write(write())
+            self.console.file.flush()
 
-    def keys(self) -> list[bytes]:
-        return self._keyboard.pressed()
+    def wishes(self) -> list[str]:
+        """What the keys that were pressed since the last time ask for, as in `WISHES`."""
+        return [WISHES[key] for key in self._keyboard.pressed() if key in WISHES]
 
     def draw(self, rows: Callable[[ConsoleDimensions], list[Row]]) -> None:
         """What `rows` gives for the terminal's size; none wider, and fewer than it has."""
         if signals.stop_asked:
             self._clear()
             signals.stop()
-        if in_foreground(self._console.file):
+        if in_foreground(self.console.file):
             self._keyboard.open()
-            size = self._console.size
+            size = self.console.size
             self._screen.draw([self.pen.codes(row) for row in rows(size)], size)
             self.was_seen = True
 
@@ -151,3 +160,16 @@ def fitting(forms: Sequence[Row], width: int, n: int) -> list[Row]:
     """The first of these items, `laid_out`, that n rows of that width hold; else what they hold of the last."""
     laid = [laid_out(form, width) for form in forms]
     return next((rows for rows in laid if len(rows) <= n and all(width_of(row) <= width for row in rows)), laid[-1][:n])
+
+
+def filled(forms: Sequence[Row], width: int, n: int) -> list[Row]:
+    """`fitting`, in n rows."""
+    rows = fitting(forms, width, n)
+    return rows + [[] for _ in range(n - len(rows))]
+
+
+def key_rows(speed: str, end: str, width: int, n: int) -> list[Row]:
+    """What the keys do, in n rows. speed, end: what + and - change, and q does."""
+    long = ("space: pause", "→: one pass", f"+ -: {speed}", f"q: {end}", "?: the colours")
+    short = ("space pause", "→ step", "+ - speed", "q end")
+    return filled([[(text, "plain") for text in form] for form in (long, short)], width, n)

@@ -29,7 +29,7 @@ LONGEST = 600.0  # seconds; the first run on a machine compiles, for minutes whe
 
 def with_pair(pair: Pair, *more: object) -> list[object]:
     """One thread, which is all that these models need, and proposals that do not hang on the clock."""
-    draft = [] if "-d" in more else ["-d", pair.draft]  # a second one would draft for the first
+    draft = [] if "-d" in more else ["-d", pair.draft]  # which stands there once
     return ["-m", pair.target, *draft, "-i", PROMPT, "-s", 5, "-j", 1, "-g", 4, *more]
 
 

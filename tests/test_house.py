@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "specdec": {"commands", "screens", "decoder", "text", "decoding", "readers", "transformer", "sampling", "tokenizer"},
     "commands": {
         "specdec", "screens", "measuring", "decoder", "drafting", "text", "decoding", "readers", "transformer", "sampling",
-        "architectures", "tokenizer", "machine",
+        "architectures", "tokenizer", "machine", "checks",
     },
     "screens": {"measuring", "decoder", "text", "decoding", "readers", "tokenizer", "machine", "checks"},
     "measuring": {
@@ -137,6 +137,44 @@ def test_nobody_imports_what_no_other_room_may_see() -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_a_file_is_read_in_a_sitting(module: str) -> None:
     assert len(MODULES[module].read_text(encoding="utf-8").splitlines()) <= LONGEST_FILE
+
+
+LONGEST_FUNCTION, MOST_PARAMETERS = 60, 8
+TOO_LARGE = {  # emitters of LLVM code, kernels that are called with their arrays one by one, and one public signature
+    "decoder.__init__",
+    "kernels.attend", "kernels.attend_all", "kernels.attention_f16", "kernels.attention_f32", "kernels.head_norm",
+    "kernels.layer_norm", "kernels.mix_path", "kernels.rope",
+    "machine.tiles.emit", "machine.tiles.float_body", "machine.tiles.multiply_either", "machine.tiles.multiply_strips",
+    "machine.tiles.tile",
+    "sampling.draw", "sampling.draw_few",
+    "weights.fp32.multiply", "weights.fp32.product",
+    "weights.groups.emit", "weights.groups.group_body", "weights.groups.place_rows", "weights.groups.product",
+    "weights.half.bf16_product", "weights.half.fp16_product",
+    "weights.int8.emit", "weights.int8.multiply", "weights.int8.portable_product", "weights.int8.product",
+}  # fmt: skip
+
+
+def too_large(source: str) -> set[str]:
+    """Functions of too many lines, or of too many parameters beside the object that they are of."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            names = [parameter.arg for parameter in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            n = len(names) - (names[:1] in (["self"], ["cls"]))
+            if n > MOST_PARAMETERS or (node.end_lineno or 0) - node.lineno >= LONGEST_FUNCTION:
+                found.add(node.name)
+    return found
+
+
+def test_a_function_fits_a_screen_and_a_head() -> None:
+    found = {f"{module}.{name}" for module, path in MODULES.items() for name in too_large(path.read_text(encoding="utf-8"))}
+    assert found <= TOO_LARGE, found - TOO_LARGE
+
+
+def test_a_function_that_is_too_large_is_found() -> None:
+    lines, parameters = "    pass\n" * LONGEST_FUNCTION, ", ".join(f"p{i}" for i in range(MOST_PARAMETERS))
+    assert too_large(f"def long():\n{lines}") == {"long"} and not too_large(f"def long():\n{lines[9:]}")
+    assert too_large(f"def wide({parameters}, *, p): ...") == {"wide"} and not too_large(f"def wide(self, {parameters}): ...")
 
 
 def test_the_wheel_holds_every_room() -> None:

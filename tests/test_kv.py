@@ -99,7 +99,7 @@ def test_a_key_or_value_beyond_fp16_makes_nan_and_no_smaller_number():
         assert np.isfinite(Transformer(config, weights, 1).forward([1, 2], 1)).all()
         halved = Transformer(config, weights, 1, kv="f16")
         assert np.isnan(halved.forward([1, 2], 1)).all()
-        with pytest.raises(ValueError, match=r"not finite: .* too large for f16 \(--kv f32 holds them\)$"):
+        with pytest.raises(ValueError, match=r"not finite: .* too large for f16 \(kv='f32' holds them\)$"):
             continuation(halved, None, Sampling(0))
 
 

@@ -270,5 +270,5 @@ def test_a_draft_of_many_more_rows_and_no_tokenizer_is_refused(tmp_path: Path) -
 def test_a_wrong_tokenizer_is_told_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, other = folder(tmp_path / "target", padding=0), folder(tmp_path / "other", tokenizer="llama2")
     monkeypatch.setattr("specdec.readers.loading.Loader.load", lambda *_: pytest.fail("weights were read"))
-    with pytest.raises(ValueError, match="name the target's own with -z"):
+    with pytest.raises(ValueError, match=r"name the target's own with tokenizer=\.\.\."):
         SpeculativeDecoder(target, tokenizer=other)

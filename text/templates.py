@@ -193,8 +193,8 @@ def template_of(checkpoint: Checkpoint | None, tokenizer: Path, given: str | os.
         source, place = _read(Path(file_name("template", given))), Path(given)
     if not isinstance(source, str):
         raise TemplateError(
-            f"{folder} has no chat template; name one (--template, template: a file, or {LLAMA2_NAME} for a llama2.c export of "
-            "Llama 2 chat), or take a model that was taught to chat"
+            f"{folder} has no chat template; name one with template=... (a file, or {LLAMA2_NAME} for a llama2.c export "
+            "of Llama 2 chat), or take a model that was taught to chat"
         )
     return ChatTemplate(source, str(place), variables)
 

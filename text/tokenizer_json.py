@@ -240,7 +240,7 @@ def _file_of(path: Path) -> Path:
     way = (
         f"transformers makes one of its {others[0]}: AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
         if others
-        else "copy it from where the model comes from, or name it with -z"
+        else "copy it from where the model comes from, or name it with tokenizer=..."
     )
     raise TokenizerError(f"{path} has no {TOKENIZER_FILE}; {way}")
 

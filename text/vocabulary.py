@@ -30,7 +30,7 @@ def known_ids(tokenizer: AnyTokenizer, rows: int, model: str = "the target") -> 
         is_of_model = is_of_model and n - rows <= MOST_PADDING and max(tokenizer.encode("")) < rows
         is_of_model = is_of_model and all(tokenizer.says(token) is None for token in range(rows, n))
     if not is_of_model or rows - n > MOST_PADDING or n <= LEAST_KNOWN * rows:
-        raise ValueError(f"{tokenizer.path} holds {n} tokens, {model} has {rows}; name {model}'s own with -z")
+        raise ValueError(f"{tokenizer.path} holds {n} tokens, {model} has {rows}; name {model}'s own with tokenizer=...")
     return min(n, rows)
 
 

@@ -12,8 +12,8 @@ import pytest
 from typer.core import TyperOption
 from typer.main import get_command
 
-from specdec.commands.asking import AsItStands
 from specdec.commands.main import app
+from specdec.commands.parsing import AsItStands
 from specdec.machine import cache
 from specdec.readers import files
 from specdec.readers.strangers import STRANGERS
@@ -150,7 +150,7 @@ def test_a_prompt_comes_from_a_file_or_from_stdin(ask: Run, pair: Pair, tmp_path
         )  # fmt: skip
         assert done.stdout.decode() == expected + "\n"
     done = subprocess.run([*COMMAND, "-i", "-"], input=b"\xff", capture_output=True, timeout=LONGEST, check=False)
-    assert (done.returncode, done.stderr) == (2, b"specdec: stdin is not valid UTF-8\n")
+    assert (done.returncode, done.stderr) == (2, b"specdec: stdin is not valid UTF-8 at byte 0; expected a text\n")
     done = subprocess.run([*COMMAND, "-n", "10"], input=b"", capture_output=True, timeout=LONGEST, check=False)
     assert done.stdout.startswith(b"Once upon a time")
 
@@ -250,8 +250,8 @@ def test_a_text_ends_before_a_stop_string_in_every_view(run: Run, pair: Pair) ->
     _, screen, _ = in_terminal(with_pair(pair, *stops[:4]), 80, 24)
     shown = "".join(screen.text().split("green:")[0].split())
     assert shown == "".join(expected.split())
-    for stop in ("", "\udcff"):
-        assert_refused(run(*with_pair(pair, "--stop", stop)), "--stop", "no letters")
+    for stop, flaw in (("", "no letters"), ("\udcff", "no valid UTF-8")):
+        assert_refused(run(*with_pair(pair, "--stop", stop)), "--stop", flaw)
 
 
 def test_samples_are_texts_of_this_seed_and_the_next_ones(run: Run, pair: Pair) -> None:  # noqa: F811
@@ -392,7 +392,7 @@ def test_a_slip_in_a_name_is_told_with_what_is_like_it(
 EVIL = "a\x1b]0;title\x07\x1b[31mb\u202e\nc.bin"
 
 
-@pytest.mark.parametrize("command", [["--compare"], ["race"], ["--plain", "--stats"]], ids=lambda words: words[0])
+@pytest.mark.parametrize("command", [["race"], ["--plain", "--stats"]], ids=lambda words: words[0])
 def test_a_name_that_a_terminal_would_obey_is_shown_without_what_it_obeys(
     run: Run,  # noqa: F811
     pair: Pair,
@@ -435,8 +435,7 @@ def test_all_packages_that_a_run_lacks_are_told_before_anything_is_loaded(
     monkeypatch.setattr(sys, "stdin", None)
     for package in ("tokenizers", "huggingface_hub", "jinja2"):
         monkeypatch.setitem(sys.modules, package, None)
-    for name in ("main", "chat", "race", "sweep"):
-        monkeypatch.setattr(f"specdec.commands.{name}.decoder_of", lambda *_, **__: pytest.fail("something is loaded"))
+    monkeypatch.setattr("specdec.commands.loading.SpeculativeDecoder", lambda *_, **__: pytest.fail("something is loaded"))
     folder, tiny = tmp_path / "folder", tmp_path / "tiny.gguf"
     folder.mkdir()
     (folder / "config.json").write_text("{}")

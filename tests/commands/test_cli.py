@@ -8,15 +8,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from inspect import get_annotations
 from pathlib import Path
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import Annotated, Any, get_origin
 
 import pytest
 from rich.cells import cell_len
 
 import specdec
 from specdec.architectures import Config
-from specdec.commands import main as command
+from specdec.commands.bench import BenchRequest
+from specdec.commands.request import Request
+from specdec.commands.text import TextRequest
 from specdec.drafting.estimates import Costs
 from specdec.readers import files, load_checkpoint
 from specdec.screens import interrupts
@@ -213,7 +216,7 @@ def test_no_model_at_all_is_told_with_how_to_get_one(run: Run) -> None:
         (["--verify", "never"], "--verify"),
         (["--verify", "\udcff"], "--verify"),
         (["--tree", "never"], "--tree"),
-        (["--tree", "on", "--verify", "block"], "--verify block judges chains alone"),
+        (["--tree", "on", "--verify", "block"], "--verify is 'block', which judges chains alone"),
         (["-i", "a\udcffb"], "--prompt"),
         (["-z", "\udcff"], "\\udcff"),
         (["-d", "\udcff"], "\\udcff"),
@@ -221,7 +224,7 @@ def test_no_model_at_all_is_told_with_how_to_get_one(run: Run) -> None:
         (["-s", "\udcff"], "--seed"),
         (["--\udcff"], "\\udcff"),
         (["--quantize", "int4"], "draft"),
-        (["--kv", "fp16"], "'fp16' is not one of auto, f32, f16"),
+        (["--kv", "fp16"], "--kv is 'fp16'; expected one of auto, f32, f16"),
         (["-d", "self", "--quantize", "both=int8"], "int8 already"),
         (["-Q"], "-Q"),
         (["--nonsense"], "--nonsense"),
@@ -295,38 +298,20 @@ def test_json_is_one_object_whose_figures_agree(run: Run, pair: Pair, extra: lis
     assert told <= set(result["settings"])
 
 
-def test_compare_tells_both_runs_in_words_and_in_json(run: Run, pair: Pair) -> None:
-    code, _, err = run(*with_pair(pair, "-n", 60, "--compare"))
-    assert code == 0 and "big alone " in err and "same text, letter for letter; " in err
-    result = from_json(run(*with_pair(pair, "-n", 60, "--compare", "--json")))
-    both = result["compare"]
-    assert both["same_text"] and both["pair"]["tokens_per_second"] == result["tokens_per_second"]
-    assert both["ratio"] == pytest.approx(result["speed_up"])
-    assert "letter" not in run(*with_pair(pair, "-n", 60, "--compare", "--verify", "rejection"))[2]
-    assert_refused(run("-m", pair.target, "-d", "none", "--compare"), "--compare")
-    assert_refused(run(*with_pair(pair, "-n", 1, "--compare")), "-n")
-    assert_refused(run(*with_pair(pair, "--samples", 2, "--compare")), "--compare", "--samples")
-
-
-def test_compare_and_stop_strings_end_both_texts_at_one_place(run: Run, pair: Pair) -> None:
-    """As the text ends without --compare, and at fewer tokens than without --stop."""
-    whole = from_json(run(*with_pair(pair, "-n", 60, "--json")))
-    stop = whole["text"][len(whole["text"]) // 2 :][:3]
-    alone, both = (from_json(run(*with_pair(pair, "-n", 60, "--json", "--stop", stop, *more))) for more in ((), ("--compare",)))
-    assert (both["text"], both["tokens"], both["stop_reason"]) == (alone["text"], alone["tokens"], "stop")
-    assert both["compare"]["same_text"] and both["compare"]["alone"]["n_generated"] == len(alone["tokens"]) < 55
-
-
 def test_a_race_without_a_terminal_is_figures_and_a_sentence(run: Run, pair: Pair) -> None:
     code, out, _ = run("race", *with_pair(pair, "-n", 60))
-    assert (code, len(out.splitlines())) == (0, 3) and "same text, letter for letter; " in out
+    assert (code, len(out.splitlines())) == (0, 3) and "big alone " in out and "same text, letter for letter; " in out
     alone, result = (
         from_json(run(*with_pair(pair, "-n", 60, "--json"))),
         from_json(run("race", *with_pair(pair, "-n", 60, "--json"))),
     )
     assert result["same_text"] and (result["text"], result["tokens"]) == (alone["text"], alone["tokens"])
     assert result["alone"]["n_generated"] == result["pair"]["n_generated"] == len(result["tokens"])
+    speeds = [result[who]["tokens_per_second"] for who in ("pair", "alone")]
+    assert result["ratio"] == pytest.approx(speeds[0] / speeds[1])
     assert_refused(run("race", "-m", pair.target, "-d", "none"), "-d")
+    assert_refused(run("race", *with_pair(pair, "-n", 1)), "-n 1 counts the prompt")
+    assert_refused(run(*with_pair(pair, "--compare")), "no option --compare; specdec race compares")
 
 
 @pytest.mark.parametrize(
@@ -537,8 +522,8 @@ def test_help_fits_80_columns_and_names_every_option(run: Run, monkeypatch: pyte
     code, out, err = run(*of, "--help")
     assert (code, err) == (0, "")
     assert max(map(cell_len, out.splitlines())) <= 80
-    function = {"": command.tell, "bench": command.measure}["".join(of)]
-    annotations = [hint for hint in get_type_hints(function, include_extras=True).values() if get_origin(hint) is Annotated]
+    kind: type[Request] = {"": TextRequest, "bench": BenchRequest}["".join(of)]
+    annotations = [hint for hint in get_annotations(kind).values() if get_origin(hint) is Annotated]
     assert len(annotations) > 3
     names = [name for hint in annotations for name in (hint.__metadata__[0].default, *hint.__metadata__[0].param_decls)]
     for name in ["-h", "--help", *names]:
@@ -767,7 +752,7 @@ def test_stages_change_no_text_and_are_told(run: Run, pair: Pair) -> None:
     arguments = ("-m", pair.target, "-d", pair.draft, "-s", 3, "-j", 1, "-n", 60, "-g", 4, "--json")
     plain = from_json(run(*arguments))
     assert plain["settings"]["stage"] is None
-    for stage in (["--stage", "ngram"], ["-d", "ngram"], ["-d", pair.draft], ["--stage", pair.draft]):
+    for stage in (["--stage", "ngram"], ["--stage", pair.draft]):
         got = from_json(run(*arguments, *stage))
         assert [got[name] for name in ("text", "accepted_histogram")] == [plain[name] for name in ("text", "accepted_histogram")]
         assert got["settings"]["stage"] == str(stage[1])
@@ -776,8 +761,8 @@ def test_stages_change_no_text_and_are_told(run: Run, pair: Pair) -> None:
 
 def test_bad_stages_are_one_line(run: Run, pair: Pair) -> None:
     two = ("-m", pair.target, "-d", pair.draft)
-    assert_refused(run(*two, "-d", pair.draft, "-d", pair.draft), "two at most")
-    assert_refused(run(*two, "-d", pair.draft, "--stage", "ngram"), "name one of the two")
+    for command in ([], ["race"], ["chat"], ["sweep"]):
+        assert_refused(run(*command, *two, "-d", "ngram"), "-d names one draft; what drafts for it is --stage NAME")
     assert_refused(run("-m", pair.target, "--stage", "ngram"), "there is none; name one with -d")
     assert_refused(run("-m", pair.target, "-d", "none", "--stage", "ngram"), "there is none; name one with -d")
     assert_refused(run(*two, "--stage", "self"), "no smaller than the draft")

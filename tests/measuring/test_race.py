@@ -11,12 +11,13 @@ import pytest
 from rich.console import Console, ConsoleDimensions
 
 from specdec.decoder import SpeculativeDecoder
-from specdec.decoding import Prompt, Statistics, Step
+from specdec.decoding import Prompt, Step
 from specdec.measuring.race import Lane, Race, measure
 from specdec.sampling import Sampling
 from specdec.screens.output import Roles
 from specdec.screens.race import RaceView
 from specdec.screens.story import width_of
+from specdec.screens.window import Window
 from specdec.tokenizer import Tokenizer
 from tests.checkpoints import ROOT
 from tests.conftest import Pair
@@ -28,12 +29,11 @@ SIZES = [(20, 8), (40, 12), (71, 20), (72, 8), (80, 24), (120, 40), (200, 60)]
 
 def lane_of(tokenizer: Tokenizer, tokens: list[int], n_a_step: int, seconds: float) -> Lane:
     """Steps of the same length, in which all tokens but the last were guessed."""
-    lane = Lane([Prompt(tokenizer.encode("the"), 1.0)], Statistics(2))
+    lane = Lane()
+    lane.add(Prompt(tokenizer.encode("the"), 1.0))
     for start in range(0, len(tokens), n_a_step):
         some = tokens[start : start + n_a_step]
-        lane.events.append(Step(some, some[:-1], len(some) - 1, seconds, 0.0, "max_tokens"))
-    for event in lane.events:
-        lane.statistics.add(event)
+        lane.add(Step(some, some[:-1], len(some) - 1, seconds, 0.0, "max_tokens"))
     return lane
 
 
@@ -50,7 +50,10 @@ class Theatre:
         file = io.TextIOWrapper(self.bytes, encoding="utf-8", newline="", write_through=True)
         self.console = Console(file=file, width=width, height=height, force_terminal=True, legacy_windows=False)
         self.view = RaceView(
-            self.race, Roles("big", "by little"), "big + little", tokenizer, self.console, self.clock, self.sleep, self.keys
+            self.race,
+            Roles("big", "by little", "big + little"),
+            tokenizer,
+            Window(self.console, self.keys, self.clock, self.sleep),
         )
 
     def sleep(self, seconds: float) -> None:

@@ -7,8 +7,9 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from inspect import get_annotations
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 from xml.etree import ElementTree
 
 import pytest
@@ -17,10 +18,11 @@ from rich.console import Console
 
 import specdec
 from specdec import Sampling, SpeculativeDecoder
-from specdec.commands import sweep as sweep_command
+from specdec.commands.sweep import SweepRequest
 from specdec.decoding import Event, Prompt, Proposal, Step
 from specdec.measuring import sweep
-from specdec.measuring.sweep import Figures, Measured, Run, Setting, Text
+from specdec.measuring.race import Lane
+from specdec.measuring.sweep import Figures, Measured, Setting, Text
 from specdec.screens import interrupts
 from specdec.screens import sweep as sweep_chart
 from tests.conftest import Pair
@@ -80,10 +82,17 @@ def test_a_rate_by_position_counts_only_what_was_drafted_there() -> None:
     assert pair.acceptance_by_position == [1.0, 1.0, 1.0, 0.0]
     assert pair.n_drafted == 9 * 4 + 3
     assert pair.acceptance_rate == 30 / 39
-    run = Run()
+    run = Lane()
     for drafted, accepted in ((3, 1), (1, 1), (0, 0), (2, 0)):
         run.add(Step([7] * (accepted + 1), [7] * drafted, accepted, 0.5, 0.1))
-    assert (run.drafted_at, run.accepted_at, run.seconds) == ([3, 2, 1], [2], 2.0)
+    assert (run.statistics.acceptance_by_position, run.statistics.decode_seconds) == ([2 / 3, 0, 0], 2.0)
+
+
+def lane(tokens: list[int], stop_reason: str, seconds: float) -> Lane:
+    """A text of one step."""
+    lane = Lane()
+    lane.add(Step(tokens, [], 0, seconds, 0.0, stop_reason))
+    return lane
 
 
 def of_seconds(table: dict[str, list[tuple[float, float]]]) -> Measured:
@@ -91,7 +100,7 @@ def of_seconds(table: dict[str, list[tuple[float, float]]]) -> Measured:
     settings = [setting for setting in clockworks() if setting.kind != "draft"]
     runs = {
         Text(prompt, 10, GREEDY): [
-            {s.name: Run(STORY[:10], "max_tokens", t, 1) for s, t in zip(settings, times, strict=True)} for times in rounds
+            {s.name: lane(STORY[:10], "max_tokens", t) for s, t in zip(settings, times, strict=True)} for times in rounds
         ]
         for prompt, rounds in table.items()
     }
@@ -110,7 +119,7 @@ def test_a_text_counts_once_with_the_median_of_its_rounds() -> None:
 
 def test_a_text_that_ends_at_once_has_no_speed() -> None:
     settings = clockworks()[:1]
-    empty, ten = Run([], "eos", 1.0, 1), Run(STORY[:10], "max_tokens", 5.0, 10)
+    empty, ten = lane([], "eos", 1.0), lane(STORY[:10], "max_tokens", 5.0)
     runs = {Text("a", 10, GREEDY): [{"target alone": empty}], Text("b", 10, GREEDY): [{"target alone": ten}]}
     assert [f.n_texts for f in Measured(settings, runs).cells()] == [1]
     assert Measured(settings, {Text("a", 10, GREEDY): [{"target alone": empty}]}).cells() == []
@@ -435,7 +444,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
 
 
 def of(pair: Pair, *more: object) -> list[object]:
-    models = ["-m", pair.target, "-d", pair.draft, "-z", pair.tokenizer, "-j", 1]
+    draft = [] if "-d" in more else ["-d", pair.draft]
+    models = ["-m", pair.target, *draft, "-z", pair.tokenizer, "-j", 1]
     return [*models, "--max-tokens", "5,20", "-g", "1,4", "--rounds", 1, *more]
 
 
@@ -490,7 +500,7 @@ REFUSED: dict[str, tuple[list[object], str]] = {
     "too long": (["--max-tokens", "5000"], "5000 tokens fit the context of 128"),
     "two outputs": (["--json", "--csv"], "--csv"),
     "no such file": (["--prompts", "nowhere.txt"], "nowhere.txt"),
-    "a folder": (["--prompts", "."], "--prompts"),
+    "a folder": (["--prompts", "."], "cannot read .: "),
     "no such folder": (["--svg", "nowhere/chart.svg"], "nowhere"),
     "a folder as picture": (["--svg", "."], "--svg"),
     "no such model": (["-m", "nowhere.bin"], "nowhere.bin"),
@@ -541,7 +551,7 @@ def test_help_fits_80_columns_and_names_every_option(monkeypatch: pytest.MonkeyP
     code, out, err = run(monkeypatch, capsys, "--help")
     assert (code, err) == (0, "")
     assert max(map(cell_len, out.splitlines())) <= 80
-    hints = [hint for hint in get_type_hints(sweep_command.compare, include_extras=True).values() if get_origin(hint)]
+    hints = [hint for hint in get_annotations(SweepRequest).values() if get_origin(hint)]
     names = [name for hint in hints for name in (get_args(hint)[1].default, *get_args(hint)[1].param_decls)]
     assert len(names) > 20
     for name in ["-h", "--help", *names]:

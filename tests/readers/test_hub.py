@@ -666,13 +666,13 @@ def test_the_tokenizer_of_the_stories_is_fetched_where_none_lies_beside_the_mode
     (tmp_path / "tokenizer.bin").write_bytes(b"mine")
     assert files.find_tokenizer(None, tmp_path / "model.bin", 32000) == tmp_path / "tokenizer.bin"
     line = refused(lambda: files.find_tokenizer(None, None, 300), TokenizerError)
-    assert line.startswith("no tok300.bin or tokenizer.bin in any of ") and line.endswith("; name the tokenizer with -z")
+    assert line.startswith("no tok300.bin or tokenizer.bin in any of ") and line.endswith("; name it with tokenizer=...")
 
 
 def test_a_tokenizer_that_cannot_be_fetched_may_be_named(stories: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     line = refused(lambda: files.find_tokenizer(None, None, 32000), TokenizerError)
-    assert line.startswith("no tok32000.bin or tokenizer.bin in any of models, ") and "so name the tokenizer with -z; " in line
+    assert line.startswith("no tok32000.bin or tokenizer.bin in any of models, ") and "so name it with tokenizer=...; " in line
 
 
 def test_a_folder_brings_its_tokenizer_along(tmp_path: Path) -> None:

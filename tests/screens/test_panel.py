@@ -15,11 +15,11 @@ import pytest
 from rich.console import Console, ConsoleDimensions
 
 from specdec.decoding import Prefill, Prompt, Proposal, Statistics, Step
-from specdec.screens.keys import Keyboard
+from specdec.screens.keys import WISHES, Keyboard
 from specdec.screens.output import PlainView, Printable, Roles, SilentView, print_summary, printable, result, to_json
 from specdec.screens.panel import UNSEEN_SECONDS, LivePanel, bins
 from specdec.screens.story import Row, Story, width_of
-from specdec.screens.window import STYLES, STYLES_NO_COLOR, fitting
+from specdec.screens.window import STYLES, STYLES_NO_COLOR, Window, fitting
 from specdec.text.wording import worded
 from specdec.tokenizer import BOS, FIRST_BYTE, Tokenizer
 from tests.terminal import Screen
@@ -78,8 +78,8 @@ class Stage:
         )
         self.keys = Keys()
         self.panel = LivePanel(
-            tokenizer, self.console, self.statistics, MAX_TOKENS, Roles("big", guessed), "big + little", pace,
-            self.clock, sleep or self.clock.sleep, self.keys,
+            tokenizer, Window(self.console, self.keys, self.clock, sleep or self.clock.sleep), self.statistics, MAX_TOKENS,
+            Roles("big", guessed, "big + little"), pace,
         )  # fmt: skip
         self.n_fed = 0
 
@@ -676,7 +676,7 @@ def test_at_a_pause_the_text_has_every_letter_of_the_passes_below_it(tokenizer: 
         stage.keys.typed = [b" "]
         stage.panel._look()
         assert stage.section(0)[0] == "the then and then and then unfin"
-        stage.panel._obey(b" ")
+        stage.panel._obey(WISHES[b" "])
         stage.step(stage.spell("ishedness end"))
         assert stage.section(0)[:2] == ["the then and then and then unfinishe", "dness end"]
 
@@ -711,18 +711,18 @@ def test_plus_and_minus_change_the_pace(tokenizer: Tokenizer) -> None:
             (b"-", "0.25"),
             (b"=", "0.5"),
         ]:
-            stage.panel._obey(key)
+            stage.panel._obey(WISHES[key])
             assert f" {pace} passes a second " in stage.screen()
         for _ in range(9):
-            stage.panel._obey(b"+")
+            stage.panel._obey(WISHES[b"+"])
         assert "passes a second" not in stage.screen()
 
 
 def test_q_ends_and_a_question_mark_shows_the_keys(tokenizer: Tokenizer) -> None:
     with Stage(tokenizer) as stage:
         stage.begin("the")
-        for key in (b"x", b"\x1b", b"\x1b[A"):
-            stage.panel._obey(key)
+        stage.keys.typed = [b"x", b"\x1b", b"\x1b[A"]
+        stage.panel._look()
         assert "green:" in stage.screen()
         stage.keys.typed = [b"?"]
         stage.step(stage.spell("x"))

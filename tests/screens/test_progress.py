@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specdec.commands.main import _run
+from specdec.commands.text import show
 from specdec.decoding import Event, Prefill, Prompt, Statistics, Step
 from specdec.machine import cache
 from specdec.machine.programs import compile_all
@@ -234,7 +234,7 @@ def test_a_text_that_is_ended_while_its_prompt_is_read_is_its_prompt(
     place, out, statistics = terminal(), io.StringIO(), Statistics(n_prompt=2)
     monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
     monkeypatch.setattr(signals, "text_begins", lambda: None)
-    _run(PlainView(out), read_in_a_line(events()), statistics, Prompt([1, 2], 0.0, "Once upon"))
+    show(PlainView(out), read_in_a_line(events()), statistics, Prompt([1, 2], 0.0, "Once upon"))
     assert out.getvalue() == "Once upon\n"
     assert (statistics.stop_reason, statistics.n_generated) == ("interrupted", 0)
     place.close()

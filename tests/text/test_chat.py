@@ -23,8 +23,9 @@ from specdec.machine.programs import Runner
 
 pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
+from specdec.commands.prompts import MOST_BYTES, message_of
 from specdec.decoding import Prefill
-from specdec.screens.chat import HELP, MOST_BYTES, AnswerView, Chat, Showing, question_of
+from specdec.screens.chat import HELP, AnswerView, Chat, Showing
 from specdec.screens.chat_lines import Lines, whole
 from specdec.screens.output import Roles, printable
 from specdec.text.conversation import Conversation, Settings
@@ -298,10 +299,12 @@ def test_a_pipe_is_answered_once(model: Path, talk: Callable[..., Conversation])
     assert (told["kv"], told["arithmetic"]) == (conversation._decoder.target.kv, specdec.__arithmetic__)
 
 
-def test_what_is_no_question_is_told_in_a_line(model: Path) -> None:
-    for data, words in ((b"\xff\xfe", "no UTF-8 at byte 0"), (b"a\0b", "binary"), (b"a" * (MOST_BYTES + 1), "16 MiB")):
+def test_what_is_no_question_is_told_in_a_line(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "question.txt"
+    for data, words in ((b"\xff\xfe", "not valid UTF-8 at byte 0"), (b"a\0b", "binary"), (b"a" * (MOST_BYTES + 1), "16 MiB")):
+        path.write_bytes(data)
         with pytest.raises(ValueError, match=words):
-            question_of(io.BytesIO(data), "stdin")
+            message_of("", str(path))
     code, out, errors = piped(["-m", model], b"robin " * 400)
     assert (code, out) == (2, "") and errors.count("\n") == 1 and "context holds 320" in errors
 

@@ -328,7 +328,7 @@ def test_an_id_beyond_all_models_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_tokenizer_json_tells_the_way_to_one(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match=r"has no tokenizer\.json; .* -z"):
+    with pytest.raises(TokenizerError, match=r"has no tokenizer\.json; .* tokenizer=\.\.\."):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.model").touch()
     with pytest.raises(TokenizerError, match=r"has no tokenizer\.json; .*tokenizer\.model: AutoTokenizer\.from_pretrained\('"):
@@ -438,7 +438,7 @@ def test_a_tokenizer_of_another_size_is_refused(tmp_path: Path, tokenizer: Token
     n = target.vocab_size
     for rows in (n - 1, n // 2, 2 * n, 10 * n):
         with pytest.raises(
-            ValueError, match=rf"qwen2\.json holds {n} tokens, the draft has {rows}; name the draft's own with -z"
+            ValueError, match=rf"qwen2\.json holds {n} tokens, the draft has {rows}; name the draft's own with tokenizer=\.\.\."
         ):
             common_vocabulary(JsonTokenizer(path_of("qwen2")), n, target, rows)
     assert known_ids(tokenizer, 300) == 300

@@ -1,0 +1,96 @@
+"""A request becomes models: found, loaded and warm, with what is being done in a line of the terminal."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import specdec
+
+from ..decoder import SpeculativeDecoder
+from ..drafting.team import NGRAM, SELF
+from ..readers import CheckpointError, extras
+from ..readers.files import find, needs, telling_how_to_restore
+from ..screens.progress import LOADING, TIMING, Bar, loading
+from ..transformer import KV
+from .endings import say
+from .request import NONE, Request
+
+NOTHING: Mapping[str, str] = {}
+
+
+@dataclass
+class Loaded:
+    """What writes, and how long it took to get there."""
+
+    decoder: SpeculativeDecoder
+    load_seconds: float = 0.0
+    warmup_seconds: float = 0.0
+
+    @property
+    def made_with(self) -> dict[str, Any]:
+        """What a text depends on beside the names of models and how it is drawn."""
+        return {"weights": self.decoder.weights, "kv": self.decoder.target.kv, "arithmetic": specdec.__arithmetic__}
+
+
+@contextmanager
+def models_of(request: Request, places: list[str | Path] | None = None) -> Iterator[Loaded]:
+    """The models that a request names, or of the `places` where they are. Inside they are not warm yet, which takes its time."""
+    target, draft, stage = places or found(request)
+    with loading() as show:
+        begin = time.perf_counter()
+        with telling_how_to_restore():
+            decoder = SpeculativeDecoder(
+                target,
+                draft or None,
+                request.tokenizer or None,
+                stage=stage or None,
+                **asdict(request.drafting),
+                n_threads=request.threads or None,
+                quantize=request.quantize,
+                template=request.template or None,
+                kv=cast(KV, request.kv),
+                progress=lambda name, share: show(Bar(f"{LOADING} {name}", share)),
+            )
+        show(LOADING)
+        models = Loaded(decoder)
+        yield models
+        loaded = time.perf_counter()
+        show(TIMING)
+        decoder.warm_up()
+        models.load_seconds, models.warmup_seconds = loaded - begin, time.perf_counter() - loaded
+
+
+def found(request: Request, more: Mapping[str, str] = NOTHING) -> list[str | Path]:
+    """Where target, draft and stage are; fetching one shows a bar of its own.
+
+    more: packages that the run takes beside those that read the models, and what for: all that lack are told before anything is
+    fetched or loaded. Raises CheckpointError.
+    """
+    names = [str(request.model), request.draft, request.stage]
+    files = ["" if name in (SELF, NGRAM) else name for name in names]
+    if lacking := extras.missing({**needs(files, request.tokenizer), **more}):
+        raise CheckpointError(lacking)
+    words = (SELF, NGRAM, NONE)  # that a draft may be
+    return [find(file, words=words[: 3 * bool(i)]) if file else names[i] for i, file in enumerate(files)]
+
+
+def room_of(request: Request, decoder: SpeculativeDecoder, n_prompt: int) -> int:
+    """How many tokens may follow the prompt, by -n or --max-tokens. Raises ValueError where -n has none left."""
+    n_positions = decoder.target.n_positions
+    room = n_positions + 1 - n_prompt  # the last token is never run
+    if request.max_tokens is not None:
+        return min(request.max_tokens, room)
+    # llama2.c counts positions: n steps make n + 1 tokens, BOS included
+    if steps := request.steps:
+        if steps < n_prompt:
+            n = min(200, room)
+            raise ValueError(
+                f"-n {steps} counts the prompt, which has {n_prompt} tokens; --max-tokens {n} would write {n} new ones"
+            )
+        return min(steps + 1 - n_prompt, room)
+    if decoder.n_positions < n_positions:
+        say(f"this machine's memory has room for {decoder.n_positions} of the {n_positions} tokens of the target's context")
+    return max(decoder.n_positions + 1 - n_prompt, 1)  # of a prompt that is too long for it the decoder tells

@@ -1,0 +1,113 @@
+"""A command line becomes a request: Typer's commands, whose options are a request's fields, and words among options."""
+
+import difflib
+import re
+from collections.abc import Callable
+from inspect import Parameter, Signature, get_annotations
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from ..readers.files import is_model_name
+from .request import Asked
+
+LIKE_A_COMMAND = 0.75  # of the letters: rather a slip than a prompt
+Command: Any = next(kind for kind in TyperGroup.__mro__ if kind.__name__ == "Command")
+NUMERALS = {int: re.compile("[0-9]{1,18}"), float: re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")}
+
+
+def request_of(kind: type[Asked], context: Any, values: dict[str, Any]) -> Asked:
+    """What a parsed command line asks for."""
+    given = {
+        param.name: max(param.opts, key=len)
+        for param in context.command.params
+        if getattr(context.get_parameter_source(param.name), "name", "") == "COMMANDLINE"
+    }
+    return kind(**values, given=given, words=tuple(context.args), command=context.invoked_subcommand or "")
+
+
+def taking(kind: type[Asked], run: Callable[[Asked], None]) -> Callable[..., None]:
+    """What runs as Typer wants it: a function whose parameters are the fields that this kind of request names itself."""
+
+    def command(context: typer.Context, **values: Any) -> None:
+        run(request_of(kind, context, values))
+
+    hints = {"context": typer.Context, **get_annotations(kind)}
+    parameters = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=getattr(kind, name, Parameter.empty), annotation=hint)
+        for name, hint in hints.items()
+    ]
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__, command.__doc__ = hints, run.__doc__
+    return command
+
+
+class AsItStands:
+    """In the place of a parameter's `process_value`: defaults, words and plain numerals within the limits are what they say. All
+    else is Typer's to judge, which imports pydantic for it, 0.1 s of every start."""
+
+    def __init__(self, param: Any) -> None:
+        self._param, self.judge = param, param.process_value
+
+    def __call__(self, context: Any, value: Any) -> Any:
+        param = self._param
+        kind, limits = param.type_descriptor.annotation, param.type_descriptor.parameter_info
+        if value is None and not param.required:
+            value = () if param.multiple or param.nargs == -1 else None
+        elif isinstance(value, str) and kind in NUMERALS and NUMERALS[kind].fullmatch(value):
+            number = kind(value)
+            if (limits.min is not None and number < limits.min) or (limits.max is not None and number > limits.max):
+                return self.judge(context, value)
+            value = number
+        elif type(value) is not kind or kind not in (str, *NUMERALS):
+            return self.judge(context, value)
+        return param.callback(context, param, value) if param.callback else value
+
+
+class OneCommand(TyperCommand):
+    """A command with a name."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _words_of(self, ctx, args)
+        return list(super().parse_args(ctx, args))
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _seen_to(super().get_params(ctx))
+
+
+class Commands(TyperGroup):
+    """Commands; and where the first word is none, a text's own words, which the context's `args` are then, among options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = _words_of(self, ctx, args)
+        if not words or words[0] in self.commands:
+            return list(super().parse_args(ctx, args))
+        if len(words) == 1 and not is_model_name(words[0]) and not ctx.resilient_parsing:
+            for name in difflib.get_close_matches(words[0].lower(), self.commands, 1, LIKE_A_COMMAND):
+                raise typer.BadParameter(
+                    f"no command {words[0]!r}; did you mean {name!r}? A prompt of that word is -i {words[0]}"
+                )
+        ctx.allow_interspersed_args = True
+        return list(Command.parse_args(self, ctx, args))
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _seen_to(super().get_params(ctx))
+
+
+def _words_of(command: Any, ctx: Any, args: list[str]) -> list[str]:
+    """What stands on a command line beside options. Refuses a second -d, of which Typer would take the last."""
+    _, words, options = command.make_parser(ctx).parse_args(args=list(args))
+    if [option.name for option in options].count("draft") > 1:
+        raise typer.BadParameter("-d names one draft; what drafts for it is --stage NAME")
+    return list(words)
+
+
+def _seen_to(params: list[Any]) -> list[Any]:
+    """The options that Typer adds itself stand among those of the output, which come last, and take no value, as other flags."""
+    for param in params:
+        if not getattr(param, "rich_help_panel", "") and getattr(param, "is_flag", False):
+            param.rich_help_panel, param.metavar = "Output", ""
+        if hasattr(param, "type_descriptor") and not isinstance(param.process_value, AsItStands):  # older Typers have Click judge
+            param.process_value = AsItStands(param)
+    return params

@@ -1,0 +1,218 @@
+"""The command without a name: writes a text, in a panel or as it comes. Knows no arrays and no formats."""
+
+import sys
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+
+import specdec
+
+from ..checks import strings
+from ..decoder import SpeculativeDecoder
+from ..decoding import Event, Prefill, Prompt, Statistics
+from ..drafting.settings import AUTO
+from ..drafting.team import NGRAM
+from ..readers.files import is_model_name
+from ..sampling import Sampling
+from ..screens.interrupts import signals
+from ..screens.output import FEW_PASSES, PlainView, SilentView, View, print_result, print_summary, to_json
+from ..screens.panel import LivePanel
+from ..screens.progress import read_in_a_line
+from ..screens.window import Window, obstacle
+from . import options
+from .endings import say, writing
+from .loading import Loaded, models_of, room_of
+from .prompts import prompt_of
+from .request import Request, with_models, with_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRequest(Request):
+    """Of the command without a name."""
+
+    prompt: options.PromptText = None
+    model: options.ModelFile = None
+    draft: options.DraftOrNone = ""
+    steps: options.Steps = None
+    max_tokens: options.NewTokens = None
+    temperature: options.Temperature = 1.0
+    file: options.PromptTextFile = ""
+    stop: options.StopStrings = None
+    samples: options.Samples = 1
+    stage: options.StageName = ""
+    quantize: options.WhatToQuantize = "draft"
+    kv: options.KVOption = AUTO
+    tokenizer: options.TokenizerFile = ""
+    top_p: options.TopP = 0.9
+    top_k: options.TopK = 0
+    seed: options.Seed = 0
+    gamma: options.Gamma = AUTO
+    verify: options.VerifyOption = "coupled"
+    tree: options.TreeOption = "off"
+    threads: options.Threads = 0
+    plain: options.Plain = False
+    pace: options.Pace = 0.0
+    stats: options.Stats = False
+    as_json: options.AsJson = False
+    version: options.ShowVersion = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        strings("stop", self.stops)
+
+    @property
+    def stops(self) -> list[str]:
+        return self.stop or []
+
+    def settled(self) -> "TextRequest":
+        """With its words, its prompt and its models where they belong."""
+        models = [word for word in self.words if is_model_name(word)]
+        texts = [options.as_utf8(word) for word in self.words if word not in models]
+        if len(models) > 1 or len(texts) > 1:
+            what = "put quotes around a prompt of several words, or name it with -i"
+            what = "name the draft with -d" if len(models) > 1 else what
+            raise ValueError(f"{' '.join(self.words)!r} are {len(self.words)} words; {what}")
+        if models and self.model is not None:
+            raise ValueError(f"{models[0]!r} and -m {self.model!r} are two targets; name a draft with -d")
+        self = replace(with_steps(self), model=models[0] if models else self.model)
+        self = replace(self, prompt=prompt_of(self.prompt, self.file, texts[0] if texts else None))
+        return with_models(self, NGRAM if self.verify == "coupled" else "")  # whose text no drafter changes
+
+    def without_effect(self) -> str:
+        """The options that were given for nothing, and why; "" for none."""
+        reasons = (
+            ("without a draft", not self.draft, ("gamma", "verify")),
+            ("without a draft that is a model", self.draft in ("", NGRAM), ("tree",)),
+            ("with --json", self.as_json, ("pace", "plain", "stats")),
+            ("with --plain", self.plain and not self.as_json, ("pace",)),
+            ("at temperature 0", self.temperature == 0, ("top_p", "top_k")),
+        )
+        idle = [(why, [self.given[name] for name in names if name in self.given]) for why, holds, names in reasons if holds]
+        return "; ".join(f"{', '.join(names)}: no effect {why}" for why, names in idle if names)
+
+    def settings(self, models: Loaded) -> dict[str, Any]:
+        """For JSON: all that a text depends on but its seed."""
+        names = ("prompt", "steps", "max_tokens", "temperature", "top_p", "top_k", "verify", "tree", "quantize")
+        return {
+            **self.named,
+            **{name: getattr(self, name) for name in names},
+            "stop": self.stops,
+            "gamma": self.drafting.gamma if self.draft else 0,
+            "threads": models.decoder.target.n_threads,
+            "tokenizer": str(models.decoder.tokenizer.path),
+            **models.made_with,
+        }
+
+
+def write(request: TextRequest) -> None:
+    """Speculative decoding on the CPU: a small draft guesses, the target checks.
+
+    specdec "Once upon a time" -t 0
+    specdec -m openai-community/gpt2-medium -d distilbert/distilgpt2 -i "Why"
+    """
+    if name := request.command:
+        if given := ", ".join(request.given.values()):
+            say(f"{given}: no effect before {name}, whose options come behind it; a prompt of that word is -i {name}")
+        return
+    if request.version:
+        print(f"specdec {specdec.__version__}, arithmetic {specdec.__arithmetic__}")
+        return
+    request = request.settled()
+    with models_of(request) as models:
+        prompt = models.decoder.encode(str(request.prompt))
+    max_tokens = room_of(request, models.decoder, len(prompt))
+    if idle := request.without_effect():
+        say(idle)
+    why = obstacle(Console())
+    if request.pace and why and not (request.as_json or request.plain):
+        say(f"--pace has no effect: {why}")
+    writer = Writer(request, models, prompt, max_tokens)
+    for i in range(request.samples):
+        with writing():
+            if i and not request.as_json:
+                print(flush=True)
+            statistics = writer.write(replace(request.sampling, seed=(request.sampling.seed + i) % 2**63))
+        if statistics.stop_reason == "interrupted":
+            break
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Texts of one request. prompt: its tokens."""
+
+    request: TextRequest
+    models: Loaded
+    prompt: list[int]
+    max_tokens: int
+
+    def write(self, sampling: Sampling) -> Statistics:
+        """One text, and what came of it."""
+        decoder, stops = self.models.decoder, self.request.stops
+        statistics = Statistics(len(self.prompt))
+        view = self._view(statistics)
+        events: Iterator[Event | Prefill] = decoder.read_and_stream(self.prompt, self.max_tokens, sampling, stop=stops)
+        if not isinstance(view, LivePanel):  # which shows itself how far the prompt is read
+            events = read_in_a_line(events, self.max_tokens if self.request.as_json else 0)
+        show(view, events, statistics, Prompt(self.prompt, 0.0, decoder.tokenizer.decode(self.prompt)))
+        statistics.plain_seconds = decoder.plain_seconds
+        if isinstance(view, SilentView):
+            seconds = {"load_seconds": self.models.load_seconds, "warmup_seconds": self.models.warmup_seconds}
+            told = {**seconds, "seed": sampling.seed, "settings": self.request.settings(self.models)}
+            print(to_json(statistics, view.text, view.tokens, **told), flush=True)
+        else:
+            self._tell(view, statistics, sampling.seed)
+        return statistics
+
+    def _view(self, statistics: Statistics) -> View:
+        if self.request.as_json:
+            return SilentView()
+        out = Console()
+        if self.request.plain or obstacle(out):
+            return PlainView(sys.stdout)
+        roles, tokenizer = self.request.roles, self.models.decoder.tokenizer
+        return LivePanel(tokenizer, Window(out), statistics, self.max_tokens, roles, self.request.pace, self.request.stops)
+
+    def _tell(self, view: View, statistics: Statistics, seed: int) -> None:
+        """What came of a text, on stderr."""
+        decoder, roles, errors = self.models.decoder, self.request.roles, Console(stderr=True)
+        at_a_pace = isinstance(view, LivePanel) and view.was_held
+        is_to_see = bool(roles.guessed) and isinstance(view, LivePanel) and not view.was_seen
+        more = f"seed {seed}; --stats has more" + ", --pace 4 lets you watch" * is_to_see
+        note, is_coupled = "" if at_a_pace else advice(decoder, statistics), decoder.verify == "coupled"
+        print_result(errors, statistics, roles, is_coupled, at_a_pace, note, more)
+        if self.request.stats:
+            told = {"seed": seed, "threads": decoder.target.n_threads, **self.models.made_with}
+            if decoder.has_draft:  # which has no part in it
+                told["text" if is_coupled else "distribution"] = f"the {decoder.target.weights.kind} target's own"
+            print_summary(errors, statistics, **told)
+
+
+def advice(decoder: SpeculativeDecoder, statistics: Statistics) -> str:
+    """What to do where a draft does not pay."""
+    if not decoder.draft or statistics.target_passes < FEW_PASSES:
+        return ""
+    n_drafted = sum(statistics.drafted_histogram[1:])
+    if decoder.gamma == AUTO and n_drafted < statistics.target_passes / 4:
+        return f"a draft does not pay here: {n_drafted} of {statistics.target_passes} passes had one"
+    if decoder.gamma != AUTO and statistics.speed_up and statistics.speed_up < 1:
+        return "-g does not pay here: leave it out"
+    return ""
+
+
+def show(view: View, events: Iterator[Event | Prefill], statistics: Statistics, prompt: Prompt) -> None:
+    """Show the events, until the text or somebody's patience is at its end; one that ends before it begins is its prompt."""
+    signals.text_begins()
+    with view:
+        for event in events:
+            if not isinstance(event, Prefill):
+                statistics.add(event)
+            view.show(event)
+            if signals.asked or view.ended:
+                statistics.stop_reason = "interrupted"
+                break
+        if isinstance(events, Generator):  # its line goes
+            events.close()
+        if isinstance(event, Prefill):
+            view.show(prompt)
