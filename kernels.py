@@ -13,7 +13,7 @@ V vocab_size, R rows of a strip. `run` is the pass: n_tokens, the first of them 
 
 A text lies in the cache's slots position by position. Behind it, from slot n_text on, may lie the nodes of a token tree, each
 behind its parent: siblings share a position, and of the tree a node sees its ancestors and itself alone, as depths and paths tell
-(see `Buffers`). All that it is computed from enters by position, not by slot, as in a chain of the same tokens: bit for bit.
+(see `trace`). All that it is computed from enters by position, not by slot, as in a chain of the same tokens: bit for bit.
 """
 
 from typing import NamedTuple
@@ -27,9 +27,6 @@ from .machine.threads import share
 from .machine.tiles import PREFETCH_WORDS, STRIP_ROWS, TILE_TOKENS, multiply_either
 from .machine.vectors import (
     LANES,
-    Float32,
-    Int64,
-    UInt16,
     add,
     ceil_div,
     div,
@@ -58,32 +55,6 @@ class KVCache(NamedTuple):
     store_keys: Operation
     store_values: Operation
     attention: Operation
-
-
-Cached = Float32 | UInt16  # what the KV cache holds: float32, or the bits of fp16
-
-
-class Buffers(NamedTuple):
-    """What operations read and write beside weights: tokens, KV cache, activations, and a scratch for each thread."""
-
-    kv: KVCache  # of keys and values
-    tokens: Int64  # (T,)
-    depths: Int64  # (N,) of a tree's nodes: position n_text + depth
-    paths: Int64  # (N, N): the node at each depth on the way to a node, itself the last
-    keys: Cached  # (L, G, S / R, K, R): strips of positions, as many as there is room for
-    values: Cached  # (L, G, ceil(K / R), S, R)
-    rope_cos: Float32  # (S, K + LANES): entry j belongs to row j % K of a head
-    rope_sin: Float32  # (S, K + LANES), negative for the first row of a pair
-    x: Float32  # (1, T, D padded): the residual stream
-    normed: Float32  # (threads, T, D padded)
-    scratch: Float32  # (threads, T, words): activations in a form of a kind of weights' own
-    qkv: Float32  # (T, rows of q, of k and of v)
-    heads: Float32  # (1, T, H K padded): what attention hands on
-    scores: Float32  # (threads, TILE_TOKENS, S)
-    mixed: Float32  # (threads, TILE_TOKENS, K padded to strips): one head's weighted values
-    up: Float32  # (T, rows of the MLP's first matrix)
-    hidden: Float32  # (1, T, F padded)
-    logits: Float32  # (T, V padded)
 
 
 @operation
@@ -142,9 +113,21 @@ def position_of(run, depths, t):
     return slot if slot < run.n_text else run.n_text + depths[slot - run.n_text]
 
 
+@operation
+def copy_rows(run: Pass, thread: int, out: Floats2, x: Floats2) -> None:
+    """out[t] = x[t], of which out (T, D) may have fewer columns: this thread's."""
+    first, last = share(out.shape[1], thread, run.n_threads)
+    for t in range(run.n_tokens):
+        for k in range(first, last):
+            out[t, k] = x[t, k]
+
+
 @compiled
 def trace(depths, paths, parents, n):
-    """depths and paths of n nodes, whose parents are earlier nodes, or -1 for those that follow the text."""
+    """depths and paths of n nodes, whose parents are earlier nodes, or -1 for those that follow the text.
+
+    A node's position is n_text + its depth; paths[node, depth] is the node at that depth on the way to it, itself the last.
+    """
     for node in range(n):
         parent, depth = parents[node], 0
         if parent >= 0:
@@ -227,7 +210,7 @@ def head_norm(
 
 @compiled
 def fill_rotations(cos, sin, periods, start):
-    """cos and signed sin (S, K + LANES) of the pairs' angles from position `start` on: see `Buffers`.
+    """cos and signed sin (S, K + LANES) of the pairs' angles from position `start` on, periodic in K.
 
     periods: how many positions (K / 2,) a pair takes to turn by one radian, 1 or more.
     """
