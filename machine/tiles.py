@@ -338,9 +338,8 @@ def tile_by(
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             out, w, x, n, n_quads, n_tokens, accumulate = args
-            out, w, x = (
-                record(*cgutils.unpack_tuple(builder, value)) for record, value in ((Strided, out), (Strip, w), (Strided, x))
-            )
+            out, x = (Strided(*cgutils.unpack_tuple(builder, rows)) for rows in (out, x))
+            w = Strip(*cgutils.unpack_tuple(builder, w))
 
             def pointer(i: int, array: Any, at: Any) -> Any:
                 return element_pointer(context, builder, signature.args[i][0], array, at, F32)
