@@ -13,9 +13,10 @@ V vocab_size, R rows of a strip. `run` is the pass: n_tokens, the first of them 
 
 A text lies in the cache's slots position by position. Behind it, from slot n_text on, may lie the nodes of a token tree, each
 behind its parent: siblings share a position, and of the tree a node sees its ancestors and itself alone, as depths and paths tell
-(see `Buffers`). All that it is computed from enters by position, not by slot, as in a chain of the same tokens: bit for bit.
+(see `trace`). All that it is computed from enters by position, not by slot, as in a chain of the same tokens: bit for bit.
 """
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -24,12 +25,9 @@ from .machine.cache import compiled, inlined, inner
 from .machine.elementary import exp, sine_and_cosine
 from .machine.programs import Floats1, Floats2, Floats3, Floats4, Halves4, Ints1, Ints2, Operation, Pass, operation
 from .machine.threads import share
-from .machine.tiles import PREFETCH_WORDS, STRIP_ROWS, TILE_TOKENS, multiply_either
+from .machine.tiles import PREFETCH_WORDS, STRIP_ROWS, TILE_TOKENS, Strided, Strips, multiply_either
 from .machine.vectors import (
     LANES,
-    Float32,
-    Int64,
-    UInt16,
     add,
     ceil_div,
     div,
@@ -60,32 +58,6 @@ class KVCache(NamedTuple):
     attention: Operation
 
 
-Cached = Float32 | UInt16  # what the KV cache holds: float32, or the bits of fp16
-
-
-class Buffers(NamedTuple):
-    """What operations read and write beside weights: tokens, KV cache, activations, and a scratch for each thread."""
-
-    kv: KVCache  # of keys and values
-    tokens: Int64  # (T,)
-    depths: Int64  # (N,) of a tree's nodes: position n_text + depth
-    paths: Int64  # (N, N): the node at each depth on the way to a node, itself the last
-    keys: Cached  # (L, G, S / R, K, R): strips of positions, as many as there is room for
-    values: Cached  # (L, G, ceil(K / R), S, R)
-    rope_cos: Float32  # (S, K + LANES): entry j belongs to row j % K of a head
-    rope_sin: Float32  # (S, K + LANES), negative for the first row of a pair
-    x: Float32  # (1, T, D padded): the residual stream
-    normed: Float32  # (threads, T, D padded)
-    scratch: Float32  # (threads, T, words): activations in a form of a kind of weights' own
-    qkv: Float32  # (T, rows of q, of k and of v)
-    heads: Float32  # (1, T, H K padded): what attention hands on
-    scores: Float32  # (threads, TILE_TOKENS, S)
-    mixed: Float32  # (threads, TILE_TOKENS, K padded to strips): one head's weighted values
-    up: Float32  # (T, rows of the MLP's first matrix)
-    hidden: Float32  # (1, T, F padded)
-    logits: Float32  # (T, V padded)
-
-
 @operation
 def rms_norm(
     run: Pass, thread: int, out: Floats3, x: Floats3, weight: Floats1, dim: int, eps: float, of_logits: int
@@ -109,11 +81,22 @@ def rms_norm(
             store(out, target + i, mul(load(weight, i), mul(load(x, row + i), scale)))
 
 
+class LayerNorm(NamedTuple):
+    """What `layer_norm` takes."""
+
+    out: Floats3
+    x: Floats3
+    weight: Floats1
+    bias: Floats1
+    dim: int
+    eps: float
+    of_logits: int
+
+
 @operation
-def layer_norm(
-    run: Pass, thread: int, out: Floats3, x: Floats3, weight: Floats1, bias: Floats1, dim: int, eps: float, of_logits: int
-) -> None:  # fmt: skip
+def layer_norm(run: Pass, thread: int, p: LayerNorm) -> None:
     """out[t] = weight * (x[t] - mean) / sqrt(variance + eps) + bias  (Ba et al. 2016); in all else as `rms_norm`."""
+    out, x, weight, bias, dim, eps, of_logits = p
     n_tokens = run.n_logits if of_logits else run.n_tokens
     first, width = run.n_tokens - n_tokens, x.shape[2]
     for t in range(n_tokens):
@@ -142,9 +125,21 @@ def position_of(run, depths, t):
     return slot if slot < run.n_text else run.n_text + depths[slot - run.n_text]
 
 
+@operation
+def copy_rows(run: Pass, thread: int, out: Floats2, x: Floats2) -> None:
+    """out[t] = x[t], of which out (T, D) may have fewer columns: this thread's."""
+    first, last = share(out.shape[1], thread, run.n_threads)
+    for t in range(run.n_tokens):
+        for k in range(first, last):
+            out[t, k] = x[t, k]
+
+
 @compiled
 def trace(depths, paths, parents, n):
-    """depths and paths of n nodes, whose parents are earlier nodes, or -1 for those that follow the text."""
+    """depths and paths of n nodes, whose parents are earlier nodes, or -1 for those that follow the text.
+
+    A node's position is n_text + its depth; paths[node, depth] is the node at that depth on the way to it, itself the last.
+    """
     for node in range(n):
         parent, depth = parents[node], 0
         if parent >= 0:
@@ -200,11 +195,22 @@ def add_positions(run: Pass, thread: int, x: Floats2, positions: Floats2, depths
             x[t, k] += positions[position, k]
 
 
+class HeadNorm(NamedTuple):
+    """What `head_norm` takes: n_heads begin at row `base` of x (T, rows), a product of that unit; weight (K,)."""
+
+    x: Floats2
+    unit: int
+    base: int
+    n_heads: int
+    head_dim: int
+    weight: Floats1
+    eps: float
+
+
 @operation
-def head_norm(
-    run: Pass, thread: int, x: Floats2, unit: int, base: int, n_heads: int, head_dim: int, weight: Floats1, eps: float
-) -> None:  # fmt: skip
-    """`rms_norm` of each of n_heads, which begin at row `base` of x, by one weight (K,): this thread's, which are whole."""
+def head_norm(run: Pass, thread: int, p: HeadNorm) -> None:
+    """`rms_norm` of each of n_heads by one weight: this thread's, which are whole."""
+    x, unit, base, n_heads, head_dim, weight, eps = p
     first, last = own_rows(x.shape[1], unit, thread, run.n_threads, base, n_heads * head_dim)
     whole = head_dim // LANES * LANES
     for t in range(run.n_tokens):
@@ -227,7 +233,7 @@ def head_norm(
 
 @compiled
 def fill_rotations(cos, sin, periods, start):
-    """cos and signed sin (S, K + LANES) of the pairs' angles from position `start` on: see `Buffers`.
+    """cos and signed sin (S, K + LANES) of the pairs' angles from position `start` on, periodic in K.
 
     periods: how many positions (K / 2,) a pair takes to turn by one radian, 1 or more.
     """
@@ -241,15 +247,26 @@ def fill_rotations(cos, sin, periods, start):
             cos[position, row], sin[position, row] = cos[position, row - head_dim], sin[position, row - head_dim]
 
 
+class Rope(NamedTuple):
+    """What `rope` takes: heads begin at row `base` of x (T, rows), a product of that unit; cos, sin: see `fill_rotations`."""
+
+    x: Floats2
+    unit: int
+    base: int
+    n_rows: int
+    cos: Floats2
+    sin: Floats2
+    depths: Ints1
+    head_dim: int
+
+
 @operation
-def rope(
-    run: Pass, thread: int, x: Floats2, unit: int, base: int, n_rows: int, cos: Floats2, sin: Floats2, depths: Ints1,
-    head_dim: int,
-) -> None:  # fmt: skip
-    """Rotate n_rows of the heads that begin at row `base` of x (Su et al. 2021), those of this thread.
+def rope(run: Pass, thread: int, p: Rope) -> None:
+    """Rotate n_rows of heads (Su et al. 2021), those of this thread.
 
     The pair (2i, 2i + 1) of a head turns by the position times its frequency: x * cos + swapped x * signed sin.
     """
+    x, unit, base, n_rows, cos, sin, depths, head_dim = p
     first, last = own_rows(x.shape[1], unit, thread, run.n_threads, base, n_rows)
     for t in range(run.n_tokens):
         angles, place = position_of(run, depths, t) * cos.shape[1], first % head_dim
@@ -321,115 +338,134 @@ def softmax(scores, row, start, end, scale):
         store(scores, base + s, mul(load(scores, base + s), inverse))
 
 
+class Attention(NamedTuple):
+    """What attention takes.
+
+    heads (1, T, H K padded); qkv (T, rows of q, of k and of v); of a layer keys (G, S / R, K, R) and values (G, K / R, S, R);
+    scores (threads, TILE_TOKENS, S) and mixed (threads, TILE_TOKENS, K padded); window: how many positions a token sees at most.
+    """
+
+    heads: Floats3
+    qkv: Floats2
+    keys: Floats4
+    values: Floats4
+    scores: Floats3
+    mixed: Floats3
+    depths: Ints1
+    paths: Ints2
+    n_heads: int
+    window: int
+
+
 @inner
 def mix_values(mixed, values, scores, token, n_tokens, start, end):
     """mixed[t] += sum_s scores[t, s] values[s] for start <= s < end: values (K / R, S, R), n_tokens from `token`."""
     if start >= end:
         return
     multiply_either(
-        mixed, token * mixed.shape[1], mixed.shape[1],
-        values, start * STRIP_ROWS, values.shape[1] * STRIP_ROWS, values.shape[0], PREFETCH_WORDS,
-        scores, token * scores.shape[1] + start, scores.shape[1], end - start, n_tokens, True,
+        Strided(mixed, token * mixed.shape[1], mixed.shape[1]),
+        Strips(values, start * STRIP_ROWS, values.shape[1] * STRIP_ROWS, values.shape[0], PREFETCH_WORDS),
+        Strided(scores, token * scores.shape[1] + start, scores.shape[1]), end - start, n_tokens, True,
     )  # fmt: skip
 
 
 @inner
-def gather_path(scores, token, start, end, n_text, paths, node):
+def gather_path(scores, token, start, end, n_text, path):
     """scores[token, p] = scores[token, slot of p] for start <= p < end behind the text, on a node's path.
 
     No slot is before its position, so none that is still to be read has been written.
     """
     for position in range(start, end):
-        scores[token, position] = scores[token, n_text + paths[node, position - n_text]]
+        scores[token, position] = scores[token, n_text + path[position - n_text]]
 
 
 @inner
-def mix_path(mixed, values, scores, token, start, end, n_text, paths, node):
+def mix_path(mixed, values, scores, token, start, end, n_text, path):
     """mixed[token] += sum_p scores[token, p] values[slot of p] for start <= p < end behind the text, on a node's path."""
     for k in range(0, values.shape[0] * STRIP_ROWS, LANES):
         (strip, lane), at = divmod(k, STRIP_ROWS), token * mixed.shape[1] + k
         acc = load(mixed, at)
         for position in range(start, end):
-            slot = n_text + paths[node, position - n_text]
+            slot = n_text + path[position - n_text]
             v = load_either(values, (strip * values.shape[1] + slot) * STRIP_ROWS + lane)
             acc = fma(v, splat(scores[token, position]), acc)
         store(mixed, at, acc)
 
 
 @inner
-def attend(run, heads, qkv, keys, values, scores, mixed, depths, paths, head, token, n_queries, along_heads, window):
+def attend(run, thread, p, head, token, n_queries, along_heads):
     """heads[t, head] = softmax(q[t] . keys / sqrt(K)) values for n_queries from that token's head on  (Vaswani et al. 2017).
 
-    They are those of as many tokens, or along_heads: of heads that share keys (S / R, K, R) and values (K / R, S, R). A
-    token sees the last `window` positions up to its own, by loop bounds: the positions of the text that all of them see are mixed
-    in one go, those before and after them query by query, so that each query's chain is the one that it would have alone.
+    They are those of as many tokens, or along_heads: of heads that share keys and values. A token sees the last `window`
+    positions up to its own, by loop bounds: the positions of the text that all of them see are mixed in one go, those before
+    and after them query by query, so that each query's chain is the one that it would have alone.
     """
     zero, one, n_text = np.int64(0), np.int64(1), run.n_text  # literals would have what they go into compiled once more
+    kv_head = head // (p.n_heads // p.keys.shape[0])
+    keys, values, scores, mixed = p.keys[kv_head], p.values[kv_head], p.scores[thread], p.mixed[thread]
     head_dim = keys.shape[1]
     next_token, next_head = (0, 1) if along_heads else (1, 0)
     slot = run.pos + token
     last_slot = slot + next_token * (n_queries - 1)
     first_pos, last_pos, has_nodes = slot, last_slot, last_slot >= n_text
     if has_nodes:
-        first_pos = last_pos = position_of(run, depths, token)
+        first_pos = last_pos = position_of(run, p.depths, token)
         for i in range(1, next_token * n_queries):
-            pos = position_of(run, depths, token + i)
+            pos = position_of(run, p.depths, token + i)
             first_pos, last_pos = min(first_pos, pos), max(last_pos, pos)
-    block, strip_items = max(0, first_pos + 1 - window) // STRIP_ROWS, head_dim * STRIP_ROWS
+    block, strip_items = max(0, first_pos + 1 - p.window) // STRIP_ROWS, head_dim * STRIP_ROWS
+    n_strips, q_stride = last_slot // STRIP_ROWS + 1 - block, next_token * p.qkv.shape[1] + next_head * head_dim
     multiply_either(
-        scores, block * STRIP_ROWS, scores.shape[1],
-        keys, block * strip_items, strip_items, last_slot // STRIP_ROWS + 1 - block, 2 * strip_items,
-        qkv, token * qkv.shape[1] + head * head_dim, next_token * qkv.shape[1] + next_head * head_dim,
-        head_dim, n_queries, False,
+        Strided(scores, block * STRIP_ROWS, scores.shape[1]),
+        Strips(keys, block * strip_items, strip_items, n_strips, 2 * strip_items),
+        Strided(p.qkv, token * p.qkv.shape[1] + head * head_dim, q_stride), head_dim, n_queries, False,
     )  # fmt: skip
-    common_start = max(0, last_pos + 1 - window)
+    common_start = max(0, last_pos + 1 - p.window)
     common_end = max(common_start, min(first_pos + 1, n_text))
     scale = np.float32(1.0) / sqrt(np.float32(head_dim))
     mixed[:n_queries] = 0.0
     for i in range(n_queries):
         t = token + next_token * i
-        end = (position_of(run, depths, t) if has_nodes else run.pos + t) + 1
-        start = max(0, end - window)
+        end = (position_of(run, p.depths, t) if has_nodes else run.pos + t) + 1
+        start = max(0, end - p.window)
         if has_nodes:
-            gather_path(scores, i, max(start, n_text), end, n_text, paths, run.pos + t - n_text)
+            gather_path(scores, i, max(start, n_text), end, n_text, p.paths[run.pos + t - n_text])
         softmax(scores, i, start, end, scale)
         mix_values(mixed, values, scores, i, one, start, min(common_start, end, n_text))
         if has_nodes:
-            mix_path(mixed, values, scores, i, max(start, n_text), min(common_start, end), n_text, paths, run.pos + t - n_text)
+            mix_path(mixed, values, scores, i, max(start, n_text), min(common_start, end), n_text, p.paths[run.pos + t - n_text])
     mix_values(mixed, values, scores, zero, n_queries, common_start, common_end)
     for i in range(n_queries):
         t = token + next_token * i
-        end = (position_of(run, depths, t) if has_nodes else run.pos + t) + 1
-        start = max(0, end - window, common_end)
+        end = (position_of(run, p.depths, t) if has_nodes else run.pos + t) + 1
+        start = max(0, end - p.window, common_end)
         mix_values(mixed, values, scores, i, one, start, min(end, n_text))
         if has_nodes:
-            mix_path(mixed, values, scores, i, max(start, n_text), end, n_text, paths, run.pos + t - n_text)
+            mix_path(mixed, values, scores, i, max(start, n_text), end, n_text, p.paths[run.pos + t - n_text])
         for k in range(head_dim):
-            heads[t, (head + next_head * i) * head_dim + k] = mixed[i, k]
+            p.heads[0, t, (head + next_head * i) * head_dim + k] = mixed[i, k]
 
 
 @inlined
-def attend_all(run, thread, heads, qkv, keys, values, scores, mixed, depths, paths, n_heads, window):
+def attend_all(run, thread, p):
     """Every head of every token, this thread's share of them; query head h reads kv head h G / H.
 
     In chunks of up to TILE_TOKENS queries of the same keys and values: a head's tokens, or a token's heads where those are more.
     """
-    n_sharing = n_heads // keys.shape[0]
+    kv_heads = p.keys.shape[0]
+    n_sharing = p.n_heads // kv_heads
     along_heads = n_sharing > run.n_tokens
     length = n_sharing if along_heads else run.n_tokens
-    first, last = share(run.n_tokens * n_heads, thread, run.n_threads)
+    first, last = share(run.n_tokens * p.n_heads, thread, run.n_threads)
     for line in range(first // length, ceil_div(last, length)):
         begin, end = max(first - line * length, 0), min(last - line * length, length)
-        token, head = (line // keys.shape[0], line % keys.shape[0] * n_sharing) if along_heads else (0, line)
-        kv_head = head // n_sharing
+        token, head = (line // kv_heads, line % kv_heads * n_sharing) if along_heads else (0, line)
         n_chunks = ceil_div(end - begin, TILE_TOKENS)
         for chunk in range(n_chunks):
             start, stop = share(end - begin, chunk, n_chunks)
             at = begin + start
-            attend(
-                run, heads[0], qkv, keys[kv_head], values[kv_head], scores[thread], mixed[thread], depths, paths,
-                head + at if along_heads else head, token if along_heads else at, stop - start, along_heads, window,
-            )  # fmt: skip
+            first_head, first_token = (head + at, token) if along_heads else (head, at)
+            attend(run, thread, p, first_head, first_token, stop - start, along_heads)
 
 
 @operation
@@ -445,12 +481,9 @@ def store_values_f32(run: Pass, thread: int, values: Floats4, x: Floats2, unit: 
 
 
 @operation
-def attention_f32(
-    run: Pass, thread: int, heads: Floats3, qkv: Floats2, keys: Floats4, values: Floats4, scores: Floats3, mixed: Floats3,
-    depths: Ints1, paths: Ints2, n_heads: int, window: int,
-) -> None:  # fmt: skip
+def attention_f32(run: Pass, thread: int, p: Attention) -> None:
     """`attend_all` over a cache of float32."""
-    attend_all(run, thread, heads, qkv, keys, values, scores, mixed, depths, paths, n_heads, window)
+    attend_all(run, thread, p)
 
 
 @operation
@@ -465,13 +498,10 @@ def store_values_f16(run: Pass, thread: int, values: Halves4, x: Floats2, unit: 
     cache_values(run, thread, values, x, unit, base, head_dim)
 
 
-@operation
-def attention_f16(
-    run: Pass, thread: int, heads: Floats3, qkv: Floats2, keys: Halves4, values: Halves4, scores: Floats3, mixed: Floats3,
-    depths: Ints1, paths: Ints2, n_heads: int, window: int,
-) -> None:  # fmt: skip
+@functools.partial(Operation, keys=Halves4, values=Halves4)
+def attention_f16(run: Pass, thread: int, p: Attention) -> None:
     """`attend_all` over one of fp16."""
-    attend_all(run, thread, heads, qkv, keys, values, scores, mixed, depths, paths, n_heads, window)
+    attend_all(run, thread, p)
 
 
 KV_CACHES = {

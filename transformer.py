@@ -1,66 +1,31 @@
 """Tokens to logits: a model's buffers, the cache that knows its tokens, and the pass. Knows no files."""
 
-import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from subprocess import Popen
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
-from .architectures import Config, Weights, architecture_of
-from .architectures.rope import fill_tables
+from .architectures import Buffers, Config, Room, Weights, architecture_of
 from .checks import ids, one_of, short, whole
-from .kernels import KV_CACHES, MAX_TOKENS, Buffers, move_slots, trace
+from .kernels import KV_CACHES, MAX_TOKENS, copy_rows, trace
 from .machine.ahead import compile_ahead
-from .machine.memory import lazy_zeros, zeros
-from .machine.programs import Operation, Program, Runner
+from .machine.memory import zeros
+from .machine.programs import Operation, Runner
 from .machine.threads import available_threads, give_lock
 from .machine.tiles import STRIP_ROWS, TILE_TOKENS
-from .machine.vectors import LANES, Float32, ceil_div, round_up
+from .machine.vectors import Float32, round_up
 from .weights import Kind
 
 READ_SECONDS = 0.3  # that a pass over a part of a long prompt should take: keys are looked at in between
 FIRST_READ, LEAST_READ = 2 * TILE_TOKENS, TILE_TOKENS  # tokens of the first such pass, and of one of a slow model
 FIRST_POSITIONS = 256  # that a model has room for before its text grows
-CACHED = ("keys", "values")  # of which only what is written becomes resident
 KV = Literal["auto", "f32", "f16"]  # what keys and values are kept in
+Answer = TypeVar("Answer")
 Node = tuple[int, int]  # of a tree: its token, and the index of its parent, or -1
 IN_THE_MIDDLE = "this thread is in the middle of a pass of this model; a signal handler cannot use it"
-
-
-def buffer_shapes(config: Config, weights: Weights, n_positions: int, n_threads: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of `Buffers`, but for those of whole numbers; n_positions is how many slots the cache has."""
-    head_dim, kv_heads, layers = config.head_dim, config.n_kv_heads, config.n_layers
-    positions, dim = round_up(n_positions, STRIP_ROWS), round_up(config.dim, STRIP_ROWS)
-    turned = 0 if architecture_of(config).learned_positions else positions
-    head_strips = ceil_div(head_dim, STRIP_ROWS)
-    matrices = weights.matrices
-    return {
-        "keys": (layers, kv_heads, positions // STRIP_ROWS, head_dim, STRIP_ROWS),
-        "values": (layers, kv_heads, head_strips, positions, STRIP_ROWS),
-        "rope_cos": (turned, head_dim + LANES),
-        "rope_sin": (turned, head_dim + LANES),
-        "x": (1, MAX_TOKENS, dim),
-        "normed": (n_threads, MAX_TOKENS, dim),
-        "scratch": (n_threads, MAX_TOKENS, max(matrix.scratch_words for matrix in matrices.values())),
-        "qkv": (MAX_TOKENS, matrices["0.qkv"].n_rows),
-        "heads": (1, MAX_TOKENS, round_up(config.q_dim, STRIP_ROWS)),
-        "scores": (n_threads, TILE_TOKENS, positions),
-        "mixed": (n_threads, TILE_TOKENS, head_strips * STRIP_ROWS),
-        "up": (MAX_TOKENS, matrices["0.up"].n_rows),
-        "hidden": (1, MAX_TOKENS, round_up(config.hidden_dim, STRIP_ROWS)),
-        "logits": (MAX_TOKENS, matrices["classifier"].n_rows),
-    }
-
-
-def new_buffers(config: Config, weights: Weights, kv: KV, n_positions: int, n_threads: int) -> Buffers:
-    """Buffers of zeros of the shapes of `buffer_shapes`; kv: f32 or f16. Raises MemoryError."""
-    shapes, dtype = buffer_shapes(config, weights, n_positions, n_threads), KV_CACHES[kv].dtype
-    arrays = {name: lazy_zeros(dtype, *shape) if name in CACHED else zeros(*shape) for name, shape in shapes.items()}
-    paths = np.zeros((MAX_TOKENS, MAX_TOKENS), np.int64)
-    return Buffers(KV_CACHES[kv], np.zeros(MAX_TOKENS, np.int64), np.zeros(MAX_TOKENS, np.int64), paths, **arrays)
 
 
 def kv_of(weights: Weights, kv: KV) -> KV:
@@ -77,9 +42,10 @@ def compile_passes(config: Config, tensors: Mapping[str, Any], kinds: Sequence[K
     """
     outlines = [architecture_of(config).outline(config, tensors, kind) for kind in kinds]
     kv = kv_of(outlines[0], kv)
+    architecture, room = architecture_of(config), Room(KV_CACHES[kv], STRIP_ROWS, 1)
     operations: dict[Operation, None] = {}
     for outline in outlines:
-        program = architecture_of(config).program(config, outline, new_buffers(config, outline, kv, STRIP_ROWS, 1))
+        program = architecture.program(config, outline, architecture.new_buffers(config, outline, room)).program({})
         operations |= dict.fromkeys(row.operation for phase in program for row in phase)
     return compile_ahead([*operations], [KV_CACHES[kv].attention.name, "sampling.draw_once"])
 
@@ -91,13 +57,14 @@ class Transformer:
     seq_len, and no farther than that where positions are learned. Buffers grow with the text. Beyond its own seq_len a model
     sees a sliding window of that many positions. kv: what keys and values are kept in, "f32" or "f16", half as many bytes, each
     rounded to the nearest and NaN beyond its range; "auto" is f32 where all weights are fp32, else f16.
+    hidden_layers: before which layers `hidden_states` are kept.
 
     Whatever runs, the logits are those of the tokens that were asked for: the cache knows which tokens it holds, those of the
     last tree among them. Threads may share a model; `lock` is for whoever reads logits that another's pass must not overwrite. A
     model can be pickled and copied.
 
     Raises ValueError for weights of another shape than the config's, for n_threads that the machine does not give, for
-    n_positions below 1 and for another kv.
+    n_positions below 1, for another kv and for hidden_layers that there are not.
     """
 
     def __init__(
@@ -107,6 +74,7 @@ class Transformer:
         n_threads: int | None = None,
         n_positions: int | None = None,
         kv: KV = "auto",
+        hidden_layers: Sequence[int] = (),
     ) -> None:
         if flaw := config.flaw():
             raise ValueError(flaw)
@@ -126,16 +94,21 @@ class Transformer:
         self.n_passes = 0  # so that whoever reads logits can tell whether a signal handler ran a pass meanwhile
         self._held: list[int] = []  # the tokens whose keys and values the cache holds, those of a text
         self._nodes: list[Node] = []  # and in the slots behind them, those of a tree
+        self._shortest = 0  # the length of a text, but for 0, that the cache can still go back to
+        self._n_run = 0  # tokens of the last pass
         self._capacity = 0
         self._buffers: Buffers
-        self._reserve(min(self._n_positions, FIRST_POSITIONS))
+        self._hidden: dict[int, Float32] = {}  # before which layers, the states (MAX_TOKENS, D) of a pass
+        self._build(round_up(min(self._n_positions, FIRST_POSITIONS), STRIP_ROWS), self._layers(hidden_layers))
 
     def __repr__(self) -> str:
         c = self._config
         return f"<{c.architecture} of {c.n_layers} layers x {c.dim}, {c.vocab_size} tokens, {self._weights.kind}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self._config, self._weights, self._most_threads, self._n_positions, self._kv)
+        return _rebuilt, (
+            self._config, self._weights, self._most_threads, self._n_positions, self._kv, self.hidden_layers,
+        )  # fmt: skip
 
     @property
     def config(self) -> Config:
@@ -168,11 +141,31 @@ class Transformer:
         """How many tokens of the last text the cache holds."""
         return len(self._held)
 
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Before which layers `hidden_states` are kept, n_layers for behind the last; none by default, which costs nothing.
+
+        Raises ValueError and TypeError for what are no layers, RuntimeError as `forward` does.
+        """
+        return (*self._hidden,)
+
+    @hidden_layers.setter
+    def hidden_layers(self, layers: Sequence[int]) -> None:
+        self._alone(self._build, self._capacity, self._layers(layers))
+
+    @property
+    def hidden_states(self) -> list[Float32]:
+        """The residual stream (T, D) before each of `hidden_layers`, valid until the next call.
+
+        Of the T tokens that the last call's last pass ran, at most MAX_TOKENS: the last of its tokens and nodes. Whoever needs
+        those of a longer text takes them while it is `read`, after each part.
+        """
+        return [states[: self._n_run] for states in self._hidden.values()]
+
     def text_bytes(self, n_positions: int) -> int:
         """What a text of so many positions takes beside the weights, and a tree at its end."""
-        shapes = buffer_shapes(self._config, self._weights, n_positions + MAX_TOKENS, self._most_threads)
-        item_bytes = dict.fromkeys(shapes, 4) | dict.fromkeys(CACHED, np.dtype(KV_CACHES[self._kv].dtype).itemsize)
-        return sum(item_bytes[name] * math.prod(shape) for name, shape in shapes.items())
+        room = self._room(round_up(n_positions + MAX_TOKENS, STRIP_ROWS))
+        return sum(b.n_bytes for b in self._architecture.all_buffers(self._config, self._weights, room).values())
 
     def positions_within(self, n_bytes: float, most: int) -> int:
         """How many positions a text may have that takes so many bytes (`text_bytes`): 1 to `most`."""
@@ -193,12 +186,12 @@ class Transformer:
             n_logits = whole("n_logits", n_logits, 0, min(n, MAX_TOKENS))
         if n > self._n_positions:
             raise ValueError(f"{n} tokens do not fit {self._n_positions} positions")
-        return self._forward(tokens, [], n_logits)
+        return self._alone(self._forward, tokens, [], n_logits)
 
     def unread(self, tokens: list[int]) -> int:
         """How many of a text's tokens `read` would run."""
         limit = max(len(tokens) - 1, 0)
-        return limit - n_common(self._held, tokens, limit)
+        return limit - self._n_kept(tokens, limit)
 
     def read(self, tokens: list[int]) -> Iterator[int]:
         """Run all but the last of a text's tokens, some at a time; tells after each time how many are left.
@@ -225,8 +218,10 @@ class Transformer:
         nodes: tokens, a path that is likely to be kept best at the front; parents: of each node an earlier one's index, or -1
         where it follows the text; n_logits: by default one more than there are nodes. Runs what the cache does not hold and the
         last n_logits: nodes that are appended to the last call's, and asked for alone, run alone. Raises what `forward` raises,
-        ValueError for MAX_TOKENS nodes or more, too.
+        ValueError for MAX_TOKENS nodes or more and for a family that runs no trees, too.
         """
+        if self._architecture.move is None:
+            raise ValueError(f"a {self._config.architecture} model runs no trees: its state is that of one text")
         tokens = tokens if isinstance(tokens, list) else ids("tokens", tokens)
         nodes, parents = ids("nodes", nodes), ids("parents", parents)
         n, most = len(tokens), len(nodes) + 1
@@ -243,7 +238,7 @@ class Transformer:
         if n + max(depths, default=0) > self._n_positions:
             raise ValueError(f"{n} tokens and a tree of depth {max(depths, default=0)} do not fit {self._n_positions} positions")
         n_logits = most if n_logits is None else whole("n_logits", n_logits, 0, most)
-        return self._forward(tokens, [*zip(nodes, parents, strict=True)], n_logits)
+        return self._alone(self._forward, tokens, [*zip(nodes, parents, strict=True)], n_logits)
 
     def keep(self, path: Sequence[int]) -> None:
         """Let the cache's text go on by a path of the last tree, indexes of nodes from one that follows the text on down; the
@@ -252,32 +247,24 @@ class Transformer:
         A pass over a text that goes on as the tree does keeps its path by itself. Raises ValueError for what is no such path,
         TypeError for what are no whole numbers, RuntimeError as `forward` does.
         """
-        path = ids("path", path)
+        self._alone(self._keep, ids("path", path))
+
+    def _alone(self, work: Callable[..., Answer], *arguments: Any) -> Answer:
+        """The work, with the model to itself."""
         with self.lock:
             if self._is_running:
                 raise RuntimeError(IN_THE_MIDDLE)
             try:
                 self._is_running = True
-                self._keep(path)
+                return work(*arguments)
             finally:
                 self._is_running = False
 
     def _forward(self, tokens: list[int], nodes: list[Node], n_logits: int) -> Float32:
-        with self.lock:
-            if self._is_running:
-                raise RuntimeError(IN_THE_MIDDLE)
-            try:
-                self._is_running = True
-                self.n_passes += 1
-                self._run(tokens, nodes, n_logits)
-                return self._buffers.logits[:n_logits, : self._config.vocab_size]
-            finally:
-                self._is_running = False
-
-    def _run(self, tokens: list[int], nodes: list[Node], n_logits: int) -> None:
-        """The tokens and nodes that the cache does not hold, and the last n_logits of both."""
+        """Logits; runs the tokens and nodes that the cache does not hold, and the last n_logits of both."""
+        self.n_passes += 1
         limit = len(tokens) - max(0, n_logits - len(nodes))
-        start, n_nodes = n_common(self._held, tokens, limit), 0
+        start, n_nodes, n_states = self._n_kept(tokens, limit), 0, self._architecture.n_states
         if self._nodes and start == len(self._held):
             if start < limit:
                 start = self._keep(self._followed(tokens[start:limit]))
@@ -294,6 +281,7 @@ class Transformer:
         if self._nodes:
             del self._nodes[n_nodes:]
         del self._held[start:]
+        self._n_run, self._shortest = 0, self._shortest if start else 0
         if nodes:
             trace(self._buffers.depths, self._buffers.paths, np.array([parent for _, parent in nodes]), len(nodes))
         while new:
@@ -301,13 +289,20 @@ class Transformer:
             block = new[: len(new) % MAX_TOKENS or MAX_TOKENS]
             del new[: len(block)]
             self._buffers.tokens[: len(block)] = block
+            if n_states:
+                self._shortest = max(self._shortest, len(self._held) + len(block) + 1 - n_states)
             self._runner(len(block), len(self._held) + n_nodes, 0 if new else n_logits, self._n_threads, len(tokens))
+            self._n_run = len(block)
             self._held += block[: len(tokens) - len(self._held)] if nodes else block
         if nodes:
             self._nodes += nodes[n_nodes:]
+        logits: Float32 = self._buffers.logits[:n_logits, : self._config.vocab_size]
+        return logits
 
-    def _program(self, weights: Weights, buffers: Buffers) -> Program:
-        return self._architecture.program(self._config, weights, buffers)
+    def _n_kept(self, tokens: list[int], limit: int) -> int:
+        """How many of a text's tokens, at most limit, need not run: the cache holds them, and a state to go on from."""
+        n = n_common(self._held, tokens, limit)
+        return n if n >= self._shortest else 0
 
     def _followed(self, tokens: list[int]) -> list[int]:
         """The path of the tree that tokens behind the text follow."""
@@ -325,8 +320,8 @@ class Transformer:
                 raise ValueError(f"path is {short(path)}; expected nodes of the last tree, each the parent of the next")
         tokens = [self._nodes[node][0] for node in path]
         self._nodes.clear()
-        if path != [*range(len(path))]:
-            move_slots(self._buffers.keys, self._buffers.values, np.array(path), len(self._held))
+        if self._architecture.move and path != [*range(len(path))]:
+            self._architecture.move(self._buffers, np.array(path), len(self._held))
         self._held += tokens
         return len(self._held)
 
@@ -335,18 +330,30 @@ class Transformer:
         if n_slots <= self._capacity:
             return
         most = min(max(n_slots, 2 * self._capacity), self._n_positions + (MAX_TOKENS if n_slots > self._n_positions else 0))
-        buffers = new_buffers(self._config, self._weights, self._kv, most, self._most_threads)
-        capacity = buffers.values.shape[3]
-        if self._capacity:
-            buffers.rope_cos[: self._capacity] = self._buffers.rope_cos
-            buffers.rope_sin[: self._capacity] = self._buffers.rope_sin
-        fill_tables(self._config, buffers.rope_cos, buffers.rope_sin, self._capacity)
-        if self._held:
-            buffers.keys[:, :, : self._capacity // STRIP_ROWS] = self._buffers.keys
-            buffers.values[:, :, :, : self._capacity] = self._buffers.values
-        runner = Runner(self._program(self._weights, buffers))
+        self._build(round_up(most, STRIP_ROWS), self.hidden_layers)
+
+    def _room(self, n_slots: int) -> Room:
+        return Room(KV_CACHES[self._kv], n_slots, self._most_threads)
+
+    def _layers(self, layers: Sequence[int]) -> list[int]:
+        layers = [whole(f"hidden_layers[{i}]", layer, 0, self._config.n_layers) for i, layer in enumerate(layers)]
+        if len({*layers}) < len(layers):
+            raise ValueError(f"hidden_layers are {short(layers)}; expected each once")
+        return layers
+
+    def _build(self, capacity: int, layers: Sequence[int]) -> None:
+        """Buffers for so many slots, grown out of those that there are, and the program over them.
+
+        layers: before which it keeps the hidden states.
+        """
+        config, weights, architecture = self._config, self._weights, self._architecture
+        buffers = architecture.new_buffers(config, weights, self._room(capacity), self._buffers if self._capacity else None)
+        architecture.fill(config, buffers, self._capacity)
+        hidden = {layer: zeros(MAX_TOKENS, config.dim) for layer in layers}
+        before = {layer: copy_rows(states, buffers.x[0]) for layer, states in hidden.items()}
+        runner = Runner(architecture.program(config, weights, buffers).program(before))
         # all or nothing: an interrupt between two calls would leave a program of buffers that are gone
-        self._runner, self._buffers, self._capacity = runner, buffers, capacity
+        self._runner, self._buffers, self._capacity, self._hidden, self._n_run = runner, buffers, capacity, hidden, 0
 
 
 def known(tokens: list[int], n_rows: int) -> list[int]:
@@ -376,6 +383,6 @@ def n_common(held: list[Any], wanted: list[Any], limit: int) -> int:
     return next(i for i in range(n) if held[i] != wanted[i])
 
 
-def _rebuilt(config: Config, weights: Weights, n_threads: int, n_positions: int, kv: KV) -> Transformer:
+def _rebuilt(config: Config, weights: Weights, n_threads: int, *others: Any) -> Transformer:
     """A model from its pickled parts, maybe on a machine of fewer cores."""
-    return Transformer(config, weights, min(n_threads, available_threads()), n_positions, kv)
+    return Transformer(config, weights, min(n_threads, available_threads()), *others)

@@ -3,7 +3,7 @@
 from .config import Config, RopeScaling
 from .gpt2 import GPT2
 from .llama import LLAMA
-from .plan import Architecture, Weights
+from .plan import Architecture, Buffers, Room, Weights
 
 ARCHITECTURES = {"llama": LLAMA, "gpt2": GPT2}
 
@@ -15,4 +15,4 @@ def architecture_of(config: Config) -> Architecture:
     return ARCHITECTURES[config.architecture]
 
 
-__all__ = ["ARCHITECTURES", "Architecture", "Config", "RopeScaling", "Weights", "architecture_of"]
+__all__ = ["ARCHITECTURES", "Architecture", "Buffers", "Config", "Room", "RopeScaling", "Weights", "architecture_of"]

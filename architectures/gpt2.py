@@ -1,11 +1,12 @@
 """GPT-2 (Radford et al. 2019): its tensors, its matrices, its pass."""
 
-from ..kernels import Buffers, add_bias, add_positions, gelu, layer_norm
+from ..kernels import add_bias, add_positions, gelu, layer_norm
 from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
 from ..weights.matrix import n_strips
+from .blocks import block_buffers, move_path
 from .config import Config
-from .plan import Architecture, Part, Vector, Weights
+from .plan import Architecture, Buffers, Layers, Part, Vector, Weights
 
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
@@ -49,7 +50,7 @@ def vectors(config: Config) -> dict[str, Vector]:
     return own
 
 
-def program(config: Config, weights: Weights, b: Buffers) -> Program:
+def program(config: Config, weights: Weights, b: Buffers) -> Layers:
     """x = embedding + position; for each layer x += wo attention(qkv norm(x)), x += w2 gelu(w1 norm(x)); wcls norm(x)."""
     w, v = weights.matrices, weights.vectors
     k_row = n_strips(config.dim) * STRIP_ROWS
@@ -81,11 +82,11 @@ def program(config: Config, weights: Weights, b: Buffers) -> Program:
             [w[f"{i}.down"].product(b.x[0], b.hidden, b.scratch, adding=True), add_bias(b.x[0], v[f"{i}.b2"], 1)],
         ]
 
-    return [
-        [w["embedding"].embedding(b.x[0], b.tokens), add_positions(b.x[0], v["pos_emb"], b.depths, config.dim)],
-        *(phase for i in range(config.n_layers) for phase in layer(i)),
-        [norm("ln_final", of_logits=True), w["classifier"].product(b.logits, b.normed, b.scratch, of_logits=True)],
-    ]
+    return Layers(
+        [[w["embedding"].embedding(b.x[0], b.tokens), add_positions(b.x[0], v["pos_emb"], b.depths, config.dim)]],
+        [layer(i) for i in range(config.n_layers)],
+        [[norm("ln_final", of_logits=True), w["classifier"].product(b.logits, b.normed, b.scratch, of_logits=True)]],
+    )
 
 
-GPT2 = Architecture(shapes, parts, vectors, program, learned_positions=True)
+GPT2 = Architecture(shapes, parts, vectors, block_buffers, program, learned_positions=True, move=move_path)

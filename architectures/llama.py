@@ -6,13 +6,15 @@ biases to q, k and v (Yang et al. 2024, arXiv:2407.10671), Qwen3 norms their hea
 
 import math
 
-from ..kernels import Buffers, add_bias, head_norm, rms_norm, rope, swiglu
+from ..kernels import add_bias, head_norm, rms_norm, rope, swiglu
 from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
-from ..machine.vectors import Float32
+from ..machine.vectors import LANES, Float32
 from ..weights.matrix import n_strips
+from .blocks import block_buffers, move_path
 from .config import Config
-from .plan import Architecture, Part, Vector, Weights
+from .plan import Architecture, Buffer, Buffers, Layers, Part, Room, Vector, Weights
+from .rope import fill_tables
 
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
@@ -78,7 +80,18 @@ def vectors(config: Config) -> dict[str, Vector]:
     return own
 
 
-def program(config: Config, weights: Weights, b: Buffers) -> Program:
+def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
+    """rope_cos, rope_sin (S, K + LANES): entry j belongs to row j % K of a head; sines are negative for a pair's first row."""
+    table = Buffer((room.n_positions, config.head_dim + LANES))
+    return block_buffers(config, weights, room) | {"rope_cos": table, "rope_sin": table}
+
+
+def fill(config: Config, b: Buffers, start: int) -> None:
+    """`Architecture.fill`."""
+    fill_tables(config, b.rope_cos, b.rope_sin, start)
+
+
+def program(config: Config, weights: Weights, b: Buffers) -> Layers:
     """x = embedding; for each layer x += wo attention(rope(qkv rmsnorm(x))), x += w2 swiglu(w13 rmsnorm(x)); wcls rmsnorm(x)."""
     w, v = weights.matrices, weights.vectors
     k_row = n_strips(config.q_dim) * STRIP_ROWS
@@ -128,11 +141,11 @@ def program(config: Config, weights: Weights, b: Buffers) -> Program:
             [w[f"{i}.down"].product(b.x[0], b.hidden, b.scratch, adding=True), *biased(b.x[0], f"{i}.b2")],
         ]
 
-    return [
-        [w["embedding"].embedding(b.x[0], b.tokens)],
-        *(phase for i in range(config.n_layers) for phase in layer(i)),
-        [norm("rms_final", of_logits=True), w["classifier"].product(b.logits, b.normed, b.scratch, of_logits=True)],
-    ]
+    return Layers(
+        [[w["embedding"].embedding(b.x[0], b.tokens)]],
+        [layer(i) for i in range(config.n_layers)],
+        [[norm("rms_final", of_logits=True), w["classifier"].product(b.logits, b.normed, b.scratch, of_logits=True)]],
+    )
 
 
 def whole_heads(config: Config) -> int:
@@ -142,4 +155,4 @@ def whole_heads(config: Config) -> int:
     return unit if all(n % unit == 0 for n in strips) else sum(strips) + strips[1]
 
 
-LLAMA = Architecture(shapes, parts, vectors, program)
+LLAMA = Architecture(shapes, parts, vectors, buffers, program, fill, move=move_path)

@@ -1,17 +1,18 @@
-"""What an architecture is: the tensors it takes, the matrices they become, and the program of its pass."""
+"""What an architecture is: the tensors it takes, the matrices they become, the buffers it works in, the program of its pass."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..kernels import Buffers
-from ..machine.memory import Block, aligned, physical_memory_bytes, zeros
-from ..machine.programs import Program
+from ..kernels import MAX_TOKENS, KVCache
+from ..machine.memory import Block, aligned, lazy_zeros, physical_memory_bytes, zeros
+from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
-from ..machine.vectors import Float32, round_up
+from ..machine.vectors import Float32, Int64, round_up
 from ..weights import Kind, kind_for
 from ..weights.matrix import Floats, Matrix, converted, floats, n_strips, pack
 from .config import Config
@@ -95,20 +96,109 @@ class Weights:
         return Weights({name: new[id(matrix)] for name, matrix in self.matrices.items()}, vectors)
 
 
+class Room(NamedTuple):
+    """What buffers are for: texts of so many positions, whole strips of them, kept so, and passes of so many threads."""
+
+    kv: KVCache
+    n_positions: int
+    n_threads: int
+
+
+class Buffer(NamedTuple):
+    """An array that a program works in; what grows with the text keeps its numbers, at the same indexes.
+
+    is_cache: whether only what is written becomes resident, for what most texts do not fill.
+    """
+
+    shape: tuple[int, ...]
+    dtype: type = np.float32
+    is_cache: bool = False
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    def array(self, old: Any = None) -> Any:
+        """Zeros; old: the array that they grow out of, itself where it is as large already. Raises MemoryError."""
+        if old is not None and old.shape == self.shape:
+            return old
+        if self.is_cache:
+            new = lazy_zeros(self.dtype, *self.shape)
+        else:
+            new = zeros(*self.shape) if self.dtype is np.float32 else np.zeros(self.shape, self.dtype)
+        if old is not None:
+            new[tuple(map(slice, old.shape))] = old
+        return new
+
+
+class Buffers(SimpleNamespace):
+    """The arrays of a program, by the names that its architecture declares them by, and of every program
+
+    kv: the `KVCache`, tokens (T,) and logits (T, V padded) of a pass, x (1, T, D padded): the residual stream,
+    depths (N,) of a tree's nodes, whose position is n_text + depth, and paths (N, N): the node at each depth on the way to a
+    node, itself the last.
+    """
+
+
+class Layers(NamedTuple):
+    """A pass: what makes x of tokens, the layers, and what makes logits of x; in front of each of them x is a hidden state."""
+
+    first: Program
+    layers: Sequence[Program]
+    last: Program
+
+    def program(self, before: Mapping[int, Row]) -> Program:
+        """All of it; before: what else runs before layers, by their numbers, that of no layer behind the last one."""
+        phases = [*self.first]
+        for i, layer in enumerate((*self.layers, self.last)):
+            phases += [[before[i]], *layer] if i in before else layer
+        return phases
+
+
+def no_tables(config: Config, buffers: Buffers, start: int) -> None:
+    """Of a family without tables of positions."""
+
+
 @dataclass(frozen=True)
 class Architecture:
     """A family of models.
 
-    shapes: of each tensor that a file of the family holds; parts, vectors: what they are packed into, among the parts
-    "embedding", "classifier" and of each layer, by its number, "0.qkv" and "0.up", whose products `Buffers` holds; program: the
-    pass, over weights and buffers; learned_positions: whether positions are a table of the file's, at whose end a text ends.
+    shapes: of each tensor that a file of the family holds.
+    parts, vectors: what they are packed into, among the parts "embedding" and "classifier".
+    buffers: what the program works in, beside what every program has (`Buffers`).
+    program: the pass, over weights and buffers.
+    fill: puts what depends on positions alone into buffers, from one of them on.
+    learned_positions: whether positions are a table of the file's, at whose end a text ends.
+    move: puts what buffers hold of a tree's path, nodes from depth 0 on, where it follows a text of so many tokens. None: the
+    family runs no trees.
+    n_states: where there is a running state beside the cache's slots, of how many last lengths of a text buffers hold it, that
+    of length n at place n mod n_states; the pass at position 0 takes none. A text that goes back farther is run again. 0: none.
     """
 
     shapes: Callable[[Config], dict[str, tuple[int, ...]]]
     parts: Callable[[Config], dict[str, Part]]
     vectors: Callable[[Config], dict[str, Vector]]
-    program: Callable[[Config, Weights, Buffers], Program]
+    buffers: Callable[[Config, Weights, Room], dict[str, Buffer]]
+    program: Callable[[Config, Weights, Buffers], Layers]
+    fill: Callable[[Config, Buffers, int], None] = no_tables
     learned_positions: bool = False
+    move: Callable[[Buffers, Int64, int], None] | None = None
+    n_states: int = 0
+
+    def all_buffers(self, config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
+        """The family's, and those of every program."""
+        return {
+            "tokens": Buffer((MAX_TOKENS,), np.int64),
+            "depths": Buffer((MAX_TOKENS,), np.int64),
+            "paths": Buffer((MAX_TOKENS, MAX_TOKENS), np.int64),
+            "x": Buffer((1, MAX_TOKENS, round_up(config.dim, STRIP_ROWS))),
+            "logits": Buffer((MAX_TOKENS, weights.matrices["classifier"].n_rows)),
+        } | self.buffers(config, weights, room)
+
+    def new_buffers(self, config: Config, weights: Weights, room: Room, old: Buffers | None = None) -> Buffers:
+        """All of them, tables not filled; old: those that they grow out of. Raises MemoryError."""
+        declared = self.all_buffers(config, weights, room)
+        return Buffers(kv=room.kv, **{name: buffer.array(getattr(old, name, None)) for name, buffer in declared.items()})
 
     def kinds(self, config: Config, tensors: Mapping[str, Any], kind: Kind | None) -> dict[Part, Kind]:
         """What each matrix becomes; see `pack`."""

@@ -85,8 +85,8 @@ def pass_at(address):
     )
 
 
-def _unpacker(kinds: Sequence[Any]) -> Any:
-    """The intrinsic (address of a row) -> its arguments, a tuple of those numba types; arrays are where and as they lie."""
+def _unpacker(unpacked: Any) -> Any:
+    """The intrinsic (address of a row) -> its arguments, a tuple of that numba type; arrays are where and as they lie."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         from numba.np.arrayobj import populate_array  # with all that numba can do with arrays and strings: only to compile
@@ -94,7 +94,7 @@ def _unpacker(kinds: Sequence[Any]) -> Any:
         words = builder.inttoptr(args[0], I64.as_pointer())
         numbers = (builder.load(builder.gep(words, [I64(place)])) for place in range(ROW_HEAD, ROW_WORDS))
         values = []
-        for kind in kinds:
+        for kind in unpacked:
             if kind is types.float32:
                 values.append(builder.bitcast(builder.trunc(next(numbers), I32), F32))
             elif kind is types.int64:
@@ -110,23 +110,31 @@ def _unpacker(kinds: Sequence[Any]) -> Any:
                 values.append(array._getvalue())
         return context.make_tuple(builder, signature.return_type, values)
 
-    return intrinsic(lambda typingctx, row: (types.Tuple(kinds)(types.int64), codegen))
+    return intrinsic(lambda typingctx, row: (unpacked(types.int64), codegen))
 
 
 class Operation:
     """A kernel that rows name: function(run: Pass, thread, ...), each further parameter annotated as above.
 
-    kept: whether its machine code outlives the process, which is for functions in `cache.SOURCES`.
+    Many parameters are one, a record: a NamedTuple whose fields are annotated so. kept: whether its machine code outlives the
+    process, which is for functions in `cache.SOURCES`. others: annotations that stand for those of the same names.
     """
 
-    def __init__(self, function: Callable[..., None], kept: bool = True) -> None:
+    def __init__(self, function: Callable[..., None], kept: bool = True, **others: Any) -> None:
         functools.update_wrapper(self, function)
         self.function, self._kept = function, kept
+        self._others = others
+
+    @functools.cached_property
+    def _record(self) -> Any:
+        """The NamedTuple that its own parameters are, if they are."""
+        hint = [*get_type_hints(self.function, include_extras=True).values()][2]
+        return hint if hasattr(hint, "_fields") else None
 
     @functools.cached_property
     def _kinds(self) -> dict[str, Any]:
         """The numba types of its own parameters; a run uses one operation of four."""
-        hints = get_type_hints(self.function, include_extras=True)
+        hints = get_type_hints(self._record or self.function, include_extras=True) | self._others
         return {name: _kind_of(hint) for name, hint in hints.items() if name not in ("run", "thread", "return")}
 
     @functools.cached_property
@@ -142,13 +150,16 @@ class Operation:
     @functools.cached_property
     def address(self) -> int:
         """Where its machine code lies; compiled when first asked for."""
-        body = inner(self.function)
-        unpack = _unpacker(list(self._kinds.values()))
+        body, kinds = inner(self.function), [*self._kinds.values()]
+        unpack = _unpacker(types.BaseTuple.from_types(kinds, self._record))
 
         def entry(run, row, thread):
             body(pass_at(run), thread, *unpack(row))
 
-        return callback(ENTRY, entry, self.function if self._kept else None)
+        def entry_of_record(run, row, thread):
+            body(pass_at(run), thread, unpack(row))
+
+        return callback(ENTRY, entry_of_record if self._record else entry, self.function if self._kept else None)
 
     @property
     def name(self) -> str:

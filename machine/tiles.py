@@ -97,7 +97,63 @@ def whole_tokens(shapes: Shapes, most_tokens: int) -> int:
     return max((t for t in range(1, most_tokens + 1) if shapes(STRIP_ROWS, t).rows == STRIP_ROWS), default=0)
 
 
-WHOLE_TOKENS = whole_tokens(shape_of, TILE_TOKENS)
+class Strided(NamedTuple):
+    """Rows of floats: an array, the item where the first one begins, and the items from one to the next."""
+
+    array: Any
+    at: Any
+    stride: Any
+
+
+class Strip(NamedTuple):
+    """A strip of weights: an array, the item where it begins, the one that is fetched beside it, and the items behind that one
+    that are for each k, or quad."""
+
+    array: Any
+    at: Any
+    ahead: Any
+    ahead_stride: Any
+
+
+class Strips(NamedTuple):
+    """Strips of floats: an array, the item where the first begins, the items of each, their number, and the items from what is
+    read to what is fetched."""
+
+    array: Any
+    at: Any
+    n_items: Any
+    n: Any
+    ahead: Any
+
+
+class Tokens(NamedTuple):
+    """Of a tile: the most that it takes, and the most that it takes with all rows of a strip at once."""
+
+    most: int
+    whole: int
+
+
+class Work(NamedTuple):
+    """What a thread computes of a product: strips first to last, for so many tokens."""
+
+    first: int
+    last: int
+    n_tokens: int
+
+
+class Tile(NamedTuple):
+    """The arguments of a tile's LLVM function: pointers, and numbers of items; ahead_stride in bytes. See `tile_by`."""
+
+    out: Any
+    out_stride: Any
+    w: Any
+    ahead: Any
+    ahead_stride: Any
+    x: Any
+    x_stride: Any
+    n: Any
+    n_quads: Any
+    accumulate: Any
 
 
 class Sweep(NamedTuple):
@@ -116,10 +172,7 @@ class Sweep(NamedTuple):
 
 
 def _tile_function(module: Any, name: str, emit: Any, rows: int, shape: Shape) -> Any:
-    """The LLVM function of one tile, rows x shape.n_tokens in sweeps of shape.rows, whose body emit writes.
-
-    Its arguments: out, out_stride, w, ahead, ahead_stride, x, x_stride, n, n_quads, accumulate. `ahead` is in bytes.
-    """
+    """The LLVM function of one `Tile`, rows x shape.n_tokens in sweeps of shape.rows, whose body emit writes."""
     name = f"specdec_{name}_{rows}x{shape.n_tokens}"
     if name in module.globals:
         return module.globals[name]
@@ -130,30 +183,29 @@ def _tile_function(module: Any, name: str, emit: Any, rows: int, shape: Shape) -
     fn.attributes.add("noinline")
     builder, count = ir.IRBuilder(fn.append_basic_block("entry")), rows // shape.rows
     if count == 1:
-        emit(builder, shape, Sweep(const(0), 1, const(0)), *fn.args)
+        emit(builder, shape, Sweep(const(0), 1, const(0)), Tile(*fn.args))
     else:
         with cgutils.for_range(builder, const(count)) as sweeps:
-            emit(builder, shape, Sweep(sweeps.index, count, builder.mul(sweeps.index, const(shape.rows))), *fn.args)
+            sweep = Sweep(sweeps.index, count, builder.mul(sweeps.index, const(shape.rows)))
+            emit(builder, shape, sweep, Tile(*fn.args))
     builder.ret_void()
     return fn
 
 
-def cells(
-    builder: Any, out: Any, out_stride: Any, accumulate: Any, shape: Shape, sweep: Sweep
-) -> tuple[list[Any], list[Any]]:  # fmt: skip
+def cells(builder: Any, shape: Shape, sweep: Sweep, tile: Tile) -> tuple[list[Any], list[Any]]:
     """Where a tile's vectors of out lie, those of a token side by side, and what each starts from.
 
     The next strip's are fetched: 64 rows of logits are as many streams, more than the hardware follows.
     """
-    floats, first = ir.VectorType(F32, shape.lanes), builder.gep(out, [sweep.row])
+    floats, first = ir.VectorType(F32, shape.lanes), builder.gep(tile.out, [sweep.row])
     places = [
-        offset(builder, first, builder.add(builder.mul(out_stride, const(t)), const(shape.lanes * v)), floats)
+        offset(builder, first, builder.add(builder.mul(tile.out_stride, const(t)), const(shape.lanes * v)), floats)
         for t in range(shape.n_tokens)
         for v in range(shape.n_vectors)
     ]
     for place in places[:: max(1, LINE_WORDS // shape.lanes)] if shape.n_vectors > 1 else places:
         prefetch(builder, builder.bitcast(place, F32.as_pointer()), const(shape.rows * sweep.total), write=True)
-    return places, [builder.select(accumulate, builder.load(place, align=4), constants(floats, 0.0)) for place in places]
+    return places, [builder.select(tile.accumulate, builder.load(place, align=4), constants(floats, 0.0)) for place in places]
 
 
 def float_body(stored: Storage, n_strips: int = 1) -> Any:
@@ -162,20 +214,16 @@ def float_body(stored: Storage, n_strips: int = 1) -> Any:
     n_strips: 1, or 2 at a time, n_quads items from one to the other, which else is of no meaning: more chains for few tokens.
     """
 
-    def emit(
-        builder: Any, shape: Shape, sweep: Sweep,
-        out: Any, out_stride: Any, w: Any, ahead: Any, ahead_stride: Any, x: Any, x_stride: Any,
-        n: Any, n_quads: Any, accumulate: Any,
-    ) -> None:  # fmt: skip
-        entry = builder.block
+    def emit(builder: Any, shape: Shape, sweep: Sweep, tile: Tile) -> None:
+        entry, n, n_quads = builder.block, tile.n, tile.n_quads
         lanes, n_vectors, n_tokens = shape
         floats, items = ir.VectorType(F32, lanes), stored.item.as_pointer()
         pairs, odd, last, done = (builder.append_basic_block(block) for block in ("pairs", "odd", "last", "done"))
-        places, start = cells(builder, out, out_stride, accumulate, shape, sweep)
-        rows = [builder.gep(x, [builder.mul(x_stride, const(t))]) for t in range(n_tokens)]
+        places, start = cells(builder, shape, sweep, tile)
+        rows = [builder.gep(tile.x, [builder.mul(tile.x_stride, const(t))]) for t in range(n_tokens)]
         strip, row = builder.udiv(sweep.row, const(STRIP_ROWS)), builder.urem(sweep.row, const(STRIP_ROWS))
-        w = builder.gep(builder.bitcast(w, items), [builder.add(builder.mul(strip, n_quads), row)])
-        ahead, ahead_stride = sweep.ahead(builder, ahead, ahead_stride, n)
+        w = builder.gep(builder.bitcast(tile.w, items), [builder.add(builder.mul(strip, n_quads), row)])
+        ahead, ahead_stride = sweep.ahead(builder, tile.ahead, tile.ahead_stride, n)
         whole = builder.and_(n, const(-UNROLL))
         builder.cbranch(builder.icmp_signed(">", whole, const(0)), pairs, odd)
 
@@ -253,7 +301,7 @@ def float_body(stored: Storage, n_strips: int = 1) -> Any:
     return emit
 
 
-def _switch_tokens(builder: Any, n_tokens: Any, most_tokens: int, function_of: Any, call_args: list[Any]) -> None:
+def _switch_tokens(builder: Any, n_tokens: Any, most_tokens: int, function_of: Any, tile: Tile) -> None:
     """Call the tile function that function_of gives for that many tokens, 1 to most_tokens."""
     end = builder.append_basic_block("tile.end")
     switch = builder.switch(n_tokens, end)
@@ -261,7 +309,7 @@ def _switch_tokens(builder: Any, n_tokens: Any, most_tokens: int, function_of: A
         block = builder.append_basic_block(f"tile.{t}")
         switch.add_case(ir.Constant(I64, t), block)
         builder.position_at_end(block)
-        builder.call(function_of(t), call_args)
+        builder.call(function_of(t), tile)
         builder.branch(end)
     builder.position_at_end(end)
 
@@ -274,43 +322,40 @@ def make_tile(name: str, emit: Any, shapes: Shapes = shape_of, most_tokens: int 
 def tile_by(
     body_of: Callable[[Any], tuple[str, Any]], rows: int, shapes: Shapes = shape_of, most_tokens: int = TILE_TOKENS
 ) -> Any:
-    """A tile over strips of so many rows, for 1 to most_tokens tokens; indexes and strides are flat, in items.
+    """A tile over strips of so many rows, for 1 to most_tokens tokens: tile(out: `Strided`, w: `Strip`, x: `Strided`, n, n_quads,
+    n_tokens, accumulate).
 
     Floats: out[t, r] (+)= sum_k w[k, r] x[t, k] for k < n, ascending, fused; for n_quads see `float_body`. int8, n groups of
     n_quads: out[t, r] (+)= sum over groups of (sum_k w[r, k] x[t, k]) times both scales; see `Weights` and `quantize` for the
     layouts.
-    ahead: the item of w that is fetched beside the first one; ahead_stride: the items behind it that are for each k, or quad.
     body_of: the name and the body for w's numba type. shapes: of the rows and some tokens, the shape that takes them.
     """
 
     @intrinsic
-    def tile(
-        typingctx, out, out_index, out_stride, w, w_index, ahead, ahead_stride, x, x_index, x_stride,
-        n, n_quads, n_tokens, accumulate,
-    ):  # fmt: skip
+    def tile(typingctx, out, w, x, n, n_quads, n_tokens, accumulate):
         index = types.intp
-        signature = types.void(
-            out, index, index, w, index, index, index, x, index, index, index, index, index, types.boolean
-        )  # fmt: skip
+        signature = types.void(out, w, x, index, index, index, types.boolean)
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            (
-                out, out_index, out_stride, w, w_index, ahead, ahead_stride, x, x_index, x_stride,
-                n, n_quads, n_tokens, accumulate,
-            ) = args  # fmt: skip
-            out, w, ahead, x = [
-                element_pointer(context, builder, signature.args[i], array, at, F32)
-                for i, array, at in ((0, out, out_index), (3, w, w_index), (3, w, ahead), (7, x, x_index))
-            ]
-            name, emit = body_of(signature.args[3])
-            ahead = builder.bitcast(ahead, I8.as_pointer())
-            ahead_stride = builder.mul(ahead_stride, const(storage_of(signature.args[3]).item_bytes))
-            call_args = [out, out_stride, w, ahead, ahead_stride, x, x_stride, n, n_quads, accumulate]
+            out, w, x, n, n_quads, n_tokens, accumulate = args
+            out, x = (Strided(*cgutils.unpack_tuple(builder, rows)) for rows in (out, x))
+            w = Strip(*cgutils.unpack_tuple(builder, w))
+
+            def pointer(i: int, array: Any, at: Any) -> Any:
+                return element_pointer(context, builder, signature.args[i][0], array, at, F32)
+
+            name, emit = body_of(signature.args[1][0])
+            ahead = builder.bitcast(pointer(1, w.array, w.ahead), I8.as_pointer())
+            ahead_stride = builder.mul(w.ahead_stride, const(storage_of(signature.args[1][0]).item_bytes))
+            tile = Tile(
+                pointer(0, out.array, out.at), out.stride, pointer(1, w.array, w.at), ahead, ahead_stride,
+                pointer(2, x.array, x.at), x.stride, n, n_quads, accumulate,
+            )  # fmt: skip
 
             def function_of(t: int) -> Any:
                 return _tile_function(builder.module, name, emit, rows, shapes(rows, t))
 
-            _switch_tokens(builder, n_tokens, most_tokens, function_of, call_args)
+            _switch_tokens(builder, n_tokens, most_tokens, function_of, tile)
             return context.get_dummy_value()
 
         return signature, codegen
@@ -333,47 +378,44 @@ def _either(n_strips: int, most_tokens: int) -> Any:
     return tile_by(body_of, n_strips * STRIP_ROWS, most_tokens=most_tokens)
 
 
+FLOAT_TOKENS = Tokens(TILE_TOKENS, whole_tokens(shape_of, TILE_TOKENS))
 strip_tile = float_tile("fp32_tile", FP32_STORAGE)
 either_tile, pair_tile = _either(1, TILE_TOKENS), _either(2, FEW_TOKENS)
 
 
 @inner
-def multiply_either(out, out_at, out_width, w, at, strip_items, n_strips, ahead, x, x_at, x_stride, n, n_tokens, accumulate):
-    """out[t] (+)= strips of w, of floats or halves, times x[t] (n,); ahead: the items from what is read to what is fetched.
+def multiply_either(out, w, x, n, n_tokens, accumulate):
+    """out[t] (+)= `Strips` of floats or halves, times x[t] (n,): `Strided`.
 
     One token's two chains of a strip would wait for each other: few tokens take two strips at a time.
     """
     strip = 0
-    while strip < n_strips:
-        here, out_here = at + strip * strip_items, out_at + strip * STRIP_ROWS
-        if n_tokens <= FEW_TOKENS and strip + 1 < n_strips:
-            pair_tile(
-                out, out_here, out_width, w, here, here + ahead, STRIP_ROWS, x, x_at, x_stride,
-                n, strip_items, n_tokens, accumulate,
-            )  # fmt: skip
+    while strip < w.n:
+        here = w.at + strip * w.n_items
+        rows = Strided(out.array, out.at + strip * STRIP_ROWS, out.stride)
+        if n_tokens <= FEW_TOKENS and strip + 1 < w.n:
+            pair_tile(rows, Strip(w.array, here, here + w.ahead, STRIP_ROWS), x, n, w.n_items, n_tokens, accumulate)
             strip += 2
         else:
-            either_tile(
-                out, out_here, out_width, w, here, here + ahead, STRIP_ROWS, x, x_at, x_stride, n, 0, n_tokens, accumulate
-            )  # fmt: skip
+            either_tile(rows, Strip(w.array, here, here + w.ahead, STRIP_ROWS), x, n, 0, n_tokens, accumulate)
             strip += 1
 
 
 @inlined
-def multiply_strips(tile, most, whole, out, out_width, w, x, x_width, n, n_quads, n_tokens, first, last, accumulate):
-    """out[t] (+)= W x[t] for the rows of strips first to last, by a tile over n, or n groups of n_quads.
+def multiply_strips(tile, tokens, out, w, x, n_quads, work, accumulate):
+    """out[t] (+)= W x[t] for the strips and tokens of `Work`, by a tile, which takes `Tokens`, over k, or groups of n_quads.
 
-    The tile takes up to `most` tokens, and up to `whole` in one sweep over a strip. Where there are several sweeps or tiles, the
-    first finds its strip in the cache: each has fetched its part of it, so memory is never idle while they compute.
+    Where there are several sweeps or tiles, the first finds its strip in the cache: each has fetched its part of it, so memory is
+    never idle while they compute.
     """
-    n_parts, words = ceil_div(n_tokens, most), w.shape[1] * w.shape[2]
+    n_parts, words = ceil_div(work.n_tokens, tokens.most), w.shape[1] * w.shape[2]
     ahead_stride = ceil_div(w.shape[2] // (n_quads + 1), n_parts)
-    for strip in range(first, last):
+    for strip in range(work.first, work.last):
         here = strip * words
         for part in range(n_parts):
-            t, end = share(n_tokens, part, n_parts)
-            at = t * out_width + strip * STRIP_ROWS
-            ahead = here + (PREFETCH_WORDS if n_tokens <= whole else words + part * words // n_parts)
+            t, end = share(work.n_tokens, part, n_parts)
+            ahead = here + (PREFETCH_WORDS if work.n_tokens <= tokens.whole else words + part * words // n_parts)
             tile(
-                out, at, out_width, w, here, ahead, ahead_stride, x, t * x_width, x_width, n, n_quads, end - t, accumulate != 0
+                Strided(out, t * out.shape[1] + strip * STRIP_ROWS, out.shape[1]), Strip(w, here, ahead, ahead_stride),
+                Strided(x, t * x.shape[1], x.shape[1]), w.shape[1], n_quads, end - t, accumulate != 0,
             )  # fmt: skip

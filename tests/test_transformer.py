@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from specdec import transformer
-from specdec.architectures import Config
+from specdec.architectures import Config, plan
 from specdec.architectures.llama import LLAMA
 from specdec.kernels import MAX_TOKENS
 from specdec.readers import load_checkpoint
@@ -232,8 +232,8 @@ def test_a_text_that_outgrows_its_buffers_keeps_its_logits(name):
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["zeros", "Runner"])
-def test_a_growth_that_fails_leaves_a_model_that_works(monkeypatch, where, error):
+@pytest.mark.parametrize(("module", "where"), [(plan, "zeros"), (plan, "lazy_zeros"), (transformer, "Runner")])
+def test_a_growth_that_fails_leaves_a_model_that_works(monkeypatch, module, where, error):
     config = replace(CONFIGS["gqa"], seq_len=1000)
     tokens = tokens_for(config, 300)
     expected = random_model(config).forward(tokens, 40)
@@ -244,10 +244,36 @@ def test_a_growth_that_fails_leaves_a_model_that_works(monkeypatch, where, error
         raise error
 
     with monkeypatch.context() as context:
-        context.setattr(transformer, where, fails)
+        context.setattr(module, where, fails)
         with pytest.raises(error):
             grown.forward(tokens, 40)
     np.testing.assert_array_equal(grown.forward(tokens, 40), expected)
+
+
+def test_hidden_states_are_kept_where_they_are_asked_for_and_change_nothing():
+    """Those of a family whose states the oracle knows: tests/architectures/test_toy.py."""
+    config = CONFIGS["gqa"]
+    tokens, model = tokens_for(config, 20), random_model(config)
+    logits, n_rows = model.forward(tokens, 20).copy(), len(model._runner._rows)
+    assert model.hidden_layers == () and model.hidden_states == []
+    model.hidden_layers = [2, 0]
+    assert (model.n_held, len(model._runner._rows)) == (20, n_rows + 2)
+    assert [states.shape for states in model.hidden_states] == [(0, config.dim)] * 2
+    for twin in (model, pickle.loads(pickle.dumps(model))):
+        assert twin.hidden_layers == (2, 0)
+        np.testing.assert_array_equal(twin.forward(tokens, 20), logits)
+        np.testing.assert_array_equal(twin.hidden_states[1], random_tensors(config, 0)["tok_emb"][tokens])
+    before_last = model.hidden_states[0][18:].copy()
+    model.forward_tree(tokens[:18], [5, tokens[18], tokens[19]], [-1, -1, 1])
+    np.testing.assert_array_equal(model.hidden_states[0][2:], before_last)  # of the last text token and three nodes
+    model.hidden_layers = []
+    assert len(model._runner._rows) == n_rows and model.hidden_states == []
+
+
+@pytest.mark.parametrize("layers", [[3], [-1], [1, 1], [1.0], "1"])
+def test_hidden_layers_that_there_are_not_are_refused(layers):
+    with pytest.raises((ValueError, TypeError), match="hidden_layers"):
+        random_model(CONFIGS["gqa"]).hidden_layers = layers
 
 
 FORKED = """

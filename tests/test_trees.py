@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specdec import transformer
-from specdec.architectures import Config, architecture_of
+from specdec.architectures import Config, architecture_of, plan
 from specdec.kernels import MAX_TOKENS
 from specdec.machine.vectors import Float32
 from specdec.transformer import FIRST_POSITIONS, Transformer
@@ -283,8 +283,8 @@ def test_a_node_that_is_not_finite_spoils_its_descendants_alone(name: str) -> No
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["zeros", "Runner"])
-def test_a_growth_that_fails_leaves_a_tree_that_works(monkeypatch: pytest.MonkeyPatch, where: str, error) -> None:
+@pytest.mark.parametrize(("module", "where"), [(plan, "zeros"), (transformer, "Runner")])
+def test_a_growth_that_fails_leaves_a_tree_that_works(monkeypatch: pytest.MonkeyPatch, module, where: str, error) -> None:
     config = replace(CONFIGS["gqa"], seq_len=1000)
     tokens, nodes, parents = tokens_for(config, 250), tokens_for(config, 20, 5), random_parents(20, 6)
     expected = random_model(config).forward_tree(tokens, nodes, parents).copy()
@@ -295,7 +295,7 @@ def test_a_growth_that_fails_leaves_a_tree_that_works(monkeypatch: pytest.Monkey
         raise error
 
     with monkeypatch.context() as context:
-        context.setattr(transformer, where, fails)
+        context.setattr(module, where, fails)
         with pytest.raises(error):
             model.forward_tree(tokens, nodes, parents, 15)
     assert_same_bits(model.forward_tree(tokens, nodes, parents, 15), expected[6:])

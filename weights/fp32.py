@@ -5,23 +5,19 @@ import numpy as np
 from ..machine.cache import inlined
 from ..machine.programs import Floats2, Floats3, Halves2, Halves3, Ints1, Pass, on_all_threads, operation
 from ..machine.threads import share
-from ..machine.tiles import STRIP_ROWS, TILE_TOKENS, WHOLE_TOKENS, multiply_strips, strip_tile
+from ..machine.tiles import FLOAT_TOKENS, STRIP_ROWS, Work, multiply_strips, strip_tile
 from ..machine.vectors import LANES, Float32, ceil_div, lane, load
-from .matrix import Floats, Kind, floats
+from .matrix import Floats, Kind, Product, floats
 
 BLOCK = 32  # columns of a block that is turned, a number that the compiler sees: 135M weights on two threads 0.04 s, else 0.1
 
 
 @inlined
-def multiply(tile, run, thread, out, w, x, n, adding, unit, of_logits):
+def multiply(tile, run, thread, p):
     """out[t] (+)= W x[t] by a tile over floats: this thread's strips; see `Matrix.product`."""
-    first, last = share(w.shape[0] // unit, thread, run.n_threads)
-    n_tokens = run.n_logits if of_logits else run.n_tokens
-    source = x[thread if x.shape[0] > 1 else 0]
-    multiply_strips(
-        tile, TILE_TOKENS, WHOLE_TOKENS, out, out.shape[1], w, source, x.shape[2], n, 0, n_tokens,
-        unit * first, unit * last, adding,
-    )  # fmt: skip
+    first, last = share(p.w.shape[0] // p.unit, thread, run.n_threads)
+    work = Work(p.unit * first, p.unit * last, run.n_logits if p.of_logits else run.n_tokens)
+    multiply_strips(tile, FLOAT_TOKENS, p.out, p.w, p.x[thread if p.x.shape[0] > 1 else 0], 0, work, p.adding)
 
 
 @inlined
@@ -37,12 +33,9 @@ def gather(load_weights, run, thread, out, w, tokens, n):
 
 
 @operation
-def product(
-    run: Pass, thread: int, out: Floats2, w: Floats3, x: Floats3, scratch: Floats3,
-    n: int, group: int, adding: int, unit: int, of_logits: int,
-) -> None:  # fmt: skip
+def product(run: Pass, thread: int, p: Product) -> None:
     """`multiply` of fp32 weights."""
-    multiply(strip_tile, run, thread, out, w, x, n, adding, unit, of_logits)
+    multiply(strip_tile, run, thread, p)
 
 
 @operation

@@ -39,7 +39,7 @@ from ..machine.programs import (
     operation,
 )
 from ..machine.threads import share
-from ..machine.tiles import LINE_WORDS, STRIP_ROWS, Shape, Sweep, cells, const, make_tile, prefetch
+from ..machine.tiles import LINE_WORDS, STRIP_ROWS, Shape, Sweep, Tile, cells, const, make_tile, prefetch
 from ..machine.vectors import (
     CPU_FEATURES,
     F32,
@@ -58,7 +58,7 @@ from ..machine.vectors import (
     offset,
 )  # fmt: skip
 from .int8 import GROUP_HEAD, QUADS, Dot4, best_dot4, dot4, multiply, scratch_words
-from .matrix import Kind
+from .matrix import Kind, Product
 
 PATH = "portable" if os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0") else best_dot4(CPU_FEATURES)
 HALF_WORDS = STRIP_ROWS // 2  # of the rows' fp16 numbers
@@ -134,18 +134,15 @@ def group_body(form: Form, dot: Dot4) -> Any:
     """The body of a tile over weights of that form, n blocks."""
     x_group_words = GROUP_HEAD + form.group // QUADS
 
-    def emit(
-        builder: Any, shape: Shape, sweep: Sweep,
-        out: Any, out_stride: Any, w: Any, ahead: Any, ahead_stride: Any, x: Any, x_stride: Any,
-        n: Any, n_quads: Any, accumulate: Any,
-    ) -> None:  # fmt: skip
+    def emit(builder: Any, shape: Shape, sweep: Sweep, tile: Tile) -> None:
         lanes, n_vectors, n_tokens = shape
         integers, floats = ir.VectorType(I32, lanes), ir.VectorType(F32, lanes)
-        places, starts = cells(builder, out, out_stride, accumulate, shape, sweep)
+        places, starts = cells(builder, shape, sweep, tile)
         totals = [cgutils.alloca_once_value(builder, start) for start in starts]
         stride_of = form.block_words // (form.block_words // STRIP_ROWS)  # words: what ahead_stride is for
-        line_stride = builder.udiv(builder.mul(ahead_stride, const(LINE_WORDS)), const(stride_of))
-        ahead, own_stride = sweep.ahead(builder, ahead, line_stride, builder.mul(n, const(form.block_words // LINE_WORDS)))
+        line_stride = builder.udiv(builder.mul(tile.ahead_stride, const(LINE_WORDS)), const(stride_of))
+        n_lines = builder.mul(tile.n, const(form.block_words // LINE_WORDS))
+        ahead, own_stride = sweep.ahead(builder, tile.ahead, line_stride, n_lines)
 
         def every(value: int) -> Any:
             return constants(integers, value)
@@ -190,7 +187,7 @@ def group_body(form: Form, dot: Dot4) -> Any:
             fetch(codes, form.row_words * STRIP_ROWS // LINE_WORDS)
             corrections = [builder.load(offset(builder, row, const(1), I32)) for row in rows]
             sums = [dot.begin(builder, first_sum(corrections[t])) for t in range(n_tokens) for _ in range(n_vectors)]
-            here = builder.gep(w, [builder.add(codes, sweep.row)])
+            here = builder.gep(tile.w, [builder.add(codes, sweep.row)])
 
             def load_words(k: int) -> list[Any]:
                 return [
@@ -225,11 +222,11 @@ def group_body(form: Form, dot: Dot4) -> Any:
                         total = multiply_add(builder, scales[1][v], x_sum, total)
                     builder.store(total, totals[i])
 
-        with cgutils.for_range(builder, n) as blocks:
+        with cgutils.for_range(builder, tile.n) as blocks:
             first = builder.mul(blocks.index, const(form.block_words))
-            block = builder.gep(w, [first])
+            block = builder.gep(tile.w, [first])
             x_block = builder.mul(blocks.index, const(form.n_groups * x_group_words))
-            rows = [builder.gep(x, [builder.add(builder.mul(x_stride, const(t)), x_block)]) for t in range(n_tokens)]
+            rows = [builder.gep(tile.x, [builder.add(builder.mul(tile.x_stride, const(t)), x_block)]) for t in range(n_tokens)]
             codes = builder.add(first, const(form.codes_at))
             fetch(first, form.codes_at // LINE_WORDS)
             scales = [[numbers(block, level, v) for v in range(n_vectors)] for level in range(form.n_levels)]
@@ -262,13 +259,10 @@ def group_tile(form: Form, path: str) -> Any:
 def group_product(form: Form, path: str) -> Callable[..., None]:
     """The kernel of `Matrix.product` for weights of that form, by that instruction."""
     tile = group_tile(form, path)
-    most, whole = dot4(path, form.bits).tokens
+    tokens = dot4(path, form.bits).tokens
 
-    def product(
-        run: Pass, thread: int, out: Floats2, w: Floats3, x: Floats3, scratch: Floats3,
-        n: int, group: int, adding: int, unit: int, of_logits: int,
-    ) -> None:  # fmt: skip
-        multiply(tile, most, whole, run, thread, out, w, x, scratch, n, group, adding, unit, of_logits)
+    def product(run: Pass, thread: int, p: Product) -> None:
+        multiply(tile, tokens, run, thread, p)
 
     return product
 
@@ -352,28 +346,39 @@ def packed(form: Form, quads: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     return words
 
 
+class Placing(NamedTuple):
+    """What `place_rows` takes: strips as words, halves of words and bytes; `Rows`, flat; for every stride-th strip."""
+
+    strips: Words3
+    halves: Halves3
+    octets: Bytes3
+    numbers: Halves2
+    factors: Bytes2
+    words: Words2
+    first: int
+    stride: int
+
+
 @operation
-def place_rows(
-    run: Pass, thread: int, strips: Words3, halves: Halves3, octets: Bytes3,
-    numbers: Halves2, factors: Bytes2, words: Words2, first: int, stride: int,
-) -> None:  # fmt: skip
-    """Rows (rows, ...) into every stride-th of strips, which are seen as words, halves of words and bytes."""
-    rows, n_blocks = words.shape[0], strips.shape[1]
-    of_numbers, of_factors, of_words = numbers.shape[1] // n_blocks, factors.shape[1] // n_blocks, words.shape[1] // n_blocks
+def place_rows(run: Pass, thread: int, p: Placing) -> None:
+    """Rows (rows, ...) into every stride-th of strips."""
+    rows, n_blocks = p.words.shape[0], p.strips.shape[1]
+    of_numbers, of_factors = p.numbers.shape[1] // n_blocks, p.factors.shape[1] // n_blocks
+    of_words = p.words.shape[1] // n_blocks
     factors_at = 2 * of_numbers * STRIP_ROWS
     codes_at = (factors_at + of_factors * STRIP_ROWS) // QUADS
     begin, end = share(ceil_div(rows, STRIP_ROWS), thread, run.n_threads)
     for part in range(begin, end):
-        strip = first + stride * part
+        strip = p.first + p.stride * part
         for block in range(n_blocks):
             for r in range(min(STRIP_ROWS, rows - part * STRIP_ROWS)):
                 row = part * STRIP_ROWS + r
                 for i in range(of_numbers):
-                    halves[strip, block, i * STRIP_ROWS + r] = numbers[row, block * of_numbers + i]
+                    p.halves[strip, block, i * STRIP_ROWS + r] = p.numbers[row, block * of_numbers + i]
                 for i in range(of_factors):
-                    octets[strip, block, factors_at + i * STRIP_ROWS + r] = factors[row, block * of_factors + i]
+                    p.octets[strip, block, factors_at + i * STRIP_ROWS + r] = p.factors[row, block * of_factors + i]
                 for i in range(of_words):
-                    strips[strip, block, codes_at + i * STRIP_ROWS + r] = words[row, block * of_words + i]
+                    p.strips[strip, block, codes_at + i * STRIP_ROWS + r] = p.words[row, block * of_words + i]
 
 
 def place(strips: Float32, first: int, stride: int, rows: Rows) -> None:

@@ -8,19 +8,16 @@ from ..machine.programs import Floats2, Floats3, Ints1, Pass, operation
 from ..machine.tiles import STRIP_ROWS, float_tile
 from ..machine.vectors import BF16_STORAGE, FP16_STORAGE, Float32, load_bf16, load_fp16
 from .fp32 import gather, multiply, no_group, no_scratch, pack_rows, unpack_rows
-from .matrix import Floats, Kind, floats
+from .matrix import Floats, Kind, Product, floats
 
 bf16_tile = float_tile("bf16_tile", BF16_STORAGE)
 fp16_tile = float_tile("fp16_tile", FP16_STORAGE)
 
 
 @operation
-def bf16_product(
-    run: Pass, thread: int, out: Floats2, w: Floats3, x: Floats3, scratch: Floats3,
-    n: int, group: int, adding: int, unit: int, of_logits: int,
-) -> None:  # fmt: skip
+def bf16_product(run: Pass, thread: int, p: Product) -> None:
     """`multiply` of bf16 weights."""
-    multiply(bf16_tile, run, thread, out, w, x, n, adding, unit, of_logits)
+    multiply(bf16_tile, run, thread, p)
 
 
 @operation
@@ -30,12 +27,9 @@ def bf16_embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, 
 
 
 @operation
-def fp16_product(
-    run: Pass, thread: int, out: Floats2, w: Floats3, x: Floats3, scratch: Floats3,
-    n: int, group: int, adding: int, unit: int, of_logits: int,
-) -> None:  # fmt: skip
+def fp16_product(run: Pass, thread: int, p: Product) -> None:
     """`multiply` of fp16 weights."""
-    multiply(fp16_tile, run, thread, out, w, x, n, adding, unit, of_logits)
+    multiply(fp16_tile, run, thread, p)
 
 
 @operation

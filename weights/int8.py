@@ -28,6 +28,9 @@ from ..machine.tiles import (
     TILE_TOKENS,
     Shape,
     Sweep,
+    Tile,
+    Tokens,
+    Work,
     cells,
     const,
     make_tile,
@@ -68,7 +71,7 @@ from ..machine.vectors import (
     store_bytes,
     store_int,
 )  # fmt: skip
-from .matrix import Floats, Grouped, Kind, floats
+from .matrix import Floats, Grouped, Kind, Product, floats
 
 Int8 = npt.NDArray[np.int8]
 QUADS = 4  # bytes in a word
@@ -102,9 +105,9 @@ class Dot4:
         return shape_of(rows, n_tokens, self.lanes, is_by_tokens=True)
 
     @property
-    def tokens(self) -> tuple[int, int]:
-        """The most of a tile, and of one that takes all rows of a strip at once."""
-        return self.most_tokens, whole_tokens(self.shape, self.most_tokens)
+    def tokens(self) -> Tokens:
+        """What its tiles take."""
+        return Tokens(self.most_tokens, whole_tokens(self.shape, self.most_tokens))
 
     def weights(self, builder: Any, w: Any) -> Any:
         """What `add` takes for w, made once for all tokens."""
@@ -280,35 +283,31 @@ def _int8_body(dot: Dot4) -> Any:
     The integer sums of a group are exact, so their order is free; a group's float enters its row's chain at its place.
     """
 
-    def emit(
-        builder: Any, shape: Shape, sweep: Sweep,
-        out: Any, out_stride: Any, w: Any, ahead: Any, ahead_stride: Any, x: Any, x_stride: Any,
-        n: Any, n_quads: Any, accumulate: Any,
-    ) -> None:  # fmt: skip
+    def emit(builder: Any, shape: Shape, sweep: Sweep, tile: Tile) -> None:
         lanes, n_vectors, n_tokens = shape
         integers, floats = ir.VectorType(I32, lanes), ir.VectorType(F32, lanes)
-        places, starts = cells(builder, out, out_stride, accumulate, shape, sweep)
+        places, starts = cells(builder, shape, sweep, tile)
         totals = [cgutils.alloca_once_value(builder, start) for start in starts]
         sums = [cgutils.alloca_once(builder, integers) for _ in places]
-        w, group_rows = builder.gep(w, [sweep.row]), builder.add(n_quads, const(1))
+        w, group_rows = builder.gep(tile.w, [sweep.row]), builder.add(tile.n_quads, const(1))
         group_words = builder.mul(group_rows, const(STRIP_ROWS))
-        ahead, ahead_stride = sweep.ahead(builder, ahead, ahead_stride, builder.mul(n, group_rows))
-        x_group_words = builder.add(n_quads, const(GROUP_HEAD))
+        ahead, ahead_stride = sweep.ahead(builder, tile.ahead, tile.ahead_stride, builder.mul(tile.n, group_rows))
+        x_group_words = builder.add(tile.n_quads, const(GROUP_HEAD))
 
         def load_words(pointer: Any, v: int, vector_type: Any) -> Any:
             return builder.load(offset(builder, pointer, const(lanes * v), vector_type), align=4 * lanes)
 
-        with cgutils.for_range(builder, n) as groups:
+        with cgutils.for_range(builder, tile.n) as groups:
             weights = builder.gep(w, [builder.mul(groups.index, group_words)])
             fetched = builder.gep(ahead, [builder.mul(builder.mul(groups.index, group_rows), ahead_stride)])
             start = builder.mul(groups.index, x_group_words)
-            rows = [builder.gep(x, [builder.add(builder.mul(x_stride, const(t)), start)]) for t in range(n_tokens)]
+            rows = [builder.gep(tile.x, [builder.add(builder.mul(tile.x_stride, const(t)), start)]) for t in range(n_tokens)]
             for i, total in enumerate(sums):
                 begin = constants(integers, 0)
                 if not dot.is_signed:
                     begin = broadcast(builder, builder.load(offset(builder, rows[i // n_vectors], const(1), I32)), integers)
                 builder.store(begin, total)
-            with cgutils.for_range(builder, n_quads) as quads:
+            with cgutils.for_range(builder, tile.n_quads) as quads:
                 row = builder.add(quads.index, const(1))
                 line, here = builder.mul(row, ahead_stride), builder.gep(weights, [builder.mul(row, const(STRIP_ROWS))])
                 loaded = []
@@ -342,8 +341,7 @@ def dot4_tile(path: str) -> Any:
 
 DOT4 = "portable" if os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0") else best_dot4(CPU_FEATURES)
 native_tile, portable_tile = dot4_tile(best_dot4(CPU_FEATURES)), dot4_tile("portable")
-NATIVE_TOKENS, NATIVE_WHOLE = dot4(best_dot4(CPU_FEATURES)).tokens
-PORTABLE_TOKENS, PORTABLE_WHOLE = dot4("portable").tokens
+NATIVE_TOKENS, PORTABLE_TOKENS = dot4(best_dot4(CPU_FEATURES)).tokens, dot4("portable").tokens
 
 
 @compiled
@@ -390,34 +388,25 @@ def quantize(codes, x, n, group, n_tokens):
 
 
 @inlined
-def multiply(tile, most, whole, run, thread, out, w, x, scratch, n, group, adding, unit, of_logits):
+def multiply(tile, tokens, run, thread, p):
     """out[t] (+)= W x[t]: this thread's strips, x quantized first; see `Matrix.product` and, for the tile, `multiply_strips`."""
-    first, last = share(w.shape[0] // unit, thread, run.n_threads)
-    n_tokens = run.n_logits if of_logits else run.n_tokens
-    codes, n_quads = scratch[thread], w.shape[2] // STRIP_ROWS - 1
-    quantize(codes, x[thread if x.shape[0] > 1 else 0], n, group, n_tokens)
-    multiply_strips(
-        tile, most, whole, out, out.shape[1], w, codes, scratch.shape[2], w.shape[1], n_quads, n_tokens,
-        unit * first, unit * last, adding,
-    )  # fmt: skip
+    first, last = share(p.w.shape[0] // p.unit, thread, run.n_threads)
+    work = Work(p.unit * first, p.unit * last, run.n_logits if p.of_logits else run.n_tokens)
+    codes, n_quads = p.scratch[thread], p.w.shape[2] // STRIP_ROWS - 1
+    quantize(codes, p.x[thread if p.x.shape[0] > 1 else 0], p.n, p.group, work.n_tokens)
+    multiply_strips(tile, tokens, p.out, p.w, codes, n_quads, work, p.adding)
 
 
 @operation
-def product(
-    run: Pass, thread: int, out: Floats2, w: Floats3, x: Floats3, scratch: Floats3,
-    n: int, group: int, adding: int, unit: int, of_logits: int,
-) -> None:  # fmt: skip
+def product(run: Pass, thread: int, p: Product) -> None:
     """`multiply` with the CPU's best instruction."""
-    multiply(native_tile, NATIVE_TOKENS, NATIVE_WHOLE, run, thread, out, w, x, scratch, n, group, adding, unit, of_logits)
+    multiply(native_tile, NATIVE_TOKENS, run, thread, p)
 
 
 @operation
-def portable_product(
-    run: Pass, thread: int, out: Floats2, w: Floats3, x: Floats3, scratch: Floats3,
-    n: int, group: int, adding: int, unit: int, of_logits: int,
-) -> None:  # fmt: skip
+def portable_product(run: Pass, thread: int, p: Product) -> None:
     """`multiply` for any CPU: the same bits."""
-    multiply(portable_tile, PORTABLE_TOKENS, PORTABLE_WHOLE, run, thread, out, w, x, scratch, n, group, adding, unit, of_logits)
+    multiply(portable_tile, PORTABLE_TOKENS, run, thread, p)
 
 
 @operation

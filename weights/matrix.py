@@ -5,13 +5,13 @@ Shapes: rows and n columns; P strips of R = STRIP_ROWS rows.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ..machine.memory import aligned, bits_of, zeros
-from ..machine.programs import Floats1, Halves1, Operation, Pass, Row, on_all_threads, operation
+from ..machine.programs import Floats1, Floats2, Floats3, Halves1, Operation, Pass, Row, on_all_threads, operation
 from ..machine.threads import available_threads, share
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import LANES, Float32, Int64, ceil_div, load_bf16, load_fp16, round_up, store
@@ -70,11 +70,25 @@ class Blocks:
     octets: npt.NDArray[np.uint8]
 
 
+class Product(NamedTuple):
+    """What the operation of `Matrix.product` takes; adding and of_logits are 0 or 1."""
+
+    out: Floats2
+    w: Floats3
+    x: Floats3
+    scratch: Floats3
+    n: int
+    group: int
+    adding: int
+    unit: int
+    of_logits: int
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of weights, whole: how it lies in strips, what multiplies it, and how a row of an embedding comes out of it.
 
-    name: of the weights, in words. product: the operation of `Matrix.product`; embed: that of `Matrix.embedding`.
+    name: of the weights, in words. product: the operation of `Matrix.product`, over a `Product`; embed: of `Matrix.embedding`.
     group: of n columns and of a tensor's own group, how many weights share a scale; 0: none do.
     strip_shape: of n columns in groups. fill: every stride-th of the strips from `first` on, from rows.
     rows: the floats of strips. scratch_words: that a token's activations of n columns take, in a form of the kind's own.

@@ -16,7 +16,7 @@ from specdec import SpeculativeDecoder
 from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
 from specdec.machine.memory import zeros
-from specdec.machine.programs import Floats2, Floats3, Operation, Pass
+from specdec.machine.programs import Operation, Pass
 from specdec.machine.tiles import STRIP_ROWS
 from specdec.machine.vectors import CPU_FEATURES, round_up
 from specdec.measuring.bench import SHAPES
@@ -36,7 +36,7 @@ from specdec.weights.int8 import (
     quantize,
     quantize_rows,
 )
-from specdec.weights.matrix import Grouped, pack
+from specdec.weights.matrix import Grouped, Product, pack
 from tests import reference
 from tests.checkpoints import (
     ROOT,
@@ -97,14 +97,10 @@ def test_activations_are_quantized_as_runq_does(n, group):
 @functools.cache
 def kind_with(path: str) -> Kind:
     """int8 with the product by that instruction, also where it is not the one that the CPU would choose."""
-    tile = dot4_tile(path)
-    most, whole = dot4(path).tokens
+    tile, tokens = dot4_tile(path), dot4(path).tokens
 
-    def product(
-        run: Pass, thread: int, out: Floats2, w: Floats3, x: Floats3, scratch: Floats3,
-        n: int, group: int, adding: int, unit: int, of_logits: int,
-    ) -> None:  # fmt: skip
-        multiply(tile, most, whole, run, thread, out, w, x, scratch, n, group, adding, unit, of_logits)
+    def product(run: Pass, thread: int, p: Product) -> None:
+        multiply(tile, tokens, run, thread, p)
 
     return replace(INT8, product=Operation(product, kept=False))
 

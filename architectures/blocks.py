@@ -1,0 +1,38 @@
+"""What families share whose layers are attention and an MLP: their buffers, and a tree's path in their KV cache."""
+
+from ..kernels import MAX_TOKENS, move_slots
+from ..machine.tiles import STRIP_ROWS, TILE_TOKENS
+from ..machine.vectors import Int64, ceil_div, round_up
+from .config import Config
+from .plan import Buffer, Buffers, Room, Weights
+
+
+def block_buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
+    """Of layers whose first products are "0.qkv" and "0.up": KV cache, activations, and scratch for each thread.
+
+    keys (L, G, S / R, K, R): strips of positions, as many as there is room for. values (L, G, ceil(K / R), S, R).
+    normed (threads, T, D padded). scratch (threads, T, words): activations in a form of a kind of weights' own.
+    qkv (T, rows of q, of k and of v). scores (threads, TILE_TOKENS, S), mixed (threads, TILE_TOKENS, K padded): one head's scores
+    and weighted values. heads (1, T, H K padded): what attention hands on. up (T, rows of the MLP's first matrix).
+    hidden (1, T, F padded).
+    """
+    matrices, n_threads, positions = weights.matrices, room.n_threads, room.n_positions
+    layers, kv_heads, head_strips = config.n_layers, config.n_kv_heads, ceil_div(config.head_dim, STRIP_ROWS)
+    keys, values = (positions // STRIP_ROWS, config.head_dim, STRIP_ROWS), (head_strips, positions, STRIP_ROWS)
+    return {
+        "keys": Buffer((layers, kv_heads, *keys), room.kv.dtype, is_cache=True),
+        "values": Buffer((layers, kv_heads, *values), room.kv.dtype, is_cache=True),
+        "normed": Buffer((n_threads, MAX_TOKENS, round_up(config.dim, STRIP_ROWS))),
+        "scratch": Buffer((n_threads, MAX_TOKENS, max(matrix.scratch_words for matrix in matrices.values()))),
+        "qkv": Buffer((MAX_TOKENS, matrices["0.qkv"].n_rows)),
+        "scores": Buffer((n_threads, TILE_TOKENS, positions)),
+        "mixed": Buffer((n_threads, TILE_TOKENS, head_strips * STRIP_ROWS)),
+        "heads": Buffer((1, MAX_TOKENS, round_up(config.q_dim, STRIP_ROWS))),
+        "up": Buffer((MAX_TOKENS, matrices["0.up"].n_rows)),
+        "hidden": Buffer((1, MAX_TOKENS, round_up(config.hidden_dim, STRIP_ROWS))),
+    }
+
+
+def move_path(buffers: Buffers, path: Int64, n_text: int) -> None:
+    """`Architecture.move`."""
+    move_slots(buffers.keys, buffers.values, path, n_text)

@@ -1,0 +1,222 @@
+"""A family that needs what Llama does not, in one file: four norms a layer, and a running state that no slot of a cache holds."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from specdec import kernels
+from specdec.architectures import ARCHITECTURES, Config, llama
+from specdec.architectures.plan import Architecture, Buffer, Layers, Vector
+from specdec.machine.programs import Floats1, Floats2, Floats3, Operation, Pass
+from specdec.machine.threads import share
+from specdec.machine.tiles import STRIP_ROWS
+from specdec.sampling import Sampling
+from specdec.transformer import FIRST_POSITIONS, Transformer
+from specdec.weights import FP32, INT8
+from tests import reference
+from tests.models import THREADS, continuation, random_model, run_in_blocks, tokens_for
+
+CONFIG = Config(40, 50, 3, 5, 1, 105, 700, architecture="toy")
+N_STATES = 7
+OF_LAYERS = ("rms_att_out", "rms_ffn_out", "decay", "gain")
+
+
+def run_state(run: Pass, thread: int, x: Floats2, states: Floats2, decay: Floats1, gain: Floats1) -> None:
+    """state = decay * state + x[t]; x[t] += gain * state: this thread's columns; states (N, D) of the last N lengths."""
+    first, last = share(decay.size, thread, run.n_threads)
+    n = states.shape[0]
+    for k in range(first, last):
+        state = states[run.pos % n, k] if run.pos > 0 else np.float32(0.0)
+        for t in range(run.n_tokens):
+            state = decay[k] * state + x[t, k]
+            x[t, k] += gain[k] * state
+            states[(run.pos + t + 1) % n, k] = state
+
+
+def add_normed(run: Pass, thread: int, x: Floats2, normed: Floats3) -> None:
+    """x[t] += this thread's columns of what it has normed."""
+    first, last = share(x.shape[1], thread, run.n_threads)
+    for t in range(run.n_tokens):
+        for k in range(first, last):
+            x[t, k] += normed[thread, t, k]
+
+
+STATE, ADD_NORMED = Operation(run_state, kept=False), Operation(add_normed, kept=False)
+
+
+def shapes(config):
+    return llama.shapes(config) | dict.fromkeys(OF_LAYERS, (config.n_layers, config.dim))
+
+
+def vectors(config):
+    own = {f"{i}.{name}": Vector(((name, i),), (config.dim,)) for name in OF_LAYERS for i in range(config.n_layers)}
+    return llama.vectors(config) | own
+
+
+def buffers(config, weights, room):
+    padded = weights.vectors["rms_final"].size
+    return llama.buffers(config, weights, room) | {
+        "states": Buffer((config.n_layers, N_STATES, padded)),
+        "branch": Buffer((1, kernels.MAX_TOKENS, padded)),
+    }
+
+
+def program(config, weights, b):
+    """x += gain * state; x += norm(wo attention(norm(x))); x += norm(w2 swiglu(w13 norm(x))), layer by layer."""
+    w, v = weights.matrices, weights.vectors
+
+    def norm(name, x=b.x, of_logits=False):
+        return kernels.rms_norm(b.normed, x, v[name], config.dim, config.norm_eps, of_logits)
+
+    def joined(name):
+        return [norm(name, b.branch), ADD_NORMED(b.x[0], b.normed)]
+
+    def layer(i):
+        (_, *qkv), attention, _, (_, *mlp), _ = ours.layers[i]  # a norm and its products; only what is behind them is another
+        return [
+            [STATE(b.x[0], b.states[i], v[f"{i}.decay"], v[f"{i}.gain"])],
+            [norm(f"{i}.rms_att"), *qkv],
+            attention,
+            [w[f"{i}.wo"].product(b.branch[0], b.heads, b.scratch)],
+            joined(f"{i}.rms_att_out"),
+            [norm(f"{i}.rms_ffn"), *mlp],
+            [w[f"{i}.down"].product(b.branch[0], b.hidden, b.scratch)],
+            joined(f"{i}.rms_ffn_out"),
+        ]
+
+    ours = llama.program(config, weights, b)
+    return Layers(ours.first, [layer(i) for i in range(config.n_layers)], ours.last)
+
+
+TOY = Architecture(shapes, llama.parts, vectors, buffers, program, llama.fill, n_states=N_STATES)
+
+
+@pytest.fixture(autouse=True)
+def _toy(monkeypatch):
+    monkeypatch.setitem(ARCHITECTURES, "toy", TOY)
+
+
+def tensors_of(config):
+    rng = np.random.default_rng(0)
+    tensors = {name: rng.standard_normal(shape).astype(np.float32) / 5 for name, shape in shapes(config).items()}
+    tensors |= {name: 1 + tensor for name, tensor in tensors.items() if name.startswith("rms")}
+    return tensors | {"decay": np.float32(0.9) - np.abs(tensors["decay"])}
+
+
+def model_of(n_threads=1, kind=FP32, layers=()):
+    return Transformer(CONFIG, TOY.pack(CONFIG, tensors_of(CONFIG), kind), n_threads, hidden_layers=layers)
+
+
+def oracle(config, tensors, tokens):
+    """Logits (T, V), and the hidden states (T, D) before each layer and behind the last."""
+    t = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+    n, angles, hidden = len(tokens), reference.frequencies(config), []
+    x = t["tok_emb"][tokens]
+    for i in range(config.n_layers):
+        hidden.append(x)
+        state, states = np.zeros(config.dim), []
+        for row in x:
+            state = t["decay"][i] * state + row
+            states.append(state)
+        x = x + t["gain"][i] * np.array(states)
+        h = reference.rms_norm(x, t["rms_att"][i])
+        q, k, v = ((h @ t[f"w{c}"][i].T).reshape(n, -1, config.head_dim) for c in "qkv")
+        q, k = (np.stack([reference.rope(row, pos * angles) for pos, row in enumerate(heads)]) for heads in (q, k))
+        x = x + reference.rms_norm(reference.attention(q, k, v) @ t["wo"][i].T, t["rms_att_out"][i])
+        h = reference.rms_norm(x, t["rms_ffn"][i])
+        gate = h @ t["w1"][i].T
+        x = x + reference.rms_norm((gate / (1 + np.exp(-gate)) * (h @ t["w3"][i].T)) @ t["w2"][i].T, t["rms_ffn_out"][i])
+    return reference.rms_norm(x, t["rms_final"]) @ t["tok_emb"].T, [*hidden, x]
+
+
+def assert_near(got, expected):
+    """float32 sums of some ten products of order 1; a wrong formula is off by order 1."""
+    np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+def test_logits_and_hidden_states_are_those_of_the_oracle_whatever_the_batch_and_the_threads():
+    tokens, layers = tokens_for(CONFIG, 75), (0, 3, 1)
+    expected, hidden = oracle(CONFIG, tensors_of(CONFIG), tokens)
+    alone = run_in_blocks(model_of(), tokens, 1)
+    assert_near(alone, expected)
+    for n_threads in THREADS:
+        model = model_of(n_threads, layers=layers)
+        for block in (1, 2, 6, 7, 8, 9, 64):
+            model.forward([], 0)
+            for begin in range(0, len(tokens), block):
+                part = slice(begin, min(begin + block, len(tokens)))
+                logits = model.forward(tokens[: part.stop], part.stop - part.start)
+                np.testing.assert_array_equal(logits, alone[part])
+                states = model.hidden_states
+                assert [s.shape for s in states] == [(part.stop - part.start, CONFIG.dim)] * 3
+                for layer, s in zip(layers, states, strict=True):
+                    assert_near(s, hidden[layer][part])
+
+
+def test_every_tensor_of_the_toy_matters_to_the_oracle():
+    tokens, tensors = tokens_for(CONFIG, 5), tensors_of(CONFIG)
+    expected = oracle(CONFIG, tensors, tokens)[0]
+    for name, tensor in tensors.items():
+        other = oracle(CONFIG, tensors | {name: tensor[..., ::-1]}, tokens)[0]
+        assert np.abs(other - expected).max() > 1e-3 * np.abs(expected).max(), name
+
+
+@pytest.mark.parametrize("kind", [FP32, INT8], ids=lambda kind: kind.name)
+def test_a_state_goes_back_with_its_text_however_far(kind):
+    """Up to N_STATES - 1 tokens it is there; farther, the text is run again."""
+    rng, tokens = np.random.default_rng(1), tokens_for(CONFIG, 90)
+    model, fresh = model_of(kind=kind), model_of(kind=kind)
+    n_run = []
+    for back in (0, 1, 2, N_STATES - 1, N_STATES, 3, 1, 40, N_STATES - 1, 1, 5, 89):
+        kept = tokens[: len(tokens) - back]
+        tokens = [*kept, *rng.integers(0, CONFIG.vocab_size, int(rng.integers(1, 20))).tolist()]
+        n_run.append(model.unread(tokens) + 1 - (len(tokens) - len(kept)))
+        logits = model.forward(tokens).copy()
+        fresh.forward([], 0)
+        np.testing.assert_array_equal(logits, fresh.forward(tokens))
+    assert n_run.count(0) >= 5 and max(n_run) > 60
+
+
+def test_a_pass_that_was_broken_off_leaves_no_state_of_its_own(monkeypatch):
+    tokens = tokens_for(CONFIG, 60)
+    model, expected = model_of(), model_of().forward(tokens).copy()
+    model.forward(tokens[:30])
+    runner = model._runner
+
+    def run(*numbers):
+        runner(*numbers)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        context.setattr(model, "_runner", run)
+        with pytest.raises(KeyboardInterrupt):
+            model.forward([*tokens[:30], *tokens[:20]])
+    np.testing.assert_array_equal(model.forward(tokens), expected)
+
+
+def test_a_text_that_outgrows_its_buffers_keeps_its_state():
+    tokens = tokens_for(CONFIG, FIRST_POSITIONS + 40)
+    grown, at_once = model_of(layers=(2,)), model_of(layers=(2,))
+    for end in (FIRST_POSITIONS - 1, FIRST_POSITIONS + 1, len(tokens)):
+        logits = grown.forward(tokens[:end])
+    np.testing.assert_array_equal(at_once.forward(tokens), logits)
+    (some,), (others,) = grown.hidden_states, at_once.hidden_states
+    n = len(tokens) - FIRST_POSITIONS - 1
+    assert (len(some), len(others)) == (n, kernels.MAX_TOKENS)
+    np.testing.assert_array_equal(others[-n:], some)
+
+
+def test_what_drafts_for_it_changes_no_token_and_a_tree_is_refused():
+    target, draft, sampling = model_of(), model_of(kind=INT8), Sampling(0.8, seed=3)
+    plain, _ = continuation(target, None, sampling, max_tokens=40)
+    drafted, statistics = continuation(target, draft, sampling, gamma=4, max_tokens=40)
+    assert drafted == plain and 0 < statistics.n_accepted < statistics.n_drafted
+    with pytest.raises(ValueError, match=r"^a toy model runs no trees: its state is that of one text$"):
+        target.forward_tree([1, 2], [3], [-1])
+
+
+def test_room_for_a_text_counts_what_the_family_declares():
+    padded = -(-CONFIG.dim // STRIP_ROWS) * STRIP_ROWS
+    own = 4 * padded * (CONFIG.n_layers * N_STATES + kernels.MAX_TOKENS)
+    assert model_of().text_bytes(100) == random_model(replace(CONFIG, architecture="llama")).text_bytes(100) + own
