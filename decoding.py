@@ -195,7 +195,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens; where a proposal ends may hang on its tokens and their q, on none that was drawn and left out.
+    """Proposed tokens; where a proposal ends may depend on its tokens and their q, on none that was drawn and left out.
 
     q: what each was drawn from, (1, V padded) a token; None where they were not drawn. parents: of each an earlier one's index,
     or -1; None where each follows the one before. Siblings were drawn from one q in their order, without replacement.
@@ -317,7 +317,7 @@ def q_of(draft: Draft, i: int, certain: Float32) -> Float32:
 class RejectionVerifier:
     """The proposal with probability min(1, p / q), else a draw from the residual; past the proposals, a draw from p.
 
-    A round's outcome hangs on the noise of the positions that it fills, and on none behind them: those, which the next round
+    A round's outcome depends on the noise of the positions that it fills, and on none behind them: those, which the next round
     uses again, are still as good as new.
     """
 
@@ -350,7 +350,7 @@ class RejectionVerifier:
 class BlockVerifier:
     """The longest prefix whose own lot falls on standing (Sun et al. 2024, Algorithm 2); behind it, a draw from its residual.
 
-    A prefix is kept because all longer ones fell, so a round's outcome hangs on the noise of positions that it does not fill,
+    A prefix is kept because all longer ones fell, so a round's outcome depends on the noise of positions that it does not fill,
     and those of a next round at the same positions must not be that noise: proposals and lots take streams of their round,
     which no other round of a text shares, as each begins at another position. What a round draws for the target may take
     TARGET_NOISE: it is used at that one position, which is filled with it.

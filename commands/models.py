@@ -16,7 +16,7 @@ from . import options
 from .endings import writing
 from .request import Request
 
-NONE_THERE = "no models in models/ or in the hub's cache; -m org/name fetches one"
+NONE_THERE = "no models in models/ or in the hub's cache; -m org/name downloads one"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """A draft that is drafted for: it runs what its own drafter proposes in one pass, before the target sees anything.
 
 Staged speculation (Spector and Re 2023, arXiv:2308.04623). A draft's token is a function of its logits, of the noise and of the
-position, and logits do not hang on what shares a pass. So its proposals are those that it would have made alone, to the bit and
+position, and logits do not depend on what shares a pass. So its proposals are those that it would have made alone, to the bit and
 with the same q, whatever was guessed; a guess that is not the draft's own token costs time alone. Knows nothing of verifying.
 """
 

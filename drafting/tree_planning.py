@@ -21,7 +21,7 @@ from .planning import AutoLength, FixedLength
 # the first one's: before anything was seen, as the embedded pair had it.
 SECOND_RATES = (*[0.6] * 4, 0.5, 0.45, *[0.4] * (BUCKETS - 6))
 THIRD_RATES = (*[0.45] * 4, 0.4, 0.35, *[0.3] * (BUCKETS - 6))
-STATIC_RATES = 0.75, 0.5, 0.4  # in the place of all of them where a tree must hang on nothing that was seen
+STATIC_RATES = 0.75, 0.5, 0.4  # in the place of all of them where a tree must depend on nothing that was seen
 STATIC_NODES = 15  # of a tree whose depth is given: with the text's last token a pass of 16
 STEPS = np.array([1, 2, 3, 4, 6, 8])  # nodes more that are considered at once
 REPRICED = 16  # rounds after which what nodes cost is looked at again

@@ -229,7 +229,7 @@ def texts_of(
 
 
 def samplings_of(temperatures: Sequence[float], top_p: float, n_seeds: int) -> list[Sampling]:
-    """Seeds 1 to n_seeds of each temperature; greedy, whose text hangs on no seed, with one."""
+    """Seeds 1 to n_seeds of each temperature; greedy, whose text depends on no seed, with one."""
     return [Sampling(t, 0, top_p, seed) for t in temperatures for seed in range(1, 1 + (n_seeds if t else 1))]
 
 

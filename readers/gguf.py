@@ -176,7 +176,7 @@ def _parts(first: GgufFile) -> list[GgufFile]:
     for i, path in enumerate(paths[1:], 1):
         with telling_os_errors(path):
             if not path.exists():
-                raise CheckpointError(f"{path} is missing, which is a part of {first.path.name}; fetch it again, whole")
+                raise CheckpointError(f"{path} is missing, which is a part of {first.path.name}; download it again, whole")
         files.append(GgufFile(path))
         if (told := files[-1].keys.get(SPLIT_NUMBER)) != i:
             raise CheckpointError(f"{path}: {SPLIT_NUMBER} is {shown(told)}; expected {i}")

@@ -143,7 +143,7 @@ class _Header:
     def expect(self, n: int, least_bytes: int, what: str) -> None:
         """That many things can come yet."""
         if n * least_bytes > self._file.size - self.at:
-            raise CheckpointError(f"{self._file.path} is damaged: it tells of {n} {what} in {self._file.size} bytes")
+            raise CheckpointError(f"{self._file.path} is damaged: it declares {n} {what} in {self._file.size} bytes")
 
     def take(self, n_bytes: int) -> bytes:
         self._reach(self.at + n_bytes)

@@ -17,7 +17,7 @@ STRANGERS: tuple[tuple[re.Pattern[bytes], str], ...] = tuple(
         (rb"PK\x03\x04", f"a zip archive, or a file of PyTorch's; {FOLDER}"),
         (rb"\x80[\x02-\x05](\x8a\x0a\x6c\xfc\x9c\x46|\x95|ctorch|\}|\]|c)", PICKLE),
         (rb"\x08[\x01-\x10]\x12", f"a model of ONNX, which is not read; {FOLDER}"),
-        (rb"\s*(<!doctype|<html|<\?xml)", "a page of the web, not the file that it tells of; fetch the file itself"),
+        (rb"\s*(<!doctype|<html|<\?xml)", "a page of the web, not the file that it links to; download the file itself"),
         (rb"version https://git-lfs", "what git keeps in the place of a large file; fetch the file itself with `git lfs pull`"),
         (rb"\x1f\x8b\x08", "packed by gzip; unpack it first"),
         (rb"\x89HDF\r\n\x1a\n", f"a file of HDF5, as Keras writes, which is not read; {FOLDER}"),

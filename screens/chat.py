@@ -39,7 +39,7 @@ HELP = {
     "/set NAME VALUE": "temperature, top_p, top_k, seed, max_tokens; alone to see all",
     "/stats": "all figures of the last answer",
     "/panel": "answers in the panel that shows every guess, or no longer",
-    "/save FILE": "keep the conversation, and all that its answers hang on",
+    "/save FILE": "keep the conversation, and all that its answers depend on",
     "/load FILE": "go on with one; alone, with the last talk",
     "/bye, /exit": "leave, as Ctrl-D does",
     '"""': "begins and ends a message of several lines",
@@ -337,7 +337,7 @@ class Chat:
 
     def _load(self, name: str) -> None:
         if not name and self._last and not os.path.exists(self._last):
-            raise ValueError("no talk has been kept yet; name a file")
+            raise ValueError("no talk is saved yet; name a file")
         path = self._last if not name and self._last else _path(name)
         model, here = self._conversation.load(path), self._conversation.model
         n = len(self._conversation.messages) // 2

@@ -43,7 +43,7 @@ class Until:
 def worded(events: Iterator[Event], tokenizer: AnyTokenizer, stops: Collection[str] = ()) -> Iterator[Event]:
     """The events with the text of each prompt and step; the last step is the one in which a stop string is complete.
 
-    It keeps the tokens up to the one that completes the string, so that neither they nor the text hang on what was a step. A
+    It keeps the tokens up to the one that completes the string, so that neither they nor the text depend on what was a step. A
     character, or what may become a stop string, that one step begins is of the text of the step in which it is settled.
     """
     stream, until = TextStream(tokenizer), Until(stops)
