@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/expected.npz"))
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U8": np.uint8}
-GONE = object()  # as a key's value: no such key
+GONE = sys.intern("<gone>")  # as a key's value, by identity: no such key
 CONFIGS = {
     "llama": Config(20, 37, 2, 2, 2, 65, 128, False, norm_eps=1e-6),
     "llama_tied": Config(32, 48, 2, 4, 2, 72, 128, True, norm_eps=1e-6),

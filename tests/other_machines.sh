@@ -13,7 +13,7 @@ python=${PYTHON:-python3}
 [ -n "${WORK:-}" ] || { WORK=$(mktemp -d) && trap 'rm -rf "$WORK"' EXIT; }
 mkdir -p "$WORK"
 export NUMBA_CACHE_DIR=$WORK/machine-code PYTHONDONTWRITEBYTECODE=1
-pytest=(-m pytest -q -p no:cacheprovider)
+pytest=(-m pytest -q -p no:cacheprovider -n 0 -m '')
 
 x86() { # CPU, its features
     NUMBA_CPU_NAME=$1 NUMBA_CPU_FEATURES=$2 "$python" "${pytest[@]}" \
@@ -37,7 +37,7 @@ make_arm() { # Debian's packages are unpacked, not installed, which needs no emu
         platforms+=(--platform "${platform}_aarch64")
     done
     "$python" -m pip install -q --target "$WORK/wheels" --only-binary=:all: --python-version 3.11 "${platforms[@]}" \
-        numba numpy typer rich pytest
+        numba numpy typer rich pytest pytest-xdist
     mv "$WORK/wheels" "$WORK/site"
 }
 

@@ -97,6 +97,7 @@ def rounds_of(target, draft, verify, n_runs, n_tokens, gamma, prompt):
         yield tuple(token for event in events if isinstance(event, Step) for token in event.tokens)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("verify", ["rejection", "block"])
 def test_rounds_share_no_noise_that_the_one_before_has_judged_by(verify):
     """Texts of 4 tokens over 2 by a poor draft, so that most rounds are cut short and their places are drafted again.
@@ -133,6 +134,7 @@ def pairs():
     yield tiny_model(0, vocab=31, scale=0.1), tiny_model(1, vocab=31, scale=0.1), [[BOS, i, 30 - i] for i in range(3, 28)]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("case", range(5))
 def test_on_the_average_no_fewer_are_accepted_than_by_rejection(case):
     """Of the same drafts, 10,000 rounds: 15 to 28% more here. Asked: 3 standard errors; measured: 8 to 15 (odds below 1e-6)."""

@@ -134,6 +134,7 @@ def test_a_hostile_drafter_changes_nothing():
         assert sum(step.n_accepted for step in steps) == 0 < sum(len(step.draft_tokens) for step in steps)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.0])
 def test_coupled_text_of_the_embedded_pair_is_the_plain_text_beyond_the_drafts_window(temperature):
     plain = SpeculativeDecoder(DEFAULT_TARGET, None)
@@ -187,6 +188,7 @@ def sequences(target, draft, sampling_of, verify, n_runs, length):
     return counts
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("verify", VERIFIERS)
 @pytest.mark.parametrize("filters", [(1.0, 0, 1.0), (0.8, 4, 0.9)])
 def test_continuations_follow_the_target_distribution_over_an_enumerated_vocabulary(verify, filters):
@@ -319,6 +321,7 @@ def acceptance_by_position(target, draft, tokenizer, first):
     return accepted / drafted
 
 
+@pytest.mark.campaign
 @real
 def test_a_window_of_128_keeps_nine_tenths_of_the_acceptance_of_the_whole_past():
     """stories260K for stories3M from position 128 on: the stories are the same, only the draft's past is cut. Measured 0.99."""

@@ -5,6 +5,7 @@ import pytest
 from tests import fuzz
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", fuzz.CAMPAIGNS)
 def test_no_random_case_breaks_a_promise(name):
     ends, failures = fuzz.run(name, 0.7, first=0, at_least=10)

@@ -142,6 +142,7 @@ def test_greedy_takes_the_first_of_the_largest(n):
         assert row.sum() == 1
 
 
+@pytest.mark.campaign
 def test_kept_or_redrawn_tokens_follow_p_whatever_q_is():
     """Chi-square of 100,000 rejection samples for each of four q; false alarm below 1e-6 each."""
     p = np.array([0.4, 0.3, 0.2, 0.1, 0.0])

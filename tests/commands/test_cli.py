@@ -732,8 +732,7 @@ def test_a_model_that_writes_control_characters_cannot_move_the_cursor(run: Run,
 
 def test_a_draft_that_does_not_pay_is_told_with_what_to_do(run: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred times as dear as its target, as the clock is made to say."""
-    slow = Costs({1: 1e-6, 8: 2e-6}, 1e-4)
-    monkeypatch.setattr("specdec.drafting.tuning.costs_of", lambda *_: slow)
+    monkeypatch.setattr("specdec.drafting.tuning.costs_of", lambda *_: Costs({1: 1e-6, 8: 2e-6}, 1e-4))
     monkeypatch.setattr(Costs, "saw", lambda *_: None)
     told = ("-m", pair.endless, "-d", pair.draft, "-s", 3, "-j", 1, "-n", 100, "--plain")
     _, _, summary = run(*told)

@@ -133,6 +133,7 @@ def test_the_text_is_the_plain_text(temperature):
     assert accepted > 0
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("verify", VERIFIERS)
 def test_the_distribution_is_the_targets_own(verify):
     """Texts of 4 tokens over 2 behind a prompt that repeats: chi-square over 20,000 seeds, false alarm below 1e-6 a case."""

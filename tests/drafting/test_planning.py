@@ -56,6 +56,7 @@ def mean_of(new_plan, machine, pair):
     return np.mean([play(new_plan(), machine, pair, seed) for seed in range(TEXTS)])
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_automatic_is_near_the_best_fixed_length_and_never_far_below_no_draft(machine, pair):
@@ -244,6 +245,7 @@ class OddMachine:
         return alone, seconds, plan.costs.plain_seconds * tokens, stalled
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_machine_is_slower_than_the_target_alone(shape, odd):

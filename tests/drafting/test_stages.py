@@ -73,6 +73,7 @@ def unstaged(target, draft, sampling, verify, gamma, prompt=(BOS, 7, 9), n=60):
     return tokens, counts(statistics)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("verify", VERIFIERS)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_texts_and_acceptance_are_those_without_a_stage(verify, sampling, monkeypatch):

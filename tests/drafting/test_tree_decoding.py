@@ -166,6 +166,7 @@ def counted(target, draft, n_runs, n_tokens, plan_of, temperature=1.0):
     return counts
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("gamma", [1, 3])
 @pytest.mark.parametrize("case", ["poor", "alike", "five"])
 def test_rejection_of_trees_leaves_the_targets_distribution(gamma, case):

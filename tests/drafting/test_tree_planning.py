@@ -113,6 +113,7 @@ def test_trees_are_far_faster_where_tokens_of_a_pass_are_nearly_free():
     assert play(auto("flat"), "flat")[0] > 1.25 * play(chain_of("flat"), "flat")[0]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("branching", [0.0, 0.5])
 def test_and_nowhere_slower_than_chains(machine, branching):

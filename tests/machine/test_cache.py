@@ -212,6 +212,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_file_is_as_good_as_none(package: Path, name: str) -> None:
     for path in code_of(package):

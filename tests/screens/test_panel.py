@@ -328,6 +328,7 @@ def test_wrong_guesses_are_never_in_the_story(tokenizer: Tokenizer, size: tuple[
     assert "NO" not in ESCAPE.sub("", stage.output).split("╯")[-1]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("pages", [1, 2])
 @pytest.mark.parametrize("size", [(40, 12), (80, 24), (120, 40)], ids=str)
 def test_no_line_that_was_read_changes_in_any_frame(tokenizer: Tokenizer, size: tuple[int, int], pages: int) -> None:

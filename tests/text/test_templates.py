@@ -161,7 +161,7 @@ def test_a_template_is_found_where_models_have_it(tmp_path: Path) -> None:
         template_of(None, tmp_path / "tokenizer.json", mine)
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "tokenizer_config.json").unlink()
-    with pytest.raises(TemplateError, match="--template"):
+    with pytest.raises(TemplateError, match=r"template=\.\.\."):
         template_of(None, tmp_path / "tokenizer.json")
 
 
@@ -230,6 +230,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     "changing",
     [

@@ -161,6 +161,7 @@ def test_products_do_not_depend_on_the_batch_or_the_threads_bit_for_bit(name):
             np.testing.assert_array_equal(out.view(np.int32), alone[:n_tokens].view(np.int32))
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("path", [path for path in RUNS_HERE if path != PATH])
 @pytest.mark.parametrize("name", ["Q4_1", "Q5_0", "Q6_K", "Q8_0"])
 def test_every_instruction_gives_the_same_bits(name, path):

@@ -116,6 +116,7 @@ RUNS_HERE = {
 }
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("path", RUNS_HERE)
 @pytest.mark.parametrize(("n", "group"), [(96, 32), (172, 32), (128, 64), (50, 25), (40, 2)])
 def test_an_int8_product_is_exact_in_a_group_and_one_chain_over_the_groups(n, group, path):
