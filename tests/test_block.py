@@ -144,6 +144,7 @@ def test_on_the_average_no_fewer_are_accepted_than_by_rejection(case):
     assert gain.mean() > 3 * gain.std() / 100
 
 
+@pytest.mark.campaign
 def test_one_proposal_stands_as_often_as_by_rejection():
     """There the two are one: shares of 10,000 rounds, within 5 of their standard errors (false alarm 6e-7)."""
     rng = np.random.default_rng(5)

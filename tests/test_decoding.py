@@ -235,6 +235,7 @@ class Favourite:
         return Draft([3, 4][: plan.most])
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("verify", VERIFIERS)
 def test_a_drafter_without_probabilities_leaves_the_distribution_as_it_is(verify):
     """The first two tokens over 6, of 6,000 seeds, with such a drafter and without; chi-square, false alarm below 1e-6 a case."""

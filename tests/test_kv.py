@@ -57,6 +57,7 @@ def test_every_way_to_fp16_rounds_to_nearest_even_and_tells_what_it_does_not_hol
     np.testing.assert_array_equal(widened[is_held], expected[is_held].astype(np.float32))
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("kind", [FP32, BF16, INT8], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_in_f16_hang_on_no_batch_and_no_thread(name, kind):

@@ -96,6 +96,7 @@ def from_json(result: tuple[int, str, str]) -> dict[str, Any]:
 # Bad files
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_target_is_refused_by_name(run: Run, pair: Pair, tmp_path: Path, name: str) -> None:
     version, damage = DAMAGES[name]

@@ -182,6 +182,7 @@ TEXTS = {
 }
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("size", SIZES + OTHER_SIZES, ids=str)
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_panel_is_never_wider_or_taller_than_the_terminal(tokenizer: Tokenizer, size: tuple[int, int], text: str) -> None:
@@ -198,6 +199,7 @@ def test_the_panel_is_never_wider_or_taller_than_the_terminal(tokenizer: Tokeniz
             stage.assert_fits()
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("gamma", [1, 4, 7, 8, 63])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_the_panel_fits_whatever_gamma(tokenizer: Tokenizer, size: tuple[int, int], gamma: int) -> None:

@@ -94,6 +94,7 @@ def weights(rows: int, n: int, kind: str) -> Floats:
     return np.where(np.abs(exact(numbers)) < 1e30, numbers, normal)  # sums stay finite
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("kind", [BF16, FP16, PORTABLE_FP16], ids=["bf16", "fp16", "portable fp16"])
 @pytest.mark.parametrize(("rows", "n"), [(32, 64), (70, 33), (33, 1), (100, 2), (40, 577)])
 def test_a_product_is_that_of_the_widened_weights_bit_for_bit(kind: Kind, rows: int, n: int) -> None:

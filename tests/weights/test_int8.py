@@ -390,6 +390,7 @@ def test_int8_costs_less_than_one_percent_of_perplexity_on_real_weights():
     assert perplexity(decoder.draft, tokens) == pytest.approx(perplexity(decoder.target, tokens), rel=0.01)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("draft", ["self", DEFAULT_DRAFT])
 @pytest.mark.parametrize("quantize", ["draft", "none"])
