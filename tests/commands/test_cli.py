@@ -96,13 +96,18 @@ def from_json(result: tuple[int, str, str]) -> dict[str, Any]:
 # Bad files
 
 
+def damaged(pair: Pair, folder: Path, name: str) -> Path:
+    """A file of the draft's config with that harm done."""
+    version, damage = DAMAGES[name]
+    path = folder / "damaged.bin"
+    path.write_bytes(damage.spoil(sound_bytes(load_checkpoint(pair.draft).config, version)))
+    return path
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_target_is_refused_by_name(run: Run, pair: Pair, tmp_path: Path, name: str) -> None:
-    version, damage = DAMAGES[name]
-    config = load_checkpoint(pair.draft).config
-    path = tmp_path / "damaged.bin"
-    path.write_bytes(damage.spoil(sound_bytes(config, version)))
+    path = damaged(pair, tmp_path, name)
     assert_refused(run("-m", path, "-z", pair.tokenizer), path)
 
 
@@ -118,11 +123,8 @@ DRAFT_DAMAGES = [
 
 @pytest.mark.parametrize("name", DRAFT_DAMAGES)
 def test_a_damaged_draft_is_refused_by_name(run: Run, pair: Pair, tmp_path: Path, name: str) -> None:
-    version, damage = DAMAGES[name]
-    config = load_checkpoint(pair.draft).config
-    path = tmp_path / "damaged.bin"
-    path.write_bytes(damage.spoil(sound_bytes(config, version)))
-    assert_refused(run("-m", pair.target, "-d", path), path, damage.word)
+    path = damaged(pair, tmp_path, name)
+    assert_refused(run("-m", pair.target, "-d", path), path, DAMAGES[name][1].word)
 
 
 @pytest.mark.parametrize("name", tokenizer_damages())
