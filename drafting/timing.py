@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from ..machine.tiles import TILE_TOKENS
 from ..sampling import TARGET_NOISE, Sampler, Sampling
@@ -46,16 +46,11 @@ def costs_of(target: Transformer, draft: Transformer | None, vocabulary: Vocabul
     return Costs(passes, token, max(0.0, first - token))
 
 
-def choose_threads(models: Sequence[Transformer], most: int, trial: Callable[[], float]) -> None:
+def choose_threads(use: Callable[[int], None], most: int, trial: Callable[[], float]) -> None:
     """All threads, or 1, 2, 4, ... if clearly faster; each is tried in turn until the trials have taken TRIAL_SECONDS.
 
-    trial: tells what some tokens take.
+    use: makes all models run on so many; trial: tells what some tokens take.
     """
-
-    def use(n: int) -> None:
-        for model in models:
-            model.n_threads = n
-
     seconds = {min(2**i, most): 0.0 for i in range(most.bit_length() + 1)}
     while sum(seconds.values()) < TRIAL_SECONDS:
         for n in seconds:

@@ -8,6 +8,7 @@ from ..sampling import Sampler, Sampling
 from .estimates import Acceptance, Costs
 from .model_drafter import ModelDrafter
 from .ngrams import NgramDrafter
+from .pacing import Pace
 from .planning import AutoLength, FixedLength
 from .settings import AUTO, Settings
 from .team import Team
@@ -33,6 +34,7 @@ class Tuning:
         self._end_marks, self._vocabulary = team.tokenizer.end_marks, team.draft.vocabulary
         self._acceptance = Acceptance(team.draft.rates)
         self._done = set[str]()  # of what `warm_up` does
+        self._pace: Pace | None = None  # where the number of threads is free
         self._trees: trees.Trees | None = None
         self._stage: stages.Stage | None = None
         if team.stage.source and team.draft.model:
@@ -44,7 +46,8 @@ class Tuning:
         """A text's, of whatever is warm."""
         verifier = VERIFIERS[settings.verify](self._vocabulary.n_target, sampling)
         plan, drafter = self._planned(sampling, verifier.draft_noise, settings)
-        return decode(self._team.target, drafter, verifier, tokens, max_tokens, plan, self._end_marks)
+        events = decode(self._team.target, drafter, verifier, tokens, max_tokens, plan, self._end_marks)
+        return self._pace.over(events) if self._pace else events
 
     def _planned(self, sampling: Sampling, noise: Callable[[int], int], settings: Settings) -> tuple[Plan, Drafter | None]:
         """How long proposals get, and who makes them."""
@@ -99,11 +102,16 @@ class Tuning:
         """Choose the threads, and time passes on them."""
         draft = self._team.draft
         if self.most_threads > 1:
-            choose_threads(self._models, self.most_threads, lambda: self._seconds(TRIAL_TOKENS, settings))
+            choose_threads(self._use, self.most_threads, lambda: self._seconds(TRIAL_TOKENS, settings))
+            self._pace = Pace(self.most_threads, self._team.target.n_threads, self._use)
         costs = costs_of(self._team.target, draft.model, self._vocabulary) if draft.source else None
         if self._stage:
             self._stage.measure()
         self.costs = costs
+
+    def _use(self, n_threads: int) -> None:
+        for model in self._models:
+            model.n_threads = n_threads
 
     def _seconds(self, max_tokens: int, settings: Settings) -> float:
         """What that many tokens take."""

@@ -139,6 +139,7 @@ def test_an_interrupted_warm_up_is_made_up_for(pair: Pair, monkeypatch: pytest.M
         return original(*args) if where != "choose_threads" else None
 
     monkeypatch.setattr(INTERRUPTED[where], where, interrupted)
+    monkeypatch.setattr(decoder._tuning, "_use", lambda n_threads: None)  # it has one
     with pytest.raises(KeyboardInterrupt):
         decoder.warm_up()
     text = decoder.generate("ab", 30, temperature=0).text
