@@ -58,18 +58,29 @@ class KVCache(NamedTuple):
     attention: Operation
 
 
+class RMSNorm(NamedTuple):
+    """What `rms_norm` takes: out (threads, T, ...) is filled from that column on; x (1, T, dim padded)."""
+
+    out: Floats3
+    x: Floats3
+    weight: Floats1
+    dim: int
+    eps: float
+    of_logits: int
+    column: int
+
+
 @operation
-def rms_norm(
-    run: Pass, thread: int, out: Floats3, x: Floats3, weight: Floats1, dim: int, eps: float, of_logits: int
-) -> None:  # fmt: skip
+def rms_norm(run: Pass, thread: int, p: RMSNorm) -> None:
     """out[t] = weight * x[t] / sqrt(mean(x[t]^2) + eps)  (Zhang and Sennrich 2019); rows are padded with zeros.
 
     Each thread fills an out of its own, which spares a barrier. of_logits: of the last n_logits tokens, from out[0] on.
     """
+    out, x, weight, dim, eps, of_logits, column = p
     n_tokens = run.n_logits if of_logits else run.n_tokens
     first, width = run.n_tokens - n_tokens, x.shape[2]
     for t in range(n_tokens):
-        row, target = (first + t) * width, (thread * out.shape[1] + t) * width
+        row, target = (first + t) * width, (thread * out.shape[1] + t) * out.shape[2] + column
         squares = splat(0.0)
         for i in range(0, width, LANES):
             v = load(x, row + i)
@@ -126,12 +137,13 @@ def position_of(run, depths, t):
 
 
 @operation
-def copy_rows(run: Pass, thread: int, out: Floats2, x: Floats2) -> None:
-    """out[t] = x[t], of which out (T, D) may have fewer columns: this thread's."""
-    first, last = share(out.shape[1], thread, run.n_threads)
+def copy_rows(run: Pass, thread: int, out: Floats2, x: Floats2, to: int, start: int, n: int, by_slot: int) -> None:
+    """n columns of x[t], from `start` on, to column `to` of out[t]: this thread's. by_slot: of out[slot of t] instead."""
+    first, last = share(n, thread, run.n_threads)
+    row = run.pos if by_slot else 0
     for t in range(run.n_tokens):
         for k in range(first, last):
-            out[t, k] = x[t, k]
+            out[row + t, to + k] = x[t, start + k]
 
 
 @compiled

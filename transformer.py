@@ -350,7 +350,7 @@ class Transformer:
         buffers = architecture.new_buffers(config, weights, self._room(capacity), self._buffers if self._capacity else None)
         architecture.fill(config, buffers, self._capacity)
         hidden = {layer: zeros(MAX_TOKENS, config.dim) for layer in layers}
-        before = {layer: copy_rows(states, buffers.x[0]) for layer, states in hidden.items()}
+        before = {layer: copy_rows(states, buffers.x[0], 0, 0, config.dim, False) for layer, states in hidden.items()}
         runner = Runner(architecture.program(config, weights, buffers).program(before))
         # all or nothing: an interrupt between two calls would leave a program of buffers that are gone
         self._runner, self._buffers, self._capacity, self._hidden, self._n_run = runner, buffers, capacity, hidden, 0

@@ -1,11 +1,12 @@
 """Architectures, a room each: a family's tensors, matrices, and the program of its pass."""
 
-from .config import Config, RopeScaling
+from .config import Config, HeadConfig, RopeScaling
+from .eagle3 import EAGLE3
 from .gpt2 import GPT2
 from .llama import LLAMA
 from .plan import Architecture, Buffers, Room, Weights
 
-ARCHITECTURES = {"llama": LLAMA, "gpt2": GPT2}
+ARCHITECTURES = {"llama": LLAMA, "gpt2": GPT2, "eagle3": EAGLE3}
 
 
 def architecture_of(config: Config) -> Architecture:
@@ -15,4 +16,6 @@ def architecture_of(config: Config) -> Architecture:
     return ARCHITECTURES[config.architecture]
 
 
-__all__ = ["ARCHITECTURES", "Architecture", "Buffers", "Config", "Room", "RopeScaling", "Weights", "architecture_of"]
+__all__ = [
+    "ARCHITECTURES", "Architecture", "Buffers", "Config", "HeadConfig", "Room", "RopeScaling", "Weights", "architecture_of",
+]  # fmt: skip

@@ -2,6 +2,9 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
+
+N_HIDDEN = 3  # of a target's hidden states make a feature where a head's file does not tell which: low, middle and high
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,48 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class HeadConfig:
+    """What a head that drafts needs beside a model's numbers (EAGLE-3: Li et al. 2025, arXiv:2503.01840).
+
+    target_dim: width of the target's hidden states; layers: before which of the target's layers they are taken, n_layers for
+    behind the last; none where the file does not tell (`layers_of`). n_rows: of its classifier. own_embedding, own_classifier:
+    whether it has them, else they are the target's. norm_before_residual: whether the residual stream takes the feature normed.
+    fc_norm: what is normed before fc: nothing, "each" of the states, or the "whole" row. norm_output: whether outputs are normed
+    before they are fed back.
+    """
+
+    target_dim: int
+    layers: tuple[int, ...]
+    n_rows: int
+    own_embedding: bool
+    own_classifier: bool
+    norm_before_residual: bool = False
+    fc_norm: Literal["", "each", "whole"] = ""
+    norm_output: bool = False
+
+    @property
+    def n_layers(self) -> int:
+        """How many of the target's hidden states make a feature."""
+        return len(self.layers) or N_HIDDEN
+
+    def layers_of(self, n_layers: int) -> tuple[int, ...]:
+        """Before which layers of a target of so many the hidden states are taken."""
+        return self.layers or (2, n_layers // 2, n_layers - 3)
+
+    def flaw(self, dim: int, vocab_size: int) -> str:
+        """What keeps these numbers from being a head of that width for that vocabulary; empty where nothing does."""
+        if self.target_dim <= 0:
+            return f"target_dim is {self.target_dim}; expected a positive number"
+        if not 0 < self.n_rows <= vocab_size:
+            return f"n_rows is {self.n_rows}; expected 1 to vocab_size, {vocab_size}"
+        if dim != self.target_dim and not (self.own_embedding and self.own_classifier):
+            return f"dim is {dim}; a head that takes the target's embedding or classifier has target_dim, {self.target_dim}"
+        if self.n_rows != vocab_size and not self.own_classifier:
+            return f"n_rows is {self.n_rows}; the target's classifier has {vocab_size}"
+        return ""
+
+
+@dataclass(frozen=True)
 class Config:
     """A model's sizes, and what its architecture leaves open.
 
@@ -35,7 +80,7 @@ class Config:
     `ARCHITECTURES`; norm_eps: what keeps a norm from dividing by 0; rope_theta: the base of RoPE's angles; head_dim: 0 stands for
     dim / n_heads; rope_divisors: of each pair's angle, none for 1; window: how many positions, its own the last, a token sees (0:
     all); qkv_bias, wo_bias, mlp_bias: which products add a bias; qk_norm: whether queries and keys go through an RMSNorm for each
-    head.
+    head; head: what else a head that drafts needs, of whose target vocab_size counts the tokens.
     """
 
     dim: int
@@ -57,6 +102,7 @@ class Config:
     wo_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    head: HeadConfig | None = None
 
     def __post_init__(self) -> None:
         if self.head_dim == 0 and self.n_heads > 0:
@@ -73,7 +119,7 @@ class Config:
             return f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
         if self.head_dim <= 0:
             return f"head_dim is {self.head_dim}; expected a positive number"
-        if self.head_dim % 2 and self.architecture == "llama":
+        if self.head_dim % 2 and self.architecture in ("llama", "eagle3"):
             return f"head_dim {self.head_dim} (dim / n_heads) is odd; RoPE turns pairs"
         if not 0 <= self.norm_eps < math.inf:
             return f"norm_eps is {self.norm_eps}; expected 0 or more"
@@ -87,6 +133,10 @@ class Config:
             return f"there are {len(self.rope_divisors)} rope_divisors; expected one for each of {self.head_dim // 2} pairs"
         if not all(0 < divisor < math.inf for divisor in self.rope_divisors):
             return "a rope_divisor is not a positive number"
+        if (self.architecture == "eagle3") != (self.head is not None):
+            return f"the architecture is {self.architecture} and head is {self.head}; expected both of a head, or neither"
+        if self.head and (flaw := self.head.flaw(self.dim, self.vocab_size)):
+            return f"head's {flaw}"
         if self.vocab_size < 3:
             return f"vocab_size is {self.vocab_size}; BOS and EOS are the ids 1 and 2"
         return ""

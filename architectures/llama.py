@@ -5,6 +5,7 @@ biases to q, k and v (Yang et al. 2024, arXiv:2407.10671), Qwen3 norms their hea
 """
 
 import math
+from collections.abc import Sequence
 
 from ..kernels import add_bias, head_norm, rms_norm, rope, swiglu
 from ..machine.programs import Program, Row
@@ -91,20 +92,17 @@ def fill(config: Config, b: Buffers, start: int) -> None:
     fill_tables(config, b.rope_cos, b.rope_sin, start)
 
 
-def program(config: Config, weights: Weights, b: Buffers) -> Layers:
-    """x = embedding; for each layer x += wo attention(rope(qkv rmsnorm(x))), x += w2 swiglu(w13 rmsnorm(x)); wcls rmsnorm(x)."""
+def layer(config: Config, weights: Weights, b: Buffers, i: int, normed: Float32, norms: Sequence[Row]) -> Program:
+    """x += wo attention(rope(qkv normed)), x += w2 swiglu(w13 rmsnorm(x)); norms: what fills normed (threads, T, ...)."""
     w, v = weights.matrices, weights.vectors
     k_row = n_strips(config.q_dim) * STRIP_ROWS
     v_row = k_row + n_strips(config.kv_dim) * STRIP_ROWS
     unit = whole_heads(config) if config.qk_norm else 1
 
-    def norm(name: str, of_logits: bool = False) -> Row:
-        return rms_norm(b.normed, b.x, v[name], config.dim, config.norm_eps, of_logits)
-
     def biased(out: Float32, name: str, unit: int = 1) -> list[Row]:
         return [add_bias(out, v[name], unit)] if name in v else []
 
-    def normed_heads(i: int) -> list[Row]:
+    def normed_heads() -> list[Row]:
         sides = [("q_norm", 0, config.n_heads), ("k_norm", k_row, config.n_kv_heads)] if config.qk_norm else []
         return [
             head_norm(b.qkv, unit, base, n_heads, config.head_dim, v[f"{i}.{name}"], config.norm_eps)
@@ -114,37 +112,50 @@ def program(config: Config, weights: Weights, b: Buffers) -> Layers:
     def turned(base: int, end: int) -> Row:
         return rope(b.qkv, unit, base, end - base, b.rope_cos, b.rope_sin, b.depths, config.head_dim)
 
-    def layer(i: int) -> Program:
-        return [
-            [
-                norm(f"{i}.rms_att"),
-                w[f"{i}.qkv"].product(b.qkv, b.normed, b.scratch, unit=unit),
-                *biased(b.qkv, f"{i}.bqkv", unit),
-                *normed_heads(i),
-                turned(0, k_row),
-                turned(k_row, v_row),
-                b.kv.store_keys(b.keys[i], b.qkv, unit, k_row),
-                b.kv.store_values(b.values[i], b.qkv, unit, v_row, config.head_dim),
-            ],
-            [
-                b.kv.attention(
-                    b.heads, b.qkv, b.keys[i], b.values[i], b.scores, b.mixed, b.depths, b.paths, config.n_heads, config.n_seen
-                )
-            ],
-            [w[f"{i}.wo"].product(b.x[0], b.heads, b.scratch, adding=True), *biased(b.x[0], f"{i}.bo")],
-            [
-                norm(f"{i}.rms_ffn"),
-                w[f"{i}.up"].product(b.up, b.normed, b.scratch, unit=2),
-                *biased(b.up, f"{i}.b13", 2),
-                swiglu(b.hidden, b.up),
-            ],
-            [w[f"{i}.down"].product(b.x[0], b.hidden, b.scratch, adding=True), *biased(b.x[0], f"{i}.b2")],
-        ]
+    return [
+        [
+            *norms,
+            w[f"{i}.qkv"].product(b.qkv, normed, b.scratch, unit=unit),
+            *biased(b.qkv, f"{i}.bqkv", unit),
+            *normed_heads(),
+            turned(0, k_row),
+            turned(k_row, v_row),
+            b.kv.store_keys(b.keys[i], b.qkv, unit, k_row),
+            b.kv.store_values(b.values[i], b.qkv, unit, v_row, config.head_dim),
+        ],
+        [
+            b.kv.attention(
+                b.heads, b.qkv, b.keys[i], b.values[i], b.scores, b.mixed, b.depths, b.paths, config.n_heads, config.n_seen
+            )
+        ],
+        [w[f"{i}.wo"].product(b.x[0], b.heads, b.scratch, adding=True), *biased(b.x[0], f"{i}.bo")],
+        [
+            norm(config, weights, b, f"{i}.rms_ffn"),
+            w[f"{i}.up"].product(b.up, b.normed, b.scratch, unit=2),
+            *biased(b.up, f"{i}.b13", 2),
+            swiglu(b.hidden, b.up),
+        ],
+        [w[f"{i}.down"].product(b.x[0], b.hidden, b.scratch, adding=True), *biased(b.x[0], f"{i}.b2")],
+    ]
 
+
+def norm(config: Config, weights: Weights, b: Buffers, name: str, of_logits: bool = False) -> Row:
+    """normed = rmsnorm(x), by the weights of that name."""
+    return rms_norm(b.normed, b.x, weights.vectors[name], config.dim, config.norm_eps, of_logits, 0)
+
+
+def classify(config: Config, weights: Weights, b: Buffers) -> Program:
+    """logits = wcls rmsnorm(x), of the last tokens."""
+    product = weights.matrices["classifier"].product(b.logits, b.normed, b.scratch, of_logits=True)
+    return [[norm(config, weights, b, "rms_final", of_logits=True), product]]
+
+
+def program(config: Config, weights: Weights, b: Buffers) -> Layers:
+    """x = embedding; for each layer x += wo attention(rope(qkv rmsnorm(x))), x += w2 swiglu(w13 rmsnorm(x)); wcls rmsnorm(x)."""
     return Layers(
-        [[w["embedding"].embedding(b.x[0], b.tokens)]],
-        [layer(i) for i in range(config.n_layers)],
-        [[norm("rms_final", of_logits=True), w["classifier"].product(b.logits, b.normed, b.scratch, of_logits=True)]],
+        [[weights.matrices["embedding"].embedding(b.x[0], b.tokens)]],
+        [layer(config, weights, b, i, b.normed, [norm(config, weights, b, f"{i}.rms_att")]) for i in range(config.n_layers)],
+        classify(config, weights, b),
     )
 
 

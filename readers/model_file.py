@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ..architectures import Config
 from ..machine.memory import all_finite
+from ..machine.vectors import Int64
 
 FLOAT_BYTES = 4
 FP32, FP16, BF16 = np.dtype("<f4"), np.dtype("<f2"), np.dtype("<u2")  # of bf16 the bits: numpy has no such numbers
@@ -33,6 +34,7 @@ class Checkpoint:
     path: a file or a folder; config: its numbers; tensors: by the names and in the shapes of its architecture. What is asked of
     a tensor is read then. end_marks: names of the ids that end a text, bos: the id that begins one, where the files tell.
     vocabulary: the keys of the tokenizer that lies in the same file; chat_template: that of conversations, where it does.
+    target_ids: of a head's rows (n_rows,), the target's ids, each once; None: row i is id i.
     """
 
     path: Path
@@ -42,6 +44,7 @@ class Checkpoint:
     bos: int | None = None
     vocabulary: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
+    target_ids: Int64 | None = None
 
 
 class ModelFile:

@@ -67,7 +67,7 @@ def program(config, weights, b):
     w, v = weights.matrices, weights.vectors
 
     def norm(name, x=b.x, of_logits=False):
-        return kernels.rms_norm(b.normed, x, v[name], config.dim, config.norm_eps, of_logits)
+        return kernels.rms_norm(b.normed, x, v[name], config.dim, config.norm_eps, of_logits, 0)
 
     def joined(name):
         return [norm(name, b.branch), ADD_NORMED(b.x[0], b.normed)]

@@ -1,0 +1,130 @@
+"""EAGLE-3 (Li et al. 2025, arXiv:2503.01840): a layer that drafts from a target's hidden states; its tensors, matrices, and pass.
+
+A pair, what the target's hidden states at position i make of it and the token of position i + 1, tells the token of i + 2. Behind
+the last one whose states the target has computed, the head's own output takes their place.
+
+Shapes: H width of the target's hidden states, N of which make a feature; h the head's own.
+"""
+
+from ..kernels import MAX_TOKENS, copy_rows, rms_norm
+from ..machine.programs import Program, Row
+from ..machine.tiles import STRIP_ROWS
+from ..machine.vectors import round_up
+from . import llama
+from .config import Config, HeadConfig
+from .plan import Architecture, Buffer, Buffers, Layers, Part, Room, Vector, Weights
+
+OF_LAYER = ("rms_ffn", "wq", "wk", "wv", "wo", "w1", "w2", "w3", "bq", "bk", "bv", "bo", "b1", "b2", "b3", "q_norm", "k_norm")
+
+
+def head_of(config: Config) -> HeadConfig:
+    """What a head needs beside a model's numbers, which `Config.flaw` has asked for."""
+    assert config.head is not None
+    return config.head
+
+
+def taps(config: Config) -> tuple[int, int]:
+    """In how many rows, normed each by itself, a feature's hidden states lie, and their width."""
+    head = head_of(config)
+    n_rows = head.n_layers if head.fc_norm == "each" else 1
+    return n_rows, head.n_layers * head.target_dim // n_rows
+
+
+def shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Llama's, of one layer, but for the products of two vectors one behind the other, and what makes these."""
+    head, dim, ours = head_of(config), config.dim, llama.shapes(config)
+    tensors = {name: ours[name][1:] for name in OF_LAYER if name in ours}
+    tensors |= {name: (tensors[name][0], 2 * dim) for name in ("wq", "wk", "wv")}
+    tensors |= {"fc": (dim, head.n_layers * head.target_dim), "rms_emb": (dim,), "rms_hidden": (dim,), "rms_final": (dim,)}
+    if head.fc_norm:
+        tensors["fc_norm"] = taps(config)
+    if head.own_classifier:
+        tensors["wcls"] = (head.n_rows, dim)
+    if head.own_embedding:
+        tensors["tok_emb"] = (config.vocab_size, dim)
+    return tensors
+
+
+def parts(config: Config) -> dict[str, Part]:
+    """Llama's, and fc; no embedding and no classifier where they are the target's."""
+    head, dim = head_of(config), config.dim
+    matrices = {name: part._replace(tensors=_of_one_layer(part.tensors)) for name, part in llama.parts(config).items()}
+    matrices |= {
+        "fc": Part((("fc", None),), (dim,), head.n_layers * head.target_dim),
+        "0.qkv": matrices["0.qkv"]._replace(n=2 * dim),
+        "classifier": Part((("wcls", None),), (head.n_rows,), dim),
+    }
+    borrowed = {name for name, own in (("embedding", head.own_embedding), ("classifier", head.own_classifier)) if not own}
+    return {name: part for name, part in matrices.items() if name not in borrowed}
+
+
+def vectors(config: Config) -> dict[str, Vector]:
+    """Llama's; a norm of the embedding and one of the feature instead of that before attention."""
+    own = {name: vector._replace(tensors=_of_one_layer(vector.tensors)) for name, vector in llama.vectors(config).items()}
+    del own["0.rms_att"]
+    own |= {name: Vector(((name, None),), (config.dim,)) for name in ("rms_emb", "rms_hidden")}
+    if head_of(config).fc_norm:
+        n_taps, width = taps(config)
+        own |= {f"fc_norm.{i}": Vector((("fc_norm", i),), (width,)) for i in range(n_taps)}
+    return own
+
+
+def _of_one_layer(tensors: tuple[tuple[str, int | None], ...]) -> tuple[tuple[str, int | None], ...]:
+    return tuple((name, None) for name, _ in tensors)
+
+
+def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
+    """Llama's; taps: the target's hidden states of a pass's pairs, (1, T, N H padded), or (N, T, H padded) where each is normed;
+    tapped (threads, T, N H and more): the same, normed; embedded (1, T, h padded): the tokens; pairs (threads, T, 2 h and more):
+    embedding and feature, normed; outputs (S, h): what may be fed back.
+    """
+    head, (n_taps, width), padded = head_of(config), taps(config), round_up(config.dim, STRIP_ROWS)
+    own = {
+        "taps": Buffer((n_taps, MAX_TOKENS, round_up(width, STRIP_ROWS))),
+        "embedded": Buffer((1, MAX_TOKENS, padded)),
+        "pairs": Buffer((room.n_threads, MAX_TOKENS, round_up(config.dim + padded, STRIP_ROWS))),
+        "outputs": Buffer((room.n_positions, config.dim), is_cache=True),
+    }
+    if head.fc_norm:
+        end = (n_taps - 1) * width + round_up(width, STRIP_ROWS)
+        own["tapped"] = Buffer((room.n_threads, MAX_TOKENS, round_up(end, STRIP_ROWS)))
+    return llama.buffers(config, weights, room) | own
+
+
+def features(config: Config, weights: Weights, b: Buffers) -> Program:
+    """x = fc taps, which may be normed: what runs before the pass over pairs whose hidden states the target has computed."""
+    n_taps, width = taps(config)
+    tapped, norms = b.taps, list[Row]()
+    if head_of(config).fc_norm:
+        tapped = b.tapped
+        norms = [
+            rms_norm(tapped, b.taps[i : i + 1], weights.vectors[f"fc_norm.{i}"], width, config.norm_eps, False, i * width)
+            for i in range(n_taps)
+        ]
+    return [[*norms, weights.matrices["fc"].product(b.x[0], tapped, b.scratch)]]
+
+
+def program(config: Config, weights: Weights, b: Buffers) -> Layers:
+    """Of x, features or outputs fed back: x = (x or norm(x)) + wo attention(rope(qkv concat(norm(embedding), norm(x)))), then
+    as llama.
+    """
+    head, v, dim = head_of(config), weights.vectors, config.dim
+    norms = [
+        rms_norm(b.pairs, x, v[name], dim, config.norm_eps, False, column)
+        for x, name, column in ((b.embedded, "rms_emb", 0), (b.x, "rms_hidden", dim))
+    ]
+    layer = [list(phase) for phase in llama.layer(config, weights, b, 0, b.pairs, norms)]
+    if head.norm_before_residual:
+        layer[1].append(copy_rows(b.x[0], b.pairs[0], 0, dim, dim, False))  # beside attention: all threads have read x
+    output: list[list[Row]] = [[copy_rows(b.outputs, b.x[0], 0, 0, dim, True)]]
+    if head.norm_output:
+        normed = rms_norm(b.normed, b.x, v["rms_final"], dim, config.norm_eps, False, 0)
+        output = [[normed], [copy_rows(b.outputs, b.normed[0], 0, 0, dim, True)]]
+    return Layers(
+        [[weights.matrices["embedding"].embedding(b.embedded[0], b.tokens)]],
+        [layer],
+        [*output, *llama.classify(config, weights, b)],
+    )
+
+
+EAGLE3 = Architecture(shapes, parts, vectors, buffers, program, llama.fill)
