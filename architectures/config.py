@@ -49,6 +49,7 @@ class HeadConfig:
     norm_before_residual: bool = False
     fc_norm: Literal["", "each", "whole"] = ""
     norm_output: bool = False
+    made_for: str = ""
 
     @property
     def n_layers(self) -> int:

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from . import gguf, huggingface, llama2c
+from . import eagle3, gguf, huggingface, llama2c
 from .gguf import read_vocabulary
 from .json_text import read_object, replace_text
 from .model_file import Checkpoint, CheckpointError, telling_os_errors
@@ -11,10 +11,13 @@ from .strangers import refuse_strangers
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """The model of a Hugging Face folder, of a GGUF file whatever its name, or of a llama2.c file. Raises CheckpointError."""
+    """The model, or a head, of a Hugging Face folder or a GGUF file whatever its name, or the model of a llama2.c file.
+
+    Raises CheckpointError.
+    """
     path = Path(path)
     if _is_folder(path):
-        return huggingface.load_checkpoint(path)
+        return (eagle3 if eagle3.is_head(path) else huggingface).load_checkpoint(path)
     if path.suffix in (".safetensors", ".json"):
         raise CheckpointError(f"{path} is a part of a model; name the folder that holds it and its config.json")
     if gguf.is_gguf(path):

@@ -138,20 +138,20 @@ def read_config(folder: Path) -> tuple[Config, dict[int, str], int | None]:
     if family == "gpt2":
         given = {GPT2_ALIASES.get(key, key): value for key, value in given.items()} | given
     values = Values(path, given, DEFAULTS[family])
-    for key, neutral in NEUTRAL.items():
-        if key in values:
-            _check_neutral(values, key, neutral)
-    config = _gpt2(values) if family == "gpt2" else _llama(values, family)
+    check_neutral(values, NEUTRAL)
+    config = _gpt2(values) if family == "gpt2" else llama_config(values, family)
     if flaw := config.flaw():
         raise CheckpointError(f"{path} describes no model: {flaw}")
     return config, *_read_marks(folder, given, values, config.vocab_size)
 
 
-def _check_neutral(values: Values, key: str, neutral: tuple[Any, ...]) -> None:
-    if key == "quantization_config" and isinstance(values[key], dict):
-        method = shown(values[key].get("quant_method"))
-        raise CheckpointError(f"{values.path}: the weights are quantized by {method}; expected F32, F16 or BF16 ones")
-    values.must_be(key, *neutral)
+def check_neutral(values: Values, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises CheckpointError for a key that asks for other arithmetic; neutral: those that might, and what asks for nothing."""
+    for key in filter(values.__contains__, neutral):
+        if key == "quantization_config" and isinstance(values[key], dict):
+            method = shown(values[key].get("quant_method"))
+            raise CheckpointError(f"{values.path}: the weights are quantized by {method}; expected F32, F16 or BF16 ones")
+        values.must_be(key, *neutral[key])
 
 
 def _same(value: Any, choice: Any) -> bool:
@@ -162,7 +162,7 @@ def _same(value: Any, choice: Any) -> bool:
 # Families
 
 
-def _llama(values: Values, family: str) -> Config:
+def llama_config(values: Values, family: str) -> Config:
     values.must_be("hidden_act", *SILU)
     attention_bias = values.flag("attention_bias") if family in ("llama", "qwen3") else False
     mlp_bias = values.flag("mlp_bias") if family == "llama" else False

@@ -6,12 +6,15 @@ arithmetic is either done or refused by name; other keys are not looked at.
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..architectures import Config
+from ..architectures import Config, HeadConfig
+from ..machine.vectors import Int64
 from .config_json import MAX_THETA, Values
 from .gguf_file import MAGIC, GgufFile
+from .heads import are_layers, check_rows, checked_ids
 from .json_text import shown
 from .model_file import Checkpoint, CheckpointError, ModelFile, telling_os_errors
 from .places import Place, are_equal, tensors_of
@@ -21,6 +24,8 @@ VOCABULARY, TOKENS, CHAT_TEMPLATE = "tokenizer.ggml.", "tokenizer.ggml.tokens", 
 SPLIT_NUMBER, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
 MOST_PARTS = 99999
 EMBEDDING, HEAD, ROPE_DIVISORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+IDS = "d2t"  # a head's, absolute, unlike those in safetensors
+LAYERS = ("eagle3.target_layers", "eagle3.extract_layers")  # of the target, as a head's file has it since June 2026, and before
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.ASCII | re.DOTALL)
 
 LAYER_NAMES = {
@@ -53,7 +58,15 @@ GPT2_PLACES = OUTER_PLACES | {
     "ln_final": Place("output_norm.weight"),
     "ln_final_bias": Place("output_norm.bias"),
 }
-PLACES = {"llama": LLAMA_PLACES, "qwen2": QWEN_PLACES, "qwen3": QWEN_PLACES, "gpt2": GPT2_PLACES}
+EAGLE3_PLACES = OUTER_PLACES | {
+    "fc": Place("fc.weight"),
+    "fc_norm": Place("enc.output_norm.weight", alone=True),
+    "rms_emb": Place("blk.0.attn_norm.weight"),
+    "rms_hidden": Place("blk.0.attn_norm_2.weight"),
+    **{name: Place(f"blk.0.{LAYER_NAMES[name]}") for name in ("wq", "wk", "wv", "wo", "rms_ffn", "w1", "w2", "w3")},
+    "rms_final": Place("output_norm.weight"),
+}
+PLACES = {"llama": LLAMA_PLACES, "qwen2": QWEN_PLACES, "qwen3": QWEN_PLACES, "gpt2": GPT2_PLACES, "eagle3": EAGLE3_PLACES}
 
 # what other arithmetic than ours is asked for by, behind the architecture's name, and the values that ask for nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -72,6 +85,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.sliding_window": (0, None),
     "rope.scaling.attn_factor": (1, 0, None),
     "rope.scaling.alpha": (0, None),
+    "norm_output": (False, None),
 }
 
 
@@ -93,10 +107,13 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """
     model = _Model(path)
     config = _config(model)
-    places = PLACES[model.architecture]
-    tensors = tensors_of(config, places, model)
-    if left := model.unused:
-        raise CheckpointError(f"{model.told(left[0])} has no place in the model that the keys describe")
+    tensors = tensors_of(config, PLACES[model.architecture], model)
+    ids = None
+    if config.head and IDS in model:
+        ids = checked_ids(model.integers(IDS, config.head.n_rows), config.vocab_size, model.told(IDS))
+    model.check_all_used()
+    if config.head:  # whose tokenizer, where the file has one, is the target's
+        return Checkpoint(path, config, tensors, target_ids=ids)
     template = model.keys.get(CHAT_TEMPLATE)
     return Checkpoint(
         path, config, tensors, vocabulary=_vocabulary(model.first), chat_template=template if isinstance(template, str) else None
@@ -127,10 +144,11 @@ class _Model:
     def __contains__(self, name: str) -> bool:
         return name in self._sources
 
-    @property
-    def unused(self) -> list[str]:
-        """The names that nobody asked for."""
-        return [name for name in self._sources if name not in self._used]
+    def check_all_used(self) -> None:
+        """Raises CheckpointError for a tensor that nobody asked for."""
+        for name in self._sources:
+            if name not in self._used:
+                raise CheckpointError(f"{self.told(name)} has no place in the model that the keys describe")
 
     def told(self, name: str) -> str:
         """Its file and its name, for people."""
@@ -144,11 +162,18 @@ class _Model:
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Any:
         """Raises CheckpointError for one that is missing or of another shape."""
+        return self._source(name, shape).tensor(name)
+
+    def integers(self, name: str, n: int) -> Int64:
+        """As `tensor`, of n whole numbers, which are read."""
+        return self._source(name, (n,)).integers(name)
+
+    def _source(self, name: str, shape: tuple[int, ...]) -> GgufFile:
         found = self.shape(name)
         if found != shape:
             raise CheckpointError(f"{self.told(name)} has the shape {found}; the keys say {shape}")
         self._used.add(name)
-        return self._sources[name].tensor(name)
+        return self._sources[name]
 
     def is_twice(self, name: str, other: str) -> bool:
         """Whether two tensors are one; then the second is left out."""
@@ -190,13 +215,12 @@ def _vocabulary(file: GgufFile) -> dict[str, Any]:
 def _config(model: _Model) -> Config:
     """What the keys, and the tensors that are there or not, say of the model."""
     a = model.architecture
-    # rows are what a table of tokens has, whatever the keys say
-    rows = model.shape(EMBEDDING)[0]
-    values = Values(model.path, model.keys, {f"{a}.vocab_size": rows, TOKENS: None})
+    is_head = a == "eagle3"
+    values = Values(model.path, model.keys, {TOKENS: None})
     for key, neutral in NEUTRAL.items():
         if f"{a}.{key}" in values:
             values.must_be(f"{a}.{key}", *neutral)
-    _check_rows(values, f"{a}.vocab_size", rows)
+    rows = _rows(model, values, f"{a}.vocab_size", is_borrowed=is_head and EMBEDDING not in model)
     common: dict[str, Any] = {
         "dim": values.whole(f"{a}.embedding_length"),
         "hidden_dim": values.whole(f"{a}.feed_forward_length"),
@@ -204,20 +228,47 @@ def _config(model: _Model) -> Config:
         "n_heads": values.whole(f"{a}.attention.head_count"),
         "seq_len": values.whole(f"{a}.context_length"),
         "vocab_size": rows,
-        "shared_classifier": HEAD not in model or model.is_twice(EMBEDDING, HEAD),
+        "shared_classifier": not is_head and (HEAD not in model or model.is_twice(EMBEDDING, HEAD)),
     }
     config = _gpt2(values, common) if a == "gpt2" else _llama(model, values, common)
+    if is_head:  # llama.cpp adds no biases to one
+        config = replace(config, architecture=a, head=_head(model, values, rows), qkv_bias=False, wo_bias=False, mlp_bias=False)
     if flaw := config.flaw():
         raise CheckpointError(f"{model.path} describes no model: {flaw}")
+    if config.head:
+        check_rows(config.head, rows, IDS in model, f"{model.path}")
     return config
 
 
-def _check_rows(values: Values, key: str, rows: int) -> None:
-    if values[key] != rows:
-        raise values.refusal(key, f"{rows}, the rows of {EMBEDDING}")
+def _rows(model: _Model, values: Values, key: str, is_borrowed: bool) -> int:
+    """How many ids there are: rows of the table of tokens, whatever the keys say, or what they say where it is borrowed."""
     tokens = values[TOKENS]
+    if is_borrowed:
+        return values.whole(key) if key in values or not isinstance(tokens, list) else len(tokens)
+    rows = model.shape(EMBEDDING)[0]
+    if key in values and values[key] != rows:
+        raise values.refusal(key, f"{rows}, the rows of {EMBEDDING}")
     if isinstance(tokens, list) and len(tokens) != rows:
         raise CheckpointError(f"{values.path}: {TOKENS} are {len(tokens)}; expected {rows}, the rows of {EMBEDDING}")
+    return rows
+
+
+def _head(model: _Model, values: Values, rows: int) -> HeadConfig:
+    """What is a head's alone; a classifier or an embedding that is not there is the target's."""
+    values.must_be("eagle3.block_count", 1)
+    layers = next((key for key in LAYERS if key in values), LAYERS[0])
+    if not isinstance(values[layers], list) or not are_layers(values[layers]):
+        raise values.refusal(layers, "layers of the target, each once")
+    sized = next((name for name in (IDS, HEAD) if name in model), "")
+    return HeadConfig(
+        target_dim=values.whole("eagle3.target_hidden_size"),
+        layers=tuple(values[layers]),
+        n_rows=model.shape(sized)[0] if sized else rows,
+        own_embedding=EMBEDDING in model,
+        own_classifier=HEAD in model,
+        norm_before_residual="eagle3.norm_before_residual" in values and values.flag("eagle3.norm_before_residual"),
+        fc_norm="whole" if "eagle3.norm_before_fc" in values and values.flag("eagle3.norm_before_fc") else "",
+    )
 
 
 def _gpt2(values: Values, common: Mapping[str, Any]) -> Config:

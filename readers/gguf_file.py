@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..machine.vectors import Int64
 from .gguf_blocks import BLOCKS, BlockTensor
 from .json_text import MAX_BYTES, shown
 from .model_file import BF16, BYTE, FP16, FP32, CheckpointError, FileTensor, ModelFile
@@ -30,6 +31,7 @@ NUMBERS: dict[int, np.dtype[Any]] = {
     0: np.dtype("u1"), 1: np.dtype("i1"), 2: np.dtype("<u2"), 3: np.dtype("<i2"), 4: np.dtype("<u4"), 5: np.dtype("<i4"),
     FLOAT32: FP32, BOOL: np.dtype("u1"), 10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8"),
 }  # fmt: skip
+INTEGERS = "I64"
 FLOATS: dict[str, np.dtype[Any]] = {"F32": FP32, "F16": FP16, "BF16": BF16}
 TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K",
@@ -37,6 +39,11 @@ TYPES = {
     22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0",
     35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
 }  # fmt: skip
+SIZES = {  # weights and bytes of a block, of what is read
+    **{kind: (1, dtype.itemsize) for kind, dtype in FLOATS.items()},
+    INTEGERS: (1, 8),
+    **{kind: (block.n_weights, block.n_bytes) for kind, block in BLOCKS.items()},
+}
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
@@ -64,9 +71,17 @@ class GgufFile:
         entry = self.entries[name]
         if entry.type in FLOATS:
             return FileTensor(self._file, name, entry.shape, entry.first, dtype=FLOATS[entry.type])
-        if len(entry.shape) != 2:
-            raise CheckpointError(f"{self.path}: {shown(name)} is a vector of type {entry.type}; expected {', '.join(FLOATS)}")
+        if len(entry.shape) != 2 or entry.type not in BLOCKS:
+            what = "a vector of" if len(entry.shape) == 1 else "of"
+            raise CheckpointError(f"{self.path}: {shown(name)} is {what} type {entry.type}; expected {', '.join(FLOATS)}")
         return BlockTensor(self.stored(name), entry.type, f"{self.path} is damaged: {shown(name)}")
+
+    def integers(self, name: str) -> Int64:
+        """The whole numbers of a tensor, in a row. Raises CheckpointError for what are not I64."""
+        entry = self.entries[name]
+        if entry.type != INTEGERS:
+            raise CheckpointError(f"{self.path}: {shown(name)} is of type {entry.type}; expected {INTEGERS}")
+        return self._file.read(entry.first, entry.n_bytes).view("<i8").astype(np.int64)
 
     def stored(self, name: str) -> FileTensor:
         """The bytes (rows, bytes) of a tensor, whatever they mean."""
@@ -107,10 +122,10 @@ class GgufFile:
             raise CheckpointError(f"{self.path}: {shown(name)} has the shape {shape}, which holds nothing")
         number, offset = header.u32(), header.u64()
         kind = TYPES.get(number, f"number {number}")
-        if kind not in FLOATS and kind not in BLOCKS:
+        if kind not in SIZES:
             known = ", ".join([*FLOATS, *BLOCKS])
             raise CheckpointError(f"{self.path}: tensor {shown(name)} is of type {kind}; specdec reads {known}")
-        n_weights, n_bytes = (1, FLOATS[kind].itemsize) if kind in FLOATS else BLOCKS[kind][:2]
+        n_weights, n_bytes = SIZES[kind]
         if shape[-1] % n_weights:
             raise CheckpointError(f"{self.path}: {shown(name)} has rows of {shape[-1]} weights; {kind} has blocks of {n_weights}")
         return Entry(kind, shape, offset, math.prod(shape) // n_weights * n_bytes)

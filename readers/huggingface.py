@@ -4,11 +4,12 @@ The names are those that transformers 5.23 saves (`models/*/modeling_*.py`), tho
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
+from ..machine.vectors import Int64
 from .config_json import CONFIG, read_config
 from .json_text import read_object, shown
 from .model_file import Checkpoint, CheckpointError, FileTensor, telling_os_errors
@@ -103,10 +104,8 @@ class Folder:
     def __contains__(self, name: str) -> bool:
         return name in self._sources
 
-    @property
-    def unused(self) -> list[str]:
-        """The names that nobody asked for."""
-        return [name for name in self._sources if name not in self._used]
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
 
     def leave_out(self, name: str) -> None:
         """That tensor is not needed."""
@@ -119,6 +118,21 @@ class Folder:
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> FileTensor:
         """Raises CheckpointError for one that is missing or of another shape or dtype."""
+        file, full = self._source(name, shape)
+        return file.tensor(full)
+
+    def integers(self, name: str, n: int) -> Int64:
+        """As `tensor`, of n whole numbers, which are read."""
+        file, full = self._source(name, (n,))
+        return file.integers(full)
+
+    def check_all_used(self) -> None:
+        """Raises CheckpointError for a tensor that nobody asked for."""
+        for name in self._sources:
+            if name not in self._used:
+                raise CheckpointError(f"{self.told(name)} has no place in the model that {CONFIG} describes")
+
+    def _source(self, name: str, shape: tuple[int, ...]) -> tuple[SafetensorsFile, str]:
         if name not in self._sources:
             raise CheckpointError(f"{self.path} holds no tensor {name}, which its {CONFIG} needs")
         self._used.add(name)
@@ -126,7 +140,7 @@ class Folder:
         found = file.entries[full].shape
         if found != shape:
             raise CheckpointError(f"{self.told(name)} has the shape {found}; {CONFIG} says {shape}")
-        return file.tensor(full)
+        return file, full
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -151,8 +165,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     if not config.shared_classifier and HEAD not in folder:
         raise CheckpointError(f"{path} holds no {HEAD}, and its {CONFIG} ties none to the embedding; expected a language model")
     tensors = tensors_of(config, places, folder)
-    if left := folder.unused:
-        raise CheckpointError(f"{folder.told(left[0])} has no place in the model that {CONFIG} describes")
+    folder.check_all_used()
     return Checkpoint(path, config, tensors, end_marks, bos)
 
 

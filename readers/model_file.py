@@ -34,7 +34,7 @@ class Checkpoint:
     path: a file or a folder; config: its numbers; tensors: by the names and in the shapes of its architecture. What is asked of
     a tensor is read then. end_marks: names of the ids that end a text, bos: the id that begins one, where the files tell.
     vocabulary: the keys of the tokenizer that lies in the same file; chat_template: that of conversations, where it does.
-    target_ids: of a head's rows (n_rows,), the target's ids, each once; None: row i is id i.
+    target_ids: of a head's rows (n_rows,), the target's ids, each once; None: row i is id i. A head has no tokenizer.
     """
 
     path: Path

@@ -18,7 +18,8 @@ class Place(NamedTuple):
     """Where a tensor lies: its name, `{}` for the layer, and in which form.
 
     halves: in each head all first parts of RoPE's pairs, then all second ones; conv: a matrix (inputs, outputs), not (outputs,
-    inputs); part, parts: of so many tensors side by side along the outputs, which one it is.
+    inputs); part, parts: of so many tensors side by side along the outputs, which one it is; alone: of several that there may be,
+    each with its number in its name, it is the only one and has none.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Place(NamedTuple):
     conv: bool = False
     part: int = 0
     parts: int = 1
+    alone: bool = False
 
 
 class Source(Protocol):
@@ -40,7 +42,7 @@ def tensors_of(config: Config, places: Mapping[str, Place], source: Source) -> d
     tensors: dict[str, Any] = {}
     for name, shape in architecture_of(config).shapes(config).items():
         place = places[name]
-        if "{}" in place.name:
+        if "{}" in place.name or place.alone:
             layers = range(shape[0])
             tensors[name] = [_tensor(source, place, place.name.format(i), shape[1:], config.head_dim) for i in layers]
         else:

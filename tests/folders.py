@@ -18,7 +18,7 @@ from specdec.readers import Checkpoint, CheckpointError, load_checkpoint
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/expected.npz"))
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U8": np.uint8}
+DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U8": np.uint8, "I64": np.int64}
 GONE = sys.intern("<gone>")  # as a key's value, by identity: no such key
 CONFIGS = {
     "llama": Config(20, 37, 2, 2, 2, 65, 128, False, norm_eps=1e-6),

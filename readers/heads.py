@@ -1,0 +1,76 @@
+"""Heads that draft for a model, EAGLE-3's: which rows say which ids, and whether one fits a target. Knows no format."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..architectures import Config
+from ..architectures.config import HeadConfig
+from ..machine.vectors import Int64
+from .config_json import MAX_SIZE
+from .json_text import shown
+from .model_file import Checkpoint, CheckpointError
+
+MOST_LAYERS = 64  # of a target, that a head may take the states before
+# of the models that heads are made for, as their config.json names them, those that are read here
+FAMILIES = {
+    "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3",
+    "GPT2LMHeadModel": "gpt2",
+}  # fmt: skip
+
+
+def are_layers(ids: Sequence[Any]) -> bool:
+    """Whether a head can take its states before those layers: some, and each once."""
+    are_ids = 0 < len(ids) <= MOST_LAYERS and all(type(i) is int and 0 <= i <= MAX_SIZE for i in ids)
+    return are_ids and len({*ids}) == len(ids)
+
+
+def checked_ids(ids: Int64, vocab_size: int, told: str) -> Int64:
+    """The target's id of each row; told: where they lie. Raises CheckpointError for ids that there are not, and for one twice."""
+    if (wrong := np.flatnonzero((ids < 0) | (ids >= vocab_size))).size:
+        row = wrong[0]
+        raise CheckpointError(f"{told} says the id {ids[row]} for row {row}; expected 0 to {vocab_size - 1}, the target's ids")
+    kinds, counts = np.unique(ids, return_counts=True)
+    if len(kinds) < len(ids):
+        raise CheckpointError(f"{told} says the id {kinds[counts.argmax()]} for {counts.max()} rows; expected each id once")
+    return ids
+
+
+def check_rows(head: HeadConfig, vocab_size: int, has_ids: bool, told: str) -> None:
+    """Raises CheckpointError for a head of some of the ids that does not say which; told: the file."""
+    if head.n_rows < vocab_size and not has_ids:
+        raise CheckpointError(f"{told}: the head says {head.n_rows} of {vocab_size} ids, and has no d2t, which would say which")
+
+
+def check_fit(head: Checkpoint, target: Config) -> None:
+    """Raises CheckpointError, which says in one line what keeps a head from drafting for that target."""
+    if flaw := misfit(head.config, target):
+        raise CheckpointError(f"{head.path} does not fit the target: {flaw}")
+
+
+def misfit(config: Config, target: Config) -> str:
+    """What keeps a head from drafting for a target, in words; empty where nothing does."""
+    head, n_layers = config.head, target.n_layers
+    if not head:
+        return "it is no head"
+    if head.target_dim != target.dim:
+        return f"it takes states of {head.target_dim} numbers; the target's have {target.dim}"
+    layers = head.layers_of(n_layers)
+    if not are_layers(layers) or max(layers) > n_layers:
+        return f"it takes the states before the layers {', '.join(map(str, layers))}; the target has {n_layers} layers"
+    if config.vocab_size != target.vocab_size:
+        return f"it is for {config.vocab_size} ids; the target has {target.vocab_size}"
+    family = _family(target)
+    if FAMILIES.get(head.made_for, family) != family:
+        return f"it was made for a {shown(head.made_for)}; the target is like {family}"
+    return ""
+
+
+def _family(target: Config) -> str:
+    """By what tells families apart in a config."""
+    if target.architecture == "gpt2":
+        return "gpt2"
+    if target.qk_norm:
+        return "qwen3"
+    return "qwen2" if target.qkv_bias and not target.wo_bias else "llama"
