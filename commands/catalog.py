@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..architectures import Config, architecture_of
 from ..readers import CheckpointError, hub, load_checkpoint
 from ..readers.files import model_folders, models_in
+from ..readers.heads import misfit
 from ..text.vocabulary import MOST_PADDING
 
 MOST_OF_A_TARGET = 0.5  # of its parameters, that a model has which is worth drafting with
@@ -19,7 +21,11 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 @dataclass(frozen=True)
 class Entry:
-    """A model. name: what -m takes; n_bytes: of its files; words: how ids are spelled, where files say; flaw: why it is none."""
+    """A model, or a head that drafts for some.
+
+    name: what -m, or of a head -d, takes; n_bytes: of its files; words: how ids are spelled, where files say; flaw: why it is
+    neither.
+    """
 
     name: str
     path: Path
@@ -27,6 +33,11 @@ class Entry:
     config: Config | None = None
     words: dict[int, str] = field(default_factory=dict, repr=False)
     flaw: str = ""
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it drafts for models and is none itself."""
+        return bool(self.config and self.config.head)
 
     @property
     def n_parameters(self) -> int:
@@ -42,10 +53,42 @@ def entries(place: Path | None = None) -> list[Entry]:
     return [_entry(name, path) for path, name in found.items()]
 
 
+def row_of(entry: Entry, found: Sequence[Entry]) -> dict[str, Any]:
+    """What is told of one that can be read, among all that are there."""
+    config = entry.config
+    assert config
+    head = config.head and {
+        "width": config.head.target_dim,
+        "layers": config.head.layers,
+        "targets": [other.name for other in found if _drafts_for(entry, other)],
+    }
+    return {
+        "name": entry.name,
+        "path": str(entry.path),
+        "architecture": config.architecture,
+        "layers": config.n_layers,
+        "dim": config.dim,
+        "parameters": entry.n_parameters,
+        "bytes": entry.n_bytes,
+        "vocabulary": config.vocab_size,
+        "context": config.seq_len,
+        "drafts": [other.name for other in drafts_for(entry, found)],
+        "head": head,
+    }
+
+
 def drafts_for(target: Entry, others: Sequence[Entry]) -> list[Entry]:
-    """Those that are much smaller and spell their ids as it does, as far as files tell without being loaded; largest first."""
-    small = [other for other in others if 0 < other.n_parameters <= MOST_OF_A_TARGET * target.n_parameters]
-    return sorted((other for other in small if _are_alike(target, other)), key=lambda other: -other.n_parameters)
+    """Heads that fit it, and models that are much smaller and spell their ids as it does, as far as files tell; largest first."""
+    drafts = [other for other in others if _drafts_for(other, target)]
+    return sorted(drafts, key=lambda other: (not other.is_head, -other.n_parameters))
+
+
+def _drafts_for(one: Entry, target: Entry) -> bool:
+    if not one.config or not target.config or target.is_head:
+        return False
+    if one.is_head:
+        return not misfit(one.config, target.config)
+    return one.n_parameters <= MOST_OF_A_TARGET * target.n_parameters and _are_alike(one, target)
 
 
 def _are_alike(one: Entry, other: Entry) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,30 +31,14 @@ class ListRequest(Request):
 def run(request: ListRequest) -> None:
     """List the models in models/ and in the hub's cache, or in a folder: shapes, sizes, vocabularies and drafts.
 
-    A draft fits a target of the same vocabulary that is at least twice as large.
+    A draft fits a target of the same vocabulary that is at least twice as large; a head, the models of its width and vocabulary.
     """
-    from . import catalog  # which nothing else needs
+    from .catalog import entries, row_of  # which nothing else needs
 
     folder = request.folder
     with loading("looking at models"):
-        found = catalog.entries(Path(folder) if folder else None)
-        drafts = {id(entry): [other.name for other in catalog.drafts_for(entry, found)] for entry in found}
-    rows: list[dict[str, Any]] = [
-        {
-            "name": entry.name,
-            "path": str(entry.path),
-            "architecture": entry.config.architecture,
-            "layers": entry.config.n_layers,
-            "dim": entry.config.dim,
-            "parameters": entry.n_parameters,
-            "bytes": entry.n_bytes,
-            "vocabulary": entry.config.vocab_size,
-            "context": entry.config.seq_len,
-            "drafts": drafts[id(entry)],
-        }
-        for entry in found
-        if entry.config
-    ]
+        found = entries(Path(folder) if folder else None)
+        rows = [row_of(entry, found) for entry in found if entry.config]
     broken = [entry for entry in found if entry.flaw]
     with writing():
         if request.as_json:
@@ -76,13 +61,19 @@ def run(request: ListRequest) -> None:
                 _count(row["parameters"]),
                 f"{_count(row['bytes'])}B",
                 str(row["vocabulary"]),
-                told(*(row["drafts"] or ("self", "ngram"))),
+                _of_head(row["head"], told) if row["head"] else told(*(row["drafts"] or ("self", "ngram"))),
             )
         console = Console()
         if rows:
             console.print(table)
         for entry in broken:
             console.print(Text(on_one_line(f"not to be read: {entry.flaw}")), soft_wrap=True)
+
+
+def _of_head(head: Mapping[str, Any], told: Callable[..., Text]) -> Text:
+    """Which models a head drafts for: those that are there, else what they have to be like."""
+    deep = f", of {max(head['layers'])} layers or more" if head["layers"] else ""
+    return Text("for ") + told(*head["targets"] or [f"models {head['width']} wide{deep}"])
 
 
 def _count(n: int) -> str:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from . import eagle3, gguf, huggingface, llama2c
+from .eagle3 import is_head
 from .gguf import read_vocabulary
 from .json_text import read_object, replace_text
 from .model_file import Checkpoint, CheckpointError, telling_os_errors
@@ -17,7 +18,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     path = Path(path)
     if _is_folder(path):
-        return (eagle3 if eagle3.is_head(path) else huggingface).load_checkpoint(path)
+        return eagle3.load_checkpoint(path) if is_head(path) else huggingface.load_checkpoint(path)
     if path.suffix in (".safetensors", ".json"):
         raise CheckpointError(f"{path} is a part of a model; name the folder that holds it and its config.json")
     if gguf.is_gguf(path):
@@ -36,4 +37,6 @@ def _is_folder(path: Path) -> bool:
         return path.is_dir()
 
 
-__all__ = ["Checkpoint", "CheckpointError", "is_llama2c", "load_checkpoint", "read_object", "read_vocabulary", "replace_text"]
+__all__ = [
+    "Checkpoint", "CheckpointError", "is_head", "is_llama2c", "load_checkpoint", "read_object", "read_vocabulary", "replace_text",
+]  # fmt: skip

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..tokenizer import TokenizerError
-from . import CheckpointError, extras, hub, read_vocabulary
+from . import CheckpointError, extras, hub, is_head, read_vocabulary
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
 DEFAULT_TARGET, DEFAULT_DRAFT = MODELS / "stories6M.bin", MODELS / "stories650K.bin"
@@ -155,7 +155,9 @@ def _has_json_tokenizer(name: str) -> bool:
     path = _cached(name)
     if not path:
         return hub.is_repository(name)
-    return path.is_dir() or path.suffix == ".json" or read_vocabulary(path).get("model") == "gpt2"
+    if path.is_dir():
+        return not is_head(path)
+    return path.suffix == ".json" or read_vocabulary(path).get("model") == "gpt2"
 
 
 def _did_you_mean(path: Path, words: Sequence[str]) -> str:

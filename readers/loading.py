@@ -62,8 +62,11 @@ def load_model(
 
 
 def opened(parameter: str, name: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint of that path or name."""
-    return load_checkpoint(find(file_name(parameter, name)))
+    """The checkpoint of that path or name. Raises CheckpointError for a head that is named as what no head can be."""
+    checkpoint = load_checkpoint(find(file_name(parameter, name)))
+    if checkpoint.config.head and parameter != "draft":
+        raise CheckpointError(f"{checkpoint.path} is a head that drafts for a model; name it with draft=...")
+    return checkpoint
 
 
 def room_beside(target: Transformer) -> float:

@@ -2,16 +2,20 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.core import TyperOption
 from typer.main import get_command
 
+from specdec.architectures import Config, HeadConfig, architecture_of
 from specdec.commands.main import app
 from specdec.commands.parsing import AsItStands
 from specdec.machine import cache
@@ -20,8 +24,10 @@ from specdec.readers.strangers import STRANGERS
 from specdec.screens.progress import loading
 from specdec.tokenizer import Tokenizer
 from tests.commands.test_cli import Run, assert_refused, from_json, run  # noqa: F401  (a fixture)
-from tests.conftest import Pair
+from tests.conftest import VOCAB, Pair
+from tests.folders import FIXTURES
 from tests.gguf_files import CONFIGS, gguf_bytes, model_keys, model_tensors
+from tests.head_files import write_folder
 from tests.terminal import COMMAND, LONGEST, PROMPT, endless, in_terminal, with_pair
 
 
@@ -349,6 +355,48 @@ def test_models_that_are_there_are_listed_with_the_drafts_that_fit(
     assert len(from_json(run("models", installed / "draft.bin", "--json"))["models"]) == 1
     assert run("models", tmp_path / "installed")[:2] == (0, f"no models in {tmp_path / 'installed'}\n")
     assert_refused(run("models", tmp_path / "nowhere"), "cannot list", "No such file")
+
+
+def test_heads_are_listed_with_the_models_that_they_fit(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    folder = tmp_path / "some"
+    shutil.copytree(FIXTURES / "llama3", folder / "target")
+    shutil.copytree(FIXTURES / "llama_tied", folder / "other")
+    target, head = CONFIGS["llama3"], HeadConfig(32, (0, 1, 2), 20, False, True)
+    config = replace(target, n_layers=1, shared_classifier=False, architecture="eagle3", rope_scaling=None, head=head)
+    of_nobody = replace(config, vocab_size=99, head=replace(head, layers=(2, 9, 4)))
+    for name, each in (("drafts", config), ("nobody", of_nobody)):
+        tensors = {tensor: np.zeros(shape, np.float32) for tensor, shape in architecture_of(each).shapes(each).items()}
+        write_folder(folder / name, each, tensors, range(20))
+    write_folder(folder / "unsound", config, {"fc": np.zeros((32, 96), np.float32)}, range(20))
+    listed = from_json(run("models", folder, "--json"))
+    assert [(Path(row["name"]).name, row["drafts"], row["head"]) for row in listed["models"]] == [
+        ("drafts", [], {"width": 32, "layers": [0, 1, 2], "targets": [str(folder / "target")]}),
+        ("nobody", [], {"width": 32, "layers": [2, 9, 4], "targets": []}),
+        ("other", [], None),
+        ("target", [str(folder / "drafts")], None),
+    ]
+    assert [Path(row["name"]).name for row in listed["unreadable"]] == ["unsound"]
+    code, out, err = run("models", folder)
+    rows = {line.split()[0]: line.rstrip() for line in out.splitlines()}
+    assert (code, err) == (0, "")
+    assert rows["drafts"].endswith("for target") and "eagle3 1 x 32" in rows["drafts"]
+    assert rows["nobody"].endswith("for models 32 wide, of 9")  # and goes on below, as narrow as the terminal is
+    assert "layers or more" in out
+    assert rows["target"].endswith(" drafts")
+
+
+@pytest.mark.parametrize("words", [["-m", "{head}"], ["-m", "{target}", "-d", "{draft}", "--stage", "{head}"]])
+def test_a_head_is_refused_where_a_model_belongs(
+    run: Run,  # noqa: F811
+    pair: Pair,
+    tmp_path: Path,
+    words: list[str],
+) -> None:
+    config = Config(64, 96, 1, 4, 2, VOCAB, 128, False, "eagle3", head=HeadConfig(64, (0, 1, 2), VOCAB, False, True))
+    tensors = {tensor: np.zeros(shape, np.float32) for tensor, shape in architecture_of(config).shapes(config).items()}
+    head = write_folder(tmp_path / "head", config, tensors)
+    line = [word.format(head=head, target=pair.target, draft=pair.draft) for word in words]
+    assert_refused(run(*line, "-z", pair.tokenizer), f"{head} is a head that drafts for a model; name it with -d\n")
 
 
 # Names that nobody has

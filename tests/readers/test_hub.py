@@ -451,6 +451,7 @@ def test_two_processes_that_fetch_at_once_fetch_the_weights_once(server: Hub) ->
     [
         ({"model.safetensors": b""}, "org/model on the hub has no config.json"),
         ({"config.json": b"{}", "pytorch_model.bin": b""}, "org/model on the hub has no model.safetensors"),
+        ({"config.json": b"{}", "pytorch_model.bin": b""}, "format; its pytorch_model.bin may run code when it is read"),
         ({**SHARDED, "model.safetensors.index.json": b"[]"}, "is no index of safetensors' shards"),
         ({**SHARDED, "model.safetensors.index.json": b'{"weight_map": {"a": "../../../x"}}'}, "names '../../../x'"),
     ],
