@@ -58,6 +58,7 @@ from tests import checkpoints as made
 from tests import folders as huggingface
 from tests import gguf_files as made_gguf
 from tests import reference
+from tests.fuzz_heads import heads
 from tests.fuzzing import FINE, FOLDER, REFUSED, damaged, one_line, random_json
 from tests.models import END_MARKS
 
@@ -840,7 +841,21 @@ def caches(rng):
 
 CAMPAIGNS = {
     campaign.__name__: campaign
-    for campaign in (checkpoints, folders, ggufs, kinds, tokenizers, texts, stages, trees, sampling, streams, values, caches)
+    for campaign in (
+        checkpoints,
+        folders,
+        ggufs,
+        heads,
+        kinds,
+        tokenizers,
+        texts,
+        stages,
+        trees,
+        sampling,
+        streams,
+        values,
+        caches,
+    )
 }
 if all(importlib.util.find_spec(package) for package in ("jinja2", "tokenizers")):
     from tests.fuzz_chat import chats, harm

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -385,6 +385,17 @@ def test_heads_are_listed_with_the_models_that_they_fit(run: Run, tmp_path: Path
     assert rows["target"].endswith(" drafts")
 
 
+def unlikely_head(folder: Path, ids: Sequence[int] = range(VOCAB)) -> Path:
+    config = Config(64, 96, 1, 4, 2, VOCAB, 128, False, "eagle3", head=HeadConfig(64, (0, 1, 2), VOCAB, False, True))
+    tensors = {tensor: np.zeros(shape, np.float32) for tensor, shape in architecture_of(config).shapes(config).items()}
+    return write_folder(folder, config, tensors, ids)
+
+
+def test_a_damaged_head_is_refused_in_one_line(run: Run, pair: Pair, tmp_path: Path) -> None:  # noqa: F811
+    head = unlikely_head(tmp_path / "head", [0, *range(VOCAB - 1)])
+    assert_refused(run("-m", pair.target, "-d", head, "-z", pair.tokenizer), '"d2t" says the id 0 for 2 rows')
+
+
 @pytest.mark.parametrize("words", [["-m", "{head}"], ["-m", "{target}", "-d", "{draft}", "--stage", "{head}"]])
 def test_a_head_is_refused_where_a_model_belongs(
     run: Run,  # noqa: F811
@@ -392,9 +403,7 @@ def test_a_head_is_refused_where_a_model_belongs(
     tmp_path: Path,
     words: list[str],
 ) -> None:
-    config = Config(64, 96, 1, 4, 2, VOCAB, 128, False, "eagle3", head=HeadConfig(64, (0, 1, 2), VOCAB, False, True))
-    tensors = {tensor: np.zeros(shape, np.float32) for tensor, shape in architecture_of(config).shapes(config).items()}
-    head = write_folder(tmp_path / "head", config, tensors)
+    head = unlikely_head(tmp_path / "head")
     line = [word.format(head=head, target=pair.target, draft=pair.draft) for word in words]
     assert_refused(run(*line, "-z", pair.tokenizer), f"{head} is a head that drafts for a model; name it with -d\n")
 

@@ -1,6 +1,8 @@
 """Heads that draft: what their files say in every dialect, what is refused, and which targets they fit."""
 
 import json
+import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +15,10 @@ from specdec.architectures import Config, HeadConfig, architecture_of
 from specdec.architectures.config import RopeScaling
 from specdec.readers import Checkpoint, CheckpointError, load_checkpoint
 from specdec.readers.heads import check_fit, misfit
-from tests import folders, gguf_files, head_files
+from tests import folders, fuzz_heads, gguf_files, head_files
 from tests.folders import CONFIGS, GONE, configure, message_of, read_all, retensor
+from tests.fuzzing import FINE
+from tests.fuzzing import REFUSED as REFUSED_IN_ONE_LINE
 from tests.gguf_files import Raw
 from tests.head_files import DIALECTS, write_folder, write_gguf
 
@@ -327,6 +331,14 @@ def test_whole_numbers_are_no_weights_of_any_model(tmp_path: Path) -> None:
     tensors["blk.0.ffn_up.weight"] = Raw("I64", rows, bytes(8 * rows[0] * rows[1]))
     (tmp_path / "model.gguf").write_bytes(gguf_files.gguf_bytes(keys, tensors))
     message_of(tmp_path / "model.gguf", '"blk.0.ffn_up.weight" is of type I64; expected F32, F16, BF16')
+
+
+@pytest.mark.campaign
+def test_of_5000_damaged_heads_each_is_refused_in_one_line_or_is_sound() -> None:
+    """`python -m tests.fuzz --only heads --case N` repeats one."""
+    ends = Counter(fuzz_heads.heads(random.Random(f"heads {case}")) for case in range(5000))
+    assert ends[REFUSED_IN_ONE_LINE] > 3500
+    assert ends[FINE] > 500
 
 
 # Which targets it fits
