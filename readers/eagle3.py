@@ -33,9 +33,11 @@ NAMES = Names(
 )
 NORMS = {"": {}, "each": {"fc_norm": Place("fc_norm.{}.weight")}, "whole": {"fc_norm": Place("input_norm.weight", alone=True)}}
 OUTER_PLACES = {
-    "fc": Place("fc.weight"), "rms_final": Place("norm.weight"), "wcls": Place(HEAD),
+    "fc": Place("fc.weight"),
+    "rms_final": Place("norm.weight"),
+    "wcls": Place(HEAD),
     "tok_emb": Place(EMBEDDING),
-}  # fmt: skip
+}
 LAYER_PLACES = {
     "rms_emb": Place("layers.{}.input_layernorm.weight"),
     "rms_hidden": Place("layers.{}.hidden_norm.weight"),
@@ -61,7 +63,8 @@ def is_head(folder: Path) -> bool:
             return False
     given = read_object(folder / CONFIG)
     names = given.get("architectures")
-    return bool({SPECULATORS, EAGLE, ROWS} & given.keys()) or (isinstance(names, list) and "eagle3" in str(names).lower())
+    is_said = any(given.get(key) is not None for key in (SPECULATORS, EAGLE, ROWS))
+    return is_said or (isinstance(names, list) and "eagle3" in str(names).lower())
 
 
 def load_checkpoint(path: Path) -> Checkpoint:

@@ -25,7 +25,7 @@ SPLIT_NUMBER, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.ten
 MOST_PARTS = 99999
 EMBEDDING, HEAD, ROPE_DIVISORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 IDS = "d2t"  # a head's, absolute, unlike those in safetensors
-LAYERS = ("eagle3.target_layers", "eagle3.extract_layers")  # of the target, as a head's file has it since June 2026, and before
+LAYERS = ("eagle3.target_layers", "eagle3.extract_layers")  # of the target, by the key of today's converter and of the first
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.ASCII | re.DOTALL)
 
 LAYER_NAMES = {

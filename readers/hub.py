@@ -27,9 +27,6 @@ DEFAULT_BITS = ("Q4_K_M", "Q8_0")  # of GGUF files the first that there is, as l
 SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 WEIGHTS, SHARDS = "model.safetensors", "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
-PICKLED = (
-    f"its {PICKLE} may run code when it is read, and is not: write its tensors to {WEIGHTS} with save_file of safetensors.torch"
-)
 PATIENCE = 10  # seconds that a hub may take to say what it has: the library would wait forever
 TRIES = 2  # without a byte that came, of several by the library each
 NO_ROOM = (errno.ENOSPC, errno.EFBIG, *([errno.EDQUOT] if hasattr(errno, "EDQUOT") else []))
@@ -200,10 +197,10 @@ class _Fetch:
         wanted = [file for file in SMALL_FILES if file in sizes]
         for needed in (SMALL_FILES[0], WEIGHTS if SHARDS not in sizes else SHARDS):
             if needed not in sizes:
-                instead = "; " + PICKLED if needed == WEIGHTS and PICKLE in sizes else ""
-                raise CheckpointError(
-                    f"{self.name} on the hub has no {needed}, so it is no model in safetensors' format{instead}"
-                )
+                lacking = f"{self.name} on the hub has no {needed}, so it is no model in safetensors' format"
+                if needed == WEIGHTS and PICKLE in sizes:
+                    lacking += f"; its {PICKLE} may run code when it is read: write it to {WEIGHTS} with safetensors.torch"
+                raise CheckpointError(lacking)
         folder = self._small(wanted[0]).parent
         for file in wanted[1:]:
             self._small(file)

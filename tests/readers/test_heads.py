@@ -14,6 +14,7 @@ import pytest
 from specdec.architectures import Config, HeadConfig, architecture_of
 from specdec.architectures.config import RopeScaling
 from specdec.readers import Checkpoint, CheckpointError, load_checkpoint
+from specdec.readers.files import needs
 from specdec.readers.heads import check_fit, misfit
 from tests import folders, fuzz_heads, gguf_files, head_files
 from tests.folders import CONFIGS, GONE, configure, message_of, read_all, retensor
@@ -199,6 +200,20 @@ def test_the_tokenizer_in_a_heads_gguf_is_the_targets(tmp_path: Path) -> None:
 
     checkpoint = load_checkpoint(sound_gguf(tmp_path / "head.gguf", with_tokens))
     assert (checkpoint.config.vocab_size, checkpoint.vocabulary) == (72, {})
+
+
+def test_a_head_takes_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.readers.extras.has", lambda package: False)
+    (tmp_path / "target.bin").write_bytes(bytes(100))
+    names = [str(tmp_path / "target.bin"), str(sound(tmp_path / "head"))]
+    assert needs(names) == {}
+    configure(tmp_path / "head", speculators_model_type=GONE, draft_vocab_size=GONE, architectures=GONE)
+    assert list(needs(names)) == ["tokenizers"]
+
+
+@pytest.mark.parametrize("key", ["draft_vocab_size", "eagle_config", "speculators_model_type"])
+def test_a_model_whose_config_says_nothing_of_a_head_is_none(tmp_path: Path, key: str) -> None:
+    assert not load_checkpoint(folders.copy(tmp_path / "model", "llama", **{key: None})).config.head
 
 
 # What is refused

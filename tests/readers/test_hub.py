@@ -16,11 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from specdec.readers import CheckpointError, files, hub
+from specdec.architectures import Config, HeadConfig, architecture_of
+from specdec.readers import CheckpointError, files, hub, load_checkpoint
 from specdec.tokenizer import TokenizerError
 from tests.checkpoints import ROOT, SHARED
+from tests.head_files import write_folder
 from tests.loopback_hub import COMMIT, Hub
 
 MB = 1 << 20
@@ -129,6 +132,16 @@ def test_a_name_becomes_a_folder_of_what_a_model_needs_and_nothing_else(server: 
     assert sorted(server.fetched()) == sorted(MODEL)
     assert folder == tmp_path / "home" / "hub" / "models--org--model" / "snapshots" / COMMIT
     assert files.find("org/model") == folder
+
+
+@needs_library
+def test_a_head_comes_without_a_tokenizer(server: Hub, tmp_path: Path) -> None:
+    config = Config(8, 8, 1, 1, 1, 9, 16, False, "eagle3", head=HeadConfig(8, (1, 2, 3), 9, False, True))
+    tensors = {name: np.ones(shape, np.float32) for name, shape in architecture_of(config).shapes(config).items()}
+    folder = write_folder(tmp_path / "written", config, tensors)
+    server.repositories["org/head"] = {file.name: file.read_bytes() for file in folder.iterdir()} | {"README.md": b"a head"}
+    assert load_checkpoint(hub.fetch("org/head")).config.head == config.head
+    assert sorted(server.fetched()) == ["config.json", "model.safetensors"]
 
 
 @needs_library
