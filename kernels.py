@@ -207,6 +207,15 @@ def add_positions(run: Pass, thread: int, x: Floats2, positions: Floats2, depths
             x[t, k] += positions[position, k]
 
 
+@operation
+def scale_rows(run: Pass, thread: int, x: Floats2, factor: float, dim: int) -> None:
+    """x[t] *= factor: the columns that this thread's embedding filled."""
+    first, last = share(dim, thread, run.n_threads)
+    for t in range(run.n_tokens):
+        for k in range(first, last):
+            x[t, k] *= factor
+
+
 class HeadNorm(NamedTuple):
     """What `head_norm` takes: n_heads begin at row `base` of x (T, rows), a product of that unit; weight (K,)."""
 
@@ -354,7 +363,8 @@ class Attention(NamedTuple):
     """What attention takes.
 
     heads (1, T, H K padded); qkv (T, rows of q, of k and of v); of a layer keys (G, S / R, K, R) and values (G, K / R, S, R);
-    scores (threads, TILE_TOKENS, S) and mixed (threads, TILE_TOKENS, K padded); window: how many positions a token sees at most.
+    scores (threads, TILE_TOKENS, S) and mixed (threads, TILE_TOKENS, K padded); window: how many positions a token sees at most;
+    scale: of scores.
     """
 
     heads: Floats3
@@ -367,6 +377,7 @@ class Attention(NamedTuple):
     paths: Ints2
     n_heads: int
     window: int
+    scale: float
 
 
 @inner
@@ -406,7 +417,7 @@ def mix_path(mixed, values, scores, token, start, end, n_text, path):
 
 @inner
 def attend(run, thread, p, head, token, n_queries, along_heads):
-    """heads[t, head] = softmax(q[t] . keys / sqrt(K)) values for n_queries from that token's head on  (Vaswani et al. 2017).
+    """heads[t, head] = softmax(scale q[t] . keys) values for n_queries from that token's head on  (Vaswani et al. 2017).
 
     They are those of as many tokens, or along_heads: of heads that share keys and values. A token sees the last `window`
     positions up to its own, by loop bounds: the positions of the text that all of them see are mixed in one go, those before
@@ -434,7 +445,6 @@ def attend(run, thread, p, head, token, n_queries, along_heads):
     )  # fmt: skip
     common_start = max(0, last_pos + 1 - p.window)
     common_end = max(common_start, min(first_pos + 1, n_text))
-    scale = np.float32(1.0) / sqrt(np.float32(head_dim))
     mixed[:n_queries] = 0.0
     for i in range(n_queries):
         t = token + next_token * i
@@ -442,7 +452,7 @@ def attend(run, thread, p, head, token, n_queries, along_heads):
         start = max(0, end - p.window)
         if has_nodes:
             gather_path(scores, i, max(start, n_text), end, n_text, p.paths[run.pos + t - n_text])
-        softmax(scores, i, start, end, scale)
+        softmax(scores, i, start, end, p.scale)
         mix_values(mixed, values, scores, i, one, start, min(common_start, end, n_text))
         if has_nodes:
             mix_path(mixed, values, scores, i, max(start, n_text), min(common_start, end), n_text, p.paths[run.pos + t - n_text])

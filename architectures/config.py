@@ -4,6 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
+LEAST_SCALE = 1e-6  # and its inverse the most: squares of scales, too, are numbers in float32
 N_HIDDEN = 3  # of a target's hidden states make a feature where a head's file does not tell which: low, middle and high
 
 
@@ -81,7 +84,9 @@ class Config:
     `ARCHITECTURES`; norm_eps: what keeps a norm from dividing by 0; rope_theta: the base of RoPE's angles; head_dim: 0 stands for
     dim / n_heads; rope_divisors: of each pair's angle, none for 1; window: how many positions, its own the last, a token sees (0:
     all); qkv_bias, wo_bias, mlp_bias: which products add a bias; qk_norm: whether queries and keys go through an RMSNorm for each
-    head; head: what else a head that drafts needs, of whose target vocab_size counts the tokens.
+    head; embedding_scale: what embeddings are multiplied by, residual_scale: what layers add to the residual stream,
+    attention_scale: scores (0 stands for 1 / sqrt(head_dim)), logit_divisor: what divides logits; no_rope_layers: whose queries
+    and keys are not turned; head: what else a head that drafts needs, of whose target vocab_size counts the tokens.
     """
 
     dim: int
@@ -103,6 +108,11 @@ class Config:
     wo_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    attention_scale: float = 0.0
+    logit_divisor: float = 1.0
+    no_rope_layers: tuple[int, ...] = ()
     head: HeadConfig | None = None
 
     def __post_init__(self) -> None:
@@ -134,6 +144,13 @@ class Config:
             return f"there are {len(self.rope_divisors)} rope_divisors; expected one for each of {self.head_dim // 2} pairs"
         if not all(0 < divisor < math.inf for divisor in self.rope_divisors):
             return "a rope_divisor is not a positive number"
+        for name in ("embedding_scale", "residual_scale", "logit_divisor"):
+            if not LEAST_SCALE <= getattr(self, name) <= 1 / LEAST_SCALE:
+                return f"{name} is {getattr(self, name)}; expected {LEAST_SCALE:g} to {1 / LEAST_SCALE:g}"
+        if not 0 <= self.attention_scale <= 1 / LEAST_SCALE:
+            return f"attention_scale is {self.attention_scale}; expected 0 to {1 / LEAST_SCALE:g}"
+        if not all(0 <= layer < self.n_layers for layer in self.no_rope_layers):
+            return f"no_rope_layers are {self.no_rope_layers}; expected layers from 0 to {self.n_layers - 1}"
         if (self.architecture == "eagle3") != (self.head is not None):
             return f"the architecture is {self.architecture} and head is {self.head}; expected both of a head, or neither"
         if self.head and (flaw := self.head.flaw(self.dim, self.vocab_size)):
@@ -149,6 +166,11 @@ class Config:
     @property
     def kv_dim(self) -> int:
         return self.n_kv_heads * self.head_dim
+
+    @property
+    def score_scale(self) -> float:
+        """What a query's products with keys are multiplied by, a float32."""
+        return float(self.attention_scale or np.float32(1) / np.sqrt(np.float32(self.head_dim)))
 
     @property
     def n_seen(self) -> int:

@@ -69,7 +69,17 @@ def program(config: Config, weights: Weights, b: Buffers) -> Layers:
             ],
             [
                 b.kv.attention(
-                    b.heads, b.qkv, b.keys[i], b.values[i], b.scores, b.mixed, b.depths, b.paths, config.n_heads, config.n_seen
+                    b.heads,
+                    b.qkv,
+                    b.keys[i],
+                    b.values[i],
+                    b.scores,
+                    b.mixed,
+                    b.depths,
+                    b.paths,
+                    config.n_heads,
+                    config.n_seen,
+                    config.score_scale,
                 )
             ],
             [w[f"{i}.wo"].product(b.x[0], b.heads, b.scratch, adding=True), add_bias(b.x[0], v[f"{i}.bo"], 1)],

@@ -1,13 +1,16 @@
 """Llama (Touvron et al. 2023, arXiv:2307.09288) and what is like it but for flags of the config: its tensors, matrices, and pass.
 
 Llama 3 scales RoPE (Dubey et al. 2024, arXiv:2407.21783), Mistral sees a window (Jiang et al. 2023, arXiv:2310.06825), Qwen2 adds
-biases to q, k and v (Yang et al. 2024, arXiv:2407.10671), Qwen3 norms their heads (Yang et al. 2025, arXiv:2505.09388).
+biases to q, k and v (Yang et al. 2024, arXiv:2407.10671), Qwen3 norms their heads (Yang et al. 2025, arXiv:2505.09388), SmolLM3
+has layers without RoPE (Yang et al. 2025, arXiv:2501.18795), and Granite scales embeddings, residuals, scores and logits.
 """
 
 import math
 from collections.abc import Sequence
 
-from ..kernels import add_bias, head_norm, rms_norm, rope, swiglu
+import numpy as np
+
+from ..kernels import add_bias, head_norm, rms_norm, rope, scale_rows, swiglu
 from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import LANES, Float32
@@ -109,8 +112,9 @@ def layer(config: Config, weights: Weights, b: Buffers, i: int, normed: Float32,
             for name, base, n_heads in sides
         ]
 
-    def turned(base: int, end: int) -> Row:
-        return rope(b.qkv, unit, base, end - base, b.rope_cos, b.rope_sin, b.depths, config.head_dim)
+    def turned() -> list[Row]:
+        sides = [(0, k_row), (k_row, v_row)] if i not in config.no_rope_layers else []
+        return [rope(b.qkv, unit, base, end - base, b.rope_cos, b.rope_sin, b.depths, config.head_dim) for base, end in sides]
 
     return [
         [
@@ -118,14 +122,23 @@ def layer(config: Config, weights: Weights, b: Buffers, i: int, normed: Float32,
             w[f"{i}.qkv"].product(b.qkv, normed, b.scratch, unit=unit),
             *biased(b.qkv, f"{i}.bqkv", unit),
             *normed_heads(),
-            turned(0, k_row),
-            turned(k_row, v_row),
+            *turned(),
             b.kv.store_keys(b.keys[i], b.qkv, unit, k_row),
             b.kv.store_values(b.values[i], b.qkv, unit, v_row, config.head_dim),
         ],
         [
             b.kv.attention(
-                b.heads, b.qkv, b.keys[i], b.values[i], b.scores, b.mixed, b.depths, b.paths, config.n_heads, config.n_seen
+                b.heads,
+                b.qkv,
+                b.keys[i],
+                b.values[i],
+                b.scores,
+                b.mixed,
+                b.depths,
+                b.paths,
+                config.n_heads,
+                config.n_seen,
+                config.score_scale,
             )
         ],
         [w[f"{i}.wo"].product(b.x[0], b.heads, b.scratch, adding=True), *biased(b.x[0], f"{i}.bo")],
@@ -140,8 +153,14 @@ def layer(config: Config, weights: Weights, b: Buffers, i: int, normed: Float32,
 
 
 def norm(config: Config, weights: Weights, b: Buffers, name: str, of_logits: bool = False) -> Row:
-    """normed = rmsnorm(x), by the weights of that name."""
-    return rms_norm(b.normed, b.x, weights.vectors[name], config.dim, config.norm_eps, of_logits, 0)
+    """normed = rmsnorm(x), by the weights of that name, which logits take their scale from.
+
+    x is a family's residual stream divided by residual_scale, so that layers add what they compute; eps is by its square.
+    """
+    weight = weights.vectors[name]
+    if of_logits and config.logit_divisor != 1:
+        weight = weight / np.float32(config.logit_divisor)
+    return rms_norm(b.normed, b.x, weight, config.dim, config.norm_eps / config.residual_scale**2, of_logits, 0)
 
 
 def classify(config: Config, weights: Weights, b: Buffers) -> Program:
@@ -152,8 +171,10 @@ def classify(config: Config, weights: Weights, b: Buffers) -> Program:
 
 def program(config: Config, weights: Weights, b: Buffers) -> Layers:
     """x = embedding; for each layer x += wo attention(rope(qkv rmsnorm(x))), x += w2 swiglu(w13 rmsnorm(x)); wcls rmsnorm(x)."""
+    scale = config.embedding_scale / config.residual_scale
+    scaled = [scale_rows(b.x[0], scale, config.dim)] if scale != 1 else []
     return Layers(
-        [[weights.matrices["embedding"].embedding(b.x[0], b.tokens)]],
+        [[weights.matrices["embedding"].embedding(b.x[0], b.tokens), *scaled]],
         [layer(config, weights, b, i, b.normed, [norm(config, weights, b, f"{i}.rms_att")]) for i in range(config.n_layers)],
         classify(config, weights, b),
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..architectures import Config
-from ..architectures.config import RopeScaling
+from ..architectures.config import LEAST_SCALE, RopeScaling
 from .json_text import read_object, shown
 from .model_file import CheckpointError
 
@@ -32,6 +32,14 @@ QWEN2_DEFAULTS = LLAMA_DEFAULTS | {
     "bos_token_id": None, "eos_token_id": None, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
     "layer_types": None,
 }  # fmt: skip
+GRANITE_DEFAULTS = LLAMA_DEFAULTS | {
+    "embedding_multiplier": 1.0, "attention_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0,
+}  # fmt: skip
+SMOLLM3_DEFAULTS = LLAMA_DEFAULTS | {
+    "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 4,
+    "max_position_embeddings": 32768, "tie_word_embeddings": True, "bos_token_id": 128000, "eos_token_id": 128001,
+    "use_sliding_window": False, "no_rope_layers": None, "no_rope_layer_interval": 4, "layer_types": None, "rope_theta": 2e6,
+}  # fmt: skip
 GPT2_DEFAULTS: dict[str, Any] = {
     "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
     "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True,
@@ -42,12 +50,20 @@ DEFAULTS = {
     "mistral": MISTRAL_DEFAULTS,
     "qwen2": QWEN2_DEFAULTS,
     "qwen3": QWEN2_DEFAULTS | {"head_dim": 128},
+    "granite": GRANITE_DEFAULTS,
+    "granitemoehybrid": GRANITE_DEFAULTS
+    | {"num_local_experts": 8, "shared_intermediate_size": 1024, "position_embedding_type": None, "layer_types": None},
+    "smollm3": SMOLLM3_DEFAULTS,
     "gpt2": GPT2_DEFAULTS,
 }
+GRANITE = ("granite", "granitemoehybrid")
+WITH_ATTENTION_BIAS = ("llama", "qwen3", "granite", "granitemoehybrid", "smollm3")
+WITH_MLP_BIAS = ("llama", "granite", "smollm3")
 GPT2_ALIASES = {
     "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }  # fmt: skip
+ATTENTION = ("full_attention", "attention")  # as transformers 5 and 4 name it
 SILU = ("silu", "swish")
 GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
 
@@ -81,6 +97,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pruned_heads": (None, {}),
     "per_layer_config": (None, {}),
 }
+# of these, what a family does
+SCALES = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+DONE = {"granite": SCALES, "granitemoehybrid": (*SCALES, "num_local_experts"), "smollm3": ("no_rope_layers",)}
 
 
 class Values:
@@ -138,7 +157,7 @@ def read_config(folder: Path) -> tuple[Config, dict[int, str], int | None]:
     if family == "gpt2":
         given = {GPT2_ALIASES.get(key, key): value for key, value in given.items()} | given
     values = Values(path, given, DEFAULTS[family])
-    check_neutral(values, NEUTRAL)
+    check_neutral(values, {key: neutral for key, neutral in NEUTRAL.items() if key not in DONE.get(family, ())})
     config = _gpt2(values) if family == "gpt2" else llama_config(values, family)
     if flaw := config.flaw():
         raise CheckpointError(f"{path} describes no model: {flaw}")
@@ -164,17 +183,20 @@ def _same(value: Any, choice: Any) -> bool:
 
 def llama_config(values: Values, family: str) -> Config:
     values.must_be("hidden_act", *SILU)
-    attention_bias = values.flag("attention_bias") if family in ("llama", "qwen3") else False
-    mlp_bias = values.flag("mlp_bias") if family == "llama" else False
+    attention_bias = values.flag("attention_bias") if family in WITH_ATTENTION_BIAS else False
+    mlp_bias = values.flag("mlp_bias") if family in WITH_MLP_BIAS else False
     if family == "mistral":
         values.must_be("attention_bias", False)
-    if family != "llama":
+    if family not in WITH_MLP_BIAS:
         values.must_be("mlp_bias", False)
+    is_hybrid = family == "granitemoehybrid"
+    if is_hybrid:
+        _check_hybrid(values)
     n_heads = values.whole("num_attention_heads")
     theta, scaling = _rope(values)
     return Config(
         dim=values.whole("hidden_size"),
-        hidden_dim=values.whole("intermediate_size"),
+        hidden_dim=values.whole("shared_intermediate_size" if is_hybrid else "intermediate_size"),
         n_layers=values.whole("num_hidden_layers"),
         n_heads=n_heads,
         n_kv_heads=n_heads if values["num_key_value_heads"] is None else values.whole("num_key_value_heads"),
@@ -190,7 +212,41 @@ def llama_config(values: Values, family: str) -> Config:
         wo_bias=attention_bias,
         mlp_bias=mlp_bias,
         qk_norm=family == "qwen3",
+        no_rope_layers=_no_rope_layers(values, family),
+        **_scales(values, family),
     )
+
+
+def _scales(values: Values, family: str) -> dict[str, float]:
+    if family not in GRANITE:
+        return {}
+    names = ("embedding_scale", "attention_scale", "residual_scale", "logit_divisor")
+    return {name: values.real(key, LEAST_SCALE, 1 / LEAST_SCALE) for name, key in zip(names, SCALES, strict=True)}
+
+
+def _check_hybrid(values: Values) -> None:
+    """Raises CheckpointError for what is not dense: layers of Mamba, or experts."""
+    n_layers, types = values.whole("num_hidden_layers"), values["layer_types"]
+    values.must_be("num_local_experts", 0)
+    if not isinstance(types, list) or len(types) != n_layers or not all(kind in ATTENTION for kind in types):
+        raise values.refusal("layer_types", f"attention in all {n_layers} layers: others are not done here")
+
+
+def _no_rope_layers(values: Values, family: str) -> tuple[int, ...]:
+    """Those whose queries and keys are not turned."""
+    n_layers = values.whole("num_hidden_layers")
+    if family == "granitemoehybrid":
+        values.must_be("position_embedding_type", "rope", "nope", None)
+        return () if values["position_embedding_type"] == "rope" else (*range(n_layers),)
+    if family != "smollm3":
+        return ()
+    flags = values["no_rope_layers"]
+    if flags is None:
+        interval = values.whole("no_rope_layer_interval")
+        return (*range(interval - 1, n_layers, interval),)
+    if not isinstance(flags, list) or len(flags) != n_layers or not all(type(flag) is int and flag in (0, 1) for flag in flags):
+        raise values.refusal("no_rope_layers", f"0 or 1 for each of {n_layers} layers")
+    return tuple(layer for layer, flag in enumerate(flags) if flag == 0)
 
 
 def _rope(values: Values) -> tuple[float, RopeScaling | None]:
@@ -224,10 +280,14 @@ def _window(values: Values, family: str) -> int:
     """How many positions a token sees in all layers; 0: all."""
     n_layers, types = values.whole("num_hidden_layers"), values["layer_types"]
     window = 0 if values["sliding_window"] is None else values.whole("sliding_window")
-    if family == "llama":  # transformers does not look at it
+    if family in ("llama", *GRANITE):  # transformers does not look at it
         if 0 < window < values.whole("max_position_embeddings"):
-            raise values.refusal("sliding_window", "null in a llama model")
+            raise values.refusal("sliding_window", f"null in a {family} model")
         window = 0
+    if family == "granitemoehybrid":  # of whose layers `_check_hybrid` was told
+        return 0
+    if family == "smollm3" and (window := window if values.flag("use_sliding_window") else 0):
+        raise values.refusal("sliding_window", "null: windows in some layers are not done here")
     if family in ("qwen2", "qwen3"):
         window = window if values.flag("use_sliding_window") else 0
         if types is None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..architectures import Config, HeadConfig
+from ..architectures.config import LEAST_SCALE
 from ..machine.vectors import Int64
 from .config_json import MAX_THETA, Values
 from .gguf_file import MAGIC, GgufFile
@@ -35,7 +36,7 @@ LAYER_NAMES = {
     "w2": "ffn_down.weight", "w3": "ffn_up.weight", "b1": "ffn_gate.bias", "b2": "ffn_down.bias", "b3": "ffn_up.bias",
 }  # fmt: skip
 OUTER_PLACES = {"tok_emb": Place(EMBEDDING), "wcls": Place(HEAD)}
-TURNED = ("wq", "wk", "bq", "bk", "q_norm", "k_norm")  # stored in adjacent pairs by `llama` alone
+TURNED = ("wq", "wk", "bq", "bk", "q_norm", "k_norm")  # stored in adjacent pairs by `llama`, `granite` and `smollm3` alone
 LLAMA_PLACES = OUTER_PLACES | {
     "rms_final": Place("output_norm.weight"),
     **{name: Place(f"blk.{{}}.{stored}") for name, stored in LAYER_NAMES.items()},
@@ -66,7 +67,10 @@ EAGLE3_PLACES = OUTER_PLACES | {
     **{name: Place(f"blk.0.{LAYER_NAMES[name]}") for name in ("wq", "wk", "wv", "wo", "rms_ffn", "w1", "w2", "w3")},
     "rms_final": Place("output_norm.weight"),
 }
-PLACES = {"llama": LLAMA_PLACES, "qwen2": QWEN_PLACES, "qwen3": QWEN_PLACES, "gpt2": GPT2_PLACES, "eagle3": EAGLE3_PLACES}
+PLACES = {
+    "llama": LLAMA_PLACES, "qwen2": QWEN_PLACES, "qwen3": QWEN_PLACES, "granite": LLAMA_PLACES, "smollm3": LLAMA_PLACES,
+    "gpt2": GPT2_PLACES, "eagle3": EAGLE3_PLACES,
+}  # fmt: skip
 
 # what other arithmetic than ours is asked for by, behind the architecture's name, and the values that ask for nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -87,6 +91,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope.scaling.alpha": (0, None),
     "norm_output": (False, None),
 }
+# Granite's, for which 0 stands for none, too; and whether it has RoPE
+SCALES = {
+    "embedding_scale": "embedding_scale", "attention.scale": "attention_scale", "residual_scale": "residual_scale",
+    "logit_scale": "logit_divisor",
+}  # fmt: skip
+HAS_ROPE = "granite.rope.scaling.finetuned"
+NO_ROPE_INTERVAL = 4  # of SmolLM3's layers, of which a file does not tell
 
 
 def is_gguf(path: Path) -> bool:
@@ -218,7 +229,7 @@ def _config(model: _Model) -> Config:
     is_head = a == "eagle3"
     values = Values(model.path, model.keys, {TOKENS: None})
     for key, neutral in NEUTRAL.items():
-        if f"{a}.{key}" in values:
+        if f"{a}.{key}" in values and not (a == "granite" and key in SCALES):
             values.must_be(f"{a}.{key}", *neutral)
     rows = _rows(model, values, f"{a}.vocab_size", is_borrowed=is_head and EMBEDDING not in model)
     common: dict[str, Any] = {
@@ -298,7 +309,23 @@ def _llama(model: _Model, values: Values, common: Mapping[str, Any]) -> Config:
         wo_bias="blk.0.attn_output.bias" in model,
         mlp_bias="blk.0.ffn_gate.bias" in model,
         qk_norm=a == "qwen3",
+        no_rope_layers=_no_rope_layers(values, a, common["n_layers"]),
+        **(_granite_scales(values) if a == "granite" else {}),
     )
+
+
+def _granite_scales(values: Values) -> dict[str, float]:
+    given = {ours: f"granite.{key}" for key, ours in SCALES.items() if values[f"granite.{key}"] not in (None, 0)}
+    return {ours: values.real(key, LEAST_SCALE, 1 / LEAST_SCALE) for ours, key in given.items()}
+
+
+def _no_rope_layers(values: Values, a: str, n_layers: int) -> tuple[int, ...]:
+    """Those whose queries and keys are not turned."""
+    if a == "smollm3":
+        return (*range(NO_ROPE_INTERVAL - 1, n_layers, NO_ROPE_INTERVAL),)
+    if a == "granite" and HAS_ROPE in values and not values.flag(HAS_ROPE):
+        return (*range(n_layers),)
+    return ()
 
 
 def _rope_divisors(model: _Model, values: Values, head_dim: int) -> tuple[float, ...]:

@@ -56,6 +56,11 @@ LLAMA_NAMES = Names(
     },
     re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),
 )
+SHARED_MLP = {  # of Granite 4, whose other experts a dense model has not
+    "w1": Place("layers.{}.shared_mlp.input_linear.weight", part=0, parts=2),
+    "w3": Place("layers.{}.shared_mlp.input_linear.weight", part=1, parts=2),
+    "w2": Place("layers.{}.shared_mlp.output_linear.weight"),
+}
 GPT2_NAMES = Names(
     "transformer.",
     {
@@ -154,7 +159,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     config, end_marks, bos = read_config(path)
     names = NAMES[config.architecture]
     folder = Folder(path, names)
-    places = dict(names.places)
+    places = {**names.places, **(SHARED_MLP if SHARED_MLP["w1"].name.format(0) in folder else {})}
     if config.shared_classifier and HEAD in folder:
         if places["tok_emb"].name not in folder:
             places["tok_emb"] = Place(HEAD)

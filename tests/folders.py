@@ -20,6 +20,7 @@ NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/expected.npz"))
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U8": np.uint8, "I64": np.int64}
 GONE = sys.intern("<gone>")  # as a key's value, by identity: no such key
+GRANITE: dict[str, float] = {"embedding_scale": 1.5, "attention_scale": 0.3, "residual_scale": 0.7, "logit_divisor": 2}
 CONFIGS = {
     "llama": Config(20, 37, 2, 2, 2, 65, 128, False, norm_eps=1e-6),
     "llama_tied": Config(32, 48, 2, 4, 2, 72, 128, True, norm_eps=1e-6),
@@ -33,6 +34,28 @@ CONFIGS = {
     "qwen3": Config(32, 48, 2, 4, 2, 66, 128, False, norm_eps=1e-6, head_dim=12, qk_norm=True),
     "gpt2": Config(18, 72, 2, 3, 3, 71, 64, True, "gpt2"),
     "gpt2_base": Config(32, 50, 2, 4, 4, 64, 96, True, "gpt2"),
+    "granite": Config(24, 45, 3, 4, 2, 68, 128, True, norm_eps=1e-6, **GRANITE),
+    "granite_biases": Config(
+        20,
+        30,
+        2,
+        2,
+        1,
+        70,
+        128,
+        False,
+        norm_eps=1e-6,
+        qkv_bias=True,
+        wo_bias=True,
+        mlp_bias=True,
+        attention_scale=1,
+        logit_divisor=0.5,
+    ),
+    "granite_hybrid": Config(32, 36, 2, 4, 2, 64, 128, False, norm_eps=1e-6, **GRANITE),
+    "smollm3": Config(24, 40, 5, 3, 1, 72, 128, True, norm_eps=1e-6, rope_theta=2e6, no_rope_layers=(3,)),
+    "smollm3_layers": Config(
+        36, 30, 2, 2, 2, 65, 128, False, norm_eps=1e-6, rope_theta=2e6, qkv_bias=True, wo_bias=True, no_rope_layers=(0,)
+    ),
 }
 
 

@@ -129,17 +129,23 @@ LLAMA_NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "shared_mlp.input_linear": "ffn_gate",
+    "shared_mlp.output_linear": "ffn_down",
 }  # fmt: skip
 GPT2_NAMES = {
     "wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "ln_1": "attn_norm", "ln_2": "ffn_norm",
     "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
 }  # fmt: skip
-NAMES = [name for name in folders.NAMES if name in CONFIGS and not CONFIGS[name].window]
+NAMES = [name for name in folders.NAMES if name in CONFIGS and not CONFIGS[name].window and name != "smollm3_layers"]
+PERMUTED = ("llama", "granite", "smollm3")
+SCALES = {
+    "attention_scale": "attention.scale", "embedding_scale": "embedding_scale", "residual_scale": "residual_scale",
+    "logit_divisor": "logit_scale",
+}  # fmt: skip
 
 
 def architecture(name: str) -> str:
-    return next(a for a in ("qwen2", "qwen3", "gpt2", "llama") if name.startswith(a))
+    return next(a for a in ("qwen2", "qwen3", "gpt2", "granite", "smollm3", "llama") if name.startswith(a))
 
 
 def stored_name(full: str) -> str:
@@ -165,10 +171,14 @@ def model_tensors(name: str) -> dict[str, Any]:
     for full, (_, array) in folders.stored(FIXTURES / name).items():
         if full.endswith((".attn.bias", ".attn.masked_bias")):
             continue
+        if "input_linear" in full:  # the gate, then what it gates
+            for part, rows in zip(("gate", "up"), np.split(array, 2), strict=True):
+                tensors[stored_name(full).replace("ffn_gate", f"ffn_{part}")] = rows
+            continue
         stored, result = stored_name(full), array
         if architecture(name) == "gpt2" and ".c_" in f".{full}" and array.ndim == 2:
             result = np.ascontiguousarray(array.T)
-        if architecture(name) == "llama" and stored.split(".")[-2] in ("attn_q", "attn_k"):
+        if architecture(name) in PERMUTED and stored.split(".")[-2] in ("attn_q", "attn_k"):
             result = adjacent(array, config.head_dim)
         if result.ndim == 1 and result.dtype == np.uint16:
             result = (result.astype(np.uint32) << 16).view(np.float32)
@@ -209,6 +219,7 @@ def model_keys(name: str) -> Keys:
         f"{a}.attention.key_length": config.head_dim,
         f"{a}.attention.value_length": config.head_dim,
         f"{a}.vocab_size": config.vocab_size,
+        **({f"{a}.{key}": getattr(config, ours) for ours, key in SCALES.items()} if a == "granite" else {}),
     }
 
 

@@ -20,10 +20,13 @@ from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
     GPT2Config,
+    GraniteConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
     logging,
 )
 
@@ -35,6 +38,9 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,  # of a head of 16, the second of eight angles is one that fades
 }  # fmt: skip
+
+
+GRANITE = {"embedding_multiplier": 1.5, "attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 2.0}
 
 
 def sizes(vocab, dim, hidden, layers, heads, kv_heads, positions=128, **others):
@@ -70,6 +76,40 @@ MODELS = {
         {},
     ),
     "qwen3": (Qwen3Config(**sizes(66, 32, 48, 2, 4, 2, head_dim=12)), torch.bfloat16, {}),
+    "granite": (GraniteConfig(**sizes(68, 24, 45, 3, 4, 2, tie_word_embeddings=True, **GRANITE)), torch.bfloat16, {}),
+    "granite_biases": (
+        GraniteConfig(**sizes(70, 20, 30, 2, 2, 1, attention_bias=True, mlp_bias=True, logits_scaling=0.5)),
+        torch.float16,
+        {},
+    ),
+    "granite_hybrid": (
+        GraniteMoeHybridConfig(
+            **sizes(
+                64,
+                32,
+                40,
+                2,
+                4,
+                2,
+                num_local_experts=0,
+                shared_intermediate_size=36,
+                position_embedding_type="rope",
+                layer_types=["full_attention"] * 2,
+                mamba_n_heads=8,
+                **GRANITE,
+            )
+        ),
+        torch.bfloat16,
+        {},
+    ),
+    "smollm3": (SmolLM3Config(**sizes(72, 24, 40, 5, 3, 1, pad_token_id=0)), torch.bfloat16, {}),
+    "smollm3_layers": (
+        SmolLM3Config(
+            **sizes(65, 36, 30, 2, 2, 2, pad_token_id=0, no_rope_layers=[0, 1], tie_word_embeddings=False, attention_bias=True)
+        ),
+        torch.float32,
+        {},
+    ),
     "gpt2": (GPT2Config(**gpt2_sizes(71, 64, 18, 2, 3)), torch.float32, {}),
     "gpt2_base": (
         GPT2Config(**gpt2_sizes(64, 96, 32, 2, 4), n_inner=50, activation_function="gelu_pytorch_tanh"),

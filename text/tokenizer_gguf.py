@@ -25,11 +25,12 @@ END_NAMES = {
 # Llama 3's and Qwen2's splits differ in how many digits stay together
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+THREE_DIGITS = (*LLAMA3, "dbrx", "smaug-bpe")  # Granite 4's and SmolLM3's
 QWEN2 = ("qwen2", "deepseek-r1-qwen")
 GPT2 = ("gpt-2", "gpt2", "phi-2")
-SMOLLM = ("smollm",)
+SMOLLM = ("smollm", "refact")  # and Granite 3's
 DEFAULT = "default"  # what a silent file means, too: of nobody's own, but llama.cpp's
-SPLITS = (*GPT2, *SMOLLM, *LLAMA3, *QWEN2, DEFAULT)
+SPLITS = (*GPT2, *SMOLLM, *THREE_DIGITS, *QWEN2, DEFAULT)
 # one behind the other
 DEFAULT_SPLITS = (
     r"[\p{P}$+<=>^~|]+",
@@ -189,7 +190,7 @@ def _first_split(pre: str) -> list[dict[str, Any]]:
         return [{"type": "Digits", "individual_digits": True}]
     if pre in GPT2:
         return []
-    splits = DEFAULT_SPLITS if pre == DEFAULT else [WORDS % ("{1,3}" if pre in LLAMA3 else "")]
+    splits = DEFAULT_SPLITS if pre == DEFAULT else [WORDS % ("{1,3}" if pre in THREE_DIGITS else "")]
     return [{"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False} for each in splits]
 
 

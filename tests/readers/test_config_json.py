@@ -77,7 +77,11 @@ def test_end_marks_are_those_of_both_files(tmp_path: Path) -> None:
 
 
 ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"model_type": "gemma2"}, '"gemma2" is not there; there are llama, mistral, qwen2, qwen3, gpt2'),
+    (
+        "llama",
+        {"model_type": "gemma2"},
+        '"gemma2" is not there; there are llama, mistral, qwen2, qwen3, granite, granitemoehybrid, smollm3, gpt2',
+    ),
     ("llama", {"model_type": GONE}, "model_type"),
     ("llama", {"model_type": ["llama"]}, "model_type"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act"),

@@ -47,6 +47,9 @@ def llama_oracle(config: Config, t: dict[str, Any], i: int) -> dict[str, Any]:
         "b1": mlp + "gate_proj.bias", "b2": mlp + "down_proj.bias", "b3": mlp + "up_proj.bias",
         "rms_att": f"model.layers.{i}.input_layernorm.weight", "rms_ffn": f"model.layers.{i}.post_attention_layernorm.weight",
     }  # fmt: skip
+    if (shared := f"model.layers.{i}.shared_mlp.input_linear.weight") in t:
+        gate, up = np.split(t[shared], 2)
+        t = t | {names["w1"]: gate, names["w3"]: up, names["w2"]: t[shared.replace("input", "output")]}
     turned = ("wq", "wk", "bq", "bk", "q_norm", "k_norm")
     there = {name: t[full] for name, full in names.items() if full in t}
     return {name: adjacent(array, config.head_dim) if name in turned else array for name, array in there.items()}
