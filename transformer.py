@@ -57,7 +57,7 @@ class Transformer:
     seq_len, and no farther than that where positions are learned. Buffers grow with the text. Beyond its own seq_len a model
     sees a sliding window of that many positions. kv: what keys and values are kept in, "f32" or "f16", half as many bytes, each
     rounded to the nearest and NaN beyond its range; "auto" is f32 where all weights are fp32, else f16.
-    hidden_layers: before which layers `hidden_states` are kept.
+    hidden_layers: before which layers the hidden states are kept, beside the cache; see `hidden`.
 
     Whatever runs, the logits are those of the tokens that were asked for: the cache knows which tokens it holds, those of the
     last tree among them. Threads may share a model; `lock` is for whoever reads logits that another's pass must not overwrite. A
@@ -95,10 +95,9 @@ class Transformer:
         self._held: list[int] = []  # the tokens whose keys and values the cache holds, those of a text
         self._nodes: list[Node] = []  # and in the slots behind them, those of a tree
         self._shortest = 0  # the length of a text, but for 0, that the cache can still go back to
-        self._n_run = 0  # tokens of the last pass
         self._capacity = 0
         self._buffers: Buffers
-        self._hidden: dict[int, Float32] = {}  # before which layers, the states (MAX_TOKENS, D) of a pass
+        self._hidden_layers: tuple[int, ...] = ()
         self._build(round_up(min(self._n_positions, FIRST_POSITIONS), STRIP_ROWS), self._layers(hidden_layers))
 
     def __repr__(self) -> str:
@@ -143,28 +142,28 @@ class Transformer:
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """Before which layers `hidden_states` are kept, n_layers for behind the last; none by default, which costs nothing.
+        """Before which layers the hidden states are kept, n_layers for behind the last; none by default, which costs nothing.
 
-        Raises ValueError and TypeError for what are no layers, RuntimeError as `forward` does.
+        Others empty the cache, which has not kept them. Raises ValueError and TypeError for what are no layers, RuntimeError as
+        `forward` does.
         """
-        return (*self._hidden,)
+        return self._hidden_layers
 
     @hidden_layers.setter
     def hidden_layers(self, layers: Sequence[int]) -> None:
         self._alone(self._build, self._capacity, self._layers(layers))
 
-    @property
-    def hidden_states(self) -> list[Float32]:
-        """The residual stream (T, D) before each of `hidden_layers`, valid until the next call.
+    def hidden(self, tokens: list[int], first: int) -> Float32:
+        """The residual stream (n, layers D) before each of `hidden_layers`, one behind the other, valid until the next call.
 
-        Of the T tokens that the last call's last pass ran, at most MAX_TOKENS: the last of its tokens and nodes. Whoever needs
-        those of a longer text takes them while it is `read`, after each part.
+        At positions `first` on of those of a text's tokens that the cache holds now, whoever ran them; maybe at none. Raises
+        RuntimeError as `forward` does.
         """
-        return [states[: self._n_run] for states in self._hidden.values()]
+        return self._alone(self._hidden_of, tokens, first)
 
     def text_bytes(self, n_positions: int) -> int:
         """What a text of so many positions takes beside the weights, and a tree at its end."""
-        room = self._room(round_up(n_positions + MAX_TOKENS, STRIP_ROWS))
+        room = self._room(round_up(n_positions + MAX_TOKENS, STRIP_ROWS), len(self._hidden_layers))
         return sum(b.n_bytes for b in self._architecture.all_buffers(self._config, self._weights, room).values())
 
     def positions_within(self, n_bytes: float, most: int) -> int:
@@ -270,18 +269,14 @@ class Transformer:
                 start = self._keep(self._followed(tokens[start:limit]))
             elif start == len(tokens):
                 n_nodes = n_common(self._nodes, nodes, len(nodes) - n_logits)
-        new = ids("tokens", tokens[start:])
+        new = self._checked("tokens", tokens[start:])
         if nodes:
-            new += [token for token, _ in nodes[n_nodes:]]
-        if new and not 0 <= min(new) <= max(new) < self._config.vocab_size:
-            wrong = next(token for token in new if not 0 <= token < self._config.vocab_size)
-            whose = "nodes" if wrong in (token for token, _ in nodes) else "tokens"
-            raise ValueError(f"{whose} hold {short(wrong)}; expected 0 to {self._config.vocab_size - 1}")
+            new += self._checked("nodes", [token for token, _ in nodes[n_nodes:]])
         self._reserve(len(tokens) + len(nodes))
         if self._nodes:
             del self._nodes[n_nodes:]
         del self._held[start:]
-        self._n_run, self._shortest = 0, self._shortest if start else 0
+        self._shortest = self._shortest if start else 0
         if nodes:
             trace(self._buffers.depths, self._buffers.paths, np.array([parent for _, parent in nodes]), len(nodes))
         while new:
@@ -292,12 +287,19 @@ class Transformer:
             if n_states:
                 self._shortest = max(self._shortest, len(self._held) + len(block) + 1 - n_states)
             self._runner(len(block), len(self._held) + n_nodes, 0 if new else n_logits, self._n_threads, len(tokens))
-            self._n_run = len(block)
             self._held += block[: len(tokens) - len(self._held)] if nodes else block
         if nodes:
             self._nodes += nodes[n_nodes:]
         logits: Float32 = self._buffers.logits[:n_logits, : self._config.vocab_size]
         return logits
+
+    def _checked(self, name: str, tokens: list[int]) -> list[int]:
+        """Tokens that the model has."""
+        tokens, n_rows = ids(name, tokens), self._config.vocab_size
+        if tokens and not 0 <= min(tokens) <= max(tokens) < n_rows:
+            wrong = next(token for token in tokens if not 0 <= token < n_rows)
+            raise ValueError(f"{name} hold {short(wrong)}; expected 0 to {n_rows - 1}")
+        return tokens
 
     def _n_kept(self, tokens: list[int], limit: int) -> int:
         """How many of a text's tokens, at most limit, need not run: the cache holds them, and a state to go on from."""
@@ -321,39 +323,59 @@ class Transformer:
         tokens = [self._nodes[node][0] for node in path]
         self._nodes.clear()
         if self._architecture.move and path != [*range(len(path))]:
-            self._architecture.move(self._buffers, np.array(path), len(self._held))
+            n_text, nodes = len(self._held), np.array(path)
+            self._architecture.move(self._buffers, nodes, n_text)
+            if self._hidden_layers:
+                self._buffers.hidden_states[n_text : n_text + len(path)] = self._buffers.hidden_states[n_text + nodes]
         self._held += tokens
         return len(self._held)
+
+    def _hidden_of(self, tokens: list[int], first: int) -> Float32:
+        """`hidden`; a text that goes on as the last tree does keeps its path."""
+        if not self._hidden_layers:
+            return zeros(0, 0)
+        n = n_common(self._held, tokens, len(tokens))
+        if n == len(self._held) and (path := self._followed(tokens[n:])):
+            n = self._keep(path)
+        states: Float32 = self._buffers.hidden_states[first:n]
+        return states
 
     def _reserve(self, n_slots: int) -> None:
         """Room for so many tokens of a text and its tree, twice as much as there was if that is not enough."""
         if n_slots <= self._capacity:
             return
         most = min(max(n_slots, 2 * self._capacity), self._n_positions + (MAX_TOKENS if n_slots > self._n_positions else 0))
-        self._build(round_up(most, STRIP_ROWS), self.hidden_layers)
+        self._build(round_up(most, STRIP_ROWS), self._hidden_layers)
 
-    def _room(self, n_slots: int) -> Room:
-        return Room(KV_CACHES[self._kv], n_slots, self._most_threads)
+    def _room(self, n_slots: int, n_hidden: int) -> Room:
+        return Room(KV_CACHES[self._kv], n_slots, self._most_threads, n_hidden)
 
-    def _layers(self, layers: Sequence[int]) -> list[int]:
-        layers = [whole(f"hidden_layers[{i}]", layer, 0, self._config.n_layers) for i, layer in enumerate(layers)]
+    def _layers(self, layers: Sequence[int]) -> tuple[int, ...]:
+        layers = (*(whole(f"hidden_layers[{i}]", layer, 0, self._config.n_layers) for i, layer in enumerate(layers)),)
         if len({*layers}) < len(layers):
             raise ValueError(f"hidden_layers are {short(layers)}; expected each once")
         return layers
 
-    def _build(self, capacity: int, layers: Sequence[int]) -> None:
+    def _build(self, capacity: int, layers: tuple[int, ...]) -> None:
         """Buffers for so many slots, grown out of those that there are, and the program over them.
 
         layers: before which it keeps the hidden states.
         """
         config, weights, architecture = self._config, self._weights, self._architecture
-        buffers = architecture.new_buffers(config, weights, self._room(capacity), self._buffers if self._capacity else None)
-        architecture.fill(config, buffers, self._capacity)
-        hidden = {layer: zeros(MAX_TOKENS, config.dim) for layer in layers}
-        before = {layer: copy_rows(states, buffers.x[0], 0, 0, config.dim, False) for layer, states in hidden.items()}
+        old = self._buffers if self._capacity else None
+        if layers != self._hidden_layers:
+            self._held.clear()
+            self._nodes.clear()
+            old = None
+        buffers = architecture.new_buffers(config, weights, self._room(capacity, len(layers)), old)
+        architecture.fill(config, buffers, self._capacity if old else 0)
+        before = {
+            layer: copy_rows(buffers.hidden_states, buffers.x[0], i * config.dim, 0, config.dim, True)
+            for i, layer in enumerate(layers)
+        }
         runner = Runner(architecture.program(config, weights, buffers).program(before))
         # all or nothing: an interrupt between two calls would leave a program of buffers that are gone
-        self._runner, self._buffers, self._capacity, self._hidden, self._n_run = runner, buffers, capacity, hidden, 0
+        self._runner, self._buffers, self._capacity, self._hidden_layers = runner, buffers, capacity, layers
 
 
 def known(tokens: list[int], n_rows: int) -> list[int]:

@@ -97,11 +97,15 @@ class Weights:
 
 
 class Room(NamedTuple):
-    """What buffers are for: texts of so many positions, whole strips of them, kept so, and passes of so many threads."""
+    """What buffers are for: texts of so many positions, whole strips of them, kept so, and passes of so many threads.
+
+    n_hidden: before how many layers the hidden states are kept.
+    """
 
     kv: KVCache
     n_positions: int
     n_threads: int
+    n_hidden: int = 0
 
 
 class Buffer(NamedTuple):
@@ -136,7 +140,7 @@ class Buffers(SimpleNamespace):
 
     kv: the `KVCache`, tokens (T,) and logits (T, V padded) of a pass, x (1, T, D padded): the residual stream,
     depths (N,) of a tree's nodes, whose position is n_text + depth, and paths (N, N): the node at each depth on the way to a
-    node, itself the last.
+    node, itself the last; where hidden states are kept, hidden_states (S, layers D) of the cache's slots.
     """
 
 
@@ -187,13 +191,18 @@ class Architecture:
 
     def all_buffers(self, config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
         """The family's, and those of every program."""
-        return {
-            "tokens": Buffer((MAX_TOKENS,), np.int64),
-            "depths": Buffer((MAX_TOKENS,), np.int64),
-            "paths": Buffer((MAX_TOKENS, MAX_TOKENS), np.int64),
-            "x": Buffer((1, MAX_TOKENS, round_up(config.dim, STRIP_ROWS))),
-            "logits": Buffer((MAX_TOKENS, weights.matrices["classifier"].n_rows)),
-        } | self.buffers(config, weights, room)
+        kept = {"hidden_states": Buffer((room.n_positions, room.n_hidden * config.dim), is_cache=True)} if room.n_hidden else {}
+        return (
+            kept
+            | {
+                "tokens": Buffer((MAX_TOKENS,), np.int64),
+                "depths": Buffer((MAX_TOKENS,), np.int64),
+                "paths": Buffer((MAX_TOKENS, MAX_TOKENS), np.int64),
+                "x": Buffer((1, MAX_TOKENS, round_up(config.dim, STRIP_ROWS))),
+                "logits": Buffer((MAX_TOKENS, weights.matrices["classifier"].n_rows)),
+            }
+            | self.buffers(config, weights, room)
+        )
 
     def new_buffers(self, config: Config, weights: Weights, room: Room, old: Buffers | None = None) -> Buffers:
         """All of them, tables not filled; old: those that they grow out of. Raises MemoryError."""

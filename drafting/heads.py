@@ -1,0 +1,175 @@
+"""Heads that draft: a layer that goes on from its target's hidden states, with a cache of its own. Knows no drafter.
+
+Shapes: H width of the target's hidden states, N of which make a feature; h the head's own; R rows of its classifier.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..architectures import Config, Weights, architecture_of
+from ..architectures.eagle3 import features, head_of, taps
+from ..architectures.plan import Buffers
+from ..kernels import MAX_TOKENS
+from ..machine.programs import Runner
+from ..machine.threads import available_threads
+from ..machine.vectors import Float32, Int64
+from ..transformer import KV, Node, Transformer, n_common
+
+
+class Head(Transformer):
+    """An EAGLE-3 head: logits of what follows a text, by its target's ids, from the hidden states that the target holds of it.
+
+    config, weights: the head's own; embedding and classifier that it has not are the target's. target: keeps the hidden states
+    that the head takes, beside its cache. target_ids: of each row of the classifier, the target's id, (R,); by default row i is
+    id i. The rest is a `Transformer`'s. Whoever holds both locks takes the head's first.
+
+    A text of n tokens is n - 1 pairs: of position i the target's hidden states, and the token of position i + 1. A pair whose
+    states the target holds runs with them, the truth; one behind these is a guess, which runs with the head's own output and once
+    more as soon as the target holds the truth.
+
+    Raises ValueError for what is no head, or the head of another target; else as `Transformer`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        weights: Weights,
+        target: Transformer,
+        target_ids: Int64 | None = None,
+        n_threads: int | None = None,
+        n_positions: int | None = None,
+        kv: KV = "auto",
+    ) -> None:
+        if flaw := config.flaw() or _misfit(config, target.config):
+            raise ValueError(flaw)
+        architecture_of(config).check(config, weights)
+        self._own, self._target, self._target_ids = (config, weights), target, target_ids
+        head = replace(head_of(config), layers=head_of(config).layers_of(target.config.n_layers))
+        if target.hidden_layers not in ((), head.layers):
+            raise ValueError(
+                f"the target keeps its hidden states before layers {target.hidden_layers} already, not {head.layers}"
+            )
+        if target_ids is not None and (
+            target_ids.shape != (head.n_rows,)
+            or len(np.unique(target_ids)) < head.n_rows
+            or not 0 <= target_ids.min() <= target_ids.max() < config.vocab_size
+        ):
+            raise ValueError(f"target_ids are not {head.n_rows} different ids of 0 to {config.vocab_size - 1}")
+        self._taken, self._n_rows = head.layers, head.n_rows
+        self._rows = slice(head.n_rows) if target_ids is None else target_ids
+        self._n_true = 0  # pairs, from the first on, that ran with the truth, as far as the cache holds them
+        self._logits = np.full((1, config.vocab_size), -np.inf, np.float32)
+        self._features: tuple[Buffers, Runner] | None = None  # the program of features, over those buffers
+        own = (("embedding", head.own_embedding), ("classifier", head.own_classifier))
+        borrowed = {name: target.weights.matrices[name] for name, is_own in own if not is_own}
+        whole = replace(config, head=replace(head, own_embedding=True, own_classifier=True))
+        super().__init__(whole, Weights(weights.matrices | borrowed, weights.vectors), n_threads, n_positions, kv)
+        if target.hidden_layers != head.layers:
+            target.hidden_layers = head.layers
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (*self._own, self._target, self._target_ids, self._most_threads, self._n_positions, self._kv)
+
+    @property
+    def target(self) -> Transformer:
+        return self._target
+
+    @property
+    def target_ids(self) -> Int64 | None:
+        """Of each row of the classifier, the target's id; None: row i is id i."""
+        return self._target_ids
+
+    def drafts_for(self, tokens: list[int]) -> bool:
+        """Whether every pair of a text has the truth now, or had it when it ran: what follows is the head's to guess."""
+        with self.lock:
+            n = self._n_kept(tokens, len(tokens)) - 1
+            with self._target.lock:
+                return 0 < len(tokens) - 1 <= n + len(self._states(tokens, n))
+
+    def _states(self, tokens: list[int], first: int) -> Float32:
+        """The hidden states (n, N H) of a text that the target holds, from position `first` on."""
+        if self._target.hidden_layers != self._taken:
+            return np.zeros((0, 0), np.float32)
+        return self._target.hidden(tokens, first)
+
+    def _n_kept(self, tokens: list[int], limit: int) -> int:
+        """How many of a text's tokens need not run again, whatever the target holds; the first is in no pair."""
+        return min(max(n_common(self._held, tokens, limit), 1), self._n_true + 1, limit)
+
+    def _forward(self, tokens: list[int], nodes: list[Node], n_logits: int) -> Float32:
+        """Logits; runs all pairs that have the truth and did not run with it, then, for logits alone, guesses."""
+        self.n_passes += 1
+        n_pairs = max(len(tokens) - 1, 0)
+        if n_logits > n_pairs:
+            raise ValueError(f"n_logits is {n_logits}; a head has 0 to {n_pairs} for {len(tokens)} tokens")
+        if len(self._logits) < n_logits:
+            self._logits = np.full((n_logits, self._config.vocab_size), -np.inf, np.float32)
+        self._reserve(n_pairs)
+        limit = n_pairs - n_logits
+        n_held = min(max(n_common(self._held, tokens, len(tokens)) - 1, 0), limit)
+        at = min(self._n_true, n_held)
+        n_true = self._take(tokens, at, n_pairs)
+        at = at if n_true else n_held
+        self._checked("tokens", tokens[at + 1 :])
+        self._n_true = min(self._n_true, at)
+        del self._held[at + 1 if at else 0 :]
+        while at < n_pairs and (n_true or n_logits):
+            n = n_true or self._go_on(at, n_pairs)
+            self._buffers.tokens[:n] = tokens[at + 1 : at + 1 + n]
+            n_rows = max(min(n, at + n - limit), 0)
+            self._runner(n, at, n_rows, self._n_threads)
+            at += n
+            self._held += tokens[len(self._held) : at + 1]
+            if n_rows:
+                self._logits[at - n_rows - limit : at - limit, self._rows] = self._buffers.logits[:n_rows, : self._n_rows]
+            if n_true:
+                self._n_true = at
+                n_true = self._take(tokens, at, n_pairs)
+        return self._logits[:n_logits]
+
+    def _take(self, tokens: list[int], first: int, end: int) -> int:
+        """Make features of the target's hidden states, for a pass over pairs `first` to `end`; how many there are."""
+        n_taps, width = taps(self._config)
+        with self._target.lock:
+            n_passes = -1
+            while n_passes != self._target.n_passes:  # as long as a signal handler runs another
+                n_passes = self._target.n_passes
+                states = self._states(tokens, first)[: min(end - first, MAX_TOKENS)]
+                if n := len(states):
+                    self._buffers.taps[:, :n, :width] = states.reshape(n, n_taps, width).swapaxes(0, 1)
+        if n:
+            if self._features is None or self._features[0] is not self._buffers:
+                self._features = self._buffers, Runner(features(self._config, self._weights, self._buffers))
+            self._features[1](n, first, 0, self._n_threads)
+        return n
+
+    def _go_on(self, at: int, end: int) -> int:
+        """Let a pass over that pair go on from the output before it; how many pairs that is: one."""
+        if at == 0 or end - at > MAX_TOKENS:
+            raise ValueError(f"the target holds no hidden states of the text; {end - at} of {end} pairs would be guesses")
+        x = self._buffers.x[0, 0]
+        x[:] = 0.0  # what an earlier pass left behind the row may be NaN
+        x[: self._config.dim] = self._buffers.outputs[at - 1]
+        return 1
+
+
+def _misfit(config: Config, target: Config) -> str:
+    """What keeps a head from being one of that target; empty where nothing does."""
+    head = config.head
+    if head is None:
+        return f"a {config.architecture} model is no head"
+    if (head.target_dim, config.vocab_size) != (target.dim, target.vocab_size):
+        return (
+            f"a head for a target of width {head.target_dim} and {config.vocab_size} tokens does not fit one of {target.dim} "
+            f"and {target.vocab_size}"
+        )
+    return ""
+
+
+def _rebuilt(
+    config: Config, weights: Weights, target: Transformer, target_ids: Int64 | None, n_threads: int, *others: Any
+) -> Head:
+    """A head from its pickled parts, maybe on a machine of fewer cores."""
+    return Head(config, weights, target, target_ids, min(n_threads, available_threads()), *others)
