@@ -48,9 +48,7 @@ class Head(Transformer):
         self._own, self._target, self._target_ids = (config, weights), target, target_ids
         head = replace(head_of(config), layers=head_of(config).layers_of(target.config.n_layers))
         if target.hidden_layers not in ((), head.layers):
-            raise ValueError(
-                f"the target keeps its hidden states before layers {target.hidden_layers} already, not {head.layers}"
-            )
+            raise ValueError(f"the target keeps the hidden states before layers {target.hidden_layers}, not {head.layers}")
         if target_ids is not None and (
             target_ids.shape != (head.n_rows,)
             or len(np.unique(target_ids)) < head.n_rows

@@ -15,6 +15,7 @@ from specdec import transformer
 from specdec.architectures import Config, plan
 from specdec.architectures.llama import LLAMA
 from specdec.kernels import MAX_TOKENS
+from specdec.machine.tiles import STRIP_ROWS
 from specdec.readers import load_checkpoint
 from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.transformer import Transformer
@@ -250,24 +251,57 @@ def test_a_growth_that_fails_leaves_a_model_that_works(monkeypatch, module, wher
     np.testing.assert_array_equal(grown.forward(tokens, 40), expected)
 
 
-def test_hidden_states_are_kept_where_they_are_asked_for_and_change_nothing():
+def test_hidden_states_are_kept_by_position_where_they_are_asked_for_and_change_nothing():
     """Those of a family whose states the oracle knows: tests/architectures/test_toy.py."""
     config = CONFIGS["gqa"]
-    tokens, model = tokens_for(config, 20), random_model(config)
-    logits, n_rows = model.forward(tokens, 20).copy(), len(model._runner._rows)
-    assert model.hidden_layers == () and model.hidden_states == []
+    tokens, model = tokens_for(config, 90), random_model(config)
+    logits, n_rows, n_bytes = model.forward(tokens, 20).copy(), len(model._runner._rows), model.text_bytes(100)
+    assert model.hidden_layers == () and model.hidden(tokens, 0).size == 0
     model.hidden_layers = [2, 0]
-    assert (model.n_held, len(model._runner._rows)) == (20, n_rows + 2)
-    assert [states.shape for states in model.hidden_states] == [(0, config.dim)] * 2
+    assert (model.n_held, len(model._runner._rows)) == (0, n_rows + 2)
+    assert model.text_bytes(100) - n_bytes == 4 * 2 * config.dim * (-(-(100 + MAX_TOKENS) // STRIP_ROWS) * STRIP_ROWS)
     for twin in (model, pickle.loads(pickle.dumps(model))):
-        assert twin.hidden_layers == (2, 0)
+        assert twin.hidden_layers == (2, 0) and len(twin.hidden(tokens, 0)) == 0
         np.testing.assert_array_equal(twin.forward(tokens, 20), logits)
-        np.testing.assert_array_equal(twin.hidden_states[1], random_tensors(config, 0)["tok_emb"][tokens])
-    before_last = model.hidden_states[0][18:].copy()
-    model.forward_tree(tokens[:18], [5, tokens[18], tokens[19]], [-1, -1, 1])
-    np.testing.assert_array_equal(model.hidden_states[0][2:], before_last)  # of the last text token and three nodes
+        states = twin.hidden(tokens, 0)
+        np.testing.assert_array_equal(states[:, config.dim :], random_tensors(config, 0)["tok_emb"][tokens])
+        np.testing.assert_array_equal(twin.hidden(tokens, 88), states[88:])
     model.hidden_layers = []
-    assert len(model._runner._rows) == n_rows and model.hidden_states == []
+    np.testing.assert_array_equal(model.forward(tokens, 20), logits)
+    assert len(model._runner._rows) == n_rows and model.hidden(tokens, 0).size == 0
+
+
+def test_hidden_states_are_those_of_the_text_that_is_asked_for_whatever_ran_since(monkeypatch):
+    config = CONFIGS["gqa"]
+    tokens, model = tokens_for(config, 90), random_model(config)
+    model.hidden_layers = [1]
+    model.forward(tokens)
+    states = model.hidden(tokens, 0).copy()
+    other = [*tokens[:40], tokens[40] + 1, *tokens[41:]]
+    model.forward(other)
+    assert model.hidden(tokens, 41).size == 0
+    np.testing.assert_array_equal(model.hidden(tokens, 7), states[7:40])
+    assert np.abs(model.hidden(other, 41) - states[41:]).max() > 1e-3
+    # a tree whose second branch is the text
+    model.forward_tree(tokens[:30], [5, tokens[30], 7, tokens[31], tokens[32]], [-1, -1, 0, 1, 3])
+    assert len(model.hidden(tokens[:30], 0)) == 30
+    np.testing.assert_array_equal(model.hidden(tokens, 0), states[:33])
+    assert model.n_held == 33
+    logits = model.forward(tokens).copy()
+    np.testing.assert_array_equal(random_model(config).forward(tokens), logits)
+    np.testing.assert_array_equal(model.hidden(tokens, 0), states)
+    runner = model._runner
+
+    def run(*numbers):
+        runner(*numbers)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        context.setattr(model, "_runner", run)
+        with pytest.raises(KeyboardInterrupt):
+            model.forward(other)
+    np.testing.assert_array_equal(model.hidden(tokens, 0), states[:40])
+    assert len(model.hidden(other, 0)) == 40
 
 
 @pytest.mark.parametrize("layers", [[3], [-1], [1, 1], [1.0], "1"])

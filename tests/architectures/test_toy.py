@@ -148,10 +148,8 @@ def test_logits_and_hidden_states_are_those_of_the_oracle_whatever_the_batch_and
                 part = slice(begin, min(begin + block, len(tokens)))
                 logits = model.forward(tokens[: part.stop], part.stop - part.start)
                 np.testing.assert_array_equal(logits, alone[part])
-                states = model.hidden_states
-                assert [s.shape for s in states] == [(part.stop - part.start, CONFIG.dim)] * 3
-                for layer, s in zip(layers, states, strict=True):
-                    assert_near(s, hidden[layer][part])
+            states = model.hidden(tokens, 5)
+            assert_near(states, np.concatenate([hidden[layer][5:] for layer in layers], axis=1))
 
 
 def test_every_tensor_of_the_toy_matters_to_the_oracle():
@@ -201,10 +199,9 @@ def test_a_text_that_outgrows_its_buffers_keeps_its_state():
     for end in (FIRST_POSITIONS - 1, FIRST_POSITIONS + 1, len(tokens)):
         logits = grown.forward(tokens[:end])
     np.testing.assert_array_equal(at_once.forward(tokens), logits)
-    (some,), (others,) = grown.hidden_states, at_once.hidden_states
-    n = len(tokens) - FIRST_POSITIONS - 1
-    assert (len(some), len(others)) == (n, kernels.MAX_TOKENS)
-    np.testing.assert_array_equal(others[-n:], some)
+    states = grown.hidden(tokens, 0)
+    assert states.shape == (len(tokens), CONFIG.dim)
+    np.testing.assert_array_equal(states, at_once.hidden(tokens, 0))
 
 
 def test_what_drafts_for_it_changes_no_token_and_a_tree_is_refused():
