@@ -45,7 +45,7 @@ class Head(Transformer):
         if flaw := config.flaw() or _misfit(config, target.config):
             raise ValueError(flaw)
         architecture_of(config).check(config, weights)
-        self._own, self._target, self._target_ids = (config, weights), target, target_ids
+        self._own, self._target, self._target_ids = (config, weights.aligned()), target, target_ids
         head = replace(head_of(config), layers=head_of(config).layers_of(target.config.n_layers))
         if target.hidden_layers not in ((), head.layers):
             raise ValueError(f"the target keeps the hidden states before layers {target.hidden_layers}, not {head.layers}")
@@ -63,7 +63,7 @@ class Head(Transformer):
         own = (("embedding", head.own_embedding), ("classifier", head.own_classifier))
         borrowed = {name: target.weights.matrices[name] for name, is_own in own if not is_own}
         whole = replace(config, head=replace(head, own_embedding=True, own_classifier=True))
-        super().__init__(whole, Weights(weights.matrices | borrowed, weights.vectors), n_threads, n_positions, kv)
+        super().__init__(whole, Weights(self._own[1].matrices | borrowed, self._own[1].vectors), n_threads, n_positions, kv)
         if target.hidden_layers != head.layers:
             target.hidden_layers = head.layers
 
