@@ -80,11 +80,13 @@ class Head(Transformer):
         return self._target_ids
 
     def drafts_for(self, tokens: list[int]) -> bool:
-        """Whether every pair of a text has the truth now, or had it when it ran: what follows is the head's to guess."""
-        with self.lock:
-            n = self._n_kept(tokens, len(tokens)) - 1
-            with self._target.lock:
-                return 0 < len(tokens) - 1 <= n + len(self._states(tokens, n))
+        """Whether `forward` gives logits behind a text without a guess: the target holds the truth of the last pair, and of those
+        before it that did not run with it.
+        """
+        n_pairs = len(tokens) - 1
+        with self.lock, self._target.lock:
+            n = max(self._n_kept(tokens, n_pairs) - 1, 0)
+            return 0 < n_pairs <= n + len(self._states(tokens, n))
 
     def _states(self, tokens: list[int], first: int) -> Float32:
         """The hidden states (n, N H) of a text that the target holds, from position `first` on."""
