@@ -156,8 +156,8 @@ class Transformer:
     def hidden(self, tokens: list[int], first: int) -> Float32:
         """The residual stream (n, layers D) before each of `hidden_layers`, one behind the other, valid until the next call.
 
-        At positions `first` on of those of a text's tokens that the cache holds now, whoever ran them; maybe at none. Raises
-        RuntimeError as `forward` does.
+        At positions `first` on of those of a text's tokens that the cache holds now, whoever ran them; maybe at none. What a
+        family with a residual_scale holds is the stream divided by it. Raises RuntimeError as `forward` does.
         """
         return self._alone(self._hidden_of, tokens, first)
 

@@ -138,7 +138,8 @@ class Head(Transformer):
                 n_passes = self._target.n_passes
                 states = self._states(tokens, first)[: min(end - first, MAX_TOKENS)]
                 if n := len(states):
-                    self._buffers.taps[:, :n, :width] = states.reshape(n, n_taps, width).swapaxes(0, 1)
+                    rows = states.reshape(n, n_taps, width).swapaxes(0, 1)
+                    np.multiply(rows, self._target.config.residual_scale, out=self._buffers.taps[:, :n, :width])
         if n:
             if self._features is None or self._features[0] is not self._buffers:
                 self._features = self._buffers, Runner(features(self._config, self._weights, self._buffers))

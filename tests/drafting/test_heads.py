@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -368,3 +369,13 @@ def test_a_head_and_nothing_else_has_a_head_s_numbers():
     assert "expected both" in Config(40, 50, 1, 5, 1, 105, 80, architecture="eagle3").flaw()
     assert "expected both" in Config(40, 50, 1, 5, 1, 105, 80, head=head).flaw()
     assert (head.n_layers, head.layers_of(30)) == (3, (2, 15, 27))
+
+
+def test_a_target_that_scales_its_residuals_gives_the_stream_that_heads_are_trained_on():
+    config = replace(CONFIGS["gqa"], residual_scale=0.22, embedding_scale=12.0)
+    target, tokens = random_model(config), tokens_for(config, 20)
+    head = head_of(target)
+    target.forward(tokens)
+    head._take(tokens, 0, 19)
+    embeddings = np.float32(12) * random_tensors(config, 0, 0.3)["tok_emb"][tokens[:19]]
+    np.testing.assert_allclose(head._buffers.taps[0, :19, : config.dim], embeddings, rtol=1e-6)
