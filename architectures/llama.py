@@ -160,7 +160,8 @@ def norm(config: Config, weights: Weights, b: Buffers, name: str, of_logits: boo
     weight = weights.vectors[name]
     if of_logits and config.logit_divisor != 1:
         weight = weight / np.float32(config.logit_divisor)
-    return rms_norm(b.normed, b.x, weight, config.dim, config.norm_eps / config.residual_scale**2, of_logits, 0)
+    eps = config.norm_eps / (config.residual_scale * config.residual_scale)
+    return rms_norm(b.normed, b.x, weight, config.dim, eps, of_logits, 0)
 
 
 def classify(config: Config, weights: Weights, b: Buffers) -> Program:

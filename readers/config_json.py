@@ -217,7 +217,7 @@ def llama_config(values: Values, family: str) -> Config:
     )
 
 
-def _scales(values: Values, family: str) -> dict[str, float]:
+def _scales(values: Values, family: str) -> dict[str, Any]:
     if family not in GRANITE:
         return {}
     names = ("embedding_scale", "attention_scale", "residual_scale", "logit_divisor")

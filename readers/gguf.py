@@ -314,7 +314,7 @@ def _llama(model: _Model, values: Values, common: Mapping[str, Any]) -> Config:
     )
 
 
-def _granite_scales(values: Values) -> dict[str, float]:
+def _granite_scales(values: Values) -> dict[str, Any]:
     given = {ours: f"granite.{key}" for key, ours in SCALES.items() if values[f"granite.{key}"] not in (None, 0)}
     return {ours: values.real(key, LEAST_SCALE, 1 / LEAST_SCALE) for ours, key in given.items()}
 
