@@ -123,8 +123,14 @@ class SpeculativeDecoder:
 
     @property
     def weights(self) -> str:
-        """What the weights are, in words: "target fp32, draft int8"."""
-        return ", ".join(f"{name} {model.weights.kind}" for name, model in self._team.models.items())
+        """What the weights are, in words: "target fp32, draft int8"; also what a draft of another vocabulary shares."""
+        shared = {name: f" ({n:,} of {self.n_ids:,} tokens)" for name, n in self.shared.items()}
+        return ", ".join(f"{name} {model.weights.kind}{shared.get(name, '')}" for name, model in self._team.models.items())
+
+    @property
+    def shared(self) -> dict[str, int]:
+        """Of models with another vocabulary than the target's, by their names: how many of its tokens they have."""
+        return self._team.shared
 
     def encode(self, prompt: Words) -> list[int]:
         """The prompt's tokens, behind BOS where the model has one; ids are taken as they are.

@@ -172,6 +172,10 @@ class Transformer:
             most -= max(1, most // 64)
         return most
 
+    def with_positions(self, n_positions: int) -> "Transformer":
+        """The same model, with room for texts of so many positions."""
+        return Transformer(self._config, self._weights, self._n_threads, n_positions, self._kv)
+
     def forward(self, tokens: Sequence[int], n_logits: int = 1) -> Float32:
         """Logits (n_logits, V) at the last of the tokens of a text, valid until the next call; runs what the cache does not hold.
 

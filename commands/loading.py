@@ -61,6 +61,8 @@ def models_of(request: Request, places: list[str | Path] | None = None) -> Itera
         show(TIMING)
         decoder.warm_up()
         models.load_seconds, models.warmup_seconds = loaded - begin, time.perf_counter() - loaded
+    for name, n in decoder.shared.items():
+        say(f"the {name} has another vocabulary, with {n:,} of the target's {decoder.n_ids:,} tokens: it guesses those alone")
 
 
 def found(request: Request, more: Mapping[str, str] = NOTHING) -> list[str | Path]:

@@ -15,6 +15,7 @@ from ..tokenizer import AnyTokenizer
 from ..transformer import Transformer, compile_passes
 from .copies import Kinds, copy_of, kinds_to_make
 from .estimates import MARGIN_RATES, ODDS_RATES
+from .translation import Translated
 
 SELF = "self"  # as a draft: a copy of the target in fewer bits
 NGRAM: Literal["ngram"] = "ngram"  # as a draft: what followed in the text before
@@ -65,14 +66,15 @@ class Finder:
             return Origin(self._with_room(draft), vocabulary)
         source = opened(parameter, draft)
         vocabulary = vocabulary_with(self.tokenizer, rows, self.keys, name, source)
-        return Origin(self._with_room(self.loader.load(source, self.kinds.draft, self.target.n_positions)), vocabulary)
+        model = self._with_room(self.loader.load(source, self.kinds.draft, self.target.n_positions))
+        return Origin(Translated(model, vocabulary.target_ids, rows) if vocabulary.target_ids else model, vocabulary)
 
     def _with_room(self, model: Transformer) -> Transformer:
         """A model that sees as much of a text as the memory holds beside the target's; of what is beyond that a window."""
         most = self.target.n_positions
         n = model.positions_within((1 - TARGET_SHARE) * room_beside(self.target) - model.weights.n_bytes, most)
         if model.n_positions < n or n < most:
-            return Transformer(model.config, model.weights, model.n_threads, n, model.kv)
+            return model.with_positions(n)
         return model
 
 
@@ -96,6 +98,11 @@ class Team:
         """By their names, the target first."""
         named = {"target": self.target, "draft": self.draft.model, "stage": self.stage.model}
         return {name: model for name, model in named.items() if model}
+
+    @property
+    def shared(self) -> dict[str, int]:
+        """Of models with another vocabulary than the target's, by their names: how many of its tokens they have."""
+        return {name: model.n_shared for name, model in self.models.items() if isinstance(model, Translated)}
 
 
 def team_of(

@@ -211,12 +211,14 @@ def test_the_same_tokenizer_is_not_made_twice(tmp_path: Path, monkeypatch: pytes
     assert made == [target, target, tmp_path / "other.gguf"]
 
 
-def test_a_draft_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    source = folder(tmp_path / "folder")
-    draft = gguf(tmp_path / "draft.gguf", folder(tmp_path / "other", tokenizer="gpt2"), "gpt2")
+def test_a_draft_of_another_tokenizer_is_translated(tmp_path: Path) -> None:
+    source, other = folder(tmp_path / "folder"), folder(tmp_path / "other", tokenizer="gpt2")
+    draft, alone = gguf(tmp_path / "draft.gguf", other, "gpt2"), text_of(SpeculativeDecoder(source, None), SAMPLINGS[1])
+    shared = SpeculativeDecoder(source, other).shared
+    assert shared["draft"] > 380
     for target in (source, gguf(tmp_path / "target.gguf", source)):
-        with pytest.raises(ValueError, match=r"the draft's tokenizer is another one than the target's: token .*draft\.gguf"):
-            SpeculativeDecoder(target, draft)
+        decoder = SpeculativeDecoder(target, draft, gamma=3)
+        assert decoder.shared == shared and text_of(decoder, SAMPLINGS[1]) == alone
 
 
 def test_a_file_is_a_tokenizer_for_a_loaded_model(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from specdec.text import tokenizer_json
 from specdec.text.tokenizer_json import JsonTokenizer, load_tokenizer
-from specdec.text.vocabulary import Vocabulary, common_vocabulary, known_ids
+from specdec.text.vocabulary import NOT_SHARED, Vocabulary, common_vocabulary, known_ids
 from specdec.tokenizer import TextStream, Tokenizer, TokenizerError
 from tests.checkpoints import ROOT, write_tokenizer
 from tests.test_tokenizer import TEXTS
@@ -401,19 +401,47 @@ def test_special_tokens_may_have_other_names_and_others_may_not(tmp_path: Path) 
     assert common_vocabulary(target, n, draft, n) == Vocabulary(n, n)
     added[2]["special"] = False
     draft = JsonTokenizer(changed(tmp_path, "llama3", added_tokens=added))
-    with pytest.raises(ValueError, match=rf"token {added[2]['id']} is '<\|finetune_right_pad_id\|>' in .* and a mark in"):
-        common_vocabulary(target, n, draft, n)
+    found = common_vocabulary(target, n, draft, n)
+    assert found == Vocabulary(n, n)
+    ours = [token for token in range(n) if token != added[2]["id"]]
+    assert [found.target_ids[token] for token in ours] == ours and found.target_ids[added[2]["id"]] == NOT_SHARED
 
 
 @needs_library
-@pytest.mark.parametrize(("one", "other"), [("gpt2", "smollm2"), ("gpt2", "llama2"), ("llama2", "smollm2")])
-def test_different_tokenizers_are_refused_with_the_first_token_that_differs(one: str, other: str) -> None:
+@pytest.mark.parametrize(("one", "other"), [("gpt2", "smollm2"), ("gpt2", "llama2"), ("llama2", "smollm2"), ("qwen2", "llama3")])
+def test_tokens_of_different_tokenizers_that_say_the_same_are_found(one: str, other: str) -> None:
     target, draft = JsonTokenizer(path_of(one)), JsonTokenizer(path_of(other))
-    pairs = [(target.says(token), draft.says(token)) for token in range(min(target.vocab_size, draft.vocab_size))]
-    first = next(token for token, (a, b) in enumerate(pairs) if a != b)
-    with pytest.raises(ValueError, match=f"another one than the target's: token {first} is ") as caught:
+    n_target, n_draft = target.vocab_size, draft.vocab_size
+    found = common_vocabulary(target, n_target + 3, draft, n_draft + 7)
+    assert (found.n_target, found.n_common, len(found.target_ids)) == (n_target, n_target, n_draft)
+    shared = [(token, other) for other, token in enumerate(found.target_ids) if token != NOT_SHARED]
+    assert len({token for token, _ in shared}) == len(shared) and max(found.target_ids) < n_target
+    for token, other_token in shared:
+        assert target.says(token) == draft.says(other_token)
+        assert target.says(token) is not None or target.name(token) == draft.name(other_token)
+    words = [{tokenizer.says(token) for token in range(n)} for tokenizer, n in ((target, n_target), (draft, n_draft))]
+    assert len(shared) >= len(words[0] & words[1] - {None})
+
+
+@needs_library
+def test_a_character_that_is_a_byte_too_is_the_character() -> None:
+    """SentencePiece has a token for each byte, which says what a character's says; GPT-2's vocabulary has one of both."""
+    target, draft = JsonTokenizer(path_of("llama2")), JsonTokenizer(path_of("gpt2"))
+    for one, other in ((target, draft), (draft, target)):
+        found = common_vocabulary(one, one.vocab_size, other, other.vocab_size).target_ids
+        for text in ("e", "Q", "7"):
+            ids = [next(t for t in reversed(range(x.vocab_size)) if x.says(t) == text.encode()) for x in (one, other)]
+            assert found[ids[1]] == ids[0]
+
+
+@needs_library
+def test_two_tokenizers_that_hardly_share_a_token_are_refused(tmp_path: Path) -> None:
+    target = JsonTokenizer(path_of("llama2"))
+    pieces = [(b"<unk>", 0.0), (b"<s>", 0.0), (b"</s>", 0.0), *((b"%d words" % i, 0.0) for i in range(500))]
+    draft = Tokenizer(write_tokenizer(tmp_path / "draft.bin", pieces))
+    with pytest.raises(ValueError, match=r"draft\.bin has 2 of the 509 tokens of .*llama2\.json; a draft needs 10%") as caught:
         common_vocabulary(target, target.vocab_size, draft, draft.vocab_size)
-    assert str(path_of(one)) in str(caught.value) and str(path_of(other)) in str(caught.value) and "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @needs_library
@@ -428,8 +456,8 @@ def test_a_llama2c_tokenizer_and_a_tokenizer_json_of_one_vocabulary_agree(tmp_pa
     assert common_vocabulary(target, n, draft, n) == common_vocabulary(draft, n, target, n) == Vocabulary(n, n)
     pieces[n - 1] = (b"other", pieces[n - 1][1])
     other = Tokenizer(write_tokenizer(tmp_path / "other.bin", pieces))
-    with pytest.raises(ValueError, match=f"token {n - 1} is 'other' in"):
-        common_vocabulary(draft, n, other, n)
+    ids = common_vocabulary(draft, n, other, n).target_ids
+    assert [token for token in range(n) if ids[token] != token] == [n - 1] and ids[n - 1] == NOT_SHARED
 
 
 @needs_library
