@@ -64,7 +64,7 @@ class Translated(Transformer):
         return Translated, (super().with_positions(self._n_positions), self.target_ids, len(self._rows))
 
     @functools.cached_property
-    def config(self) -> Config:  # type: ignore[override]
+    def config(self) -> Config:
         return replace(self._config, vocab_size=len(self._rows))
 
     @property

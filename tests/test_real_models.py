@@ -181,6 +181,18 @@ def test_a_draft_of_another_tokenizer_changes_no_token(tmp_path: Path, verify: s
         assert staged.shared == {"stage": other.shared["draft"]} and alone.shared == {}
 
 
+def test_what_a_draft_of_another_tokenizer_shares_is_told(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    target, draft = folder(tmp_path / "target"), folder(tmp_path / "draft", tokenizer="gpt2")
+    asked = ("-i", "The cat sat", "-n", 30, "-s", 5, "-t", 1, "--json")
+    code, out, err = run("-m", target, "-d", draft, *asked)
+    shared = SpeculativeDecoder(target, draft).shared["draft"]
+    assert code == 0 and json.loads(out)["settings"]["weights"].endswith(f"draft int8 ({shared} of 400 tokens)")
+    assert err == f"specdec: the draft has another vocabulary, with {shared} of the target's 400 tokens: it guesses those alone\n"
+    assert json.loads(out)["tokens"] == json.loads(run("-m", target, "-d", "none", *asked)[1])["tokens"]
+    code, out, err = run("race", "-m", target, "-d", draft, *asked)
+    assert code == 0 and json.loads(out)["same_text"] and "another vocabulary" in err
+
+
 def test_a_loaded_model_takes_the_tokenizer_of_a_folder(tmp_path: Path) -> None:
     path = folder(tmp_path / "target")
     decoder = SpeculativeDecoder(load_model(path), load_model(path, int8=True), tokenizer=path)
