@@ -84,6 +84,8 @@ class SpeculativeDecoder:
         if stage is not None and tree == "on":
             raise ValueError('a draft with a stage proposes chains; leave out the stage, or tree "on"')
         self._team = team = team_of(target, draft, stage, tokenizer, quantize, Loader(n_threads, kv, progress))
+        if "head" in team.models and tree == "on":
+            raise ValueError('a head proposes chains; leave out tree "on"')
         self.target, self.draft, self.stage, self.tokenizer = team.target, team.draft.model, team.stage.model, team.tokenizer
         self.has_draft, self.has_stage = team.draft.source is not None, team.stage.source is not None
         self._named_template, self._tuning = template, Tuning(team)

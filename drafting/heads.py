@@ -79,6 +79,14 @@ class Head(Transformer):
         """Of each row of the classifier, the target's id; None: row i is id i."""
         return self._target_ids
 
+    @property
+    def n_shared(self) -> int:
+        """How many of the target's ids it can propose."""
+        return self._n_rows
+
+    def with_positions(self, n_positions: int) -> "Head":
+        return Head(*self._own, self._target, self._target_ids, self.n_threads, n_positions, self._kv)
+
     def drafts_for(self, tokens: list[int]) -> bool:
         """Whether `forward` gives logits behind a text without a guess: the target holds the truth of the last pair, and of those
         before it that did not run with it.

@@ -23,6 +23,13 @@ class Model(Protocol):
     def forward(self, tokens: list[int], n_logits: int = 1) -> Float32: ...
 
 
+class HeadModel(Model, Protocol):
+    """A head is asked as a model is, where its target has run all but the last token of a text."""
+
+    @property
+    def target(self) -> Model: ...
+
+
 class ModelDrafter:
     """A smaller model that decodes one token after the other. Beyond its own seq_len it sees a sliding window.
 
@@ -70,3 +77,31 @@ class ModelDrafter:
         """Where the text begins that the draft sees: later, by half of its positions, where those cannot go on."""
         step = max(self._model.n_positions // 2, 1)
         return int(ceil_div(max(n_tokens - self._model.n_positions, 0), step)) * step
+
+
+class HeadDrafter(ModelDrafter):
+    """A head, which drafts from the hidden states of its target's passes: behind two tokens or more.
+
+    Where the target holds another text, whose turn it was, it runs this one anew, as the next step would have to: so a proposal
+    depends on the text alone.
+    """
+
+    def __init__(self, head: HeadModel, sampler: Sampler, noise: Callable[[int], int], end_marks: Container[int]) -> None:
+        super().__init__(head, sampler, noise, end_marks)
+        self._target = head.target
+
+    def get_ready(self, tokens: list[int]) -> None:
+        with self._model.lock, self._target.lock:
+            self._target.forward(tokens[:-1], n_logits=0)
+            super().get_ready(tokens[: self._model.n_positions])
+
+    def propose(self, tokens: list[int], plan: Plan, tail: Sequence[int] = ()) -> Draft:
+        if len(tokens) < 2:
+            return Draft([])
+        with self._model.lock, self._target.lock:
+            self._target.forward(tokens[:-1], n_logits=0)
+            return super().propose(tokens, plan, tail)
+
+    def _start(self, n_tokens: int) -> int:
+        """0: its positions are the target's, and its window slides within a pass."""
+        return 0

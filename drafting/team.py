@@ -8,6 +8,7 @@ from subprocess import Popen
 from typing import Any, Literal
 
 from ..readers import Checkpoint
+from ..readers.heads import check_fit
 from ..readers.loading import TARGET_SHARE, Loader, opened, room_beside
 from ..text.finding import tokenizer_of, vocabulary_with
 from ..text.vocabulary import Vocabulary, known_ids, presumed_vocabulary
@@ -15,6 +16,7 @@ from ..tokenizer import AnyTokenizer
 from ..transformer import Transformer, compile_passes
 from .copies import Kinds, copy_of, kinds_to_make
 from .estimates import MARGIN_RATES, ODDS_RATES
+from .heads import Head
 from .translation import Translated
 
 SELF = "self"  # as a draft: a copy of the target in fewer bits
@@ -61,13 +63,24 @@ class Finder:
             asked = self.kinds.draft if self.kinds.is_asked else None
             return Origin(self._with_room(copy_of(self.target, asked, self.tokenizer.encode, self.loader)), own)
         rows, name = self.target.config.vocab_size, f"the {parameter}"
+        if isinstance(draft, Head) and draft.target is not self.target:
+            raise ValueError(f"{name} is a head of another target, which drafts from that one's passes alone")
         if isinstance(draft, Transformer):
             vocabulary = presumed_vocabulary(self.tokenizer, rows, name, draft.config.vocab_size)
             return Origin(self._with_room(draft), vocabulary)
         source = opened(parameter, draft)
+        if source.config.head:
+            return Origin(self._with_room(self._head(source)), own)
         vocabulary = vocabulary_with(self.tokenizer, rows, self.keys, name, source)
         model = self._with_room(self.loader.load(source, self.kinds.draft, self.target.n_positions))
         return Origin(Translated(model, vocabulary.target_ids, rows) if vocabulary.target_ids else model, vocabulary)
+
+    def _head(self, source: Checkpoint) -> Head:
+        """The head in a checkpoint, on the target. Raises CheckpointError for one of another target."""
+        check_fit(source, self.target.config)
+        weights = self.loader.pack(source, self.kinds.draft)
+        loader, n_positions = self.loader, self.target.n_positions
+        return Head(source.config, weights, self.target, source.target_ids, loader.n_threads, n_positions, loader.kv)
 
     def _with_room(self, model: Transformer) -> Transformer:
         """A model that sees as much of a text as the memory holds beside the target's; of what is beyond that a window."""
@@ -96,13 +109,15 @@ class Team:
     @property
     def models(self) -> dict[str, Transformer]:
         """By their names, the target first."""
-        named = {"target": self.target, "draft": self.draft.model, "stage": self.stage.model}
+        draft = "head" if isinstance(self.draft.model, Head) else "draft"
+        named = {"target": self.target, draft: self.draft.model, "stage": self.stage.model}
         return {name: model for name, model in named.items() if model}
 
     @property
     def shared(self) -> dict[str, int]:
         """Of models with another vocabulary than the target's, by their names: how many of its tokens they have."""
-        return {name: model.n_shared for name, model in self.models.items() if isinstance(model, Translated)}
+        shared = {name: model.n_shared for name, model in self.models.items() if isinstance(model, Translated | Head)}
+        return {name: n for name, n in shared.items() if n < self.draft.vocabulary.n_target}
 
 
 def team_of(
@@ -120,6 +135,8 @@ def team_of(
         raise ValueError('the stage "self" would be a copy of the target, which is no smaller than the draft')
     given = {"target": target, "draft": draft, "stage": stage}
     loaded = {name: model for name, model in given.items() if isinstance(model, Transformer)}
+    if isinstance(target, Head):
+        raise ValueError("the target is a head, which drafts for another model and writes no text")
     for (one, model), (other, another) in itertools.combinations(loaded.items(), 2):
         if model is another:
             raise ValueError(f"{one} and {other} are one object; they need a KV cache each")
@@ -140,8 +157,11 @@ def team_of(
         target, source = loader.load(source, kinds.target), replace(source, tensors={})
     loader = replace(loader, kv=target.kv if loader.kv == "auto" else loader.kv)  # of drafts
     finder = Finder(target, shared, keys, kinds, loader)
+    drafting = finder.origin("draft", draft)
+    if stage is not None and isinstance(drafting.model, Head):
+        raise ValueError("a head drafts from its target's passes, and nothing can draft for it; leave out the stage")
     most_threads = 1 if loaded or loader.n_threads is not None else target.n_threads
-    return Team(target, finder.origin("draft", draft), finder.origin("stage", stage), shared, source, most_threads, compiling)
+    return Team(target, drafting, finder.origin("stage", stage), shared, source, most_threads, compiling)
 
 
 def is_ngram(draft: object) -> bool:

@@ -10,6 +10,7 @@ from ..sampling import TARGET_NOISE, Sampler, Sampling
 from ..text.vocabulary import Vocabulary
 from ..transformer import Transformer
 from .estimates import Costs
+from .heads import Head
 
 # Passes over so many tokens are timed in turns, for about so long: of a slow target over the first two, and twice unless once
 # takes SLOW seconds. Where a second tile begins, a pass costs a step more.
@@ -25,13 +26,14 @@ def costs_of(target: Transformer, draft: Transformer | None, vocabulary: Vocabul
     def seconds(model: Transformer, n: int) -> float:
         begin = time.perf_counter()
         with model.lock:
-            for logits in model.forward([0] * n, n):
+            for logits in model.forward([0] * n, n if model is target else 1):
                 sampler.draw(probs, logits, TARGET_NOISE, n)
         return time.perf_counter() - begin
 
     jobs = [(target, n) for n in COSTS_TOKENS if n <= target.n_positions]
     # as in a step, a draft comes behind a pass of few tokens, which has put it out of the cache; its second finds it there
-    jobs[2:2] = [(draft, 1), (draft, 1)] if draft else []
+    texts = (2, 3) if isinstance(draft, Head) else (1, 1)  # a head's first is by what that pass has computed, its second a guess
+    jobs[2:2] = [(draft, n) for n in texts] if draft else []
     least = [math.inf] * len(jobs)
     begin = time.perf_counter()
     for cycle in itertools.count(1):

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from ..decoding import VERIFIERS, Drafter, Event, Plan, Step, decode, judge_proposals
 from ..sampling import Sampler, Sampling
 from .estimates import Acceptance, Costs
-from .model_drafter import ModelDrafter
+from .heads import Head
+from .model_drafter import HeadDrafter, ModelDrafter
 from .ngrams import NgramDrafter
 from .pacing import Pace
 from .planning import AutoLength, FixedLength
@@ -59,6 +60,8 @@ class Tuning:
         plan: Plan = AutoLength(auto, self._acceptance) if auto else FixedLength(settings.n_drafted, costs)
         if self._stage:
             return plan, self._stage.drafter(sampler, noise)
+        if isinstance(draft.model, Head):
+            return plan, HeadDrafter(draft.model, sampler, noise, marks)
         if draft.model:
             return plan, ModelDrafter(draft.model, sampler, noise, marks)
         is_worth_it = draft.source and not (auto and auto.of(1) <= NGRAM_SECONDS)
@@ -66,7 +69,7 @@ class Tuning:
 
     def _trees_of(self, settings: Settings) -> "trees.Trees | None":
         """None where proposals are chains."""
-        if not settings.may_branch or not self._team.draft.model or self._stage:
+        if not settings.may_branch or not self._team.draft.model or self._stage or isinstance(self._team.draft.model, Head):
             return None
         if not self._trees:
             from .trees import Trees
@@ -115,5 +118,10 @@ class Tuning:
 
     def _seconds(self, max_tokens: int, settings: Settings) -> float:
         """What that many tokens take."""
-        events = self.events(self._team.tokenizer.encode(""), max_tokens, Sampling(), settings)
+        tokens = self._team.tokenizer.encode("")
+        if isinstance(
+            self._team.draft.model, Head
+        ):  # which drafts behind two tokens, first by the target's passes, then by its own
+            tokens, max_tokens = (tokens * 2)[: self._team.target.n_positions], max_tokens + 1
+        events = self.events(tokens, max_tokens, Sampling(), settings)
         return sum(event.seconds for event in events if isinstance(event, Step))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import get_args
 
-from ..architectures import architecture_of
+from ..architectures import Weights, architecture_of
 from ..checks import file_name, one_of, whole
 from ..machine.memory import physical_memory_bytes
 from ..machine.threads import available_threads
@@ -36,15 +36,18 @@ class Loader:
             whole("n_threads", self.n_threads, 1, available_threads())
 
     def load(self, checkpoint: Checkpoint, kind: Kind | None, n_positions: int | None = None) -> Transformer:
-        """The model in a checkpoint; kind: what its weights become where they are floats. Raises CheckpointError."""
+        """The model in a checkpoint; kind as in `pack`. Raises CheckpointError."""
+        return Transformer(checkpoint.config, self.pack(checkpoint, kind), self.n_threads, n_positions, self.kv)
+
+    def pack(self, checkpoint: Checkpoint, kind: Kind | None) -> Weights:
+        """The weights in a checkpoint; kind: what they become where they are floats. Raises CheckpointError."""
         name = checkpoint.path.name
         try:
-            weights = architecture_of(checkpoint.config).pack(
+            return architecture_of(checkpoint.config).pack(
                 checkpoint.config, checkpoint.tensors, kind, lambda share: self.progress(name, share)
             )
         except MemoryError as error:
             raise CheckpointError(f"{checkpoint.path} does not fit: {error or 'there is no memory for its weights'}") from None
-        return Transformer(checkpoint.config, weights, self.n_threads, n_positions, self.kv)
 
 
 def load_model(

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from specdec.drafting.settings import Settings
 from specdec.drafting.trees import Trees
 from tests.checkpoints import ROOT
 from tests.conftest import Pair
+from tests.drafting.test_head_decoding import head_folder
 
 # A process for each case, forked where nothing has been compiled or loaded yet. By the clock all drafts pay, and trees may.
 LATE = """
@@ -22,7 +24,7 @@ from specdec.drafting import tuning
 from specdec.machine import cache
 from specdec.drafting.estimates import Costs
 
-target, draft, endless = sys.argv[1:]
+target, draft, endless, head = sys.argv[1:]
 asked = []
 load = cache.MachineCode.load_overload
 cache.MachineCode.load_overload = lambda code, *what: [asked.append(code._name), load(code, *what)][1]
@@ -89,6 +91,9 @@ CASES = {
     "threads change": case(target, draft, **TWO, then=[("n_threads", 1)]),
     "f16": case(target, draft, kv="f16"),
     "a long prompt": case(endless, draft, prompt=[1, 300 - 1, 260] * 80, n=60),
+    "head": case(target, head, n_threads=None),
+    "head, rejection": case(target, head, verify="rejection", quantize="none"),
+    "head, gamma 4": case(target, head, gamma=4, quantize="draft=int4", prompt="a"),
     "chat": chat,
 }
 for name, run in CASES.items():
@@ -107,11 +112,11 @@ ROOMS_OF_TREES = {"specdec.drafting.trees", "specdec.drafting.tree_planning"}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that begin where another one is")
-def test_no_text_compiles_or_loads_anything_behind_its_first_event(pair: Pair) -> None:
-    command = [sys.executable, "-c", LATE, pair.target, pair.draft, pair.endless]
+def test_no_text_compiles_or_loads_anything_behind_its_first_event(pair: Pair, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LATE, pair.target, pair.draft, pair.endless, head_folder(tmp_path / "head", pair)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     told = dict(json.loads(line) for line in done.stdout.splitlines())
-    assert len(told) == 26, done.stderr
+    assert len(told) == 29, done.stderr
     assert {name: case["late"] for name, case in told.items() if case["late"]} == {}
     for name, case in told.items():  # each did what it is to do, and no more
         assert (case["n_drafted"] > 0) == (name != "plain"), name

@@ -1,0 +1,218 @@
+"""Heads in the loop: texts and distributions are the target's own, whoever takes turns on it."""
+
+import itertools
+import pickle
+import threading
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specdec import Sampling, SpeculativeDecoder, Step
+from specdec.decoding import VERIFIERS, Statistics, decode
+from specdec.drafting.heads import Head
+from specdec.drafting.model_drafter import HeadDrafter
+from specdec.drafting.planning import FixedLength
+from specdec.readers import CheckpointError
+from specdec.readers.loading import load_model
+from specdec.sampling import Sampler
+from specdec.tokenizer import BOS
+from specdec.weights import INT8
+from tests import reference
+from tests.conftest import Pair
+from tests.head_files import write_folder
+from tests.heads import head_of, random_head
+from tests.models import END_MARKS, begun, continuation, tiny_model
+
+SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
+
+
+def drafter_of(head, sampling, verify="coupled"):
+    return HeadDrafter(head, Sampler(105, sampling), VERIFIERS[verify](105, sampling).draft_noise, END_MARKS)
+
+
+def events_of(target, head, sampling, gamma=4, verify="coupled", prompt=(BOS, 7, 9), max_tokens=60):
+    verifier = VERIFIERS[verify](target.config.vocab_size, sampling)
+    plan = FixedLength(gamma)
+    return decode(target, drafter_of(head, sampling, verify), verifier, list(prompt), max_tokens, plan, END_MARKS)
+
+
+def tokens_of(events):
+    return [token for event in events if isinstance(event, Step) for token in event.tokens]
+
+
+def texts_of_random_heads(n_pairs, first=0):
+    """That none of them changes a text; how many tokens were compared, and how many proposals stood."""
+    n, statistics = 0, Statistics()
+    for case in range(first, first + n_pairs):
+        rng = np.random.default_rng(case)
+        target = tiny_model(case, layers=3)
+        numbers = {"seq_len": int(rng.choice([16, 128])), "norm_before_residual": bool(rng.choice([False, True]))}
+        head = head_of(target, rng.choice([None, INT8]) or INT8, seed=case, n_rows=int(rng.choice([0, 30, 104])), **numbers)
+        sampling = Sampling(*[(0.0, 0, 0.0), (1.0, 0, 0.9), (0.7, 20, 0.95), (1.5, 0, 1.0)][case % 4], case)
+        prompt = rng.integers(3, 105, int(rng.choice([1, 2, 5, 100]))).tolist()
+        plain, _ = continuation(target, None, sampling, prompt=prompt, max_tokens=200)
+        for event in events_of(target, head, sampling, int(rng.choice([1, 4, 63])), prompt=prompt, max_tokens=200):
+            statistics.add(event)
+            if isinstance(event, Step):
+                assert event.tokens == plain[: len(event.tokens)]
+                plain = plain[len(event.tokens) :]
+                n += len(event.tokens)
+        assert not plain
+    return n, statistics.n_accepted
+
+
+def test_a_head_changes_no_text():
+    """From prompts of one token on, past the head's window, to the target's last position."""
+    n, n_accepted = texts_of_random_heads(16)
+    assert n > 400 and n_accepted > 4
+
+
+@pytest.mark.campaign
+def test_nor_100_000_tokens():
+    n, case = 0, 100
+    while n < 100_000:
+        n += texts_of_random_heads(50, case)[0]
+        case += 50
+
+
+def test_a_proposal_is_drawn_from_the_heads_logits_with_the_targets_noise():
+    target = tiny_model(0, layers=3)
+    head, sampling = head_of(target, n_rows=50), SAMPLINGS[1]
+    prompt = [BOS, 7, 9, 20, 33]
+    target.forward(prompt[:-1])
+    proposed = drafter_of(head, sampling).propose(prompt, begun(5)).tokens
+    sampler, text = Sampler(105, sampling), prompt
+    for token in proposed:
+        assert token == sampler.draw(sampler.new_probs(), head.forward(text)[0], 0, len(text)) and token in head.target_ids
+        text = [*text, token]
+    assert len(proposed) == 5 or proposed[-1] in END_MARKS
+    assert drafter_of(head, sampling).propose([BOS], begun(5)).tokens == []
+
+
+@pytest.mark.parametrize("verify", VERIFIERS)
+def test_texts_that_take_turns_are_what_each_is_alone(verify):
+    target, sampling = tiny_model(5, layers=3), Sampling(1.0, 0, 0.0, 7)
+    heads = [head_of(target, n_rows=60), head_of(target, seed=1, n_rows=90)]
+    asked = [(head, [BOS, *range(3, 3 + n)]) for head, n in ((heads[0], 0), (heads[0], 20), (heads[1], 2), (heads[1], 41))]
+    alone = [tokens_of(events_of(target, head, sampling, verify=verify, prompt=prompt)) for head, prompt in asked]
+    streams = [events_of(target, head, sampling, verify=verify, prompt=prompt) for head, prompt in asked]
+    rounds = [*itertools.zip_longest(*streams)]
+    assert [tokens_of(filter(None, events)) for events in zip(*rounds, strict=True)] == alone
+    heads[0].forward([1, 2]), target.forward([], 0), target.forward([8, 9])  # another's passes
+    assert tokens_of(events_of(target, *asked[1][:1], sampling, verify=verify, prompt=asked[1][1])) == alone[1]
+
+
+def test_threads_that_share_a_head_write_what_each_writes_alone():
+    target, sampling = tiny_model(6, layers=3), Sampling(1.0, 0, 0.0, 7)
+    head = head_of(target, n_rows=60)
+    prompts = [[BOS, *range(3, 3 + n)] for n in (1, 9, 30)]
+    alone = [tokens_of(events_of(target, head, sampling, prompt=prompt, max_tokens=90)) for prompt in prompts]
+    found = {}
+
+    def write(i):
+        found[i] = [tokens_of(events_of(target, head, sampling, prompt=prompts[i], max_tokens=90)) for _ in range(4)]
+
+    threads = [threading.Thread(target=write, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {i: [alone[i]] * 4 for i in range(3)}
+
+
+@pytest.mark.parametrize("verify", ["rejection", "block"])
+@pytest.mark.parametrize("n_runs", [600, pytest.param(20_000, marks=pytest.mark.campaign)])
+def test_texts_of_a_head_of_some_ids_have_the_targets_distribution(verify, n_runs):
+    """Chi-square of the first two tokens, cells of few together, false alarm below 1e-6 a case; the seeds are fixed."""
+    target = tiny_model(8, vocab=12, layers=3, scale=0.2)
+    head, prompt = head_of(target, n_rows=7), [3, 4, 5]
+
+    def softmax(tokens):
+        powers = np.exp(target.forward(tokens)[0].astype(np.float64))
+        return powers / powers.sum()
+
+    first = softmax(prompt)
+    expected = n_runs * np.concatenate([first[a] * softmax([*prompt, a]) for a in range(12)])
+    counts = Counter()
+    for seed in range(n_runs):
+        sampling = Sampling(1.0, 0, 0.0, seed)
+        verifier = VERIFIERS[verify](12, sampling)
+        drafter = HeadDrafter(head, Sampler(12, sampling), verifier.draft_noise, {})
+        counts[tuple(tokens_of(decode(target, drafter, verifier, prompt, 2, FixedLength(3), {})))] += 1
+    seen = np.array([counts[a, b] for a in range(12) for b in range(12)])
+    large = expected >= 5
+    cells = [(seen[i], expected[i]) for i in np.flatnonzero(large)] + [(seen[~large].sum(), expected[~large].sum())]
+    chi = sum((n - mean) ** 2 / mean for n, mean in cells if mean)
+    assert seen.sum() == n_runs and chi < reference.chi_square_limit(len(cells) - 1, 4.8)
+
+
+# Decoders
+
+
+def head_folder(path: Path, pair: Pair, dialect: str = "speculators", **numbers) -> Path:
+    config, tensors, ids = random_head(load_model(pair.target).config, **{"n_rows": 80, "layers": (1, 2, 3)} | numbers)
+    return write_folder(path, config, tensors, ids, dialect)
+
+
+def written(decoder, sampling=SAMPLINGS[1], n=60):
+    return tokens_of(decoder.stream("Once upon", n, sampling))
+
+
+def test_a_named_head_drafts(pair: Pair, tmp_path: Path) -> None:
+    """Of a named and of a loaded target; int8 by default."""
+    path, alone = head_folder(tmp_path / "head", pair), SpeculativeDecoder(pair.target, None, pair.tokenizer)
+    for target in (pair.target, load_model(pair.target)):
+        for gamma in (4, 63, "auto"):
+            decoder = SpeculativeDecoder(target, path, pair.tokenizer, gamma=gamma)
+            assert decoder.shared == {"head": 80} and isinstance(decoder.draft, Head)
+            assert decoder.weights.startswith("target fp32, head ") and decoder.weights.endswith("int8 (80 of 300 tokens)")
+            for sampling in SAMPLINGS:
+                assert written(decoder, sampling) == written(alone, sampling)
+    whole = SpeculativeDecoder(pair.target, path, pair.tokenizer, quantize="none")
+    assert whole.weights == "target fp32, head fp32 (80 of 300 tokens)"
+
+
+def test_a_heads_costs_are_measured_and_known_to_auto(pair: Pair, tmp_path: Path) -> None:
+    decoder = SpeculativeDecoder(pair.target, head_folder(tmp_path / "head", pair), pair.tokenizer)
+    decoder.warm_up()
+    costs = decoder._tuning.costs
+    assert costs and costs.draft > 0 and costs.of(1) > 0
+    statistics = decoder.generate("Once upon", 100, seed=3).statistics
+    assert statistics.n_drafted  # trials at least
+
+
+def test_a_prompt_is_read_by_the_target_first(pair: Pair, tmp_path: Path) -> None:
+    decoder = SpeculativeDecoder(pair.target, head_folder(tmp_path / "head", pair), pair.tokenizer)
+    prompt = [1, *[260, 261] * 50]
+    shares = [*decoder.read(prompt)]
+    assert shares[0] == 0 and shares[-1] == 1 and shares == sorted(shares)
+    assert decoder.target.unread(prompt) == 0 and decoder.draft and decoder.draft.unread(prompt) == 0
+    assert [*decoder.read(prompt)] == []
+
+
+def test_a_pickled_decoder_has_its_head(pair: Pair, tmp_path: Path) -> None:
+    decoder = SpeculativeDecoder(pair.target, head_folder(tmp_path / "head", pair), pair.tokenizer, verify="rejection")
+    again = pickle.loads(pickle.dumps(decoder))
+    assert isinstance(again.draft, Head) and again.draft.target is again.target and again.weights == decoder.weights
+    assert written(again) == written(decoder)
+    other = SpeculativeDecoder(load_model(pair.target), None, pair.tokenizer)
+    with pytest.raises(ValueError, match=r"^the draft is a head of another target"):
+        SpeculativeDecoder(other.target, decoder.draft, pair.tokenizer)
+
+
+def test_what_a_head_cannot_be_is_told(pair: Pair, tmp_path: Path) -> None:
+    path = head_folder(tmp_path / "head", pair)
+    for refused in (
+        lambda: SpeculativeDecoder(pair.target, path, pair.tokenizer, stage="ngram"),
+        lambda: SpeculativeDecoder(pair.target, pair.draft, pair.tokenizer, stage=path),
+        lambda: SpeculativeDecoder(path, None, pair.tokenizer),
+        lambda: SpeculativeDecoder(pair.target, path, pair.tokenizer, tree="on"),
+        lambda: SpeculativeDecoder(SpeculativeDecoder(pair.target, path, pair.tokenizer).draft, None, pair.tokenizer),
+        lambda: SpeculativeDecoder(pair.target, head_folder(tmp_path / "wide", pair, target_dim=32), pair.tokenizer),
+        lambda: load_model(path),
+    ):
+        with pytest.raises((ValueError, CheckpointError), match=" head") as caught:
+            refused()
+        assert "\n" not in str(caught.value)
