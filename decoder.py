@@ -11,7 +11,7 @@ from typing import Any
 from .checks import ids, is_list, short, strings, text, whole
 from .decoding import Event, Generation, Prefill, Prompt, VerifyMode, behind_prefill
 from .drafting.settings import AUTO, Gamma, Setting, Settings, TreeMode
-from .drafting.team import NGRAM, Draftable, team_of
+from .drafting.team import HEAD, NGRAM, Draftable, team_of
 from .drafting.tuning import Tuning
 from .machine.ahead import end
 from .machine.threads import give_lock
@@ -84,7 +84,7 @@ class SpeculativeDecoder:
         if stage is not None and tree == "on":
             raise ValueError('a draft with a stage proposes chains; leave out the stage, or tree "on"')
         self._team = team = team_of(target, draft, stage, tokenizer, quantize, Loader(n_threads, kv, progress))
-        if "head" in team.models and tree == "on":
+        if HEAD in team.models and tree == "on":
             raise ValueError('a head proposes chains; leave out tree "on"')
         self.target, self.draft, self.stage, self.tokenizer = team.target, team.draft.model, team.stage.model, team.tokenizer
         self.has_draft, self.has_stage = team.draft.source is not None, team.stage.source is not None
@@ -131,7 +131,7 @@ class SpeculativeDecoder:
 
     @property
     def shared(self) -> dict[str, int]:
-        """Of models with another vocabulary than the target's, by their names: how many of its tokens they have."""
+        """Of models that have a part of the target's vocabulary, or another one, by their names: how many of its tokens."""
         return self._team.shared
 
     def encode(self, prompt: Words) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import specdec
 
 from ..decoder import SpeculativeDecoder
-from ..drafting.team import NGRAM, SELF
+from ..drafting.team import HEAD, NGRAM, SELF
 from ..readers import CheckpointError, extras
 from ..readers.files import find, needs, telling_how_to_restore
 from ..screens.progress import LOADING, TIMING, Bar, loading
@@ -62,7 +62,8 @@ def models_of(request: Request, places: list[str | Path] | None = None) -> Itera
         decoder.warm_up()
         models.load_seconds, models.warmup_seconds = loaded - begin, time.perf_counter() - loaded
     for name, n in decoder.shared.items():
-        say(f"the {name} has another vocabulary, with {n:,} of the target's {decoder.n_ids:,} tokens: it guesses those alone")
+        if name != HEAD:  # which was made so
+            say(f"the {name} has another vocabulary, with {n:,} of the target's {decoder.n_ids:,} tokens: it guesses those alone")
 
 
 def found(request: Request, more: Mapping[str, str] = NOTHING) -> list[str | Path]:

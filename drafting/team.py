@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from subprocess import Popen
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 from ..readers import Checkpoint
 from ..readers.heads import check_fit
@@ -20,8 +20,10 @@ from .heads import Head
 from .translation import Translated
 
 SELF = "self"  # as a draft: a copy of the target in fewer bits
+HEAD = "head"  # what a draft that is one is called among models
 NGRAM: Literal["ngram"] = "ngram"  # as a draft: what followed in the text before
 Draftable = str | os.PathLike[str] | Transformer
+Model = TypeVar("Model", bound=Transformer)
 
 
 @dataclass(frozen=True)
@@ -61,18 +63,22 @@ class Finder:
             return Origin(NGRAM, own)
         if isinstance(draft, str) and draft == SELF:
             asked = self.kinds.draft if self.kinds.is_asked else None
-            return Origin(self._with_room(copy_of(self.target, asked, self.tokenizer.encode, self.loader)), own)
+            copy = copy_of(self.target, asked, self.tokenizer.encode, self.loader)
+            return Origin(self._with_room(copy, copy.weights.n_bytes), own)
         rows, name = self.target.config.vocab_size, f"the {parameter}"
-        if isinstance(draft, Head) and draft.target is not self.target:
-            raise ValueError(f"{name} is a head of another target, which drafts from that one's passes alone")
+        if isinstance(draft, Head):
+            if draft.target is not self.target:
+                raise ValueError(f"{name} is a head of another target, from whose passes alone it drafts")
+            return Origin(draft, own)
         if isinstance(draft, Transformer):
             vocabulary = presumed_vocabulary(self.tokenizer, rows, name, draft.config.vocab_size)
-            return Origin(self._with_room(draft), vocabulary)
+            return Origin(self._with_room(draft, draft.weights.n_bytes), vocabulary)
         source = opened(parameter, draft)
         if source.config.head:
-            return Origin(self._with_room(self._head(source)), own)
+            return Origin(self._head(source), own)
         vocabulary = vocabulary_with(self.tokenizer, rows, self.keys, name, source)
-        model = self._with_room(self.loader.load(source, self.kinds.draft, self.target.n_positions))
+        model = self.loader.load(source, self.kinds.draft, self.target.n_positions)
+        model = self._with_room(model, model.weights.n_bytes)
         return Origin(Translated(model, vocabulary.target_ids, rows) if vocabulary.target_ids else model, vocabulary)
 
     def _head(self, source: Checkpoint) -> Head:
@@ -80,14 +86,18 @@ class Finder:
         check_fit(source, self.target.config)
         weights = self.loader.pack(source, self.kinds.draft)
         loader, n_positions = self.loader, self.target.n_positions
-        return Head(source.config, weights, self.target, source.target_ids, loader.n_threads, n_positions, loader.kv)
+        head = Head(source.config, weights, self.target, source.target_ids, loader.n_threads, n_positions, loader.kv)
+        return self._with_room(head, weights.n_bytes)  # without those that it borrows
 
-    def _with_room(self, model: Transformer) -> Transformer:
-        """A model that sees as much of a text as the memory holds beside the target's; of what is beyond that a window."""
+    def _with_room(self, model: Model, n_bytes: int) -> Model:
+        """A model that sees as much of a text as the memory holds beside the target's; of what is beyond that a window.
+
+        n_bytes: that its weights take. A head has no window: it drafts as long as it sees all of a text.
+        """
         most = self.target.n_positions
-        n = model.positions_within((1 - TARGET_SHARE) * room_beside(self.target) - model.weights.n_bytes, most)
+        n = model.positions_within((1 - TARGET_SHARE) * room_beside(self.target) - n_bytes, most)
         if model.n_positions < n or n < most:
-            return model.with_positions(n)
+            return cast(Model, model.with_positions(n))
         return model
 
 
@@ -109,13 +119,13 @@ class Team:
     @property
     def models(self) -> dict[str, Transformer]:
         """By their names, the target first."""
-        draft = "head" if isinstance(self.draft.model, Head) else "draft"
+        draft = HEAD if isinstance(self.draft.model, Head) else "draft"
         named = {"target": self.target, draft: self.draft.model, "stage": self.stage.model}
         return {name: model for name, model in named.items() if model}
 
     @property
     def shared(self) -> dict[str, int]:
-        """Of models with another vocabulary than the target's, by their names: how many of its tokens they have."""
+        """Of models that have a part of the target's vocabulary, or another one, by their names: how many of its tokens."""
         shared = {name: model.n_shared for name, model in self.models.items() if isinstance(model, Translated | Head)}
         return {name: n for name, n in shared.items() if n < self.draft.vocabulary.n_target}
 

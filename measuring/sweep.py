@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from ..decoder import SpeculativeDecoder
 from ..decoding import Event, Statistics
+from ..drafting.heads import Head
 from ..drafting.settings import AUTO
 from ..drafting.team import NGRAM
 from ..sampling import Sampling
@@ -203,7 +204,9 @@ def settings_of(pair: SpeculativeDecoder, gammas: Sequence[int | str]) -> tuple[
     most = AUTO if AUTO in gammas else max(gamma for gamma in gammas if isinstance(gamma, int))
     settings.append(Setting(f"n-grams γ {most}", f"-d ngram -g {most}", ngrams, "ngram", most))
     settings += [Setting(f"γ {g}", f"-g {g}", pair, "pair", g) for g in gammas]
-    if AUTO in gammas and not pair.has_stage:
+    if isinstance(pair.draft, Head):
+        notes.append("trees and stages are left out: a head proposes chains, and nothing drafts for it")
+    elif AUTO in gammas and not pair.has_stage:
         staged = SpeculativeDecoder(target, pair.draft, tokenizer, stage=NGRAM)
         settings.append(Setting("γ auto, trees", "-g auto --tree on", pair, "pair", AUTO, "on"))
         settings.append(Setting("γ auto, n-grams first", "-g auto --stage ngram", staged, "pair", AUTO))

@@ -1,6 +1,7 @@
 """Heads in the loop: texts and distributions are the target's own, whoever takes turns on it."""
 
 import itertools
+import json
 import pickle
 import threading
 from collections import Counter
@@ -20,8 +21,9 @@ from specdec.sampling import Sampler
 from specdec.tokenizer import BOS
 from specdec.weights import INT8
 from tests import reference
+from tests.commands.test_cli import Run, run  # noqa: F401  (a fixture)
 from tests.conftest import Pair
-from tests.head_files import write_folder
+from tests.head_files import DIALECTS, write_folder, write_gguf
 from tests.heads import head_of, random_head
 from tests.models import END_MARKS, begun, continuation, tiny_model
 
@@ -202,6 +204,23 @@ def test_a_pickled_decoder_has_its_head(pair: Pair, tmp_path: Path) -> None:
         SpeculativeDecoder(other.target, decoder.draft, pair.tokenizer)
 
 
+def test_a_head_drafts_as_far_as_the_memory_holds_its_texts(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of borrowed weights there is one copy; behind its last position it proposes nothing."""
+    path, target = head_folder(tmp_path / "head", pair), load_model(pair.target)
+    whole, alone = SpeculativeDecoder(target, path, pair.tokenizer, gamma=4), SpeculativeDecoder(target, None, pair.tokenizer)
+    assert isinstance(whole.draft, Head)
+    room = target.weights.n_bytes + 4 * (whole.draft._own[1].n_bytes + whole.draft.text_bytes(60))
+    monkeypatch.setattr("specdec.readers.loading.physical_memory_bytes", lambda: room)
+    decoder = SpeculativeDecoder(target, path, pair.tokenizer, gamma=4)
+    assert decoder.draft and 30 < decoder.draft.n_positions < 80
+    monkeypatch.undo()
+    sampling = Sampling(1.0, 0, 0.0, 3)
+    steps = [event for event in decoder.stream([1, *[260] * 20], 100, sampling) if isinstance(event, Step)]
+    assert steps[0].draft_tokens and not steps[-1].draft_tokens
+    for prompt in ([1, *[260] * 20], [1, *[261] * 90]):
+        assert decoder.generate(prompt, 30, sampling).tokens == alone.generate(prompt, 30, sampling).tokens
+
+
 def test_what_a_head_cannot_be_is_told(pair: Pair, tmp_path: Path) -> None:
     path = head_folder(tmp_path / "head", pair)
     for refused in (
@@ -216,3 +235,24 @@ def test_what_a_head_cannot_be_is_told(pair: Pair, tmp_path: Path) -> None:
         with pytest.raises((ValueError, CheckpointError), match=" head") as caught:
             refused()
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dialect", [*DIALECTS, "gguf"])
+def test_the_command_line_takes_a_head_wherever_it_takes_a_draft(run: Run, pair: Pair, tmp_path: Path, dialect: str) -> None:  # noqa: F811
+    config, tensors, ids = random_head(load_model(pair.target).config, n_rows=80, layers=(1, 2, 3))
+    path = tmp_path / "my-head.gguf"
+    path = write_gguf(path, config, tensors, ids) if dialect == "gguf" else head_folder(tmp_path / "my-head", pair, dialect)
+    asked = ("-m", pair.target, "-d", path, "-z", pair.tokenizer, "-i", "Once upon", "-s", 5)
+    code, out, err = run(*asked, "-n", 40, "-g", 4, "--json")
+    told = json.loads(out)
+    assert (code, err) == (0, "") and told["n_drafted"] and told["settings"]["weights"].endswith("int8 (80 of 300 tokens)")
+    assert told["tokens"] == json.loads(run(*asked[:2], *asked[4:], "-d", "none", "-n", 40, "--json")[1])["tokens"]
+    if dialect == "gguf":
+        (prompts := tmp_path / "prompts").write_text("Once upon\n")
+        assert json.loads(run("race", *asked, "-n", 40, "--json")[1])["same_text"]
+        code, out, err = run("sweep", *asked[:6], "--prompts", prompts, "--max-tokens", 20, "--gammas", "2,auto", "--json")
+        assert (
+            code == 0 and "the draft alone is left out: the target is a head" in err + out and "trees and stages are" in err + out
+        )
+        code, out, err = run(*asked, "-n", 40, "--tree", "on")
+        assert (code, out) == (2, "") and err.count("\n") == 1 and "a head proposes chains" in err
