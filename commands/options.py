@@ -60,14 +60,14 @@ DraftName = Annotated[
     str,
     option(
         *("-d", "--draft"), group=MOST_USED, metavar="NAME",
-        help="Draft, as -m; self: a copy of the target in fewer bits; ngram: what followed in the text, the default with -m.",
+        help="Draft: as -m, a head, self (a copy in fewer bits), ngram (what stood in the text; the default with -m).",
     ),
 ]  # fmt: skip
 DraftOrNone = Annotated[
     str,
     option(
         *("-d", "--draft"), group=MOST_USED, metavar="NAME",
-        help="Draft: as -m, or self (a copy in fewer bits), ngram (what stood in the text; the default with -m), none.",
+        help="Draft: as -m, a head, self (a copy in fewer bits), ngram (what stood in the text; the default with -m), none.",
     ),
 ]  # fmt: skip
 StageName = Annotated[

@@ -24,10 +24,11 @@ class Model(Protocol):
 
 
 class HeadModel(Model, Protocol):
-    """A head is asked as a model is, where its target has run all but the last token of a text."""
+    """A head is asked as a model is, where its target has run all but the last token of a text (`drafts_for`)."""
 
     @property
     def target(self) -> Model: ...
+    def drafts_for(self, tokens: list[int]) -> bool: ...
 
 
 class ModelDrafter:
@@ -88,19 +89,17 @@ class HeadDrafter(ModelDrafter):
 
     def __init__(self, head: HeadModel, sampler: Sampler, noise: Callable[[int], int], end_marks: Container[int]) -> None:
         super().__init__(head, sampler, noise, end_marks)
-        self._target = head.target
+        self._head, self._target = head, head.target
 
     def get_ready(self, tokens: list[int]) -> None:
-        with self._model.lock, self._target.lock:
+        with self._head.lock, self._target.lock:
             self._target.forward(tokens[:-1], n_logits=0)
-            super().get_ready(tokens[: self._model.n_positions])
+            super().get_ready(tokens[: self._head.n_positions])
 
     def propose(self, tokens: list[int], plan: Plan, tail: Sequence[int] = ()) -> Draft:
-        if len(tokens) < 2:
-            return Draft([])
-        with self._model.lock, self._target.lock:
+        with self._head.lock, self._target.lock:
             self._target.forward(tokens[:-1], n_logits=0)
-            return super().propose(tokens, plan, tail)
+            return super().propose(tokens, plan, tail) if self._head.drafts_for(tokens) else Draft([])
 
     def _start(self, n_tokens: int) -> int:
         """0: its positions are the target's, and its window slides within a pass."""

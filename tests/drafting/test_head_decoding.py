@@ -91,6 +91,8 @@ def test_a_proposal_is_drawn_from_the_heads_logits_with_the_targets_noise():
         text = [*text, token]
     assert len(proposed) == 5 or proposed[-1] in END_MARKS
     assert drafter_of(head, sampling).propose([BOS], begun(5)).tokens == []
+    target.hidden_layers = (1,)  # whoever takes them away
+    assert drafter_of(head, sampling).propose([8, *prompt], begun(5)).tokens == []
 
 
 @pytest.mark.parametrize("verify", VERIFIERS)
