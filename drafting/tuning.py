@@ -119,9 +119,7 @@ class Tuning:
     def _seconds(self, max_tokens: int, settings: Settings) -> float:
         """What that many tokens take."""
         tokens = self._team.tokenizer.encode("")
-        if isinstance(
-            self._team.draft.model, Head
-        ):  # which drafts behind two tokens, first by the target's passes, then by its own
+        if isinstance(self._team.draft.model, Head):  # it guesses behind two tokens: by the target's states, then by its own
             tokens, max_tokens = (tokens * 2)[: self._team.target.n_positions], max_tokens + 1
         events = self.events(tokens, max_tokens, Sampling(), settings)
         return sum(event.seconds for event in events if isinstance(event, Step))

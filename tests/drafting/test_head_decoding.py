@@ -178,13 +178,11 @@ def test_a_named_head_drafts(pair: Pair, tmp_path: Path) -> None:
     assert whole.weights == "target fp32, head fp32 (80 of 300 tokens)"
 
 
-def test_a_heads_costs_are_measured_and_known_to_auto(pair: Pair, tmp_path: Path) -> None:
+def test_a_heads_costs_are_measured(pair: Pair, tmp_path: Path) -> None:
     decoder = SpeculativeDecoder(pair.target, head_folder(tmp_path / "head", pair), pair.tokenizer)
     decoder.warm_up()
     costs = decoder._tuning.costs
     assert costs and costs.draft > 0 and costs.of(1) > 0
-    statistics = decoder.generate("Once upon", 100, seed=3).statistics
-    assert statistics.n_drafted  # trials at least
 
 
 def test_a_prompt_is_read_by_the_target_first(pair: Pair, tmp_path: Path) -> None:
