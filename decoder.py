@@ -15,7 +15,7 @@ from .drafting.team import HEAD, NGRAM, Draftable, team_of
 from .drafting.tuning import Tuning
 from .machine.ahead import end
 from .machine.threads import give_lock
-from .readers.loading import Loader, Progress, check_memory, longest_text, tell_nobody
+from .readers.loading import Loader, Pack, Progress, check_memory, longest_text, tell_nobody
 from .sampling import Sampling, sampling_with
 from .text.templates import ChatTemplate, Message, TemplateError, template_of
 from .text.wording import worded
@@ -45,6 +45,8 @@ class SpeculativeDecoder:
         or "both" become int8, "none" does; as "draft=int4" or "target=int8,draft=int4" what is said.
     template: the file of a chat template, or "llama2", which llama2.c exports of Llama 2 chat need; by default the model's own.
     kv: what models that are named keep keys and values in, as `Transformer` says, drafts by default in what their target does.
+    pack: whether bf16 weights of models that are named are kept in 12 bits, the same numbers: "auto", where a trial shows that
+        it is faster; "on"; "none".
     progress: is told the name of a model and the share of it that is loaded.
 
     >>> decoder = SpeculativeDecoder("stories6M.bin", "stories650K.bin")
@@ -78,12 +80,14 @@ class SpeculativeDecoder:
         quantize: str = "draft",
         template: str | os.PathLike[str] | None = None,
         kv: KV = AUTO,
+        pack: Pack = AUTO,
         progress: Progress = tell_nobody,
     ) -> None:
         self._settings = Settings(gamma, verify, tree)
         if stage is not None and tree == "on":
             raise ValueError('a draft with a stage proposes chains; leave out the stage, or tree "on"')
-        self._team = team = team_of(target, draft, stage, tokenizer, quantize, Loader(n_threads, kv, progress))
+        loader = Loader(n_threads, kv, progress, pack)
+        self._team = team = team_of(target, draft, stage, tokenizer, quantize, loader)
         if HEAD in team.models and tree == "on":
             raise ValueError('a head proposes chains; leave out tree "on"')
         self.target, self.draft, self.stage, self.tokenizer = team.target, team.draft.model, team.stage.model, team.tokenizer

@@ -13,9 +13,12 @@ from ..machine.memory import Block, aligned, lazy_zeros, physical_memory_bytes, 
 from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import Float32, Int64, round_up
-from ..weights import Kind, kind_for
-from ..weights.matrix import Floats, Matrix, converted, floats, n_strips, pack
+from ..weights import PACKED_BF16, Kind, kind_for
+from ..weights.matrix import Floats, Matrix, NoRoom, converted, floats, n_strips, pack
+from ..weights.trial import LEAST_WEIGHTS, pays
 from .config import Config
+
+TABLES = ("embedding", "classifier")  # matrices of a row for each token
 
 
 def tell_nobody(share: float) -> None:
@@ -216,6 +219,18 @@ class Architecture:
             for name, part in self.parts(config).items()
         }
 
+    def packing_may_pay(self, config: Config, tensors: Mapping[str, Any]) -> bool:
+        """Whether it has so many weights of bf16 that a trial may find 12 bits faster."""
+        kinds = self.kinds(config, tensors, PACKED_BF16)
+        return sum(sum(part.rows) * part.n for part, kind in kinds.items() if kind is PACKED_BF16) >= LEAST_WEIGHTS
+
+    def packing_pays(self, config: Config, tensors: Mapping[str, Any], n_threads: int) -> bool:
+        """Whether 12 bits are faster on so many threads: a trial on the first of its layers' matrices of bf16."""
+        tables = [part for name, part in self.parts(config).items() if name in TABLES]
+        kinds = self.kinds(config, tensors, PACKED_BF16)
+        parts = [part for part, kind in kinds.items() if kind is PACKED_BF16 and part not in tables]
+        return pays((_at(tensors, *place) for part in parts for place in part.tensors), n_threads)
+
     def outline(self, config: Config, tensors: Mapping[str, Any], kind: Kind | None = None) -> Weights:
         """The weights that `pack` makes, of their kinds and numbers of rows, without a number: enough to write the program."""
         kinds = self.kinds(config, tensors, kind)
@@ -250,10 +265,16 @@ class Architecture:
         )
         if needed > (memory := physical_memory_bytes()):
             raise MemoryError(f"its weights take {needed / 2**30:.2f} GiB; this machine has {memory / 2**30:.2f} GiB of memory")
-        block = Block(needed // 4)
+        block = Block(needed // 4, sum(_n_more(part, kinds[part]) for part in sources))
         packed = {}
         for part, ts in sources.items():
-            packed[part] = pack(ts, kinds[part], part.in_turns, block.take)
+            used, instead = block.used, kinds[part].instead
+            try:
+                packed[part] = pack(ts, kinds[part], part.in_turns, block.take)
+            except NoRoom:
+                assert instead
+                block.give_back(used)
+                packed[part] = pack(ts, instead, part.in_turns, block.take)
             progress(block.share_taken)
         return Weights(
             {name: packed[part] for name, part in parts.items()},
@@ -280,7 +301,7 @@ class Architecture:
 
 def _kind_in(name: str, kind: Kind) -> Kind:
     """What the matrix of that name becomes where a model becomes that kind."""
-    return kind.of_tables or kind if name in ("embedding", "classifier") else kind
+    return kind.of_tables or kind if name in TABLES else kind
 
 
 def _at(tensors: Mapping[str, Any], name: str, layer: int | None) -> Any:
@@ -290,6 +311,15 @@ def _at(tensors: Mapping[str, Any], name: str, layer: int | None) -> Any:
 def _n_floats(n_strips: int, n: int, group: int, kind: Kind) -> int:
     """What a matrix of n columns takes in that kind, of a tensor whose weights share scales in groups, if in any."""
     return n_strips * math.prod(kind.strip_shape(n, kind.group(n, group)))
+
+
+def _n_more(part: Part, kind: Kind) -> int:
+    """What the kind that a matrix may become instead takes beyond its own."""
+    return (
+        max(_n_floats(part.n_strips, part.n, 0, kind.instead) - _n_floats(part.n_strips, part.n, 0, kind), 0)
+        if kind.instead
+        else 0
+    )
 
 
 def _pack_vector(vector: Vector, tensors: list[Floats]) -> Float32:

@@ -26,6 +26,7 @@ class ChatRequest(Request):
     stage: options.StageName = ""
     quantize: options.WhatToQuantize = "draft"
     kv: options.KVOption = AUTO
+    pack: options.PackOption = AUTO
     tokenizer: options.TokenizerFile = ""
     template: options.TemplateFile = ""
     system: options.SystemPrompt = ""

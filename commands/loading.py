@@ -13,6 +13,7 @@ from ..decoder import SpeculativeDecoder
 from ..drafting.team import HEAD, NGRAM, SELF
 from ..readers import CheckpointError, extras
 from ..readers.files import find, needs, telling_how_to_restore
+from ..readers.loading import Pack
 from ..screens.progress import LOADING, TIMING, Bar, loading
 from ..transformer import KV
 from .endings import say
@@ -52,6 +53,7 @@ def models_of(request: Request, places: list[str | Path] | None = None) -> Itera
                 quantize=request.quantize,
                 template=request.template or None,
                 kv=cast(KV, request.kv),
+                pack=cast(Pack, request.pack),
                 progress=lambda name, share: show(Bar(f"{LOADING} {name}", share)),
             )
         show(LOADING)

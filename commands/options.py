@@ -11,10 +11,9 @@ MOST_USED = "Most used"
 # what the library's errors call by its parameters, as a command line has it
 OF_PARAMETERS = {
     "target": "-m", "draft": "-d", "tokenizer": "-z", "stage": "--stage", "template": "--template", "quantize": "--quantize",
-    "kv": "--kv", "gamma": "--gamma", "verify": "--verify", "tree": "--tree", "threads": "--threads", "prompt": "--prompt",
-    "stop": "--stop", "max_tokens": "--max-tokens", "temperature": "--temperature", "top_p": "--top-p", "top_k": "--top-k",
-    "seed": "--seed", "prompts": "--prompts",
-    "shape": "--shape", "system": "--system",
+    "kv": "--kv", "pack": "--pack", "gamma": "--gamma", "verify": "--verify", "tree": "--tree", "threads": "--threads",
+    "prompt": "--prompt", "stop": "--stop", "max_tokens": "--max-tokens", "temperature": "--temperature", "top_p": "--top-p",
+    "top_k": "--top-k", "seed": "--seed", "prompts": "--prompts", "shape": "--shape", "system": "--system",
 }  # fmt: skip
 _PARAMETER = "|".join(OF_PARAMETERS)
 _TOLD = re.compile(rf"\b({_PARAMETER})=(?:\.\.\.|'([^']*)')|(?:^|(?<=, and ))({_PARAMETER})(?= (?:is|holds) )")
@@ -90,6 +89,13 @@ KVOption = Annotated[
         "--kv", group="Models", metavar="auto|f32|f16",
         help="Type of the KV cache. f16 takes half the memory; each type has a text of its own. auto: f32 for a target of fp32 "
         "weights, else f16.",
+    ),
+]  # fmt: skip
+PackOption = Annotated[
+    str,
+    option(
+        "--pack", group="Models", metavar="auto|on|none",
+        help="Keep bf16 weights in 12 bits, without losing one: the same text. auto: where a trial shows that it is faster.",
     ),
 ]  # fmt: skip
 TokenizerFile = Annotated[

@@ -26,6 +26,7 @@ class RaceRequest(Request):
     stage: options.StageName = ""
     quantize: options.WhatToQuantize = "draft"
     kv: options.KVOption = AUTO
+    pack: options.PackOption = AUTO
     tokenizer: options.TokenizerFile = ""
     prompt: options.PromptText = None
     steps: options.Steps = None

@@ -15,6 +15,7 @@ from ..drafting.settings import AUTO, Gamma, Settings, TreeMode
 from ..drafting.team import NGRAM, SELF
 from ..machine.threads import available_threads
 from ..readers.files import default_pair
+from ..readers.loading import Pack
 from ..sampling import Sampling
 from ..screens.output import Roles, on_one_line
 from ..transformer import KV
@@ -37,6 +38,7 @@ class Request:
     stage: str = ""
     quantize: str = "draft"
     kv: str = AUTO
+    pack: str = AUTO
     tokenizer: str = ""
     template: str = ""
     prompt: str | None = None
@@ -59,6 +61,7 @@ class Request:
     def __post_init__(self) -> None:
         text("prompt", self.prompt or "")
         one_of("kv", self.kv, get_args(KV))
+        one_of("pack", self.pack, get_args(Pack))
         kinds_to_make(self.quantize)
         if self.threads > available_threads():
             raise ValueError(f"threads is {self.threads}; this machine has cores for {available_threads()}")

@@ -31,6 +31,7 @@ class SweepRequest(Request):
     stage: options.StageName = ""
     quantize: options.WhatToQuantize = "draft"
     kv: options.KVOption = AUTO
+    pack: options.PackOption = AUTO
     tokenizer: options.TokenizerFile = ""
     prompts: options.PromptFile = ""
     tokens: options.Lengths = ""

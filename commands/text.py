@@ -44,6 +44,7 @@ class TextRequest(Request):
     stage: options.StageName = ""
     quantize: options.WhatToQuantize = "draft"
     kv: options.KVOption = AUTO
+    pack: options.PackOption = AUTO
     tokenizer: options.TokenizerFile = ""
     top_p: options.TopP = 0.9
     top_k: options.TopK = 0

@@ -162,7 +162,7 @@ def team_of(
         known_ids(shared, source.config.vocab_size)
         keys = source.vocabulary if tokenizer is None else {}
         is_named = draft is not None and not is_ngram(draft)
-        likely = [kinds.target, kinds.draft] if is_named else [kinds.target]  # a draft is mostly like its target
+        likely = loader.likely_kinds(source, kinds.target) + [kinds.draft] * is_named  # a draft is mostly like its target
         compiling = compile_passes(source.config, source.tensors, likely, loader.kv)
         target, source = loader.load(source, kinds.target), replace(source, tensors={})
     loader = replace(loader, kv=target.kv if loader.kv == "auto" else loader.kv)  # of drafts

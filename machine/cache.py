@@ -44,7 +44,7 @@ HOME = Path(__file__).resolve().parents[1]
 # Whatever compiled functions are written in, or take constants from.
 SOURCES = (
     *(f"machine/{name}.py" for name in ("cache", "elementary", "linking", "memory", "programs", "threads", "tiles", "vectors")),
-    *(f"weights/{name}.py" for name in ("blocks", "fp32", "groups", "half", "int4", "int8", "matrix")),
+    *(f"weights/{name}.py" for name in ("blocks", "fp32", "groups", "half", "int4", "int8", "matrix", "packed", "quads")),
     "kernels.py",
     "sampling.py",
 )

@@ -19,7 +19,7 @@ from ..machine.memory import all_finite, physical_memory_bytes, zeros
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import CPU_FEATURES, F32, I32
 from ..transformer import Transformer
-from ..weights import BF16, FP16, FP32, INT8
+from ..weights import BF16, FP16, FP32, INT8, PACKED_BF16
 from ..weights.int8 import QUADS, best_dot4, dot4
 from ..weights.matrix import Floats
 
@@ -28,7 +28,7 @@ SHAPES = {  # the public stories models: dim, hidden_dim, layers, heads, kv head
     "42M": (512, 1376, 8, 8, 8, 32000, 1024),
     "110M": (768, 2048, 12, 12, 12, 32000, 1024),
 }
-KINDS = {kind.name: kind for kind in (FP32, BF16, FP16, INT8)}
+KINDS = {kind.name: kind for kind in (FP32, BF16, PACKED_BF16, FP16, INT8)}
 TOKENS = (1, 2, 4, 8, 16, 64)
 PREFILL_TOKENS = 128
 ROUNDS = 15  # each with every T, so that a change of the machine's speed meets them all
@@ -97,7 +97,7 @@ def random_tensors(config: Config, kind: str, tell: Callable[[float], None]) -> 
 
     def one(shape: tuple[int, ...]) -> Floats:
         floats = rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)
-        if kind == BF16.name:
+        if kind in (BF16.name, PACKED_BF16.name):
             return (floats.view(np.uint32) >> 16).astype(np.uint16)
         return floats.astype(np.float16) if kind == FP16.name else floats
 

@@ -3,17 +3,18 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from ..architectures import Weights, architecture_of
 from ..checks import file_name, one_of, whole
 from ..machine.memory import physical_memory_bytes
 from ..machine.threads import available_threads
 from ..transformer import KV, Transformer
-from ..weights import INT8, Kind
+from ..weights import INT8, PACKED_BF16, Kind
 from . import Checkpoint, CheckpointError, load_checkpoint
 from .files import find
 
+Pack = Literal["auto", "on", "none"]  # whether bf16 weights become 12 bits: where that is faster, always, never
 Progress = Callable[[str, float], None]  # is told the name of a model and the share of it that is loaded
 TARGET_SHARE = 0.75  # of the memory beside its weights, that the target's text may take; what drafts gets along with the rest
 
@@ -24,14 +25,16 @@ def tell_nobody(name: str, share: float) -> None:
 
 @dataclass(frozen=True)
 class Loader:
-    """How checkpoints become models: n_threads and kv as `Transformer` says, and who is told of the progress."""
+    """How checkpoints become models: n_threads and kv as `Transformer` says, who is told of the progress, and `Pack`."""
 
     n_threads: int | None = None
     kv: KV = "auto"
     progress: Progress = tell_nobody
+    packing: Pack = "auto"
 
     def __post_init__(self) -> None:
         one_of("kv", self.kv, get_args(KV))
+        one_of("pack", self.packing, get_args(Pack))
         if self.n_threads is not None:
             whole("n_threads", self.n_threads, 1, available_threads())
 
@@ -41,13 +44,23 @@ class Loader:
 
     def pack(self, checkpoint: Checkpoint, kind: Kind | None) -> Weights:
         """The weights in a checkpoint; kind: what they become where they are floats. Raises CheckpointError."""
-        name = checkpoint.path.name
+        name, config, tensors = checkpoint.path.name, checkpoint.config, checkpoint.tensors
+        architecture, kinds = architecture_of(config), self.likely_kinds(checkpoint, kind)
+        if len(kinds) > 1 and not architecture.packing_pays(config, tensors, self.n_threads or available_threads()):
+            kinds.pop()
         try:
-            return architecture_of(checkpoint.config).pack(
-                checkpoint.config, checkpoint.tensors, kind, lambda share: self.progress(name, share)
-            )
+            return architecture.pack(config, tensors, kinds[-1], lambda share: self.progress(name, share))
         except MemoryError as error:
             raise CheckpointError(f"{checkpoint.path} does not fit: {error or 'there is no memory for its weights'}") from None
+
+    def likely_kinds(self, checkpoint: Checkpoint, kind: Kind | None) -> list[Kind | None]:
+        """What `pack` may make of a checkpoint's floats: the last one unless a trial is against it."""
+        if kind is not None or self.packing == "none":
+            return [kind]
+        if self.packing == "on":
+            return [PACKED_BF16]
+        architecture = architecture_of(checkpoint.config)
+        return [None, PACKED_BF16] if architecture.packing_may_pay(checkpoint.config, checkpoint.tensors) else [None]
 
 
 def load_model(
@@ -56,12 +69,14 @@ def load_model(
     n_threads: int | None = None,
     n_positions: int | None = None,
     kv: KV = "auto",
+    pack: Pack = "auto",
 ) -> Transformer:
-    """The model of a path or a name; int8: whether its weights become int8 where they are floats; all else as `Transformer` says.
+    """The model of a path or a name; int8: whether its weights become int8 where they are floats; pack: see `Pack`; all else as
+    `Transformer` says.
 
     Raises CheckpointError.
     """
-    return Loader(n_threads, kv).load(opened("path", path), INT8 if int8 else None, n_positions)
+    return Loader(n_threads, kv, packing=pack).load(opened("path", path), INT8 if int8 else None, n_positions)
 
 
 def opened(parameter: str, name: str | os.PathLike[str]) -> Checkpoint:

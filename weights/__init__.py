@@ -10,12 +10,14 @@ from .half import BF16, FP16
 from .int4 import INT4
 from .int8 import INT8
 from .matrix import Kind, Tensor
+from .packed import PACKED_BF16, is_whole
 
 
 def kind_for(tensors: Sequence[Tensor], kind: Kind | None = None) -> Kind:
     """What the weights of tensors become: what they are where they share scales already, else that kind, or None: what they are.
 
-    Tensors of several types become what holds them all: fp32, or of block types a wider one.
+    Tensors of several types become what holds them all: fp32, or of block types a wider one. PACKED_BF16 is for those of bf16;
+    others stay what they are.
     """
     types = {getattr(tensor, "type", "") for tensor in tensors}
     if types != {""}:
@@ -24,7 +26,10 @@ def kind_for(tensors: Sequence[Tensor], kind: Kind | None = None) -> Kind:
         return INT8
     dtypes = {np.dtype(getattr(tensor, "dtype", np.float32)) for tensor in tensors}
     kinds = {np.dtype(np.float16): FP16, np.dtype(np.uint16): BF16}
-    return kind or (kinds.get(dtypes.pop(), FP32) if len(dtypes) == 1 else FP32)
+    own = kinds.get(dtypes.pop(), FP32) if len(dtypes) == 1 else FP32
+    if kind is PACKED_BF16:
+        return kind if own is BF16 and is_whole(tensors[0].shape[1]) else own
+    return kind or own
 
 
-__all__ = ["BF16", "FP16", "FP32", "INT4", "INT8", "Kind", "kind_for"]
+__all__ = ["BF16", "FP16", "FP32", "INT4", "INT8", "PACKED_BF16", "Kind", "kind_for"]

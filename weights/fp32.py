@@ -7,7 +7,7 @@ from ..machine.programs import Floats2, Floats3, Halves2, Halves3, Ints1, Pass, 
 from ..machine.threads import share
 from ..machine.tiles import FLOAT_TOKENS, STRIP_ROWS, Work, multiply_strips, strip_tile
 from ..machine.vectors import LANES, Float32, ceil_div, lane, load
-from .matrix import Floats, Kind, Product, floats
+from .matrix import ALL, Floats, Kind, Product, floats
 
 BLOCK = 32  # columns of a block that is turned, a number that the compiler sees: 135M weights on two threads 0.04 s, else 0.1
 
@@ -45,20 +45,25 @@ def embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: in
 
 
 @inlined
+def turn_rows(out, source):
+    """out[k, r] = source[r, k]: rows (R or fewer, n) as columns (n, R)."""
+    n = source.shape[1]
+    whole = n // BLOCK * BLOCK
+    for k in range(0, whole, BLOCK):
+        for r in range(source.shape[0]):
+            for j in range(BLOCK):
+                out[k + j, r] = source[r, k + j]
+    for k in range(whole, n):
+        for r in range(source.shape[0]):
+            out[k, r] = source[r, k]
+
+
+@inlined
 def turn(run, thread, strips, first, stride, matrix):
     """strips[first + stride * i, k, r] = matrix[R i + r, k]: rows (rows, n) into every stride-th of strips (P, n, R)."""
-    rows, n = matrix.shape
-    whole = n // BLOCK * BLOCK
-    begin, end = share(ceil_div(rows, STRIP_ROWS), thread, run.n_threads)
+    begin, end = share(ceil_div(matrix.shape[0], STRIP_ROWS), thread, run.n_threads)
     for strip in range(begin, end):
-        out, source = strips[first + stride * strip], matrix[strip * STRIP_ROWS : (strip + 1) * STRIP_ROWS]
-        for k in range(0, whole, BLOCK):
-            for r in range(source.shape[0]):
-                for j in range(BLOCK):
-                    out[k + j, r] = source[r, k + j]
-        for k in range(whole, n):
-            for r in range(source.shape[0]):
-                out[k, r] = source[r, k]
+        turn_rows(strips[first + stride * strip], matrix[strip * STRIP_ROWS : (strip + 1) * STRIP_ROWS])
 
 
 @inlined
@@ -121,9 +126,9 @@ def fill(strips: Float32, first: int, stride: int, rows: Floats, group: int) -> 
     pack_rows(strips, first, stride, floats(rows))
 
 
-def rows_of(strips: Float32, n: int, group: int) -> Float32:
+def rows_of(strips: Float32, n: int, group: int, block: slice = ALL) -> Float32:
     """`Kind.rows`."""
-    return unpack_rows(strips, n)
+    return unpack_rows(strips[block], n)
 
 
 def no_group(n: int, file_group: int) -> int:

@@ -58,7 +58,7 @@ from ..machine.vectors import (
     offset,
 )  # fmt: skip
 from .int8 import GROUP_HEAD, QUADS, Dot4, best_dot4, dot4, multiply, scratch_words
-from .matrix import Kind, Product
+from .matrix import ALL, Kind, Product
 
 PATH = "portable" if os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0") else best_dot4(CPU_FEATURES)
 HALF_WORDS = STRIP_ROWS // 2  # of the rows' fp16 numbers
@@ -388,8 +388,9 @@ def place(strips: Float32, first: int, stride: int, rows: Rows) -> None:
     on_all_threads(place_rows(strips.view(np.uint32), strips.view(np.uint16), strips.view(np.uint8), *flat, first, stride))
 
 
-def rows_of(form: Form, strips: Float32, n: int, group: int) -> Float32:
+def rows_of(form: Form, strips: Float32, n: int, group: int, block: slice = ALL) -> Float32:
     """`Kind.rows`: code * scale + minimum."""
+    strips = strips[block]
     size, n_blocks = strips.shape[:2]
     numbers = strips[..., : form.factors_at].view(np.float16).reshape(size, n_blocks, form.n_levels, 1, STRIP_ROWS)
     levels = numbers.astype(np.float32)

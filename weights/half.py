@@ -8,7 +8,7 @@ from ..machine.programs import Floats2, Floats3, Ints1, Pass, operation
 from ..machine.tiles import STRIP_ROWS, float_tile
 from ..machine.vectors import BF16_STORAGE, FP16_STORAGE, Float32, load_bf16, load_fp16
 from .fp32 import gather, multiply, no_group, no_scratch, pack_rows, unpack_rows
-from .matrix import Floats, Kind, Product, floats
+from .matrix import ALL, Floats, Kind, Product, floats
 
 bf16_tile = float_tile("bf16_tile", BF16_STORAGE)
 fp16_tile = float_tile("fp16_tile", FP16_STORAGE)
@@ -57,14 +57,14 @@ def fill_fp16(strips: Float32, first: int, stride: int, rows: Floats, group: int
     pack_rows(strips.view(np.uint16), first, stride, rows.view(np.uint16))
 
 
-def bf16_rows(strips: Float32, n: int, group: int) -> Float32:
+def bf16_rows(strips: Float32, n: int, group: int, block: slice = ALL) -> Float32:
     """`Kind.rows`, widened."""
-    return floats(unpack_rows(strips.view(np.uint16), n))
+    return floats(unpack_rows(strips[block].view(np.uint16), n))
 
 
-def fp16_rows(strips: Float32, n: int, group: int) -> Float32:
+def fp16_rows(strips: Float32, n: int, group: int, block: slice = ALL) -> Float32:
     """`Kind.rows`, widened."""
-    return floats(unpack_rows(strips.view(np.uint16), n).view(np.float16))
+    return floats(unpack_rows(strips[block].view(np.uint16), n).view(np.float16))
 
 
 BF16 = Kind("bf16", bf16_product, bf16_embed, no_group, strip_shape, fill_bf16, bf16_rows, no_scratch)

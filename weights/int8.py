@@ -71,7 +71,7 @@ from ..machine.vectors import (
     store_bytes,
     store_int,
 )  # fmt: skip
-from .matrix import Floats, Grouped, Kind, Product, floats
+from .matrix import ALL, Floats, Grouped, Kind, Product, floats
 
 Int8 = npt.NDArray[np.int8]
 QUADS = 4  # bytes in a word
@@ -491,8 +491,9 @@ def fill(strips: Float32, first: int, stride: int, rows: Floats | Grouped, group
     on_all_threads(fill_words(words, first, stride, codes, scales))
 
 
-def rows_of(strips: Float32, n: int, group: int) -> Float32:
+def rows_of(strips: Float32, n: int, group: int, block: slice = ALL) -> Float32:
     """`Kind.rows`: value * scale."""
+    strips = strips[block]
     n_groups, n_quads = strips.shape[1], strips.shape[2] // STRIP_ROWS - 1
     words = strips.reshape(-1, n_groups, 1 + n_quads, STRIP_ROWS)
     codes = np.ascontiguousarray(words[:, :, 1:].transpose(0, 3, 1, 2)).view(np.uint8).reshape(-1, n_groups, n_quads * QUADS)

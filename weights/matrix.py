@@ -19,6 +19,7 @@ from ..machine.vectors import LANES, Float32, Int64, ceil_div, load_bf16, load_f
 Floats = npt.NDArray[Any]  # see `Tensor`
 BLOCK_STRIPS = 64  # packed at a time: 42M loads in 0.13 s, with 16 in 0.17
 BLOCK_WEIGHTS = 1 << 23  # or fewer strips, where columns are many: what is read and not yet packed stays small
+ALL = slice(None)  # strips
 HEAD_STRIPS = 8  # whose multiple ends between heads of up to 256 rows, which some files have in another order
 
 
@@ -70,6 +71,10 @@ class Blocks:
     octets: npt.NDArray[np.uint8]
 
 
+class NoRoom(Exception):
+    """Rows do not fit the room that their kind of weights has for them."""
+
+
 class Product(NamedTuple):
     """What the operation of `Matrix.product` takes; adding and of_logits are 0 or 1."""
 
@@ -91,8 +96,9 @@ class Kind:
     name: of the weights, in words. product: the operation of `Matrix.product`, over a `Product`; embed: of `Matrix.embedding`.
     group: of n columns and of a tensor's own group, how many weights share a scale; 0: none do.
     strip_shape: of n columns in groups. fill: every stride-th of the strips from `first` on, from rows.
-    rows: the floats of strips. scratch_words: that a token's activations of n columns take, in a form of the kind's own.
-    of_blocks: whether it is filled from `Blocks`. of_tables: what embedding and classifier become instead, if anything.
+    rows: the floats of strips, of all or of a slice. scratch_words: that a token's activations of n columns take, in a form of
+    the kind's own. of_blocks: whether it is filled from `Blocks`. of_tables: what embedding and classifier become instead, if
+    anything; instead: what a matrix does whose fill raises `NoRoom`.
     """
 
     name: str
@@ -101,10 +107,11 @@ class Kind:
     group: Callable[[int, int], int]
     strip_shape: Callable[[int, int], tuple[int, int]]
     fill: Callable[[Float32, int, int, Any, int], None]
-    rows: Callable[[Float32, int, int], Float32]
+    rows: Callable[..., Float32]
     scratch_words: Callable[[int, int], int]
     of_blocks: bool = False
     of_tables: "Kind | None" = None
+    instead: "Kind | None" = None
 
 
 @dataclass(frozen=True)
@@ -176,7 +183,7 @@ def converted(matrix: Matrix, kind: Kind, room: Callable[..., Float32] = zeros) 
     group = kind.group(matrix.n, 0)
     strips = room(len(matrix.strips), *kind.strip_shape(matrix.n, group))
     for block in blocks(len(strips), matrix.n):
-        kind.fill(strips, block.start, 1, matrix.kind.rows(matrix.strips[block], matrix.n, matrix.group), group)
+        kind.fill(strips, block.start, 1, matrix.kind.rows(matrix.strips, matrix.n, matrix.group, block), group)
     return Matrix(kind, strips, matrix.n, group)
 
 

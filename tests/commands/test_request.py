@@ -96,6 +96,7 @@ def test_the_prompt_and_its_length_are_settled() -> None:
         ({"verify": "never"}, "verify is 'never'; expected one of coupled, rejection, block"),
         ({"tree": "on", "verify": "block"}, "tree is 'on', and verify is 'block'"),
         ({"kv": "f64"}, "kv is 'f64'"),
+        ({"pack": "some"}, "pack is 'some'; expected one of auto, on, none"),
         ({"quantize": "int4"}, "quantize is 'int4'"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_p": float("nan")}, "top_p is nan"),
