@@ -32,7 +32,7 @@ from specdec.machine.vectors import LANES
 from specdec.readers import load_checkpoint
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
 from specdec.transformer import KV, Transformer
-from specdec.weights import BF16, FP16, FP32, INT4, INT8, blocks
+from specdec.weights import BF16, FP16, FP32, INT4, INT8, PACKED_BF16, blocks
 from specdec.weights.int8 import NATIVE_INT8, PORTABLE_INT8
 from specdec.weights.matrix import pack
 from tests.checkpoints import ROOT
@@ -42,7 +42,13 @@ from tests.weights.test_groups import ROWS, Given, N, multiplied
 
 TABLE = Path(__file__).with_name("golden.json")
 FLOATS = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
-KINDS = FLOATS | {"int4": INT4, "int8": INT8, "native int8": NATIVE_INT8, "portable int8": PORTABLE_INT8}
+KINDS = FLOATS | {
+    "int4": INT4,
+    "int8": INT8,
+    "native int8": NATIVE_INT8,
+    "portable int8": PORTABLE_INT8,
+    "packed bf16": PACKED_BF16,
+}
 PROMPT, SEED = [1, 7, 9], 1
 N_TOKENS = 45  # behind the prompt
 PAIR = "stories6M.bin", "stories650K.bin"
@@ -119,7 +125,7 @@ def widened(tensor: Any) -> Any:
 
 def narrowed(tensor: Any, kind: str) -> Any:
     """In the numbers of that kind of weights; bf16 towards zero."""
-    if kind == "bf16":
+    if kind in ("bf16", "packed bf16"):
         return (tensor.view(np.uint32) >> 16).astype(np.uint16)
     return tensor.astype(np.float16) if kind == "fp16" else tensor
 

@@ -16,8 +16,8 @@ from specdec import kernels, sampling
 from specdec.machine import elementary
 from specdec.machine.cache import CHECKSUM_BYTES, folder
 from specdec.machine.programs import Operation
-from specdec.weights import fp32, half, int8
-from tests.golden import CASES, TABLE, Case, changed, functions, main, measure
+from specdec.weights import fp32, half, int8, packed
+from tests.golden import CASES, TABLE, Case, changed, functions, main, measure, weights_of
 from tests.test_house import MODULES, room
 
 GOLDEN = json.loads(TABLE.read_text())
@@ -36,6 +36,15 @@ def test_any_way_to_multiply_bytes_writes_the_same_text() -> None:
     case = next(case for case in CASES if case.kind == "int8")
     for kind in ("native int8", "portable int8"):
         assert measure(case._replace(kind=kind))["logits"] == GOLDEN["texts"][case.name]["logits"]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.kind == "bf16"], ids=lambda case: case.name)
+def test_bf16_in_12_bits_writes_the_same_text(case: Case) -> None:
+    assert measure(case._replace(kind="packed bf16")) == GOLDEN["texts"][case.name]
+
+
+def test_some_of_these_are_packed() -> None:
+    assert sum("12 bits" in weights_of(case.model, "packed bf16")[1].kind for case in CASES if case.kind == "bf16") > 5
 
 
 def test_the_table_is_that_of_this_arithmetic_and_long_enough_that_a_last_bit_would_show() -> None:
@@ -111,7 +120,7 @@ def bitcode(kept: Any) -> list[bytes]:
 def compiled_functions() -> list[str]:
     """The names of what is compiled in the rooms that tokens come through, as their files have them."""
     names = []
-    for module in (kernels, sampling, elementary, fp32, half, int8):
+    for module in (kernels, sampling, elementary, fp32, half, int8, packed):
         for name, value in vars(module).items():
             function = getattr(value, "py_func", getattr(value, "function", None))
             is_inlined = getattr(value, "targetoptions", {}).get("inline") == "always"
