@@ -16,6 +16,7 @@ from ..machine.programs import Runner
 from ..machine.threads import available_threads
 from ..machine.vectors import Float32, Int64
 from ..transformer import KV, Node, Transformer, n_common
+from .translation import ByTargetIds
 
 
 class Head(Transformer):
@@ -55,10 +56,9 @@ class Head(Transformer):
             or not 0 <= target_ids.min() <= target_ids.max() < config.vocab_size
         ):
             raise ValueError(f"target_ids are not {head.n_rows} different ids of 0 to {config.vocab_size - 1}")
-        self._taken, self._n_rows = head.layers, head.n_rows
-        self._rows = slice(head.n_rows) if target_ids is None else target_ids
+        self._taken = head.layers
+        self._by_target = ByTargetIds(np.arange(head.n_rows) if target_ids is None else target_ids, config.vocab_size)
         self._n_true = 0  # pairs, from the first on, that ran with the truth, as far as the cache holds them
-        self._logits = np.full((1, config.vocab_size), -np.inf, np.float32)
         self._features: tuple[Buffers, Runner] | None = None  # the program of features, over those buffers
         own = (("embedding", head.own_embedding), ("classifier", head.own_classifier))
         borrowed = {name: target.weights.matrices[name] for name, is_own in own if not is_own}
@@ -82,7 +82,7 @@ class Head(Transformer):
     @property
     def n_shared(self) -> int:
         """How many of the target's ids it can propose."""
-        return self._n_rows
+        return self._by_target.n_shared
 
     def with_positions(self, n_positions: int) -> "Head":
         return Head(*self._own, self._target, self._target_ids, self.n_threads, n_positions, self._kv)
@@ -112,8 +112,7 @@ class Head(Transformer):
         n_pairs = max(len(tokens) - 1, 0)
         if n_logits > n_pairs:
             raise ValueError(f"n_logits is {n_logits}; a head has 0 to {n_pairs} for {len(tokens)} tokens")
-        if len(self._logits) < n_logits:
-            self._logits = np.full((n_logits, self._config.vocab_size), -np.inf, np.float32)
+        logits = self._by_target.room(n_logits)
         self._reserve(n_pairs)
         limit = n_pairs - n_logits
         n_held = min(max(n_common(self._held, tokens, len(tokens)) - 1, 0), limit)
@@ -131,11 +130,11 @@ class Head(Transformer):
             at += n
             self._held += tokens[len(self._held) : at + 1]
             if n_rows:
-                self._logits[at - n_rows - limit : at - limit, self._rows] = self._buffers.logits[:n_rows, : self._n_rows]
+                self._by_target.put(at - n_rows - limit, self._buffers.logits[:n_rows])
             if n_true:
                 self._n_true = at
                 n_true = self._take(tokens, at, n_pairs)
-        return self._logits[:n_logits]
+        return logits
 
     def _take(self, tokens: list[int], first: int, end: int) -> int:
         """Make features of the target's hidden states, for a pass over pairs `first` to `end`; how many there are."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..architectures import Config
 from ..checks import ids, short
-from ..machine.vectors import Float32
+from ..machine.vectors import Float32, Int64
 from ..transformer import Transformer
 
 OTHER_TOKEN = 0  # the row that stands for a token which a draft does not have, as in `known`
@@ -26,7 +26,7 @@ class ByTargetIds:
     out. What a call gives is valid until the next one.
     """
 
-    def __init__(self, target_ids: Any, n_ids: int) -> None:
+    def __init__(self, target_ids: Sequence[int] | Int64, n_ids: int) -> None:
         of_rows = np.asarray(target_ids, np.int64)
         self._rows = np.flatnonzero(of_rows >= 0)
         self._ids = of_rows[self._rows]
@@ -39,11 +39,20 @@ class ByTargetIds:
         return len(self._rows)
 
     def __call__(self, logits: Float32) -> Float32:
-        if len(logits) > len(self._logits):
-            self._logits = np.full((len(logits), self._logits.shape[1]), -np.inf, np.float32)
-        for out, row in zip(self._logits, logits, strict=False):
+        out = self.room(len(logits))
+        self.put(0, logits)
+        return out
+
+    def room(self, n: int) -> Float32:
+        """(n, n_ids), which `put` fills."""
+        if n > len(self._logits):
+            self._logits = np.full((n, self._logits.shape[1]), -np.inf, np.float32)
+        return self._logits[:n]
+
+    def put(self, first: int, logits: Float32) -> None:
+        """Fill what there is room for, from that row on."""
+        for out, row in zip(self._logits[first:], logits, strict=False):
             out[self._ids] = row[: len(self._ids)] if self._is_whole else row[self._rows]
-        return self._logits[: len(logits)]
 
 
 class Translated(Transformer):

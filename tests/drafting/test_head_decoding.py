@@ -79,6 +79,22 @@ def test_nor_100_000_tokens():
         case += 50
 
 
+def test_a_long_prompt_is_caught_up_with_and_the_text_goes_to_the_last_position():
+    target, sampling = tiny_model(2, seq_len=400, layers=3), Sampling(1.0, 0, 0.0, 9)
+    head, prompt = head_of(target, n_rows=80, seq_len=64), np.random.default_rng(1).integers(3, 105, 300).tolist()
+    plain, statistics = [], Statistics()
+    for event in decode(target, None, VERIFIERS["coupled"](105, sampling), prompt, 200, FixedLength(1), {}):
+        plain += event.tokens if isinstance(event, Step) else []
+    verifier = VERIFIERS["coupled"](105, sampling)
+    drafter = HeadDrafter(head, Sampler(105, sampling), verifier.draft_noise, {})
+    for event in decode(target, drafter, verifier, prompt, 200, FixedLength(5), {}):
+        statistics.add(event)
+        if isinstance(event, Step):
+            assert event.tokens == plain[: len(event.tokens)]
+            del plain[: len(event.tokens)]
+    assert not plain and statistics.stop_reason == "seq_len" and statistics.n_generated == 101 and statistics.n_drafted > 300
+
+
 def test_a_proposal_is_drawn_from_the_heads_logits_with_the_targets_noise():
     target = tiny_model(0, layers=3)
     head, sampling = head_of(target, n_rows=50), SAMPLINGS[1]
