@@ -32,7 +32,8 @@ class SpeculativeDecoder:
 
     target: a Hugging Face folder, a GGUF file, a name on the hub ("org/name", "org/name:Q4_K_M"), the path of a llama2.c file,
         also looked for in models/, or a loaded `Transformer`.
-    draft: the same; "ngram", the default: what followed in the text before; "self": an int8 or int4 copy of the target; None.
+    draft: the same, or a head; "ngram", the default: what followed in the text before; "self": an int8 or int4 copy of the
+        target; None. A model of another vocabulary drafts by the tokens that both have (`shared`).
     tokenizer: a path or a tokenizer; by default the one in the target's folder or file, beside it or in models/.
     stage: what drafts for a draft model, which judges it before the target does: "ngram" or a smaller model.
     gamma: draft tokens a step, 1 to 63, or "auto": as many as pay, and none where none do.
