@@ -253,17 +253,19 @@ def head_norm(run: Pass, thread: int, p: HeadNorm) -> None:
 
 
 @compiled
-def fill_rotations(cos, sin, periods, start):
-    """cos and signed sin (S, K + LANES) of the pairs' angles from position `start` on, periodic in K.
+def fill_rotations(cos, sin, periods, start, head_dim, scale):
+    """scale times cos and signed sin (S, K + LANES) of the pairs' angles from position `start` on, periodic in K, head_dim.
 
-    periods: how many positions (K / 2,) a pair takes to turn by one radian, 1 or more.
+    periods: how many positions a pair takes to turn by one radian, 1 or more; what lies behind the pairs stays as it is.
     """
-    head_dim = 2 * periods.size
     for position in range(start, cos.shape[0]):
         for i in range(periods.size):
             sine, cosine = sine_and_cosine(position / periods[i])
+            cosine, sine = cosine * scale, sine * scale
             cos[position, 2 * i] = cos[position, 2 * i + 1] = cosine
             sin[position, 2 * i], sin[position, 2 * i + 1] = -sine, sine
+        for row in range(2 * periods.size, head_dim):
+            cos[position, row], sin[position, row] = 1.0, 0.0
         for row in range(head_dim, cos.shape[1]):
             cos[position, row], sin[position, row] = cos[position, row - head_dim], sin[position, row - head_dim]
 

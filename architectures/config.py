@@ -82,7 +82,8 @@ class Config:
 
     The first seven are a llama2.c header's; shared_classifier: whether the classifier is the embedding; architecture: a name in
     `ARCHITECTURES`; norm_eps: what keeps a norm from dividing by 0; rope_theta: the base of RoPE's angles; head_dim: 0 stands for
-    dim / n_heads; rope_divisors: of each pair's angle, none for 1; window: how many positions, its own the last, a token sees (0:
+    dim / n_heads; rope_dim: how many rows of a head, its first, RoPE turns (0: all); rope_divisors: of each pair's angle, none
+    for 1; rope_scale: what turned rows are multiplied by; window: how many positions, its own the last, a token sees (0:
     all); qkv_bias, wo_bias, mlp_bias: which products add a bias; qk_norm: whether queries and keys go through an RMSNorm for each
     head; embedding_scale: what embeddings are multiplied by, residual_scale: what layers add to the residual stream,
     attention_scale: scores (0 stands for 1 / sqrt(head_dim)), logit_divisor: what divides logits; no_rope_layers: whose queries
@@ -102,6 +103,8 @@ class Config:
     rope_theta: float = 10000.0
     head_dim: int = 0
     rope_scaling: RopeScaling | None = None
+    rope_dim: int = 0
+    rope_scale: float = 1.0
     rope_divisors: tuple[float, ...] = ()
     window: int = 0
     qkv_bias: bool = False
@@ -140,11 +143,13 @@ class Config:
             return f"window is {self.window}; expected a number of positions, or 0 for all"
         if self.rope_scaling and (flaw := self.rope_scaling.flaw()):
             return f"rope_scaling's {flaw}"
-        if self.rope_divisors and len(self.rope_divisors) != self.head_dim // 2:
-            return f"there are {len(self.rope_divisors)} rope_divisors; expected one for each of {self.head_dim // 2} pairs"
+        if self.rope_dim % 2 or not 0 <= self.rope_dim <= self.head_dim:
+            return f"rope_dim is {self.rope_dim}; expected an even number of a head's {self.head_dim} rows"
+        if self.rope_divisors and len(self.rope_divisors) != self.n_turned // 2:
+            return f"there are {len(self.rope_divisors)} rope_divisors; expected one for each of {self.n_turned // 2} pairs"
         if not all(0 < divisor < math.inf for divisor in self.rope_divisors):
             return "a rope_divisor is not a positive number"
-        for name in ("embedding_scale", "residual_scale", "logit_divisor"):
+        for name in ("rope_scale", "embedding_scale", "residual_scale", "logit_divisor"):
             if not LEAST_SCALE <= getattr(self, name) <= 1 / LEAST_SCALE:
                 return f"{name} is {getattr(self, name)}; expected {LEAST_SCALE:g} to {1 / LEAST_SCALE:g}"
         if not 0 <= self.attention_scale <= 1 / LEAST_SCALE:
@@ -166,6 +171,11 @@ class Config:
     @property
     def kv_dim(self) -> int:
         return self.n_kv_heads * self.head_dim
+
+    @property
+    def n_turned(self) -> int:
+        """How many rows of a head RoPE turns."""
+        return self.rope_dim or self.head_dim
 
     @property
     def score_scale(self) -> float:

@@ -2,7 +2,8 @@
 
 Llama 3 scales RoPE (Dubey et al. 2024, arXiv:2407.21783), Mistral sees a window (Jiang et al. 2023, arXiv:2310.06825), Qwen2 adds
 biases to q, k and v (Yang et al. 2024, arXiv:2407.10671), Qwen3 norms their heads (Yang et al. 2025, arXiv:2505.09388), SmolLM3
-has layers without RoPE (Yang et al. 2025, arXiv:2501.18795), and Granite scales embeddings, residuals, scores and logits.
+has layers without RoPE (Yang et al. 2025, arXiv:2501.18795), Granite scales embeddings, residuals, scores and logits, and Phi-3
+turns a part of each head, by factors of its own (Ding et al. 2024, arXiv:2402.13753).
 """
 
 import math

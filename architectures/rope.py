@@ -13,11 +13,11 @@ DIGITS = 40  # of a power, of which a float64 keeps 17: decimal arithmetic is th
 
 
 def positions_a_radian(config: Config) -> Float64:
-    """How many positions (K / 2,) each pair of a head takes to turn by one radian: theta^(2i/K), scaled as the config says."""
+    """How many positions each pair of a head takes to turn by one radian: theta^(2i/n) of n rows, scaled as the config says."""
     with localcontext() as context:
         context.prec = DIGITS
-        theta, pairs = Decimal(config.rope_theta), range(0, config.head_dim, 2)
-        positions = np.array([float(theta ** (Decimal(row) / config.head_dim)) for row in pairs])
+        theta, pairs = Decimal(config.rope_theta), range(0, config.n_turned, 2)
+        positions = np.array([float(theta ** (Decimal(row) / config.n_turned)) for row in pairs])
     if config.rope_divisors:
         positions *= config.rope_divisors
     if (scaling := config.rope_scaling) is None:
@@ -29,6 +29,13 @@ def positions_a_radian(config: Config) -> Float64:
     return scaled
 
 
+def longrope_scale(factor: float, original: int) -> float:
+    """What turned rows are multiplied by where a model of so many positions reads `factor` times as many (arXiv:2402.13753)."""
+    with localcontext() as context:
+        context.prec = DIGITS
+        return float((1 + Decimal(factor).ln() / Decimal(original).ln()).sqrt()) if factor > 1 else 1.0
+
+
 def fill_tables(config: Config, cos: Float32, sin: Float32, start: int = 0) -> None:
     """cos and signed sin (S, K + LANES) from position start on, periodic in K: a vector may begin in any row of a head."""
-    fill_rotations(cos, sin, positions_a_radian(config), start)
+    fill_rotations(cos, sin, positions_a_radian(config), start, config.head_dim, config.rope_scale)

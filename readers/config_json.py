@@ -8,8 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..architectures import Config
 from ..architectures.config import LEAST_SCALE, RopeScaling
+from ..architectures.rope import longrope_scale
 from .json_text import read_object, shown
 from .model_file import CheckpointError
 
@@ -40,6 +43,10 @@ SMOLLM3_DEFAULTS = LLAMA_DEFAULTS | {
     "max_position_embeddings": 32768, "tie_word_embeddings": True, "bos_token_id": 128000, "eos_token_id": 128001,
     "use_sliding_window": False, "no_rope_layers": None, "no_rope_layer_interval": 4, "layer_types": None, "rope_theta": 2e6,
 }  # fmt: skip
+PHI3_DEFAULTS = LLAMA_DEFAULTS | {
+    "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32000,
+}  # fmt: skip
 GPT2_DEFAULTS: dict[str, Any] = {
     "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
     "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True,
@@ -54,6 +61,7 @@ DEFAULTS = {
     "granitemoehybrid": GRANITE_DEFAULTS
     | {"num_local_experts": 8, "shared_intermediate_size": 1024, "position_embedding_type": None, "layer_types": None},
     "smollm3": SMOLLM3_DEFAULTS,
+    "phi3": PHI3_DEFAULTS,
     "gpt2": GPT2_DEFAULTS,
 }
 GRANITE = ("granite", "granitemoehybrid")
@@ -99,7 +107,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # of these, what a family does
 SCALES = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
-DONE = {"granite": SCALES, "granitemoehybrid": (*SCALES, "num_local_experts"), "smollm3": ("no_rope_layers",)}
+DONE = {
+    "granite": SCALES, "granitemoehybrid": (*SCALES, "num_local_experts"), "smollm3": ("no_rope_layers",),
+    "phi3": ("partial_rotary_factor",),
+}  # fmt: skip
 
 
 class Values:
@@ -187,13 +198,15 @@ def llama_config(values: Values, family: str) -> Config:
     mlp_bias = values.flag("mlp_bias") if family in WITH_MLP_BIAS else False
     if family == "mistral":
         values.must_be("attention_bias", False)
+    if family == "phi3":
+        values.must_be("attention_bias", False)
     if family not in WITH_MLP_BIAS:
         values.must_be("mlp_bias", False)
     is_hybrid = family == "granitemoehybrid"
     if is_hybrid:
         _check_hybrid(values)
     n_heads = values.whole("num_attention_heads")
-    theta, scaling = _rope(values)
+    seq_len, rope = values.whole("max_position_embeddings"), _phi3_rope(values) if family == "phi3" else _rope(values)
     return Config(
         dim=values.whole("hidden_size"),
         hidden_dim=values.whole("shared_intermediate_size" if is_hybrid else "intermediate_size"),
@@ -201,12 +214,11 @@ def llama_config(values: Values, family: str) -> Config:
         n_heads=n_heads,
         n_kv_heads=n_heads if values["num_key_value_heads"] is None else values.whole("num_key_value_heads"),
         vocab_size=values.whole("vocab_size"),
-        seq_len=values.whole("max_position_embeddings"),
+        seq_len=min(seq_len, rope.pop("seq_len", seq_len)),
         shared_classifier=values.flag("tie_word_embeddings"),
         norm_eps=values.real("rms_norm_eps", 0, 1),
-        rope_theta=theta,
         head_dim=0 if values["head_dim"] is None else values.whole("head_dim"),
-        rope_scaling=scaling,
+        **rope,
         window=_window(values, family),
         qkv_bias=attention_bias or family == "qwen2",
         wo_bias=attention_bias,
@@ -249,18 +261,70 @@ def _no_rope_layers(values: Values, family: str) -> tuple[int, ...]:
     return tuple(layer for layer, flag in enumerate(flags) if flag == 0)
 
 
-def _rope(values: Values) -> tuple[float, RopeScaling | None]:
-    """The base of the angles, and how they are scaled; of transformers 5 in rope_parameters, of older ones in rope_scaling."""
+def _rope_values(values: Values) -> Values:
+    """What is said of RoPE: of transformers 5 in rope_parameters, of older ones in rope_scaling."""
     key = "rope_scaling" if values["rope_scaling"] else "rope_parameters"
     given = {} if values[key] is None else values[key]
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         raise values.refusal(key, "an object of numbers, one for all layers")
-    rope = Values(values.path, given, {"rope_theta": values["rope_theta"], "rope_type": given.get("type", "default")})
-    rope.must_be("partial_rotary_factor", None, 1)
+    silent = {"rope_theta": values["rope_theta"], "rope_type": given.get("type", "default")}
+    rope = Values(values.path, given, silent)
     rope.must_be("mrope_section", None)
+    return rope
+
+
+def _phi3_rope(values: Values) -> dict[str, Any]:
+    """As `_rope`. Of longrope the factors of short texts alone, which end where those of long ones would begin."""
+    rope, partial = _rope_values(values), "partial_rotary_factor"
+    head_dim = values.whole("head_dim" if values["head_dim"] is not None else "hidden_size")
+    if values["head_dim"] is None:
+        head_dim //= values.whole("num_attention_heads")
+    share = 1.0
+    for source in (rope, values):  # the outer one goes before
+        share = source.real(partial, 0, 1) if source[partial] is not None else share
+    n_turned = int(head_dim * share)
+    if n_turned < 2 or n_turned % 2:
+        raise values.refusal(partial, f"what leaves an even number of a head's {head_dim} rows, 2 or more")
+    found = {"rope_theta": rope.real("rope_theta", 1, MAX_THETA), "rope_dim": 0 if n_turned == head_dim else n_turned}
+    if rope["rope_type"] == "default":
+        return found
+    if rope["rope_type"] not in ("longrope", "su", "yarn"):  # older names of it
+        raise rope.refusal("rope_type", "default or longrope: other kinds of RoPE are not done here")
+    n_positions, original = values.whole("max_position_embeddings"), values.whole("original_max_position_embeddings")
+    short, long = (_factors(rope, key, n_turned // 2) for key in ("short_factor", "long_factor"))
+    factor = n_positions / original if rope["factor"] is None else rope.real("factor", 0, 1e6)
+    if rope["attention_factor"] is not None:
+        scale = rope.real("attention_factor", LEAST_SCALE, 1 / LEAST_SCALE)
+    elif original == 1 and factor > 1:
+        raise values.refusal("original_max_position_embeddings", "2 or more")
+    else:
+        scale = longrope_scale(factor, original)
+    return (
+        found
+        | {"rope_divisors": short, "rope_scale": float(np.float32(scale))}
+        | ({} if short == long else {"seq_len": original})
+    )
+
+
+def _factors(rope: Values, key: str, n: int) -> tuple[float, ...]:
+    """A list of so many positive numbers."""
+    given = rope[key]
+    if (
+        not isinstance(given, list)
+        or len(given) != n
+        or not all(type(each) in (int, float) and 1e-6 <= each <= 1e9 for each in given)
+    ):
+        raise rope.refusal(key, f"{n} positive numbers, one a pair")
+    return tuple(float(np.float32(factor)) for factor in given)  # as transformers and GGUF keep them
+
+
+def _rope(values: Values) -> dict[str, Any]:
+    """The numbers of RoPE: the base of the angles, and how they are scaled."""
+    rope = _rope_values(values)
+    rope.must_be("partial_rotary_factor", None, 1)
     theta = rope.real("rope_theta", 1, MAX_THETA)
     if rope["rope_type"] == "default":
-        return theta, None
+        return {"rope_theta": theta}
     if rope["rope_type"] != "llama3":
         raise rope.refusal("rope_type", "default or llama3: other kinds of RoPE are not done here")
     original = "original_max_position_embeddings"
@@ -273,7 +337,7 @@ def _rope(values: Values) -> tuple[float, RopeScaling | None]:
     )
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         raise rope.refusal("high_freq_factor", f"more than low_freq_factor, {scaling.low_freq_factor:g}")
-    return theta, scaling
+    return {"rope_theta": theta, "rope_scaling": scaling}
 
 
 def _window(values: Values, family: str) -> int:
@@ -283,6 +347,8 @@ def _window(values: Values, family: str) -> int:
     if family in ("llama", *GRANITE):  # transformers does not look at it
         if 0 < window < values.whole("max_position_embeddings"):
             raise values.refusal("sliding_window", f"null in a {family} model")
+        window = 0
+    if family == "phi3" and window >= values.whole("max_position_embeddings"):
         window = 0
     if family == "granitemoehybrid":  # of whose layers `_check_hybrid` was told
         return 0

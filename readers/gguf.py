@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..architectures import Config, HeadConfig
 from ..architectures.config import LEAST_SCALE
 from ..machine.vectors import Int64
@@ -18,7 +20,7 @@ from .gguf_file import MAGIC, GgufFile
 from .heads import are_layers, check_rows, checked_ids
 from .json_text import shown
 from .model_file import Checkpoint, CheckpointError, ModelFile, telling_os_errors
-from .places import Place, are_equal, tensors_of
+from .places import GATED, QKV, QKV_BIASES, Place, are_equal, tensors_of
 
 ARCHITECTURE = "general.architecture"
 VOCABULARY, TOKENS, CHAT_TEMPLATE = "tokenizer.ggml.", "tokenizer.ggml.tokens", "tokenizer.chat_template"
@@ -42,12 +44,16 @@ LLAMA_PLACES = OUTER_PLACES | {
     **{name: Place(f"blk.{{}}.{stored}") for name, stored in LAYER_NAMES.items()},
 }
 QWEN_PLACES = LLAMA_PLACES | {name: LLAMA_PLACES[name]._replace(halves=True) for name in TURNED}
+PHI3_PLACES = LLAMA_PLACES | {
+    **{name: Place("blk.{}.attn_qkv.weight", halves=name != "wv", among=QKV) for name in QKV},
+    **dict.fromkeys(GATED, Place("blk.{}.ffn_up.weight", among=GATED)),
+}
 GPT2_PLACES = OUTER_PLACES | {
     "pos_emb": Place("position_embd.weight"),
     "ln_att": Place("blk.{}.attn_norm.weight"),
     "ln_att_bias": Place("blk.{}.attn_norm.bias"),
-    **{f"w{name}": Place("blk.{}.attn_qkv.weight", part=i, parts=3) for i, name in enumerate("qkv")},
-    **{f"b{name}": Place("blk.{}.attn_qkv.bias", part=i, parts=3) for i, name in enumerate("qkv")},
+    **dict.fromkeys(QKV, Place("blk.{}.attn_qkv.weight", among=QKV)),
+    **dict.fromkeys(QKV_BIASES, Place("blk.{}.attn_qkv.bias", among=QKV_BIASES)),
     "wo": Place("blk.{}.attn_output.weight"),
     "bo": Place("blk.{}.attn_output.bias"),
     "ln_ffn": Place("blk.{}.ffn_norm.weight"),
@@ -69,6 +75,7 @@ EAGLE3_PLACES = OUTER_PLACES | {
 }
 PLACES = {
     "llama": LLAMA_PLACES, "qwen2": QWEN_PLACES, "qwen3": QWEN_PLACES, "granite": LLAMA_PLACES, "smollm3": LLAMA_PLACES,
+    "phi3": PHI3_PLACES,
     "gpt2": GPT2_PLACES, "eagle3": EAGLE3_PLACES,
 }  # fmt: skip
 
@@ -96,6 +103,8 @@ SCALES = {
     "embedding_scale": "embedding_scale", "attention.scale": "attention_scale", "residual_scale": "residual_scale",
     "logit_scale": "logit_divisor",
 }  # fmt: skip
+PHI3_SCALE, SHORT, LONG = "rope.scaling.attn_factor", "rope_factors_short.weight", "rope_factors_long.weight"
+DONE = {"granite": (*SCALES,), "phi3": (PHI3_SCALE, "attention.sliding_window")}  # of `NEUTRAL`
 HAS_ROPE = "granite.rope.scaling.finetuned"
 NO_ROPE_INTERVAL = 4  # of SmolLM3's layers, of which a file does not tell
 
@@ -229,7 +238,7 @@ def _config(model: _Model) -> Config:
     is_head = a == "eagle3"
     values = Values(model.path, model.keys, {TOKENS: None})
     for key, neutral in NEUTRAL.items():
-        if f"{a}.{key}" in values and not (a == "granite" and key in SCALES):
+        if f"{a}.{key}" in values and key not in DONE.get(a, ()):
             values.must_be(f"{a}.{key}", *neutral)
     rows = _rows(model, values, f"{a}.vocab_size", is_borrowed=is_head and EMBEDDING not in model)
     common: dict[str, Any] = {
@@ -294,29 +303,44 @@ def _llama(model: _Model, values: Values, common: Mapping[str, Any]) -> Config:
         return values.whole(f"{a}.{key}") if f"{a}.{key}" in values else default
 
     head_dim = optional("attention.key_length", common["dim"] // n_heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    for key in ("attention.value_length", "rope.dimension_count")[: 1 if a == "phi3" else 2]:
         if optional(key, head_dim) != head_dim:
             raise values.refusal(f"{a}.{key}", f"{head_dim}, a head's length")
+    n_turned = optional("rope.dimension_count", head_dim)
+    more = _granite_scales(values) if a == "granite" else _phi3(model, values, common["seq_len"], n_turned) if a == "phi3" else {}
     theta = f"{a}.rope.freq_base"
     return Config(
-        **common,
+        **{**common, "rope_divisors": _rope_divisors(model, values, n_turned), **more},
         n_kv_heads=optional("attention.head_count_kv", n_heads),
         norm_eps=values.real(f"{a}.attention.layer_norm_rms_epsilon", 0, 1),
         rope_theta=values.real(theta, 1, MAX_THETA) if theta in values else 10000.0,
         head_dim=head_dim,
-        rope_divisors=_rope_divisors(model, values, head_dim),
+        rope_dim=0 if n_turned == head_dim else n_turned,
         qkv_bias="blk.0.attn_q.bias" in model,
         wo_bias="blk.0.attn_output.bias" in model,
         mlp_bias="blk.0.ffn_gate.bias" in model,
         qk_norm=a == "qwen3",
         no_rope_layers=_no_rope_layers(values, a, common["n_layers"]),
-        **(_granite_scales(values) if a == "granite" else {}),
     )
 
 
 def _granite_scales(values: Values) -> dict[str, Any]:
     given = {ours: f"granite.{key}" for key, ours in SCALES.items() if values[f"granite.{key}"] not in (None, 0)}
     return {ours: values.real(key, LEAST_SCALE, 1 / LEAST_SCALE) for ours, key in given.items()}
+
+
+def _phi3(model: _Model, values: Values, n_positions: int, n_turned: int) -> dict[str, Any]:
+    """Its window, and what scales its RoPE; of longrope the factors of short texts alone, as in a folder."""
+    window, found = "phi3.attention.sliding_window", dict[str, Any]()
+    if values[window] not in (None, 0) and (seen := values.whole(window)) < n_positions:
+        found["window"] = seen
+    if values[key := f"phi3.{PHI3_SCALE}"] not in (None, 0):
+        found["rope_scale"] = float(np.float32(values.real(key, LEAST_SCALE, 1 / LEAST_SCALE)))
+    if SHORT in model or LONG in model:
+        short, long = (tuple(float(x) for x in model.tensor(name, (n_turned // 2,))[:]) for name in (SHORT, LONG))
+        original = values.whole("phi3.rope.scaling.original_context_length")
+        found |= {"rope_divisors": short, "seq_len": n_positions if short == long else min(n_positions, original)}
+    return found
 
 
 def _no_rope_layers(values: Values, a: str, n_layers: int) -> tuple[int, ...]:

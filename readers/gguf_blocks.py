@@ -156,7 +156,7 @@ class BlockTensor:
         assert isinstance(self.stored, FileTensor)
         return replace(self, stored=self.stored.part(first, last))
 
-    def in_pairs(self, head_dim: int) -> "BlockTensor":
+    def in_pairs(self, head_dim: int, n_turned: int) -> "BlockTensor":
         """The same whose rows are in our order: see `Pairs`."""
         assert isinstance(self.stored, FileTensor)
-        return replace(self, stored=Pairs(self.stored, head_dim))
+        return replace(self, stored=Pairs(self.stored, head_dim, n_turned))

@@ -13,7 +13,7 @@ from ..machine.vectors import Int64
 from .config_json import CONFIG, read_config
 from .json_text import read_object, shown
 from .model_file import Checkpoint, CheckpointError, FileTensor, telling_os_errors
-from .places import Place, are_equal, tensors_of
+from .places import GATED, QKV, QKV_BIASES, Place, are_equal, tensors_of
 from .safetensors import SafetensorsFile
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -57,9 +57,12 @@ LLAMA_NAMES = Names(
     re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),
 )
 SHARED_MLP = {  # of Granite 4, whose other experts a dense model has not
-    "w1": Place("layers.{}.shared_mlp.input_linear.weight", part=0, parts=2),
-    "w3": Place("layers.{}.shared_mlp.input_linear.weight", part=1, parts=2),
+    **dict.fromkeys(GATED, Place("layers.{}.shared_mlp.input_linear.weight", among=GATED)),
     "w2": Place("layers.{}.shared_mlp.output_linear.weight"),
+}
+FUSED = {  # of Phi-3
+    **{name: Place("layers.{}.self_attn.qkv_proj.weight", halves=name != "wv", among=QKV) for name in QKV},
+    **dict.fromkeys(GATED, Place("layers.{}.mlp.gate_up_proj.weight", among=GATED)),
 }
 GPT2_NAMES = Names(
     "transformer.",
@@ -68,8 +71,8 @@ GPT2_NAMES = Names(
         "pos_emb": Place("wpe.weight"),
         "ln_att": Place("h.{}.ln_1.weight"),
         "ln_att_bias": Place("h.{}.ln_1.bias"),
-        **{f"w{name}": Place("h.{}.attn.c_attn.weight", conv=True, part=i, parts=3) for i, name in enumerate("qkv")},
-        **{f"b{name}": Place("h.{}.attn.c_attn.bias", part=i, parts=3) for i, name in enumerate("qkv")},
+        **dict.fromkeys(QKV, Place("h.{}.attn.c_attn.weight", conv=True, among=QKV)),
+        **dict.fromkeys(QKV_BIASES, Place("h.{}.attn.c_attn.bias", among=QKV_BIASES)),
         "wo": Place("h.{}.attn.c_proj.weight", conv=True),
         "bo": Place("h.{}.attn.c_proj.bias"),
         "ln_ffn": Place("h.{}.ln_2.weight"),
@@ -159,7 +162,10 @@ def load_checkpoint(path: Path) -> Checkpoint:
     config, end_marks, bos = read_config(path)
     names = NAMES[config.architecture]
     folder = Folder(path, names)
-    places = {**names.places, **(SHARED_MLP if SHARED_MLP["w1"].name.format(0) in folder else {})}
+    places = dict(names.places)
+    for other in (SHARED_MLP, FUSED):
+        if other["w1"].name.format(0) in folder:
+            places |= other
     if config.shared_classifier and HEAD in folder:
         if places["tok_emb"].name not in folder:
             places["tok_emb"] = Place(HEAD)

@@ -119,9 +119,9 @@ class FileTensor:
         """Those rows, which are not read yet."""
         return replace(self, shape=(last - first, *self.shape[1:]), start=self.start + first * self.row_bytes)
 
-    def in_pairs(self, head_dim: int) -> "Pairs":
-        """The same, whose rows are halves of heads, in our order."""
-        return Pairs(self, head_dim)
+    def in_pairs(self, head_dim: int, n_turned: int) -> "Pairs":
+        """The same, the first rows of whose heads, so many, are halves, in our order."""
+        return Pairs(self, head_dim, n_turned)
 
     def columns(self, first: int, last: int) -> npt.NDArray[Any]:
         """(n, last - first) of a matrix (n, columns), read."""
@@ -138,10 +138,11 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class Pairs:
-    """A tensor of heads whose rows i and i + head_dim/2 become 2i and 2i + 1, as our RoPE has its pairs."""
+    """A tensor of heads, of whose first n rows i and i + n/2 become 2i and 2i + 1, as our RoPE has its pairs."""
 
     halves: FileTensor
     head_dim: int
+    n_turned: int
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -155,8 +156,10 @@ class Pairs:
         first, last, _ = index.indices(self.shape[0])
         begin = first // self.head_dim * self.head_dim
         end = -(-last // self.head_dim) * self.head_dim
-        heads = self.halves[begin:end].reshape(-1, 2, self.head_dim // 2, *self.shape[1:])
-        return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(-1, *self.shape[1:])[first - begin : last - begin]
+        order = np.arange(self.head_dim)
+        order[: self.n_turned] = order[: self.n_turned].reshape(2, -1).T.reshape(-1)
+        heads = self.halves[begin:end].reshape(-1, self.head_dim, *self.shape[1:])
+        return np.ascontiguousarray(heads[:, order]).reshape(-1, *self.shape[1:])[first - begin : last - begin]
 
 
 @contextmanager

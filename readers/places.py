@@ -1,5 +1,6 @@
 """Where a family's tensors lie among those of a file, and how they become what its architecture takes. Knows no format."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -11,6 +12,7 @@ from ..architectures import Config, architecture_of
 from .model_file import FileTensor
 
 TURNED_AT_ONCE = 16  # inputs of a stored matrix: a cache line of each output; GPT-2 large in fp32 at 2.7 GB/s, all at once 0.7
+GATED, QKV, QKV_BIASES = ("w1", "w3"), ("wq", "wk", "wv"), ("bq", "bk", "bv")  # what may lie in one tensor
 COMPARED_ROWS = 2048  # of an embedding and a head at a time
 
 
@@ -18,15 +20,14 @@ class Place(NamedTuple):
     """Where a tensor lies: its name, `{}` for the layer, and in which form.
 
     halves: in each head all first parts of RoPE's pairs, then all second ones; conv: a matrix (inputs, outputs), not (outputs,
-    inputs); part, parts: of so many tensors side by side along the outputs, which one it is; alone: of several that there may be,
-    each with its number in its name, it is the only one and has none.
+    inputs); among: the tensors, by our names, that lie there one behind the other along the outputs, itself one of them;
+    alone: of several that there may be, each with its number in its name, it is the only one and has none.
     """
 
     name: str
     halves: bool = False
     conv: bool = False
-    part: int = 0
-    parts: int = 1
+    among: tuple[str, ...] = ()
     alone: bool = False
 
 
@@ -40,25 +41,27 @@ class Source(Protocol):
 def tensors_of(config: Config, places: Mapping[str, Place], source: Source) -> dict[str, Any]:
     """What the config's architecture takes, by its names; of layers a list."""
     tensors: dict[str, Any] = {}
-    for name, shape in architecture_of(config).shapes(config).items():
+    shapes = architecture_of(config).shapes(config)
+
+    def tensor(name: str, stored_name: str, shape: tuple[int, ...]) -> Any:
+        place, (n_rows, *others) = places[name], shape
+        rows = {each: shapes[each][-len(shape)] for each in place.among or (name,)}
+        total, first = sum(rows.values()), 0
+        for each in itertools.takewhile(lambda each: each != name, rows):
+            first += rows[each]
+        if place.conv:
+            return Transposed(source.tensor(stored_name, (*others, total)), first, n_rows)
+        stored = source.tensor(stored_name, (total, *others))
+        own = stored.part(first, first + n_rows) if place.among else stored
+        return own.in_pairs(config.head_dim, config.n_turned) if place.halves else own
+
+    for name, shape in shapes.items():
         place = places[name]
         if "{}" in place.name or place.alone:
-            layers = range(shape[0])
-            tensors[name] = [_tensor(source, place, place.name.format(i), shape[1:], config.head_dim) for i in layers]
+            tensors[name] = [tensor(name, place.name.format(i), shape[1:]) for i in range(shape[0])]
         else:
-            tensors[name] = _tensor(source, place, place.name, shape, config.head_dim)
+            tensors[name] = tensor(name, place.name, shape)
     return tensors
-
-
-def _tensor(source: Source, place: Place, name: str, shape: tuple[int, ...], head_dim: int) -> Any:
-    n_rows = shape[0]
-    if place.conv:
-        return Transposed(source.tensor(name, (shape[1], n_rows * place.parts)), place.part * n_rows, n_rows)
-    if place.parts > 1:
-        stored = source.tensor(name, (n_rows * place.parts, *shape[1:]))
-        return stored.part(place.part * n_rows, (place.part + 1) * n_rows)
-    stored = source.tensor(name, shape)
-    return stored.in_pairs(head_dim) if place.halves else stored
 
 
 def are_equal(a: Any, b: Any) -> bool:

@@ -21,6 +21,8 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U8": np.uint8, "I64": np.int64}
 GONE = sys.intern("<gone>")  # as a key's value, by identity: no such key
 GRANITE: dict[str, float] = {"embedding_scale": 1.5, "attention_scale": 0.3, "residual_scale": 0.7, "logit_divisor": 2}
+PHI3_FACTORS = tuple(float(np.float32(factor)) for factor in (1, 1.15, 1.3, 1.45, 1.6, 1.75))
+PHI3_SCALE = float(np.sqrt(np.float32(7) / np.float32(6)))  # sqrt(1 + log(128 / 64) / log(64))
 CONFIGS = {
     "llama": Config(20, 37, 2, 2, 2, 65, 128, False, norm_eps=1e-6),
     "llama_tied": Config(32, 48, 2, 4, 2, 72, 128, True, norm_eps=1e-6),
@@ -55,6 +57,11 @@ CONFIGS = {
     "smollm3": Config(24, 40, 5, 3, 1, 72, 128, True, norm_eps=1e-6, rope_theta=2e6, no_rope_layers=(3,)),
     "smollm3_layers": Config(
         36, 30, 2, 2, 2, 65, 128, False, norm_eps=1e-6, rope_theta=2e6, qkv_bias=True, wo_bias=True, no_rope_layers=(0,)
+    ),
+    "phi3": Config(32, 44, 2, 2, 1, 68, 64, rope_dim=12, rope_divisors=PHI3_FACTORS, rope_scale=PHI3_SCALE),
+    "phi3_plain": Config(20, 30, 2, 2, 2, 65, 128, False, window=9),
+    "phi3_factor": Config(
+        40, 37, 2, 4, 2, 70, 64, False, rope_dim=4, rope_divisors=PHI3_FACTORS[:2], rope_scale=float(np.float32(1.3))
     ),
 }
 

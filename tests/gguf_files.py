@@ -131,12 +131,17 @@ LLAMA_NAMES = {
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "shared_mlp.input_linear": "ffn_gate",
     "shared_mlp.output_linear": "ffn_down",
+    "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
 }  # fmt: skip
 GPT2_NAMES = {
     "wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "ln_1": "attn_norm", "ln_2": "ffn_norm",
     "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
 }  # fmt: skip
-NAMES = [name for name in folders.NAMES if name in CONFIGS and not CONFIGS[name].window and name != "smollm3_layers"]
+NAMES = [
+    name
+    for name in folders.NAMES
+    if name in CONFIGS and not CONFIGS[name].window and name not in ("smollm3_layers", "phi3_factor")
+]
 PERMUTED = ("llama", "granite", "smollm3")
 SCALES = {
     "attention_scale": "attention.scale", "embedding_scale": "embedding_scale", "residual_scale": "residual_scale",
@@ -145,7 +150,7 @@ SCALES = {
 
 
 def architecture(name: str) -> str:
-    return next(a for a in ("qwen2", "qwen3", "gpt2", "granite", "smollm3", "llama") if name.startswith(a))
+    return next(a for a in ("phi3", "qwen2", "qwen3", "gpt2", "granite", "smollm3", "llama") if name.startswith(a))
 
 
 def stored_name(full: str) -> str:
@@ -183,6 +188,10 @@ def model_tensors(name: str) -> dict[str, Any]:
         if result.ndim == 1 and result.dtype == np.uint16:
             result = (result.astype(np.uint32) << 16).view(np.float32)
         tensors[stored] = result.astype(np.float32) if result.ndim == 1 else result
+    if name == "phi3":
+        factors = json.loads((FIXTURES / name / "config.json").read_text())["rope_parameters"]
+        for kind in ("short", "long"):
+            tensors[f"rope_factors_{kind}.weight"] = np.array(factors[f"{kind}_factor"], np.float32)
     if config.rope_scaling:
         tensors["rope_freqs.weight"] = rope_divisors(config)
     return tensors
@@ -212,6 +221,9 @@ def model_keys(name: str) -> Keys:
     }
     if a == "gpt2":
         return keys | {"gpt2.attention.layer_norm_epsilon": config.norm_eps}
+    if a == "phi3":
+        keys |= {"phi3.rope.dimension_count": config.n_turned, "phi3.rope.scaling.attn_factor": config.rope_scale}
+        keys |= {"phi3.context_length": 128, "phi3.rope.scaling.original_context_length": 64}
     return keys | {
         f"{a}.attention.head_count_kv": config.n_kv_heads,
         f"{a}.attention.layer_norm_rms_epsilon": config.norm_eps,

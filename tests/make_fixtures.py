@@ -24,6 +24,7 @@ from transformers import (
     GraniteMoeHybridConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
     SmolLM3Config,
@@ -41,6 +42,13 @@ LLAMA3 = {
 
 
 GRANITE = {"embedding_multiplier": 1.5, "attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 2.0}
+
+
+def longrope(n_pairs, original=64, **others):
+    """Factors of short texts that the tests' 60 tokens see; those of long ones differ."""
+    short, long = ([round(1 + step * i, 2) for i in range(n_pairs)] for step in (0.15, 2.5))
+    scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long, **others}
+    return {"original_max_position_embeddings": original, "rope_scaling": scaling, "pad_token_id": 0}
 
 
 def sizes(vocab, dim, hidden, layers, heads, kv_heads, positions=128, **others):
@@ -108,6 +116,17 @@ MODELS = {
             **sizes(65, 36, 30, 2, 2, 2, pad_token_id=0, no_rope_layers=[0, 1], tie_word_embeddings=False, attention_bias=True)
         ),
         torch.float32,
+        {},
+    ),
+    "phi3": (
+        Phi3Config(**sizes(68, 32, 44, 2, 2, 1, tie_word_embeddings=True, partial_rotary_factor=0.75, **longrope(6))),
+        torch.bfloat16,
+        {},
+    ),
+    "phi3_plain": (Phi3Config(**sizes(65, 20, 30, 2, 2, 2, pad_token_id=0, sliding_window=9)), torch.float32, {}),
+    "phi3_factor": (
+        Phi3Config(**sizes(70, 40, 37, 2, 4, 2, partial_rotary_factor=0.4, **longrope(2, attention_factor=1.3))),
+        torch.float16,
         {},
     ),
     "gpt2": (GPT2Config(**gpt2_sizes(71, 64, 18, 2, 3)), torch.float32, {}),

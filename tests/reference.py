@@ -29,8 +29,10 @@ def softmax(x):
 def frequencies(config):
     """Radians a position (K / 2,): Llama 3.1's scaling pair by pair, by wavelengths, as its paper's code says it."""
     frequencies = []
-    for i in range(config.head_dim // 2):
-        frequency = config.rope_theta ** (-2 * i / config.head_dim)
+    for i in range(config.n_turned // 2):
+        frequency = config.rope_theta ** (-2 * i / config.n_turned)
+        if config.rope_divisors:
+            frequency /= config.rope_divisors[i]
         if s := config.rope_scaling:
             wavelength = 2 * math.pi / frequency
             if wavelength > s.original_seq_len / s.low_freq_factor:
@@ -42,12 +44,13 @@ def frequencies(config):
     return np.array(frequencies)
 
 
-def rope(x, angle):
-    """x (..., K) turned by angles (K / 2,), pair by pair."""
-    even, odd = x[..., 0::2], x[..., 1::2]
-    out = np.empty_like(x)
-    out[..., 0::2] = even * np.cos(angle) - odd * np.sin(angle)
-    out[..., 1::2] = even * np.sin(angle) + odd * np.cos(angle)
+def rope(x, angle, scale=1.0):
+    """x (..., K) whose first pairs are turned by angles, one a pair, and scaled."""
+    n = 2 * len(angle)
+    even, odd = x[..., 0:n:2], x[..., 1:n:2]
+    out = x.copy()
+    out[..., 0:n:2] = (even * np.cos(angle) - odd * np.sin(angle)) * scale
+    out[..., 1:n:2] = (even * np.sin(angle) + odd * np.cos(angle)) * scale
     return out
 
 
@@ -135,7 +138,7 @@ def forward(config: Config, tensors: dict, tokens: list[int], window: int | None
         x = projected(x, c, i).reshape(n, -1, config.head_dim)
         if c != "v":
             x = rms_norm(x, t[f"{c}_norm"][i], eps) if f"{c}_norm" in t else x
-            x = np.stack([rope(x[pos], pos * angles) for pos in range(n)])
+            x = np.stack([rope(x[pos], pos * angles, config.rope_scale) for pos in range(n)])
         return x
 
     embedding = t["tok_emb"]

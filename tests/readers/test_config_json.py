@@ -61,6 +61,35 @@ def test_a_window_of_qwen_counts_where_all_layers_have_it(tmp_path: Path) -> Non
             assert load_checkpoint(folder).config.window == window, changes
 
 
+def test_longrope_turns_a_part_of_a_head_by_factors_of_short_texts(tmp_path: Path) -> None:
+    """A text ends where those of long ones would begin, unless these are the same."""
+    long = {"rope_type": "longrope", "short_factor": [1, 1.15, 1.3, 1.45, 1.6, 1.75], "long_factor": [2] * 6}
+    expected = CONFIGS["phi3"]
+    for i, (changes, config) in enumerate(
+        [
+            ({}, expected),
+            ({"partial_rotary_factor": GONE, "rope_parameters": long | {"partial_rotary_factor": 0.75}}, expected),
+            ({"rope_parameters": GONE, "rope_scaling": long | {"type": "su"} | {"rope_type": "su"}}, expected),
+            ({"max_position_embeddings": 50}, replace(expected, seq_len=50, rope_scale=1.0)),
+            ({"rope_parameters": long | {"long_factor": long["short_factor"]}}, replace(expected, seq_len=128)),
+            ({"rope_parameters": long | {"attention_factor": 1.25}}, replace(expected, rope_scale=1.25)),
+            ({"rope_parameters": None}, replace(expected, seq_len=128, rope_divisors=(), rope_scale=1.0)),
+        ]
+    ):
+        assert config_of(tmp_path / str(i), "phi3", **changes) == config, changes
+    for i, (changes, word) in enumerate(
+        [
+            ({"partial_rotary_factor": 0.7}, "even number of a head's 16 rows"),
+            ({"rope_parameters": long | {"short_factor": [1] * 5}}, "6 positive numbers"),
+            ({"rope_parameters": long | {"long_factor": [0] * 6}}, "6 positive numbers"),
+            ({"rope_parameters": long | {"rope_type": "dynamic"}}, "rope_type"),
+            ({"original_max_position_embeddings": 1}, "2 or more"),
+            ({"attention_bias": True}, "attention_bias"),
+        ]
+    ):
+        message_of(copy(tmp_path / f"bad{i}", "phi3", **changes), word)
+
+
 def test_end_marks_are_those_of_both_files(tmp_path: Path) -> None:
     cases: list[tuple[Any, Any, list[int]]] = [
         (2, GONE, [2]), ([3, 4], 2, [3, 4, 2]), (GONE, [7], [7]), (GONE, GONE, [2]), (None, GONE, []), (None, 5, [5]),
@@ -80,7 +109,7 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"model_type": "gemma2"},
-        '"gemma2" is not there; there are llama, mistral, qwen2, qwen3, granite, granitemoehybrid, smollm3, gpt2',
+        '"gemma2" is not there; there are llama, mistral, qwen2, qwen3, granite, granitemoehybrid, smollm3, phi3, gpt2',
     ),
     ("llama", {"model_type": GONE}, "model_type"),
     ("llama", {"model_type": ["llama"]}, "model_type"),

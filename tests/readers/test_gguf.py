@@ -82,7 +82,7 @@ def test_a_model_is_bit_for_bit_that_of_the_folder_it_was_made_of(tmp_path: Path
     """With the heads' rows permuted or not, fused or not, as each architecture has them."""
     checkpoint, folder = load_checkpoint(write(tmp_path, name)), load_checkpoint(FIXTURES / name)
     expected, got = read_all(folder), read_all(checkpoint)
-    divisors = tuple(map(float, rope_divisors(folder.config))) if folder.config.rope_scaling else ()
+    divisors = tuple(map(float, rope_divisors(folder.config))) if folder.config.rope_scaling else folder.config.rope_divisors
     assert checkpoint.config == replace(folder.config, rope_scaling=None, rope_divisors=divisors)
     assert set(got) == set(expected)
     for key, array in got.items():
@@ -99,7 +99,7 @@ def model_of(path: Path) -> Transformer:
     return Transformer(checkpoint.config, weights, kv="f32")
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3", "granite_hybrid", "smollm3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "granite_hybrid", "smollm3", "phi3", "gpt2"])
 def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     """Of llama3 by the divisors that the file holds in the place of a formula."""
     expected, model = folders.expected(name), model_of(write(tmp_path, name))

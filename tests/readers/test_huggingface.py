@@ -26,13 +26,14 @@ LLAMAS = [name for name in folders.NAMES if not name.startswith("gpt2")]
 # What is read
 
 
-def adjacent(rows: Any, head_dim: int) -> Any:
-    """Rows of halves of heads, one by one to where RoPE's pairs are adjacent."""
-    result = np.empty_like(rows)
+def adjacent(rows: Any, config: Config) -> Any:
+    """Rows of halves of heads, one by one to where RoPE's pairs are adjacent; those that it does not turn stay."""
+    result = rows.copy()
     for row in range(len(rows)):
-        head, i = divmod(row, head_dim)
-        first, second = head_dim * head + i // 2, head_dim * head + i // 2 + head_dim // 2
-        result[row] = rows[second if i % 2 else first]
+        head, i = divmod(row, config.head_dim)
+        if i < config.n_turned:
+            first = config.head_dim * head + i // 2
+            result[row] = rows[first + config.n_turned // 2 if i % 2 else first]
     return result
 
 
@@ -50,9 +51,13 @@ def llama_oracle(config: Config, t: dict[str, Any], i: int) -> dict[str, Any]:
     if (shared := f"model.layers.{i}.shared_mlp.input_linear.weight") in t:
         gate, up = np.split(t[shared], 2)
         t = t | {names["w1"]: gate, names["w3"]: up, names["w2"]: t[shared.replace("input", "output")]}
+    if (fused := at + "qkv_proj.weight") in t:
+        q, k, v = np.split(t[fused], [config.q_dim, config.q_dim + config.kv_dim])
+        gate, up = np.split(t[mlp + "gate_up_proj.weight"], 2)
+        t = t | {names["wq"]: q, names["wk"]: k, names["wv"]: v, names["w1"]: gate, names["w3"]: up}
     turned = ("wq", "wk", "bq", "bk", "q_norm", "k_norm")
     there = {name: t[full] for name, full in names.items() if full in t}
-    return {name: adjacent(array, config.head_dim) if name in turned else array for name, array in there.items()}
+    return {name: adjacent(array, config) if name in turned else array for name, array in there.items()}
 
 
 def gpt2_oracle(config: Config, t: dict[str, Any], i: int) -> dict[str, Any]:
@@ -95,7 +100,16 @@ def test_every_tensor_is_the_stored_one_in_our_order_of_rows(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "key"),
-    [("llama3", "wq"), ("qwen2", "wk"), ("qwen2", "bq"), ("qwen3", "k_norm"), ("gpt2", "wk"), ("gpt2_base", "w2")],
+    [
+        ("llama3", "wq"),
+        ("phi3", "wk"),
+        ("phi3", "w3"),
+        ("qwen2", "wk"),
+        ("qwen2", "bq"),
+        ("qwen3", "k_norm"),
+        ("gpt2", "wk"),
+        ("gpt2_base", "w2"),
+    ],
 )
 def test_any_rows_of_a_view_are_those_of_the_whole(name: str, key: str) -> None:
     tensor = load_checkpoint(FIXTURES / name).tensors[key][1]
@@ -147,6 +161,10 @@ def test_logits_and_greedy_text_are_those_of_transformers(name: str) -> None:
 
 FEATURES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"window": 0}),
+    ("phi3", {"rope_dim": 0, "rope_divisors": ()}),
+    ("phi3", {"rope_divisors": ()}),
+    ("phi3", {"rope_scale": 1.0}),
+    ("phi3_plain", {"window": 10}),
     ("mistral", {"window": 11}),
     ("mistral", {"window": 13}),
     ("qwen2_window", {"window": 0}),
