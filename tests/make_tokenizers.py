@@ -1,7 +1,7 @@
 """Trains the tokenizers in tests/fixtures/tokenizers: `python -m tests.make_tokenizers`, with tokenizers 0.23.3 as committed.
 
 A family's way of splitting, spelling and beginning a text each, over a few words; the shapes are those that the published files
-of GPT-2, SmolLM2, Qwen2, Llama 3, Llama 2 and Mistral have.
+of GPT-2, SmolLM2, Qwen2, Llama 3, Phi-4-mini, Llama 2 and Mistral have.
 """
 
 import json
@@ -20,6 +20,14 @@ In 1984 and 2024 there were 365 and 366 days; 3.14159 is pi. Çà et là, où l'
 日本語の文章です。中文也可以。🙂🙂 🎉"""
 # Llama 3's and Qwen2's pattern differ in how many digits stay together
 PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+# GPT-4o's, which Phi-4-mini has, begins a word at a capital behind a small letter
+CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def special(*names: str) -> list[AddedToken]:
@@ -71,6 +79,12 @@ def llama3() -> Tokenizer:
     return tokenizer
 
 
+def phi4() -> Tokenizer:
+    tokenizer = byte_level([], [pre_tokenizers.Split(Regex(CASED), behavior="isolated")], False, 400)
+    tokenizer.add_special_tokens(special("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"))
+    return tokenizer
+
+
 def sentence_pieces(size: int) -> Tokenizer:
     """BPE over characters with a byte for what has no piece, and BOS in front; a space is "▁"."""
     trained = Tokenizer(models.BPE())
@@ -115,7 +129,7 @@ def metaspace() -> Tokenizer:
     return tokenizer
 
 
-KINDS = {make.__name__: make for make in (gpt2, smollm2, qwen2, llama3, llama2, mistral, metaspace)}
+KINDS = {make.__name__: make for make in (gpt2, smollm2, qwen2, llama3, phi4, llama2, mistral, metaspace)}
 
 if __name__ == "__main__":
     FOLDER.mkdir(parents=True, exist_ok=True)

@@ -24,13 +24,20 @@ END_NAMES = {
 }  # fmt: skip
 # Llama 3's and Qwen2's splits differ in how many digits stay together
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# GPT-4o's and Phi-4-mini's cut where a capital follows a small letter
+_UPPER, _LOWER, _CONTRACTION = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+CASED_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT4O = ("gpt-4o",)
 LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
 THREE_DIGITS = (*LLAMA3, "dbrx", "smaug-bpe")  # Granite 4's and SmolLM3's
 QWEN2 = ("qwen2", "deepseek-r1-qwen")
 GPT2 = ("gpt-2", "gpt2", "phi-2")
 SMOLLM = ("smollm", "refact")  # and Granite 3's
 DEFAULT = "default"  # what a silent file means, too: of nobody's own, but llama.cpp's
-SPLITS = (*GPT2, *SMOLLM, *THREE_DIGITS, *QWEN2, DEFAULT)
+SPLITS = (*GPT2, *SMOLLM, *THREE_DIGITS, *QWEN2, *GPT4O, DEFAULT)
 # one behind the other
 DEFAULT_SPLITS = (
     r"[\p{P}$+<=>^~|]+",
@@ -190,7 +197,8 @@ def _first_split(pre: str) -> list[dict[str, Any]]:
         return [{"type": "Digits", "individual_digits": True}]
     if pre in GPT2:
         return []
-    splits = DEFAULT_SPLITS if pre == DEFAULT else [WORDS % ("{1,3}" if pre in THREE_DIGITS else "")]
+    words = CASED_WORDS if pre in GPT4O else WORDS % ("{1,3}" if pre in THREE_DIGITS else "")
+    splits = DEFAULT_SPLITS if pre == DEFAULT else [words]
     return [{"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False} for each in splits]
 
 
