@@ -22,7 +22,7 @@ TASKS = (
     "What questions should I ask an expert on {}?",
     "Write the introduction of an essay on {}.",
     "Why does {} matter?",
-    "Correct the mistakes in this sentence: \"I has learn many thing about {} and it are fun.\"",
+    'Correct the mistakes in this sentence: "I has learn many thing about {} and it are fun."',
     "What would happen to the world without {}?",
     "Write a product description that mentions {}.",
     "Tell me a joke about {} and explain why it is funny.",
@@ -40,9 +40,10 @@ TOPICS = (
     "healthy food", "gravity", "a text file", "teamwork", "castles", "bacteria", "a small business", "dancing", "rivers",
     "job interviews", "the alphabet", "wind turbines", "a shopping list", "whales", "chocolate", "the printing press", "DNA",
     "camping", "public libraries", "a calendar", "lightning", "marathon running", "the solar system", "dogs", "stress", "maps",
-    "the Great Wall of China", "theatre", "passwords", "birds", "tea", "time management", "the periodic table", "snow", "kindness",
-    "airplanes", "statistics", "the violin", "farming", "a lost key", "deserts", "museums", "the weather", "honesty", "magnets",
-    "submarines", "spreadsheets", "butterflies", "city traffic", "the Olympic Games", "trees", "knitting", "a family dinner",
+    "the Great Wall of China", "theatre", "passwords", "birds", "tea", "time management", "the periodic table", "snow",
+    "kindness", "airplanes", "statistics", "the violin", "farming", "a lost key", "deserts", "museums", "the weather", "honesty",
+    "magnets", "submarines", "spreadsheets", "butterflies", "city traffic", "the Olympic Games", "trees", "knitting",
+    "a family dinner",
 )  # fmt: skip
 HELD_OUT_TOPICS = (
     "glaciers", "the piano", "probability", "honey", "the Industrial Revolution", "swimming", "wolves", "an old lighthouse",

@@ -5,13 +5,14 @@
     python models/train.py write     --text TEXT --out OUT    # written.npy: stories that the target wrote
     python models/train.py draft     --text TEXT --out OUT    # draft.pt (resumes), draft.bin
     python models/train.py evaluate  --text TEXT --out OUT    # held-out losses, acceptance, speed
+    python models/train.py head --target TARGET --out OUT     # a head that drafts for any target: head.pt (resumes), head/
 
 TEXT holds `tinystories_cased_train.txt` and `tinystories_cased_valid_split.txt` (TinyStories, stories separated by
 `<|endoftext|>`). The last 350 stories of the second file are never trained on; the 100 before them only steer. The
 files written are llama2.c's: checkpoints of version 0 (fp32) and `tokenizer.bin`. torch trains; whatever else is asked of a
 model is the library's to do, with the file that was written.
 
-Both trainings use a warmup-stable-decay schedule that depends on the step alone, and resume from their checkpoint: stop
+All trainings use a warmup-stable-decay schedule that depends on the step alone, and resume from their checkpoint: stop
 one at any moment and start it again with a smaller or larger `--steps`, and the decay ends there.
 
 Shapes: B rows, T tokens, N rows of a data set, D dim, H query heads, G kv heads, K head_dim, V vocab_size.
@@ -21,18 +22,20 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import math
 import os
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from specdec import Sampling, Tokenizer  # before torch, which loads the OpenMP whose threads are told here how to wait
+from specdec import (
+    Sampling,
+    SpeculativeDecoder,
+    Tokenizer,
+)  # before torch, which loads the OpenMP whose threads are told here how to wait
 
 sys.path.pop(0)  # nobody else is to find our `kernels` or `tokenizer`
 import numpy as np
@@ -43,8 +46,10 @@ from torch import Tensor, nn
 
 from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
-from specdec.models import evaluate
+from specdec.models import evaluate, heads
+from specdec.models.features import Features, can_chat, default_layers, held_out_texts, written_by
 from specdec.models.stories import Stories, batches, encode_stories, pack_rows
+from specdec.models.training import Trainer, as_batch, bf16, rms_norm, rope_table, rotate, total_variation
 from specdec.readers import load_checkpoint
 from specdec.readers.llama2c import FIELDS, ROPE, V0_ORDER
 from specdec.readers.loading import load_model
@@ -121,25 +126,6 @@ OF_LAYERS = ("rms_att", "wq", "wk", "wv", "wo", "rms_ffn", "w1", "w2", "w3")
 RESIDUAL = ("wo", "w2")  # whose products are added to the residual stream
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x = x.float()
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
-
-
-def rope_table(config: Config) -> Tensor:
-    """cos and sin of pos / theta^(2i/K): (2, seq_len, K/2)."""
-    freqs = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
-    angles = torch.arange(config.seq_len, dtype=torch.float64)[:, None] * freqs
-    return torch.stack([angles.cos(), angles.sin()]).float()
-
-
-def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotate adjacent pairs (2i, 2i+1) of x (B, T, heads, K) by rope (2, T, K/2)."""
-    cos, sin = rope[:, :, None, :]
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).to(x.dtype)
-
-
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of q (B, T, H, K) over k, v (B, T, G, K) -> (B, T, H, K).
 
@@ -213,104 +199,6 @@ class Model(nn.Module):
         return model.eval()
 
 
-# ------------------------------------------------------------------------------------------------------------ training
-
-
-def bf16() -> torch.autocast:
-    """bf16 products, fp32 sums of the residual stream: 4 times fp32's speed where the CPU has avx512_bf16."""
-    return torch.autocast("cpu", torch.bfloat16)
-
-
-def as_batch(rows: np.ndarray) -> Tensor:
-    return torch.from_numpy(rows.astype(np.int64))
-
-
-def learning_rate(step: int, peak: float, warmup: int, steps: int, decay_steps: int) -> float:
-    """Warmup, stable, then a linear decay to zero over the last decay_steps."""
-    return peak * min(1.0, (step + 1) / warmup, max(0.0, (steps - step) / decay_steps))
-
-
-class Trainer:
-    """AdamW, the schedule, the log and a checkpoint to resume from: what both trainings share."""
-
-    def __init__(self, model: Model, name: str, args: argparse.Namespace) -> None:
-        self.model, self.name, self.args = model, name, args
-        norms = [p for name, p in model.named_parameters() if name.startswith("rms")]
-        matrices = [p for name, p in model.named_parameters() if not name.startswith("rms")]
-        groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": norms, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
-        self.step, self.cpu_before = 0, 0.0
-        self.path = args.out / f"{name}.pt"
-        if self.path.exists():
-            state = torch.load(self.path)
-            model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.step, self.cpu_before = state["step"], state["cpu_seconds"]
-        torch.manual_seed(args.seed + self.step)
-        n = sum(parameter.numel() for parameter in model.parameters())
-        print(f"{name}: {n:,} parameters, step {self.step} of {args.steps}", flush=True)
-
-    def train(
-        self,
-        data: Iterator[Any],
-        losses: Callable[[Any], tuple[Tensor, dict[str, Tensor]]],
-        dev_losses: Callable[[], dict[str, float]] = dict,
-    ) -> None:
-        """Up to args.steps. losses: of a batch, what goes down, and figures, whose means are logged with the dev_losses."""
-        args, config = self.args, self.model.config
-        running: list[list[float]] = []
-        for batch in data:
-            if self.step >= args.steps:
-                break
-            with bf16():
-                loss, figures = losses(batch)
-            self.update(loss)
-            running.append([value.item() for value in figures.values()])
-            if self.step % args.log_every == 0 or self.step == args.steps:
-                means = dict(zip(figures, np.mean(running, 0).tolist(), strict=True))
-                self.log(**means, **dev_losses(), tokens=self.step * args.batch * config.seq_len)
-                running.clear()
-                self.save()
-
-    def update(self, loss: Tensor) -> None:
-        args = self.args
-        lr = learning_rate(self.step, args.lr, args.warmup, args.steps, args.decay_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
-
-    def cpu_seconds(self) -> float:
-        return self.cpu_before + time.process_time()
-
-    def log(self, **values: float) -> None:
-        record = {"step": self.step, "cpu_seconds": round(self.cpu_seconds()), **values}
-        record = {k: round(v, 4) if isinstance(v, float) else v for k, v in record.items()}
-        print(json.dumps(record), flush=True)
-        with (self.args.out / f"{self.name}.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
-
-    def save(self) -> None:
-        state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "step": self.step,
-            "cpu_seconds": self.cpu_seconds(),
-        }
-        part = self.path.with_suffix(".part")
-        torch.save(state, part)
-        os.replace(part, self.path)
-        self.model.export(self.args.out / f"{self.name}.bin")
-
-
-def total_variation(p: Tensor, q: Tensor) -> Tensor:
-    """Between probabilities (..., V): what rejection sampling rejects."""
-    return 0.5 * (p - q).abs().sum(-1)
-
-
 # -------------------------------------------------------------------------------------------------------------- target
 
 
@@ -351,7 +239,7 @@ def target_command(args: argparse.Namespace) -> None:
     length = TARGET.seq_len + 1
     dev = as_batch(pack_rows(encode_stories(tokenizer, stories.dev), length, np.random.default_rng(0)))
     torch.manual_seed(args.seed)
-    trainer = Trainer(Model(TARGET, args.dropout), "target", args)
+    trainer = Trainer(Model(TARGET, args.dropout), "target", args, args.out / "target.bin")
     draft = Model.load(args.draft) if args.draft else None
     losses_of = torch.compile(target_losses) if args.compile else target_losses
 
@@ -446,7 +334,7 @@ def draft_command(args: argparse.Namespace) -> None:
         print(f"taught {len(rows)} rows, {time.process_time():.0f} CPU seconds", flush=True)
 
     torch.manual_seed(args.seed)
-    trainer = Trainer(Model(DRAFT), "draft", args)
+    trainer = Trainer(Model(DRAFT), "draft", args, args.out / "draft.bin")
     losses_of = torch.compile(distillation) if args.compile else distillation
 
     def losses(window: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -457,6 +345,37 @@ def draft_command(args: argparse.Namespace) -> None:
     trainer.train(draft_windows(rows, log_probs, len(written), DRAFT.seq_len, args.batch, trainer.step, args.seed), losses)
 
 
+# ---------------------------------------------------------------------------------------------------------------- head
+
+
+def head_command(args: argparse.Namespace) -> None:
+    """A head for the target, of its own text: what it wrote, what its layers and it thought of that, then the training."""
+    checkpoint, decoder = load_checkpoint(args.target), SpeculativeDecoder(args.target)
+    path = args.out / "written.npy"
+    if not path.exists():
+        if not can_chat(decoder):
+            sys.exit(f"{path} is not there, and {args.target} has no chat template to ask it by; let it `write` first")
+        np.save(path, written_by(decoder, args.rows, args.row_tokens + 1, args.seed))
+        print(f"wrote {args.rows} rows, {time.process_time():.0f} CPU seconds", flush=True)
+    rows = np.load(path)
+    decoder.target.hidden_layers = default_layers(checkpoint.config.n_layers)
+    features = Features.of(decoder.target, rows, args.out)
+    torch.manual_seed(args.seed)
+    head = heads.new_head(checkpoint, rows, args)
+    trainer = Trainer(head, "head", args, args.out / "head")
+    losses_of = torch.compile(heads.losses) if args.compile else heads.losses
+
+    def losses(window: heads.Window) -> tuple[Tensor, dict[str, Tensor]]:
+        return losses_of(head, window, args.depths, args.tv)
+
+    trainer.train(heads.windows(features, args.length, args.batch, trainer.step, args.seed), losses)
+    texts = held_out_texts(decoder, rows, args.held_out, args.held_out_tokens)
+    for depth, (standing, agreeing) in enumerate(heads.acceptance(head, decoder.target, texts), 1):
+        print(
+            f"depth {depth}: {agreeing:.3f} of the tokens are the target's own, {standing:.3f} with all before them", flush=True
+        )
+
+
 # ---------------------------------------------------------------------------------------------------------------- main
 
 
@@ -464,10 +383,11 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = root.add_subparsers(required=True)
 
-    def command(name: str, function: object, description: str) -> argparse.ArgumentParser:
+    def command(name: str, function: object, description: str, of_stories: bool = True) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         sub.set_defaults(function=function)
-        sub.add_argument("--text", type=Path, required=True, help="folder of the two TinyStories files")
+        if of_stories:
+            sub.add_argument("--text", type=Path, required=True, help="folder of the two TinyStories files")
         sub.add_argument("--out", type=Path, required=True, help="folder of everything written")
         return sub
 
@@ -499,6 +419,19 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--tv", type=float, default=1.0, help="weight of the total variation beside the KL")
     sub = command("evaluate", evaluate.command, "held-out losses, acceptance, speed")
     evaluate.add_options(sub)
+    sub = command("head", head_command, "train a head that drafts for a target", of_stories=False)
+    schedule(sub, steps=4000, decay_steps=2000, lr=1e-3, batch=16)
+    sub.add_argument("--target", type=Path, required=True, help="a folder or a file that the library reads")
+    sub.add_argument("--rows", type=int, default=2048, help="that it writes, where OUT has no written.npy")
+    sub.add_argument("--row-tokens", type=int, default=512)
+    sub.add_argument("--length", type=int, default=256, help="tokens of a window, and how many positions the head then sees")
+    sub.add_argument("--depths", type=int, default=4, help="that it is trained at, on its own outputs")
+    sub.add_argument("--tv", type=float, default=1.0, help="weight of the total variation beside the KL")
+    sub.add_argument("--dim", type=int, help="its width; the target's by default, and then the target's embedding")
+    sub.add_argument("--hidden-dim", type=int, help="of its MLP; in the target's proportion by default")
+    sub.add_argument("--draft-vocab", type=int, default=8192, help="ids that it may say: those most frequent in what was written")
+    sub.add_argument("--held-out", type=int, default=20, help="texts that its acceptance is measured along")
+    sub.add_argument("--held-out-tokens", type=int, default=128, help="of each, behind the prompt")
     return root
 
 
