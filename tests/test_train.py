@@ -1,5 +1,6 @@
 """How the embedded pair was made: stories to rows, figures of a pair, and, where torch is, a training of two steps."""
 
+import itertools
 import json
 import random
 
@@ -10,7 +11,7 @@ from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
 from specdec.decoder import SpeculativeDecoder
 from specdec.kernels import MAX_TOKENS
-from specdec.models import evaluate, stories
+from specdec.models import evaluate, features, questions, stories
 from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET, DEFAULT_TOKENIZER
 from specdec.readers.loading import load_model
 from specdec.sampling import Sampling
@@ -103,6 +104,46 @@ def test_speed_is_measured_beside_the_target_alone():
     assert of.ratio == pytest.approx(of.per_second / of.alone_per_second, rel=0.5)
 
 
+# ------------------------------------------------------------------------------------------------- what a head learns from
+
+
+def test_every_task_is_asked_about_every_topic_and_none_that_is_held_out():
+    n = len(questions.TASKS) * len(questions.TOPICS)
+    asked = list(itertools.islice(questions.questions(questions.TOPICS, 3), n + 5))
+    assert len({*asked[:n]}) == n
+    assert asked[n] in asked[:n]
+    assert not {*questions.TOPICS} & {*questions.HELD_OUT_TOPICS}
+
+
+def test_a_lesson_is_the_targets_own_states_and_likeliest_tokens():
+    model, layers = small(), (0, 2)
+    model.hidden_layers = layers
+    tokens = np.random.default_rng(3).integers(3, 300, 2 * MAX_TOKENS - 5).tolist()
+    lesson = features.lesson(model, tokens)
+    assert lesson.states.shape == (len(tokens), len(layers) * 32)
+    for n in (1, MAX_TOKENS, MAX_TOKENS + 1, len(tokens)):
+        alone = small()
+        alone.hidden_layers = layers
+        log_probs = evaluate.log_probs_after(small(), tokens[:n])[-1]
+        alone.forward(tokens[:n])
+        states = np.concatenate([part[-1] for part in alone.hidden_states]).astype(np.float16)
+        np.testing.assert_array_equal(lesson.states[n - 1], states)
+        np.testing.assert_array_equal(lesson.ids[n - 1], np.argsort(-log_probs)[: features.TAUGHT])
+        np.testing.assert_allclose(lesson.log_probs[n - 1], np.sort(log_probs)[::-1][: features.TAUGHT], rtol=2e-3)
+
+
+def test_a_chat_model_fills_rows_with_its_answers(pair):
+    decoder = SpeculativeDecoder(pair.endless, "ngram", pair.tokenizer, template="llama2", n_threads=1)
+    rows = features.written_by(decoder, 2, 400, seed=5)
+    assert rows.shape == (2, 400)
+    question = next(questions.questions(questions.TOPICS, 5))
+    prompt = decoder.encode_chat([{"role": "user", "content": question}])
+    assert rows[0, : len(prompt)].tolist() == prompt
+    [(text, n_prompt)] = features.held_out_texts(decoder, rows, 1, 10)
+    assert len(text) == n_prompt + 10
+    assert text[n_prompt:] == decoder.generate(text[:n_prompt], 10, temperature=0).tokens
+
+
 # ------------------------------------------------------------------------------------------------------------ training
 
 SEQ_LEN, TINY_VOCAB = 64, 300
@@ -185,3 +226,92 @@ def test_the_target_writes_rows_through_the_ends_of_stories(train, tmp_path):
     train("draft", *STEPS, "--text-rows", "8")
     train("write", "--rows", "4", "--batch", "4", "--seed", "3")  # a draft helps, and changes nothing
     np.testing.assert_array_equal(np.load(tmp_path / "written.npy"), alone)
+
+
+HEAD = ["--depths", "3", "--length", "24", "--draft-vocab", "40", "--held-out", "2", "--held-out-tokens", "20"]
+
+
+@pytest.fixture
+def train_head(train, tmp_path, monkeypatch):
+    """A tiny target and rows that it wrote, in tmp_path; train_head(...) trains a head."""
+    monkeypatch.setattr(features, "HELD_OUT_ROWS", 2)
+    monkeypatch.setattr(features, "TAUGHT", 8)
+    train("target", *STEPS)
+    train("write", "--rows", "6", "--batch", "6")
+
+    def run(*arguments: str) -> None:
+        train.module.main(["head", "--target", str(tmp_path / "target.bin"), "--out", str(tmp_path), *HEAD, *STEPS, *arguments])
+
+    return run
+
+
+def test_a_head_goes_on_from_every_start_as_it_will_when_it_drafts(train):
+    """Depth k's logits are those of an ordinary causal pass over the true pairs up to a start and the head's own behind them."""
+    import torch
+    from torch.nn import functional
+
+    from specdec.architectures import HeadConfig
+    from specdec.models import heads, training
+
+    config = Config(
+        24, 40, 1, 4, 2, 60, 20, shared_classifier=False, architecture="eagle3", head_dim=6,
+        head=HeadConfig(16, (0, 1, 2), 30, True, True, True, "each", True),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    head, n = heads.Head(config, torch.arange(0, 60, 2)), 12
+    for name, parameter in head.named_parameters():
+        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name or "rms" in name else 0.0, std=0.3)
+    states, tokens = torch.randn(1, n, 48), torch.randint(0, 60, (1, n + 1))
+
+    def plain(outputs: torch.Tensor, said: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the head makes of pairs (S, h) and (S,): its outputs (S, h) and logits (S, R)."""
+        norm = lambda x, name: functional.rms_norm(x, x.shape[-1:], getattr(head, name), config.norm_eps)  # noqa: E731
+        feature = norm(outputs, "rms_hidden")
+        pairs = torch.cat([norm(head.tok_emb[said], "rms_emb"), feature], 1)
+        q, k, v = ((pairs @ w.T).unflatten(1, (-1, 6))[None] for w in (head.wq, head.wk, head.wv))
+        angles = training.rope_table(config)[:, : len(said)]
+        q, k, v = (x[0].transpose(0, 1) for x in (training.rotate(q, angles), training.rotate(k, angles), v))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = feature + mixed.transpose(0, 1).flatten(1) @ head.wo.T
+        normed = norm(x, "rms_ffn")
+        x = norm(x + (functional.silu(normed @ head.w1.T) * (normed @ head.w3.T)) @ head.w2.T, "rms_final")
+        return x, x @ head.wcls.T
+
+    with torch.no_grad():
+        told = head(states, tokens, 4)
+        true = torch.cat([training.rms_norm(states[0, :, i * 16 : i * 16 + 16], head.fc_norm[i], 1e-5) for i in range(3)], 1)
+        for start in range(n - 4):
+            outputs = true[: start + 1] @ head.fc.T
+            for depth in range(4):
+                new, logits = plain(outputs, tokens[0, 1 : start + depth + 2])
+                torch.testing.assert_close(told[depth][0, start], logits[-1], rtol=1e-4, atol=1e-4)
+                outputs = torch.cat([outputs, new[-1:]])
+
+
+def test_two_steps_of_a_head_end_in_a_folder_and_resume(train_head, tmp_path, capsys):
+    train_head()
+    told = capsys.readouterr().out
+    assert "depth 5: " in told
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["speculators_model_type"] == "eagle3"
+    assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+    taught = (tmp_path / "states.npy").stat().st_mtime_ns
+    train_head("--steps", "3")
+    assert "step 2 of 3" in capsys.readouterr().out
+    assert (tmp_path / "states.npy").stat().st_mtime_ns == taught
+    log = [json.loads(line) for line in (tmp_path / "head.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in log] == [2, 3]
+    assert all(0 < record["accepted"] < 1 for record in log)
+
+
+def test_a_head_may_be_narrower_than_its_target(train_head, tmp_path):
+    train_head("--dim", "16")
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["transformer_layer_config"]["hidden_size"] == 16
+    assert config["target_hidden_size"] == 32
+
+
+def test_what_no_head_can_learn_from_is_said(train, tmp_path):
+    train("target", *STEPS)
+    with pytest.raises(SystemExit, match="has no chat template"):
+        train.module.main(["head", "--target", str(tmp_path / "target.bin"), "--out", str(tmp_path)])
