@@ -9,7 +9,6 @@ Shapes: B rows, T tokens, S starts, D depths, h dim of the head, H heads, G kv h
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import struct
@@ -176,29 +175,52 @@ def acceptance(head: Head, target: Transformer, texts: Iterable[tuple[list[int],
 # ---------------------------------------------------------------------------------------------------------------- made
 
 
-def new_head(target: Checkpoint, rows: Tokens, args: argparse.Namespace) -> Head:
-    """An untrained head for a target, with the ids that are most frequent in rows (N, T). Of the target's width it takes the
-    embedding, and begins with the target's classifier; else it has its own.
+def frequent(rows: Tokens, vocab_size: int, n: int) -> Tensor:
+    """The n ids that are most frequent in rows (N, T), ascending."""
+    counts = np.bincount(rows.ravel(), minlength=vocab_size)
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:n]))
+
+
+def new_head(target: Checkpoint, target_ids: Tensor, length: int, dim: int | None = None, hidden_dim: int | None = None) -> Head:
+    """An untrained head for a target, that sees `length` positions and may say those ids.
+
+    Of the target's width it takes the target's embedding and begins with the classifier; narrower, it has its own of both, and as
+    many of the target's heads as fit.
     """
     config = target.config
-    dim, n_rows = args.dim or config.dim, min(args.draft_vocab, config.vocab_size)
+    dim = dim or config.dim
     is_narrow = dim != config.dim
-    counts = np.bincount(rows.ravel(), minlength=config.vocab_size)
-    ids = torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:n_rows]))
-    n_heads = max(dim // config.head_dim, 1)
+    n_heads = config.n_heads if not is_narrow else max(dim // config.head_dim, 1)
     head = Head(
         Config(
-            dim, args.hidden_dim or config.hidden_dim * dim // config.dim, 1, n_heads,
-            n_heads if n_heads % config.n_kv_heads else config.n_kv_heads, config.vocab_size, args.length,
-            shared_classifier=False, architecture="eagle3", norm_eps=config.norm_eps, head_dim=config.head_dim,
-            head=HeadConfig(config.dim, default_layers(config.n_layers), n_rows, is_narrow, True, True, "each", True),
+            dim=dim,
+            hidden_dim=hidden_dim or config.hidden_dim * dim // config.dim,
+            n_layers=1,
+            n_heads=n_heads,
+            n_kv_heads=config.n_kv_heads if n_heads % config.n_kv_heads == 0 else n_heads,
+            vocab_size=config.vocab_size,
+            seq_len=length,
+            shared_classifier=False,
+            architecture="eagle3",
+            norm_eps=config.norm_eps,
+            head_dim=config.head_dim,
+            head=HeadConfig(
+                target_dim=config.dim,
+                layers=default_layers(config.n_layers),
+                n_rows=len(target_ids),
+                own_embedding=is_narrow,
+                own_classifier=True,
+                norm_before_residual=True,
+                fc_norm="each",
+                norm_output=True,
+            ),
         ),
-        ids,
+        target_ids,
         None if is_narrow else numbers(target.tensors["tok_emb"]),
-    )  # fmt: skip
+    )
     if not is_narrow:
         classifier = numbers(target.tensors["wcls"]) if "wcls" in target.tensors else head.embedding
-        head.wcls.data.copy_(classifier[ids])
+        head.wcls.data.copy_(classifier[target_ids])
     return head
 
 

@@ -361,7 +361,8 @@ def head_command(args: argparse.Namespace) -> None:
     decoder.target.hidden_layers = default_layers(checkpoint.config.n_layers)
     features = Features.of(decoder.target, rows, args.out)
     torch.manual_seed(args.seed)
-    head = heads.new_head(checkpoint, rows, args)
+    ids = heads.frequent(rows, checkpoint.config.vocab_size, args.draft_vocab)
+    head = heads.new_head(checkpoint, ids, args.length, args.dim, args.hidden_dim)
     trainer = Trainer(head, "head", args, args.out / "head")
     losses_of = torch.compile(heads.losses) if args.compile else heads.losses
 
