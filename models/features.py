@@ -99,7 +99,7 @@ def lesson(target: Transformer, tokens: list[int]) -> Lesson:
     for start in range(0, n, MAX_TOKENS):
         stop = min(start + MAX_TOKENS, n)
         logits = target.forward(tokens[:stop], n_logits=stop - start)
-        states[start:stop] = np.concatenate([part[start - stop :] for part in target.hidden_states], 1)
+        states[start:stop] = target.hidden(tokens[:stop], start)
         ids[start:stop], log_probs[start:stop] = likeliest(logits, n_taught)
     return Lesson(states, ids, log_probs)
 

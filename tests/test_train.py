@@ -7,11 +7,13 @@ import random
 import numpy as np
 import pytest
 
-from specdec.architectures import Config
+from specdec.architectures import Config, architecture_of
 from specdec.architectures.llama import LLAMA
 from specdec.decoder import SpeculativeDecoder
+from specdec.drafting.heads import Head
 from specdec.kernels import MAX_TOKENS
 from specdec.models import evaluate, features, questions, stories
+from specdec.readers import load_checkpoint
 from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET, DEFAULT_TOKENIZER
 from specdec.readers.loading import load_model
 from specdec.sampling import Sampling
@@ -126,8 +128,7 @@ def test_a_lesson_is_the_targets_own_states_and_likeliest_tokens():
         alone.hidden_layers = layers
         log_probs = evaluate.log_probs_after(small(), tokens[:n])[-1]
         alone.forward(tokens[:n])
-        states = np.concatenate([part[-1] for part in alone.hidden_states]).astype(np.float16)
-        np.testing.assert_array_equal(lesson.states[n - 1], states)
+        np.testing.assert_array_equal(lesson.states[n - 1], alone.hidden(tokens[:n], n - 1)[0].astype(np.float16))
         np.testing.assert_array_equal(lesson.ids[n - 1], np.argsort(-log_probs)[: features.TAUGHT])
         np.testing.assert_allclose(lesson.log_probs[n - 1], np.sort(log_probs)[::-1][: features.TAUGHT], rtol=2e-3)
 
@@ -315,3 +316,29 @@ def test_what_no_head_can_learn_from_is_said(train, tmp_path):
     train("target", *STEPS)
     with pytest.raises(SystemExit, match="has no chat template"):
         train.module.main(["head", "--target", str(tmp_path / "target.bin"), "--out", str(tmp_path)])
+
+
+@pytest.mark.parametrize("options", [[], ["--dim", "16"]], ids=["of its target's width", "narrower"])
+def test_the_library_drafts_with_a_trained_head_what_its_training_says(train_head, train, tmp_path, options):
+    """Logits at every depth, of the folder that was written and of the torch model; see `assert_exported`."""
+    import torch
+
+    train_head(*options)
+    target, checkpoint = load_model(tmp_path / "target.bin"), load_checkpoint(tmp_path / "head")
+    weights = architecture_of(checkpoint.config).pack(checkpoint.config, checkpoint.tensors, None)
+    head = Head(checkpoint.config, weights, target, checkpoint.target_ids, n_threads=1, kv="f32")
+    tokens = np.random.default_rng(4).integers(3, TINY_VOCAB, 12).tolist()
+    ids, dim = checkpoint.target_ids, checkpoint.config.dim
+    trained = train.module.heads.new_head(load_checkpoint(tmp_path / "target.bin"), torch.from_numpy(ids), 24, dim)
+    parameters = torch.load(tmp_path / "head.pt")["model"]
+    trained.load_state_dict({name: tensor.bfloat16().float() for name, tensor in parameters.items()})
+    target.forward(tokens[:8])  # what stands; the rest are guesses
+    states = torch.from_numpy(target.hidden(tokens[:8], 0).copy())
+    states = torch.cat([states, torch.zeros(4, states.shape[1])])[None]
+    with torch.no_grad():
+        told = trained(states, torch.tensor([tokens]), 4)
+    for depth in range(4):
+        logits = head.forward(tokens[: 9 + depth])[0]
+        expected = told[depth][0, 7].numpy()
+        np.testing.assert_allclose(logits[ids], expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+        assert np.isinf(np.delete(logits, ids)).all()
