@@ -125,7 +125,12 @@ class Features:
 
     @classmethod
     def of(cls, target: Transformer, rows: Tokens, folder: Path) -> "Features":
-        """Of rows (N, T + 1), but for those held out; written where the folder's are older than its written.npy, or not there."""
+        """Of rows (N, T + 1), but for those held out; written where the folder's are older than its written.npy, or not there.
+
+        Raises ValueError for rows all of which are held out.
+        """
+        if len(rows) <= HELD_OUT_ROWS:
+            raise ValueError(f"{len(rows)} rows, of which {HELD_OUT_ROWS} are held out; expected more")
         rows, paths = rows[:-HELD_OUT_ROWS], [folder / f"{name}.npy" for name in ("states", "ids", "log_probs")]
         written = (folder / "written.npy").stat().st_mtime
         if not all(path.exists() and path.stat().st_mtime >= written for path in paths):

@@ -316,6 +316,9 @@ def test_what_no_head_can_learn_from_is_said(train, tmp_path):
     train("target", *STEPS)
     with pytest.raises(SystemExit, match="has no chat template"):
         train.module.main(["head", "--target", str(tmp_path / "target.bin"), "--out", str(tmp_path)])
+    np.save(tmp_path / "written.npy", np.zeros((20, 9), np.int32))
+    with pytest.raises(ValueError, match="20 rows, of which 20 are held out"):
+        train.module.main(["head", "--target", str(tmp_path / "target.bin"), "--out", str(tmp_path)])
 
 
 @pytest.mark.parametrize("options", [[], ["--dim", "16"]], ids=["of its target's width", "narrower"])
