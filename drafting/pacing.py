@@ -4,6 +4,7 @@ Threads wait for each other some hundred times a pass, and one that has lost its
 a busy loop, on two cores, write 250 tokens a second on two threads and 2,000 on one. No token depends on the number of threads.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 
 from ..decoding import Event, Step
@@ -31,6 +32,7 @@ class Pace:
         self._tried: dict[int, tuple[float, float]] = {}  # of each: `times` and seconds of its window
         self._wait = LEAST_WAIT  # seconds until the next trial
         self._n_slow = 0  # windows in a row
+        self._lock = threading.Lock()
 
     def over(self, events: Iterator[Event]) -> Iterator[Event]:
         """The same events."""
@@ -40,7 +42,15 @@ class Pace:
             yield event
 
     def saw(self, n_proposed: int, seconds: float) -> None:
-        """A step, on as many threads as are in use."""
+        """A step, on as many threads as are in use; left out in the middle of another's, of a thread or a signal handler."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._take(n_proposed, seconds)
+        finally:
+            self._lock.release()
+
+    def _take(self, n_proposed: int, seconds: float) -> None:
         known = self._least.get(n_proposed)
         self._least[n_proposed] = min(seconds, DRIFT * known) if known else seconds
         if not known:

@@ -12,6 +12,7 @@ is that of row 4 l + j, column k of the quad. The pool is what all strips of a m
 from the end on.
 """
 
+import itertools
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -274,8 +275,9 @@ def fill(strips: Float32, first: int, stride: int, rows: Floats, group: int) -> 
     room = np.empty((threads, rows.shape[1], STRIP_ROWS), np.uint16), np.empty((threads, COUNTERS, 256), np.uint32)
     on_all_threads(fill_quads(strips, octets, first, stride, rows, *room, needed))
     used = strips.view(np.uint32).reshape(-1)[quads_of(strips, n, 0)[0] - SLOTS_USED :][:1]
-    slots = needed.cumsum() - needed + int(used[0])
-    if (total := int(used[0] + needed.sum())) > len(strips) * slots_of(n):
+    ends = [*itertools.accumulate(needed.tolist(), initial=int(used[0]))]
+    slots, total = np.array(ends[:-1], np.int64), ends[-1]
+    if total > len(strips) * slots_of(n):
         raise NoRoom
     used[0] = total
     on_all_threads(fill_pool(strips, octets, first, stride, rows, slots))
