@@ -143,7 +143,7 @@ def test_threads_that_share_a_head_write_what_each_writes_alone():
 
 
 @pytest.mark.parametrize("verify", ["rejection", "block"])
-@pytest.mark.parametrize("n_runs", [600, pytest.param(20_000, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("n_runs", [600, pytest.param(5_000, marks=pytest.mark.campaign)])
 def test_texts_of_a_head_of_some_ids_have_the_targets_distribution(verify, n_runs):
     """Chi-square of the first two tokens, cells of few together, false alarm below 1e-6 a case; the seeds are fixed."""
     target = tiny_model(8, vocab=12, layers=3, scale=0.2)

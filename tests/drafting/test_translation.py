@@ -111,9 +111,9 @@ def test_a_draft_of_a_part_of_the_vocabulary_changes_no_text():
 
 
 @pytest.mark.campaign
-def test_nor_of_100_000_tokens():
+def test_nor_of_20_000_tokens():
     n, case = 0, 100
-    while n < 100_000:
+    while n < 20_000:
         n += texts_of_random_pairs(50, 128, case)
         case += 50
 
