@@ -24,11 +24,14 @@ def costs_of(target: Transformer, draft: Transformer | None, vocabulary: Vocabul
     probs = sampler.new_probs()
 
     def seconds(model: Transformer, n: int) -> float:
-        begin = time.perf_counter()
-        with model.lock:
+        of = model.target if isinstance(model, Head) else model
+        with model.lock, of.lock:
+            if of is not model:  # behind which a head drafts: another text may have had its turn
+                of.forward([0], 0)
+            begin = time.perf_counter()
             for logits in model.forward([0] * n, n if model is target else 1):
                 sampler.draw(probs, logits, TARGET_NOISE, n)
-        return time.perf_counter() - begin
+            return time.perf_counter() - begin
 
     jobs = [(target, n) for n in COSTS_TOKENS if n <= target.n_positions]
     # as in a step, a draft comes behind a pass of few tokens, which has put it out of the cache; its second finds it there

@@ -4,6 +4,7 @@ import itertools
 import json
 import pickle
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from specdec.decoding import VERIFIERS, Statistics, decode
 from specdec.drafting.heads import Head
 from specdec.drafting.model_drafter import HeadDrafter
 from specdec.drafting.planning import FixedLength
+from specdec.drafting.timing import costs_of
 from specdec.readers import CheckpointError
 from specdec.readers.loading import load_model
 from specdec.sampling import Sampler
+from specdec.text.vocabulary import Vocabulary
 from specdec.tokenizer import BOS
 from specdec.weights import INT8
 from tests import reference
@@ -272,3 +275,22 @@ def test_the_command_line_takes_a_head_wherever_it_takes_a_draft(run: Run, pair:
         )
         code, out, err = run(*asked, "-n", 40, "--tree", "on")
         assert (code, out) == (2, "") and err.count("\n") == 1 and "a head proposes chains" in err
+
+
+def test_a_head_is_timed_while_others_write_on_its_target(monkeypatch):
+    target = tiny_model(8, layers=3)
+    head, clock = head_of(target), time.perf_counter
+
+    def others_turn():
+        if target.lock.acquire(blocking=False):
+            target.forward([7, 8, 9])
+            target.lock.release()
+
+    def busy():
+        thread = threading.Thread(target=others_turn)
+        thread.start()
+        thread.join()
+        return clock()
+
+    monkeypatch.setattr("specdec.drafting.timing.time.perf_counter", busy)
+    assert costs_of(target, head, Vocabulary(105, 105)).of_draft(1) > 0

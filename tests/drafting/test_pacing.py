@@ -81,3 +81,20 @@ def test_events_go_through_as_they_are() -> None:
     events = [Prompt([1], 9.0), *(Step([5], [], 0, seconds, 0.0) for seconds in [0.001] * 300 + [0.05] * 9)]
     assert list(machine.pace.over(iter(events))) == events
     assert {*machine.used} == {4, 3, 2, 1}
+
+
+def test_steps_that_another_text_tells_in_the_middle_of_a_choice_are_left_out() -> None:
+    machine = Machine(0.02)
+    use = machine.used.append
+
+    def interrupted(n: int) -> None:
+        machine.pace._use = use
+        machine.write(ONE_TAKEN, 5)
+        use(n)
+
+    machine.pace._use = interrupted
+    machine.write(QUIET, 1)
+    while machine.pace._use is interrupted:
+        machine.write(ONE_TAKEN, 0.1)
+    assert machine.pace.n_threads == machine.used[-1]
+    assert machine.write(ONE_TAKEN, 20) < 1.5 and machine.pace.n_threads == machine.used[-1] == 3
