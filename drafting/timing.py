@@ -26,8 +26,10 @@ def costs_of(target: Transformer, draft: Transformer | None, vocabulary: Vocabul
     def seconds(model: Transformer, n: int) -> float:
         of = model.target if isinstance(model, Head) else model
         with model.lock, of.lock:
-            if of is not model:  # behind which a head drafts: another text may have had its turn
+            if isinstance(model, Head):  # behind which a head drafts: another text may have had its turn
                 of.forward([0], 0)
+                if n > model.n_positions or not model.drafts_for([0, 0]):  # a proposal is empty, and takes nothing
+                    return 0.0
             begin = time.perf_counter()
             for logits in model.forward([0] * n, n if model is target else 1):
                 sampler.draw(probs, logits, TARGET_NOISE, n)
@@ -36,7 +38,8 @@ def costs_of(target: Transformer, draft: Transformer | None, vocabulary: Vocabul
     jobs = [(target, n) for n in COSTS_TOKENS if n <= target.n_positions]
     # as in a step, a draft comes behind a pass of few tokens, which has put it out of the cache; its second finds it there
     texts = (2, 3) if isinstance(draft, Head) else (1, 1)  # a head's first is by what that pass has computed, its second a guess
-    jobs[2:2] = [(draft, n) for n in texts] if draft else []
+    at = min(2, len(jobs))
+    jobs[at:at] = [(draft, n) for n in texts] if draft else []
     least = [math.inf] * len(jobs)
     begin = time.perf_counter()
     for cycle in itertools.count(1):
@@ -45,7 +48,7 @@ def costs_of(target: Transformer, draft: Transformer | None, vocabulary: Vocabul
                 least[i] = min(least[i], seconds(model, n))
         if time.perf_counter() > begin + (COSTS_SECONDS if cycle > 1 else SLOW):
             break
-    first, token = (least.pop(2), least.pop(2)) if draft else (0.0, 0.0)
+    first, token = (least.pop(at), least.pop(at)) if draft else (0.0, 0.0)
     n_tokens = [n for model, n in jobs if model is target]
     passes = {n: taken for n, taken in zip(n_tokens, least, strict=True) if taken < math.inf}
     return Costs(passes, token, max(0.0, first - token))

@@ -294,3 +294,20 @@ def test_a_head_is_timed_while_others_write_on_its_target(monkeypatch):
 
     monkeypatch.setattr("specdec.drafting.timing.time.perf_counter", busy)
     assert costs_of(target, head, Vocabulary(105, 105)).of_draft(1) > 0
+
+
+@pytest.mark.parametrize("n_positions", [1, 2, 3])
+def test_a_text_of_few_positions_has_drafts_too(pair: Pair, n_positions):
+    target = load_model(pair.target, n_positions=n_positions)
+    plain = SpeculativeDecoder(target, None, tokenizer=pair.tokenizer).generate("", n_positions, seed=4)
+    for draft in (load_model(pair.draft), head_of(target)):
+        decoder = SpeculativeDecoder(target, draft, tokenizer=pair.tokenizer)
+        assert decoder.generate("", n_positions, seed=4).tokens == plain.tokens
+
+
+def test_a_head_whose_states_its_target_does_not_keep_is_silent(pair: Pair):
+    target = load_model(pair.target)
+    plain = SpeculativeDecoder(target, None, tokenizer=pair.tokenizer).generate("", 20, seed=4)
+    decoder = SpeculativeDecoder(target, head_of(target), tokenizer=pair.tokenizer)
+    target.hidden_layers = ()
+    assert decoder.generate("", 20, seed=4).tokens == plain.tokens
