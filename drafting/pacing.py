@@ -65,7 +65,8 @@ class Pace:
         self._wait -= seconds
         self._n_slow = self._n_slow + 1 if times > SLOW else 0
         if self._to_try:
-            self._tried[self._to_try.pop(0)] = times, seconds
+            self._tried[self._to_try[0]] = times, seconds  # then taken off: an interrupt in between loses none
+            del self._to_try[0]
         elif self._wait <= 0 and (self._n_slow > 1 or self.n_threads < self._most):  # one may be a single stall
             self._tried = {self.n_threads: (times, seconds)}
             likely = dict.fromkeys([self._most, self._most - 1, self._most // 2, 1])
