@@ -58,7 +58,8 @@ def texts_of_random_heads(n_pairs, first=0):
         sampling = Sampling(*[(0.0, 0, 0.0), (1.0, 0, 0.9), (0.7, 20, 0.95), (1.5, 0, 1.0)][case % 4], case)
         prompt = rng.integers(3, 105, int(rng.choice([1, 2, 5, 100]))).tolist()
         plain, _ = continuation(target, None, sampling, prompt=prompt, max_tokens=200)
-        for event in events_of(target, head, sampling, int(rng.choice([1, 4, 63])), prompt=prompt, max_tokens=200):
+        gamma = int(rng.choice([1, 2, 4, 63], p=[0.4, 0.3, 0.25, 0.05]))
+        for event in events_of(target, head, sampling, gamma, prompt=prompt, max_tokens=200):
             statistics.add(event)
             if isinstance(event, Step):
                 assert event.tokens == plain[: len(event.tokens)]
