@@ -195,18 +195,20 @@ def settings_of(pair: SpeculativeDecoder, gammas: Sequence[int | str]) -> tuple[
     ngrams = SpeculativeDecoder(target, NGRAM, tokenizer)
     if pair.draft is None:
         return settings + [Setting(f"n-grams γ {g}", f"-d ngram -g {g}", ngrams, "ngram", g) for g in gammas], notes
-    try:
-        if pair.draft.n_positions < target.n_positions:
-            raise ValueError(f"it has room for {pair.draft.n_positions} tokens, the target for {target.n_positions}")
-        settings.append(Setting("draft alone", "", SpeculativeDecoder(pair.draft, None, tokenizer), "draft"))
-    except ValueError as error:  # also of a vocabulary of another size
-        notes.append(f"the draft alone is left out: {error}")
+    is_head = isinstance(pair.draft, Head)
+    if is_head:
+        notes.append("the draft alone, trees and stages are left out: a head writes no text, proposes chains, and has no draft")
+    else:
+        try:
+            if pair.draft.n_positions < target.n_positions:
+                raise ValueError(f"it has room for {pair.draft.n_positions} tokens, the target for {target.n_positions}")
+            settings.append(Setting("draft alone", "", SpeculativeDecoder(pair.draft, None, tokenizer), "draft"))
+        except ValueError as error:  # also of a vocabulary of another size
+            notes.append(f"the draft alone is left out: {error}")
     most = AUTO if AUTO in gammas else max(gamma for gamma in gammas if isinstance(gamma, int))
     settings.append(Setting(f"n-grams γ {most}", f"-d ngram -g {most}", ngrams, "ngram", most))
     settings += [Setting(f"γ {g}", f"-g {g}", pair, "pair", g) for g in gammas]
-    if isinstance(pair.draft, Head):
-        notes.append("trees and stages are left out: a head proposes chains, and nothing drafts for it")
-    elif AUTO in gammas and not pair.has_stage:
+    if AUTO in gammas and not pair.has_stage and not is_head:
         staged = SpeculativeDecoder(target, pair.draft, tokenizer, stage=NGRAM)
         settings.append(Setting("γ auto, trees", "-g auto --tree on", pair, "pair", AUTO, "on"))
         settings.append(Setting("γ auto, n-grams first", "-g auto --stage ngram", staged, "pair", AUTO))
