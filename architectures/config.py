@@ -55,7 +55,7 @@ class HeadConfig:
     made_for: str = ""
 
     @property
-    def n_layers(self) -> int:
+    def n_states(self) -> int:
         """How many of the target's hidden states make a feature."""
         return len(self.layers) or N_HIDDEN
 

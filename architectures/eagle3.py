@@ -26,8 +26,8 @@ def head_of(config: Config) -> HeadConfig:
 def taps(config: Config) -> tuple[int, int]:
     """In how many rows, normed each by itself, a feature's hidden states lie, and their width."""
     head = head_of(config)
-    n_rows = head.n_layers if head.fc_norm == "each" else 1
-    return n_rows, head.n_layers * head.target_dim // n_rows
+    n_rows = head.n_states if head.fc_norm == "each" else 1
+    return n_rows, head.n_states * head.target_dim // n_rows
 
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
@@ -35,7 +35,7 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
     head, dim, ours = head_of(config), config.dim, llama.shapes(config)
     tensors = {name: ours[name][1:] for name in OF_LAYER if name in ours}
     tensors |= {name: (tensors[name][0], 2 * dim) for name in ("wq", "wk", "wv")}
-    tensors |= {"fc": (dim, head.n_layers * head.target_dim), "rms_emb": (dim,), "rms_hidden": (dim,), "rms_final": (dim,)}
+    tensors |= {"fc": (dim, head.n_states * head.target_dim), "rms_emb": (dim,), "rms_hidden": (dim,), "rms_final": (dim,)}
     if head.fc_norm:
         tensors["fc_norm"] = taps(config)
     if head.own_classifier:
@@ -50,7 +50,7 @@ def parts(config: Config) -> dict[str, Part]:
     head, dim = head_of(config), config.dim
     matrices = {name: part._replace(tensors=_of_one_layer(part.tensors)) for name, part in llama.parts(config).items()}
     matrices |= {
-        "fc": Part((("fc", None),), (dim,), head.n_layers * head.target_dim),
+        "fc": Part((("fc", None),), (dim,), head.n_states * head.target_dim),
         "0.qkv": matrices["0.qkv"]._replace(n=2 * dim),
         "classifier": Part((("wcls", None),), (head.n_rows,), dim),
     }

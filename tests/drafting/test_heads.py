@@ -368,7 +368,7 @@ def test_a_head_and_nothing_else_has_a_head_s_numbers():
     head = HeadConfig(40, (), 105, False, False)
     assert "expected both" in Config(40, 50, 1, 5, 1, 105, 80, architecture="eagle3").flaw()
     assert "expected both" in Config(40, 50, 1, 5, 1, 105, 80, head=head).flaw()
-    assert (head.n_layers, head.layers_of(30)) == (3, (2, 15, 27))
+    assert (head.n_states, head.layers_of(30)) == (3, (2, 15, 27))
 
 
 def test_a_target_that_scales_its_residuals_gives_the_stream_that_heads_are_trained_on():
