@@ -1,6 +1,6 @@
 """How many threads a text is written on, while it is: fewer where another program has taken a core. Knows no models.
 
-Threads wait for each other some hundred times a pass, and one that has lost its core holds up all of them: the embedded pair and
+Threads wait for each other five times a layer, and one that has lost its core holds up all of them: the embedded pair and
 a busy loop, on two cores, write 250 tokens a second on two threads and 2,000 on one. No token depends on the number of threads.
 """
 

@@ -193,12 +193,11 @@ def _same(value: Any, choice: Any) -> bool:
 
 
 def llama_config(values: Values, family: str) -> Config:
+    """The numbers of a family that is like Llama. Raises CheckpointError for what is not done here."""
     values.must_be("hidden_act", *SILU)
     attention_bias = values.flag("attention_bias") if family in WITH_ATTENTION_BIAS else False
     mlp_bias = values.flag("mlp_bias") if family in WITH_MLP_BIAS else False
-    if family == "mistral":
-        values.must_be("attention_bias", False)
-    if family == "phi3":
+    if family in ("mistral", "phi3"):
         values.must_be("attention_bias", False)
     if family not in WITH_MLP_BIAS:
         values.must_be("mlp_bias", False)
