@@ -72,7 +72,10 @@ def presumed_vocabulary(target: AnyTokenizer, target_rows: int, name: str, draft
     n = target.vocab_size
     is_padded = isinstance(target, JsonTokenizer) and n <= draft_rows <= min(n + MOST_PADDING, n / LEAST_KNOWN)
     if draft_rows != target_rows and not is_padded:
-        raise ValueError(f"{name} has a vocabulary of {draft_rows} tokens, the target one of {target_rows}; they must agree")
+        raise ValueError(
+            f"{name} has a vocabulary of {draft_rows} tokens, the target one of {target_rows}; "
+            "they must agree where a draft has no tokenizer of its own"
+        )
     return Vocabulary(min(n, target_rows), min(n, draft_rows))
 
 
