@@ -283,7 +283,7 @@ def pack_quads(typingctx, strips, quads_at, n, columns, columns_at):
         needed = cgutils.alloca_once_value(builder, const(0))
         lanes = [k * 16 + 4 * i + j for i in range(4) for pair in range(2) for j in range(4) for k in (2 * pair, 2 * pair + 1)]
         with cgutils.for_range(builder, n) as indexes:
-            q, codes, missing = indexes.index, [], []
+            q, codes, known = indexes.index, [], []
             place = builder.gep(quads, [builder.mul(q, const(4 * LINE_WORDS))])
             here = builder.gep(source, [builder.mul(q, const(QUAD * STRIP_ROWS))])
             for half in range(2):
@@ -300,10 +300,10 @@ def pack_quads(typingctx, strips, quads_at, n, columns, columns_at):
                 to = builder.gep(place, [const(HALF + half * HALF)])
                 builder.store(builder.trunc(both, octets), builder.bitcast(to, octets.as_pointer()), align=1)
                 codes.append(code)
-                missing.append(is_known)
+                known.append(is_known)
             byte = builder.or_(codes[0], builder.shl(codes[1], constants(octets, 4)))
             builder.store(byte, builder.bitcast(place, octets.as_pointer()), align=1)
-            all_known = llvm(builder, f"llvm.vector.reduce.and.v{HALF}i8", I8, builder.and_(*missing))
+            all_known = llvm(builder, f"llvm.vector.reduce.and.v{HALF}i8", I8, builder.and_(*known))
             needs = builder.zext(builder.icmp_signed("!=", all_known, I8(-1)), I64)
             flag = builder.gep(quads, [builder.add(builder.sub(const(-FLAGS_END), n), q)])
             builder.store(builder.trunc(needs, I8), flag)
