@@ -17,14 +17,14 @@ from ..architectures import Config, HeadConfig
 from . import config_json
 from .config_json import CONFIG, DEFAULTS, Values, check_neutral, llama_config
 from .heads import are_layers, check_rows, checked_ids
-from .huggingface import HEAD, INDEX, LLAMA_NAMES, WEIGHTS, Folder, Names
+from .huggingface import HEAD, LLAMA_NAMES, Folder, Names
 from .json_text import read_object, shown
 from .model_file import Checkpoint, CheckpointError, telling_os_errors
 from .places import Place, tensors_of
+from .safetensors import INDEX, PICKLE, WEIGHTS
 
 SPECULATORS, LAYER, EAGLE = "speculators_model_type", "transformer_layer_config", "eagle_config"
 ROWS, LAYER_IDS, TARGET_DIM = "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "target_hidden_size"
-PICKLE = "pytorch_model.bin"
 FAMILIES = ("llama", "qwen3")  # of the layer; where a file is silent, EAGLE's and that of speculators
 IDS, EMBEDDING = "d2t", "embed_tokens.weight"
 LAYERS = ("midlayer", "layers.0")  # a head's only one, in EAGLE's dialect and in that of speculators

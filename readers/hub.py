@@ -21,12 +21,11 @@ from typing import Any, BinaryIO
 
 from . import CheckpointError, extras, replace_text
 from .hub_words import COMMIT, ETAG, SHA256, are_of_one_server, endpoint, may_be_a_file, named, without_password
+from .safetensors import INDEX, PICKLE, WEIGHTS
 
 GGUF = ".gguf"
 DEFAULT_BITS = ("Q4_K_M", "Q8_0")  # of GGUF files the first that there is, as llama.cpp's -hf has it; else the first file
 SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-WEIGHTS, SHARDS = "model.safetensors", "model.safetensors.index.json"
-PICKLE = "pytorch_model.bin"
 PATIENCE = 10  # seconds that a hub may take to say what it has: the library would wait forever
 TRIES = 2  # without a byte that came, of several by the library each
 NO_ROOM = (errno.ENOSPC, errno.EFBIG, *([errno.EDQUOT] if hasattr(errno, "EDQUOT") else []))
@@ -169,7 +168,7 @@ class _Fetch:
     def model(self, bits: str) -> Path:
         """The folder of safetensors, or a GGUF file: of those bits, or where there is no other model."""
         sizes = self._list()
-        has_others = any(file in sizes for file in (WEIGHTS, SHARDS))
+        has_others = any(file in sizes for file in (WEIGHTS, INDEX))
         return self._gguf(bits, sizes) if bits or (gguf_of(sizes, "") and not has_others) else self._folder(sizes)
 
     def _gguf(self, bits: str, sizes: dict[str, int | None]) -> Path:
@@ -181,7 +180,7 @@ class _Fetch:
         if missing:
             raise CheckpointError(f"{self.name} on the hub has {found[0]!r} and lacks {missing[0]!r}")
         path = self._weights(found, sizes)[0]
-        for file in (WEIGHTS, SHARDS):
+        for file in (WEIGHTS, INDEX):
             if file not in sizes:
                 _touch(_storage(self.name) / ".no_exist" / self._revision / file)
         return path
@@ -195,7 +194,7 @@ class _Fetch:
 
     def _folder(self, sizes: dict[str, int | None]) -> Path:
         wanted = [file for file in SMALL_FILES if file in sizes]
-        for needed in (SMALL_FILES[0], WEIGHTS if SHARDS not in sizes else SHARDS):
+        for needed in (SMALL_FILES[0], WEIGHTS if INDEX not in sizes else INDEX):
             if needed not in sizes:
                 lacking = f"{self.name} on the hub has no {needed}, so it is no model in safetensors' format"
                 if needed == WEIGHTS and PICKLE in sizes:
@@ -207,10 +206,10 @@ class _Fetch:
         if WEIGHTS in sizes:
             weights = [WEIGHTS]
         else:
-            weights = _shards(self._small(SHARDS))
+            weights = _shards(self._small(INDEX))
             missing = [file for file in weights if file not in sizes]
             if missing:
-                raise CheckpointError(f"{self.name} on the hub names {missing[0]!r} in its {SHARDS}, and has no such file")
+                raise CheckpointError(f"{self.name} on the hub names {missing[0]!r} in its {INDEX}, and has no such file")
         for file in SMALL_FILES:
             if file not in sizes:
                 _touch(_no_exist(folder) / file)
@@ -452,9 +451,9 @@ def _cached_folder(name: str) -> Path | None:
 def _lacks(folder: Path) -> list[str]:
     """What a snapshot lacks of a model."""
     shards = [WEIGHTS]
-    if (folder / SHARDS).exists() and not (folder / WEIGHTS).exists():
+    if (folder / INDEX).exists() and not (folder / WEIGHTS).exists():
         try:
-            shards = _shards(folder / SHARDS)
+            shards = _shards(folder / INDEX)
         except CheckpointError:
             shards = []  # which the reader will tell of
     return [file for file in (SMALL_FILES[0], *shards) if not (folder / file).exists()]
@@ -483,7 +482,7 @@ def _cached_gguf(folder: Path, bits: str) -> Path | None:
 
 def _has_no_others(folder: Path) -> bool:
     """Whether GGUF files are known to be a repository's only weights."""
-    return all((_no_exist(folder) / file).exists() for file in (WEIGHTS, SHARDS))
+    return all((_no_exist(folder) / file).exists() for file in (WEIGHTS, INDEX))
 
 
 def _is_settled(folder: Path, file: str) -> bool:

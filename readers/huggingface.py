@@ -14,9 +14,8 @@ from .config_json import CONFIG, read_config
 from .json_text import read_object, shown
 from .model_file import Checkpoint, CheckpointError, FileTensor, telling_os_errors
 from .places import GATED, QKV, QKV_BIASES, Place, are_equal, tensors_of
-from .safetensors import SafetensorsFile
+from .safetensors import INDEX, WEIGHTS, SafetensorsFile
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD = "lm_head.weight"
 LONGEST_NAME = 255  # of a file, in letters
 

@@ -14,6 +14,8 @@ from ..machine.vectors import Int64
 from .json_text import MAX_BYTES, parse_object, shown
 from .model_file import BF16, FP16, FP32, CheckpointError, FileTensor, ModelFile
 
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # files of a folder: all its weights, and what names shards
+PICKLE = "pytorch_model.bin"  # what older folders have in their place
 LENGTH_BYTES = 8
 MAX_DIMENSIONS = 64
 METADATA = "__metadata__"
