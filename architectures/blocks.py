@@ -1,6 +1,7 @@
-"""What families share whose layers are attention and an MLP: their buffers, and a tree's path in their KV cache."""
+"""What families share whose layers are attention and an MLP: their buffers, attention, a tree's path in their KV cache."""
 
 from ..kernels import MAX_TOKENS, move_slots
+from ..machine.programs import Row
 from ..machine.tiles import STRIP_ROWS, TILE_TOKENS
 from ..machine.vectors import Int64, ceil_div, round_up
 from .config import Config
@@ -31,6 +32,12 @@ def block_buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buf
         "up": Buffer((MAX_TOKENS, matrices["0.up"].n_rows)),
         "hidden": Buffer((1, MAX_TOKENS, round_up(config.hidden_dim, STRIP_ROWS))),
     }
+
+
+def attention(config: Config, b: Buffers, i: int) -> Row:
+    """heads = what each query head of layer i sees of the text up to its token, or of a window of it."""
+    numbers = config.n_heads, config.n_seen, config.score_scale
+    return b.kv.attention(b.heads, b.qkv, b.keys[i], b.values[i], b.scores, b.mixed, b.depths, b.paths, *numbers)
 
 
 def move_path(buffers: Buffers, path: Int64, n_text: int) -> None:

@@ -4,7 +4,7 @@ from ..kernels import add_bias, add_positions, gelu, layer_norm
 from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
 from ..weights.matrix import n_strips
-from .blocks import block_buffers, move_path
+from .blocks import attention, block_buffers, move_path
 from .config import Config
 from .plan import Architecture, Buffers, Layers, Part, Vector, Weights
 
@@ -67,21 +67,7 @@ def program(config: Config, weights: Weights, b: Buffers) -> Layers:
                 b.kv.store_keys(b.keys[i], b.qkv, 1, k_row),
                 b.kv.store_values(b.values[i], b.qkv, 1, 2 * k_row, config.head_dim),
             ],
-            [
-                b.kv.attention(
-                    b.heads,
-                    b.qkv,
-                    b.keys[i],
-                    b.values[i],
-                    b.scores,
-                    b.mixed,
-                    b.depths,
-                    b.paths,
-                    config.n_heads,
-                    config.n_seen,
-                    config.score_scale,
-                )
-            ],
+            [attention(config, b, i)],
             [w[f"{i}.wo"].product(b.x[0], b.heads, b.scratch, adding=True), add_bias(b.x[0], v[f"{i}.bo"], 1)],
             [
                 norm(f"{i}.ln_ffn"),

@@ -16,7 +16,7 @@ from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import LANES, Float32
 from ..weights.matrix import n_strips
-from .blocks import block_buffers, move_path
+from .blocks import attention, block_buffers, move_path
 from .config import Config
 from .plan import Architecture, Buffer, Buffers, Layers, Part, Room, Vector, Weights
 from .rope import fill_tables
@@ -127,21 +127,7 @@ def layer(config: Config, weights: Weights, b: Buffers, i: int, normed: Float32,
             b.kv.store_keys(b.keys[i], b.qkv, unit, k_row),
             b.kv.store_values(b.values[i], b.qkv, unit, v_row, config.head_dim),
         ],
-        [
-            b.kv.attention(
-                b.heads,
-                b.qkv,
-                b.keys[i],
-                b.values[i],
-                b.scores,
-                b.mixed,
-                b.depths,
-                b.paths,
-                config.n_heads,
-                config.n_seen,
-                config.score_scale,
-            )
-        ],
+        [attention(config, b, i)],
         [w[f"{i}.wo"].product(b.x[0], b.heads, b.scratch, adding=True), *biased(b.x[0], f"{i}.bo")],
         [
             norm(config, weights, b, f"{i}.rms_ffn"),
