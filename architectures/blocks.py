@@ -37,7 +37,8 @@ def block_buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buf
 def attention(config: Config, b: Buffers, i: int) -> Row:
     """heads = what each query head of layer i sees of the text up to its token, or of a window of it."""
     numbers = config.n_heads, config.n_seen, config.score_scale
-    return b.kv.attention(b.heads, b.qkv, b.keys[i], b.values[i], b.scores, b.mixed, b.depths, b.paths, *numbers)
+    row: Row = b.kv.attention(b.heads, b.qkv, b.keys[i], b.values[i], b.scores, b.mixed, b.depths, b.paths, *numbers)
+    return row
 
 
 def move_path(buffers: Buffers, path: Int64, n_text: int) -> None:

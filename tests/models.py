@@ -1,9 +1,11 @@
 """Models and passes for the tests: shapes, random weights, and the ways to run them."""
 
+from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import pytest
 
 from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
@@ -98,3 +100,18 @@ def judge(logits, draft, verifier, position, end_marks):
     text = Text([0] * position, 99, 99, None, verifier, FixedLength(1), end_marks)
     text.draft = draft
     return text.judge(logits)
+
+
+@contextmanager
+def broken_off(model, work="_runner"):
+    """Ctrl-C at the end of a model's work, which has written all that it writes; expects that it comes through."""
+    whole = getattr(model, work)
+
+    def run(*numbers):
+        whole(*numbers)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(model, work, run)
+        with pytest.raises(KeyboardInterrupt):
+            yield

@@ -15,7 +15,7 @@ from specdec.sampling import Sampling
 from specdec.transformer import FIRST_POSITIONS, Transformer
 from specdec.weights import FP32, INT8
 from tests import reference
-from tests.models import THREADS, continuation, random_model, run_in_blocks, tokens_for
+from tests.models import THREADS, broken_off, continuation, random_model, run_in_blocks, tokens_for
 
 CONFIG = Config(40, 50, 3, 5, 1, 105, 700, architecture="toy")
 N_STATES = 7
@@ -176,20 +176,12 @@ def test_a_state_goes_back_with_its_text_however_far(kind):
     assert n_run.count(0) >= 5 and max(n_run) > 60
 
 
-def test_a_pass_that_was_broken_off_leaves_no_state_of_its_own(monkeypatch):
+def test_a_pass_that_was_broken_off_leaves_no_state_of_its_own():
     tokens = tokens_for(CONFIG, 60)
     model, expected = model_of(), model_of().forward(tokens).copy()
     model.forward(tokens[:30])
-    runner = model._runner
-
-    def run(*numbers):
-        runner(*numbers)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as context:
-        context.setattr(model, "_runner", run)
-        with pytest.raises(KeyboardInterrupt):
-            model.forward([*tokens[:30], *tokens[:20]])
+    with broken_off(model):
+        model.forward([*tokens[:30], *tokens[:20]])
     np.testing.assert_array_equal(model.forward(tokens), expected)
 
 
