@@ -9,11 +9,12 @@ from typing import Any, Literal, TypeVar, get_args
 import numpy as np
 
 from .architectures import Buffers, Config, Room, Weights, architecture_of
+from .architectures.plan import Common
 from .checks import ids, one_of, short, whole
 from .kernels import KV_CACHES, MAX_TOKENS, copy_rows, trace
 from .machine.ahead import compile_ahead
 from .machine.memory import zeros
-from .machine.programs import Operation, Runner
+from .machine.programs import Operation, TextPart
 from .machine.threads import available_threads, give_lock
 from .machine.tiles import STRIP_ROWS, TILE_TOKENS
 from .machine.vectors import Float32, round_up
@@ -50,6 +51,17 @@ def compile_passes(config: Config, tensors: Mapping[str, Any], kinds: Sequence[K
     return compile_ahead([*operations], [KV_CACHES[kv].attention.name, "sampling.draw_once"])
 
 
+class Turn:
+    """What models that share passes have in common: one of them runs at a time, in buffers that are no text's own."""
+
+    def __init__(self) -> None:
+        self.lock: threading._RLock
+        give_lock(self, "lock")
+        self.is_taken = False
+        self.n_passes = 0
+        self.common = Common()
+
+
 class Transformer:
     """A model on CPU threads, with the KV cache of the text that it ran last.
 
@@ -58,6 +70,7 @@ class Transformer:
     sees a sliding window of that many positions. kv: what keys and values are kept in, "f32" or "f16", half as many bytes, each
     rounded to the nearest and NaN beyond its range; "auto" is f32 where all weights are fp32, else f16.
     hidden_layers: before which layers the hidden states are kept, beside the cache; see `hidden`.
+    beside: a model of the same weights whose passes this one may share; see `seat`.
 
     Whatever runs, the logits are those of the tokens that were asked for: the cache knows which tokens it holds, those of the
     last tree among them. Threads may share a model; `lock` is for whoever reads logits that another's pass must not overwrite. A
@@ -75,6 +88,7 @@ class Transformer:
         n_positions: int | None = None,
         kv: KV = "auto",
         hidden_layers: Sequence[int] = (),
+        beside: "Transformer | None" = None,
     ) -> None:
         if flaw := config.flaw():
             raise ValueError(flaw)
@@ -88,10 +102,7 @@ class Transformer:
         self._n_positions = config.seq_len if n_positions is None else whole("n_positions", n_positions, 1)
         if self._architecture.learned_positions:
             self._n_positions = min(self._n_positions, config.seq_len)
-        self.lock: threading._RLock
-        give_lock(self, "lock")
-        self._is_running = False
-        self.n_passes = 0  # so that whoever reads logits can tell whether a signal handler ran a pass meanwhile
+        self._turn: Turn = beside._turn if beside else Turn()
         self._held: list[int] = []  # the tokens whose keys and values the cache holds, those of a text
         self._nodes: list[Node] = []  # and in the slots behind them, those of a tree
         self._shortest = 0  # the length of a text, but for 0, that the cache can still go back to
@@ -116,6 +127,16 @@ class Transformer:
     @property
     def weights(self) -> Weights:
         return self._weights
+
+    @property
+    def lock(self) -> "threading._RLock":
+        """For whoever reads logits that no other pass must overwrite."""
+        return self._turn.lock
+
+    @property
+    def n_passes(self) -> int:
+        """So that whoever reads logits can tell whether a signal handler ran a pass meanwhile."""
+        return self._turn.n_passes
 
     @property
     def kv(self) -> KV:
@@ -161,10 +182,11 @@ class Transformer:
         """
         return self._alone(self._hidden_of, tokens, first)
 
-    def text_bytes(self, n_positions: int) -> int:
-        """What a text of so many positions takes beside the weights, and a tree at its end."""
+    def text_bytes(self, n_positions: int, is_another: bool = False) -> int:
+        """What a text of so many positions takes beside the weights, and a tree at its end; is_another: beside a first text."""
         room = self._room(round_up(n_positions + MAX_TOKENS, STRIP_ROWS), len(self._hidden_layers))
-        return sum(b.n_bytes for b in self._architecture.all_buffers(self._config, self._weights, room).values())
+        buffers = self._architecture.all_buffers(self._config, self._weights, room).values()
+        return sum(buffer.n_bytes for buffer in buffers if buffer.is_own or not is_another)
 
     def positions_within(self, n_bytes: float, most: int) -> int:
         """How many positions a text may have that takes so many bytes (`text_bytes`): 1 to `most`."""
@@ -176,6 +198,38 @@ class Transformer:
         """The same model, with room for texts of so many positions."""
         return Transformer(self._config, self._weights, self._n_threads, n_positions, self._kv)
 
+    def seat(self) -> "Transformer":
+        """The same model with a cache of its own, for another text: the two may share passes (`forward_together`).
+
+        They take turns in all else, and logits of one are valid until the next call of either.
+        """
+        return Transformer(
+            self._config, self._weights, self._most_threads, self._n_positions, self._kv, self._hidden_layers, beside=self
+        )
+
+    @staticmethod
+    def forward_together(texts: Sequence[tuple["Transformer", Sequence[int], int]]) -> list[Float32]:
+        """`forward` of several texts in one pass: of each (model, tokens, n_logits) the logits (n_logits, V), bit for bit.
+
+        The models are `seat`s of one, each once. The threads are the first one's. Raises ValueError where more than MAX_TOKENS
+        tokens would have to run (see `n_to_run`), else what `forward` raises.
+        """
+        jobs = [(model, *model._job(tokens, n_logits)) for model, tokens, n_logits in texts]
+        if not jobs:
+            return []
+        lead, models = jobs[0][0], [model for model, _, _ in jobs]
+        if len({*map(id, models)}) < len(models) or any(
+            model._turn is not lead._turn or model._hidden_layers != lead._hidden_layers for model in models
+        ):
+            raise ValueError("texts share a pass whose models are seats of one, each once, that keep the same hidden states")
+        return lead._alone(lead._forward_together, jobs)
+
+    def n_to_run(self, tokens: Sequence[int], n_logits: int) -> int:
+        """How many tokens `forward` would run now."""
+        tokens, n_logits = self._job(tokens, n_logits)
+        with self.lock:
+            return len(tokens) - self._n_kept(tokens, len(tokens) - n_logits)
+
     def forward(self, tokens: Sequence[int], n_logits: int = 1) -> Float32:
         """Logits (n_logits, V) at the last of the tokens of a text, valid until the next call; runs what the cache does not hold.
 
@@ -183,12 +237,7 @@ class Transformer:
         TypeError for tokens that are no whole numbers, MemoryError where the cache cannot grow, RuntimeError in a signal handler
         that interrupts a pass.
         """
-        tokens = tokens if isinstance(tokens, list) else ids("tokens", tokens)
-        n = len(tokens)
-        if type(n_logits) is not int or not 0 <= n_logits <= min(n, MAX_TOKENS):
-            n_logits = whole("n_logits", n_logits, 0, min(n, MAX_TOKENS))
-        if n > self._n_positions:
-            raise ValueError(f"{n} tokens do not fit {self._n_positions} positions")
+        tokens, n_logits = self._job(tokens, n_logits)
         return self._alone(self._forward, tokens, [], n_logits)
 
     def unread(self, tokens: list[int]) -> int:
@@ -254,20 +303,31 @@ class Transformer:
 
     def _alone(self, work: Callable[..., Answer], *arguments: Any) -> Answer:
         """The work, with the model to itself."""
-        with self.lock:
-            if self._is_running:
+        turn = self._turn
+        with turn.lock:
+            if turn.is_taken:
                 raise RuntimeError(IN_THE_MIDDLE)
             try:
-                self._is_running = True
+                turn.is_taken = True
                 return work(*arguments)
             finally:
-                self._is_running = False
+                turn.is_taken = False
+
+    def _job(self, tokens: Sequence[int], n_logits: int) -> tuple[list[int], int]:
+        """What `forward` was asked for, checked."""
+        tokens = tokens if isinstance(tokens, list) else ids("tokens", tokens)
+        n = len(tokens)
+        if type(n_logits) is not int or not 0 <= n_logits <= min(n, MAX_TOKENS):
+            n_logits = whole("n_logits", n_logits, 0, min(n, MAX_TOKENS))
+        if n > self._n_positions:
+            raise ValueError(f"{n} tokens do not fit {self._n_positions} positions")
+        return tokens, n_logits
 
     def _forward(self, tokens: list[int], nodes: list[Node], n_logits: int) -> Float32:
         """Logits; runs the tokens and nodes that the cache does not hold, and the last n_logits of both."""
-        self.n_passes += 1
+        self._turn.n_passes += 1
         limit = len(tokens) - max(0, n_logits - len(nodes))
-        start, n_nodes, n_states = self._n_kept(tokens, limit), 0, self._architecture.n_states
+        start, n_nodes = self._n_kept(tokens, limit), 0
         if self._nodes and start == len(self._held):
             if start < limit:
                 start = self._keep(self._followed(tokens[start:limit]))
@@ -288,14 +348,50 @@ class Transformer:
             block = new[: len(new) % MAX_TOKENS or MAX_TOKENS]
             del new[: len(block)]
             self._buffers.tokens[: len(block)] = block
-            if n_states:
-                self._shortest = max(self._shortest, len(self._held) + len(block) + 1 - n_states)
+            self._goes_on(len(block))
             self._runner(len(block), len(self._held) + n_nodes, 0 if new else n_logits, self._n_threads, len(tokens))
             self._held += block[: len(tokens) - len(self._held)] if nodes else block
         if nodes:
             self._nodes += nodes[n_nodes:]
         logits: Float32 = self._buffers.logits[:n_logits, : self._config.vocab_size]
         return logits
+
+    def _forward_together(self, jobs: list[tuple["Transformer", list[int], int]]) -> list[Float32]:
+        """`forward_together`; texts that want no logits come first, so that those of all others are a pass's last ones."""
+        self._turn.n_passes += 1
+        order = sorted(range(len(jobs)), key=lambda i: jobs[i][2] > 0)
+        starts = {i: jobs[i][0]._n_kept(tokens, len(tokens) - n_logits) for i, (_, tokens, n_logits) in enumerate(jobs)}
+        new = {i: jobs[i][0]._checked("tokens", jobs[i][1][starts[i] :]) for i in order}
+        if (n := sum(map(len, new.values()))) > MAX_TOKENS:
+            raise ValueError(f"{n} tokens of {len(jobs)} texts would have to run; a pass holds {MAX_TOKENS}")
+        parts, begins, at = [], {}, 0
+        for i in order:
+            model, tokens, _ = jobs[i]
+            model._reserve(len(tokens))
+            model._forget(starts[i])
+            model._goes_on(len(new[i]))
+            self._buffers.tokens[at : at + len(new[i])] = new[i]
+            if new[i]:
+                parts.append(TextPart(model._runner, len(new[i]), starts[i]))
+            at += len(new[i])
+            begins[i] = at - jobs[i][2]  # of its logits in the pass
+        n_rows = sum(len(new[i]) for i in order if jobs[i][2])
+        self._runner.run_together(parts, n_rows, self._n_threads)
+        for i, (model, _, _) in enumerate(jobs):
+            model._held += new[i]
+        rows, first = self._buffers.logits[:, : self._config.vocab_size], n - n_rows
+        return [rows[begins[i] - first : begins[i] - first + n_logits] for i, (_, _, n_logits) in enumerate(jobs)]
+
+    def _forget(self, n: int) -> None:
+        """All that the cache holds behind so many tokens of its text."""
+        self._nodes.clear()
+        del self._held[n:]
+        self._shortest = self._shortest if n else 0
+
+    def _goes_on(self, n: int) -> None:
+        """Before a pass over so many tokens more: how far back a running state can then still go."""
+        if n_states := self._architecture.n_states:
+            self._shortest = max(self._shortest, len(self._held) + n + 1 - n_states)
 
     def _checked(self, name: str, tokens: list[int]) -> list[int]:
         """Tokens that the model has."""
@@ -365,21 +461,25 @@ class Transformer:
 
         layers: before which it keeps the hidden states.
         """
-        config, weights, architecture = self._config, self._weights, self._architecture
-        old = self._buffers if self._capacity else None
+        config, weights, architecture, common = self._config, self._weights, self._architecture, self._turn.common
+        room, old = self._room(capacity, len(layers)), self._buffers if self._capacity else None
         if layers != self._hidden_layers:
             self._held.clear()
             self._nodes.clear()
             old = None
-        buffers = architecture.new_buffers(config, weights, self._room(capacity, len(layers)), old)
-        architecture.fill(config, buffers, self._capacity if old else 0)
+        buffers = architecture.new_buffers(config, weights, room, old, common)
+        if capacity > common.n_positions:
+            architecture.fill(config, buffers, common.n_positions)
+            common = architecture.common(config, weights, room, buffers)
         before = {
             layer: copy_rows(buffers.hidden_states, buffers.x[0], i * config.dim, 0, config.dim, True)
             for i, layer in enumerate(layers)
         }
-        runner = Runner(architecture.program(config, weights, buffers).program(before))
+        runner = architecture.runner(config, weights, buffers, before, room)
         # all or nothing: an interrupt between two calls would leave a program of buffers that are gone
-        self._runner, self._buffers, self._capacity, self._hidden_layers = runner, buffers, capacity, layers
+        self._runner, self._buffers, self._capacity, self._hidden_layers, self._turn.common = (
+            runner, buffers, capacity, layers, common,
+        )  # fmt: skip
 
 
 def known(tokens: list[int], n_rows: int) -> list[int]:

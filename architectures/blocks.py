@@ -21,16 +21,16 @@ def block_buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buf
     layers, kv_heads, head_strips = config.n_layers, config.n_kv_heads, ceil_div(config.head_dim, STRIP_ROWS)
     keys, values = (positions // STRIP_ROWS, config.head_dim, STRIP_ROWS), (head_strips, positions, STRIP_ROWS)
     return {
-        "keys": Buffer((layers, kv_heads, *keys), room.kv.dtype, is_cache=True),
-        "values": Buffer((layers, kv_heads, *values), room.kv.dtype, is_cache=True),
-        "normed": Buffer((n_threads, MAX_TOKENS, round_up(config.dim, STRIP_ROWS))),
-        "scratch": Buffer((n_threads, MAX_TOKENS, max(matrix.scratch_words for matrix in matrices.values()))),
-        "qkv": Buffer((MAX_TOKENS, matrices["0.qkv"].n_rows)),
+        "keys": Buffer((layers, kv_heads, *keys), room.kv.dtype, "cache"),
+        "values": Buffer((layers, kv_heads, *values), room.kv.dtype, "cache"),
+        "normed": Buffer((n_threads, MAX_TOKENS, round_up(config.dim, STRIP_ROWS)), whose="token"),
+        "scratch": Buffer((n_threads, MAX_TOKENS, max(matrix.scratch_words for matrix in matrices.values())), whose="token"),
+        "qkv": Buffer((MAX_TOKENS, matrices["0.qkv"].n_rows), whose="token"),
         "scores": Buffer((n_threads, TILE_TOKENS, positions)),
         "mixed": Buffer((n_threads, TILE_TOKENS, head_strips * STRIP_ROWS)),
-        "heads": Buffer((1, MAX_TOKENS, round_up(config.q_dim, STRIP_ROWS))),
-        "up": Buffer((MAX_TOKENS, matrices["0.up"].n_rows)),
-        "hidden": Buffer((1, MAX_TOKENS, round_up(config.hidden_dim, STRIP_ROWS))),
+        "heads": Buffer((1, MAX_TOKENS, round_up(config.q_dim, STRIP_ROWS)), whose="token"),
+        "up": Buffer((MAX_TOKENS, matrices["0.up"].n_rows), whose="token"),
+        "hidden": Buffer((1, MAX_TOKENS, round_up(config.hidden_dim, STRIP_ROWS)), whose="token"),
     }
 
 

@@ -80,14 +80,14 @@ def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
     """
     head, (n_taps, width), padded = head_of(config), taps(config), round_up(config.dim, STRIP_ROWS)
     own = {
-        "taps": Buffer((n_taps, MAX_TOKENS, round_up(width, STRIP_ROWS))),
-        "embedded": Buffer((1, MAX_TOKENS, padded)),
-        "pairs": Buffer((room.n_threads, MAX_TOKENS, round_up(config.dim + padded, STRIP_ROWS))),
-        "outputs": Buffer((room.n_positions, config.dim), is_cache=True),
+        "taps": Buffer((n_taps, MAX_TOKENS, round_up(width, STRIP_ROWS)), whose="token"),
+        "embedded": Buffer((1, MAX_TOKENS, padded), whose="token"),
+        "pairs": Buffer((room.n_threads, MAX_TOKENS, round_up(config.dim + padded, STRIP_ROWS)), whose="token"),
+        "outputs": Buffer((room.n_positions, config.dim), whose="cache"),
     }
     if head.fc_norm:
         end = (n_taps - 1) * width + round_up(width, STRIP_ROWS)
-        own["tapped"] = Buffer((room.n_threads, MAX_TOKENS, round_up(end, STRIP_ROWS)))
+        own["tapped"] = Buffer((room.n_threads, MAX_TOKENS, round_up(end, STRIP_ROWS)), whose="token")
     return llama.buffers(config, weights, room) | own
 
 

@@ -4,13 +4,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from ..kernels import MAX_TOKENS, KVCache
 from ..machine.memory import Block, aligned, lazy_zeros, physical_memory_bytes, zeros
-from ..machine.programs import Program, Row
+from ..machine.programs import Program, Row, Runner
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import Float32, Int64, round_up
 from ..weights import PACKED_BF16, Kind, kind_for
@@ -111,15 +111,32 @@ class Room(NamedTuple):
     n_hidden: int = 0
 
 
+Whose = Literal["pass", "token", "text", "cache"]
+
+
 class Buffer(NamedTuple):
     """An array that a program works in; what grows with the text keeps its numbers, at the same indexes.
 
-    is_cache: whether only what is written becomes resident, for what most texts do not fill.
+    whose: "pass": any pass may write over it; "token": so too, and it has a row, its last axis, for each token of a pass;
+    "text": a text's own, which several texts in a pass do not share; "cache": a text's own of which only what is
+    written becomes resident, for what most texts do not fill.
     """
 
     shape: tuple[int, ...]
     dtype: type = np.float32
-    is_cache: bool = False
+    whose: Whose = "pass"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a text's own."""
+        return self.whose in ("text", "cache")
+
+    @property
+    def token_bytes(self) -> int:
+        """How far a token's row lies from the next one's, where there are such; else 0."""
+        if self.whose != "token":
+            return 0
+        return (self.shape[-1] if len(self.shape) > 1 else 1) * np.dtype(self.dtype).itemsize
 
     @property
     def n_bytes(self) -> int:
@@ -129,7 +146,7 @@ class Buffer(NamedTuple):
         """Zeros; old: the array that they grow out of, itself where it is as large already. Raises MemoryError."""
         if old is not None and old.shape == self.shape:
             return old
-        if self.is_cache:
+        if self.whose == "cache":
             new = lazy_zeros(self.dtype, *self.shape)
         else:
             new = zeros(*self.shape) if self.dtype is np.float32 else np.zeros(self.shape, self.dtype)
@@ -145,6 +162,13 @@ class Buffers(SimpleNamespace):
     depths (N,) of a tree's nodes, whose position is n_text + depth, and paths (N, N): the node at each depth on the way to a
     node, itself the last; where hidden states are kept, hidden_states (S, layers D) of the cache's slots.
     """
+
+
+class Common(NamedTuple):
+    """Buffers that are no text's own, for texts of so many positions."""
+
+    buffers: Buffers | None = None
+    n_positions: int = 0
 
 
 class Layers(NamedTuple):
@@ -194,23 +218,44 @@ class Architecture:
 
     def all_buffers(self, config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
         """The family's, and those of every program."""
-        kept = {"hidden_states": Buffer((room.n_positions, room.n_hidden * config.dim), is_cache=True)} if room.n_hidden else {}
+        kept = {"hidden_states": Buffer((room.n_positions, room.n_hidden * config.dim), whose="cache")} if room.n_hidden else {}
         return (
             kept
             | {
-                "tokens": Buffer((MAX_TOKENS,), np.int64),
-                "depths": Buffer((MAX_TOKENS,), np.int64),
-                "paths": Buffer((MAX_TOKENS, MAX_TOKENS), np.int64),
-                "x": Buffer((1, MAX_TOKENS, round_up(config.dim, STRIP_ROWS))),
-                "logits": Buffer((MAX_TOKENS, weights.matrices["classifier"].n_rows)),
+                "tokens": Buffer((MAX_TOKENS,), np.int64, "token"),
+                "depths": Buffer((MAX_TOKENS,), np.int64, "text"),
+                "paths": Buffer((MAX_TOKENS, MAX_TOKENS), np.int64, "text"),
+                "x": Buffer((1, MAX_TOKENS, round_up(config.dim, STRIP_ROWS)), whose="token"),
+                "logits": Buffer((MAX_TOKENS, weights.matrices["classifier"].n_rows), whose="token"),
             }
             | self.buffers(config, weights, room)
         )
 
-    def new_buffers(self, config: Config, weights: Weights, room: Room, old: Buffers | None = None) -> Buffers:
-        """All of them, tables not filled; old: those that they grow out of. Raises MemoryError."""
+    def new_buffers(
+        self, config: Config, weights: Weights, room: Room, old: Buffers | None = None, common: "Common | None" = None
+    ) -> Buffers:
+        """All of them, tables not filled but for what is common. Raises MemoryError.
+
+        old: those that a text's own grow out of; common: what all else grows out of, or is already.
+        """
+        common = common or Common()
         declared = self.all_buffers(config, weights, room)
-        return Buffers(kv=room.kv, **{name: buffer.array(getattr(old, name, None)) for name, buffer in declared.items()})
+        wide = self.all_buffers(config, weights, room._replace(n_positions=max(room.n_positions, common.n_positions)))
+        new = {name: (buffer, old) if buffer.is_own else (wide[name], common.buffers) for name, buffer in declared.items()}
+        return Buffers(kv=room.kv, **{name: buffer.array(getattr(source, name, None)) for name, (buffer, source) in new.items()})
+
+    def common(self, config: Config, weights: Weights, room: Room, buffers: Buffers) -> "Common":
+        """What other texts may have in common with one of those buffers, made for that room."""
+        declared = self.all_buffers(config, weights, room)
+        shared = {name: getattr(buffers, name) for name, buffer in declared.items() if not buffer.is_own}
+        return Common(Buffers(**shared), room.n_positions)
+
+    def runner(self, config: Config, weights: Weights, buffers: Buffers, before: Mapping[int, Row], room: Room) -> Runner:
+        """The program over those buffers, made for that room; before: see `Layers.program`."""
+        declared = [(getattr(buffers, name), buffer) for name, buffer in self.all_buffers(config, weights, room).items()]
+        own = [array for array, buffer in declared if buffer.is_own]
+        by_token = [(array, buffer.token_bytes) for array, buffer in declared if buffer.token_bytes]
+        return Runner(self.program(config, weights, buffers).program(before), own, by_token)
 
     def kinds(self, config: Config, tensors: Mapping[str, Any], kind: Kind | None) -> dict[Part, Kind]:
         """What each matrix becomes; see `pack`."""

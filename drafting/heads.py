@@ -108,7 +108,7 @@ class Head(Transformer):
 
     def _forward(self, tokens: list[int], nodes: list[Node], n_logits: int) -> Float32:
         """Logits; runs all pairs that have the truth and did not run with it, then, for logits alone, guesses."""
-        self.n_passes += 1
+        self._turn.n_passes += 1
         n_pairs = max(len(tokens) - 1, 0)
         if n_logits > n_pairs:
             raise ValueError(f"n_logits is {n_logits}; a head has 0 to {n_pairs} for {len(tokens)} tokens")

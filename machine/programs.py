@@ -3,8 +3,12 @@
 A row reaches the threads as numbers: the address of the operation, then the address and shape of each array, and each number.
 So one parallel region runs any program, and an operation is compiled when a program that holds it first runs. The rows of a
 phase follow each other on each thread by itself; between phases all threads meet at a barrier.
+
+A pass may hold the tokens of several texts. Rows that take nothing of a text's own run once, over all tokens. A row that does,
+as attention does with a cache, runs once for each text: with that text's arrays, from its first token on, as if it were alone.
 """
 
+import bisect
 import functools
 import struct
 from collections.abc import Callable, Collection, Sequence
@@ -62,14 +66,24 @@ class Row(NamedTuple):
     arguments: tuple[Any, ...]
 
 
+class TextPart(NamedTuple):
+    """A text's tokens in a pass: n_tokens, the first of them in slot pos of its cache, by the program over its buffers."""
+
+    runner: "Runner"
+    n_tokens: int
+    pos: int
+
+
 Program = Sequence[Sequence[Row]]  # phases of rows
 
 WORD_BYTES = 8
 N_THREADS = Pass._fields.index("n_threads")
+# behind the numbers of a pass, or of a text's part of it: where its own rows lie, and how many texts there are, and where
+OWN_ROWS, N_TEXTS, TEXTS, TEXT_WORDS = range(len(Pass._fields), len(Pass._fields) + 4)
 ARRIVALS = 16  # at a pass's barriers are counted that far behind its numbers, in a cache line that nobody else reads
 PASS_WORDS = ARRIVALS + 1
-NUMBERS = struct.Struct(f"={len(Pass._fields)}q")  # numpy takes 1 us for them
-OPERATION, ENDS_PHASE, ROW_HEAD = range(3)  # the words of a row in front of the arguments
+NUMBERS = struct.Struct(f"={TEXT_WORDS}q")  # numpy takes 1 us for them
+OPERATION, ENDS_PHASE, PLACE, ROW_HEAD = range(4)  # the words of a row in front of the arguments; place among a text's own, or -1
 ROW_WORDS = 48
 
 
@@ -222,7 +236,15 @@ def run_rows(run, rows, first, last, thread):
     n_expected = n_threads
     for i in range(first, last):
         row = rows + i * ROW_WORDS * WORD_BYTES
-        call(load_word(row + OPERATION * WORD_BYTES), (run, row, thread))
+        entry, place = load_word(row + OPERATION * WORD_BYTES), load_word(row + PLACE * WORD_BYTES)
+        if place < 0:
+            call(entry, (run, row, thread))
+        else:
+            texts = load_word(run + TEXTS * WORD_BYTES)
+            for text in range(load_word(run + N_TEXTS * WORD_BYTES)):
+                part = texts + text * TEXT_WORDS * WORD_BYTES
+                own = load_word(part + OWN_ROWS * WORD_BYTES) + place * ROW_WORDS * WORD_BYTES
+                call(entry, (part, own, thread))
         if load_word(row + ENDS_PHASE * WORD_BYTES) != 0 and i + 1 < last:
             wait_for(arrivals, n_expected, FOREVER)
             n_expected += n_threads
@@ -249,31 +271,81 @@ def threads_meet(n_threads: int) -> bool:
 
 
 class Runner:
-    """A program in numbers. in_one_region: whether its phases share a parallel region; by default, where threads meet."""
+    """A program in numbers. in_one_region: whether its phases share a parallel region; by default, where threads meet.
 
-    def __init__(self, program: Program) -> None:
+    own: arrays of the text's own, which several texts do not share; by_token: those of a row for each token of a pass, and how
+    many bytes such a row takes. Both as they lie: a row of the program may take a part of one.
+    """
+
+    def __init__(self, program: Program, own: Sequence[Any] = (), by_token: Sequence[tuple[Any, int]] = ()) -> None:
         rows = [(row, row is phase[-1]) for phase in program for row in phase]
         compile_all(dict.fromkeys(row.operation for row, _ in rows))
         self._rows = np.zeros((len(rows), ROW_WORDS), np.int64)
-        for words, (row, is_last) in zip(self._rows, rows, strict=True):
+        owned = _Places([(array, 1) for array in own])
+        texts = [i for i, (row, _) in enumerate(rows) if any(owned.at(a) for a in row.arguments if isinstance(a, np.ndarray))]
+        places = dict.fromkeys(range(len(rows)), -1) | {i: place for place, i in enumerate(texts)}
+        for i, (words, (row, is_last)) in enumerate(zip(self._rows, rows, strict=True)):
             arguments = row.operation.words(row.arguments)
-            words[: ROW_HEAD + len(arguments)] = [row.operation.address, is_last, *arguments]
+            words[: ROW_HEAD + len(arguments)] = [row.operation.address, is_last, places[i], *arguments]
+        self._own_rows = self._rows[texts]
+        self._token_bytes = np.zeros_like(self._own_rows)  # how far each word of them moves on for a token
+        of_tokens = _Places(by_token)
+        for words, i in zip(self._token_bytes, texts, strict=True):
+            at = ROW_HEAD
+            for argument in rows[i][0].arguments:
+                if isinstance(argument, np.ndarray):
+                    words[at] = of_tokens.at(argument)
+                at += 1 + getattr(argument, "ndim", 0)
         self._ends = [i + 1 for i, (_, is_last) in enumerate(rows) if is_last]
         self._run = np.zeros(PASS_WORDS, np.int64)
         self._addresses = self._run.ctypes.data, self._rows.ctypes.data
+        self._alone = self._own_rows.ctypes.data, 1, self._run.ctypes.data
         self._program = program  # whose arrays the rows name by address
         self.in_one_region: bool | None = None
 
     def __call__(self, n_tokens: int, pos: int, n_logits: int, n_threads: int, n_text: int | None = None) -> None:
         """Run the program; the numbers are those of a `Pass`, n_text by default of one whose tokens are all a text's."""
         n_text = pos + n_tokens if n_text is None else n_text
+        self._run_phases(n_tokens, pos, n_logits, n_threads, n_text, *self._alone)
+
+    def run_together(self, parts: Sequence[TextPart], n_logits: int, n_threads: int) -> None:
+        """Run the program over the tokens of several texts, one text's behind the other's, with logits at the last n_logits.
+
+        Their runners are of the same program over buffers of which only those of a text's own differ.
+        """
+        records, kept = np.zeros((len(parts), TEXT_WORDS), np.int64), []
+        n_tokens = 0
+        for record, (runner, n, pos) in zip(records, parts, strict=True):
+            assert runner._own_rows.shape == self._own_rows.shape
+            own_rows = runner._own_rows + n_tokens * runner._token_bytes if n_tokens else runner._own_rows
+            record[:N_TEXTS] = n, pos, 0, n_threads, pos + n, own_rows.ctypes.data
+            kept.append(own_rows)
+            n_tokens += n
+        self._run_phases(n_tokens, 0, n_logits, n_threads, n_tokens, 0, len(parts), records.ctypes.data)
+
+    def _run_phases(self, *numbers: int) -> None:
+        n_threads = numbers[N_THREADS]
         in_one = threads_meet(n_threads) if self.in_one_region is None else self.in_one_region
         first = 0
         for last in self._ends[-1:] if in_one else self._ends:
-            NUMBERS.pack_into(self._run.data, 0, n_tokens, pos, n_logits, n_threads, n_text)
+            NUMBERS.pack_into(self._run.data, 0, *numbers)
             self._run[ARRIVALS] = 0
             run_on_threads(_runner(), *self._addresses, first, last, n_threads)
             first = last
+
+
+class _Places:
+    """Arrays, each with a number, found by what lies in them."""
+
+    def __init__(self, arrays: Sequence[tuple[Any, int]]) -> None:
+        self._arrays = sorted((array.ctypes.data, array.ctypes.data + array.nbytes, number) for array, number in arrays)
+        self._starts = [start for start, _, _ in self._arrays]
+
+    def at(self, part: Any) -> int:
+        """The number of the array that this one begins in, 0 where there is none."""
+        address = part.ctypes.data
+        _, end, number = self._arrays[bisect.bisect_right(self._starts, address) - 1] if self._starts else (0, 0, 0)
+        return number if self._starts and self._starts[0] <= address < end else 0
 
 
 def on_all_threads(row: Row, n_threads: int | None = None) -> None:

@@ -105,13 +105,15 @@ def judge(logits, draft, verifier, position, end_marks):
 @contextmanager
 def broken_off(model, work="_runner"):
     """Ctrl-C at the end of a model's work, which has written all that it writes; expects that it comes through."""
-    whole = getattr(model, work)
+    *owners, work = work.split(".")
+    owner = getattr(model, *owners) if owners else model
+    whole = getattr(owner, work)
 
     def run(*numbers):
         whole(*numbers)
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(model, work, run)
+        patched.setattr(owner, work, run)
         with pytest.raises(KeyboardInterrupt):
             yield

@@ -18,7 +18,7 @@ from specdec.kernels import MAX_TOKENS
 from specdec.machine.tiles import STRIP_ROWS
 from specdec.readers import load_checkpoint
 from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET
-from specdec.transformer import Transformer
+from specdec.transformer import FIRST_POSITIONS, Transformer
 from specdec.weights import FP32, INT8
 from tests import reference
 from tests.checkpoints import ROOT, SHARED, random_tensors
@@ -233,7 +233,7 @@ def test_a_text_that_outgrows_its_buffers_keeps_its_logits(name):
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize(("module", "where"), [(plan, "zeros"), (plan, "lazy_zeros"), (transformer, "Runner")])
+@pytest.mark.parametrize(("module", "where"), [(plan, "zeros"), (plan, "lazy_zeros"), (plan, "Runner")])
 def test_a_growth_that_fails_leaves_a_model_that_works(monkeypatch, module, where, error):
     config = replace(CONFIGS["gqa"], seq_len=1000)
     tokens = tokens_for(config, 300)
@@ -371,3 +371,51 @@ def test_logits_depend_on_the_tokens_before_them_and_on_nothing_else_not_on_pois
     np.testing.assert_array_equal(logits[0], expected[11])
     assert not np.isfinite(logits[1:]).any()
     np.testing.assert_array_equal(transformer.forward(text, len(text) - 12), expected[12:])
+
+
+@pytest.mark.parametrize("kv", ["f32", "f16"])
+@pytest.mark.parametrize("kind", [FP32, INT8])
+@pytest.mark.parametrize("n_threads", THREADS)
+def test_texts_that_share_passes_get_the_logits_that_they_would_get_alone(n_threads, kind, kv):
+    """Of any lengths, in pieces, with logits or without, that go back, and grow past their first room."""
+    config, rng = replace(CONFIGS["odd"], seq_len=2 * FIRST_POSITIONS), np.random.default_rng(n_threads)
+    weights = random_model(config, kind).weights
+    first = Transformer(config, weights, n_threads, kv=kv)
+    seats = [first, *(first.seat() for _ in range(4))]
+    alone = [Transformer(config, weights, 1, kv=kv) for _ in seats]
+    texts, at = [tokens_for(config, n, n) for n in (1, 40, 7, FIRST_POSITIONS + 30, 90)], [0] * 5
+    for _ in range(40):
+        jobs, room = [], MAX_TOKENS
+        for i in rng.permutation(5):
+            if n := min(int(rng.integers(1, 25)), len(texts[i]) - at[i], room):
+                at[i], room = at[i] + n, room - n
+                jobs.append((i, texts[i][: at[i]], int(rng.integers(0, n + 1))))
+        together = Transformer.forward_together([(seats[i], tokens, n_logits) for i, tokens, n_logits in jobs])
+        for (i, tokens, n_logits), logits in zip(jobs, together, strict=True):
+            np.testing.assert_array_equal(logits, alone[i].forward(tokens, n_logits))
+            at[i] -= int(rng.integers(0, 4)) if at[i] > 10 else 0
+    assert at[3] > FIRST_POSITIONS
+    np.testing.assert_array_equal(seats[3].forward(texts[3][:60], 60), alone[3].forward(texts[3][:60], 60))
+
+
+def test_texts_that_cannot_share_a_pass_are_refused_and_nothing_is_lost():
+    config = CONFIGS["gqa"]
+    model, other, tokens = random_model(config), random_model(config), tokens_for(config, 80)
+    seat = model.seat()
+    for texts in ([(model, [1], 1), (other, [1], 1)], [(model, [1], 1), (model, [1, 2], 1)]):
+        with pytest.raises(ValueError, match="seats of one"):
+            Transformer.forward_together(texts)
+    model.forward(tokens[:30])
+    with pytest.raises(ValueError, match="65 tokens of 2 texts"):
+        Transformer.forward_together([(model, tokens[:50], 1), (seat, tokens[:45], 1)])
+    for wrong, error in (([config.vocab_size], "tokens hold"), ([1] * 97, "97 tokens do not fit")):
+        with pytest.raises(ValueError, match=error):
+            Transformer.forward_together([(model, tokens[:40], 1), (seat, wrong, 1)])
+    assert (model.n_held, seat.n_held, Transformer.forward_together([])) == (30, 0, [])
+    assert model.n_to_run(tokens[:40], 1) == 10
+    with broken_off(model, "_runner.run_together"):
+        Transformer.forward_together([(model, tokens[:40], 1), (seat, tokens[:45], 1)])
+    assert (model.n_held, seat.n_held) == (30, 0)
+    expected = other.forward(tokens[:45]).copy()
+    np.testing.assert_array_equal(Transformer.forward_together([(model, tokens[:40], 0), (seat, tokens[:45], 1)])[1], expected)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(seat)).forward(tokens[:45]), expected)

@@ -57,8 +57,8 @@ def vectors(config):
 def buffers(config, weights, room):
     padded = weights.vectors["rms_final"].size
     return llama.buffers(config, weights, room) | {
-        "states": Buffer((config.n_layers, N_STATES, padded)),
-        "branch": Buffer((1, kernels.MAX_TOKENS, padded)),
+        "states": Buffer((config.n_layers, N_STATES, padded), whose="text"),
+        "branch": Buffer((1, kernels.MAX_TOKENS, padded), whose="token"),
     }
 
 
@@ -209,3 +209,13 @@ def test_room_for_a_text_counts_what_the_family_declares():
     padded = -(-CONFIG.dim // STRIP_ROWS) * STRIP_ROWS
     own = 4 * padded * (CONFIG.n_layers * N_STATES + kernels.MAX_TOKENS)
     assert model_of().text_bytes(100) == random_model(replace(CONFIG, architecture="llama")).text_bytes(100) + own
+
+
+def test_texts_that_share_passes_have_states_of_their_own():
+    first, alone = model_of(2), [model_of(), model_of()]
+    seats, texts = [first.seat(), first], [tokens_for(CONFIG, 60, seed) for seed in (1, 2)]
+    for ends in ((20, 30), (21, 34), (25, 33), (60, 41)):
+        jobs = [(text[:end], 1) for text, end in zip(texts, ends, strict=True)]
+        together = Transformer.forward_together([(seat, *job) for seat, job in zip(seats, jobs, strict=True)])
+        for logits, model, job in zip(together, alone, jobs, strict=True):
+            np.testing.assert_array_equal(logits, model.forward(*job))
