@@ -58,6 +58,18 @@ class KVCache(NamedTuple):
     attention: Operation
 
 
+@inner
+def norm_scale(x, row, width, dim, eps):
+    """1 / sqrt(mean(x^2) + eps) of the dim numbers from `row` on, behind which a row of that width is padded with zeros."""
+    squares = splat(0.0)
+    for i in range(0, width, LANES):
+        v = load(x, row + i)
+        squares = fma(v, v, squares)
+    total = reduce_add(squares)
+    # where the squares overflow, the row is NaN: 1 / infinity would make zeros of it, and logits of those
+    return np.float32(1.0) / sqrt(total / np.float32(dim) + eps) + np.float32(0.0) * total
+
+
 class RMSNorm(NamedTuple):
     """What `rms_norm` takes: out (threads, T, ...) is filled from that column on; x (1, T, dim padded)."""
 
@@ -81,15 +93,21 @@ def rms_norm(run: Pass, thread: int, p: RMSNorm) -> None:
     first, width = run.n_tokens - n_tokens, x.shape[2]
     for t in range(n_tokens):
         row, target = (first + t) * width, (thread * out.shape[1] + t) * out.shape[2] + column
-        squares = splat(0.0)
-        for i in range(0, width, LANES):
-            v = load(x, row + i)
-            squares = fma(v, v, squares)
-        total = reduce_add(squares)
-        # where the squares overflow, the row is NaN: 1 / infinity would make zeros of it, and logits of those
-        scale = splat(np.float32(1.0) / sqrt(total / np.float32(dim) + eps) + np.float32(0.0) * total)
+        scale = splat(norm_scale(x, row, width, dim, eps))
         for i in range(0, width, LANES):
             store(out, target + i, mul(load(weight, i), mul(load(x, row + i), scale)))
+
+
+@operation
+def add_norm(run: Pass, thread: int, x: Floats2, branch: Floats3, weight: Floats1, dim: int, eps: float) -> None:
+    """x[t] += rms_norm(branch[t]) of branch (1, T, D padded), which all threads have written: this thread's strips."""
+    width = x.shape[1]
+    first, last = share(width // STRIP_ROWS, thread, run.n_threads)
+    for t in range(run.n_tokens):
+        scale = splat(norm_scale(branch, t * width, width, dim, eps))
+        for i in range(first * STRIP_ROWS, last * STRIP_ROWS, LANES):
+            at = t * width + i
+            store(x, at, fma(load(weight, i), mul(load(branch, at), scale), load(x, at)))
 
 
 class LayerNorm(NamedTuple):
@@ -534,30 +552,52 @@ KV_CACHES = {
 }
 
 
-@operation
-def swiglu(run: Pass, thread: int, hidden: Floats3, up: Floats2) -> None:
-    """hidden[t] = silu(w1 x) * (w3 x) (Shazeer 2020): this thread's strips of up (T, 2 F), which holds those of both in turns."""
+@inner
+def silu_of(x):
+    """x / (1 + e^-x)."""
+    return mul(x, div(splat(1.0), add(splat(1.0), exp(mul(x, splat(-1.0))))))
+
+
+@inner
+def gelu_of(x):
+    """gelu by tanh (Hendrycks and Gimpel 2016).
+
+    x / 2 (1 + tanh u) = x / (1 + e^(-2u)) for u = sqrt(2 / pi) (x + 0.044715 x^3), which nothing cancels in.
+    """
+    minus_2u = mul(x, fma(mul(x, x), splat(-0.044715 * 1.5957691216057308), splat(-1.5957691216057308)))
+    return div(x, add(splat(1.0), exp(minus_2u)))
+
+
+@inlined
+def gate(run, thread, hidden, up, activation):
+    """hidden[t] = activation(w1 x) * (w3 x): this thread's strips of up (T, 2 F), which holds those of both in turns."""
     width = hidden.shape[2]
     first, last = share(width // STRIP_ROWS, thread, run.n_threads)
     for t in range(run.n_tokens):
         for strip in range(first, last):
             for i in range(0, STRIP_ROWS, LANES):
                 at = t * up.shape[1] + 2 * strip * STRIP_ROWS + i
-                a, b = load(up, at), load(up, at + STRIP_ROWS)
-                sigmoid = div(splat(1.0), add(splat(1.0), exp(mul(a, splat(-1.0)))))
-                store(hidden, t * width + strip * STRIP_ROWS + i, mul(mul(a, sigmoid), b))
+                gated = mul(activation(load(up, at)), load(up, at + STRIP_ROWS))
+                store(hidden, t * width + strip * STRIP_ROWS + i, gated)
+
+
+@operation
+def swiglu(run: Pass, thread: int, hidden: Floats3, up: Floats2) -> None:
+    """hidden[t] = silu(w1 x) * (w3 x)  (Shazeer 2020)."""
+    gate(run, thread, hidden, up, silu_of)
+
+
+@operation
+def geglu(run: Pass, thread: int, hidden: Floats3, up: Floats2) -> None:
+    """hidden[t] = gelu(w1 x) * (w3 x)  (Shazeer 2020)."""
+    gate(run, thread, hidden, up, gelu_of)
 
 
 @operation
 def gelu(run: Pass, thread: int, hidden: Floats3, up: Floats2) -> None:
-    """hidden[t] = gelu(up[t]), by tanh (Hendrycks and Gimpel 2016): this thread's strips of up (T, F).
-
-    x / 2 (1 + tanh u) = x / (1 + e^(-2u)) for u = sqrt(2 / pi) (x + 0.044715 x^3), which nothing cancels in.
-    """
+    """hidden[t] = gelu(up[t]): this thread's strips of up (T, F)."""
     width = hidden.shape[2]
     first, last = share(width // STRIP_ROWS, thread, run.n_threads)
     for t in range(run.n_tokens):
         for i in range(t * width + first * STRIP_ROWS, t * width + last * STRIP_ROWS, LANES):
-            x = load(up, i)
-            minus_2u = mul(x, fma(mul(x, x), splat(-0.044715 * 1.5957691216057308), splat(-1.5957691216057308)))
-            store(hidden, i, div(x, add(splat(1.0), exp(minus_2u))))
+            store(hidden, i, gelu_of(load(up, i)))

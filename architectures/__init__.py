@@ -2,11 +2,12 @@
 
 from .config import Config, HeadConfig, RopeScaling
 from .eagle3 import EAGLE3
+from .gemma import GEMMA
 from .gpt2 import GPT2
 from .llama import LLAMA
 from .plan import Architecture, Buffers, Room, Weights
 
-ARCHITECTURES = {"llama": LLAMA, "gpt2": GPT2, "eagle3": EAGLE3}
+ARCHITECTURES = {"llama": LLAMA, "gpt2": GPT2, "gemma": GEMMA, "eagle3": EAGLE3}
 
 
 def architecture_of(config: Config) -> Architecture:

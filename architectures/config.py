@@ -87,7 +87,8 @@ class Config:
     all); qkv_bias, wo_bias, mlp_bias: which products add a bias; qk_norm: whether queries and keys go through an RMSNorm for each
     head; embedding_scale: what embeddings are multiplied by, residual_scale: what layers add to the residual stream,
     attention_scale: scores (0 stands for 1 / sqrt(head_dim)), logit_divisor: what divides logits; no_rope_layers: whose queries
-    and keys are not turned; head: what else a head that drafts needs, of whose target vocab_size counts the tokens.
+    and keys are not turned; full_layers: which have no window where others have, local_theta: the base of those others' angles,
+    which nothing scales (Gemma's); head: what else a head that drafts needs, of whose target vocab_size counts the tokens.
     """
 
     dim: int
@@ -116,6 +117,8 @@ class Config:
     attention_scale: float = 0.0
     logit_divisor: float = 1.0
     no_rope_layers: tuple[int, ...] = ()
+    full_layers: tuple[int, ...] = ()
+    local_theta: float = 10000.0
     head: HeadConfig | None = None
 
     def __post_init__(self) -> None:
@@ -133,12 +136,13 @@ class Config:
             return f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
         if self.head_dim <= 0:
             return f"head_dim is {self.head_dim}; expected a positive number"
-        if self.head_dim % 2 and self.architecture in ("llama", "eagle3"):
+        if self.head_dim % 2 and self.architecture in ("llama", "gemma", "eagle3"):
             return f"head_dim {self.head_dim} (dim / n_heads) is odd; RoPE turns pairs"
         if not 0 <= self.norm_eps < math.inf:
             return f"norm_eps is {self.norm_eps}; expected 0 or more"
-        if not 1 <= self.rope_theta < math.inf:  # no pair turns by more than a radian a position
-            return f"rope_theta is {self.rope_theta}; expected 1 or more"
+        for name in ("rope_theta", "local_theta"):
+            if not 1 <= getattr(self, name) < math.inf:  # no pair turns by more than a radian a position
+                return f"{name} is {getattr(self, name)}; expected 1 or more"
         if self.window < 0:
             return f"window is {self.window}; expected a number of positions, or 0 for all"
         if self.rope_scaling and (flaw := self.rope_scaling.flaw()):
@@ -154,8 +158,9 @@ class Config:
                 return f"{name} is {getattr(self, name)}; expected {LEAST_SCALE:g} to {1 / LEAST_SCALE:g}"
         if not 0 <= self.attention_scale <= 1 / LEAST_SCALE:
             return f"attention_scale is {self.attention_scale}; expected 0 to {1 / LEAST_SCALE:g}"
-        if not all(0 <= layer < self.n_layers for layer in self.no_rope_layers):
-            return f"no_rope_layers are {self.no_rope_layers}; expected layers from 0 to {self.n_layers - 1}"
+        for name in ("no_rope_layers", "full_layers"):
+            if not all(0 <= layer < self.n_layers for layer in getattr(self, name)):
+                return f"{name} are {getattr(self, name)}; expected layers from 0 to {self.n_layers - 1}"
         if (self.architecture == "eagle3") != (self.head is not None):
             return f"the architecture is {self.architecture} and head is {self.head}; expected both of a head, or neither"
         if self.head and (flaw := self.head.flaw(self.dim, self.vocab_size)):

@@ -157,12 +157,17 @@ def classify(config: Config, weights: Weights, b: Buffers) -> Program:
     return [[norm(config, weights, b, "rms_final", of_logits=True), product]]
 
 
-def program(config: Config, weights: Weights, b: Buffers) -> Layers:
-    """x = embedding; for each layer x += wo attention(rope(qkv rmsnorm(x))), x += w2 swiglu(w13 rmsnorm(x)); wcls rmsnorm(x)."""
+def embed(config: Config, weights: Weights, b: Buffers) -> Program:
+    """x = embedding, scaled."""
     scale = config.embedding_scale / config.residual_scale
     scaled = [scale_rows(b.x[0], scale, config.dim)] if scale != 1 else []
+    return [[weights.matrices["embedding"].embedding(b.x[0], b.tokens), *scaled]]
+
+
+def program(config: Config, weights: Weights, b: Buffers) -> Layers:
+    """x = embedding; for each layer x += wo attention(rope(qkv rmsnorm(x))), x += w2 swiglu(w13 rmsnorm(x)); wcls rmsnorm(x)."""
     return Layers(
-        [[weights.matrices["embedding"].embedding(b.x[0], b.tokens), *scaled]],
+        embed(config, weights, b),
         [layer(config, weights, b, i, b.normed, [norm(config, weights, b, f"{i}.rms_att")]) for i in range(config.n_layers)],
         classify(config, weights, b),
     )

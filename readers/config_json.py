@@ -47,6 +47,13 @@ PHI3_DEFAULTS = LLAMA_DEFAULTS | {
     "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096,
     "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32000,
 }  # fmt: skip
+GEMMA3_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_bias": False, "bos_token_id": 2, "eos_token_id": 1,
+    "query_pre_attn_scalar": 256, "sliding_window": 4096, "sliding_window_pattern": 6, "layer_types": None,
+    "rope_theta": 1e6, "rope_local_base_freq": 1e4, "use_bidirectional_attention": False,
+}  # fmt: skip
 GPT2_DEFAULTS: dict[str, Any] = {
     "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
     "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True,
@@ -62,6 +69,7 @@ DEFAULTS = {
     | {"num_local_experts": 8, "shared_intermediate_size": 1024, "position_embedding_type": None, "layer_types": None},
     "smollm3": SMOLLM3_DEFAULTS,
     "phi3": PHI3_DEFAULTS,
+    "gemma3_text": GEMMA3_DEFAULTS,
     "gpt2": GPT2_DEFAULTS,
 }
 GRANITE = ("granite", "granitemoehybrid")
@@ -71,6 +79,7 @@ GPT2_ALIASES = {
     "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }  # fmt: skip
+FULL, SLIDING = "full_attention", "sliding_attention"
 ATTENTION = ("full_attention", "attention")  # as transformers 5 and 4 name it
 SILU = ("silu", "swish")
 GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
@@ -109,7 +118,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 SCALES = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 DONE = {
     "granite": SCALES, "granitemoehybrid": (*SCALES, "num_local_experts"), "smollm3": ("no_rope_layers",),
-    "phi3": ("partial_rotary_factor",),
+    "phi3": ("partial_rotary_factor",), "gemma3_text": ("query_pre_attn_scalar",),
 }  # fmt: skip
 
 
@@ -169,7 +178,7 @@ def read_config(folder: Path) -> tuple[Config, dict[int, str], int | None]:
         given = {GPT2_ALIASES.get(key, key): value for key, value in given.items()} | given
     values = Values(path, given, DEFAULTS[family])
     check_neutral(values, {key: neutral for key, neutral in NEUTRAL.items() if key not in DONE.get(family, ())})
-    config = _gpt2(values) if family == "gpt2" else llama_config(values, family)
+    config = OTHERS[family](values) if family in OTHERS else llama_config(values, family)
     if flaw := config.flaw():
         raise CheckpointError(f"{path} describes no model: {flaw}")
     return config, *_read_marks(folder, given, values, config.vocab_size)
@@ -392,6 +401,75 @@ def _gpt2(values: Values) -> Config:
         architecture="gpt2",
         norm_eps=values.real("layer_norm_epsilon", 0, 1),
     )
+
+
+def _gemma3(values: Values) -> Config:
+    for key in ("attention_bias", "use_bidirectional_attention"):
+        values.must_be(key, False)
+    values.must_be("hidden_activation", *GELU_TANH)
+    dim, head_dim, n_layers = values.whole("hidden_size"), values.whole("head_dim"), values.whole("num_hidden_layers")
+    full_layers = _full_layers(values, n_layers)
+    return Config(
+        dim=dim,
+        hidden_dim=values.whole("intermediate_size"),
+        n_layers=n_layers,
+        n_heads=values.whole("num_attention_heads"),
+        n_kv_heads=values.whole("num_key_value_heads"),
+        vocab_size=values.whole("vocab_size"),
+        seq_len=values.whole("max_position_embeddings"),
+        shared_classifier=values.flag("tie_word_embeddings"),
+        architecture="gemma",
+        norm_eps=values.real("rms_norm_eps", 0, 1),
+        head_dim=head_dim,
+        **_gemma3_rope(values, head_dim),
+        window=values.whole("sliding_window") if len(full_layers) < n_layers else 0,
+        qk_norm=True,
+        full_layers=full_layers,
+        **gemma3_scales(dim, head_dim, values.real("query_pre_attn_scalar", LEAST_SCALE, 1 / LEAST_SCALE)),
+    )
+
+
+def gemma3_scales(dim: int, head_dim: int, query_scalar: float) -> dict[str, float]:
+    """Of embeddings sqrt(dim), of scores 1 / sqrt(query_scalar), which mostly is a head's length."""
+    attention_scale = 0.0 if query_scalar == head_dim else float(np.float32(1 / np.sqrt(np.float64(query_scalar))))
+    return {"embedding_scale": float(np.sqrt(np.float32(dim))), "attention_scale": attention_scale}
+
+
+def _full_layers(values: Values, n_layers: int) -> tuple[int, ...]:
+    """Those without a window: by the list of all, or the last of each so many."""
+    types = values["layer_types"]
+    if types is None:
+        pattern = values.whole("sliding_window_pattern")
+        return (*range(pattern - 1, n_layers, pattern),)
+    if not isinstance(types, list) or len(types) != n_layers or not all(kind in (FULL, SLIDING) for kind in types):
+        raise values.refusal("layer_types", f"{FULL} or {SLIDING} for each of {n_layers} layers")
+    return tuple(layer for layer, kind in enumerate(types) if kind == FULL)
+
+
+def _gemma3_rope(values: Values, head_dim: int) -> dict[str, Any]:
+    """The base of full layers' angles, all of which may be divided by one number, and that of the others'."""
+    key = "rope_parameters"
+    given = {} if values[key] is None else values[key]
+    if not isinstance(given, dict) or not all(
+        kind in (FULL, SLIDING) and isinstance(part, dict | None) for kind, part in given.items()
+    ):
+        raise values.refusal(key, f"an object of {FULL} and {SLIDING}")
+    scaling = {} if values["rope_scaling"] is None else values["rope_scaling"]
+    if not isinstance(scaling, dict):
+        raise values.refusal("rope_scaling", "an object or null")
+    thetas = []
+    for kind, theta, more in ((SLIDING, "rope_local_base_freq", {}), (FULL, "rope_theta", scaling)):
+        part = (given.get(kind) or {}) | more
+        rope = Values(values.path, part, {"rope_theta": values[theta], "rope_type": part.get("type", "default")})
+        rope.must_be("partial_rotary_factor", None, 1)
+        thetas.append(rope.real("rope_theta", 1, MAX_THETA))
+        rope.must_be("rope_type", "default", *["linear"][: kind == FULL])
+    factor = rope.real("factor", 1, 1e6) if rope["rope_type"] == "linear" else 1.0
+    divisors = (factor,) * (head_dim // 2) if factor != 1 else ()
+    return {"rope_theta": thetas[1], "local_theta": thetas[0], "rope_divisors": divisors}
+
+
+OTHERS = {"gpt2": _gpt2, "gemma3_text": _gemma3}  # families that are not like Llama
 
 
 # Marks

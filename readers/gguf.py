@@ -15,7 +15,7 @@ import numpy as np
 from ..architectures import Config, HeadConfig
 from ..architectures.config import LEAST_SCALE
 from ..machine.vectors import Int64
-from .config_json import MAX_THETA, Values
+from .config_json import MAX_THETA, Values, gemma3_scales
 from .gguf_file import MAGIC, GgufFile
 from .heads import are_layers, check_rows, checked_ids
 from .json_text import shown
@@ -48,6 +48,9 @@ PHI3_PLACES = LLAMA_PLACES | {
     **{name: Place("blk.{}.attn_qkv.weight", halves=name != "wv", among=QKV) for name in QKV},
     **dict.fromkeys(GATED, Place("blk.{}.ffn_up.weight", among=GATED)),
 }
+GEMMA3_PLACES = QWEN_PLACES | {
+    "rms_att_out": Place("blk.{}.post_attention_norm.weight"), "rms_ffn_out": Place("blk.{}.post_ffw_norm.weight"),
+}  # fmt: skip
 GPT2_PLACES = OUTER_PLACES | {
     "pos_emb": Place("position_embd.weight"),
     "ln_att": Place("blk.{}.attn_norm.weight"),
@@ -75,10 +78,11 @@ EAGLE3_PLACES = OUTER_PLACES | {
 }
 PLACES = {
     "llama": LLAMA_PLACES, "qwen2": QWEN_PLACES, "qwen3": QWEN_PLACES, "granite": LLAMA_PLACES, "smollm3": LLAMA_PLACES,
-    "phi3": PHI3_PLACES,
+    "phi3": PHI3_PLACES, "gemma3": GEMMA3_PLACES,
     "gpt2": GPT2_PLACES, "eagle3": EAGLE3_PLACES,
 }  # fmt: skip
 
+WINDOW = "attention.sliding_window"
 # what other arithmetic than ours is asked for by, behind the architecture's name, and the values that ask for nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "expert_count": (0, None),
@@ -93,7 +97,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.scale": (0, None),
     "attention.clamp_kqv": (0, None),
     "attention.max_alibi_bias": (0, None),
-    "attention.sliding_window": (0, None),
+    WINDOW: (0, None),
     "rope.scaling.attn_factor": (1, 0, None),
     "rope.scaling.alpha": (0, None),
     "norm_output": (False, None),
@@ -104,7 +108,9 @@ SCALES = {
     "logit_scale": "logit_divisor",
 }  # fmt: skip
 PHI3_SCALE, SHORT, LONG = "rope.scaling.attn_factor", "rope_factors_short.weight", "rope_factors_long.weight"
-DONE = {"granite": (*SCALES,), "phi3": (PHI3_SCALE, "attention.sliding_window")}  # of `NEUTRAL`
+DONE = {"granite": (*SCALES,), "phi3": (PHI3_SCALE, WINDOW), "gemma3": (WINDOW,)}  # of `NEUTRAL`
+# Gemma 3's, where a file is silent, and the model whose scale of scores is not by a head's length
+GEMMA3_PATTERN, GEMMA3_LOCAL_THETA, GEMMA3_27B_LAYERS = 6, 10000.0, 62
 HAS_ROPE = "granite.rope.scaling.finetuned"
 NO_ROPE_INTERVAL = 4  # of SmolLM3's layers, of which a file does not tell
 
@@ -307,7 +313,13 @@ def _llama(model: _Model, values: Values, common: Mapping[str, Any]) -> Config:
         if optional(key, head_dim) != head_dim:
             raise values.refusal(f"{a}.{key}", f"{head_dim}, a head's length")
     n_turned = optional("rope.dimension_count", head_dim)
-    more = _granite_scales(values) if a == "granite" else _phi3(model, values, common["seq_len"], n_turned) if a == "phi3" else {}
+    more = dict[str, Any]()
+    if a == "granite":
+        more = _granite_scales(values)
+    elif a == "phi3":
+        more = _phi3(model, values, common["seq_len"], n_turned)
+    elif a == "gemma3":
+        more = _gemma3(values, common, head_dim)
     theta = f"{a}.rope.freq_base"
     return Config(
         **{**common, "rope_divisors": _rope_divisors(model, values, n_turned), **more},
@@ -319,7 +331,7 @@ def _llama(model: _Model, values: Values, common: Mapping[str, Any]) -> Config:
         qkv_bias="blk.0.attn_q.bias" in model,
         wo_bias="blk.0.attn_output.bias" in model,
         mlp_bias="blk.0.ffn_gate.bias" in model,
-        qk_norm=a == "qwen3",
+        qk_norm=a in ("qwen3", "gemma3"),
         no_rope_layers=_no_rope_layers(values, a, common["n_layers"]),
     )
 
@@ -331,7 +343,7 @@ def _granite_scales(values: Values) -> dict[str, Any]:
 
 def _phi3(model: _Model, values: Values, n_positions: int, n_turned: int) -> dict[str, Any]:
     """Its window, and what scales its RoPE; of longrope the factors of short texts alone, as in a folder."""
-    window, found = "phi3.attention.sliding_window", dict[str, Any]()
+    window, found = f"phi3.{WINDOW}", dict[str, Any]()
     if values[window] not in (None, 0) and (seen := values.whole(window)) < n_positions:
         found["window"] = seen
     if values[key := f"phi3.{PHI3_SCALE}"] not in (None, 0):
@@ -341,6 +353,25 @@ def _phi3(model: _Model, values: Values, n_positions: int, n_turned: int) -> dic
         original = values.whole("phi3.rope.scaling.original_context_length")
         found |= {"rope_divisors": short, "seq_len": n_positions if short == long else min(n_positions, original)}
     return found
+
+
+def _gemma3(values: Values, common: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    """Its windows, the RoPE of layers that have one, and its scales, of which a file does not tell."""
+    dim, n_layers, pattern, window = common["dim"], common["n_layers"], f"gemma3.{WINDOW}_pattern", f"gemma3.{WINDOW}"
+    scales = gemma3_scales(dim, head_dim, dim // common["n_heads"] if n_layers == GEMMA3_27B_LAYERS else head_dim)
+    found = {"architecture": "gemma", "full_layers": (*range(n_layers),), **scales}
+    if values[window] in (None, 0):
+        return found
+    if isinstance(flags := values[pattern], list):
+        if len(flags) != n_layers or not all(isinstance(flag, bool) for flag in flags):
+            raise values.refusal(pattern, f"true or false for each of {n_layers} layers")
+        full = tuple(layer for layer, flag in enumerate(flags) if not flag)
+    else:
+        every = values.whole(pattern) if pattern in values else GEMMA3_PATTERN
+        full = (*range(every - 1, n_layers, every),)
+    local = "gemma3.rope.freq_base_swa"
+    theta = values.real(local, 1, MAX_THETA) if local in values else GEMMA3_LOCAL_THETA
+    return found | {"window": values.whole(window), "full_layers": full, "local_theta": theta}
 
 
 def _no_rope_layers(values: Values, a: str, n_layers: int) -> tuple[int, ...]:

@@ -86,7 +86,19 @@ GPT2_NAMES = Names(
     },
     re.compile(r"h\.\d+\.attn\.(masked_)?bias"),  # the causal mask
 )
-NAMES = {"llama": LLAMA_NAMES, "gpt2": GPT2_NAMES}
+GEMMA_NAMES = LLAMA_NAMES._replace(
+    places={
+        **LLAMA_NAMES.places,
+        "rms_att": Place("layers.{}.input_layernorm.weight", less_one=True),
+        "rms_att_out": Place("layers.{}.post_attention_layernorm.weight", less_one=True),
+        "rms_ffn": Place("layers.{}.pre_feedforward_layernorm.weight", less_one=True),
+        "rms_ffn_out": Place("layers.{}.post_feedforward_layernorm.weight", less_one=True),
+        "q_norm": Place("layers.{}.self_attn.q_norm.weight", halves=True, less_one=True),
+        "k_norm": Place("layers.{}.self_attn.k_norm.weight", halves=True, less_one=True),
+        "rms_final": Place("norm.weight", less_one=True),
+    }
+)
+NAMES = {"llama": LLAMA_NAMES, "gpt2": GPT2_NAMES, "gemma": GEMMA_NAMES}
 
 
 class Folder:

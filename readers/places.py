@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..architectures import Config, architecture_of
-from .model_file import FileTensor
+from ..machine.vectors import Float32
+from ..weights.matrix import floats
+from .model_file import FP32, FileTensor
 
 TURNED_AT_ONCE = 16  # inputs of a stored matrix: a cache line of each output; GPT-2 large in fp32 at 2.7 GB/s, all at once 0.7
 GATED, QKV, QKV_BIASES = ("w1", "w3"), ("wq", "wk", "wv"), ("bq", "bk", "bv")  # what may lie in one tensor
@@ -21,7 +23,8 @@ class Place(NamedTuple):
 
     halves: in each head all first parts of RoPE's pairs, then all second ones; conv: a matrix (inputs, outputs), not (outputs,
     inputs); among: the tensors, by our names, that lie there one behind the other along the outputs, itself one of them;
-    alone: of several that there may be, each with its number in its name, it is the only one and has none.
+    alone: of several that there may be, each with its number in its name, it is the only one and has none; less_one: 1 is to be
+    added to its numbers.
     """
 
     name: str
@@ -29,6 +32,7 @@ class Place(NamedTuple):
     conv: bool = False
     among: tuple[str, ...] = ()
     alone: bool = False
+    less_one: bool = False
 
 
 class Source(Protocol):
@@ -53,7 +57,8 @@ def tensors_of(config: Config, places: Mapping[str, Place], source: Source) -> d
             return Transposed(source.tensor(stored_name, (*others, total)), first, n_rows)
         stored = source.tensor(stored_name, (total, *others))
         own = stored.part(first, first + n_rows) if place.among else stored
-        return own.in_pairs(config.head_dim, config.n_turned) if place.halves else own
+        own = own.in_pairs(config.head_dim, config.n_turned) if place.halves else own
+        return OneMore(own) if place.less_one else own
 
     for name, shape in shapes.items():
         place = places[name]
@@ -70,6 +75,21 @@ def are_equal(a: Any, b: Any) -> bool:
     return a.dtype == b.dtype and all(
         np.array_equal(a[first : first + COMPARED_ROWS], b[first : first + COMPARED_ROWS]) for first in starts
     )
+
+
+@dataclass(frozen=True)
+class OneMore:
+    """A stored vector, to each of whose numbers 1 is added in float32."""
+
+    stored: Any
+    dtype = FP32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.stored.shape)
+
+    def __getitem__(self, index: slice) -> Float32:
+        return np.float32(1) + floats(self.stored[index])
 
 
 @dataclass(frozen=True)

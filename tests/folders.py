@@ -23,6 +23,14 @@ GONE = sys.intern("<gone>")  # as a key's value, by identity: no such key
 GRANITE: dict[str, float] = {"embedding_scale": 1.5, "attention_scale": 0.3, "residual_scale": 0.7, "logit_divisor": 2}
 PHI3_FACTORS = tuple(float(np.float32(factor)) for factor in (1, 1.15, 1.3, 1.45, 1.6, 1.75))
 PHI3_SCALE = float(np.sqrt(np.float32(7) / np.float32(6)))  # sqrt(1 + log(128 / 64) / log(64))
+
+
+def gemma(dim: int) -> dict[str, Any]:
+    """What all of Gemma 3's have."""
+    scale = float(np.sqrt(np.float32(dim)))
+    return {"architecture": "gemma", "norm_eps": 1e-6, "rope_theta": 1e6, "qk_norm": True, "embedding_scale": scale}
+
+
 CONFIGS = {
     "llama": Config(20, 37, 2, 2, 2, 65, 128, False, norm_eps=1e-6),
     "llama_tied": Config(32, 48, 2, 4, 2, 72, 128, True, norm_eps=1e-6),
@@ -63,6 +71,25 @@ CONFIGS = {
     "phi3_factor": Config(
         40, 37, 2, 4, 2, 70, 64, False, rope_dim=4, rope_divisors=PHI3_FACTORS[:2], rope_scale=float(np.float32(1.3))
     ),
+    "gemma3": Config(18, 21, 7, 3, 1, 70, 128, head_dim=6, window=9, full_layers=(5,), **gemma(18)),
+    "gemma3_scaled": Config(
+        20,
+        26,
+        4,
+        2,
+        1,
+        65,
+        128,
+        False,
+        head_dim=14,
+        rope_divisors=(8.0,) * 7,
+        window=17,
+        attention_scale=float(np.float32(11**-0.5)),
+        full_layers=(0, 3),
+        local_theta=500.0,
+        **gemma(20),
+    ),
+    "gemma3_half": Config(22, 30, 5, 2, 2, 77, 128, head_dim=8, window=5, full_layers=(2,), **gemma(22)),
 }
 
 

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     GenerationConfig,
     GPT2Config,
     GraniteConfig,
@@ -43,6 +44,11 @@ LLAMA3 = {
 
 GRANITE = {"embedding_multiplier": 1.5, "attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 2.0}
 
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
+
 
 def longrope(n_pairs, original=64, **others):
     """Factors of short texts that the tests' 60 tokens see; those of long ones differ."""
@@ -57,6 +63,11 @@ def sizes(vocab, dim, hidden, layers, heads, kv_heads, positions=128, **others):
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": positions,
         "bos_token_id": 1, "eos_token_id": 2, **others,
     }  # fmt: skip
+
+
+def gemma_sizes(*numbers, head_dim, **others):
+    """Scores are scaled by the head's length, unless others say by what."""
+    return sizes(*numbers, head_dim=head_dim, pad_token_id=0, **{"query_pre_attn_scalar": head_dim, **others})
 
 
 def gpt2_sizes(vocab, positions, dim, layers, heads):
@@ -129,6 +140,22 @@ MODELS = {
         torch.float16,
         {},
     ),
+    "gemma3": (Gemma3TextConfig(**gemma_sizes(70, 18, 21, 7, 3, 1, head_dim=6, sliding_window=9)), torch.bfloat16, {}),
+    "gemma3_scaled": (
+        Gemma3TextConfig(
+            **gemma_sizes(65, 20, 26, 4, 2, 1, head_dim=14, sliding_window=17, query_pre_attn_scalar=11),
+            layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            rope_parameters=GEMMA3_ROPE,
+            tie_word_embeddings=False,
+        ),
+        torch.float32,
+        {},
+    ),
+    "gemma3_half": (
+        Gemma3TextConfig(**gemma_sizes(77, 22, 30, 5, 2, 2, head_dim=8, sliding_window=5), sliding_window_pattern=3),
+        torch.float16,
+        {},
+    ),
     "gpt2": (GPT2Config(**gpt2_sizes(71, 64, 18, 2, 3)), torch.float32, {}),
     "gpt2_base": (
         GPT2Config(**gpt2_sizes(64, 96, 32, 2, 4), n_inner=50, activation_function="gelu_pytorch_tanh"),
@@ -145,12 +172,14 @@ def random_model(config, dtype, seed):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
-            is_norm = "norm" in name or "ln_" in name
+            is_norm, is_gemma = "norm" in name or "ln_" in name, "gemma" in config.model_type
             if parameter.dim() > 1:
                 n_inputs = parameter.shape[0 if "c_" in name else 1]
-                parameter.copy_(noise * (0.7 if "wpe" in name or "embed" in name or "wte" in name else 1.6 / n_inputs**0.5))
+                spread = 0.12 if is_gemma else 0.7  # of what it scales; or a tied model says its last token again
+                parameter.copy_(noise * (spread if "wpe" in name or "embed" in name or "wte" in name else 1.6 / n_inputs**0.5))
             else:
-                parameter.copy_(1 + 0.2 * noise if is_norm and name.endswith("weight") else 0.3 * noise)
+                one = 0 if is_gemma else 1  # which transformers adds
+                parameter.copy_(one + 0.2 * noise if is_norm and name.endswith("weight") else 0.3 * noise)
     return model.to(dtype).eval()
 
 
