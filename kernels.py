@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .machine.cache import compiled, inlined, inner
-from .machine.elementary import exp, sine_and_cosine
+from .machine.elementary import exp, gelu_tanh, silu, sine_and_cosine
 from .machine.programs import Floats1, Floats2, Floats3, Floats4, Halves4, Ints1, Ints2, Operation, Pass, operation
 from .machine.threads import share
 from .machine.tiles import PREFETCH_WORDS, STRIP_ROWS, TILE_TOKENS, Strided, Strips, multiply_either
@@ -30,7 +30,6 @@ from .machine.vectors import (
     LANES,
     add,
     ceil_div,
-    div,
     fma,
     load,
     load_either,
@@ -552,22 +551,6 @@ KV_CACHES = {
 }
 
 
-@inner
-def silu_of(x):
-    """x / (1 + e^-x)."""
-    return mul(x, div(splat(1.0), add(splat(1.0), exp(mul(x, splat(-1.0))))))
-
-
-@inner
-def gelu_of(x):
-    """gelu by tanh (Hendrycks and Gimpel 2016).
-
-    x / 2 (1 + tanh u) = x / (1 + e^(-2u)) for u = sqrt(2 / pi) (x + 0.044715 x^3), which nothing cancels in.
-    """
-    minus_2u = mul(x, fma(mul(x, x), splat(-0.044715 * 1.5957691216057308), splat(-1.5957691216057308)))
-    return div(x, add(splat(1.0), exp(minus_2u)))
-
-
 @inlined
 def gate(run, thread, hidden, up, activation):
     """hidden[t] = activation(w1 x) * (w3 x): this thread's strips of up (T, 2 F), which holds those of both in turns."""
@@ -584,13 +567,13 @@ def gate(run, thread, hidden, up, activation):
 @operation
 def swiglu(run: Pass, thread: int, hidden: Floats3, up: Floats2) -> None:
     """hidden[t] = silu(w1 x) * (w3 x)  (Shazeer 2020)."""
-    gate(run, thread, hidden, up, silu_of)
+    gate(run, thread, hidden, up, silu)
 
 
 @operation
 def geglu(run: Pass, thread: int, hidden: Floats3, up: Floats2) -> None:
     """hidden[t] = gelu(w1 x) * (w3 x)  (Shazeer 2020)."""
-    gate(run, thread, hidden, up, gelu_of)
+    gate(run, thread, hidden, up, gelu_tanh)
 
 
 @operation
@@ -600,4 +583,4 @@ def gelu(run: Pass, thread: int, hidden: Floats3, up: Floats2) -> None:
     first, last = share(width // STRIP_ROWS, thread, run.n_threads)
     for t in range(run.n_tokens):
         for i in range(t * width + first * STRIP_ROWS, t * width + last * STRIP_ROWS, LANES):
-            store(hidden, i, gelu_of(load(up, i)))
+            store(hidden, i, gelu_tanh(load(up, i)))

@@ -20,6 +20,7 @@ CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 TEXT = "text_config"
 END = "eos"
 MAX_SIZE = 2**31 - 1
+MOST_LAYERS = 1 << 16  # where some of them are listed
 MAX_THETA = 1e18
 
 LLAMA_DEFAULTS: dict[str, Any] = {
@@ -74,7 +75,7 @@ DEFAULTS = {
     "gpt2": GPT2_DEFAULTS,
 }
 # of those whose text's model lies in text_config beside others: whether its classifier is the embedding where a file is silent
-WITH_OTHERS = {"mistral3": True}
+WITH_OTHERS = {"mistral3": True, "gemma3": True}
 OF_ALL = ("tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id")  # are said beside it, and go before
 GRANITE = ("granite", "granitemoehybrid")
 WITH_ATTENTION_BIAS = ("llama", "qwen3", "granite", "granitemoehybrid", "smollm3")
@@ -142,10 +143,10 @@ class Values:
     def refusal(self, key: str, expected: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {key} is {shown(self[key])}; expected {expected}")
 
-    def whole(self, key: str) -> int:
+    def whole(self, key: str, most: int = MAX_SIZE) -> int:
         value = self[key]
-        if type(value) is not int or not 1 <= value <= MAX_SIZE:
-            raise self.refusal(key, f"a whole number from 1 to {MAX_SIZE}")
+        if type(value) is not int or not 1 <= value <= most:
+            raise self.refusal(key, f"a whole number from 1 to {most}")
         return value
 
     def real(self, key: str, least: float, most: float) -> float:
@@ -269,7 +270,7 @@ def _check_hybrid(values: Values) -> None:
 
 def _no_rope_layers(values: Values, family: str) -> tuple[int, ...]:
     """Those whose queries and keys are not turned."""
-    n_layers = values.whole("num_hidden_layers")
+    n_layers = values.whole("num_hidden_layers", MOST_LAYERS)
     if family == "granitemoehybrid":
         values.must_be("position_embedding_type", "rope", "nope", None)
         return () if values["position_embedding_type"] == "rope" else (*range(n_layers),)
@@ -365,7 +366,7 @@ def _rope(values: Values) -> dict[str, Any]:
 
 def _window(values: Values, family: str) -> int:
     """How many positions a token sees in all layers; 0: all."""
-    n_layers, types = values.whole("num_hidden_layers"), values["layer_types"]
+    n_layers, types = values.whole("num_hidden_layers", MOST_LAYERS), values["layer_types"]
     window = 0 if values["sliding_window"] is None else values.whole("sliding_window")
     if family in ("llama", *GRANITE):  # transformers does not look at it
         if 0 < window < values.whole("max_position_embeddings"):
@@ -422,7 +423,11 @@ def _gemma3(values: Values) -> Config:
     for key in ("attention_bias", "use_bidirectional_attention"):
         values.must_be(key, False)
     values.must_be("hidden_activation", *GELU_TANH)
-    dim, head_dim, n_layers = values.whole("hidden_size"), values.whole("head_dim"), values.whole("num_hidden_layers")
+    dim, head_dim, n_layers = (
+        values.whole("hidden_size"),
+        values.whole("head_dim"),
+        values.whole("num_hidden_layers", MOST_LAYERS),
+    )
     full_layers = _full_layers(values, n_layers)
     return Config(
         dim=dim,

@@ -15,7 +15,7 @@ import numpy as np
 from ..architectures import Config, HeadConfig
 from ..architectures.config import LEAST_SCALE
 from ..machine.vectors import Int64
-from .config_json import MAX_THETA, Values, gemma3_scales
+from .config_json import MAX_THETA, MOST_LAYERS, Values, gemma3_scales
 from .gguf_file import MAGIC, GgufFile
 from .heads import are_layers, check_rows, checked_ids
 from .json_text import shown
@@ -250,7 +250,7 @@ def _config(model: _Model) -> Config:
     common: dict[str, Any] = {
         "dim": values.whole(f"{a}.embedding_length"),
         "hidden_dim": values.whole(f"{a}.feed_forward_length"),
-        "n_layers": values.whole(f"{a}.block_count"),
+        "n_layers": values.whole(f"{a}.block_count", MOST_LAYERS),
         "n_heads": values.whole(f"{a}.attention.head_count"),
         "seq_len": values.whole(f"{a}.context_length"),
         "vocab_size": rows,

@@ -133,6 +133,10 @@ LLAMA_NAMES = {
     "shared_mlp.output_linear": "ffn_down",
     "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
 }  # fmt: skip
+GEMMA3_NAMES = {
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
 GPT2_NAMES = {
     "wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "ln_1": "attn_norm", "ln_2": "ffn_norm",
     "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
@@ -140,7 +144,9 @@ GPT2_NAMES = {
 NAMES = [
     name
     for name in folders.NAMES
-    if name in CONFIGS and not CONFIGS[name].window and name not in ("smollm3_layers", "phi3_factor")
+    if name in CONFIGS
+    and (not CONFIGS[name].window or name.startswith("gemma3"))
+    and name not in ("smollm3_layers", "phi3_factor", "gemma3_scaled")
 ]
 PERMUTED = ("llama", "granite", "smollm3")
 SCALES = {
@@ -150,18 +156,19 @@ SCALES = {
 
 
 def architecture(name: str) -> str:
-    return next(a for a in ("phi3", "qwen2", "qwen3", "gpt2", "granite", "smollm3", "llama") if name.startswith(a))
+    return next(a for a in ("phi3", "qwen2", "qwen3", "gemma3", "gpt2", "granite", "smollm3", "llama") if name.startswith(a))
 
 
-def stored_name(full: str) -> str:
-    """A tensor's name in GGUF."""
+def stored_name(full: str, a: str = "llama") -> str:
+    """A tensor's name in GGUF, of that architecture."""
     layer, rest = "", full.removeprefix("transformer.")
     for prefix in ("model.layers.", "h."):
         if rest.startswith(prefix):
             number, _, rest = rest.removeprefix(prefix).partition(".")
             layer = f"blk.{number}."
     stem, _, end = rest.rpartition(".")
-    return f"{layer}{(LLAMA_NAMES | GPT2_NAMES)[stem]}.{end}"
+    names = LLAMA_NAMES | GPT2_NAMES | (GEMMA3_NAMES if a == "gemma3" else {})
+    return f"{layer}{names[stem]}.{end}"
 
 
 def adjacent(array: Any, head_dim: int) -> Any:
@@ -180,7 +187,7 @@ def model_tensors(name: str) -> dict[str, Any]:
             for part, rows in zip(("gate", "up"), np.split(array, 2), strict=True):
                 tensors[stored_name(full).replace("ffn_gate", f"ffn_{part}")] = rows
             continue
-        stored, result = stored_name(full), array
+        stored, result = stored_name(full, architecture(name)), array
         if architecture(name) == "gpt2" and ".c_" in f".{full}" and array.ndim == 2:
             result = np.ascontiguousarray(array.T)
         if architecture(name) in PERMUTED and stored.split(".")[-2] in ("attn_q", "attn_k"):
@@ -188,6 +195,8 @@ def model_tensors(name: str) -> dict[str, Any]:
         if result.ndim == 1 and result.dtype == np.uint16:
             result = (result.astype(np.uint32) << 16).view(np.float32)
         tensors[stored] = result.astype(np.float32) if result.ndim == 1 else result
+        if architecture(name) == "gemma3" and result.ndim == 1:
+            tensors[stored] += 1
     if name == "phi3":
         factors = json.loads((FIXTURES / name / "config.json").read_text())["rope_parameters"]
         for kind in ("short", "long"):
@@ -224,6 +233,10 @@ def model_keys(name: str) -> Keys:
     if a == "phi3":
         keys |= {"phi3.rope.dimension_count": config.n_turned, "phi3.rope.scaling.attn_factor": config.rope_scale}
         keys |= {"phi3.context_length": 128, "phi3.rope.scaling.original_context_length": 64}
+    if a == "gemma3":
+        keys |= {"gemma3.attention.sliding_window": config.window}
+        if name != "gemma3":  # of one layer in six that sees all a file need not tell
+            keys |= {"gemma3.attention.sliding_window_pattern": config.full_layers[0] + 1}
     return keys | {
         f"{a}.attention.head_count_kv": config.n_kv_heads,
         f"{a}.attention.layer_norm_rms_epsilon": config.norm_eps,

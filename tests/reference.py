@@ -1,6 +1,7 @@
 """Slow numpy oracles in float64: what the kernels compute, written for the reader."""
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -103,10 +104,10 @@ def product(x: np.ndarray, w: np.ndarray | Quantized | Seen) -> np.ndarray:
     return seen @ w.floats().T
 
 
-def attention(q, keys, values, window=None, kept=np.float64):
-    """softmax(q keys / sqrt(K)) values, (T, H, K) of q and (T, G, K) of the others, each token over `window` up to its own.
+def attention(q, keys, values, window=None, kept=np.float64, scale=None):
+    """softmax(scale q keys) values, (T, H, K) of q and (T, G, K) of the others, each token over `window` up to its own.
 
-    kept: the dtype that keys and values are rounded to.
+    kept: the dtype that keys and values are rounded to; scale: by default 1 / sqrt(K).
     """
     keys, values = (x.astype(kept).astype(np.float64) for x in (keys, values))
     n, heads, k = q.shape
@@ -115,7 +116,7 @@ def attention(q, keys, values, window=None, kept=np.float64):
         first = max(0, i + 1 - (window or n))
         for head in range(heads):
             g = head // (heads // keys.shape[1])
-            p = softmax(keys[first : i + 1, g] @ q[i, head] / math.sqrt(k))
+            p = softmax(keys[first : i + 1, g] @ q[i, head] * (scale or 1 / math.sqrt(k)))
             mixed[i, head] = p @ values[first : i + 1, g]
     return mixed.reshape(n, -1)
 
@@ -129,7 +130,11 @@ def forward(config: Config, tensors: dict, tokens: list[int], window: int | None
     t = {name: tensor.astype(np.float64) if isinstance(tensor, np.ndarray) else tensor for name, tensor in tensors.items()}
     if config.architecture == "gpt2":
         return gpt2_forward(config, t, tokens, kept)
-    n, eps, angles = len(tokens), config.norm_eps, frequencies(config)
+    n, eps, is_gemma = len(tokens), config.norm_eps, config.architecture == "gemma"
+    local = replace(config, rope_theta=config.local_theta, rope_divisors=())
+
+    def sees_all(i):
+        return not is_gemma or i in config.full_layers
 
     def projected(x, c, i):
         return product(x, t[f"w{c}"][i]) + (t[f"b{c}"][i] if f"b{c}" in t else 0)
@@ -138,17 +143,23 @@ def forward(config: Config, tensors: dict, tokens: list[int], window: int | None
         x = projected(x, c, i).reshape(n, -1, config.head_dim)
         if c != "v":
             x = rms_norm(x, t[f"{c}_norm"][i], eps) if f"{c}_norm" in t else x
+            angles = frequencies(config if sees_all(i) else local)
             x = np.stack([rope(x[pos], pos * angles, config.rope_scale) for pos in range(n)])
         return x
 
+    def branch(x, name, i):
+        return rms_norm(x, t[name][i], eps) if name in t else x
+
     embedding = t["tok_emb"]
-    x = (embedding if isinstance(embedding, np.ndarray) else embedding.floats())[tokens]
+    x = (embedding if isinstance(embedding, np.ndarray) else embedding.floats())[tokens] * config.embedding_scale
     for i in range(config.n_layers):
-        h = rms_norm(x, t["rms_att"][i], eps)
-        x = x + projected(attention(*(heads(h, c, i) for c in "qkv"), window or config.window, kept), "o", i)
+        h, seen = rms_norm(x, t["rms_att"][i], eps), None if is_gemma and sees_all(i) else window or config.window
+        mixed = attention(*(heads(h, c, i) for c in "qkv"), seen, kept, config.score_scale)
+        x = x + branch(projected(mixed, "o", i), "rms_att_out", i)
         h = rms_norm(x, t["rms_ffn"][i], eps)
         gate, up = projected(h, "1", i), projected(h, "3", i)
-        x = x + projected(gate / (1 + np.exp(-gate)) * up, "2", i)
+        gated = gelu(gate) if is_gemma else gate / (1 + np.exp(-gate))
+        x = x + branch(projected(gated * up, "2", i), "rms_ffn_out", i)
     return product(rms_norm(x, t["rms_final"], eps), embedding if config.shared_classifier else t["wcls"])
 
 

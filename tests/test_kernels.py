@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from specdec.kernels import gelu, head_norm, layer_norm
+from specdec.kernels import add_norm, geglu, gelu, head_norm, layer_norm, swiglu
 from specdec.machine import limits
 from specdec.machine.memory import lazy_zeros, zeros
 from specdec.machine.programs import Row, Runner
@@ -37,6 +37,30 @@ def test_gelu_is_exact_near_zero_and_far_from_it():
     # e^v of a v rounded to float32 is off by |v| units
     assert (np.abs(out[0] - exact) <= 2e-7 * (3 + np.abs(wide) ** 3) * np.abs(exact) + 1e-36).all()
     np.testing.assert_allclose(exact[:4], reference.gelu(wide[:4]), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("n_threads", THREADS)
+def test_a_gate_multiplies_what_it_lets_through(n_threads):
+    x = np.random.default_rng(0).standard_normal((3, 4, 32)).astype(np.float32) * 3  # two strips of gates and two of others
+    gates, others = (x[:, i::2].reshape(3, 64).astype(np.float64) for i in range(2))
+    for operation, expected in ((geglu, reference.gelu(gates)), (swiglu, gates / (1 + np.exp(-gates)))):
+        out = zeros(1, 3, 64)
+        run(operation(out, x.reshape(3, 128)), 3, n_threads)
+        np.testing.assert_allclose(out[0], expected * others, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dim", [31, 64, 100])
+def test_a_branch_is_normed_and_added_whatever_the_threads(dim):
+    rng, width = np.random.default_rng(0), round_up(dim, 32)
+    x, branch, weight = zeros(3, width), zeros(1, 3, width), zeros(width)
+    for array in (x.T, branch[0].T, weight):
+        array[:dim] = rng.standard_normal(array[:dim].shape)
+    expected = x[:, :dim] + reference.rms_norm(branch[0, :, :dim].astype(np.float64), weight[:dim], 1e-6)
+    for n_threads in THREADS:
+        out = x.copy()
+        run(add_norm(out, branch, weight, dim, 1e-6), 3, n_threads)
+        np.testing.assert_allclose(out[:, :dim], expected, rtol=0, atol=2e-6)
+        assert (out[:, dim:] == 0).all()
 
 
 def test_gelu_keeps_what_is_not_finite():

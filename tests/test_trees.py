@@ -79,10 +79,10 @@ def test_a_nodes_logits_are_those_of_the_chain_of_its_ancestors_bit_for_bit(name
             assert_same_bits(model.forward_tree(tokens, nodes, parents), expected)
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 16, 33])
-def test_a_window_is_one_of_positions_and_not_of_slots(window: int) -> None:
+@pytest.mark.parametrize(("name", "window"), [*(("mistral", window) for window in (1, 2, 5, 16, 33)), ("gemma", 5)])
+def test_a_window_is_one_of_positions_and_not_of_slots(name: str, window: int) -> None:
     """Shorter than the tree is deep, too."""
-    config = replace(FAMILIES["mistral"], window=window)
+    config = replace(FAMILIES[name], window=window)
     for n, parents in itertools.product((1, 17, 40), (a_chain(20), combs(30), random_parents(50, window), a_star(10))):
         tokens, nodes = tokens_for(config, n), tokens_for(config, len(parents), 5)
         expected = logits_of_chains(model_of(config), tokens, nodes, parents)

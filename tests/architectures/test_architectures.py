@@ -19,6 +19,8 @@ from tests.models import END_MARKS, THREADS, begun, continuation, run_in_blocks,
 
 LLAMA_3 = RopeScaling(8.0, 1.0, 4.0, 40)  # of so few positions that pairs of all three sorts are there
 ALL = {"wo_bias": True, "qkv_bias": True, "mlp_bias": True, "qk_norm": True}
+GEMMA = {"architecture": "gemma", "qk_norm": True, "rope_theta": 1e6, "local_theta": 100.0, "embedding_scale": 6.3}
+GEMMA |= {"attention_scale": 0.4}
 
 # dim, hidden, layers, heads, kv heads, vocab, seq_len
 FAMILIES = {
@@ -30,6 +32,7 @@ FAMILIES = {
     "qwen3, heads across strips": Config(64, 40, 2, 4, 2, 105, 400, head_dim=80, qk_norm=True),
     "qwen3, heads of 12": Config(40, 50, 2, 5, 5, 105, 400, head_dim=12, qk_norm=True),
     "everything": Config(40, 50, 2, 6, 3, 105, 400, False, head_dim=24, window=30, rope_scaling=LLAMA_3, **ALL),
+    "gemma": Config(40, 50, 4, 4, 2, 105, 400, head_dim=24, window=13, full_layers=(2,), rope_divisors=(8.0,) * 12, **GEMMA),
     "gpt2": Config(48, 96, 2, 4, 4, 105, 400, architecture="gpt2"),
     "gpt2, odd": Config(40, 50, 2, 5, 5, 64, 400, False, architecture="gpt2", norm_eps=1e-6),
 }
@@ -111,7 +114,7 @@ POISON = 7  # the token whose values are not finite somewhere inside
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
-@pytest.mark.parametrize("name", ["everything", "gpt2, odd"])
+@pytest.mark.parametrize("name", ["everything", "gemma", "gpt2, odd"])
 def test_what_is_not_finite_goes_through_every_operation(name: str, value: float) -> None:
     """Of whichever tensor, in logits that the oracle has no number for."""
     config = FAMILIES[name]
@@ -127,7 +130,7 @@ def test_what_is_not_finite_goes_through_every_operation(name: str, value: float
         assert lost.any() and not np.isfinite(model.forward(text, len(text))[lost]).any(), tensor
 
 
-@pytest.mark.parametrize("name", ["gpt2, odd", "qwen3, heads across strips", "llama with biases"])
+@pytest.mark.parametrize("name", ["gpt2, odd", "qwen3, heads across strips", "llama with biases", "gemma"])
 def test_a_token_that_is_not_finite_leaves_nothing_behind(name: str) -> None:
     config = FAMILIES[name]
     tensors = random_tensors(config)

@@ -90,6 +90,25 @@ def test_longrope_turns_a_part_of_a_head_by_factors_of_short_texts(tmp_path: Pat
         message_of(copy(tmp_path / f"bad{i}", "phi3", **changes), word)
 
 
+def test_gemma_3_tells_of_its_layers_and_of_their_rope_in_two_ways(tmp_path: Path) -> None:
+    """As transformers 5 writes it, and as the hub's files were written."""
+    gone = dict.fromkeys(("rope_parameters", "layer_types"), GONE)
+    linear = {"rope_type": "linear", "factor": 8.0}
+    for i, (name, changes, others) in enumerate(
+        [
+            ("gemma3", gone, {}),
+            ("gemma3", gone | {"sliding_window_pattern": 6, "rope_theta": 1000000, "rope_local_base_freq": 10000}, {}),
+            ("gemma3", gone | {"sliding_window_pattern": 2}, {"full_layers": (1, 3, 5)}),
+            ("gemma3", gone | {"sliding_window_pattern": 1}, {"full_layers": (*range(7),), "window": 0}),
+            ("gemma3", gone | {"rope_scaling": {"type": "linear", "factor": 2}}, {"rope_divisors": (2.0,) * 3}),
+            ("gemma3", {"rope_parameters": {"full_attention": None}}, {}),
+            ("gemma3", {"query_pre_attn_scalar": GONE}, {"attention_scale": 0.0625}),
+            ("gemma3_scaled", {"rope_parameters": GONE, "rope_scaling": linear, "rope_local_base_freq": 500}, {}),
+        ]
+    ):
+        assert config_of(tmp_path / str(i), name, **changes) == replace(CONFIGS[name], **others), changes
+
+
 def test_end_marks_are_those_of_both_files(tmp_path: Path) -> None:
     cases: list[tuple[Any, Any, list[int]]] = [
         (2, GONE, [2]), ([3, 4], 2, [3, 4, 2]), (GONE, [7], [7]), (GONE, GONE, [2]), (None, GONE, []), (None, 5, [5]),
@@ -125,7 +144,7 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"model_type": "gemma2"},
-        '"gemma2" is not there; there are llama, mistral, qwen2, qwen3, granite, granitemoehybrid, smollm3, phi3, gpt2, mistral3',
+        '"gemma2" is not there; there are llama, mistral, qwen2, qwen3, granite',
     ),
     ("llama", {"model_type": GONE}, "model_type"),
     ("llama", {"model_type": ["llama"]}, "model_type"),
@@ -178,7 +197,26 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
     *(("llama", {"hidden_size": bad}, "hidden_size") for bad in (0, -20, 20.0, "20", None, True, [20], 10**30, 2**31)),
     ("llama", {"num_hidden_layers": 3}, "layers.2."),
     ("llama", {"num_hidden_layers": 1}, "layers.1"),
-    ("llama", {"num_hidden_layers": 2**31 - 1}, "layers.2"),
+    *((name, {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers") for name in ("llama", "qwen2", "smollm3", "gemma3")),
+    ("gemma3", {"num_hidden_layers": 2**31 - 1, "layer_types": None}, "num_hidden_layers"),
+    ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation"),
+    ("gemma3", {"attention_bias": True}, "attention_bias"),
+    ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    ("gemma3", {"sliding_window": None}, "sliding_window"),
+    ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+    ("gemma3", {"layer_types": ["full_attention"] * 6}, "layer_types"),
+    ("gemma3", {"layer_types": ["chunked_attention"] * 7}, "layer_types"),
+    ("gemma3", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern"),
+    ("gemma3", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters"),
+    ("gemma3", {"rope_parameters": {"full_attention": [8.0]}}, "rope_parameters"),
+    ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 8.0}}}, "rope_type"),
+    ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 8.0}}}, "rope_type"),
+    ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_theta": 0.5}}}, "rope_theta"),
+    ("gemma3", {"rope_scaling": {"rope_type": "linear"}}, "factor"),
+    ("gemma3", {"rope_scaling": [8.0]}, "rope_scaling"),
+    ("gemma3", {"head_dim": 5}, "head_dim 5"),
     ("llama", {"vocab_size": 64}, "embed_tokens.weight"),
     ("llama", {"vocab_size": 2**31 - 1}, "embed_tokens.weight"),
     ("llama", {"intermediate_size": 36}, "mlp.gate_proj.weight"),

@@ -99,7 +99,7 @@ def model_of(path: Path) -> Transformer:
     return Transformer(checkpoint.config, weights, kv="f32")
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3", "granite_hybrid", "smollm3", "phi3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "granite_hybrid", "smollm3", "phi3", "gemma3", "gemma3_half", "gpt2"])
 def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     """Of llama3 by the divisors that the file holds in the place of a formula."""
     expected, model = folders.expected(name), model_of(write(tmp_path, name))
@@ -139,6 +139,36 @@ def test_what_a_silent_file_means(tmp_path: Path) -> None:
 def test_linear_scaling_divides_all_angles(tmp_path: Path, changes: Keys, factor: int) -> None:
     config = load_checkpoint(write(tmp_path, "llama", **{f"llama.{key}": value for key, value in changes.items()})).config
     np.testing.assert_array_equal(positions_a_radian(config), factor * positions_a_radian(CONFIGS["llama"]))
+
+
+def test_gemma_3_is_what_llama_cpp_makes_of_the_keys(tmp_path: Path) -> None:
+    """Layers that see all by a list or by every so many, RoPE of the others, scores of its largest model."""
+    config = CONFIGS["gemma3"]
+    for changes, others in (
+        ({"attention.sliding_window_pattern": [True, False, True, True, True, False, True]}, {"full_layers": (1, 5)}),
+        ({"attention.sliding_window_pattern": 2}, {"full_layers": (1, 3, 5)}),
+        ({"attention.sliding_window": 0}, {"full_layers": (*range(7),), "window": 0}),
+        ({"rope.freq_base_swa": 500.0}, {"local_theta": 500.0}),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}, {"rope_divisors": (8.0,) * 3}),
+    ):
+        keys = {f"gemma3.{key}": value for key, value in changes.items()}
+        assert load_checkpoint(write(tmp_path, "gemma3", **keys)).config == replace(config, **others), changes
+    keys, tensors = model_keys("gemma3"), model_tensors("gemma3")
+    layers = {name: tensor for name, tensor in tensors.items() if name.startswith("blk.0.")}
+    for i in range(7, 62):
+        tensors |= {name.replace("blk.0.", f"blk.{i}."): tensor for name, tensor in layers.items()}
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(keys | {"gemma3.block_count": 62, "gemma3.attention.head_count": 3}, tensors))
+    assert load_checkpoint(path).config.attention_scale == 0  # 18 / 3 is a head's length
+    keys |= {"gemma3.block_count": 62, "gemma3.attention.head_count": 1, "gemma3.attention.key_length": 18}
+    keys |= {"gemma3.attention.value_length": 18}
+    for words, change in (
+        ("sliding_window_pattern", {"gemma3.attention.sliding_window_pattern": [True] * 6}),
+        ("sliding_window_pattern", {"gemma3.attention.sliding_window_pattern": [1] * 7}),
+        ("freq_base_swa", {"gemma3.rope.freq_base_swa": 0.5}),
+        ("final_logit_softcapping", {"gemma3.final_logit_softcapping": 30.0}),
+    ):
+        assert words in refused(write(tmp_path, "gemma3", **change))
 
 
 def test_an_output_that_is_the_embedding_again_is_kept_once(tmp_path: Path) -> None:

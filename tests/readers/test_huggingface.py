@@ -17,6 +17,7 @@ from specdec.readers import CheckpointError, load_checkpoint
 from specdec.readers.model_file import Pairs
 from specdec.readers.places import Transposed
 from specdec.transformer import Transformer
+from specdec.weights.matrix import floats
 from tests import folders
 from tests.folders import CONFIGS, FIXTURES, INDEX, WEIGHTS, beside_images, copy, joined, message_of, read_all, retensor, split
 
@@ -55,6 +56,13 @@ def llama_oracle(config: Config, t: dict[str, Any], i: int) -> dict[str, Any]:
         q, k, v = np.split(t[fused], [config.q_dim, config.q_dim + config.kv_dim])
         gate, up = np.split(t[mlp + "gate_up_proj.weight"], 2)
         t = t | {names["wq"]: q, names["wk"]: k, names["wv"]: v, names["w1"]: gate, names["w3"]: up}
+    if config.architecture == "gemma":
+        stem = f"model.layers.{i}."
+        names |= {
+            "rms_att_out": stem + "post_attention_layernorm.weight",
+            "rms_ffn": stem + "pre_feedforward_layernorm.weight",
+            "rms_ffn_out": stem + "post_feedforward_layernorm.weight",
+        }
     turned = ("wq", "wk", "bq", "bk", "q_norm", "k_norm")
     there = {name: t[full] for name, full in names.items() if full in t}
     return {name: adjacent(array, config) if name in turned else array for name, array in there.items()}
@@ -85,7 +93,10 @@ def oracle(name: str, config: Config) -> dict[str, Any]:
         layer = llama_oracle
     layers = [layer(config, tensors, i) for i in range(config.n_layers)]
     stacked = {key: np.stack([each[key] for each in layers]) for key in layers[0]}
-    return stacked | {key: tensors[full] for key, full in whole.items() if full in tensors}
+    result = stacked | {key: tensors[full] for key, full in whole.items() if full in tensors}
+    if config.architecture == "gemma":  # whose norms are stored less one
+        result |= {key: 1 + floats(array) for key, array in result.items() if key.startswith("rms") or key.endswith("norm")}
+    return result
 
 
 @pytest.mark.parametrize("name", folders.NAMES)
@@ -171,6 +182,14 @@ FEATURES: list[tuple[str, dict[str, Any]]] = [
     ("llama3", {"rope_scaling": None}),
     ("llama3", {"rope_scaling": RopeScaling(8, 1, 3, 64)}),
     ("llama", {"rope_theta": 20000.0}),
+    ("gemma3", {"window": 10}),
+    ("gemma3", {"full_layers": ()}),
+    ("gemma3", {"full_layers": (4,)}),
+    ("gemma3", {"rope_theta": 1e4}),
+    ("gemma3_scaled", {"local_theta": 1e4}),
+    ("gemma3_scaled", {"rope_divisors": ()}),
+    ("gemma3_scaled", {"attention_scale": 0.0}),
+    ("gemma3_half", {"embedding_scale": 1.0}),
 ]
 
 
@@ -195,6 +214,14 @@ def test_the_model_of_a_text_is_read_from_beside_that_of_images(tmp_path: Path, 
     assert checkpoint.config == CONFIGS[name]
     for key, array in oracle(name, CONFIGS[name]).items():
         np.testing.assert_array_equal(read_all(checkpoint)[key], array)
+
+
+def test_gemma_3_beside_images_is_read(tmp_path: Path) -> None:
+    folder = beside_images(copy(tmp_path / "model", "gemma3"), "language_model.model.", model_type="gemma3")
+    got, expected = load_checkpoint(folder), load_checkpoint(FIXTURES / "gemma3")
+    assert (got.config, got.end_marks, got.bos) == (expected.config, expected.end_marks, expected.bos)
+    for key, array in read_all(expected).items():
+        np.testing.assert_array_equal(read_all(got)[key], array)
 
 
 def only(folder: Path, *names: str) -> Path:
