@@ -261,12 +261,16 @@ def tokenizer_keys(name: str) -> Keys:
     types = [(3 if added[i]["special"] else 4) if i in added else 1 for i in range(len(tokens))]
     merges = [each if isinstance(each, str) else " ".join(each) for each in content["model"]["merges"]]
     keys: Keys = {"tokens": tokens}
-    if name == "llama2":
-        ranks = {merge.replace(" ", ""): i for i, merge in reversed(list(enumerate(merges)))}
+    if name in ("llama2", "gemma3"):
+        bos, eos = ("<s>", "</s>") if name == "llama2" else ("<bos>", "<eos>")
+        ranks = {"".join(merge): i for i, merge in reversed(list(enumerate(content["model"]["merges"])))}
         types = [6 if token.startswith("<0x") else kind for token, kind in zip(tokens, types, strict=True)]
         types[vocabulary["<unk>"]] = 2
         keys |= {"model": "llama", "scores": [-float(ranks.get(token, 10**6)) for token in tokens]}
-        keys |= {"bos_token_id": vocabulary["<s>"], "eos_token_id": vocabulary["</s>"], "unknown_token_id": vocabulary["<unk>"]}
+        keys |= {"bos_token_id": vocabulary[bos], "eos_token_id": vocabulary[eos], "unknown_token_id": vocabulary["<unk>"]}
+        if name == "gemma3":  # whose own runs of spaces a converter writes as spaces
+            keys |= {"add_space_prefix": False, "pre": "default"}
+            keys["tokens"] = [t.replace("▁", " ") if kind == 4 else t for t, kind in zip(tokens, types, strict=True)]
     else:
         pre, bos, eos = {
             "gpt2": ("gpt-2", "<|endoftext|>", "<|endoftext|>"),

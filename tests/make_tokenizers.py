@@ -1,7 +1,7 @@
 """Trains the tokenizers in tests/fixtures/tokenizers: `python -m tests.make_tokenizers`, with tokenizers 0.23.3 as committed.
 
 A family's way of splitting, spelling and beginning a text each, over a few words; the shapes are those that the published files
-of GPT-2, SmolLM2, Qwen2, Llama 3, Phi-4-mini, Llama 2 and Mistral have.
+of GPT-2, SmolLM2, Qwen2, Llama 3, Phi-4-mini, Llama 2, Mistral and Gemma 3 have.
 """
 
 import json
@@ -129,7 +129,36 @@ def metaspace() -> Tokenizer:
     return tokenizer
 
 
-KINDS = {make.__name__: make for make in (gpt2, smollm2, qwen2, llama3, phi4, llama2, mistral, metaspace)}
+def gemma3() -> Tokenizer:
+    """No space is put in front; runs of lines and of spaces are tokens of their own, the latter by SentencePiece's spelling."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    rare = "ÇàùéîüößΩμέγα日本語の文章です。中也可以🎉"  # which is written in bytes
+    words = WORDS.translate(str.maketrans("", "", rare)).split()
+    trained.train_from_iterator([" ".join(words)], trainers.BpeTrainer(vocab_size=250, show_progress=False))
+    model = json.loads(trained.to_str())["model"]
+    marks = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
+    own = ["<unused0>", "<start_of_turn>", "<end_of_turn>"]
+    runs = [sign * n for sign, least in (("\n", 1), ("▁", 2)) for n in range(least, 9)]
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces = sorted(set(model["vocab"]) - {*runs}, key=model["vocab"].__getitem__)
+    vocab = {name: token for token, name in enumerate([*marks, *own, *runs, *bytes_, *pieces])}
+    parts = [(run[:cut], run[cut:]) for run in runs for cut in range(1, len(run))]
+    trained_merges = [(left, right) for left, right in model["merges"] if left + right not in runs]
+    tokenizer = Tokenizer(models.BPE(vocab, parts + trained_merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.add_special_tokens(special(*marks, *own[1:]))
+    tokenizer.add_tokens([AddedToken(name, normalized=False) for name in (own[0], *runs)])
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
+    bos = ("<bos>", vocab["<bos>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A <bos>:1 $B:1", special_tokens=[bos]
+    )
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+KINDS = {make.__name__: make for make in (gpt2, smollm2, qwen2, llama3, phi4, llama2, mistral, metaspace, gemma3)}
 
 if __name__ == "__main__":
     FOLDER.mkdir(parents=True, exist_ok=True)

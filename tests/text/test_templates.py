@@ -54,7 +54,7 @@ def test_ids_are_the_texts_and_what_is_typed_commands_nothing(name: str) -> None
         said = b"".join(
             (mark or "").encode() if mark else library.says(token) or b"" for token, mark in zip(ids, names, strict=True)
         )
-        if name in ("smollm2", "qwen2", "llama3", "phi4"):
+        if name in ("smollm2", "qwen2", "llama3", "phi4", "gemma3"):
             assert said.decode() == case["text"]
 
 
@@ -295,7 +295,7 @@ def test_a_thinking_models_template_is_followed() -> None:
     assert "a river<|im_end|>" in text and "hi x/no" in text
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "smollm2", "qwen2", "llama3", "llama2", "mistral", "metaspace"])
+@pytest.mark.parametrize("kind", ["gpt2", "smollm2", "qwen2", "llama3", "llama2", "mistral", "metaspace", "gemma3"])
 def test_names_that_are_typed_are_the_text_that_they_are(kind: str) -> None:
     """Of every special token that a tokenizer has, alone and in the midst; the rest is what the library makes of it."""
     library = library_of(kind)

@@ -42,7 +42,7 @@ def keys_of(name: str, **changes: Any) -> Keys:
     return {key: value for key, value in keys.items() if value is not None}
 
 
-@pytest.mark.parametrize("name", [*BYTE_LEVEL, "llama2"])
+@pytest.mark.parametrize("name", [*BYTE_LEVEL, "llama2", "gemma3"])
 def test_ids_and_texts_are_those_of_the_tokenizer_json(name: str) -> None:
     """But for what only decodes so that a text is not itself: SentencePiece's own sign of a space, in a text."""
     ours, theirs = gguf_tokenizer(Path("x.gguf"), keys_of(name)), JsonTokenizer(TOKENIZERS / f"{name}.json")
@@ -66,6 +66,7 @@ def test_marks_are_those_of_the_keys_and_of_known_names() -> None:
     assert marks("smollm2") == {"<|im_end|>": "eos", "<|endoftext|>": "eos"}
     assert marks("smollm2", eos_token_id=5, eot_token_id=7)[keys_of("smollm2")["tokens"][7]] == "eot"
     assert marks("llama2") == {"<s>": "bos", "</s>": "eos"}
+    assert marks("gemma3") == {"<bos>": "bos", "<eos>": "eos", "<end_of_turn>": "eot"}
     assert marks("gpt2", eos_token_id=2**32 - 1) == {"<|endoftext|>": "eos"}
 
 
