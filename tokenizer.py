@@ -93,9 +93,10 @@ class Tokenizer:
         self._ids: dict[bytes, int] = {}
         for token in self._vocabulary.from_text:
             self._ids.setdefault(self.pieces[token], token)
-        own = [piece.decode(errors="surrogateescape") for piece in self._vocabulary.whole]
-        longest_first = sorted(own, key=len, reverse=True)
-        self._whole = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
+        self._whole = {piece.decode(errors="surrogateescape") for piece in self._vocabulary.whole}
+        beginnings = "|".join(map(re.escape, sorted({piece[:2] for piece in self._whole})))
+        self._begins_whole = re.compile(f"(?={beginnings})" if beginnings else r"(?!)")
+        self._longest_first = sorted({len(piece) for piece in self._whole}, reverse=True)
         named = [token for token in enumerate(self._vocabulary.byte_ids) if token[1] < self.vocab_size]
         self._byte_of = {token: byte for byte, token in named if self.pieces[token].upper() == b"<0X%02X>" % byte}
         self._before_space = self._vocabulary.bos if self._vocabulary.begins else NO_TEXT_YET
@@ -141,12 +142,26 @@ class Tokenizer:
 
     def _encoded(self, text: str) -> list[int]:
         tokens: list[int] = []
-        for i, part in enumerate(self._whole.split(text) if self._whole else [text]):
+        for i, part in enumerate(self._cut(text)):
             if i % 2:
                 tokens.append(self._ids[part.encode()])
             elif part:
                 tokens += self._merge(self._characters(" " * (i == 0 and self._vocabulary.has_space) + part))
         return tokens
+
+    def _cut(self, text: str) -> list[str]:
+        """The text in parts, every second of them a piece that is one token wherever it stands: of several the longest.
+
+        Gemma has six thousand, which a pattern of alternatives would try one by one.
+        """
+        parts, begin = [], 0
+        for found in self._begins_whole.finditer(text):
+            if (at := found.start()) >= begin:
+                seen = (text[at : at + n] for n in self._longest_first)
+                if piece := next((part for part in seen if part in self._whole), ""):
+                    parts += [text[begin:at], piece]
+                    begin = at + len(piece)
+        return [*parts, text[begin:]]
 
     def _characters(self, text: str) -> list[int]:
         tokens = []

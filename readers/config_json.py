@@ -449,7 +449,7 @@ def _gemma3(values: Values) -> Config:
     )
 
 
-def gemma3_scales(dim: int, head_dim: int, query_scalar: float) -> dict[str, float]:
+def gemma3_scales(dim: int, head_dim: int, query_scalar: float) -> dict[str, Any]:
     """Of embeddings sqrt(dim), of scores 1 / sqrt(query_scalar), which mostly is a head's length."""
     attention_scale = 0.0 if query_scalar == head_dim else float(np.float32(1 / np.sqrt(np.float64(query_scalar))))
     return {"embedding_scale": float(np.sqrt(np.float32(dim))), "attention_scale": attention_scale}

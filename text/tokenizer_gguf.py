@@ -136,7 +136,7 @@ class _Keys:
 
     def _list(self, key: str, kind: type) -> list[Any]:
         values = self._keys.get(key)
-        if not isinstance(values, list) or not values or any(type(value) is not kind for value in values):
+        if not isinstance(values, list) or {*map(type, values)} != {kind}:
             raise self.refusal(key, f"a list of {kind.__name__}")
         return values
 
