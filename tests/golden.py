@@ -104,7 +104,7 @@ CASES = [
     Case(PAIR[0], "int8", Setting("rejection", 0.8, 0, 0.9, 4, PAIR[1]), 150),
     *(Case(model, "int4", SETTINGS[i]) for model, i in (("llama3", 3), ("gpt2", 9), ("qwen3", 7))),
     *(Case(PAIR[0], "fp32", Setting(verify, 1.0, 0, 0.9, 5, PAIR[1]), 150, True) for verify in ("coupled", "rejection")),
-    *(Case(model, "bf16", SETTINGS[i], is_tree=True) for model, i in (("llama3", 1), ("gpt2", 2))),
+    *(Case(model, "bf16", SETTINGS[i], is_tree=True) for model, i in (("llama3", 1), ("gpt2", 2), ("gemma3", 1))),
     Case(PAIR[0], "fp32", SETTINGS[1], 150, kv="f16"),
     Case("qwen3", "int8", SETTINGS[3], kv="f32"),
     Case("gpt2", "bf16", SETTINGS[5], kv="f32"),
