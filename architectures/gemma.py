@@ -44,7 +44,7 @@ def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
     """Llama's; local_cos, local_sin: tables for layers with a window; branch (1, T, D padded): what is to be normed and added."""
     ours = llama.buffers(config, weights, room)
     tables = {"local_cos": ours["rope_cos"], "local_sin": ours["rope_sin"]}
-    return ours | tables | {"branch": Buffer((1, MAX_TOKENS, round_up(config.dim, STRIP_ROWS)))}
+    return ours | tables | {"branch": Buffer((1, MAX_TOKENS, round_up(config.dim, STRIP_ROWS)), whose="token")}
 
 
 def fill(config: Config, b: Buffers, start: int) -> None:

@@ -110,6 +110,17 @@ def test_the_text_is_the_targets_own_whatever_drafts_for_it(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["everything", "gemma", "gpt2"])
+def test_texts_that_share_passes_get_the_logits_that_they_would_get_alone(name: str) -> None:
+    config = FAMILIES[name]
+    first, alone = model_of(config, max(THREADS)), model_of(config)
+    seats, texts = [first, first.seat()], [tokens_for(config, n, n) for n in (70, 40)]
+    for ends in ((30, 10), (33, 40), (70, 41)):
+        jobs = [(seat, text[:end], 3) for seat, text, end in zip(seats, texts, ends, strict=True)]
+        for logits, (_, tokens, n_logits) in zip(Transformer.forward_together(jobs), jobs, strict=True):
+            np.testing.assert_array_equal(logits, alone.forward(tokens, n_logits))
+
+
 POISON = 7  # the token whose values are not finite somewhere inside
 
 
