@@ -161,6 +161,8 @@ class Config:
         for name in ("no_rope_layers", "full_layers"):
             if not all(0 <= layer < self.n_layers for layer in getattr(self, name)):
                 return f"{name} are {getattr(self, name)}; expected layers from 0 to {self.n_layers - 1}"
+        if self.architecture == "gemma" and (self.qkv_bias or self.wo_bias or self.mlp_bias):
+            return "a gemma model has biases; expected none"
         if (self.architecture == "eagle3") != (self.head is not None):
             return f"the architecture is {self.architecture} and head is {self.head}; expected both of a head, or neither"
         if self.head and (flaw := self.head.flaw(self.dim, self.vocab_size)):

@@ -420,8 +420,8 @@ def _gpt2(values: Values) -> Config:
 
 
 def _gemma3(values: Values) -> Config:
-    for key in ("attention_bias", "use_bidirectional_attention"):
-        values.must_be(key, False)
+    values.must_be("attention_bias", False)
+    values.must_be("use_bidirectional_attention", False, None)
     values.must_be("hidden_activation", *GELU_TANH)
     dim, head_dim, n_layers = (
         values.whole("hidden_size"),

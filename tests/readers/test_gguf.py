@@ -153,15 +153,15 @@ def test_gemma_3_is_what_llama_cpp_makes_of_the_keys(tmp_path: Path) -> None:
     ):
         keys = {f"gemma3.{key}": value for key, value in changes.items()}
         assert load_checkpoint(write(tmp_path, "gemma3", **keys)).config == replace(config, **others), changes
-    keys, tensors = model_keys("gemma3"), model_tensors("gemma3")
-    layers = {name: tensor for name, tensor in tensors.items() if name.startswith("blk.0.")}
-    for i in range(7, 62):
-        tensors |= {name.replace("blk.0.", f"blk.{i}."): tensor for name, tensor in layers.items()}
+    tensors = model_tensors("gemma3_half")
+    for i in range(5, 62):
+        tensors |= {name.replace("blk.0.", f"blk.{i}."): each for name, each in tensors.items() if name.startswith("blk.0.")}
     path = tmp_path / "model.gguf"
-    path.write_bytes(gguf_bytes(keys | {"gemma3.block_count": 62, "gemma3.attention.head_count": 3}, tensors))
-    assert load_checkpoint(path).config.attention_scale == 0  # 18 / 3 is a head's length
-    keys |= {"gemma3.block_count": 62, "gemma3.attention.head_count": 1, "gemma3.attention.key_length": 18}
-    keys |= {"gemma3.attention.value_length": 18}
+    path.write_bytes(gguf_bytes(model_keys("gemma3_half") | {"gemma3.block_count": 62}, tensors))
+    assert load_checkpoint(path).config.attention_scale == pytest.approx((22 / 2) ** -0.5)
+    bias = {"blk.0.attn_output.bias": np.zeros(22, np.float32)}
+    path.write_bytes(gguf_bytes(model_keys("gemma3_half"), model_tensors("gemma3_half") | bias))
+    assert "biases" in refused(path)
     for words, change in (
         ("sliding_window_pattern", {"gemma3.attention.sliding_window_pattern": [True] * 6}),
         ("sliding_window_pattern", {"gemma3.attention.sliding_window_pattern": [1] * 7}),
