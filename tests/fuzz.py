@@ -66,6 +66,7 @@ PATIENCE = 120  # seconds after which a case hangs
 SHOWN = 5  # failures of a campaign that are told
 KEYS = (
     "attention_bias", "rope_scaling", "rope_theta", "head_dim", "quantization_config", "sliding_window", "layer_types",
+    "sliding_window_pattern", "rope_local_base_freq", "query_pre_attn_scalar",
 )  # fmt: skip
 GGUF_VALUES = (
     0, 1, 2, 3, 5, 2**31, 0.0, 1.0, math.nan, math.inf, 1e-5, True, False, "", "llama", "gpt2", "yarn", "linear", "\udcff",
