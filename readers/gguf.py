@@ -357,6 +357,7 @@ def _phi3(model: _Model, values: Values, n_positions: int, n_turned: int) -> dic
 
 def _gemma3(values: Values, common: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
     """Its windows, the RoPE of layers that have one, and its scales, of which a file does not tell."""
+    values.must_be("gemma3.rope.scaling.type", None, "linear", "none")
     dim, n_layers, pattern, window = common["dim"], common["n_layers"], f"gemma3.{WINDOW}_pattern", f"gemma3.{WINDOW}"
     scales = gemma3_scales(dim, head_dim, dim // common["n_heads"] if n_layers == GEMMA3_27B_LAYERS else head_dim)
     found = {"architecture": "gemma", "full_layers": (*range(n_layers),), **scales}

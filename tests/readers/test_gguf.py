@@ -166,6 +166,7 @@ def test_gemma_3_is_what_llama_cpp_makes_of_the_keys(tmp_path: Path) -> None:
         ("sliding_window_pattern", {"gemma3.attention.sliding_window_pattern": [True] * 6}),
         ("sliding_window_pattern", {"gemma3.attention.sliding_window_pattern": [1] * 7}),
         ("freq_base_swa", {"gemma3.rope.freq_base_swa": 0.5}),
+        ("scaling.type", {"gemma3.rope.scaling.type": "yarn"}),
         ("final_logit_softcapping", {"gemma3.final_logit_softcapping": 30.0}),
     ):
         assert words in refused(write(tmp_path, "gemma3", **change))
