@@ -17,6 +17,7 @@ from .json_text import read_object, shown
 from .model_file import CheckpointError
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+TEXT = "text_config"
 END = "eos"
 MAX_SIZE = 2**31 - 1
 MAX_THETA = 1e18
@@ -64,6 +65,9 @@ DEFAULTS = {
     "phi3": PHI3_DEFAULTS,
     "gpt2": GPT2_DEFAULTS,
 }
+# of those whose text's model lies in text_config beside others: whether its classifier is the embedding where a file is silent
+WITH_OTHERS = {"mistral3": True}
+OF_ALL = ("tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id")  # are said beside it, and go before
 GRANITE = ("granite", "granitemoehybrid")
 WITH_ATTENTION_BIAS = ("llama", "qwen3", "granite", "granitemoehybrid", "smollm3")
 WITH_MLP_BIAS = ("llama", "granite", "smollm3")
@@ -159,12 +163,12 @@ def read_config(folder: Path) -> tuple[Config, dict[int, str], int | None]:
     Raises CheckpointError for a file that is none or damaged, for a family that is not there and for arithmetic that is not done.
     """
     path = folder / CONFIG
-    given = read_object(path)
-    family = given.get("model_type")
+    given = _of_text(path, read_object(path))
+    family, known = given.get("model_type"), ", ".join((*DEFAULTS, *WITH_OTHERS))
     if family is None:
-        raise CheckpointError(f"{path} names no model_type; expected one of {', '.join(DEFAULTS)}")
+        raise CheckpointError(f"{path} names no model_type; expected one of {known}")
     if not isinstance(family, str) or family not in DEFAULTS:
-        raise CheckpointError(f"{path}: the model_type {shown(family)} is not there; there are {', '.join(DEFAULTS)}")
+        raise CheckpointError(f"{path}: the model_type {shown(family)} is not there; there are {known}")
     if family == "gpt2":
         given = {GPT2_ALIASES.get(key, key): value for key, value in given.items()} | given
     values = Values(path, given, DEFAULTS[family])
@@ -173,6 +177,17 @@ def read_config(folder: Path) -> tuple[Config, dict[int, str], int | None]:
     if flaw := config.flaw():
         raise CheckpointError(f"{path} describes no model: {flaw}")
     return config, *_read_marks(folder, given, values, config.vocab_size)
+
+
+def _of_text(path: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """What is said of the model that writes: all, or what lies in text_config, and beside it of it."""
+    family = given.get("model_type")
+    if not isinstance(family, str) or family not in WITH_OTHERS:
+        return given
+    if not isinstance(given.get(TEXT), dict):
+        raise CheckpointError(f"{path}: {TEXT} is {shown(given.get(TEXT))}; expected an object, the config of the text's model")
+    of_all = {key: given[key] for key in OF_ALL if given.get(key) is not None}
+    return given[TEXT] | {"tie_word_embeddings": WITH_OTHERS[family]} | of_all
 
 
 def check_neutral(values: Values, neutral: Mapping[str, tuple[Any, ...]]) -> None:

@@ -29,7 +29,9 @@ FAMILIES = ("llama", "qwen3")  # of the layer; where a file is silent, EAGLE's a
 IDS, EMBEDDING = "d2t", "embed_tokens.weight"
 LAYERS = ("midlayer", "layers.0")  # a head's only one, in EAGLE's dialect and in that of speculators
 NAMES = Names(
-    "model.", {}, re.compile(r"t2d|((midlayer|layers\.0)\.self_attn\.)?rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight")
+    re.compile(r"model\."),
+    {},
+    re.compile(r"t2d|((midlayer|layers\.0)\.self_attn\.)?rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight"),
 )
 NORMS = {"": {}, "each": {"fc_norm": Place("fc_norm.{}.weight")}, "whole": {"fc_norm": Place("input_norm.weight", alone=True)}}
 OUTER_PLACES = {

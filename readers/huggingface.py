@@ -21,15 +21,15 @@ LONGEST_NAME = 255  # of a file, in letters
 
 
 class Names(NamedTuple):
-    """A family's tensors: the prefix of all but the head, their places, and which others there may be that nobody needs."""
+    """A family's tensors: what names but the head's begin with, their places, and which others there may be that nobody needs."""
 
-    prefix: str
+    prefix: re.Pattern[str]
     places: Mapping[str, Place]
     harmless: re.Pattern[str]
 
 
 LLAMA_NAMES = Names(
-    "model.",
+    re.compile(r"(model\.language_model|language_model\.model|language_model|model)\."),  # the first three of text beside images
     {
         "tok_emb": Place("embed_tokens.weight"),
         "rms_att": Place("layers.{}.input_layernorm.weight"),
@@ -53,7 +53,7 @@ LLAMA_NAMES = Names(
         "rms_final": Place("norm.weight"),
         "wcls": Place(HEAD),
     },
-    re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),
+    re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(vision_tower|multi_modal_projector)\..*"),
 )
 SHARED_MLP = {  # of Granite 4, whose other experts a dense model has not
     **dict.fromkeys(GATED, Place("layers.{}.shared_mlp.input_linear.weight", among=GATED)),
@@ -64,7 +64,7 @@ FUSED = {  # of Phi-3
     **dict.fromkeys(GATED, Place("layers.{}.mlp.gate_up_proj.weight", among=GATED)),
 }
 GPT2_NAMES = Names(
-    "transformer.",
+    re.compile(r"transformer\."),
     {
         "tok_emb": Place("wte.weight"),
         "pos_emb": Place("wpe.weight"),
@@ -90,7 +90,7 @@ NAMES = {"llama": LLAMA_NAMES, "gpt2": GPT2_NAMES}
 
 
 class Folder:
-    """The tensors of a folder's safetensors files, by name without the family's prefix."""
+    """The tensors of a folder's safetensors files, by name without the family's prefixes."""
 
     def __init__(self, path: Path, names: Names) -> None:
         self.path = path
@@ -99,13 +99,13 @@ class Folder:
         self._used: set[str] = set()
         for file in files:
             for full in file.entries:
-                name = full.removeprefix(names.prefix)
+                name = full[prefix.end() :] if (prefix := names.prefix.match(full)) else full
                 if names.harmless.fullmatch(name):
                     continue
                 if listed is not None and listed.get(full) is not file:
                     raise CheckpointError(f"{file.path} holds {shown(full)}, which {INDEX} does not say")
                 if name in self._sources:
-                    raise CheckpointError(f"{file.path} holds {shown(full)} a second time: with and without {names.prefix}")
+                    raise CheckpointError(f"{file.path} holds {shown(full)} a second time, by another name")
                 self._sources[name] = file, full
 
     def __contains__(self, name: str) -> bool:

@@ -142,6 +142,22 @@ def retensor(folder: Path, change: Callable[[dict[str, tuple[str, Any]]], Any]) 
     return folder
 
 
+def beside_images(folder: Path, prefix: str, head: str = "lm_head.weight", /, **others: Any) -> Path:
+    """The folder, whose model is that of the text of one that sees images too: nested in its config, its tensors named so."""
+    values = json.loads((folder / "config.json").read_text())
+    values["text_config"] = values | {"architectures": None}
+    values |= {"model_type": "mistral3", "vision_config": {"model_type": "pixtral", "hidden_size": 8}}
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in (values | others).items() if value is not GONE}))
+
+    def rename(tensors: dict[str, tuple[str, Any]]) -> None:
+        images = ("vision_tower.ln_pre.weight", "multi_modal_projector.linear_1.weight")
+        own = {head if name == "lm_head.weight" else name.replace("model.", prefix, 1): each for name, each in tensors.items()}
+        tensors.clear()
+        tensors |= own | {name: ("F32", np.ones((3, 2), np.float32)) for name in images}
+
+    return retensor(folder, rename)
+
+
 def read_all(checkpoint: Checkpoint) -> dict[str, Any]:
     """Every tensor, those of layers one on the other."""
     tensors = checkpoint.tensors

@@ -9,7 +9,7 @@ import pytest
 
 from specdec.architectures import Config
 from specdec.readers import load_checkpoint
-from tests.folders import CONFIGS, GONE, INDEX, configure, copy, message_of
+from tests.folders import CONFIGS, GONE, INDEX, beside_images, configure, copy, message_of
 
 
 def config_of(folder: Path, name: str = "llama", /, **changes: Any) -> Config:
@@ -105,11 +105,27 @@ def test_end_marks_are_those_of_both_files(tmp_path: Path) -> None:
     assert load_checkpoint(folder).bos is None
 
 
+def test_what_is_said_beside_text_config_goes_before_it(tmp_path: Path) -> None:
+    """The classifier of transformers' Mistral3 is the embedding unless the outer object says no."""
+    folder = copy(tmp_path / "model", "llama_tied", tie_word_embeddings=False, eos_token_id=7)
+    (folder / "generation_config.json").unlink()
+    checkpoint = load_checkpoint(beside_images(folder, "model.", tie_word_embeddings=GONE, eos_token_id=9))
+    assert checkpoint.config == CONFIGS["llama_tied"]
+    assert list(checkpoint.end_marks) == [9]
+    assert list(load_checkpoint(configure(folder, eos_token_id=None)).end_marks) == [7]
+    message_of(configure(folder, tie_word_embeddings=False), "lm_head")
+    message_of(configure(folder, quantization_config={"quant_method": "fp8"}), '"fp8"')
+    for i, text in enumerate((None, [], {})):
+        message_of(
+            configure(copy(tmp_path / str(i)), model_type="mistral3", text_config=text), ("text_config", "model_type")[i // 2]
+        )
+
+
 ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"model_type": "gemma2"},
-        '"gemma2" is not there; there are llama, mistral, qwen2, qwen3, granite, granitemoehybrid, smollm3, phi3, gpt2',
+        '"gemma2" is not there; there are llama, mistral, qwen2, qwen3, granite, granitemoehybrid, smollm3, phi3, gpt2, mistral3',
     ),
     ("llama", {"model_type": GONE}, "model_type"),
     ("llama", {"model_type": ["llama"]}, "model_type"),

@@ -18,7 +18,7 @@ from specdec.readers.model_file import Pairs
 from specdec.readers.places import Transposed
 from specdec.transformer import Transformer
 from tests import folders
-from tests.folders import CONFIGS, FIXTURES, INDEX, WEIGHTS, copy, joined, message_of, read_all, retensor, split
+from tests.folders import CONFIGS, FIXTURES, INDEX, WEIGHTS, beside_images, copy, joined, message_of, read_all, retensor, split
 
 LLAMAS = [name for name in folders.NAMES if not name.startswith("gpt2")]
 
@@ -180,6 +180,21 @@ def test_a_fixture_tells_whether_its_feature_is_done(name: str, changes: dict[st
 
 
 # Folders
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "head"),
+    [
+        ("mistral", "language_model.model.", "language_model.lm_head.weight"),  # as the hub has them
+        ("mistral", "model.language_model.", "lm_head.weight"),  # as transformers' modules are called
+        ("llama_tied", "language_model.model.", ""),
+    ],
+)
+def test_the_model_of_a_text_is_read_from_beside_that_of_images(tmp_path: Path, name: str, prefix: str, head: str) -> None:
+    checkpoint = load_checkpoint(beside_images(copy(tmp_path / "model", name), prefix, head))
+    assert checkpoint.config == CONFIGS[name]
+    for key, array in oracle(name, CONFIGS[name]).items():
+        np.testing.assert_array_equal(read_all(checkpoint)[key], array)
 
 
 def only(folder: Path, *names: str) -> Path:
