@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from specdec.architectures import Config
-from specdec.architectures.config import RopeScaling
+from specdec.architectures.config import RopeScaling, YarnScaling
 from specdec.readers import Checkpoint, CheckpointError, load_checkpoint
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -62,6 +62,53 @@ CONFIGS = {
     "phi3_plain": Config(20, 30, 2, 2, 2, 65, 128, False, window=9),
     "phi3_factor": Config(
         40, 37, 2, 4, 2, 70, 64, False, rope_dim=4, rope_divisors=PHI3_FACTORS[:2], rope_scale=float(np.float32(1.3))
+    ),
+    "ministral3": Config(
+        28,
+        44,
+        2,
+        4,
+        2,
+        70,
+        128,
+        False,
+        rope_theta=100,
+        head_dim=16,
+        rope_scaling=YarnScaling(4, 16, beta_fast=2),
+        query_scale=float(np.float32(0.1)),
+        query_span=16,
+    ),
+    "ministral3_beside": Config(
+        24,
+        37,
+        2,
+        3,
+        1,
+        66,
+        128,
+        True,
+        rope_theta=100,
+        head_dim=20,
+        rope_scaling=YarnScaling(8, 20, 4, 0.5, in_whole_pairs=False),
+        rope_scale=float(np.float32(1 + 0.1 * math.log(8))),
+        query_scale=float(np.float32(0.4)),
+        query_span=20,
+    ),
+    "ministral3_scale": Config(
+        20,
+        30,
+        2,
+        2,
+        2,
+        64,
+        128,
+        False,
+        rope_theta=100,
+        head_dim=12,
+        rope_scaling=YarnScaling(2, 7),
+        rope_scale=float(np.float32(1.2)),
+        query_scale=1.5,
+        query_span=7,
     ),
 }
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specdec.architectures import Config
+from specdec.architectures.config import YarnScaling
 from specdec.machine.vectors import Float32
 
 
@@ -33,7 +34,17 @@ def frequencies(config):
         frequency = config.rope_theta ** (-2 * i / config.n_turned)
         if config.rope_divisors:
             frequency /= config.rope_divisors[i]
-        if s := config.rope_scaling:
+        s = config.rope_scaling
+        if isinstance(s, YarnScaling):
+            at = [
+                config.n_turned * math.log(s.original_seq_len / turns / 2 / math.pi) / 2 / math.log(config.rope_theta)
+                for turns in (s.beta_fast, s.beta_slow)
+            ]
+            first, last = (math.floor(at[0]), math.ceil(at[1])) if s.in_whole_pairs else at
+            first, last = max(first, 0), min(last, config.n_turned - 1)
+            kept = 1 - min(max((i - first) / (last - first if last != first else 0.001), 0), 1)
+            frequency = frequency * kept + frequency / s.factor * (1 - kept)
+        elif s:
             wavelength = 2 * math.pi / frequency
             if wavelength > s.original_seq_len / s.low_freq_factor:
                 frequency /= s.factor
@@ -139,6 +150,8 @@ def forward(config: Config, tensors: dict, tokens: list[int], window: int | None
         if c != "v":
             x = rms_norm(x, t[f"{c}_norm"][i], eps) if f"{c}_norm" in t else x
             x = np.stack([rope(x[pos], pos * angles, config.rope_scale) for pos in range(n)])
+        if c == "q" and config.query_scale:
+            x = x * (1 + config.query_scale * np.log(1 + np.arange(n) // config.query_span))[:, None, None]
         return x
 
     embedding = t["tok_emb"]
