@@ -109,7 +109,8 @@ class Config:
     The first seven are a llama2.c header's; shared_classifier: whether the classifier is the embedding; architecture: a name in
     `ARCHITECTURES`; norm_eps: what keeps a norm from dividing by 0; rope_theta: the base of RoPE's angles; head_dim: 0 stands for
     dim / n_heads; rope_dim: how many rows of a head, its first, RoPE turns (0: all); rope_divisors: of each pair's angle, none
-    for 1; rope_scale: what turned rows are multiplied by; query_scale, query_span: a query at position p is multiplied by
+    for 1; long_divisors, n_short: a text of more than n_short tokens has those divisors, from its first token on (0: none has);
+    rope_scale: what turned rows are multiplied by; query_scale, query_span: a query at position p is multiplied by
     1 + query_scale log(1 + p // query_span) (Llama 4; 0: is not); window: how many positions, its own the last, a token sees (0:
     all); qkv_bias, wo_bias, mlp_bias: which products add a bias; qk_norm: whether queries and keys go through an RMSNorm for each
     head; embedding_scale: what embeddings are multiplied by, residual_scale: what layers add to the residual stream,
@@ -133,6 +134,8 @@ class Config:
     rope_dim: int = 0
     rope_scale: float = 1.0
     rope_divisors: tuple[float, ...] = ()
+    long_divisors: tuple[float, ...] = ()
+    n_short: int = 0
     query_scale: float = 0.0
     query_span: int = 0
     window: int = 0
@@ -176,10 +179,13 @@ class Config:
             return "rope_theta is 1.0; expected more: all pairs turn alike, and yarn cannot tell fast ones"
         if self.rope_dim % 2 or not 0 <= self.rope_dim <= self.head_dim:
             return f"rope_dim is {self.rope_dim}; expected an even number of a head's {self.head_dim} rows"
-        if self.rope_divisors and len(self.rope_divisors) != self.n_turned // 2:
-            return f"there are {len(self.rope_divisors)} rope_divisors; expected one for each of {self.n_turned // 2} pairs"
-        if not all(0 < divisor < math.inf for divisor in self.rope_divisors):
-            return "a rope_divisor is not a positive number"
+        for name, of_pairs in (("rope_divisors", self.rope_divisors), ("long_divisors", self.long_divisors)):
+            if of_pairs and len(of_pairs) != self.n_turned // 2:
+                return f"there are {len(of_pairs)} {name}; expected one for each of {self.n_turned // 2} pairs"
+            if not all(0 < divisor < math.inf for divisor in of_pairs):
+                return f"{name} are not all positive numbers"
+        if self.n_short < 0 or (self.n_short > 0) != bool(self.long_divisors) or (self.n_short and self.query_scale):
+            return f"n_short is {self.n_short}; expected a number of tokens beside long_divisors, else 0, and no query_scale"
         for name in ("rope_scale", "embedding_scale", "residual_scale", "logit_divisor"):
             if not LEAST_SCALE <= getattr(self, name) <= 1 / LEAST_SCALE:
                 return f"{name} is {getattr(self, name)}; expected {LEAST_SCALE:g} to {1 / LEAST_SCALE:g}"
@@ -209,6 +215,10 @@ class Config:
     def n_turned(self) -> int:
         """How many rows of a head RoPE turns."""
         return self.rope_dim or self.head_dim
+
+    def is_long(self, n_tokens: int) -> bool:
+        """Whether a text of so many tokens has long_divisors."""
+        return 0 < self.n_short < n_tokens
 
     @property
     def score_scale(self) -> float:

@@ -9,6 +9,7 @@ slowly (Peng et al. 2023, arXiv:2309.00071) and scales queries by their position
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -89,15 +90,19 @@ def vectors(config: Config) -> dict[str, Vector]:
 def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
     """rope_cos, rope_sin (S, K + LANES): entry j belongs to row j % K of a head; sines are negative for a pair's first row.
 
-    query_cos, query_sin: those of queries, where these have a scale of their position's.
+    query_cos, query_sin: those of queries, where these have a scale of their position's; long_rope_cos, long_rope_sin: those of
+    long texts, where these have divisors of their own.
     """
-    names = ("rope_cos", "rope_sin", *(("query_cos", "query_sin") if config.query_scale else ()))
+    names = ["rope_cos", "rope_sin", *["query_cos", "query_sin"] * bool(config.query_scale)]
+    names += ["long_rope_cos", "long_rope_sin"] * bool(config.n_short)
     return block_buffers(config, weights, room) | dict.fromkeys(names, Buffer((room.n_positions, config.head_dim + LANES)))
 
 
 def fill(config: Config, b: Buffers, start: int) -> None:
     """`Architecture.fill`."""
     fill_tables(config, b.rope_cos, b.rope_sin, start)
+    if config.n_short:
+        fill_tables(replace(config, rope_divisors=config.long_divisors), b.long_rope_cos, b.long_rope_sin, start)
     if config.query_scale:
         fill_query_tables(config, b.query_cos, b.query_sin, b.rope_cos, b.rope_sin, start)
 

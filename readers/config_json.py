@@ -230,7 +230,6 @@ def llama_config(values: Values, family: str) -> Config:
     if is_hybrid:
         _check_hybrid(values)
     n_heads = values.whole("num_attention_heads")
-    seq_len, rope = values.whole("max_position_embeddings"), _phi3_rope(values) if family == "phi3" else _rope(values, family)
     return Config(
         dim=values.whole("hidden_size"),
         hidden_dim=values.whole("shared_intermediate_size" if is_hybrid else "intermediate_size"),
@@ -238,11 +237,11 @@ def llama_config(values: Values, family: str) -> Config:
         n_heads=n_heads,
         n_kv_heads=n_heads if values["num_key_value_heads"] is None else values.whole("num_key_value_heads"),
         vocab_size=values.whole("vocab_size"),
-        seq_len=min(seq_len, rope.pop("seq_len", seq_len)),
+        seq_len=values.whole("max_position_embeddings"),
         shared_classifier=values.flag("tie_word_embeddings"),
         norm_eps=values.real("rms_norm_eps", 0, 1),
         head_dim=0 if values["head_dim"] is None else values.whole("head_dim"),
-        **rope,
+        **(_phi3_rope(values) if family == "phi3" else _rope(values, family)),
         window=_window(values, family),
         qkv_bias=attention_bias or family == "qwen2",
         wo_bias=attention_bias,
@@ -305,7 +304,7 @@ def _rope_values(values: Values, otherwise: Mapping[str, Any]) -> Values:
 
 
 def _phi3_rope(values: Values) -> dict[str, Any]:
-    """As `_rope`. Of longrope the factors of short texts alone, which end where those of long ones would begin."""
+    """As `_rope`."""
     rope, partial = _rope_values(values, {}), "partial_rotary_factor"
     head_dim = _head_dim(values)
     share = 1.0
@@ -314,7 +313,10 @@ def _phi3_rope(values: Values) -> dict[str, Any]:
     n_turned = int(head_dim * share)
     if n_turned < 2 or n_turned % 2:
         raise values.refusal(partial, f"what leaves an even number of a head's {head_dim} rows, 2 or more")
-    found = {"rope_theta": rope.real("rope_theta", 1, MAX_THETA), "rope_dim": 0 if n_turned == head_dim else n_turned}
+    found: dict[str, Any] = {
+        "rope_theta": rope.real("rope_theta", 1, MAX_THETA),
+        "rope_dim": 0 if n_turned == head_dim else n_turned,
+    }
     if rope["rope_type"] == "default":
         return found
     if rope["rope_type"] not in ("longrope", "su", "yarn"):  # older names of it
@@ -328,11 +330,8 @@ def _phi3_rope(values: Values) -> dict[str, Any]:
         raise values.refusal("original_max_position_embeddings", "2 or more")
     else:
         scale = longrope_scale(factor, original)
-    return (
-        found
-        | {"rope_divisors": short, "rope_scale": float(np.float32(scale))}
-        | ({} if short == long else {"seq_len": original})
-    )
+    found |= {"rope_divisors": short, "rope_scale": float(np.float32(scale))}
+    return found if short == long or n_positions <= original else found | {"long_divisors": long, "n_short": original}
 
 
 def _factors(rope: Values, key: str, n: int) -> tuple[float, ...]:

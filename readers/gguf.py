@@ -336,7 +336,7 @@ def _granite_scales(values: Values) -> dict[str, Any]:
 
 
 def _phi3(model: _Model, values: Values, n_positions: int, n_turned: int) -> dict[str, Any]:
-    """Its window, and what scales its RoPE; of longrope the factors of short texts alone, as in a folder."""
+    """Its window, and what scales its RoPE."""
     window, found = "phi3.attention.sliding_window", dict[str, Any]()
     if values[window] not in (None, 0) and (seen := values.whole(window)) < n_positions:
         found["window"] = seen
@@ -345,7 +345,9 @@ def _phi3(model: _Model, values: Values, n_positions: int, n_turned: int) -> dic
     if SHORT in model or LONG in model:
         short, long = (tuple(float(x) for x in model.tensor(name, (n_turned // 2,))[:]) for name in (SHORT, LONG))
         original = values.whole("phi3.rope.scaling.original_context_length")
-        found |= {"rope_divisors": short, "seq_len": n_positions if short == long else min(n_positions, original)}
+        found["rope_divisors"] = short
+        if short != long and n_positions > original:
+            found |= {"long_divisors": long, "n_short": original}
     return found
 
 

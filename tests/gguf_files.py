@@ -142,7 +142,7 @@ NAMES = [
     for name in folders.NAMES
     if name in CONFIGS
     and not CONFIGS[name].window
-    and name not in ("smollm3_layers", "phi3_factor", "ministral3_beside", "ministral3_scale")
+    and name not in ("smollm3_layers", "phi3_factor", "phi3_long", "ministral3_beside", "ministral3_scale")
 ]
 PERMUTED = ("llama", "granite", "smollm3", "mistral3")
 SCALES = {

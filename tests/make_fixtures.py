@@ -166,6 +166,11 @@ MODELS = {
         torch.float32,
         {},
     ),
+    "phi3_long": (  # longer than the short ones from the middle of the tests' tokens, and of their continuation, on
+        Phi3Config(**sizes(66, 24, 40, 2, 2, 1, partial_rotary_factor=0.5, **longrope(3, original=17))),
+        torch.bfloat16,
+        {},
+    ),
     "gpt2": (GPT2Config(**gpt2_sizes(71, 64, 18, 2, 3)), torch.float32, {}),
     "gpt2_base": (
         GPT2Config(**gpt2_sizes(64, 96, 32, 2, 4), n_inner=50, activation_function="gelu_pytorch_tanh"),
@@ -217,7 +222,8 @@ def expected(folder, seed):
     model = auto(config).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     tokens = torch.from_numpy(np.random.default_rng(seed).integers(3, config.get_text_config().vocab_size, N_TOKENS))
     with torch.no_grad():
-        logits = model(tokens[None]).logits[0]
+        # of each text by itself: those of LongRoPE's long ones are turned otherwise from their first token on
+        logits = torch.stack([model(tokens[None, : i + 1], use_cache=False).logits[0, -1] for i in range(N_TOKENS)])
         text = tokens[:N_PROMPT].tolist()
         leads = []
         for _ in range(N_CONTINUATION):

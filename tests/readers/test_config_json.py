@@ -64,19 +64,20 @@ def test_a_window_of_qwen_counts_where_all_layers_have_it(tmp_path: Path) -> Non
             assert load_checkpoint(folder).config.window == window, changes
 
 
-def test_longrope_turns_a_part_of_a_head_by_factors_of_short_texts(tmp_path: Path) -> None:
-    """A text ends where those of long ones would begin, unless these are the same."""
+def test_longrope_turns_a_part_of_a_head_by_factors_of_short_texts_and_of_long_ones(tmp_path: Path) -> None:
+    """Those of long ones begin behind the original length, unless they are the same."""
     long = {"rope_type": "longrope", "short_factor": [1, 1.15, 1.3, 1.45, 1.6, 1.75], "long_factor": [2] * 6}
-    expected = CONFIGS["phi3"]
+    expected = replace(CONFIGS["phi3"], long_divisors=(2.0,) * 6)
+    alike = {"long_divisors": (), "n_short": 0}
     for i, (changes, config) in enumerate(
         [
-            ({}, expected),
+            ({}, CONFIGS["phi3"]),
             ({"partial_rotary_factor": GONE, "rope_parameters": long | {"partial_rotary_factor": 0.75}}, expected),
             ({"rope_parameters": GONE, "rope_scaling": long | {"type": "su"} | {"rope_type": "su"}}, expected),
-            ({"max_position_embeddings": 50}, replace(expected, seq_len=50, rope_scale=1.0)),
-            ({"rope_parameters": long | {"long_factor": long["short_factor"]}}, replace(expected, seq_len=128)),
+            ({"max_position_embeddings": 50}, replace(CONFIGS["phi3"], seq_len=50, rope_scale=1.0, **alike)),
+            ({"rope_parameters": long | {"long_factor": long["short_factor"]}}, replace(expected, **alike)),
             ({"rope_parameters": long | {"attention_factor": 1.25}}, replace(expected, rope_scale=1.25)),
-            ({"rope_parameters": None}, replace(expected, seq_len=128, rope_divisors=(), rope_scale=1.0)),
+            ({"rope_parameters": None}, replace(expected, rope_divisors=(), rope_scale=1.0, **alike)),
         ]
     ):
         assert config_of(tmp_path / str(i), "phi3", **changes) == config, changes

@@ -161,8 +161,11 @@ def test_logits_and_greedy_text_are_those_of_transformers(name: str) -> None:
 
 FEATURES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"window": 0}),
-    ("phi3", {"rope_dim": 0, "rope_divisors": ()}),
+    ("phi3", {"rope_dim": 0, "rope_divisors": (), "long_divisors": (), "n_short": 0}),
     ("phi3", {"rope_divisors": ()}),
+    ("phi3_long", {"n_short": 18}),
+    ("phi3_long", {"n_short": 16}),
+    ("phi3_long", {"n_short": 0, "long_divisors": ()}),
     ("phi3", {"rope_scale": 1.0}),
     ("phi3_plain", {"window": 10}),
     ("mistral", {"window": 11}),
