@@ -1,6 +1,7 @@
 """Slow numpy oracles in float64: what the kernels compute, written for the reader."""
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -135,8 +136,13 @@ def forward(config: Config, tensors: dict, tokens: list[int], window: int | None
     """Logits (T, V) of a whole sequence, each token seeing the last `window` positions up to its own; kept: as in `attention`.
 
     Matrices may be `Quantized` (a list of them where layers have one each): then it is runq.c's forward. A bias or a norm of
-    heads is there where its tensor is.
+    heads is there where its tensor is. Of a family that turns long texts otherwise, each row is of the text up to it.
     """
+    if config.n_short:
+        short = replace(config, n_short=0, long_divisors=())
+        long = replace(short, rope_divisors=config.long_divisors)
+        texts = [(long if n > config.n_short else short, tokens[:n]) for n in range(1, len(tokens) + 1)]
+        return np.stack([forward(turned, tensors, text, window, kept)[-1] for turned, text in texts])
     t = {name: tensor.astype(np.float64) if isinstance(tensor, np.ndarray) else tensor for name, tensor in tensors.items()}
     if config.architecture == "gpt2":
         return gpt2_forward(config, t, tokens, kept)

@@ -18,6 +18,7 @@ from tests import reference
 from tests.models import END_MARKS, THREADS, begun, continuation, run_in_blocks, tokens_for
 
 LLAMA_3 = RopeScaling(8.0, 1.0, 4.0, 40)  # of so few positions that pairs of all three sorts are there
+LONGROPE = {"rope_dim": 8, "rope_divisors": (1.0, 1.2, 1.4, 1.6), "long_divisors": (1.0, 3.0, 5.0, 7.0), "n_short": 20}
 YARN = {"rope_theta": 100.0, "rope_scaling": YarnScaling(4.0, 19, 2.0), "query_scale": 0.7, "query_span": 19}
 ALL = {"wo_bias": True, "qkv_bias": True, "mlp_bias": True, "qk_norm": True}
 
@@ -31,6 +32,7 @@ FAMILIES = {
     "qwen3, heads across strips": Config(64, 40, 2, 4, 2, 105, 400, head_dim=80, qk_norm=True),
     "qwen3, heads of 12": Config(40, 50, 2, 5, 5, 105, 400, head_dim=12, qk_norm=True),
     "everything": Config(40, 50, 2, 6, 3, 105, 400, False, head_dim=24, window=30, rope_scaling=LLAMA_3, **ALL),
+    "phi 3": Config(40, 50, 2, 4, 2, 105, 400, head_dim=12, rope_scale=1.2, **LONGROPE),
     "ministral 3": Config(40, 50, 2, 4, 2, 105, 400, head_dim=20, rope_scale=1.1, **YARN),
     "gpt2": Config(48, 96, 2, 4, 4, 105, 400, architecture="gpt2"),
     "gpt2, odd": Config(40, 50, 2, 5, 5, 64, 400, False, architecture="gpt2", norm_eps=1e-6),
@@ -232,6 +234,11 @@ def test_weights_of_another_flag_are_refused(flag: str) -> None:
         ({"rope_scaling": YarnScaling(2.0, 40, 1.0, 2.0)}, "rope_scaling's beta_fast"),
         ({"rope_scaling": YarnScaling(2.0, 40), "rope_theta": 1.0}, "rope_theta is 1.0"),
         ({"query_scale": -0.1, "query_span": 5}, "query_scale is -0.1"),
+        ({"long_divisors": (2.0,) * 6}, "n_short is 0"),
+        ({"n_short": 5}, "n_short is 5"),
+        ({"n_short": 5, "long_divisors": (2.0,) * 5}, "there are 5 long_divisors; expected one for each of 6 pairs"),
+        ({"n_short": 5, "long_divisors": (0.0,) * 6}, "long_divisors are not all positive"),
+        ({"n_short": 5, "long_divisors": (2.0,) * 6, "query_scale": 0.1, "query_span": 5}, "n_short is 5"),
         ({"query_scale": 0.1}, "query_scale is 0.1 by 0 positions"),
     ],
 )
