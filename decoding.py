@@ -522,19 +522,29 @@ def decode(
     All else as `Text` says. A step runs what the target's cache does not hold: the last token and the proposal. Raises ValueError
     where the target's logits are not finite.
     """
-    begin = time.perf_counter()
+
+    def read() -> float:
+        """Run all but the last token of the text, where that is not done; the seconds that it took."""
+        begin = time.perf_counter()
+        target.forward(text.tokens[:-1], n_logits=0)
+        if drafter:
+            drafter.get_ready(text.tokens)
+        return time.perf_counter() - begin
+
     text = Text([*prompt], max_tokens, target.n_positions, drafter, verifier, plan, end_marks, n_short)
-    target.forward(prompt[:-1], n_logits=0)
-    if drafter:
-        drafter.get_ready(prompt)
-    yield Prompt(prompt, time.perf_counter() - begin)
+    yield Prompt(prompt, read())
+    n, reading = len(prompt), 0.0
     while not text.has_ended:
-        draft = text.wants()
+        if n <= n_short < len(text.tokens):  # anew, as that of a long one: no measure of what a step takes
+            reading = read()
+        n, draft = len(text.tokens), text.wants()
         if draft.tokens:
             yield Proposal(draft.path([]), None if draft.parents is None else (draft.tokens, draft.parents))
         begin = time.perf_counter()
         new, n_accepted = run(target, text)
-        yield text.takes(new, n_accepted, time.perf_counter() - begin)
+        step = text.takes(new, n_accepted, time.perf_counter() - begin)
+        yield replace(step, seconds=step.seconds + reading) if reading else step
+        reading = 0.0
 
 
 def with_reading(
