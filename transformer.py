@@ -15,7 +15,7 @@ from .checks import ids, one_of, short, whole
 from .kernels import KV_CACHES, MAX_TOKENS, copy_rows, trace
 from .machine.ahead import compile_ahead
 from .machine.memory import zeros
-from .machine.programs import Operation, TextPart
+from .machine.programs import Operation, Runner, TextPart
 from .machine.threads import available_threads, give_lock
 from .machine.tiles import STRIP_ROWS, TILE_TOKENS
 from .machine.vectors import Float32, round_up

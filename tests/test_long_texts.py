@@ -33,13 +33,13 @@ class Turns:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.of: dict[int, int] = {}
-        turn = Transformer._turn
+        switch = Transformer._switch
 
         def counted(model: Transformer, is_long: bool) -> None:
             self.of[id(model)] = self.of.get(id(model), 0) + (is_long > model.is_long)
-            turn(model, is_long)
+            switch(model, is_long)
 
-        monkeypatch.setattr(Transformer, "_turn", counted)
+        monkeypatch.setattr(Transformer, "_switch", counted)
 
 
 def test_logits_are_those_of_the_text_whatever_the_cache_holds_bit_for_bit() -> None:
@@ -66,6 +66,21 @@ def test_logits_are_those_of_the_text_whatever_the_cache_holds_bit_for_bit() -> 
     assert [*model.read(tokens)][-1] == 0
     assert (model.n_held, model.unread(tokens), model.unread(tokens[:N_SHORT])) == (39, 0, N_SHORT - 1)
     np.testing.assert_array_equal(model.forward(tokens)[0], alone[-1])
+
+
+def test_texts_that_share_passes_are_long_or_short_each_by_itself() -> None:
+    texts = [tokens_for(CONFIG, n, seed=n) for n in (N_SHORT - 2, N_SHORT, N_SHORT + 9)]
+    alone = [model_of().forward(text, 2).copy() for text in texts]
+    model = model_of()
+    seats = [model.seat() for _ in texts]
+    for seat, text in zip(seats, texts, strict=True):
+        [*seat.read(text[:-1])]
+        assert seat.n_to_run(text, 2) == 2
+    together = Transformer.forward_together([(seat, text, 2) for seat, text in zip(seats, texts, strict=True)])
+    np.testing.assert_array_equal(np.array(together), np.array(alone))
+    assert seats[1].n_to_run([*texts[1], 5], 1) == N_SHORT + 1
+    with pytest.raises(ValueError, match="gets longer than 20 tokens"):
+        Transformer.forward_together([(seats[1], [*texts[1], 5], 2), (seats[0], [*texts[0], 5], 1)])
 
 
 def test_a_prompt_is_read_once_as_what_it_is_going_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +140,8 @@ def test_a_draw_is_the_same_behind_whatever_text_was_there_before(tokenizer: Tok
 
 
 def test_what_a_head_proposes_behind_a_long_text_does_not_depend_on_when_it_got_long() -> None:
-    tokens, logits = tokens_for(CONFIG, 40), []
-    for starts in ((40,), (10, 18, 30, 40)):
+    tokens, logits = tokens_for(CONFIG, 300), []  # the head's buffers grow behind the turn
+    for starts in ((300,), (10, 18, 30, 300)):
         target = model_of()
         head = head_of(target)
         for n in starts:
