@@ -9,7 +9,7 @@ from threading import RLock
 from typing import Any
 
 from .checks import ids, is_list, short, strings, text, whole
-from .decoding import Event, Generation, Prefill, Prompt, VerifyMode, behind_prefill
+from .decoding import Event, Generation, Prefill, Prompt, VerifyMode, with_reading
 from .drafting.settings import AUTO, Gamma, Setting, Settings, TreeMode
 from .drafting.team import HEAD, NGRAM, Draftable, team_of
 from .drafting.tuning import Tuning
@@ -236,8 +236,9 @@ class SpeculativeDecoder:
     def read_and_stream(
         self, prompt: list[int], max_tokens: int, sampling: Sampling = DEFAULT_SAMPLING, *, stop: Stop = ()
     ) -> Iterator[Event | Prefill]:
-        """`stream` of a prompt's tokens, behind a `Prefill` for each share of `read`."""
-        return behind_prefill(prompt, self.read(prompt), self.stream(prompt, max_tokens, sampling, stop=stop))
+        """`stream` of a prompt's tokens, behind a `Prefill` for each share of `read`, also where the text is read anew."""
+        turns = {model.config.n_short for model in self._team.models.values()} - {0}
+        return with_reading(prompt, self.read, turns, self.stream(prompt, max_tokens, sampling, stop=stop))
 
     def warm_up(self) -> None:
         """Compile, or load, whatever a text of these settings needs, measure what it takes and, unless it was given, choose the

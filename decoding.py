@@ -18,7 +18,7 @@ of a plain run.
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -45,7 +45,7 @@ StopReason = str  # a name of an end mark, "stop" (a stop string), "max_tokens",
 
 @dataclass(frozen=True)
 class Prefill:
-    """Before the text begins: the prompt's tokens, and the share of the work on them that is done."""
+    """Before the text begins, and where all of it is run anew: its tokens, and the share of the work on them that is done."""
 
     tokens: list[int]
     share: float
@@ -115,7 +115,7 @@ class Statistics:
     decode_seconds: float = 0.0
     stop_reason: StopReason | None = "max_tokens"  # of a text of no steps
 
-    def add(self, event: Event) -> None:
+    def add(self, event: Event | Prefill) -> None:
         if isinstance(event, Prompt):
             self.n_prompt = len(event.tokens)
             self.prefill_seconds += event.seconds
@@ -424,7 +424,8 @@ class Text:
 
     Between the halves stands a pass, whoever runs it: `decode` does for one text; others may let texts take turns or share one.
     tokens: the prompt's, then the text's; n_positions: the target's; plan: how long proposals get; end_marks: tokens that end a
-    text, with their names. draft: the last proposal; stop_reason: None until the text has ended.
+    text, with their names; n_short: of how many tokens a text is short at most, where the target turns long ones otherwise.
+    draft: the last proposal; stop_reason: None until the text has ended.
     """
 
     tokens: list[int]
@@ -434,6 +435,7 @@ class Text:
     verifier: Verifier
     plan: Plan
     end_marks: Mapping[int, str]
+    n_short: int = 0
 
     def __post_init__(self) -> None:
         # The last token is never run, so a text may have one token more than the target has positions.
@@ -448,7 +450,9 @@ class Text:
     def wants(self) -> Draft:
         """The first half: what the pass is to run behind the text's last token (`run`); the tokens may be none."""
         begin = time.perf_counter()
-        is_drafted = self.drafter and self.plan.begins(self._limit - len(self.tokens) - 1)
+        n, most = len(self.tokens), self._limit - 1
+        most = min(most, self.n_short) if n <= self.n_short else most  # a pass over both sorts of texts would be two over all
+        is_drafted = self.drafter and self.plan.begins(most - n)
         self.draft = self.drafter.propose(self.tokens, self.plan) if self.drafter and is_drafted else Draft([])
         self._draft_seconds = time.perf_counter() - begin
         return self.draft
@@ -511,32 +515,61 @@ def decode(
     max_tokens: int,
     plan: Plan,
     end_marks: Mapping[int, str],
+    n_short: int = 0,
 ) -> Iterator[Event]:
     """Continue the prompt by up to max_tokens tokens: the prompt, then steps, each behind its proposal where there is one.
 
     All else as `Text` says. A step runs what the target's cache does not hold: the last token and the proposal. Raises ValueError
     where the target's logits are not finite.
     """
-    begin = time.perf_counter()
-    text = Text([*prompt], max_tokens, target.n_positions, drafter, verifier, plan, end_marks)
-    target.forward(prompt[:-1], n_logits=0)
-    if drafter:
-        drafter.get_ready(prompt)
-    yield Prompt(prompt, time.perf_counter() - begin)
+
+    def read() -> float:
+        """Run all but the last token of the text, where that is not done; the seconds that it took."""
+        begin = time.perf_counter()
+        target.forward(text.tokens[:-1], n_logits=0)
+        if drafter:
+            drafter.get_ready(text.tokens)
+        return time.perf_counter() - begin
+
+    text = Text([*prompt], max_tokens, target.n_positions, drafter, verifier, plan, end_marks, n_short)
+    yield Prompt(prompt, read())
+    n, reading = len(prompt), 0.0
     while not text.has_ended:
-        draft = text.wants()
+        if n <= n_short < len(text.tokens):  # anew, as that of a long one: no measure of what a step takes
+            reading = read()
+        n, draft = len(text.tokens), text.wants()
         if draft.tokens:
             yield Proposal(draft.path([]), None if draft.parents is None else (draft.tokens, draft.parents))
         begin = time.perf_counter()
         new, n_accepted = run(target, text)
-        yield text.takes(new, n_accepted, time.perf_counter() - begin)
+        step = text.takes(new, n_accepted, time.perf_counter() - begin)
+        yield replace(step, seconds=step.seconds + reading) if reading else step
+        reading = 0.0
 
 
-def behind_prefill(prompt: list[int], shares: Iterator[float], events: Iterator[Event]) -> Iterator[Event | Prefill]:
-    """The events of a text, behind those of its prompt's reading; what that takes is the `Prompt`'s time."""
-    begin = time.perf_counter()
-    for share in shares:
-        yield Prefill(prompt, share)
-    seconds = time.perf_counter() - begin
+def with_reading(
+    prompt: list[int], read: Callable[[list[int]], Iterator[float]], turns: Collection[int], events: Iterator[Event]
+) -> Iterator[Event | Prefill]:
+    """The events of a text, behind those of its prompt's reading; what that takes is the `Prompt`'s time.
+
+    turns: behind how many tokens the text is run anew, by a model that turns long ones otherwise; that is the next step's time.
+    """
+    tokens, seconds = [*prompt], 0.0
+
+    def reading() -> Iterator[Prefill]:
+        nonlocal seconds
+        begin = time.perf_counter()
+        for share in read(tokens):
+            yield Prefill([*tokens], share)
+        seconds = time.perf_counter() - begin
+
+    yield from reading()
     for event in events:
-        yield replace(event, seconds=event.seconds + seconds) if isinstance(event, Prompt) else event
+        if isinstance(event, Proposal):
+            yield event
+            continue
+        n, (more, seconds) = len(tokens), (seconds, 0.0)
+        tokens += event.tokens if isinstance(event, Step) else []
+        yield replace(event, seconds=event.seconds + more)
+        if isinstance(event, Step) and event.stop_reason is None and any(n <= turn < len(tokens) for turn in turns):
+            yield from reading()

@@ -7,6 +7,7 @@ from subprocess import Popen
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from .architectures import Buffers, Config, Room, Weights, architecture_of
 from .architectures.plan import Common
@@ -14,7 +15,7 @@ from .checks import ids, one_of, short, whole
 from .kernels import KV_CACHES, MAX_TOKENS, copy_rows, trace
 from .machine.ahead import compile_ahead
 from .machine.memory import zeros
-from .machine.programs import Operation, TextPart
+from .machine.programs import Operation, Runner, TextPart
 from .machine.threads import available_threads, give_lock
 from .machine.tiles import STRIP_ROWS, TILE_TOKENS
 from .machine.vectors import Float32, round_up
@@ -105,9 +106,11 @@ class Transformer:
         self._turn: Turn = beside._turn if beside else Turn()
         self._held: list[int] = []  # the tokens whose keys and values the cache holds, those of a text
         self._nodes: list[Node] = []  # and in the slots behind them, those of a tree
+        self._is_long = False  # whether they are turned as those of a long text
         self._shortest = 0  # the length of a text, but for 0, that the cache can still go back to
         self._capacity = 0
         self._buffers: Buffers
+        self._runners: list[Runner]  # of short texts, and of long ones where these differ
         self._hidden_layers: tuple[int, ...] = ()
         self._build(round_up(min(self._n_positions, FIRST_POSITIONS), STRIP_ROWS), self._layers(hidden_layers))
 
@@ -160,6 +163,11 @@ class Transformer:
     def n_held(self) -> int:
         """How many tokens of the last text the cache holds."""
         return len(self._held)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the last text is one of those that a family turns otherwise from their first token on."""
+        return self._is_long
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -228,22 +236,26 @@ class Transformer:
         """How many tokens `forward` would run now."""
         tokens, n_logits = self._job(tokens, n_logits)
         with self.lock:
-            return len(tokens) - self._n_kept(tokens, len(tokens) - n_logits)
+            is_held = self._is_long == self._are_long(tokens, [], n_logits).any()
+            return len(tokens) - self._n_kept(tokens, len(tokens) - n_logits) * bool(is_held)
 
-    def forward(self, tokens: Sequence[int], n_logits: int = 1) -> Float32:
+    def forward(self, tokens: Sequence[int], n_logits: int = 1, n_total: int = 0) -> Float32:
         """Logits (n_logits, V) at the last of the tokens of a text, valid until the next call; runs what the cache does not hold.
 
-        Raises ValueError for n_logits beyond the tokens or MAX_TOKENS, a token out of range or more tokens than n_positions,
-        TypeError for tokens that are no whole numbers, MemoryError where the cache cannot grow, RuntimeError in a signal handler
-        that interrupts a pass.
+        n_total: how many tokens the text is going to have, where it is run piece by piece without logits; by default one more.
+        Of a family that turns all of a long text otherwise, a text is run anew as it gets long; a pass with logits of both sorts
+        runs all of it twice, which `room_behind` avoids. Raises ValueError for n_logits beyond the tokens or MAX_TOKENS, a token
+        out of range or more tokens than n_positions, TypeError for tokens that are no whole numbers, MemoryError where the cache
+        cannot grow, RuntimeError in a signal handler that interrupts a pass.
         """
         tokens, n_logits = self._job(tokens, n_logits)
-        return self._alone(self._forward, tokens, [], n_logits)
+        return self._alone(self._forward, tokens, [], n_logits, n_total)
 
     def unread(self, tokens: list[int]) -> int:
         """How many of a text's tokens `read` would run."""
         limit = max(len(tokens) - 1, 0)
-        return limit - self._n_kept(tokens, limit)
+        is_held = self._is_long == self._config.is_long(len(tokens))
+        return limit - self._n_kept(tokens, limit) * is_held
 
     def read(self, tokens: list[int]) -> Iterator[int]:
         """Run all but the last of a text's tokens, some at a time; tells after each time how many are left.
@@ -251,9 +263,10 @@ class Transformer:
         A pass takes no longer than somebody at the keys would wait, as far as it can be cut.
         """
         left, n = self.unread(tokens), FIRST_READ
+        more = {"n_total": len(tokens)} if self._config.n_short else {}
         while left:
             begin, left = time.perf_counter(), max(left - n, 0)
-            self.forward(tokens[: len(tokens) - 1 - left], n_logits=0)
+            self.forward(tokens[: len(tokens) - 1 - left], n_logits=0, **more)
             seconds = time.perf_counter() - begin
             yield left
             if seconds > READ_SECONDS:
@@ -323,9 +336,36 @@ class Transformer:
             raise ValueError(f"{n} tokens do not fit {self._n_positions} positions")
         return tokens, n_logits
 
-    def _forward(self, tokens: list[int], nodes: list[Node], n_logits: int) -> Float32:
-        """Logits; runs the tokens and nodes that the cache does not hold, and the last n_logits of both."""
+    def _forward(self, tokens: list[int], nodes: list[Node], n_logits: int, n_total: int = 0) -> Float32:
+        """Logits, of short texts and of long ones as each are turned."""
         self._turn.n_passes += 1
+        if not self._config.n_short:
+            return self._run(tokens, nodes, n_logits)
+        are_long = self._are_long(tokens, nodes, n_logits, n_total)
+        if are_long.any() and not are_long.all():
+            self._switch(False)
+            short = self._run(tokens, nodes, n_logits).copy()
+            self._switch(True)
+            logits = self._run(tokens, nodes, n_logits)
+            logits[~are_long] = short[~are_long]
+            return logits
+        self._switch(bool(are_long[0]))
+        return self._run(tokens, nodes, n_logits)
+
+    def _are_long(self, tokens: list[int], nodes: list[Node], n_logits: int, n_total: int = 0) -> npt.NDArray[Any]:
+        """Of the text that each of the logits is behind, or of that which is begun, whether it is a long one."""
+        lengths = _lengths(tokens, nodes, n_logits) if n_logits else [max(n_total, len(tokens) + 1)]
+        return np.array([self._config.is_long(n) for n in lengths], bool)
+
+    def _switch(self, is_long: bool) -> None:
+        """Take passes of long texts, or of short ones, from here on; the cache holds none of the others."""
+        if is_long != self._is_long:
+            self._held.clear()
+            self._nodes.clear()
+            self._is_long, self._runner = is_long, self._runners[is_long]
+
+    def _run(self, tokens: list[int], nodes: list[Node], n_logits: int) -> Float32:
+        """Logits; runs the tokens and nodes that the cache does not hold, and the last n_logits of both."""
         limit = len(tokens) - max(0, n_logits - len(nodes))
         start, n_nodes = self._n_kept(tokens, limit), 0
         if self._nodes and start == len(self._held):
@@ -359,6 +399,11 @@ class Transformer:
     def _forward_together(self, jobs: list[tuple["Transformer", list[int], int]]) -> list[Float32]:
         """`forward_together`; texts that want no logits come first, so that those of all others are a pass's last ones."""
         self._turn.n_passes += 1
+        for model, tokens, n_logits in jobs:
+            are_long = model._are_long(tokens, [], n_logits)
+            if are_long.any() and not are_long.all():
+                raise ValueError(f"a text gets longer than {self._config.n_short} tokens in a pass that it would share")
+            model._switch(bool(are_long[0]))
         order = sorted(range(len(jobs)), key=lambda i: jobs[i][2] > 0)
         starts = {i: jobs[i][0]._n_kept(tokens, len(tokens) - n_logits) for i, (_, tokens, n_logits) in enumerate(jobs)}
         new = {i: jobs[i][0]._checked("tokens", jobs[i][1][starts[i] :]) for i in order}
@@ -475,11 +520,26 @@ class Transformer:
             layer: copy_rows(buffers.hidden_states, buffers.x[0], i * config.dim, 0, config.dim, True)
             for i, layer in enumerate(layers)
         }
-        runner = architecture.runner(config, weights, buffers, before, room)
+        of_both = [buffers, buffers.of_long_texts()][: 1 + (config.n_short > 0)]
+        runners = [architecture.runner(config, weights, each, before, room) for each in of_both]
         # all or nothing: an interrupt between two calls would leave a program of buffers that are gone
-        self._runner, self._buffers, self._capacity, self._hidden_layers, self._turn.common = (
-            runner, buffers, capacity, layers, common,
+        self._runners, self._runner, self._buffers, self._capacity, self._hidden_layers, self._turn.common = (
+            runners, runners[self._is_long], buffers, capacity, layers, common,
         )  # fmt: skip
+
+
+def room_behind(n_tokens: int, n_positions: int, n_short: int) -> int:
+    """How many tokens may follow a text in a pass that has logits of all: no short text, of n_short tokens at most, gets long."""
+    return (n_short if n_tokens <= n_short else n_positions) - n_tokens
+
+
+def _lengths(tokens: list[int], nodes: list[Node], n_logits: int) -> list[int]:
+    """How long the texts are that the last n_logits of tokens and nodes end."""
+    depths: list[int] = []
+    for _, parent in nodes:
+        depths.append(depths[parent] + 1 if parent >= 0 else 1)
+    n, n_of_nodes = len(tokens), min(n_logits, len(nodes))
+    return [*range(n - n_logits + n_of_nodes + 1, n + 1), *(n + depth for depth in depths[len(nodes) - n_of_nodes :])]
 
 
 def known(tokens: list[int], n_rows: int) -> list[int]:

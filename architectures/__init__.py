@@ -1,6 +1,6 @@
 """Architectures, a room each: a family's tensors, matrices, and the program of its pass."""
 
-from .config import Config, HeadConfig, RopeScaling
+from .config import Config, HeadConfig, RopeScaling, YarnScaling
 from .eagle3 import EAGLE3
 from .gemma import GEMMA
 from .gpt2 import GPT2
@@ -18,5 +18,6 @@ def architecture_of(config: Config) -> Architecture:
 
 
 __all__ = [
-    "ARCHITECTURES", "Architecture", "Buffers", "Config", "HeadConfig", "Room", "RopeScaling", "Weights", "architecture_of",
+    "ARCHITECTURES", "Architecture", "Buffers", "Config", "HeadConfig", "Room", "RopeScaling", "Weights", "YarnScaling",
+    "architecture_of",
 ]  # fmt: skip

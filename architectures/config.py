@@ -34,6 +34,32 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): angles of pairs that turn beta_fast times in original_seq_len positions, or more
+    often, are not divided, those of pairs that turn beta_slow times, or less often, by factor, and between them it fades.
+
+    in_whole_pairs: whether it fades from a whole pair to a whole pair, which lie beyond the two.
+    """
+
+    factor: float
+    original_seq_len: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    in_whole_pairs: bool = True
+
+    def flaw(self) -> str:
+        """As `RopeScaling.flaw`."""
+        for name in ("factor", "original_seq_len", "beta_fast", "beta_slow"):
+            if not 0 < getattr(self, name) < math.inf:
+                return f"{name} is {getattr(self, name)}; expected a positive number"
+        if self.factor < 1:
+            return f"factor is {self.factor}; expected 1 or more"
+        if self.beta_fast < self.beta_slow:
+            return f"beta_fast is {self.beta_fast}; expected beta_slow, {self.beta_slow}, or more"
+        return ""
+
+
+@dataclass(frozen=True)
 class HeadConfig:
     """What a head that drafts needs beside a model's numbers (EAGLE-3: Li et al. 2025, arXiv:2503.01840).
 
@@ -83,7 +109,9 @@ class Config:
     The first seven are a llama2.c header's; shared_classifier: whether the classifier is the embedding; architecture: a name in
     `ARCHITECTURES`; norm_eps: what keeps a norm from dividing by 0; rope_theta: the base of RoPE's angles; head_dim: 0 stands for
     dim / n_heads; rope_dim: how many rows of a head, its first, RoPE turns (0: all); rope_divisors: of each pair's angle, none
-    for 1; rope_scale: what turned rows are multiplied by; window: how many positions, its own the last, a token sees (0:
+    for 1; long_divisors, n_short: a text of more than n_short tokens has those divisors, from its first token on (0: none has);
+    rope_scale: what turned rows are multiplied by; query_scale, query_span: a query at position p is multiplied by
+    1 + query_scale log(1 + p // query_span) (Llama 4; 0: is not); window: how many positions, its own the last, a token sees (0:
     all); qkv_bias, wo_bias, mlp_bias: which products add a bias; qk_norm: whether queries and keys go through an RMSNorm for each
     head; embedding_scale: what embeddings are multiplied by, residual_scale: what layers add to the residual stream,
     attention_scale: scores (0 stands for 1 / sqrt(head_dim)), logit_divisor: what divides logits; no_rope_layers: whose queries
@@ -103,10 +131,14 @@ class Config:
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     head_dim: int = 0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | YarnScaling | None = None
     rope_dim: int = 0
     rope_scale: float = 1.0
     rope_divisors: tuple[float, ...] = ()
+    long_divisors: tuple[float, ...] = ()
+    n_short: int = 0
+    query_scale: float = 0.0
+    query_span: int = 0
     window: int = 0
     qkv_bias: bool = False
     wo_bias: bool = False
@@ -147,15 +179,22 @@ class Config:
             return f"window is {self.window}; expected a number of positions, or 0 for all"
         if self.rope_scaling and (flaw := self.rope_scaling.flaw()):
             return f"rope_scaling's {flaw}"
+        if isinstance(self.rope_scaling, YarnScaling) and self.rope_theta == 1:
+            return "rope_theta is 1.0; expected more: all pairs turn alike, and yarn cannot tell fast ones"
         if self.rope_dim % 2 or not 0 <= self.rope_dim <= self.head_dim:
             return f"rope_dim is {self.rope_dim}; expected an even number of a head's {self.head_dim} rows"
-        if self.rope_divisors and len(self.rope_divisors) != self.n_turned // 2:
-            return f"there are {len(self.rope_divisors)} rope_divisors; expected one for each of {self.n_turned // 2} pairs"
-        if not all(0 < divisor < math.inf for divisor in self.rope_divisors):
-            return "a rope_divisor is not a positive number"
+        for name, of_pairs in (("rope_divisors", self.rope_divisors), ("long_divisors", self.long_divisors)):
+            if of_pairs and len(of_pairs) != self.n_turned // 2:
+                return f"there are {len(of_pairs)} {name}; expected one for each of {self.n_turned // 2} pairs"
+            if not all(0 < divisor < math.inf for divisor in of_pairs):
+                return f"{name} are not all positive numbers"
+        if self.n_short < 0 or (self.n_short > 0) != bool(self.long_divisors) or (self.n_short and self.query_scale):
+            return f"n_short is {self.n_short}; expected a number of tokens beside long_divisors, else 0, and no query_scale"
         for name in ("rope_scale", "embedding_scale", "residual_scale", "logit_divisor"):
             if not LEAST_SCALE <= getattr(self, name) <= 1 / LEAST_SCALE:
                 return f"{name} is {getattr(self, name)}; expected {LEAST_SCALE:g} to {1 / LEAST_SCALE:g}"
+        if not 0 <= self.query_scale <= 1 / LEAST_SCALE or (self.query_scale and self.query_span < 1):
+            return f"query_scale is {self.query_scale} by {self.query_span} positions; expected 0, or a number by 1 or more"
         if not 0 <= self.attention_scale <= 1 / LEAST_SCALE:
             return f"attention_scale is {self.attention_scale}; expected 0 to {1 / LEAST_SCALE:g}"
         for name in ("no_rope_layers", "full_layers"):
@@ -183,6 +222,10 @@ class Config:
     def n_turned(self) -> int:
         """How many rows of a head RoPE turns."""
         return self.rope_dim or self.head_dim
+
+    def is_long(self, n_tokens: int) -> bool:
+        """Whether a text of so many tokens has long_divisors."""
+        return 0 < self.n_short < n_tokens
 
     @property
     def score_scale(self) -> float:

@@ -2,12 +2,14 @@
 
 Llama 3 scales RoPE (Dubey et al. 2024, arXiv:2407.21783), Mistral sees a window (Jiang et al. 2023, arXiv:2310.06825), Qwen2 adds
 biases to q, k and v (Yang et al. 2024, arXiv:2407.10671), Qwen3 norms their heads (Yang et al. 2025, arXiv:2505.09388), SmolLM3
-has layers without RoPE (Yang et al. 2025, arXiv:2501.18795), Granite scales embeddings, residuals, scores and logits, and Phi-3
-turns a part of each head, by factors of its own (Ding et al. 2024, arXiv:2402.13753).
+has layers without RoPE (Yang et al. 2025, arXiv:2501.18795), Granite scales embeddings, residuals, scores and logits, Phi-3
+turns a part of each head, by factors of its own (Ding et al. 2024, arXiv:2402.13753), and Ministral 3 turns slow pairs more
+slowly (Peng et al. 2023, arXiv:2309.00071) and scales queries by their position.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,7 +21,7 @@ from ..weights.matrix import n_strips
 from .blocks import attention, block_buffers, move_path
 from .config import Config
 from .plan import Architecture, Buffer, Buffers, Layers, Part, Room, Vector, Weights
-from .rope import fill_tables
+from .rope import fill_query_tables, fill_tables
 
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
@@ -86,14 +88,23 @@ def vectors(config: Config) -> dict[str, Vector]:
 
 
 def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
-    """rope_cos, rope_sin (S, K + LANES): entry j belongs to row j % K of a head; sines are negative for a pair's first row."""
-    table = Buffer((room.n_positions, config.head_dim + LANES))
-    return block_buffers(config, weights, room) | {"rope_cos": table, "rope_sin": table}
+    """rope_cos, rope_sin (S, K + LANES): entry j belongs to row j % K of a head; sines are negative for a pair's first row.
+
+    query_cos, query_sin: those of queries, where these have a scale of their position's; long_rope_cos, long_rope_sin: those of
+    long texts, where these have divisors of their own.
+    """
+    names = ["rope_cos", "rope_sin", *["query_cos", "query_sin"] * bool(config.query_scale)]
+    names += ["long_rope_cos", "long_rope_sin"] * bool(config.n_short)
+    return block_buffers(config, weights, room) | dict.fromkeys(names, Buffer((room.n_positions, config.head_dim + LANES)))
 
 
 def fill(config: Config, b: Buffers, start: int) -> None:
     """`Architecture.fill`."""
     fill_tables(config, b.rope_cos, b.rope_sin, start)
+    if config.n_short:
+        fill_tables(replace(config, rope_divisors=config.long_divisors), b.long_rope_cos, b.long_rope_sin, start)
+    if config.query_scale:
+        fill_query_tables(config, b.query_cos, b.query_sin, b.rope_cos, b.rope_sin, start)
 
 
 def layer(config: Config, weights: Weights, b: Buffers, i: int, normed: Float32, norms: Sequence[Row]) -> Program:
@@ -114,8 +125,10 @@ def layer(config: Config, weights: Weights, b: Buffers, i: int, normed: Float32,
         ]
 
     def turned() -> list[Row]:
-        sides = [(0, k_row), (k_row, v_row)] if i not in config.no_rope_layers else []
-        return [rope(b.qkv, unit, base, end - base, b.rope_cos, b.rope_sin, b.depths, config.head_dim) for base, end in sides]
+        keys = b.rope_cos, b.rope_sin
+        queries = (b.query_cos, b.query_sin) if config.query_scale else keys
+        sides = [(0, k_row, *queries), (k_row, v_row, *keys)] if i not in config.no_rope_layers else []
+        return [rope(b.qkv, unit, base, end - base, *tables, b.depths, config.head_dim) for base, end, *tables in sides]
 
     return [
         [

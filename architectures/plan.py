@@ -18,6 +18,7 @@ from ..weights.matrix import Floats, Matrix, NoRoom, converted, floats, n_strips
 from ..weights.trial import LEAST_WEIGHTS, pays
 from .config import Config
 
+LONG = "long_"
 TABLES = ("embedding", "classifier")  # matrices of a row for each token
 
 
@@ -160,8 +161,14 @@ class Buffers(SimpleNamespace):
 
     kv: the `KVCache`, tokens (T,) and logits (T, V padded) of a pass, x (1, T, D padded): the residual stream,
     depths (N,) of a tree's nodes, whose position is n_text + depth, and paths (N, N): the node at each depth on the way to a
-    node, itself the last; where hidden states are kept, hidden_states (S, layers D) of the cache's slots.
+    node, itself the last; where hidden states are kept, hidden_states (S, layers D) of the cache's slots. A name that begins with
+    long_ is that of what long texts have in the place of the rest of it.
     """
+
+    def of_long_texts(self) -> "Buffers":
+        """The same, by the names that others have."""
+        instead = {name.removeprefix(LONG): array for name, array in vars(self).items() if name.startswith(LONG)}
+        return Buffers(**vars(self) | instead)
 
 
 class Common(NamedTuple):

@@ -6,8 +6,9 @@ from decimal import Decimal, localcontext
 import numpy as np
 
 from ..kernels import fill_rotations
+from ..machine.elementary import log
 from ..machine.vectors import Float32, Float64
-from .config import Config
+from .config import Config, RopeScaling, YarnScaling
 
 DIGITS = 40  # of a power, of which a float64 keeps 17: decimal arithmetic is the same on every machine, a C library's pow is not
 
@@ -22,11 +23,41 @@ def positions_a_radian(config: Config) -> Float64:
         positions *= config.rope_divisors
     if (scaling := config.rope_scaling) is None:
         return positions
-    # Llama 3.1 (Dubey et al. 2024, arXiv:2407.21783) as transformers' modeling_rope_utils has it
-    turns = scaling.original_seq_len / (2 * math.pi * positions)
-    kept = np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
+    kept = _kept_by_pair(scaling, config) if isinstance(scaling, YarnScaling) else _kept_by_turns(scaling, positions)
     scaled: Float64 = positions / (kept + (1 - kept) / scaling.factor)
     return scaled
+
+
+def _kept_by_turns(scaling: RopeScaling, positions: Float64) -> Float64:
+    """Which part of each pair's angle is not divided: of Llama 3.1 (Dubey et al. 2024, arXiv:2407.21783) as in transformers."""
+    turns = scaling.original_seq_len / (2 * math.pi * positions)
+    kept: Float64 = np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
+    return kept
+
+
+def _kept_by_pair(scaling: YarnScaling, config: Config) -> Float64:
+    """The same of yarn, as transformers' modeling_rope_utils has it."""
+    with localcontext() as context:
+        context.prec = DIGITS
+        theta = Decimal(config.rope_theta).ln()
+        first, last = (
+            float(
+                config.n_turned * (Decimal(scaling.original_seq_len) / (Decimal(turns) * Decimal(2 * math.pi))).ln() / (2 * theta)
+            )
+            for turns in (scaling.beta_fast, scaling.beta_slow)
+        )
+    if scaling.in_whole_pairs:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, config.n_turned - 1)
+    kept: Float64 = 1 - np.clip((np.arange(config.n_turned // 2) - first) / (last - first or 0.001), 0, 1)
+    return kept
+
+
+def yarn_scale(factor: float, share: float = 1.0) -> float:
+    """What turned rows are multiplied by where a model reads `factor` times as far (arXiv:2309.00071, 3.4); of that, a share."""
+    with localcontext() as context:
+        context.prec = DIGITS
+        return float(Decimal(share) * Decimal(factor).ln() / 10 + 1) if factor > 1 else 1.0
 
 
 def longrope_scale(factor: float, original: int) -> float:
@@ -39,3 +70,10 @@ def longrope_scale(factor: float, original: int) -> float:
 def fill_tables(config: Config, cos: Float32, sin: Float32, start: int = 0) -> None:
     """cos and signed sin (S, K + LANES) from position start on, periodic in K: a vector may begin in any row of a head."""
     fill_rotations(cos, sin, positions_a_radian(config), start, config.head_dim, config.rope_scale)
+
+
+def fill_query_tables(config: Config, query_cos: Float32, query_sin: Float32, cos: Float32, sin: Float32, start: int) -> None:
+    """Of queries: the tables of keys, scaled by position."""
+    scales = [1 + config.query_scale * log(1.0 + position // config.query_span) for position in range(start, len(cos))]
+    by_position = np.array(scales, np.float32)[:, None]
+    query_cos[start:], query_sin[start:] = cos[start:] * by_position, sin[start:] * by_position

@@ -205,15 +205,16 @@ def advice(decoder: SpeculativeDecoder, statistics: Statistics) -> str:
 def show(view: View, events: Iterator[Event | Prefill], statistics: Statistics, prompt: Prompt) -> None:
     """Show the events, until the text or somebody's patience is at its end; one that ends before it begins is its prompt."""
     signals.text_begins()
+    has_begun = False
     with view:
         for event in events:
-            if not isinstance(event, Prefill):
-                statistics.add(event)
+            has_begun = has_begun or isinstance(event, Prompt)
+            statistics.add(event)
             view.show(event)
             if signals.asked or view.ended:
                 statistics.stop_reason = "interrupted"
                 break
         if isinstance(events, Generator):  # its line goes
             events.close()
-        if isinstance(event, Prefill):
+        if not has_begun:
             view.show(prompt)

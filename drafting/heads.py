@@ -58,6 +58,7 @@ class Head(Transformer):
             raise ValueError(f"target_ids are not {head.n_rows} different ids of 0 to {config.vocab_size - 1}")
         self._taken = head.layers
         self._by_target = ByTargetIds(np.arange(head.n_rows) if target_ids is None else target_ids, config.vocab_size)
+        self._is_of_long = False  # whether the pairs that the cache holds are of a long text (`Transformer.is_long`)
         self._n_true = 0  # pairs, from the first on, that ran with the truth, as far as the cache holds them
         self._features: tuple[Buffers, Runner] | None = None  # the program of features, over those buffers
         own = (("embedding", head.own_embedding), ("classifier", head.own_classifier))
@@ -106,9 +107,12 @@ class Head(Transformer):
         """How many of a text's tokens need not run again, whatever the target holds; the first is in no pair."""
         return min(max(n_common(self._held, tokens, limit), 1), self._n_true + 1, limit)
 
-    def _forward(self, tokens: list[int], nodes: list[Node], n_logits: int) -> Float32:
+    def _forward(self, tokens: list[int], nodes: list[Node], n_logits: int, n_total: int = 0) -> Float32:
         """Logits; runs all pairs that have the truth and did not run with it, then, for logits alone, guesses."""
         self._turn.n_passes += 1
+        if self._is_of_long != self._target.is_long:  # other hidden states
+            self._is_of_long, self._n_true = self._target.is_long, 0
+            self._held.clear()
         n_pairs = max(len(tokens) - 1, 0)
         if n_logits > n_pairs:
             raise ValueError(f"n_logits is {n_logits}; a head has 0 to {n_pairs} for {len(tokens)} tokens")

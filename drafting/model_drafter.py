@@ -8,7 +8,7 @@ from ..architectures import Config
 from ..decoding import Draft, Plan
 from ..machine.vectors import Float32, ceil_div
 from ..sampling import Sampler
-from ..transformer import known
+from ..transformer import known, room_behind
 
 
 class Model(Protocol):
@@ -51,8 +51,9 @@ class ModelDrafter:
         """tail: what may follow tokens: a proposal for that draft whose round it is (see `stages`)."""
         start = self._start(len(tokens) + len(tail) + min(plan.most, self._model.n_positions // 2))
         stream, text, n = self._noise(len(tokens)), self._seen([*tokens, *tail] if tail else tokens, start), 0
+        most = len(text) + room_behind(len(text), self._model.n_positions, self._model.config.n_short)
         with self._model.lock:
-            while len(text) <= self._model.n_positions:
+            while len(text) <= most:
                 q = self._draw_room(n + 1)[n]
                 token, margin = self._sampler.draw_surely(q, self._model.forward(text)[0], stream, start + len(text))
                 if token < 0:

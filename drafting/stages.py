@@ -16,7 +16,7 @@ from ..decoding import Draft, Drafter, Plan
 from ..machine.vectors import Float32
 from ..sampling import Sampler
 from ..text.vocabulary import Vocabulary
-from ..transformer import Transformer
+from ..transformer import Transformer, room_behind
 from .estimates import Acceptance, Costs
 from .model_drafter import ModelDrafter
 from .ngrams import NgramDrafter
@@ -111,7 +111,8 @@ class Lookahead:
             self._account.saw(self._n_guesses, self._n_used, self._seconds[0])
             self._plan.saw(self._n_guesses, self._n_used, self._seconds[1], self._seconds[0])
         tail, guesses = tokens[self._first :], list[int]()
-        if self._plan.begins(min(self._most - len(tail) - 1, self.n_positions - len(tokens))):
+        room = room_behind(len(tokens), self.n_positions, self.config.n_short)
+        if self._plan.begins(min(self._most - len(tail) - 1, room)):
             guesses = self._guesser.propose(self._tokens, self._plan, tail).tokens
             n_rows = self.config.vocab_size  # the text may hold tokens that this model does not know
             guesses = guesses[: next((i for i, token in enumerate(guesses) if token >= n_rows), None)]

@@ -84,9 +84,9 @@ class Translated(Transformer):
     def with_positions(self, n_positions: int) -> Transformer:
         return Translated(super().with_positions(n_positions), self.target_ids, len(self._rows))
 
-    def forward(self, tokens: Sequence[int], n_logits: int = 1) -> Float32:
+    def forward(self, tokens: Sequence[int], n_logits: int = 1, n_total: int = 0) -> Float32:
         with self.lock:
-            return self._by_target(super().forward(self._own(tokens), n_logits))
+            return self._by_target(super().forward(self._own(tokens), n_logits, n_total))
 
     def forward_tree(
         self, tokens: Sequence[int], nodes: Sequence[int], parents: Sequence[int], n_logits: int | None = None

@@ -47,7 +47,8 @@ class Tuning:
         """A text's, of whatever is warm."""
         verifier = VERIFIERS[settings.verify](self._vocabulary.n_target, sampling)
         plan, drafter = self._planned(sampling, verifier.draft_noise, settings)
-        events = decode(self._team.target, drafter, verifier, tokens, max_tokens, plan, self._end_marks)
+        target = self._team.target
+        events = decode(target, drafter, verifier, tokens, max_tokens, plan, self._end_marks, target.config.n_short)
         return self._pace.over(events) if self._pace else events
 
     def _planned(self, sampling: Sampling, noise: Callable[[int], int], settings: Settings) -> tuple[Plan, Drafter | None]:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ..architectures import Config
-from ..architectures.config import LEAST_SCALE, RopeScaling
-from ..architectures.rope import longrope_scale
+from ..architectures.config import LEAST_SCALE, RopeScaling, YarnScaling
+from ..architectures.rope import longrope_scale, yarn_scale
 from .json_text import read_object, shown
 from .model_file import CheckpointError
 
@@ -56,6 +56,14 @@ GEMMA3_DEFAULTS: dict[str, Any] = {
     "query_pre_attn_scalar": 256, "sliding_window": 4096, "sliding_window_pattern": 6, "layer_types": None,
     "rope_theta": 1e6, "rope_local_base_freq": 1e4, "use_bidirectional_attention": False,
 }  # fmt: skip
+MINISTRAL3_DEFAULTS = LLAMA_DEFAULTS | {
+    "vocab_size": 131072, "intermediate_size": 14336, "num_hidden_layers": 34, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 262144, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+MINISTRAL3_ROPE: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 GPT2_DEFAULTS: dict[str, Any] = {
     "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
     "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True,
@@ -72,6 +80,7 @@ DEFAULTS = {
     "smollm3": SMOLLM3_DEFAULTS,
     "phi3": PHI3_DEFAULTS,
     "gemma3_text": GEMMA3_DEFAULTS,
+    "ministral3": MINISTRAL3_DEFAULTS,
     "gpt2": GPT2_DEFAULTS,
 }
 # of those whose text's model lies in text_config beside others: whether its classifier is the embedding where a file is silent
@@ -194,10 +203,11 @@ def _of_text(path: Path, given: dict[str, Any]) -> dict[str, Any]:
     family = given.get("model_type")
     if not isinstance(family, str) or family not in WITH_OTHERS:
         return given
-    if not isinstance(given.get(TEXT), dict):
-        raise CheckpointError(f"{path}: {TEXT} is {shown(given.get(TEXT))}; expected an object, the config of the text's model")
+    of_text = given.get(TEXT)
+    if not isinstance(of_text, dict):
+        raise CheckpointError(f"{path}: {TEXT} is {shown(of_text)}; expected an object, the config of the text's model")
     of_all = {key: given[key] for key in OF_ALL if given.get(key) is not None}
-    return given[TEXT] | {"tie_word_embeddings": WITH_OTHERS[family]} | of_all
+    return of_text | {"tie_word_embeddings": WITH_OTHERS[family]} | of_all
 
 
 def check_neutral(values: Values, neutral: Mapping[str, tuple[Any, ...]]) -> None:
@@ -222,7 +232,7 @@ def llama_config(values: Values, family: str) -> Config:
     values.must_be("hidden_act", *SILU)
     attention_bias = values.flag("attention_bias") if family in WITH_ATTENTION_BIAS else False
     mlp_bias = values.flag("mlp_bias") if family in WITH_MLP_BIAS else False
-    if family in ("mistral", "phi3"):
+    if family in ("mistral", "phi3", "ministral3"):
         values.must_be("attention_bias", False)
     if family not in WITH_MLP_BIAS:
         values.must_be("mlp_bias", False)
@@ -230,7 +240,6 @@ def llama_config(values: Values, family: str) -> Config:
     if is_hybrid:
         _check_hybrid(values)
     n_heads = values.whole("num_attention_heads")
-    seq_len, rope = values.whole("max_position_embeddings"), _phi3_rope(values) if family == "phi3" else _rope(values)
     return Config(
         dim=values.whole("hidden_size"),
         hidden_dim=values.whole("shared_intermediate_size" if is_hybrid else "intermediate_size"),
@@ -238,11 +247,11 @@ def llama_config(values: Values, family: str) -> Config:
         n_heads=n_heads,
         n_kv_heads=n_heads if values["num_key_value_heads"] is None else values.whole("num_key_value_heads"),
         vocab_size=values.whole("vocab_size"),
-        seq_len=min(seq_len, rope.pop("seq_len", seq_len)),
+        seq_len=values.whole("max_position_embeddings"),
         shared_classifier=values.flag("tie_word_embeddings"),
         norm_eps=values.real("rms_norm_eps", 0, 1),
         head_dim=0 if values["head_dim"] is None else values.whole("head_dim"),
-        **rope,
+        **(_phi3_rope(values) if family == "phi3" else _rope(values, family)),
         window=_window(values, family),
         qkv_bias=attention_bias or family == "qwen2",
         wo_bias=attention_bias,
@@ -285,10 +294,17 @@ def _no_rope_layers(values: Values, family: str) -> tuple[int, ...]:
     return tuple(layer for layer, flag in enumerate(flags) if flag == 0)
 
 
-def _rope_values(values: Values) -> Values:
-    """What is said of RoPE: of transformers 5 in rope_parameters, of older ones in rope_scaling."""
+def _head_dim(values: Values) -> int:
+    """How many rows a head has, or would have if they were whole."""
+    if values["head_dim"] is not None:
+        return values.whole("head_dim")
+    return values.whole("hidden_size") // values.whole("num_attention_heads")
+
+
+def _rope_values(values: Values, otherwise: Mapping[str, Any]) -> Values:
+    """What is said of RoPE: of transformers 5 in rope_parameters, of older ones in rope_scaling; otherwise: where nothing is."""
     key = "rope_scaling" if values["rope_scaling"] else "rope_parameters"
-    given = {} if values[key] is None else values[key]
+    given = otherwise if values[key] is None else values[key]
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         raise values.refusal(key, "an object of numbers, one for all layers")
     silent = {"rope_theta": values["rope_theta"], "rope_type": given.get("type", "default")}
@@ -298,18 +314,19 @@ def _rope_values(values: Values) -> Values:
 
 
 def _phi3_rope(values: Values) -> dict[str, Any]:
-    """As `_rope`. Of longrope the factors of short texts alone, which end where those of long ones would begin."""
-    rope, partial = _rope_values(values), "partial_rotary_factor"
-    head_dim = values.whole("head_dim" if values["head_dim"] is not None else "hidden_size")
-    if values["head_dim"] is None:
-        head_dim //= values.whole("num_attention_heads")
+    """As `_rope`."""
+    rope, partial = _rope_values(values, {}), "partial_rotary_factor"
+    head_dim = _head_dim(values)
     share = 1.0
     for source in (rope, values):  # the outer one goes before
         share = source.real(partial, 0, 1) if source[partial] is not None else share
     n_turned = int(head_dim * share)
     if n_turned < 2 or n_turned % 2:
         raise values.refusal(partial, f"what leaves an even number of a head's {head_dim} rows, 2 or more")
-    found = {"rope_theta": rope.real("rope_theta", 1, MAX_THETA), "rope_dim": 0 if n_turned == head_dim else n_turned}
+    found: dict[str, Any] = {
+        "rope_theta": rope.real("rope_theta", 1, MAX_THETA),
+        "rope_dim": 0 if n_turned == head_dim else n_turned,
+    }
     if rope["rope_type"] == "default":
         return found
     if rope["rope_type"] not in ("longrope", "su", "yarn"):  # older names of it
@@ -323,11 +340,8 @@ def _phi3_rope(values: Values) -> dict[str, Any]:
         raise values.refusal("original_max_position_embeddings", "2 or more")
     else:
         scale = longrope_scale(factor, original)
-    return (
-        found
-        | {"rope_divisors": short, "rope_scale": float(np.float32(scale))}
-        | ({} if short == long else {"seq_len": original})
-    )
+    found |= {"rope_divisors": short, "rope_scale": float(np.float32(scale))}
+    return found if short == long or n_positions <= original else found | {"long_divisors": long, "n_short": original}
 
 
 def _factors(rope: Values, key: str, n: int) -> tuple[float, ...]:
@@ -342,26 +356,53 @@ def _factors(rope: Values, key: str, n: int) -> tuple[float, ...]:
     return tuple(float(np.float32(factor)) for factor in given)  # as transformers and GGUF keep them
 
 
-def _rope(values: Values) -> dict[str, Any]:
+def _rope(values: Values, family: str) -> dict[str, Any]:
     """The numbers of RoPE: the base of the angles, and how they are scaled."""
-    rope = _rope_values(values)
+    rope = _rope_values(values, MINISTRAL3_ROPE if family == "ministral3" else {})
     rope.must_be("partial_rotary_factor", None, 1)
-    theta = rope.real("rope_theta", 1, MAX_THETA)
+    found: dict[str, Any] = {"rope_theta": rope.real("rope_theta", 1, MAX_THETA)}
+    if family == "ministral3":
+        scale = float(np.float32(rope.real("llama_4_scaling_beta", 0, 1e6)))
+        found |= {"query_scale": scale, "query_span": _original(values, rope)}
     if rope["rope_type"] == "default":
-        return {"rope_theta": theta}
+        return found
+    if rope["rope_type"] == "yarn":
+        return found | _yarn(values, rope)
     if rope["rope_type"] != "llama3":
-        raise rope.refusal("rope_type", "default or llama3: other kinds of RoPE are not done here")
-    original = "original_max_position_embeddings"
-    source = values if original in values else rope
+        raise rope.refusal("rope_type", "default, llama3 or yarn: other kinds of RoPE are not done here")
     scaling = RopeScaling(
         factor=rope.real("factor", 1, 1e6),
         low_freq_factor=rope.real("low_freq_factor", 1e-6, 1e6),
         high_freq_factor=rope.real("high_freq_factor", 1e-6, 1e6),
-        original_seq_len=source.whole(original) if original in source else values.whole("max_position_embeddings"),
+        original_seq_len=_original(values, rope),
     )
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         raise rope.refusal("high_freq_factor", f"more than low_freq_factor, {scaling.low_freq_factor:g}")
-    return {"rope_theta": theta, "rope_scaling": scaling}
+    return found | {"rope_scaling": scaling}
+
+
+def _original(values: Values, rope: Values) -> int:
+    """How many positions the model was made for before it was taught more."""
+    key = "original_max_position_embeddings"
+    source = values if key in values else rope
+    return source.whole(key) if key in source else values.whole("max_position_embeddings")
+
+
+def _yarn(values: Values, rope: Values) -> dict[str, Any]:
+    original, scale = _original(values, rope), 1.0
+    factor = values.whole("max_position_embeddings") / original if rope["factor"] is None else rope.real("factor", 1, 1e6)
+    if factor < 1:
+        raise rope.refusal("factor", "a number from 1 on")
+    betas = {key: rope.real(key, 1e-6, 1e6) for key in ("beta_fast", "beta_slow") if rope[key] not in (None, 0)}
+    scaling = YarnScaling(factor, original, **betas, in_whole_pairs="truncate" not in rope or rope.flag("truncate"))
+    if scaling.beta_fast < scaling.beta_slow:
+        raise rope.refusal("beta_fast", f"beta_slow, {scaling.beta_slow:g}, or more")
+    if rope["attention_factor"] is not None:
+        scale = rope.real("attention_factor", LEAST_SCALE, 1 / LEAST_SCALE)
+    else:
+        shares = [0.0 if rope[key] is None else rope.real(key, 0, 1e6) for key in ("mscale", "mscale_all_dim")]
+        scale = yarn_scale(factor, shares[0]) / yarn_scale(factor, shares[1]) if all(shares) else yarn_scale(factor)
+    return {"rope_scaling": scaling, "rope_scale": float(np.float32(scale))}
 
 
 def _window(values: Values, family: str) -> int:

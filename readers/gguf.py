@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..architectures import Config, HeadConfig
-from ..architectures.config import LEAST_SCALE
+from ..architectures.config import LEAST_SCALE, YarnScaling
+from ..architectures.rope import yarn_scale
 from ..machine.vectors import Int64
 from .config_json import MAX_THETA, MOST_LAYERS, Values, gemma3_scales
 from .gguf_file import MAGIC, GgufFile
@@ -38,7 +39,7 @@ LAYER_NAMES = {
     "w2": "ffn_down.weight", "w3": "ffn_up.weight", "b1": "ffn_gate.bias", "b2": "ffn_down.bias", "b3": "ffn_up.bias",
 }  # fmt: skip
 OUTER_PLACES = {"tok_emb": Place(EMBEDDING), "wcls": Place(HEAD)}
-TURNED = ("wq", "wk", "bq", "bk", "q_norm", "k_norm")  # stored in adjacent pairs by `llama`, `granite` and `smollm3` alone
+TURNED = ("wq", "wk", "bq", "bk", "q_norm", "k_norm")  # stored in adjacent pairs by `llama`, `granite`, `smollm3` and `mistral3`
 LLAMA_PLACES = OUTER_PLACES | {
     "rms_final": Place("output_norm.weight"),
     **{name: Place(f"blk.{{}}.{stored}") for name, stored in LAYER_NAMES.items()},
@@ -78,7 +79,7 @@ EAGLE3_PLACES = OUTER_PLACES | {
 }
 PLACES = {
     "llama": LLAMA_PLACES, "qwen2": QWEN_PLACES, "qwen3": QWEN_PLACES, "granite": LLAMA_PLACES, "smollm3": LLAMA_PLACES,
-    "phi3": PHI3_PLACES, "gemma3": GEMMA3_PLACES,
+    "phi3": PHI3_PLACES, "gemma3": GEMMA3_PLACES, "mistral3": LLAMA_PLACES,
     "gpt2": GPT2_PLACES, "eagle3": EAGLE3_PLACES,
 }  # fmt: skip
 
@@ -98,8 +99,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.clamp_kqv": (0, None),
     "attention.max_alibi_bias": (0, None),
     WINDOW: (0, None),
+    "attention.temperature_scale": (0, None),
     "rope.scaling.attn_factor": (1, 0, None),
     "rope.scaling.alpha": (0, None),
+    "rope.scaling.yarn_ext_factor": (1, None),
+    "rope.scaling.yarn_attn_factor": (1, None),
     "norm_output": (False, None),
 }
 # Granite's, for which 0 stands for none, too; and whether it has RoPE
@@ -108,9 +112,11 @@ SCALES = {
     "logit_scale": "logit_divisor",
 }  # fmt: skip
 PHI3_SCALE, SHORT, LONG = "rope.scaling.attn_factor", "rope_factors_short.weight", "rope_factors_long.weight"
-DONE = {"granite": (*SCALES,), "phi3": (PHI3_SCALE, WINDOW), "gemma3": (WINDOW,)}  # of `NEUTRAL`
+QUERY_SCALE = "attention.temperature_scale"
+DONE = {"granite": (*SCALES,), "phi3": (PHI3_SCALE, WINDOW), "gemma3": (WINDOW,), "mistral3": (QUERY_SCALE,)}  # of `NEUTRAL`
 # Gemma 3's, where a file is silent, and the model whose scale of scores is not by a head's length
 GEMMA3_PATTERN, GEMMA3_LOCAL_THETA, GEMMA3_27B_LAYERS = 6, 10000.0, 62
+BETAS = "beta_fast", "beta_slow"
 HAS_ROPE = "granite.rope.scaling.finetuned"
 NO_ROPE_INTERVAL = 4  # of SmolLM3's layers, of which a file does not tell
 
@@ -322,7 +328,7 @@ def _llama(model: _Model, values: Values, common: Mapping[str, Any]) -> Config:
         more = _gemma3(values, common, head_dim)
     theta = f"{a}.rope.freq_base"
     return Config(
-        **{**common, "rope_divisors": _rope_divisors(model, values, n_turned), **more},
+        **{**common, **_rope(model, values, n_turned, common["seq_len"]), **more},
         n_kv_heads=optional("attention.head_count_kv", n_heads),
         norm_eps=values.real(f"{a}.attention.layer_norm_rms_epsilon", 0, 1),
         rope_theta=values.real(theta, 1, MAX_THETA) if theta in values else 10000.0,
@@ -342,7 +348,7 @@ def _granite_scales(values: Values) -> dict[str, Any]:
 
 
 def _phi3(model: _Model, values: Values, n_positions: int, n_turned: int) -> dict[str, Any]:
-    """Its window, and what scales its RoPE; of longrope the factors of short texts alone, as in a folder."""
+    """Its window, and what scales its RoPE."""
     window, found = f"phi3.{WINDOW}", dict[str, Any]()
     if values[window] not in (None, 0) and (seen := values.whole(window)) < n_positions:
         found["window"] = seen
@@ -351,7 +357,9 @@ def _phi3(model: _Model, values: Values, n_positions: int, n_turned: int) -> dic
     if SHORT in model or LONG in model:
         short, long = (tuple(float(x) for x in model.tensor(name, (n_turned // 2,))[:]) for name in (SHORT, LONG))
         original = values.whole("phi3.rope.scaling.original_context_length")
-        found |= {"rope_divisors": short, "seq_len": n_positions if short == long else min(n_positions, original)}
+        found["rope_divisors"] = short
+        if short != long and n_positions > original:
+            found |= {"long_divisors": long, "n_short": original}
     return found
 
 
@@ -384,15 +392,33 @@ def _no_rope_layers(values: Values, a: str, n_layers: int) -> tuple[int, ...]:
     return ()
 
 
-def _rope_divisors(model: _Model, values: Values, head_dim: int) -> tuple[float, ...]:
-    """Of each pair's angle: those of a tensor, as Llama 3.1 has them, times one that is the same for all."""
-    scaling = f"{model.architecture}.rope.scaling"
-    kind, factor, older = f"{scaling}.type", f"{scaling}.factor", f"{model.architecture}.rope.scale_linear"
+def _rope(model: _Model, values: Values, n_turned: int, n_positions: int) -> dict[str, Any]:
+    """What scales its angles, one that is the same for all or yarn, and its queries; of each pair's angle alone `_divisors`."""
+    a = model.architecture
+    kind, factor, older = (f"{a}.rope.{key}" for key in ("scaling.type", "scaling.factor", "scale_linear"))
     if kind in values:
-        values.must_be(kind, "linear", "none")
+        values.must_be(kind, "linear", "yarn", "none")
     key = factor if factor in values else older
-    common = values.real(key, 0, 1e6) if key in values and values[kind] != "none" else 0.0
-    divisors = [float(x) for x in model.tensor(ROPE_DIVISORS, (head_dim // 2,))[:]] if ROPE_DIVISORS in model else []
-    if common in (0.0, 1.0):  # 0 stands for no scaling, too
-        return tuple(divisors)
-    return tuple(common * divisor for divisor in divisors or [1.0] * (head_dim // 2))
+    common = (values.real(key, 0, 1e6) if key in values and values[kind] != "none" else 0.0) or 1.0  # 0 stands for none, too
+    divisors = _divisors(model, n_turned)
+    found: dict[str, Any] = {"rope_divisors": divisors}
+    original, scale = f"{a}.rope.scaling.original_context_length", f"{a}.{QUERY_SCALE}"
+    span = values.whole(original) if original in values else n_positions
+    if scale in values:
+        found |= {"query_scale": float(np.float32(values.real(scale, 0, 1e6))), "query_span": span}
+    if values[kind] != "yarn":
+        scaled = tuple(common * each for each in divisors or (1.0,) * (n_turned // 2))
+        return found if common == 1 else found | {"rope_divisors": scaled}
+    betas: dict[str, Any] = {
+        name: values.real(each, 1e-6, 1e6) for name in BETAS if (each := f"{a}.rope.scaling.yarn_{name}") in values
+    }
+    share = values.real(each, 0, 1e6) if (each := f"{a}.rope.scaling.yarn_log_multiplier") in values else 0.0
+    if common < 1:
+        raise values.refusal(key, "a number from 1 on")
+    rope_scale = yarn_scale(common) / (yarn_scale(common, share) if share else 1.0)
+    return found | {"rope_scaling": YarnScaling(common, span, **betas), "rope_scale": float(np.float32(rope_scale))}
+
+
+def _divisors(model: _Model, n_turned: int) -> tuple[float, ...]:
+    """Those of a tensor, as Llama 3.1 has them."""
+    return tuple(float(x) for x in model.tensor(ROPE_DIVISORS, (n_turned // 2,))[:]) if ROPE_DIVISORS in model else ()

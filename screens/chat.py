@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -25,7 +25,7 @@ from .interrupts import signals
 from .keys import Keyboard
 from .output import Printable, Roles, SilentView, View, print_summary, printable, to_json
 from .panel import LivePanel
-from .progress import read_in_a_line
+from .progress import read_anew_in_a_line, read_in_a_line
 from .story import KEPT_ROWS, Row, Story
 from .window import STYLES, STYLES_NO_COLOR, WIDEST, Window, fits
 
@@ -69,6 +69,7 @@ class AnswerView:
         self._encoding = out.encoding or "utf-8"
         self._width_of, self._styles = width_of, styles
         self._has_begun = False  # leading line breaks are not worth a row
+        self._is_in_row = False
         self._is_resized = False  # what stands is the terminal's to break, the next word begins a row of the new width
         self._begin_rows()
 
@@ -94,7 +95,13 @@ class AnswerView:
         if isinstance(event, Prompt):
             for token in event.tokens:
                 self._stream.push(token)
+        elif isinstance(event, Prefill):
+            if self._width and self._is_in_row:  # which is about to be that of the reading
+                self._end_rows()
+                self._begin_rows()
+            self._is_in_row = False
         elif isinstance(event, Step):
+            self._is_in_row = True
             self._is_resized = self._width_of() != self._width
             for i, token in enumerate(event.tokens):
                 self._add(self._printable.push(self._stream.push(token)), "accepted" if i < event.n_accepted else "target")
@@ -180,8 +187,10 @@ class Chat:
             if not first:
                 self._tell("interrupted before the answer began")
                 return
-            with self._view(statistics) as view:
-                for event in chain([first], cast(Generator[Event], events)):
+            view = self._view(statistics)
+            rest = events if isinstance(view, LivePanel) else read_anew_in_a_line(events)
+            with view, closing(rest):
+                for event in chain[Event | Prefill]([first], rest):
                     if isinstance(event, Prompt):
                         signals.text_begins()
                         statistics.n_prompt = len(event.tokens)

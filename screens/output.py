@@ -90,6 +90,7 @@ class PlainView:
 
     def __init__(self, out: TextIO) -> None:
         self._printable, self._out = Printable(), out
+        self._is_in_row = False
 
     def __enter__(self) -> "PlainView":
         return self
@@ -102,6 +103,10 @@ class PlainView:
         if isinstance(event, Prompt | Step):
             self._out.write(self._printable.push(event.text))
             self._out.flush()
+        elif isinstance(event, Prefill) and self._is_in_row and self._out.isatty():  # its row is about to be that of the reading
+            self._out.write("\n")
+            self._out.flush()
+        self._is_in_row = isinstance(event, Prompt | Step)
 
 
 class SilentView:

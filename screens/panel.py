@@ -86,7 +86,7 @@ class LivePanel:
         self._console, self._pen, self._clock = window.console, window.pen, window.clock
         self._reading = Reading(tokenizer, stops)
         self._tokens: list[int] = []
-        self._prefill: Prefill | None = None  # while the prompt is read
+        self._prefill: Prefill | None = None  # while a text is read
         self._begin = 0.0
         self._unread: list[Step] = []  # not yet in the story
         self._passes: deque[Judged] = deque(maxlen=MOST_PASSES)
@@ -119,16 +119,16 @@ class LivePanel:
 
     def show(self, event: Event | Prefill) -> None:
         now = self._clock()
+        if isinstance(event, Prefill | Prompt) and not self._tokens:
+            self._begin_with(event.tokens, now)
         if isinstance(event, Prefill):
-            if not self._prefill:
-                self._begin_with(event.tokens, now)
+            self._begin = self._begin if self._prefill else now
             self._prefill = event
             if self._is_due(now):
                 self._frame()
-        elif isinstance(event, Prompt):
-            if not self._prefill:
-                self._begin_with(event.tokens, now)
-            self._prefill = None
+            return
+        self._prefill = None
+        if isinstance(event, Prompt):
             if self._pace or event.seconds > UNSEEN_SECONDS:
                 self._frame()
         elif isinstance(event, Proposal):
@@ -343,7 +343,8 @@ class LivePanel:
         s = self._statistics
         if self._prefill:
             done, left = f"{self._prefill.share:.0%}", time_left(self._clock() - self._begin, self._prefill.share)
-            forms = [f"reading the prompt of {len(self._prefill.tokens)} tokens: {done}{left}", f"reading: {done}{left}", done]
+            what = "all of" if self._passes else "the prompt of"  # anew
+            forms = [f"reading {what} {len(self._prefill.tokens)} tokens: {done}{left}", f"reading: {done}{left}", done]
             return [(next((form for form in forms if len(form) <= width), ""), "plain")]
         done, times = f"{s.n_generated}/{self._max_tokens}", f"{s.tokens_per_pass:.1f}"
         forms = [f"{done} tokens", done]

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import NamedTuple
 
 from ..decoding import Event, Prefill, Prompt, Step
@@ -152,10 +153,11 @@ def read_in_a_line(events: Iterator[Event | Prefill], n_unseen: int = 0) -> Gene
     """
     first: Event | None = None
     with loading(READING, QUIET_SECONDS) as show:
-        tell, n = telling(show, READING), 0
+        tell, read, n = telling(show, READING), telling(show, READING), 0
         for event in events:
             if isinstance(event, Prefill):
-                tell(event.share)
+                read = read if event.share else telling(show, READING)
+                read(event.share)
             elif not n_unseen:
                 first = event
                 break
@@ -167,4 +169,13 @@ def read_in_a_line(events: Iterator[Event | Prefill], n_unseen: int = 0) -> Gene
             yield event
     if first:
         yield first
-    yield from events
+    yield from read_anew_in_a_line(events)
+
+
+def read_anew_in_a_line(events: Iterator[Event | Prefill]) -> Generator[Event | Prefill]:
+    """The events of a text that has begun; a line tells how far it is read where that is done anew."""
+    for event in events:
+        if isinstance(event, Prefill):
+            yield from read_in_a_line(chain([event], events))
+            return
+        yield event

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from specdec.architectures import Config
-from specdec.architectures.config import RopeScaling
+from specdec.architectures.config import RopeScaling, YarnScaling
 from specdec.readers import Checkpoint, CheckpointError, load_checkpoint
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -22,6 +22,7 @@ DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U8": np.uint
 GONE = sys.intern("<gone>")  # as a key's value, by identity: no such key
 GRANITE: dict[str, float] = {"embedding_scale": 1.5, "attention_scale": 0.3, "residual_scale": 0.7, "logit_divisor": 2}
 PHI3_FACTORS = tuple(float(np.float32(factor)) for factor in (1, 1.15, 1.3, 1.45, 1.6, 1.75))
+PHI3_LONG = {"long_divisors": (1.0, 3.5, 6.0, 8.5, 11.0, 13.5), "n_short": 64}
 PHI3_SCALE = float(np.sqrt(np.float32(7) / np.float32(6)))  # sqrt(1 + log(128 / 64) / log(64))
 
 
@@ -66,10 +67,84 @@ CONFIGS = {
     "smollm3_layers": Config(
         36, 30, 2, 2, 2, 65, 128, False, norm_eps=1e-6, rope_theta=2e6, qkv_bias=True, wo_bias=True, no_rope_layers=(0,)
     ),
-    "phi3": Config(32, 44, 2, 2, 1, 68, 64, rope_dim=12, rope_divisors=PHI3_FACTORS, rope_scale=PHI3_SCALE),
+    "phi3": Config(32, 44, 2, 2, 1, 68, 128, rope_dim=12, rope_divisors=PHI3_FACTORS, rope_scale=PHI3_SCALE, **PHI3_LONG),
     "phi3_plain": Config(20, 30, 2, 2, 2, 65, 128, False, window=9),
     "phi3_factor": Config(
-        40, 37, 2, 4, 2, 70, 64, False, rope_dim=4, rope_divisors=PHI3_FACTORS[:2], rope_scale=float(np.float32(1.3))
+        40,
+        37,
+        2,
+        4,
+        2,
+        70,
+        128,
+        False,
+        rope_dim=4,
+        rope_divisors=PHI3_FACTORS[:2],
+        rope_scale=float(np.float32(1.3)),
+        long_divisors=(1.0, 3.5),
+        n_short=64,
+    ),
+    "ministral3": Config(
+        28,
+        44,
+        2,
+        4,
+        2,
+        70,
+        128,
+        False,
+        rope_theta=100,
+        head_dim=16,
+        rope_scaling=YarnScaling(4, 16, beta_fast=2),
+        query_scale=float(np.float32(0.1)),
+        query_span=16,
+    ),
+    "ministral3_beside": Config(
+        24,
+        37,
+        2,
+        3,
+        1,
+        66,
+        128,
+        True,
+        rope_theta=100,
+        head_dim=20,
+        rope_scaling=YarnScaling(8, 20, 4, 0.5, in_whole_pairs=False),
+        rope_scale=float(np.float32(1 + 0.1 * math.log(8))),
+        query_scale=float(np.float32(0.4)),
+        query_span=20,
+    ),
+    "ministral3_scale": Config(
+        20,
+        30,
+        2,
+        2,
+        2,
+        64,
+        128,
+        False,
+        rope_theta=100,
+        head_dim=12,
+        rope_scaling=YarnScaling(2, 7),
+        rope_scale=float(np.float32(1.2)),
+        query_scale=1.5,
+        query_span=7,
+    ),
+    "phi3_long": Config(
+        24,
+        40,
+        2,
+        2,
+        1,
+        66,
+        128,
+        False,
+        rope_dim=6,
+        rope_divisors=PHI3_FACTORS[:3],
+        rope_scale=float(np.float32(math.sqrt(1 + math.log(128 / 17) / math.log(17)))),
+        long_divisors=(1.0, 3.5, 6.0),
+        n_short=17,
     ),
     "gemma3": Config(18, 21, 7, 3, 1, 70, 128, head_dim=6, window=9, full_layers=(5,), **gemma(18)),
     "gemma3_scaled": Config(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec.architectures import Config
+from specdec.architectures import Config, RopeScaling, YarnScaling
 from tests import folders
 from tests.folders import CONFIGS, FIXTURES
 
@@ -146,9 +146,9 @@ NAMES = [
     for name in folders.NAMES
     if name in CONFIGS
     and (not CONFIGS[name].window or name.startswith("gemma3"))
-    and name not in ("smollm3_layers", "phi3_factor", "gemma3_scaled")
+    and name not in ("smollm3_layers", "phi3_factor", "phi3_long", "ministral3_beside", "ministral3_scale", "gemma3_scaled")
 ]
-PERMUTED = ("llama", "granite", "smollm3")
+PERMUTED = ("llama", "granite", "smollm3", "mistral3")
 SCALES = {
     "attention_scale": "attention.scale", "embedding_scale": "embedding_scale", "residual_scale": "residual_scale",
     "logit_divisor": "logit_scale",
@@ -156,7 +156,10 @@ SCALES = {
 
 
 def architecture(name: str) -> str:
-    return next(a for a in ("phi3", "qwen2", "qwen3", "gemma3", "gpt2", "granite", "smollm3", "llama") if name.startswith(a))
+    families = {a: a for a in ("phi3", "qwen2", "qwen3", "gemma3", "gpt2", "granite", "smollm3", "llama")} | {
+        "ministral3": "mistral3"
+    }
+    return next(a for start, a in families.items() if name.startswith(start))
 
 
 def stored_name(full: str, a: str = "llama") -> str:
@@ -201,7 +204,7 @@ def model_tensors(name: str) -> dict[str, Any]:
         factors = json.loads((FIXTURES / name / "config.json").read_text())["rope_parameters"]
         for kind in ("short", "long"):
             tensors[f"rope_factors_{kind}.weight"] = np.array(factors[f"{kind}_factor"], np.float32)
-    if config.rope_scaling:
+    if isinstance(config.rope_scaling, RopeScaling):
         tensors["rope_freqs.weight"] = rope_divisors(config)
     return tensors
 
@@ -209,7 +212,7 @@ def model_tensors(name: str) -> dict[str, Any]:
 def rope_divisors(config: Config) -> Any:
     """Llama 3.1's, in fp32: 1 for fast angles, the factor for slow ones."""
     scaling = config.rope_scaling
-    assert scaling
+    assert isinstance(scaling, RopeScaling)
     waves = 2 * math.pi * config.rope_theta ** (np.arange(0, config.head_dim, 2) / config.head_dim)
     low, high = (scaling.original_seq_len / each for each in (scaling.low_freq_factor, scaling.high_freq_factor))
     smooth = (scaling.original_seq_len / waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -237,6 +240,11 @@ def model_keys(name: str) -> Keys:
         keys |= {"gemma3.attention.sliding_window": config.window}
         if name != "gemma3":  # of one layer in six that sees all a file need not tell
             keys |= {"gemma3.attention.sliding_window_pattern": config.full_layers[0] + 1}
+    if isinstance(yarn := config.rope_scaling, YarnScaling):
+        scaling = {"type": "yarn", "factor": yarn.factor, "original_context_length": yarn.original_seq_len}
+        scaling |= {"yarn_beta_fast": yarn.beta_fast, "yarn_beta_slow": yarn.beta_slow, "yarn_log_multiplier": 1.0}
+        keys |= {f"{a}.rope.scaling.{key}": value for key, value in scaling.items()}
+        keys |= {f"{a}.attention.temperature_scale": config.query_scale, f"{a}.rope.dimension_count": config.head_dim}
     return keys | {
         f"{a}.attention.head_count_kv": config.n_kv_heads,
         f"{a}.attention.layer_norm_rms_epsilon": config.norm_eps,
@@ -276,6 +284,7 @@ def tokenizer_keys(name: str) -> Keys:
             "gpt2": ("gpt-2", "<|endoftext|>", "<|endoftext|>"),
             "smollm2": ("smollm", "<|im_start|>", "<|im_end|>"),
             "qwen2": ("qwen2", "<|endoftext|>", "<|im_end|>"),
+            "tekken": ("tekken", "<s>", "</s>"),
             "phi4": ("gpt-4o", "<|endoftext|>", "<|end|>"),
             "llama3": ("llama-bpe", "<|begin_of_text|>", "<|end_of_text|>"),
         }[name]

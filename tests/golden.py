@@ -212,6 +212,7 @@ def functions() -> dict[str, str]:
         "log": bits(np.array([log(x) for x in numbers])),
         "rope of llama": tables_of("llama", 1 << 16),
         "rope of llama3": tables_of("llama3", 1 << 16),
+        "rope of ministral3": tables_of("ministral3", 1 << 16),
         "tree of llama3": tree_of("llama3"),
         "tree of gpt2": tree_of("gpt2"),
         "tree of gpt2 in f16": tree_of("gpt2", "f16"),

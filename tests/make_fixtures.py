@@ -17,13 +17,17 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Gemma3TextConfig,
     GenerationConfig,
     GPT2Config,
     GraniteConfig,
     GraniteMoeHybridConfig,
     LlamaConfig,
+    Ministral3Config,
+    Mistral3Config,
     MistralConfig,
     Phi3Config,
     Qwen2Config,
@@ -55,6 +59,18 @@ def longrope(n_pairs, original=64, **others):
     short, long = ([round(1 + step * i, 2) for i in range(n_pairs)] for step in (0.15, 2.5))
     scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long, **others}
     return {"original_max_position_embeddings": original, "rope_scaling": scaling, "pad_token_id": 0}
+
+
+def yarn(factor=4.0, original=16, beta=0.1, **others):
+    """Of texts that the tests' 60 tokens go beyond; of a head of 16 or more, pairs that fade among others."""
+    numbers = {"factor": factor, "original_max_position_embeddings": original, "llama_4_scaling_beta": beta}
+    return {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, **numbers, **others}, "pad_token_id": 0}
+
+
+VISION = {
+    "model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
+    "image_size": 16, "patch_size": 8, "head_dim": 8,
+}  # fmt: skip
 
 
 def sizes(vocab, dim, hidden, layers, heads, kv_heads, positions=128, **others):
@@ -156,6 +172,32 @@ MODELS = {
         torch.float16,
         {},
     ),
+    "ministral3": (
+        Ministral3Config(**sizes(70, 28, 44, 2, 4, 2, head_dim=16, **yarn(beta_fast=2.0, mscale=1.0, mscale_all_dim=1.0))),
+        torch.bfloat16,
+        {},
+    ),
+    "ministral3_beside": (  # of a model that sees images too: nested in its config
+        Mistral3Config(
+            text_config=Ministral3Config(
+                **sizes(66, 24, 37, 2, 3, 1, head_dim=20, tie_word_embeddings=True),
+                **yarn(8.0, 20, 0.4, beta_fast=4.0, beta_slow=0.5, truncate=False),
+            ).to_dict(),
+            vision_config=VISION,
+        ),
+        torch.float16,
+        {},
+    ),
+    "ministral3_scale": (
+        Ministral3Config(**sizes(64, 20, 30, 2, 2, 2, head_dim=12, **yarn(2.0, 7, 1.5, attention_factor=1.2))),
+        torch.float32,
+        {},
+    ),
+    "phi3_long": (  # longer than the short ones from the middle of the tests' tokens, and of their continuation, on
+        Phi3Config(**sizes(66, 24, 40, 2, 2, 1, partial_rotary_factor=0.5, **longrope(3, original=17))),
+        torch.bfloat16,
+        {},
+    ),
     "gpt2": (GPT2Config(**gpt2_sizes(71, 64, 18, 2, 3)), torch.float32, {}),
     "gpt2_base": (
         GPT2Config(**gpt2_sizes(64, 96, 32, 2, 4), n_inner=50, activation_function="gelu_pytorch_tanh"),
@@ -165,10 +207,15 @@ MODELS = {
 }
 
 
+def auto(config):
+    """What makes models of a config; of one beside images another class."""
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+
+
 def random_model(config, dtype, seed):
     """Norms near one, biases and matrices of a size that makes attention choose and logits differ."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
@@ -200,10 +247,12 @@ def save(model, folder, shards="1GB", ends=None, as_base=False):
 
 def expected(folder, seed):
     """What transformers says of a folder in fp32, and by how much the likeliest tokens of its greedy text lead."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    tokens = torch.from_numpy(np.random.default_rng(seed).integers(3, model.config.vocab_size, N_TOKENS))
+    config = AutoConfig.from_pretrained(folder)
+    model = auto(config).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    tokens = torch.from_numpy(np.random.default_rng(seed).integers(3, config.get_text_config().vocab_size, N_TOKENS))
     with torch.no_grad():
-        logits = model(tokens[None]).logits[0]
+        # of each text by itself: those of LongRoPE's long ones are turned otherwise from their first token on
+        logits = torch.stack([model(tokens[None, : i + 1], use_cache=False).logits[0, -1] for i in range(N_TOKENS)])
         text = tokens[:N_PROMPT].tolist()
         leads = []
         for _ in range(N_CONTINUATION):

@@ -1,7 +1,7 @@
 """Trains the tokenizers in tests/fixtures/tokenizers: `python -m tests.make_tokenizers`, with tokenizers 0.23.3 as committed.
 
 A family's way of splitting, spelling and beginning a text each, over a few words; the shapes are those that the published files
-of GPT-2, SmolLM2, Qwen2, Llama 3, Phi-4-mini, Llama 2, Mistral and Gemma 3 have.
+of GPT-2, SmolLM2, Qwen2, Llama 3, Phi-4-mini, Ministral 3, Llama 2, Mistral and Gemma 3 have.
 """
 
 import json
@@ -22,11 +22,16 @@ In 1984 and 2024 there were 365 and 366 days; 3.14159 is pi. Çà et là, où l'
 PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-# GPT-4o's, which Phi-4-mini has, begins a word at a capital behind a small letter
+# GPT-4o's, which Phi-4-mini has, and Mistral's begin a word at a capital behind a small letter
 CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -82,6 +87,18 @@ def llama3() -> Tokenizer:
 def phi4() -> Tokenizer:
     tokenizer = byte_level([], [pre_tokenizers.Split(Regex(CASED), behavior="isolated")], False, 400)
     tokenizer.add_special_tokens(special("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"))
+    return tokenizer
+
+
+def tekken() -> Tokenizer:
+    """Ministral 3's: special tokens first, <s> in front, words that are tokens whole."""
+    first = [pre_tokenizers.Split(Regex(TEKKEN), behavior="isolated")]
+    tokenizer = byte_level(
+        special("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"), first, False, 400
+    )
+    tokenizer.model.ignore_merges = True
+    template = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s>:1 $B:1", special_tokens=[("<s>", 1)])
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
     return tokenizer
 
 
@@ -158,7 +175,7 @@ def gemma3() -> Tokenizer:
     return tokenizer
 
 
-KINDS = {make.__name__: make for make in (gpt2, smollm2, qwen2, llama3, phi4, llama2, mistral, metaspace, gemma3)}
+KINDS = {make.__name__: make for make in (gpt2, smollm2, qwen2, llama3, phi4, tekken, llama2, mistral, metaspace, gemma3)}
 
 if __name__ == "__main__":
     FOLDER.mkdir(parents=True, exist_ok=True)

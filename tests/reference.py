@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specdec.architectures import Config
+from specdec.architectures.config import YarnScaling
 from specdec.machine.vectors import Float32
 
 
@@ -34,7 +35,17 @@ def frequencies(config):
         frequency = config.rope_theta ** (-2 * i / config.n_turned)
         if config.rope_divisors:
             frequency /= config.rope_divisors[i]
-        if s := config.rope_scaling:
+        s = config.rope_scaling
+        if isinstance(s, YarnScaling):
+            at = [
+                config.n_turned * math.log(s.original_seq_len / turns / 2 / math.pi) / 2 / math.log(config.rope_theta)
+                for turns in (s.beta_fast, s.beta_slow)
+            ]
+            first, last = (math.floor(at[0]), math.ceil(at[1])) if s.in_whole_pairs else at
+            first, last = max(first, 0), min(last, config.n_turned - 1)
+            kept = 1 - min(max((i - first) / (last - first if last != first else 0.001), 0), 1)
+            frequency = frequency * kept + frequency / s.factor * (1 - kept)
+        elif s:
             wavelength = 2 * math.pi / frequency
             if wavelength > s.original_seq_len / s.low_freq_factor:
                 frequency /= s.factor
@@ -125,8 +136,13 @@ def forward(config: Config, tensors: dict, tokens: list[int], window: int | None
     """Logits (T, V) of a whole sequence, each token seeing the last `window` positions up to its own; kept: as in `attention`.
 
     Matrices may be `Quantized` (a list of them where layers have one each): then it is runq.c's forward. A bias or a norm of
-    heads is there where its tensor is.
+    heads is there where its tensor is. Of a family that turns long texts otherwise, each row is of the text up to it.
     """
+    if config.n_short:
+        short = replace(config, n_short=0, long_divisors=())
+        long = replace(short, rope_divisors=config.long_divisors)
+        texts = [(long if n > config.n_short else short, tokens[:n]) for n in range(1, len(tokens) + 1)]
+        return np.stack([forward(turned, tensors, text, window, kept)[-1] for turned, text in texts])
     t = {name: tensor.astype(np.float64) if isinstance(tensor, np.ndarray) else tensor for name, tensor in tensors.items()}
     if config.architecture == "gpt2":
         return gpt2_forward(config, t, tokens, kept)
@@ -145,6 +161,8 @@ def forward(config: Config, tensors: dict, tokens: list[int], window: int | None
             x = rms_norm(x, t[f"{c}_norm"][i], eps) if f"{c}_norm" in t else x
             angles = frequencies(config if sees_all(i) else local)
             x = np.stack([rope(x[pos], pos * angles, config.rope_scale) for pos in range(n)])
+        if c == "q" and config.query_scale:
+            x = x * (1 + config.query_scale * np.log(1 + np.arange(n) // config.query_span))[:, None, None]
         return x
 
     def branch(x, name, i):

@@ -173,6 +173,7 @@ def test_a_path_that_is_kept_is_text_and_leaves_nothing_else_behind(name: str, a
     """Whether it is asked to be kept, or found when the text goes on that way."""
     config = replace(SHAPES[name], seq_len=400)
     model, tokens, parents = model_of(config, max(THREADS)), tokens_for(config, 29), random_parents(40, 11)
+    model.forward(tokens)
     counts = count_tokens(model, monkeypatch)
     for round in range(6):
         nodes = tokens_for(config, 40, 100 + round)

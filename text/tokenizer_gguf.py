@@ -24,20 +24,21 @@ END_NAMES = {
 }  # fmt: skip
 # Llama 3's and Qwen2's splits differ in how many digits stay together
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# GPT-4o's and Phi-4-mini's cut where a capital follows a small letter
+# GPT-4o's and Mistral's cut where a capital follows a small letter, GPT-4o's (Phi-4-mini's too) keeps more together
 _UPPER, _LOWER, _CONTRACTION = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 CASED_WORDS = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
+    r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 GPT4O = ("gpt-4o",)
+TEKKEN = ("tekken",)  # Mistral's since Nemo, Ministral 3's
 LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
 THREE_DIGITS = (*LLAMA3, "dbrx", "smaug-bpe")  # Granite 4's and SmolLM3's
 QWEN2 = ("qwen2", "deepseek-r1-qwen")
 GPT2 = ("gpt-2", "gpt2", "phi-2")
 SMOLLM = ("smollm", "refact")  # and Granite 3's
 DEFAULT = "default"  # what a silent file means, too: of nobody's own, but llama.cpp's
-SPLITS = (*GPT2, *SMOLLM, *THREE_DIGITS, *QWEN2, *GPT4O, DEFAULT)
+SPLITS = (*GPT2, *SMOLLM, *THREE_DIGITS, *QWEN2, *GPT4O, *TEKKEN, DEFAULT)
 # one behind the other
 DEFAULT_SPLITS = (
     r"[\p{P}$+<=>^~|]+",
@@ -169,7 +170,7 @@ def _tokenizer_json(keys: _Keys) -> dict[str, Any]:
     of_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": pre in GPT2 + SMOLLM}
     vocabulary = keys.vocabulary()
     bos, marks = keys.token("bos_token_id"), keys.end_marks()
-    begins = keys.a("add_bos_token", bool, pre in LLAMA3) and bos is not None
+    begins = keys.a("add_bos_token", bool, pre in LLAMA3 + TEKKEN) and bos is not None
     return {
         "version": "1.0",
         "added_tokens": [
@@ -185,7 +186,7 @@ def _tokenizer_json(keys: _Keys) -> dict[str, Any]:
         "decoder": of_bytes,
         "model": {
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-            "fuse_unk": False, "byte_fallback": False, "ignore_merges": pre in LLAMA3, "vocab": vocabulary,
+            "fuse_unk": False, "byte_fallback": False, "ignore_merges": pre in LLAMA3 + TEKKEN, "vocab": vocabulary,
             "merges": keys.merges(vocabulary),
         },
     }  # fmt: skip
@@ -197,8 +198,10 @@ def _first_split(pre: str) -> list[dict[str, Any]]:
         return [{"type": "Digits", "individual_digits": True}]
     if pre in GPT2:
         return []
-    words = CASED_WORDS if pre in GPT4O else WORDS % ("{1,3}" if pre in THREE_DIGITS else "")
-    splits = DEFAULT_SPLITS if pre == DEFAULT else [words]
+    if pre in GPT4O + TEKKEN:
+        splits = [CASED_WORDS % ((_CONTRACTION, _CONTRACTION, "{1,3}") if pre in GPT4O else ("", "", ""))]
+    else:
+        splits = [*DEFAULT_SPLITS] if pre == DEFAULT else [WORDS % ("{1,3}" if pre in THREE_DIGITS else "")]
     return [{"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False} for each in splits]
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specdec.architectures import Config, RopeScaling, architecture_of
+from specdec.architectures import Config, RopeScaling, YarnScaling, architecture_of
 from specdec.architectures.rope import fill_tables, positions_a_radian
 from specdec.decoding import CoupledVerifier
 from specdec.drafting.model_drafter import ModelDrafter
@@ -18,6 +18,8 @@ from tests import reference
 from tests.models import END_MARKS, THREADS, begun, continuation, run_in_blocks, tokens_for
 
 LLAMA_3 = RopeScaling(8.0, 1.0, 4.0, 40)  # of so few positions that pairs of all three sorts are there
+LONGROPE = {"rope_dim": 8, "rope_divisors": (1.0, 1.2, 1.4, 1.6), "long_divisors": (1.0, 3.0, 5.0, 7.0), "n_short": 20}
+YARN = {"rope_theta": 100.0, "rope_scaling": YarnScaling(4.0, 19, 2.0), "query_scale": 0.7, "query_span": 19}
 ALL = {"wo_bias": True, "qkv_bias": True, "mlp_bias": True, "qk_norm": True}
 GEMMA = {"architecture": "gemma", "qk_norm": True, "rope_theta": 1e6, "local_theta": 100.0, "embedding_scale": 6.3}
 GEMMA |= {"attention_scale": 0.4}
@@ -33,6 +35,8 @@ FAMILIES = {
     "qwen3, heads of 12": Config(40, 50, 2, 5, 5, 105, 400, head_dim=12, qk_norm=True),
     "everything": Config(40, 50, 2, 6, 3, 105, 400, False, head_dim=24, window=30, rope_scaling=LLAMA_3, **ALL),
     "gemma": Config(40, 50, 4, 4, 2, 105, 400, head_dim=24, window=13, full_layers=(2,), rope_divisors=(8.0,) * 12, **GEMMA),
+    "phi 3": Config(40, 50, 2, 4, 2, 105, 400, head_dim=12, rope_scale=1.2, **LONGROPE),
+    "ministral 3": Config(40, 50, 2, 4, 2, 105, 400, head_dim=20, rope_scale=1.1, **YARN),
     "gpt2": Config(48, 96, 2, 4, 4, 105, 400, architecture="gpt2"),
     "gpt2, odd": Config(40, 50, 2, 5, 5, 64, 400, False, architecture="gpt2", norm_eps=1e-6),
 }
@@ -240,6 +244,16 @@ def test_weights_of_another_flag_are_refused(flag: str) -> None:
         ({"rope_scaling": RopeScaling(0.0, 1.0, 4.0, 40)}, "rope_scaling's factor"),
         ({"rope_scaling": RopeScaling(8.0, 4.0, 4.0, 40)}, "rope_scaling's high_freq_factor"),
         ({"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 0)}, "rope_scaling's original_seq_len"),
+        ({"rope_scaling": YarnScaling(0.5, 40)}, "rope_scaling's factor is 0.5"),
+        ({"rope_scaling": YarnScaling(2.0, 40, 1.0, 2.0)}, "rope_scaling's beta_fast"),
+        ({"rope_scaling": YarnScaling(2.0, 40), "rope_theta": 1.0}, "rope_theta is 1.0"),
+        ({"query_scale": -0.1, "query_span": 5}, "query_scale is -0.1"),
+        ({"long_divisors": (2.0,) * 6}, "n_short is 0"),
+        ({"n_short": 5}, "n_short is 5"),
+        ({"n_short": 5, "long_divisors": (2.0,) * 5}, "there are 5 long_divisors; expected one for each of 6 pairs"),
+        ({"n_short": 5, "long_divisors": (0.0,) * 6}, "long_divisors are not all positive"),
+        ({"n_short": 5, "long_divisors": (2.0,) * 6, "query_scale": 0.1, "query_span": 5}, "n_short is 5"),
+        ({"query_scale": 0.1}, "query_scale is 0.1 by 0 positions"),
     ],
 )
 def test_numbers_that_are_no_models_are_named(flaw: dict, words: str) -> None:

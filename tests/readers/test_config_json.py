@@ -1,13 +1,16 @@
 """readers/config_json.py: what a config.json says is done or refused by name, and where it is silent its family speaks."""
 
+import math
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from specdec.architectures import Config
+from specdec.architectures.config import YarnScaling
 from specdec.readers import load_checkpoint
 from tests.folders import CONFIGS, GONE, INDEX, beside_images, configure, copy, message_of
 
@@ -61,19 +64,20 @@ def test_a_window_of_qwen_counts_where_all_layers_have_it(tmp_path: Path) -> Non
             assert load_checkpoint(folder).config.window == window, changes
 
 
-def test_longrope_turns_a_part_of_a_head_by_factors_of_short_texts(tmp_path: Path) -> None:
-    """A text ends where those of long ones would begin, unless these are the same."""
+def test_longrope_turns_a_part_of_a_head_by_factors_of_short_texts_and_of_long_ones(tmp_path: Path) -> None:
+    """Those of long ones begin behind the original length, unless they are the same."""
     long = {"rope_type": "longrope", "short_factor": [1, 1.15, 1.3, 1.45, 1.6, 1.75], "long_factor": [2] * 6}
-    expected = CONFIGS["phi3"]
+    expected = replace(CONFIGS["phi3"], long_divisors=(2.0,) * 6)
+    alike = {"long_divisors": (), "n_short": 0}
     for i, (changes, config) in enumerate(
         [
-            ({}, expected),
+            ({}, CONFIGS["phi3"]),
             ({"partial_rotary_factor": GONE, "rope_parameters": long | {"partial_rotary_factor": 0.75}}, expected),
             ({"rope_parameters": GONE, "rope_scaling": long | {"type": "su"} | {"rope_type": "su"}}, expected),
-            ({"max_position_embeddings": 50}, replace(expected, seq_len=50, rope_scale=1.0)),
-            ({"rope_parameters": long | {"long_factor": long["short_factor"]}}, replace(expected, seq_len=128)),
+            ({"max_position_embeddings": 50}, replace(CONFIGS["phi3"], seq_len=50, rope_scale=1.0, **alike)),
+            ({"rope_parameters": long | {"long_factor": long["short_factor"]}}, replace(expected, **alike)),
             ({"rope_parameters": long | {"attention_factor": 1.25}}, replace(expected, rope_scale=1.25)),
-            ({"rope_parameters": None}, replace(expected, seq_len=128, rope_divisors=(), rope_scale=1.0)),
+            ({"rope_parameters": None}, replace(expected, rope_divisors=(), rope_scale=1.0, **alike)),
         ]
     ):
         assert config_of(tmp_path / str(i), "phi3", **changes) == config, changes
@@ -140,11 +144,52 @@ def test_what_is_said_beside_text_config_goes_before_it(tmp_path: Path) -> None:
         )
 
 
+YARN = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1,
+    "beta_fast": 2.0,
+}  # fmt: skip
+
+
+def test_yarn_is_told_in_any_of_transformers_ways(tmp_path: Path) -> None:
+    """The scale of turned rows is that of transformers, and where a file of Ministral 3 is silent of RoPE its defaults hold."""
+    expected, scale = CONFIGS["ministral3"], float(np.float32(1 + 0.1 * math.log(4)))
+    for i, (changes, config) in enumerate(
+        [
+            (YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, expected),
+            (YARN | {"mscale": 1.0}, replace(expected, rope_scale=scale)),
+            (YARN | {"mscale": 0, "mscale_all_dim": 1.0}, replace(expected, rope_scale=scale)),
+            (
+                YARN | {"mscale": 2.0, "mscale_all_dim": 1.0},
+                replace(expected, rope_scale=float(np.float32((1 + 0.2 * math.log(4)) / (1 + 0.1 * math.log(4))))),
+            ),
+            (YARN | {"attention_factor": 1}, expected),
+            (YARN | {"rope_type": None, "type": "yarn"}, None),
+            (
+                YARN | {"factor": None, "attention_factor": 1, "original_max_position_embeddings": 32},
+                replace(expected, query_span=32, rope_scaling=YarnScaling(4, 32, 2)),
+            ),
+            (
+                YARN | {"attention_factor": 1, "beta_slow": 0, "truncate": False},
+                replace(expected, rope_scaling=YarnScaling(4, 16, 2, in_whole_pairs=False)),
+            ),
+            (None, replace(expected, rope_theta=1e6, rope_scaling=YarnScaling(16, 16384), query_span=16384)),
+        ]
+    ):
+        folder = copy(tmp_path / str(i), "ministral3", rope_parameters=changes)
+        if config is None:
+            message_of(folder, "rope_type")
+        else:
+            assert load_checkpoint(folder).config == config, changes
+    plain = config_of(tmp_path / "llama", "llama", rope_parameters=YARN | {"rope_theta": 1e4})
+    assert plain == replace(CONFIGS["llama"], rope_scaling=YarnScaling(4, 16, 2), rope_scale=scale)
+
+
 ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"model_type": "gemma2"},
-        '"gemma2" is not there; there are llama, mistral, qwen2, qwen3, granite',
+        '"gemma2" is not there; there are llama, mistral, qwen2, qwen3, granite, granitemoehybrid, smollm3, phi3, gemma3_text, '
+        "ministral3, gpt2, mistral3, gemma3",
     ),
     ("llama", {"model_type": GONE}, "model_type"),
     ("llama", {"model_type": ["llama"]}, "model_type"),
@@ -157,7 +202,17 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"n_inner": 0}, "n_inner"),
     ("gpt2", {"layer_norm_epsilon": "1e-5"}, "layer_norm_epsilon"),
     ("gpt2", {"n_head": 4}, "n_heads 4"),
-    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
+    ("llama", {"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e4, "factor": 4.0}}, '"ntk"'),
+    ("ministral3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "llama_4_scaling_beta is null"),
+    ("ministral3", {"rope_parameters": YARN | {"factor": 0.5}}, "factor is 0.5"),
+    ("ministral3", {"rope_parameters": YARN | {"factor": None, "original_max_position_embeddings": 999}}, "factor is null"),
+    ("ministral3", {"rope_parameters": YARN | {"rope_theta": 1}}, "rope_theta"),
+    ("ministral3", {"rope_parameters": YARN | {"beta_fast": 0.5}}, "beta_slow, 1, or more"),
+    ("ministral3", {"rope_parameters": YARN | {"truncate": 1}}, "truncate"),
+    ("ministral3", {"rope_parameters": YARN | {"mscale": -1}}, "mscale"),
+    ("ministral3", {"rope_parameters": YARN | {"attention_factor": 0}}, "attention_factor"),
+    ("ministral3", {"rope_parameters": YARN | {"original_max_position_embeddings": 0}}, "original_max_position_embeddings"),
+    ("ministral3", {"attention_bias": True}, "attention_bias"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
     ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
     ("llama", {"rope_scaling": {"rope_type": ["llama3"]}}, "rope_type"),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.architectures import architecture_of
+from specdec.architectures import RopeScaling, architecture_of
 from specdec.architectures.rope import positions_a_radian
 from specdec.readers import CheckpointError, load_checkpoint
 from specdec.readers.gguf_blocks import BLOCKS, BlockTensor, dequantized
@@ -82,8 +82,10 @@ def test_a_model_is_bit_for_bit_that_of_the_folder_it_was_made_of(tmp_path: Path
     """With the heads' rows permuted or not, fused or not, as each architecture has them."""
     checkpoint, folder = load_checkpoint(write(tmp_path, name)), load_checkpoint(FIXTURES / name)
     expected, got = read_all(folder), read_all(checkpoint)
-    divisors = tuple(map(float, rope_divisors(folder.config))) if folder.config.rope_scaling else folder.config.rope_divisors
-    assert checkpoint.config == replace(folder.config, rope_scaling=None, rope_divisors=divisors)
+    config = folder.config
+    if isinstance(config.rope_scaling, RopeScaling):
+        config = replace(config, rope_scaling=None, rope_divisors=tuple(map(float, rope_divisors(config))))
+    assert checkpoint.config == config
     assert set(got) == set(expected)
     for key, array in got.items():
         wide = expected[key]
@@ -99,7 +101,9 @@ def model_of(path: Path) -> Transformer:
     return Transformer(checkpoint.config, weights, kv="f32")
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3", "granite_hybrid", "smollm3", "phi3", "gemma3", "gemma3_half", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["llama3", "qwen3", "granite_hybrid", "smollm3", "phi3", "ministral3", "gemma3", "gemma3_half", "gpt2"]
+)
 def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     """Of llama3 by the divisors that the file holds in the place of a formula."""
     expected, model = folders.expected(name), model_of(write(tmp_path, name))
@@ -392,7 +396,10 @@ BAD_KEYS: dict[str, tuple[Keys, tuple[str, ...]]] = {
     "an eps in words": ({L + "attention.layer_norm_rms_epsilon": "1e-5"}, ("epsilon",)),
     "a base that is none": ({L + "rope.freq_base": math.inf}, ("rope.freq_base",)),
     "half a head turned": ({L + "rope.dimension_count": 4}, ("rope.dimension_count", "8")),
-    "yarn": ({L + "rope.scaling.type": "yarn"}, ("yarn", "linear")),
+    "another scaling": ({L + "rope.scaling.type": "longrope"}, ("longrope", "linear")),
+    "yarn that shortens": ({L + "rope.scaling.type": "yarn", L + "rope.scaling.factor": 0.5}, ("rope.scaling.factor is 0.5",)),
+    "yarn by half": ({L + "rope.scaling.type": "yarn", L + "rope.scaling.yarn_ext_factor": 0.5}, ("yarn_ext_factor",)),
+    "a scale of queries": ({L + "attention.temperature_scale": 0.1}, ("temperature_scale",)),
     "experts": ({L + "expert_count": 8}, ("llama.expert_count",)),
     "a window": ({L + "attention.sliding_window": 16}, ("sliding_window",)),
     "another vocabulary": ({L + "vocab_size": 71}, ("vocab_size", "72")),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from specdec.architectures import Config, architecture_of
-from specdec.architectures.config import RopeScaling
+from specdec.architectures.config import RopeScaling, YarnScaling
 from specdec.readers import CheckpointError, load_checkpoint
 from specdec.readers.model_file import Pairs
 from specdec.readers.places import Transposed
@@ -83,7 +83,7 @@ def gpt2_oracle(config: Config, t: dict[str, Any], i: int) -> dict[str, Any]:
 
 
 def oracle(name: str, config: Config) -> dict[str, Any]:
-    tensors = {full: array for full, (_, array) in folders.stored(FIXTURES / name).items()}
+    tensors = {full.removeprefix("language_model."): array for full, (_, array) in folders.stored(FIXTURES / name).items()}
     if config.architecture == "gpt2":
         tensors = {full.removeprefix("transformer."): array for full, array in tensors.items()}
         whole = {"tok_emb": "wte.weight", "pos_emb": "wpe.weight", "ln_final": "ln_f.weight", "ln_final_bias": "ln_f.bias"}
@@ -172,8 +172,11 @@ def test_logits_and_greedy_text_are_those_of_transformers(name: str) -> None:
 
 FEATURES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"window": 0}),
-    ("phi3", {"rope_dim": 0, "rope_divisors": ()}),
+    ("phi3", {"rope_dim": 0, "rope_divisors": (), "long_divisors": (), "n_short": 0}),
     ("phi3", {"rope_divisors": ()}),
+    ("phi3_long", {"n_short": 18}),
+    ("phi3_long", {"n_short": 16}),
+    ("phi3_long", {"n_short": 0, "long_divisors": ()}),
     ("phi3", {"rope_scale": 1.0}),
     ("phi3_plain", {"window": 10}),
     ("mistral", {"window": 11}),
@@ -190,6 +193,12 @@ FEATURES: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_scaled", {"rope_divisors": ()}),
     ("gemma3_scaled", {"attention_scale": 0.0}),
     ("gemma3_half", {"embedding_scale": 1.0}),
+    ("ministral3", {"query_scale": 0.0}),
+    ("ministral3", {"query_span": 17}),
+    ("ministral3", {"rope_scaling": YarnScaling(4, 16, beta_fast=2, in_whole_pairs=False)}),
+    ("ministral3", {"rope_scaling": YarnScaling(4, 16, beta_fast=1)}),
+    ("ministral3_beside", {"rope_scaling": YarnScaling(8, 20, 4, 1, in_whole_pairs=False)}),
+    ("ministral3_scale", {"rope_scaling": None}),
 ]
 
 

@@ -619,6 +619,21 @@ def test_a_prompt_that_is_read_in_a_moment_has_no_panel(tokenizer: Tokenizer) ->
         assert stage.output == ""
 
 
+def test_a_text_that_is_read_anew_stays_in_sight_and_says_so(tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode("Once")
+    with Stage(tokenizer) as stage:
+        stage.panel.show(Prompt(prompt, 0.0))
+        stage.step(stage.spell("there"))
+        for share in (0.0, 0.25):
+            stage.clock.now += 1
+            stage.panel.show(Prefill([*prompt, *stage.spell("there")], share))
+        assert "reading all of" in stage.screen() and "25%, 3 s left" in stage.screen()
+        assert stage.screen().count("Once") == 1
+        stage.step(stage.spell("X"))
+        assert "reading" not in stage.screen()
+    assert ESCAPE.sub("", stage.output).split("╯")[-1].count("Once") == 1
+
+
 def test_q_is_heard_while_the_prompt_is_read(tokenizer: Tokenizer) -> None:
     with Stage(tokenizer) as stage:
         stage.panel.show(Prefill(tokenizer.encode("the"), 0.0))

@@ -222,6 +222,27 @@ def test_the_line_of_a_reading_is_gone_before_the_text_comes_and_stays_where_nob
         assert not "".join(behind).strip()
 
 
+def test_a_text_that_is_ended_while_it_is_read_anew_is_what_it_was(
+    terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def events() -> Iterator[Event | Prefill]:
+        yield Prompt([1, 2], 0.0, "Once upon")
+        yield Step([5], [], 0, 0.1, 0.0, text=" a")
+        yield Prefill([1, 2, 5], 0.0)
+        monkeypatch.setattr(signals, "asked", 2)
+        yield Prefill([1, 2, 5], 0.5)
+        raise AssertionError("nobody asks for more")
+
+    place, out, statistics = terminal(), io.StringIO(), Statistics(n_prompt=2)
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(signals, "text_begins", lambda: None)
+    show(PlainView(out), read_in_a_line(events()), statistics, Prompt([1, 2], 0.0, "Once upon"))
+    assert out.getvalue() == "Once upon a\n"
+    assert (statistics.stop_reason, statistics.n_generated) == ("interrupted", 1)
+    place.close()
+    assert "reading" in place.shown and place.shown.split("\r")[-2].strip() == ""
+
+
 def test_a_text_that_is_ended_while_its_prompt_is_read_is_its_prompt(
     terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec.text.tokenizer_json import JsonTokenizer
 from tests.test_real_models import SAMPLINGS, folder, text_of
 
-BYTE_LEVEL = ["gpt2", "smollm2", "qwen2", "llama3", "phi4"]
+BYTE_LEVEL = ["gpt2", "smollm2", "qwen2", "llama3", "phi4", "tekken"]
 TEXTS = [
     "", " ", "  two", "Once upon a time", "I'm she'D we'LL they'Re", "1234 5,678.9", "a\n\n\tb \r\n", "été 日本 🙂🙂 Ωя",
     "e\u0301",
@@ -142,7 +142,7 @@ def test_unused_tokens_are_none() -> None:
 BAD: dict[str, tuple[str, Keys, tuple[str, ...]]] = {
     "no model": ("gpt2", {"model": None}, ("tokenizer.ggml.model", "llama or gpt2")),
     "another model": ("gpt2", {"model": "bert"}, ("'bert'", "llama or gpt2")),
-    "another split": ("gpt2", {"pre": "tekken"}, ("'tekken'", "smollm")),
+    "another split": ("gpt2", {"pre": "viking"}, ("'viking'", "smollm")),
     "a split that is a number": ("gpt2", {"pre": 5}, ("tokenizer.ggml.pre",)),
     "no merges": ("gpt2", {"merges": None}, ("tokenizer.ggml.merges",)),
     "merges of nothing": ("gpt2", {"merges": ["qq zz"]}, ("the merge 'qq zz'",)),
