@@ -288,7 +288,7 @@ class Runner:
             arguments = row.operation.words(row.arguments)
             words[: ROW_HEAD + len(arguments)] = [row.operation.address, is_last, places[i], *arguments]
         self._own_rows = self._rows[texts]
-        self._token_bytes = np.zeros_like(self._own_rows)  # how far each word of them moves on for a token
+        self._token_bytes = np.zeros(self._own_rows.shape, np.int64)  # how far each word of them moves on for a token
         of_tokens = _Places(by_token)
         for words, i in zip(self._token_bytes, texts, strict=True):
             at = ROW_HEAD
