@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .machine.cache import compiled, inlined, inner
-from .machine.elementary import exp, sine_and_cosine
+from .machine.elementary import exp, sigmoid, sine_and_cosine
 from .machine.programs import Floats1, Floats2, Floats3, Floats4, Halves4, Ints1, Ints2, Operation, Pass, operation
 from .machine.threads import share
 from .machine.tiles import PREFETCH_WORDS, STRIP_ROWS, TILE_TOKENS, Strided, Strips, multiply_either
@@ -544,8 +544,7 @@ def swiglu(run: Pass, thread: int, hidden: Floats3, up: Floats2) -> None:
             for i in range(0, STRIP_ROWS, LANES):
                 at = t * up.shape[1] + 2 * strip * STRIP_ROWS + i
                 a, b = load(up, at), load(up, at + STRIP_ROWS)
-                sigmoid = div(splat(1.0), add(splat(1.0), exp(mul(a, splat(-1.0)))))
-                store(hidden, t * width + strip * STRIP_ROWS + i, mul(mul(a, sigmoid), b))
+                store(hidden, t * width + strip * STRIP_ROWS + i, mul(mul(a, sigmoid(a)), b))
 
 
 @operation

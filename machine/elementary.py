@@ -8,7 +8,7 @@ Taylor polynomials.
 import numpy as np
 
 from .cache import compiled, inner
-from .vectors import add, exp2_of_integer, fma, maximum, minimum, mul, rint, splat, zero_unless_positive
+from .vectors import add, div, exp2_of_integer, fma, maximum, minimum, mul, rint, splat, zero_unless_positive
 
 # log 2 and pi / 2 in parts, the first ones of so few bits that their products with a whole number of 11, or 31, bits are exact
 LOG2_HIGH, LOG2_LOW = 0.6931471803691238, 1.9082149292705877e-10
@@ -36,6 +36,12 @@ def exp(x):
     p = fma(p, r, splat(1.0))
     p = fma(p, r, splat(1.0))
     return zero_unless_positive(mul(p, exp2_of_integer(n)), add(x, splat(87.0)))
+
+
+@inner
+def sigmoid(x):
+    """1 / (1 + e^-x) of a vector."""
+    return div(splat(1.0), add(splat(1.0), exp(mul(x, splat(-1.0)))))
 
 
 @compiled
