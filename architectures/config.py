@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 
+MOST_TAPS = 16  # of a convolution
 LEAST_SCALE = 1e-6  # and its inverse the most: squares of scales, too, are numbers in float32
 N_HIDDEN = 3  # of a target's hidden states make a feature where a head's file does not tell which: low, middle and high
 
@@ -30,6 +31,26 @@ class RopeScaling:
             return f"factor is {self.factor}; expected 1 or more"
         if not self.low_freq_factor < self.high_freq_factor < math.inf:
             return f"high_freq_factor is {self.high_freq_factor}; expected more than low_freq_factor, {self.low_freq_factor}"
+        return ""
+
+
+@dataclass(frozen=True)
+class ConvConfig:
+    """Short convolutions (LFM2: Liquid AI 2025, arXiv:2511.23404), which stand in the place of attention in some layers.
+
+    layers: which; n_taps: how many tokens, its own the last, one sees; bias: whether it and the products around it add one.
+    """
+
+    layers: tuple[int, ...]
+    n_taps: int = 3
+    bias: bool = False
+
+    def flaw(self, n_layers: int) -> str:
+        """What keeps these numbers from being such layers of a model; empty where nothing does."""
+        if not 0 < self.n_taps <= MOST_TAPS:
+            return f"n_taps is {self.n_taps}; expected 1 to {MOST_TAPS}"
+        if not all(0 <= layer < n_layers for layer in self.layers) or not 0 < len({*self.layers}) == len(self.layers) < n_layers:
+            return f"layers are {self.layers}; expected some of {n_layers}, each once, and attention in the others"
         return ""
 
 
@@ -87,7 +108,8 @@ class Config:
     all); qkv_bias, wo_bias, mlp_bias: which products add a bias; qk_norm: whether queries and keys go through an RMSNorm for each
     head; embedding_scale: what embeddings are multiplied by, residual_scale: what layers add to the residual stream,
     attention_scale: scores (0 stands for 1 / sqrt(head_dim)), logit_divisor: what divides logits; no_rope_layers: whose queries
-    and keys are not turned; head: what else a head that drafts needs, of whose target vocab_size counts the tokens.
+    and keys are not turned; conv: the layers that are none of attention; head: what else a head that drafts needs, of whose
+    target vocab_size counts the tokens.
     """
 
     dim: int
@@ -116,6 +138,7 @@ class Config:
     attention_scale: float = 0.0
     logit_divisor: float = 1.0
     no_rope_layers: tuple[int, ...] = ()
+    conv: ConvConfig | None = None
     head: HeadConfig | None = None
 
     def __post_init__(self) -> None:
@@ -133,7 +156,7 @@ class Config:
             return f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
         if self.head_dim <= 0:
             return f"head_dim is {self.head_dim}; expected a positive number"
-        if self.head_dim % 2 and self.architecture in ("llama", "eagle3"):
+        if self.head_dim % 2 and self.architecture in ("llama", "eagle3", "lfm2"):
             return f"head_dim {self.head_dim} (dim / n_heads) is odd; RoPE turns pairs"
         if not 0 <= self.norm_eps < math.inf:
             return f"norm_eps is {self.norm_eps}; expected 0 or more"
@@ -158,6 +181,10 @@ class Config:
             return f"no_rope_layers are {self.no_rope_layers}; expected layers from 0 to {self.n_layers - 1}"
         if (self.architecture == "eagle3") != (self.head is not None):
             return f"the architecture is {self.architecture} and head is {self.head}; expected both of a head, or neither"
+        if (self.architecture == "lfm2") != (self.conv is not None):
+            return f"the architecture is {self.architecture} and conv is {self.conv}; expected both of LFM2, or neither"
+        if self.conv and (flaw := self.conv.flaw(self.n_layers)):
+            return f"conv's {flaw}"
         if self.head and (flaw := self.head.flaw(self.dim, self.vocab_size)):
             return f"head's {flaw}"
         if self.vocab_size < 3:

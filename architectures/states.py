@@ -24,7 +24,7 @@ NO_BIAS: Float32 = np.zeros(0, np.float32)
 
 def ring(n_layers: int, width: int, n_channels: int) -> Buffer:
     """The inputs (L, N, channels padded) that layers of convolutions of that width remember of a text."""
-    return Buffer((n_layers, MAX_TOKENS + width - 1, n_channels))
+    return Buffer((n_layers, MAX_TOKENS + width - 1, n_channels), whose="text")
 
 
 @inlined

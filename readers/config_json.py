@@ -5,12 +5,13 @@ the arithmetic is either done or refused by name; other keys are not looked at.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..architectures import Config
+from ..architectures import Config, ConvConfig
 from ..architectures.config import LEAST_SCALE, RopeScaling
 from ..architectures.rope import longrope_scale
 from .json_text import read_object, shown
@@ -47,6 +48,12 @@ PHI3_DEFAULTS = LLAMA_DEFAULTS | {
     "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096,
     "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32000,
 }  # fmt: skip
+LFM2_DEFAULTS = LLAMA_DEFAULTS | {
+    "vocab_size": 65536, "hidden_size": 2560, "intermediate_size": 12288, "num_key_value_heads": 8,
+    "max_position_embeddings": 128000, "norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 1e6, "conv_bias": False,
+    "conv_L_cache": 3, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
+    "full_attn_idxs": None, "layer_types": None,
+}  # fmt: skip
 GPT2_DEFAULTS: dict[str, Any] = {
     "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
     "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True,
@@ -62,6 +69,7 @@ DEFAULTS = {
     | {"num_local_experts": 8, "shared_intermediate_size": 1024, "position_embedding_type": None, "layer_types": None},
     "smollm3": SMOLLM3_DEFAULTS,
     "phi3": PHI3_DEFAULTS,
+    "lfm2": LFM2_DEFAULTS,
     "gpt2": GPT2_DEFAULTS,
 }
 GRANITE = ("granite", "granitemoehybrid")
@@ -71,6 +79,7 @@ GPT2_ALIASES = {
     "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }  # fmt: skip
+LFM2_ALIASES = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}  # which go before
 ATTENTION = ("full_attention", "attention")  # as transformers 5 and 4 name it
 SILU = ("silu", "swish")
 GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
@@ -167,9 +176,11 @@ def read_config(folder: Path) -> tuple[Config, dict[int, str], int | None]:
         raise CheckpointError(f"{path}: the model_type {shown(family)} is not there; there are {', '.join(DEFAULTS)}")
     if family == "gpt2":
         given = {GPT2_ALIASES.get(key, key): value for key, value in given.items()} | given
+    if family == "lfm2":
+        given = given | {ours: given[key] for key, ours in LFM2_ALIASES.items() if key in given}
     values = Values(path, given, DEFAULTS[family])
     check_neutral(values, {key: neutral for key, neutral in NEUTRAL.items() if key not in DONE.get(family, ())})
-    config = _gpt2(values) if family == "gpt2" else llama_config(values, family)
+    config = {"gpt2": _gpt2, "lfm2": _lfm2}[family](values) if family in ("gpt2", "lfm2") else llama_config(values, family)
     if flaw := config.flaw():
         raise CheckpointError(f"{path} describes no model: {flaw}")
     return config, *_read_marks(folder, given, values, config.vocab_size)
@@ -343,13 +354,13 @@ def _window(values: Values, family: str) -> int:
     """How many positions a token sees in all layers; 0: all."""
     n_layers, types = values.whole("num_hidden_layers"), values["layer_types"]
     window = 0 if values["sliding_window"] is None else values.whole("sliding_window")
-    if family in ("llama", *GRANITE):  # transformers does not look at it
+    if family in ("llama", "lfm2", *GRANITE):  # transformers does not look at it
         if 0 < window < values.whole("max_position_embeddings"):
             raise values.refusal("sliding_window", f"null in a {family} model")
         window = 0
     if family == "phi3" and window >= values.whole("max_position_embeddings"):
         window = 0
-    if family == "granitemoehybrid":  # of whose layers `_check_hybrid` was told
+    if family in ("granitemoehybrid", "lfm2"):  # of whose layers `_check_hybrid` and `_lfm2` were told
         return 0
     if family == "smollm3" and (window := window if values.flag("use_sliding_window") else 0):
         raise values.refusal("sliding_window", "null: windows in some layers are not done here")
@@ -373,6 +384,38 @@ def _layers_before(values: Values) -> int:
     if type(value) is not int:
         raise values.refusal("max_window_layers", "a whole number")
     return value
+
+
+def _lfm2(values: Values) -> Config:
+    """As Llama's, but for layers of convolutions, and what the MLP's width is made of."""
+    hidden_dim, multiplier = values.whole("intermediate_size"), values["block_ffn_dim_multiplier"]
+    if values.flag("block_auto_adjust_ff_dim"):
+        hidden_dim = int(2 * hidden_dim / 3)
+        if multiplier is not None:
+            unit = values.whole("block_multiple_of")
+            hidden_dim = int(values.real("block_ffn_dim_multiplier", 0, MAX_SIZE) * hidden_dim)
+            hidden_dim = -(-hidden_dim // unit) * unit
+    if hidden_dim > MAX_SIZE:
+        raise values.refusal("intermediate_size", f"what makes an MLP of at most {MAX_SIZE} rows")
+    n_layers, types, attention = values.whole("num_hidden_layers"), values["layer_types"], values["full_attn_idxs"]
+    if types is not None:
+        if not isinstance(types, list) or len(types) != n_layers or any(kind not in ("conv", ATTENTION[0]) for kind in types):
+            raise values.refusal("layer_types", f"conv or {ATTENTION[0]} for each of {n_layers} layers")
+        layers = [i for i, kind in enumerate(types) if kind == "conv"]
+    elif attention is None or (isinstance(attention, list) and all(type(i) is int and 0 <= i < n_layers for i in attention)):
+        layers = [] if attention is None else [i for i in range(n_layers) if i not in attention]
+    else:
+        raise values.refusal("full_attn_idxs", f"a list of layers from 0 to {n_layers - 1}")
+    if not 0 < len(layers) < n_layers:
+        raise values.refusal("full_attn_idxs" if types is None else "layer_types", "layers of both kinds, conv and attention")
+    return replace(
+        llama_config(values, "lfm2"),
+        architecture="lfm2",
+        hidden_dim=hidden_dim,
+        norm_eps=values.real("norm_eps", 0, 1),
+        qk_norm=True,
+        conv=ConvConfig(tuple(layers), values.whole("conv_L_cache"), values.flag("conv_bias")),
+    )
 
 
 def _gpt2(values: Values) -> Config:

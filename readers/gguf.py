@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..architectures import Config, HeadConfig
+from ..architectures import Config, ConvConfig, HeadConfig
 from ..architectures.config import LEAST_SCALE
 from ..machine.vectors import Int64
 from .config_json import MAX_THETA, Values
@@ -20,7 +20,7 @@ from .gguf_file import MAGIC, GgufFile
 from .heads import are_layers, check_rows, checked_ids
 from .json_text import shown
 from .model_file import Checkpoint, CheckpointError, ModelFile, telling_os_errors
-from .places import GATED, QKV, QKV_BIASES, Place, are_equal, tensors_of
+from .places import CONV_IN, GATED, QKV, QKV_BIASES, TURNED_TAPS, Place, are_equal, tensors_of
 
 ARCHITECTURE = "general.architecture"
 VOCABULARY, TOKENS, CHAT_TEMPLATE = "tokenizer.ggml.", "tokenizer.ggml.tokens", "tokenizer.chat_template"
@@ -47,6 +47,12 @@ QWEN_PLACES = LLAMA_PLACES | {name: LLAMA_PLACES[name]._replace(halves=True) for
 PHI3_PLACES = LLAMA_PLACES | {
     **{name: Place("blk.{}.attn_qkv.weight", halves=name != "wv", among=QKV) for name in QKV},
     **dict.fromkeys(GATED, Place("blk.{}.ffn_up.weight", among=GATED)),
+}
+LFM2_PLACES = QWEN_PLACES | {
+    **dict.fromkeys(CONV_IN, Place("blk.{}.shortconv.in_proj.weight", among=CONV_IN)),
+    "conv": Place("blk.{}.shortconv.conv.weight", made=TURNED_TAPS),
+    "conv_out": Place("blk.{}.shortconv.out_proj.weight"),
+    "rms_final": Place("token_embd_norm.weight"),
 }
 GPT2_PLACES = OUTER_PLACES | {
     "pos_emb": Place("position_embd.weight"),
@@ -75,7 +81,7 @@ EAGLE3_PLACES = OUTER_PLACES | {
 }
 PLACES = {
     "llama": LLAMA_PLACES, "qwen2": QWEN_PLACES, "qwen3": QWEN_PLACES, "granite": LLAMA_PLACES, "smollm3": LLAMA_PLACES,
-    "phi3": PHI3_PLACES,
+    "phi3": PHI3_PLACES, "lfm2": LFM2_PLACES,
     "gpt2": GPT2_PLACES, "eagle3": EAGLE3_PLACES,
 }  # fmt: skip
 
@@ -308,10 +314,14 @@ def _llama(model: _Model, values: Values, common: Mapping[str, Any]) -> Config:
             raise values.refusal(f"{a}.{key}", f"{head_dim}, a head's length")
     n_turned = optional("rope.dimension_count", head_dim)
     more = _granite_scales(values) if a == "granite" else _phi3(model, values, common["seq_len"], n_turned) if a == "phi3" else {}
-    theta = f"{a}.rope.freq_base"
+    theta, kv_heads = f"{a}.rope.freq_base", "attention.head_count_kv"
+    if a == "lfm2":
+        more, n_kv_heads = _lfm2(values, f"{a}.{kv_heads}", common["n_layers"])
+    else:
+        n_kv_heads = optional(kv_heads, n_heads)
     return Config(
         **{**common, "rope_divisors": _rope_divisors(model, values, n_turned), **more},
-        n_kv_heads=optional("attention.head_count_kv", n_heads),
+        n_kv_heads=n_kv_heads,
         norm_eps=values.real(f"{a}.attention.layer_norm_rms_epsilon", 0, 1),
         rope_theta=values.real(theta, 1, MAX_THETA) if theta in values else 10000.0,
         head_dim=head_dim,
@@ -319,7 +329,7 @@ def _llama(model: _Model, values: Values, common: Mapping[str, Any]) -> Config:
         qkv_bias="blk.0.attn_q.bias" in model,
         wo_bias="blk.0.attn_output.bias" in model,
         mlp_bias="blk.0.ffn_gate.bias" in model,
-        qk_norm=a == "qwen3",
+        qk_norm=a in ("qwen3", "lfm2"),
         no_rope_layers=_no_rope_layers(values, a, common["n_layers"]),
     )
 
@@ -341,6 +351,17 @@ def _phi3(model: _Model, values: Values, n_positions: int, n_turned: int) -> dic
         original = values.whole("phi3.rope.scaling.original_context_length")
         found |= {"rope_divisors": short, "seq_len": n_positions if short == long else min(n_positions, original)}
     return found
+
+
+def _lfm2(values: Values, key: str, n_layers: int) -> tuple[dict[str, Any], int]:
+    """Its convolutions, and how many heads keys and values have elsewhere; key: tells it of each layer, 0 of convolutions."""
+    heads = values[key]
+    if not isinstance(heads, list) or len(heads) != n_layers or any(type(n) is not int or n < 0 for n in heads):
+        raise values.refusal(key, f"numbers of {n_layers} layers, 0 of convolutions")
+    if 0 not in heads or len({*heads} - {0}) != 1:
+        raise values.refusal(key, "layers of both kinds, all attention with as many heads")
+    convolutions = tuple(i for i, n in enumerate(heads) if n == 0)
+    return {"architecture": "lfm2", "conv": ConvConfig(convolutions, values.whole("lfm2.shortconv.l_cache"))}, max(heads)
 
 
 def _no_rope_layers(values: Values, a: str, n_layers: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from specdec.architectures import Config
+from specdec.architectures import Config, ConvConfig
 from specdec.architectures.config import RopeScaling
 from specdec.readers import Checkpoint, CheckpointError, load_checkpoint
 
@@ -62,6 +62,11 @@ CONFIGS = {
     "phi3_plain": Config(20, 30, 2, 2, 2, 65, 128, False, window=9),
     "phi3_factor": Config(
         40, 37, 2, 4, 2, 70, 64, False, rope_dim=4, rope_divisors=PHI3_FACTORS[:2], rope_scale=float(np.float32(1.3))
+    ),
+    "lfm2": Config(32, 48, 4, 4, 2, 68, 128, True, "lfm2", rope_theta=1e6, qk_norm=True, conv=ConvConfig((0, 1, 3))),
+    "lfm2_biases": Config(20, 37, 3, 2, 1, 65, 128, False, "lfm2", rope_theta=1e6, qk_norm=True, conv=ConvConfig((1,), 4, True)),
+    "lfm2_odd": Config(
+        36, 55, 3, 3, 3, 70, 128, False, "lfm2", norm_eps=1e-6, rope_theta=1e4, qk_norm=True, conv=ConvConfig((0, 2), 2)
     ),
 }
 

@@ -132,6 +132,10 @@ LLAMA_NAMES = {
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "shared_mlp.input_linear": "ffn_gate",
     "shared_mlp.output_linear": "ffn_down",
     "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
+    "model.embedding_norm": "token_embd_norm", "operator_norm": "attn_norm", "ffn_norm": "ffn_norm",
+    "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm",
+    "feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up",
+    "conv.in_proj": "shortconv.in_proj", "conv.conv": "shortconv.conv", "conv.out_proj": "shortconv.out_proj",
 }  # fmt: skip
 GPT2_NAMES = {
     "wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "ln_1": "attn_norm", "ln_2": "ffn_norm",
@@ -140,7 +144,7 @@ GPT2_NAMES = {
 NAMES = [
     name
     for name in folders.NAMES
-    if name in CONFIGS and not CONFIGS[name].window and name not in ("smollm3_layers", "phi3_factor")
+    if name in CONFIGS and not CONFIGS[name].window and name not in ("smollm3_layers", "phi3_factor", "lfm2_biases")
 ]
 PERMUTED = ("llama", "granite", "smollm3")
 SCALES = {
@@ -150,7 +154,7 @@ SCALES = {
 
 
 def architecture(name: str) -> str:
-    return next(a for a in ("phi3", "qwen2", "qwen3", "gpt2", "granite", "smollm3", "llama") if name.startswith(a))
+    return next(a for a in ("phi3", "qwen2", "qwen3", "gpt2", "granite", "smollm3", "lfm2", "llama") if name.startswith(a))
 
 
 def stored_name(full: str) -> str:
@@ -185,6 +189,8 @@ def model_tensors(name: str) -> dict[str, Any]:
             result = np.ascontiguousarray(array.T)
         if architecture(name) in PERMUTED and stored.split(".")[-2] in ("attn_q", "attn_k"):
             result = adjacent(array, config.head_dim)
+        if result.ndim == 3:  # of a convolution
+            result = (result.astype(np.uint32) << 16).view(np.float32)[:, 0] if result.dtype == np.uint16 else result[:, 0]
         if result.ndim == 1 and result.dtype == np.uint16:
             result = (result.astype(np.uint32) << 16).view(np.float32)
         tensors[stored] = result.astype(np.float32) if result.ndim == 1 else result
@@ -224,8 +230,12 @@ def model_keys(name: str) -> Keys:
     if a == "phi3":
         keys |= {"phi3.rope.dimension_count": config.n_turned, "phi3.rope.scaling.attn_factor": config.rope_scale}
         keys |= {"phi3.context_length": 128, "phi3.rope.scaling.original_context_length": 64}
+    kv_heads: Any = config.n_kv_heads
+    if config.conv:
+        kv_heads = [0 if i in config.conv.layers else kv_heads for i in range(config.n_layers)]
+        keys["lfm2.shortconv.l_cache"] = config.conv.n_taps
     return keys | {
-        f"{a}.attention.head_count_kv": config.n_kv_heads,
+        f"{a}.attention.head_count_kv": kv_heads,
         f"{a}.attention.layer_norm_rms_epsilon": config.norm_eps,
         f"{a}.rope.freq_base": config.rope_theta,
         f"{a}.attention.key_length": config.head_dim,

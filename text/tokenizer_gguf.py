@@ -31,7 +31,7 @@ CASED_WORDS = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 GPT4O = ("gpt-4o",)
-LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "lfm2")
 THREE_DIGITS = (*LLAMA3, "dbrx", "smaug-bpe")  # Granite 4's and SmolLM3's
 QWEN2 = ("qwen2", "deepseek-r1-qwen")
 GPT2 = ("gpt-2", "gpt2", "phi-2")
