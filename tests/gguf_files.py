@@ -270,6 +270,7 @@ def tokenizer_keys(name: str) -> Keys:
             "smollm2": ("smollm", "<|im_start|>", "<|im_end|>"),
             "qwen2": ("qwen2", "<|endoftext|>", "<|im_end|>"),
             "phi4": ("gpt-4o", "<|endoftext|>", "<|end|>"),
+            "lfm2": ("lfm2", "<|startoftext|>", "<|im_end|>"),
             "llama3": ("llama-bpe", "<|begin_of_text|>", "<|end_of_text|>"),
         }[name]
         keys |= {"model": "gpt2", "pre": pre, "merges": merges, "bos_token_id": vocabulary[bos], "eos_token_id": vocabulary[eos]}

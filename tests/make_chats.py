@@ -1,6 +1,6 @@
 """Renders tests/fixtures/chat: `python -m tests.make_chats`, with transformers 5.23 as committed.
 
-The templates are those that SmolLM2, Qwen2.5, Llama 3, Phi-4-mini and Llama 2 were published with, Qwen2.5's without its tools.
+The templates are those of SmolLM2, Qwen2.5, Llama 3, Phi-4-mini, LFM2.5 and Llama 2 as published, Qwen2.5's without its tools.
 """
 
 import json
@@ -14,6 +14,7 @@ VARIABLES = {
     "qwen2": {"eos_token": "<|im_end|>"},
     "llama3": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
     "phi4": {"eos_token": "<|endoftext|>"},
+    "lfm2": {"bos_token": "<|startoftext|>", "eos_token": "<|im_end|>"},
     "llama2": {"bos_token": "<s>", "eos_token": "</s>"},
 }
 SYSTEM = {"role": "system", "content": "You are a robin.\nSing.  "}

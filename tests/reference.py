@@ -129,10 +129,17 @@ def forward(config: Config, tensors: dict, tokens: list[int], window: int | None
     t = {name: tensor.astype(np.float64) if isinstance(tensor, np.ndarray) else tensor for name, tensor in tensors.items()}
     if config.architecture == "gpt2":
         return gpt2_forward(config, t, tokens, kept)
+    if config.conv:
+        t = ByLayer(t)
     n, eps, angles = len(tokens), config.norm_eps, frequencies(config)
 
     def projected(x, c, i):
         return product(x, t[f"w{c}"][i]) + (t[f"b{c}"][i] if f"b{c}" in t else 0)
+
+    def mixed(x, i):
+        if config.conv and i in config.conv.layers:
+            return convolved(x, t, i, config.conv)
+        return projected(attention(*(heads(x, c, i) for c in "qkv"), window or config.window, kept), "o", i)
 
     def heads(x, c, i):
         x = projected(x, c, i).reshape(n, -1, config.head_dim)
@@ -144,12 +151,37 @@ def forward(config: Config, tensors: dict, tokens: list[int], window: int | None
     embedding = t["tok_emb"]
     x = (embedding if isinstance(embedding, np.ndarray) else embedding.floats())[tokens]
     for i in range(config.n_layers):
-        h = rms_norm(x, t["rms_att"][i], eps)
-        x = x + projected(attention(*(heads(h, c, i) for c in "qkv"), window or config.window, kept), "o", i)
+        x = x + mixed(rms_norm(x, t["rms_att"][i], eps), i)
         h = rms_norm(x, t["rms_ffn"][i], eps)
         gate, up = projected(h, "1", i), projected(h, "3", i)
         x = x + projected(gate / (1 + np.exp(-gate)) * up, "2", i)
     return product(rms_norm(x, t["rms_final"], eps), embedding if config.shared_classifier else t["wcls"])
+
+
+class ByLayer(dict):
+    """Tensors, of which those that only some layers have are called by their layer's number, as of layers, by number."""
+
+    def __init__(self, tensors: dict) -> None:
+        super().__init__(tensors)
+        for name, tensor in tensors.items():
+            layer, _, own = name.rpartition(".")
+            if layer:
+                self.setdefault(own, {})[int(layer)] = tensor
+
+
+def convolved(x, t, i, conv):
+    """c * conv(b * x), projected, of b, c, x = x projected; of the convolution's taps the last is that of the newest token."""
+
+    def projected(x, name):
+        return product(x, t[name][i]) + (t[f"{name}_bias"][i] if conv.bias else 0)
+
+    b, c, x = (projected(x, f"conv_{name}") for name in "bcx")
+    out = np.zeros(x.shape) + (t["conv_bias"][i] if conv.bias else 0)
+    for pos in range(len(x)):
+        for j in range(conv.n_taps):
+            if (seen := pos - (conv.n_taps - 1) + j) >= 0:
+                out[pos] += t["conv"][i][j] * (b * x)[seen]
+    return projected(c * out, "conv_out")
 
 
 def gpt2_forward(config: Config, t: dict, tokens: list[int], kept: type) -> np.ndarray:
