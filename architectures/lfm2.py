@@ -26,7 +26,8 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Llama's, of attention where there is one; elsewhere the products in front of a convolution and behind it, and its taps."""
     conv, dim, tensors = conv_of(config), config.dim, llama.shapes(config)
     attention = {name: tensors.pop(name)[1:] for name in OF_ATTENTION if name in tensors}
-    convolution: dict[str, tuple[int, ...]] = dict.fromkeys((*INPUTS, "conv_out"), (dim, dim)) | {"conv": (conv.n_taps, dim)}
+    convolution: dict[str, tuple[int, ...]] = dict.fromkeys((*INPUTS, "conv_out"), (dim, dim))
+    convolution["conv"] = conv.n_taps, dim
     if conv.bias:
         convolution |= {f"{name}_bias": (dim,) for name in [*convolution]}
     return tensors | {
@@ -55,8 +56,8 @@ def vectors(config: Config) -> dict[str, Vector]:
         own[f"{i}.conv"] = Vector(((f"{i}.conv", None),), (dim,), n_rows=conv.n_taps)
         if conv.bias:
             own[f"{i}.bin"] = Vector(tuple((f"{i}.{name}_bias", None) for name in INPUTS), (dim, dim, dim), in_turns=True)
-            own |= {f"{i}.conv_bias": Vector(((f"{i}.conv_bias", None),), (dim,))}
-            own |= {f"{i}.bo": Vector(((f"{i}.conv_out_bias", None),), (dim,))}
+            own[f"{i}.conv_bias"] = Vector(((f"{i}.conv_bias", None),), (dim,))
+            own[f"{i}.bo"] = Vector(((f"{i}.conv_out_bias", None),), (dim,))
     return {name: vector._replace(tensors=_of_some(vector.tensors)) for name, vector in own.items()}
 
 
