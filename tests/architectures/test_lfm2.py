@@ -134,3 +134,20 @@ def test_a_decoder_refuses_trees_or_does_without_them(tokenizer_path):
     assert len({tuple(decoder.generate("one", 20, temperature=0).tokens) for decoder in (pair, alone)}) == 1
     settings, notes = settings_of(pair, ["auto"])
     assert "trees are left out" in " ".join(notes) and not any("trees" in setting.name for setting in settings)
+
+
+@pytest.mark.parametrize("n_threads", THREADS)
+def test_texts_that_share_passes_have_inputs_of_their_own(n_threads):
+    """Whatever the others go back by."""
+    rng, seats = np.random.default_rng(3), [model_of(n_threads)]
+    seats += [seats[0].seat() for _ in range(2)]
+    texts, fresh = [tokens_for(CONFIG, 20 + i, seed=i) for i in range(3)], model_of()
+    for _ in range(25):
+        jobs = []
+        for i in rng.permutation(3)[: int(rng.integers(1, 4))]:
+            kept = texts[i][: max(len(texts[i]) - int(rng.integers(0, 12)), 1)]
+            texts[i] = [*kept, *rng.integers(0, CONFIG.vocab_size, int(rng.integers(1, 20))).tolist()]
+            jobs.append((seats[i], texts[i], int(rng.integers(1, 6))))
+        for (_, text, n_logits), logits in zip(jobs, Transformer.forward_together(jobs), strict=True):
+            fresh.forward([], 0)
+            np.testing.assert_array_equal(logits, fresh.forward(text, n_logits))
