@@ -40,7 +40,7 @@ class SpeculativeDecoder:
     verify: "coupled" (the text is the plain run's of the same seed), "rejection" (Leviathan et al. 2023) or "block" (Sun et al.
         2024), which have the plain run's distribution.
     tree: whether proposals are token trees, several candidates for a place: "off", "on" or, with gamma "auto" and coupled
-        verification, "auto", where they pay; of a draft model without a stage. These three may be set anew.
+        verification, "auto", where they pay; of a draft model without a stage, where both run trees. These three may be set anew.
     n_threads: by default all cores, or fewer where a trial shows that they are faster.
     quantize: what models that are named, not loaded, become where their weights are floats: "target", "draft" (and its stage)
         or "both" become int8, "none" does; as "draft=int4" or "target=int8,draft=int4" what is said.
@@ -91,6 +91,8 @@ class SpeculativeDecoder:
         self._team = team = team_of(target, draft, stage, tokenizer, quantize, loader)
         if HEAD in team.models and tree == "on":
             raise ValueError('a head proposes chains; leave out tree "on"')
+        if tree == "on" and (of_chains := [name for name, model in team.models.items() if not model.runs_trees]):
+            raise ValueError(f'the {of_chains[0]} runs no trees: its state is that of one text; leave out tree "on"')
         self.target, self.draft, self.stage, self.tokenizer = team.target, team.draft.model, team.stage.model, team.tokenizer
         self.has_draft, self.has_stage = team.draft.source is not None, team.stage.source is not None
         self._named_template, self._tuning = template, Tuning(team)

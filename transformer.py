@@ -151,6 +151,11 @@ class Transformer:
         return self._n_positions
 
     @property
+    def runs_trees(self) -> bool:
+        """Whether there is a `forward_tree`."""
+        return self._architecture.move is not None
+
+    @property
     def n_threads(self) -> int:
         """How many threads a pass takes: at most as many as the model was made for. Changes the speed alone."""
         return self._n_threads
@@ -285,7 +290,7 @@ class Transformer:
         last n_logits: nodes that are appended to the last call's, and asked for alone, run alone. Raises what `forward` raises,
         ValueError for MAX_TOKENS nodes or more and for a family that runs no trees, too.
         """
-        if self._architecture.move is None:
+        if not self.runs_trees:
             raise ValueError(f"a {self._config.architecture} model runs no trees: its state is that of one text")
         tokens = tokens if isinstance(tokens, list) else ids("tokens", tokens)
         nodes, parents = ids("nodes", nodes), ids("parents", parents)

@@ -1,13 +1,14 @@
 """Architectures, a room each: a family's tensors, matrices, and the program of its pass."""
 
-from .config import Config, HeadConfig, RopeScaling, YarnScaling
+from .config import Config, ConvConfig, HeadConfig, RopeScaling, YarnScaling
 from .eagle3 import EAGLE3
 from .gemma import GEMMA
 from .gpt2 import GPT2
+from .lfm2 import LFM2
 from .llama import LLAMA
 from .plan import Architecture, Buffers, Room, Weights
 
-ARCHITECTURES = {"llama": LLAMA, "gpt2": GPT2, "gemma": GEMMA, "eagle3": EAGLE3}
+ARCHITECTURES = {"llama": LLAMA, "gpt2": GPT2, "gemma": GEMMA, "lfm2": LFM2, "eagle3": EAGLE3}
 
 
 def architecture_of(config: Config) -> Architecture:
@@ -18,6 +19,6 @@ def architecture_of(config: Config) -> Architecture:
 
 
 __all__ = [
-    "ARCHITECTURES", "Architecture", "Buffers", "Config", "HeadConfig", "Room", "RopeScaling", "Weights", "YarnScaling",
-    "architecture_of",
+    "ARCHITECTURES", "Architecture", "Buffers", "Config", "ConvConfig", "HeadConfig", "Room", "RopeScaling", "Weights",
+    "YarnScaling", "architecture_of",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 
+MOST_TAPS = 16  # of a convolution
 LEAST_SCALE = 1e-6  # and its inverse the most: squares of scales, too, are numbers in float32
 N_HIDDEN = 3  # of a target's hidden states make a feature where a head's file does not tell which: low, middle and high
 
@@ -56,6 +57,26 @@ class YarnScaling:
             return f"factor is {self.factor}; expected 1 or more"
         if self.beta_fast < self.beta_slow:
             return f"beta_fast is {self.beta_fast}; expected beta_slow, {self.beta_slow}, or more"
+        return ""
+
+
+@dataclass(frozen=True)
+class ConvConfig:
+    """Short convolutions (LFM2: Liquid AI 2025, arXiv:2511.23404), which stand in the place of attention in some layers.
+
+    layers: which; n_taps: how many tokens, its own the last, one sees; bias: whether it and the products around it add one.
+    """
+
+    layers: tuple[int, ...]
+    n_taps: int = 3
+    bias: bool = False
+
+    def flaw(self, n_layers: int) -> str:
+        """What keeps these numbers from being such layers of a model; empty where nothing does."""
+        if not 0 < self.n_taps <= MOST_TAPS:
+            return f"n_taps is {self.n_taps}; expected 1 to {MOST_TAPS}"
+        if not all(0 <= layer < n_layers for layer in self.layers) or not 0 < len({*self.layers}) == len(self.layers) < n_layers:
+            return f"layers are {self.layers}; expected some of {n_layers}, each once, and attention in the others"
         return ""
 
 
@@ -116,7 +137,8 @@ class Config:
     head; embedding_scale: what embeddings are multiplied by, residual_scale: what layers add to the residual stream,
     attention_scale: scores (0 stands for 1 / sqrt(head_dim)), logit_divisor: what divides logits; no_rope_layers: whose queries
     and keys are not turned; full_layers: which have no window where others have, local_theta: the base of those others' angles,
-    which nothing scales (Gemma's); head: what else a head that drafts needs, of whose target vocab_size counts the tokens.
+    which nothing scales (Gemma's); conv: the layers that are none of attention; head: what else a head that drafts needs, of
+    whose target vocab_size counts the tokens.
     """
 
     dim: int
@@ -151,6 +173,7 @@ class Config:
     no_rope_layers: tuple[int, ...] = ()
     full_layers: tuple[int, ...] = ()
     local_theta: float = 10000.0
+    conv: ConvConfig | None = None
     head: HeadConfig | None = None
 
     def __post_init__(self) -> None:
@@ -168,7 +191,7 @@ class Config:
             return f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
         if self.head_dim <= 0:
             return f"head_dim is {self.head_dim}; expected a positive number"
-        if self.head_dim % 2 and self.architecture in ("llama", "gemma", "eagle3"):
+        if self.head_dim % 2 and self.architecture in ("llama", "gemma", "lfm2", "eagle3"):
             return f"head_dim {self.head_dim} (dim / n_heads) is odd; RoPE turns pairs"
         if not 0 <= self.norm_eps < math.inf:
             return f"norm_eps is {self.norm_eps}; expected 0 or more"
@@ -204,6 +227,10 @@ class Config:
             return "a gemma model has biases; expected none"
         if (self.architecture == "eagle3") != (self.head is not None):
             return f"the architecture is {self.architecture} and head is {self.head}; expected both of a head, or neither"
+        if (self.architecture == "lfm2") != (self.conv is not None):
+            return f"the architecture is {self.architecture} and conv is {self.conv}; expected both of LFM2, or neither"
+        if self.conv and (flaw := self.conv.flaw(self.n_layers)):
+            return f"conv's {flaw}"
         if self.head and (flaw := self.head.flaw(self.dim, self.vocab_size)):
             return f"head's {flaw}"
         if self.vocab_size < 3:

@@ -109,13 +109,15 @@ def fill(config: Config, b: Buffers, start: int) -> None:
 
 def layer(config: Config, weights: Weights, b: Buffers, i: int, normed: Float32, norms: Sequence[Row]) -> Program:
     """x += wo attention(rope(qkv normed)), x += w2 swiglu(w13 rmsnorm(x)); norms: what fills normed (threads, T, ...)."""
+    return [*mixing(config, weights, b, i, normed, norms), *mlp(config, weights, b, i)]
+
+
+def mixing(config: Config, weights: Weights, b: Buffers, i: int, normed: Float32, norms: Sequence[Row]) -> Program:
+    """The first half of a layer: attention, and the products around it."""
     w, v = weights.matrices, weights.vectors
     k_row = n_strips(config.q_dim) * STRIP_ROWS
     v_row = k_row + n_strips(config.kv_dim) * STRIP_ROWS
     unit = whole_heads(config) if config.qk_norm else 1
-
-    def biased(out: Float32, name: str, unit: int = 1) -> list[Row]:
-        return [add_bias(out, v[name], unit)] if name in v else []
 
     def normed_heads() -> list[Row]:
         sides = [("q_norm", 0, config.n_heads), ("k_norm", k_row, config.n_kv_heads)] if config.qk_norm else []
@@ -134,22 +136,34 @@ def layer(config: Config, weights: Weights, b: Buffers, i: int, normed: Float32,
         [
             *norms,
             w[f"{i}.qkv"].product(b.qkv, normed, b.scratch, unit=unit),
-            *biased(b.qkv, f"{i}.bqkv", unit),
+            *biased(weights, b.qkv, f"{i}.bqkv", unit),
             *normed_heads(),
             *turned(),
             b.kv.store_keys(b.keys[i], b.qkv, unit, k_row),
             b.kv.store_values(b.values[i], b.qkv, unit, v_row, config.head_dim),
         ],
         [attention(config, b, i)],
-        [w[f"{i}.wo"].product(b.x[0], b.heads, b.scratch, adding=True), *biased(b.x[0], f"{i}.bo")],
+        [w[f"{i}.wo"].product(b.x[0], b.heads, b.scratch, adding=True), *biased(weights, b.x[0], f"{i}.bo")],
+    ]
+
+
+def mlp(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
+    """The second half of a layer."""
+    w = weights.matrices
+    return [
         [
             norm(config, weights, b, f"{i}.rms_ffn"),
             w[f"{i}.up"].product(b.up, b.normed, b.scratch, unit=2),
-            *biased(b.up, f"{i}.b13", 2),
+            *biased(weights, b.up, f"{i}.b13", 2),
             swiglu(b.hidden, b.up),
         ],
-        [w[f"{i}.down"].product(b.x[0], b.hidden, b.scratch, adding=True), *biased(b.x[0], f"{i}.b2")],
+        [w[f"{i}.down"].product(b.x[0], b.hidden, b.scratch, adding=True), *biased(weights, b.x[0], f"{i}.b2")],
     ]
+
+
+def biased(weights: Weights, out: Float32, name: str, unit: int = 1) -> list[Row]:
+    """What adds the bias of that name to a product of that unit, if there is one."""
+    return [add_bias(out, weights.vectors[name], unit)] if name in weights.vectors else []
 
 
 def norm(config: Config, weights: Weights, b: Buffers, name: str, of_logits: bool = False) -> Row:

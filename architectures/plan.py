@@ -209,8 +209,8 @@ class Architecture:
     learned_positions: whether positions are a table of the file's, at whose end a text ends.
     move: puts what buffers hold of a tree's path, nodes from depth 0 on, where it follows a text of so many tokens. None: the
     family runs no trees.
-    n_states: where there is a running state beside the cache's slots, of how many last lengths of a text buffers hold it, that
-    of length n at place n mod n_states; the pass at position 0 takes none. A text that goes back farther is run again. 0: none.
+    n_states: where there is a running state beside the cache's slots, of how many last lengths of a text buffers hold it: a text
+    may go back by one less, and one that goes back farther is run again. The pass at position 0 takes none. 0: there is none.
     """
 
     shapes: Callable[[Config], dict[str, tuple[int, ...]]]

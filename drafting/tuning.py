@@ -70,7 +70,12 @@ class Tuning:
 
     def _trees_of(self, settings: Settings) -> "trees.Trees | None":
         """None where proposals are chains."""
-        if not settings.may_branch or not self._team.draft.model or self._stage or isinstance(self._team.draft.model, Head):
+        if (
+            not settings.may_branch
+            or not self._team.draft.model
+            or self._stage
+            or not all(model.runs_trees for model in self._models)
+        ):
             return None
         if not self._trees:
             from .trees import Trees

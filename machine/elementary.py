@@ -39,9 +39,15 @@ def exp(x):
 
 
 @inner
+def sigmoid(x):
+    """1 / (1 + e^-x) of a vector."""
+    return div(splat(1.0), add(splat(1.0), exp(mul(x, splat(-1.0)))))
+
+
+@inner
 def silu(x):
     """x / (1 + e^-x) of a vector (Elfwing et al. 2018)."""
-    return mul(x, div(splat(1.0), add(splat(1.0), exp(mul(x, splat(-1.0))))))
+    return mul(x, sigmoid(x))
 
 
 @inner

@@ -210,7 +210,10 @@ def settings_of(pair: SpeculativeDecoder, gammas: Sequence[int | str]) -> tuple[
     settings += [Setting(f"γ {g}", f"-g {g}", pair, "pair", g) for g in gammas]
     if AUTO in gammas and not pair.has_stage and not is_head:
         staged = SpeculativeDecoder(target, pair.draft, tokenizer, stage=NGRAM)
-        settings.append(Setting("γ auto, trees", "-g auto --tree on", pair, "pair", AUTO, "on"))
+        if target.runs_trees and pair.draft.runs_trees:
+            settings.append(Setting("γ auto, trees", "-g auto --tree on", pair, "pair", AUTO, "on"))
+        else:
+            notes.append("trees are left out: a state of the target or of the draft is that of one text")
         settings.append(Setting("γ auto, n-grams first", "-g auto --stage ngram", staged, "pair", AUTO))
     return settings, notes
 

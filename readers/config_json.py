@@ -5,12 +5,13 @@ the arithmetic is either done or refused by name; other keys are not looked at.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..architectures import Config
+from ..architectures import Config, ConvConfig
 from ..architectures.config import LEAST_SCALE, RopeScaling, YarnScaling
 from ..architectures.rope import longrope_scale, yarn_scale
 from .json_text import read_object, shown
@@ -64,6 +65,12 @@ MINISTRAL3_ROPE: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384, "beta_fast": 32.0,
     "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
+LFM2_DEFAULTS = LLAMA_DEFAULTS | {
+    "vocab_size": 65536, "hidden_size": 2560, "intermediate_size": 12288, "num_key_value_heads": 8,
+    "max_position_embeddings": 128000, "norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 1e6, "conv_bias": False,
+    "conv_L_cache": 3, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
+    "full_attn_idxs": None, "layer_types": None,
+}  # fmt: skip
 GPT2_DEFAULTS: dict[str, Any] = {
     "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
     "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True,
@@ -81,6 +88,7 @@ DEFAULTS = {
     "phi3": PHI3_DEFAULTS,
     "gemma3_text": GEMMA3_DEFAULTS,
     "ministral3": MINISTRAL3_DEFAULTS,
+    "lfm2": LFM2_DEFAULTS,
     "gpt2": GPT2_DEFAULTS,
 }
 # of those whose text's model lies in text_config beside others: whether its classifier is the embedding where a file is silent
@@ -94,6 +102,7 @@ GPT2_ALIASES = {
     "num_hidden_layers": "n_layer",
 }  # fmt: skip
 FULL, SLIDING = "full_attention", "sliding_attention"
+LFM2_ALIASES = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}  # which go before
 ATTENTION = ("full_attention", "attention")  # as transformers 5 and 4 name it
 SILU = ("silu", "swish")
 GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
@@ -190,6 +199,8 @@ def read_config(folder: Path) -> tuple[Config, dict[int, str], int | None]:
         raise CheckpointError(f"{path}: the model_type {shown(family)} is not there; there are {known}")
     if family == "gpt2":
         given = {GPT2_ALIASES.get(key, key): value for key, value in given.items()} | given
+    if family == "lfm2":
+        given = given | {ours: given[key] for key, ours in LFM2_ALIASES.items() if key in given}
     values = Values(path, given, DEFAULTS[family])
     check_neutral(values, {key: neutral for key, neutral in NEUTRAL.items() if key not in DONE.get(family, ())})
     config = OTHERS[family](values) if family in OTHERS else llama_config(values, family)
@@ -409,13 +420,13 @@ def _window(values: Values, family: str) -> int:
     """How many positions a token sees in all layers; 0: all."""
     n_layers, types = values.whole("num_hidden_layers", MOST_LAYERS), values["layer_types"]
     window = 0 if values["sliding_window"] is None else values.whole("sliding_window")
-    if family in ("llama", *GRANITE):  # transformers does not look at it
+    if family in ("llama", "lfm2", *GRANITE):  # transformers does not look at it
         if 0 < window < values.whole("max_position_embeddings"):
             raise values.refusal("sliding_window", f"null in a {family} model")
         window = 0
     if family == "phi3" and window >= values.whole("max_position_embeddings"):
         window = 0
-    if family == "granitemoehybrid":  # of whose layers `_check_hybrid` was told
+    if family in ("granitemoehybrid", "lfm2"):  # of whose layers `_check_hybrid` and `_lfm2` were told
         return 0
     if family == "smollm3" and (window := window if values.flag("use_sliding_window") else 0):
         raise values.refusal("sliding_window", "null: windows in some layers are not done here")
@@ -439,6 +450,38 @@ def _layers_before(values: Values) -> int:
     if type(value) is not int:
         raise values.refusal("max_window_layers", "a whole number")
     return value
+
+
+def _lfm2(values: Values) -> Config:
+    """As Llama's, but for layers of convolutions, and what the MLP's width is made of."""
+    hidden_dim, multiplier = values.whole("intermediate_size"), values["block_ffn_dim_multiplier"]
+    if values.flag("block_auto_adjust_ff_dim"):
+        hidden_dim = int(2 * hidden_dim / 3)
+        if multiplier is not None:
+            unit = values.whole("block_multiple_of")
+            hidden_dim = int(values.real("block_ffn_dim_multiplier", 0, MAX_SIZE) * hidden_dim)
+            hidden_dim = -(-hidden_dim // unit) * unit
+    if hidden_dim > MAX_SIZE:
+        raise values.refusal("intermediate_size", f"what makes an MLP of at most {MAX_SIZE} rows")
+    n_layers, types, attention = values.whole("num_hidden_layers"), values["layer_types"], values["full_attn_idxs"]
+    if types is not None:
+        if not isinstance(types, list) or len(types) != n_layers or any(kind not in ("conv", ATTENTION[0]) for kind in types):
+            raise values.refusal("layer_types", f"conv or {ATTENTION[0]} for each of {n_layers} layers")
+        layers = [i for i, kind in enumerate(types) if kind == "conv"]
+    elif attention is None or (isinstance(attention, list) and all(type(i) is int and 0 <= i < n_layers for i in attention)):
+        layers = [] if attention is None else [i for i in range(n_layers) if i not in attention]
+    else:
+        raise values.refusal("full_attn_idxs", f"a list of layers from 0 to {n_layers - 1}")
+    if not 0 < len(layers) < n_layers:
+        raise values.refusal("full_attn_idxs" if types is None else "layer_types", "layers of both kinds, conv and attention")
+    return replace(
+        llama_config(values, "lfm2"),
+        architecture="lfm2",
+        hidden_dim=hidden_dim,
+        norm_eps=values.real("norm_eps", 0, 1),
+        qk_norm=True,
+        conv=ConvConfig(tuple(layers), values.whole("conv_L_cache"), values.flag("conv_bias")),
+    )
 
 
 def _gpt2(values: Values) -> Config:
@@ -530,7 +573,7 @@ def _gemma3_rope(values: Values, head_dim: int) -> dict[str, Any]:
     return {"rope_theta": thetas[1], "local_theta": thetas[0], "rope_divisors": divisors}
 
 
-OTHERS = {"gpt2": _gpt2, "gemma3_text": _gemma3}  # families that are not like Llama
+OTHERS = {"gpt2": _gpt2, "gemma3_text": _gemma3, "lfm2": _lfm2}  # families that are not like Llama
 
 
 # Marks

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..architectures import Config, HeadConfig
+from ..architectures import Config, ConvConfig, HeadConfig
 from ..architectures.config import LEAST_SCALE, YarnScaling
 from ..architectures.rope import yarn_scale
 from ..machine.vectors import Int64
@@ -21,7 +21,7 @@ from .gguf_file import MAGIC, GgufFile
 from .heads import are_layers, check_rows, checked_ids
 from .json_text import shown
 from .model_file import Checkpoint, CheckpointError, ModelFile, telling_os_errors
-from .places import GATED, QKV, QKV_BIASES, Place, are_equal, tensors_of
+from .places import CONV_IN, GATED, QKV, QKV_BIASES, TURNED_TAPS, Place, are_equal, tensors_of
 
 ARCHITECTURE = "general.architecture"
 VOCABULARY, TOKENS, CHAT_TEMPLATE = "tokenizer.ggml.", "tokenizer.ggml.tokens", "tokenizer.chat_template"
@@ -52,6 +52,12 @@ PHI3_PLACES = LLAMA_PLACES | {
 GEMMA3_PLACES = QWEN_PLACES | {
     "rms_att_out": Place("blk.{}.post_attention_norm.weight"), "rms_ffn_out": Place("blk.{}.post_ffw_norm.weight"),
 }  # fmt: skip
+LFM2_PLACES = QWEN_PLACES | {
+    **dict.fromkeys(CONV_IN, Place("blk.{}.shortconv.in_proj.weight", among=CONV_IN)),
+    "conv": Place("blk.{}.shortconv.conv.weight", made=TURNED_TAPS),
+    "conv_out": Place("blk.{}.shortconv.out_proj.weight"),
+    "rms_final": Place("token_embd_norm.weight"),
+}
 GPT2_PLACES = OUTER_PLACES | {
     "pos_emb": Place("position_embd.weight"),
     "ln_att": Place("blk.{}.attn_norm.weight"),
@@ -79,7 +85,7 @@ EAGLE3_PLACES = OUTER_PLACES | {
 }
 PLACES = {
     "llama": LLAMA_PLACES, "qwen2": QWEN_PLACES, "qwen3": QWEN_PLACES, "granite": LLAMA_PLACES, "smollm3": LLAMA_PLACES,
-    "phi3": PHI3_PLACES, "gemma3": GEMMA3_PLACES, "mistral3": LLAMA_PLACES,
+    "phi3": PHI3_PLACES, "gemma3": GEMMA3_PLACES, "mistral3": LLAMA_PLACES, "lfm2": LFM2_PLACES,
     "gpt2": GPT2_PLACES, "eagle3": EAGLE3_PLACES,
 }  # fmt: skip
 
@@ -319,17 +325,21 @@ def _llama(model: _Model, values: Values, common: Mapping[str, Any]) -> Config:
         if optional(key, head_dim) != head_dim:
             raise values.refusal(f"{a}.{key}", f"{head_dim}, a head's length")
     n_turned = optional("rope.dimension_count", head_dim)
-    more = dict[str, Any]()
+    more, n_kv_heads = dict[str, Any](), common["n_heads"]
     if a == "granite":
         more = _granite_scales(values)
     elif a == "phi3":
         more = _phi3(model, values, common["seq_len"], n_turned)
     elif a == "gemma3":
         more = _gemma3(values, common, head_dim)
-    theta = f"{a}.rope.freq_base"
+    theta, kv_heads = f"{a}.rope.freq_base", "attention.head_count_kv"
+    if a == "lfm2":
+        more, n_kv_heads = _lfm2(values, f"{a}.{kv_heads}", common["n_layers"])
+    else:
+        n_kv_heads = optional(kv_heads, n_heads)
     return Config(
         **{**common, **_rope(model, values, n_turned, common["seq_len"]), **more},
-        n_kv_heads=optional("attention.head_count_kv", n_heads),
+        n_kv_heads=n_kv_heads,
         norm_eps=values.real(f"{a}.attention.layer_norm_rms_epsilon", 0, 1),
         rope_theta=values.real(theta, 1, MAX_THETA) if theta in values else 10000.0,
         head_dim=head_dim,
@@ -337,7 +347,7 @@ def _llama(model: _Model, values: Values, common: Mapping[str, Any]) -> Config:
         qkv_bias="blk.0.attn_q.bias" in model,
         wo_bias="blk.0.attn_output.bias" in model,
         mlp_bias="blk.0.ffn_gate.bias" in model,
-        qk_norm=a in ("qwen3", "gemma3"),
+        qk_norm=a in ("qwen3", "gemma3", "lfm2"),
         no_rope_layers=_no_rope_layers(values, a, common["n_layers"]),
     )
 
@@ -381,6 +391,17 @@ def _gemma3(values: Values, common: Mapping[str, Any], head_dim: int) -> dict[st
     local = "gemma3.rope.freq_base_swa"
     theta = values.real(local, 1, MAX_THETA) if local in values else GEMMA3_LOCAL_THETA
     return found | {"window": values.whole(window), "full_layers": full, "local_theta": theta}
+
+
+def _lfm2(values: Values, key: str, n_layers: int) -> tuple[dict[str, Any], int]:
+    """Its convolutions, and how many heads keys and values have elsewhere; key: tells it of each layer, 0 of convolutions."""
+    heads = values[key]
+    if not isinstance(heads, list) or len(heads) != n_layers or any(type(n) is not int or n < 0 for n in heads):
+        raise values.refusal(key, f"numbers of {n_layers} layers, 0 of convolutions")
+    if 0 not in heads or len({*heads} - {0}) != 1:
+        raise values.refusal(key, "layers of both kinds, all attention with as many heads")
+    convolutions = tuple(i for i, n in enumerate(heads) if n == 0)
+    return {"architecture": "lfm2", "conv": ConvConfig(convolutions, values.whole("lfm2.shortconv.l_cache"))}, max(heads)
 
 
 def _no_rope_layers(values: Values, a: str, n_layers: int) -> tuple[int, ...]:

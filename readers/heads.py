@@ -16,7 +16,7 @@ MOST_LAYERS = 64  # of a target, that a head may take the states before
 # of the models that heads are made for, as their config.json names them, those that are read here
 FAMILIES = {
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3",
-    "GPT2LMHeadModel": "gpt2",
+    "GPT2LMHeadModel": "gpt2", "Lfm2ForCausalLM": "lfm2",
 }  # fmt: skip
 
 
@@ -69,8 +69,8 @@ def misfit(config: Config, target: Config) -> str:
 
 def _family(target: Config) -> str:
     """By what tells families apart in a config."""
-    if target.architecture == "gpt2":
-        return "gpt2"
+    if target.architecture != "llama":
+        return target.architecture
     if target.qk_norm:
         return "qwen3"
     return "qwen2" if target.qkv_bias and not target.wo_bias else "llama"

@@ -13,7 +13,7 @@ from ..machine.vectors import Int64
 from .config_json import CONFIG, read_config
 from .json_text import read_object, shown
 from .model_file import Checkpoint, CheckpointError, FileTensor, telling_os_errors
-from .places import GATED, QKV, QKV_BIASES, Place, are_equal, tensors_of
+from .places import CONV_IN, CONV_IN_BIASES, GATED, ONE_MORE, QKV, QKV_BIASES, TAPS, Place, are_equal, tensors_of
 from .safetensors import INDEX, WEIGHTS, SafetensorsFile
 
 HEAD = "lm_head.weight"
@@ -89,16 +89,40 @@ GPT2_NAMES = Names(
 GEMMA_NAMES = LLAMA_NAMES._replace(
     places={
         **LLAMA_NAMES.places,
-        "rms_att": Place("layers.{}.input_layernorm.weight", less_one=True),
-        "rms_att_out": Place("layers.{}.post_attention_layernorm.weight", less_one=True),
-        "rms_ffn": Place("layers.{}.pre_feedforward_layernorm.weight", less_one=True),
-        "rms_ffn_out": Place("layers.{}.post_feedforward_layernorm.weight", less_one=True),
-        "q_norm": Place("layers.{}.self_attn.q_norm.weight", halves=True, less_one=True),
-        "k_norm": Place("layers.{}.self_attn.k_norm.weight", halves=True, less_one=True),
-        "rms_final": Place("norm.weight", less_one=True),
+        "rms_att": Place("layers.{}.input_layernorm.weight", made=ONE_MORE),
+        "rms_att_out": Place("layers.{}.post_attention_layernorm.weight", made=ONE_MORE),
+        "rms_ffn": Place("layers.{}.pre_feedforward_layernorm.weight", made=ONE_MORE),
+        "rms_ffn_out": Place("layers.{}.post_feedforward_layernorm.weight", made=ONE_MORE),
+        "q_norm": Place("layers.{}.self_attn.q_norm.weight", halves=True, made=ONE_MORE),
+        "k_norm": Place("layers.{}.self_attn.k_norm.weight", halves=True, made=ONE_MORE),
+        "rms_final": Place("norm.weight", made=ONE_MORE),
     }
 )
-NAMES = {"llama": LLAMA_NAMES, "gpt2": GPT2_NAMES, "gemma": GEMMA_NAMES}
+LFM2_NAMES = LLAMA_NAMES._replace(
+    places={
+        "tok_emb": Place("embed_tokens.weight"),
+        "rms_att": Place("layers.{}.operator_norm.weight"),
+        "wq": Place("layers.{}.self_attn.q_proj.weight", halves=True),
+        "wk": Place("layers.{}.self_attn.k_proj.weight", halves=True),
+        "wv": Place("layers.{}.self_attn.v_proj.weight"),
+        "wo": Place("layers.{}.self_attn.out_proj.weight"),
+        "q_norm": Place("layers.{}.self_attn.q_layernorm.weight", halves=True),
+        "k_norm": Place("layers.{}.self_attn.k_layernorm.weight", halves=True),
+        **dict.fromkeys(CONV_IN, Place("layers.{}.conv.in_proj.weight", among=CONV_IN)),
+        **dict.fromkeys(CONV_IN_BIASES, Place("layers.{}.conv.in_proj.bias", among=CONV_IN_BIASES)),
+        "conv": Place("layers.{}.conv.conv.weight", made=TAPS),
+        "conv_bias": Place("layers.{}.conv.conv.bias"),
+        "conv_out": Place("layers.{}.conv.out_proj.weight"),
+        "conv_out_bias": Place("layers.{}.conv.out_proj.bias"),
+        "rms_ffn": Place("layers.{}.ffn_norm.weight"),
+        "w1": Place("layers.{}.feed_forward.w1.weight"),
+        "w2": Place("layers.{}.feed_forward.w2.weight"),
+        "w3": Place("layers.{}.feed_forward.w3.weight"),
+        "rms_final": Place("embedding_norm.weight"),
+        "wcls": Place(HEAD),
+    }
+)
+NAMES = {"llama": LLAMA_NAMES, "gpt2": GPT2_NAMES, "gemma": GEMMA_NAMES, "lfm2": LFM2_NAMES}
 
 
 class Folder:

@@ -1,7 +1,7 @@
 """Where a family's tensors lie among those of a file, and how they become what its architecture takes. Knows no format."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..architectures import Config, architecture_of
-from ..machine.vectors import Float32
 from ..weights.matrix import floats
-from .model_file import FP32, FileTensor
+from .model_file import FileTensor
 
 TURNED_AT_ONCE = 16  # inputs of a stored matrix: a cache line of each output; GPT-2 large in fp32 at 2.7 GB/s, all at once 0.7
 GATED, QKV, QKV_BIASES = ("w1", "w3"), ("wq", "wk", "wv"), ("bq", "bk", "bv")  # what may lie in one tensor
+CONV_IN, CONV_IN_BIASES = ("conv_b", "conv_c", "conv_x"), ("conv_b_bias", "conv_c_bias", "conv_x_bias")
 COMPARED_ROWS = 2048  # of an embedding and a head at a time
 
 
@@ -23,8 +23,8 @@ class Place(NamedTuple):
 
     halves: in each head all first parts of RoPE's pairs, then all second ones; conv: a matrix (inputs, outputs), not (outputs,
     inputs); among: the tensors, by our names, that lie there one behind the other along the outputs, itself one of them;
-    alone: of several that there may be, each with its number in its name, it is the only one and has none; less_one: 1 is to be
-    added to its numbers.
+    alone: of several that there may be, each with its number in its name, it is the only one and has none; made: how a small one
+    is made of what is stored.
     """
 
     name: str
@@ -32,7 +32,14 @@ class Place(NamedTuple):
     conv: bool = False
     among: tuple[str, ...] = ()
     alone: bool = False
-    less_one: bool = False
+    made: "Making | None" = None
+
+
+class Making(NamedTuple):
+    """What a tensor is made of another by, and which shape that one has."""
+
+    numbers: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
+    stored: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple
 
 
 class Source(Protocol):
@@ -47,25 +54,31 @@ def tensors_of(config: Config, places: Mapping[str, Place], source: Source) -> d
     tensors: dict[str, Any] = {}
     shapes = architecture_of(config).shapes(config)
 
-    def tensor(name: str, stored_name: str, shape: tuple[int, ...]) -> Any:
-        place, (n_rows, *others) = places[name], shape
-        rows = {each: shapes[each][-len(shape)] for each in place.among or (name,)}
+    def tensor(name: str, stored_name: str, shape: tuple[int, ...], place: Place) -> Any:
+        n_rows, *others = shape
+        among = [name.removesuffix(name.rpartition(".")[2]) + each for each in place.among]
+        rows = {each: shapes[each][-len(shape)] for each in among or (name,)}
         total, first = sum(rows.values()), 0
         for each in itertools.takewhile(lambda each: each != name, rows):
             first += rows[each]
         if place.conv:
             return Transposed(source.tensor(stored_name, (*others, total)), first, n_rows)
-        stored = source.tensor(stored_name, (total, *others))
+        whole = (total, *others)
+        stored = source.tensor(stored_name, place.made.stored(whole) if place.made else whole)
         own = stored.part(first, first + n_rows) if place.among else stored
-        own = own.in_pairs(config.head_dim, config.n_turned) if place.halves else own
-        return OneMore(own) if place.less_one else own
+        if place.halves:
+            own = own.in_pairs(config.head_dim, config.n_turned)
+        return Made(own, shape, place.made.numbers) if place.made else own
 
     for name, shape in shapes.items():
-        place = places[name]
-        if "{}" in place.name or place.alone:
-            tensors[name] = [tensor(name, place.name.format(i), shape[1:]) for i in range(shape[0])]
+        layer, _, own = name.rpartition(".")  # where only some layers have it
+        place = places[own]
+        if layer:
+            tensors[name] = tensor(name, place.name.format(layer), shape, place)
+        elif "{}" in place.name or place.alone:
+            tensors[name] = [tensor(name, place.name.format(i), shape[1:], place) for i in range(shape[0])]
         else:
-            tensors[name] = tensor(name, place.name, shape)
+            tensors[name] = tensor(name, place.name, shape, place)
     return tensors
 
 
@@ -78,18 +91,22 @@ def are_equal(a: Any, b: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class OneMore:
-    """A stored vector, to each of whose numbers 1 is added in float32."""
+class Made:
+    """A small tensor of that shape, whose numbers are made of those of another, which are read whole."""
 
-    stored: Any
-    dtype = FP32
+    source: Any
+    shape: tuple[int, ...]
+    numbers: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
+    dtype = np.dtype(np.float32)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.stored.shape)
+    def __getitem__(self, index: slice) -> npt.NDArray[Any]:
+        return self.numbers(floats(self.source[:]))[index]
 
-    def __getitem__(self, index: slice) -> Float32:
-        return np.float32(1) + floats(self.stored[index])
+
+# a convolution's weights, of each channel in a row, in a folder with a dimension of 1
+TAPS = Making(lambda stored: np.ascontiguousarray(stored.reshape(len(stored), -1).T), lambda own: (own[1], 1, own[0]))
+TURNED_TAPS = TAPS._replace(stored=lambda own: own[::-1])
+ONE_MORE = Making(lambda stored: np.float32(1) + stored)  # of norms of which 1 + w is the weight
 
 
 @dataclass(frozen=True)

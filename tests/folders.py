@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from specdec.architectures import Config
+from specdec.architectures import Config, ConvConfig
 from specdec.architectures.config import RopeScaling, YarnScaling
 from specdec.readers import Checkpoint, CheckpointError, load_checkpoint
 
@@ -165,6 +165,11 @@ CONFIGS = {
         **gemma(20),
     ),
     "gemma3_half": Config(22, 30, 5, 2, 2, 77, 128, head_dim=8, window=5, full_layers=(2,), **gemma(22)),
+    "lfm2": Config(32, 48, 4, 4, 2, 68, 128, True, "lfm2", rope_theta=1e6, qk_norm=True, conv=ConvConfig((0, 1, 3))),
+    "lfm2_biases": Config(20, 37, 3, 2, 1, 65, 128, False, "lfm2", rope_theta=1e6, qk_norm=True, conv=ConvConfig((1,), 4, True)),
+    "lfm2_odd": Config(
+        36, 55, 3, 3, 3, 70, 128, False, "lfm2", norm_eps=1e-6, rope_theta=1e4, qk_norm=True, conv=ConvConfig((0, 2), 2)
+    ),
 }
 
 

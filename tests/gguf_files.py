@@ -132,6 +132,10 @@ LLAMA_NAMES = {
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "shared_mlp.input_linear": "ffn_gate",
     "shared_mlp.output_linear": "ffn_down",
     "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
+    "model.embedding_norm": "token_embd_norm", "operator_norm": "attn_norm", "ffn_norm": "ffn_norm",
+    "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm",
+    "feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up",
+    "conv.in_proj": "shortconv.in_proj", "conv.conv": "shortconv.conv", "conv.out_proj": "shortconv.out_proj",
 }  # fmt: skip
 GEMMA3_NAMES = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
@@ -146,7 +150,8 @@ NAMES = [
     for name in folders.NAMES
     if name in CONFIGS
     and (not CONFIGS[name].window or name.startswith("gemma3"))
-    and name not in ("smollm3_layers", "phi3_factor", "phi3_long", "ministral3_beside", "ministral3_scale", "gemma3_scaled")
+    and name
+    not in ("smollm3_layers", "phi3_factor", "phi3_long", "ministral3_beside", "ministral3_scale", "gemma3_scaled", "lfm2_biases")
 ]
 PERMUTED = ("llama", "granite", "smollm3", "mistral3")
 SCALES = {
@@ -156,7 +161,7 @@ SCALES = {
 
 
 def architecture(name: str) -> str:
-    families = {a: a for a in ("phi3", "qwen2", "qwen3", "gemma3", "gpt2", "granite", "smollm3", "llama")} | {
+    families = {a: a for a in ("phi3", "qwen2", "qwen3", "gemma3", "gpt2", "granite", "smollm3", "lfm2", "llama")} | {
         "ministral3": "mistral3"
     }
     return next(a for start, a in families.items() if name.startswith(start))
@@ -195,6 +200,8 @@ def model_tensors(name: str) -> dict[str, Any]:
             result = np.ascontiguousarray(array.T)
         if architecture(name) in PERMUTED and stored.split(".")[-2] in ("attn_q", "attn_k"):
             result = adjacent(array, config.head_dim)
+        if result.ndim == 3:  # of a convolution
+            result = (result.astype(np.uint32) << 16).view(np.float32)[:, 0] if result.dtype == np.uint16 else result[:, 0]
         if result.ndim == 1 and result.dtype == np.uint16:
             result = (result.astype(np.uint32) << 16).view(np.float32)
         tensors[stored] = result.astype(np.float32) if result.ndim == 1 else result
@@ -245,8 +252,12 @@ def model_keys(name: str) -> Keys:
         scaling |= {"yarn_beta_fast": yarn.beta_fast, "yarn_beta_slow": yarn.beta_slow, "yarn_log_multiplier": 1.0}
         keys |= {f"{a}.rope.scaling.{key}": value for key, value in scaling.items()}
         keys |= {f"{a}.attention.temperature_scale": config.query_scale, f"{a}.rope.dimension_count": config.head_dim}
+    kv_heads: Any = config.n_kv_heads
+    if config.conv:
+        kv_heads = [0 if i in config.conv.layers else kv_heads for i in range(config.n_layers)]
+        keys["lfm2.shortconv.l_cache"] = config.conv.n_taps
     return keys | {
-        f"{a}.attention.head_count_kv": config.n_kv_heads,
+        f"{a}.attention.head_count_kv": kv_heads,
         f"{a}.attention.layer_norm_rms_epsilon": config.norm_eps,
         f"{a}.rope.freq_base": config.rope_theta,
         f"{a}.attention.key_length": config.head_dim,
@@ -286,6 +297,7 @@ def tokenizer_keys(name: str) -> Keys:
             "qwen2": ("qwen2", "<|endoftext|>", "<|im_end|>"),
             "tekken": ("tekken", "<s>", "</s>"),
             "phi4": ("gpt-4o", "<|endoftext|>", "<|end|>"),
+            "lfm2": ("lfm2", "<|startoftext|>", "<|im_end|>"),
             "llama3": ("llama-bpe", "<|begin_of_text|>", "<|end_of_text|>"),
         }[name]
         keys |= {"model": "gpt2", "pre": pre, "merges": merges, "bos_token_id": vocabulary[bos], "eos_token_id": vocabulary[eos]}

@@ -25,6 +25,7 @@ from transformers import (
     GPT2Config,
     GraniteConfig,
     GraniteMoeHybridConfig,
+    Lfm2Config,
     LlamaConfig,
     Ministral3Config,
     Mistral3Config,
@@ -196,6 +197,31 @@ MODELS = {
     "phi3_long": (  # longer than the short ones from the middle of the tests' tokens, and of their continuation, on
         Phi3Config(**sizes(66, 24, 40, 2, 2, 1, partial_rotary_factor=0.5, **longrope(3, original=17))),
         torch.bfloat16,
+        {},
+    ),
+    "lfm2": (
+        Lfm2Config(**sizes(68, 32, 60, 4, 4, 2, block_multiple_of=16, layer_types=["conv", "conv", "full_attention", "conv"])),
+        torch.bfloat16,
+        {},
+    ),
+    "lfm2_biases": (
+        Lfm2Config(
+            **sizes(65, 20, 37, 3, 2, 1, tie_word_embeddings=False, block_auto_adjust_ff_dim=False, full_attn_idxs=[0, 2]),
+            conv_bias=True,
+            conv_L_cache=4,
+        ),
+        torch.float16,
+        {},
+    ),
+    "lfm2_odd": (
+        Lfm2Config(
+            **sizes(70, 36, 62, 3, 3, 3, tie_word_embeddings=False, block_multiple_of=5, block_ffn_dim_multiplier=1.3),
+            full_attn_idxs=[1],
+            conv_L_cache=2,
+            norm_eps=1e-6,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        ),
+        torch.float32,
         {},
     ),
     "gpt2": (GPT2Config(**gpt2_sizes(71, 64, 18, 2, 3)), torch.float32, {}),

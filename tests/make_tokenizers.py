@@ -1,7 +1,7 @@
 """Trains the tokenizers in tests/fixtures/tokenizers: `python -m tests.make_tokenizers`, with tokenizers 0.23.3 as committed.
 
 A family's way of splitting, spelling and beginning a text each, over a few words; the shapes are those that the published files
-of GPT-2, SmolLM2, Qwen2, Llama 3, Phi-4-mini, Ministral 3, Llama 2, Mistral and Gemma 3 have.
+of GPT-2, SmolLM2, Qwen2, Llama 3, Phi-4-mini, Ministral 3, LFM2, Llama 2, Mistral and Gemma 3 have.
 """
 
 import json
@@ -78,7 +78,18 @@ def llama3() -> Tokenizer:
     """The template puts <|begin_of_text|> in front."""
     tokenizer = byte_level([], [split("{1,3}")], False, 400)
     tokenizer.add_special_tokens(special("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|eot_id|>"))
-    bos = ("<|begin_of_text|>", tokenizer.token_to_id("<|begin_of_text|>"))
+    return begun(tokenizer, "<|begin_of_text|>")
+
+
+def lfm2() -> Tokenizer:
+    """As Llama 3's, its special tokens in front."""
+    names = special("<|pad|>", "<|startoftext|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    return begun(byte_level(names, [split("{1,3}")], False, 400), "<|startoftext|>")
+
+
+def begun(tokenizer: Tokenizer, name: str) -> Tokenizer:
+    """With a token of that name in front of texts."""
+    bos = (name, tokenizer.token_to_id(name))
     template = processors.TemplateProcessing(single=f"{bos[0]} $A", pair=f"{bos[0]} $A {bos[0]}:1 $B:1", special_tokens=[bos])
     tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
     return tokenizer
@@ -175,7 +186,7 @@ def gemma3() -> Tokenizer:
     return tokenizer
 
 
-KINDS = {make.__name__: make for make in (gpt2, smollm2, qwen2, llama3, phi4, tekken, llama2, mistral, metaspace, gemma3)}
+KINDS = {make.__name__: make for make in (gpt2, smollm2, qwen2, llama3, phi4, tekken, lfm2, llama2, mistral, metaspace, gemma3)}
 
 if __name__ == "__main__":
     FOLDER.mkdir(parents=True, exist_ok=True)

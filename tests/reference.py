@@ -146,6 +146,8 @@ def forward(config: Config, tensors: dict, tokens: list[int], window: int | None
     t = {name: tensor.astype(np.float64) if isinstance(tensor, np.ndarray) else tensor for name, tensor in tensors.items()}
     if config.architecture == "gpt2":
         return gpt2_forward(config, t, tokens, kept)
+    if config.conv:
+        t = ByLayer(t)
     n, eps, is_gemma = len(tokens), config.norm_eps, config.architecture == "gemma"
     local = replace(config, rope_theta=config.local_theta, rope_divisors=())
 
@@ -154,6 +156,12 @@ def forward(config: Config, tensors: dict, tokens: list[int], window: int | None
 
     def projected(x, c, i):
         return product(x, t[f"w{c}"][i]) + (t[f"b{c}"][i] if f"b{c}" in t else 0)
+
+    def mixed(x, i):
+        if config.conv and i in config.conv.layers:
+            return convolved(x, t, i, config.conv)
+        seen = None if is_gemma and sees_all(i) else window or config.window
+        return projected(attention(*(heads(x, c, i) for c in "qkv"), seen, kept, config.score_scale), "o", i)
 
     def heads(x, c, i):
         x = projected(x, c, i).reshape(n, -1, config.head_dim)
@@ -171,14 +179,38 @@ def forward(config: Config, tensors: dict, tokens: list[int], window: int | None
     embedding = t["tok_emb"]
     x = (embedding if isinstance(embedding, np.ndarray) else embedding.floats())[tokens] * config.embedding_scale
     for i in range(config.n_layers):
-        h, seen = rms_norm(x, t["rms_att"][i], eps), None if is_gemma and sees_all(i) else window or config.window
-        mixed = attention(*(heads(h, c, i) for c in "qkv"), seen, kept, config.score_scale)
-        x = x + branch(projected(mixed, "o", i), "rms_att_out", i)
+        x = x + branch(mixed(rms_norm(x, t["rms_att"][i], eps), i), "rms_att_out", i)
         h = rms_norm(x, t["rms_ffn"][i], eps)
         gate, up = projected(h, "1", i), projected(h, "3", i)
         gated = gelu(gate) if is_gemma else gate / (1 + np.exp(-gate))
         x = x + branch(projected(gated * up, "2", i), "rms_ffn_out", i)
     return product(rms_norm(x, t["rms_final"], eps), embedding if config.shared_classifier else t["wcls"])
+
+
+class ByLayer(dict):
+    """Tensors, of which those that only some layers have are called by their layer's number, as of layers, by number."""
+
+    def __init__(self, tensors: dict) -> None:
+        super().__init__(tensors)
+        for name, tensor in tensors.items():
+            layer, _, own = name.rpartition(".")
+            if layer:
+                self.setdefault(own, {})[int(layer)] = tensor
+
+
+def convolved(x, t, i, conv):
+    """c * conv(b * x), projected, of b, c, x = x projected; of the convolution's taps the last is that of the newest token."""
+
+    def projected(x, name):
+        return product(x, t[name][i]) + (t[f"{name}_bias"][i] if conv.bias else 0)
+
+    b, c, x = (projected(x, f"conv_{name}") for name in "bcx")
+    out = np.zeros(x.shape) + (t["conv_bias"][i] if conv.bias else 0)
+    for pos in range(len(x)):
+        for j in range(conv.n_taps):
+            if (seen := pos - (conv.n_taps - 1) + j) >= 0:
+                out[pos] += t["conv"][i][j] * (b * x)[seen]
+    return projected(c * out, "conv_out")
 
 
 def gpt2_forward(config: Config, t: dict, tokens: list[int], kept: type) -> np.ndarray:

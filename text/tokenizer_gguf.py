@@ -32,7 +32,7 @@ CASED_WORDS = (
 )
 GPT4O = ("gpt-4o",)
 TEKKEN = ("tekken",)  # Mistral's since Nemo, Ministral 3's
-LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "lfm2")
 THREE_DIGITS = (*LLAMA3, "dbrx", "smaug-bpe")  # Granite 4's and SmolLM3's
 QWEN2 = ("qwen2", "deepseek-r1-qwen")
 GPT2 = ("gpt-2", "gpt2", "phi-2")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specdec.architectures import Config, RopeScaling, YarnScaling, architecture_of
+from specdec.architectures import Config, ConvConfig, RopeScaling, YarnScaling, architecture_of
 from specdec.architectures.rope import fill_tables, positions_a_radian
 from specdec.decoding import CoupledVerifier
 from specdec.drafting.model_drafter import ModelDrafter
@@ -37,6 +37,10 @@ FAMILIES = {
     "gemma": Config(40, 50, 4, 4, 2, 105, 400, head_dim=24, window=13, full_layers=(2,), rope_divisors=(8.0,) * 12, **GEMMA),
     "phi 3": Config(40, 50, 2, 4, 2, 105, 400, head_dim=12, rope_scale=1.2, **LONGROPE),
     "ministral 3": Config(40, 50, 2, 4, 2, 105, 400, head_dim=20, rope_scale=1.1, **YARN),
+    "lfm2": Config(64, 96, 3, 4, 2, 105, 400, architecture="lfm2", qk_norm=True, conv=ConvConfig((0, 2))),
+    "lfm2, odd": Config(
+        40, 50, 3, 5, 1, 105, 400, False, "lfm2", norm_eps=1e-6, head_dim=12, qk_norm=True, conv=ConvConfig((1,), 4, True)
+    ),
     "gpt2": Config(48, 96, 2, 4, 4, 105, 400, architecture="gpt2"),
     "gpt2, odd": Config(40, 50, 2, 5, 5, 64, 400, False, architecture="gpt2", norm_eps=1e-6),
 }
@@ -129,7 +133,7 @@ POISON = 7  # the token whose values are not finite somewhere inside
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
-@pytest.mark.parametrize("name", ["everything", "gemma", "gpt2, odd"])
+@pytest.mark.parametrize("name", ["everything", "gemma", "lfm2, odd", "gpt2, odd"])
 def test_what_is_not_finite_goes_through_every_operation(name: str, value: float) -> None:
     """Of whichever tensor, in logits that the oracle has no number for."""
     config = FAMILIES[name]
@@ -145,7 +149,7 @@ def test_what_is_not_finite_goes_through_every_operation(name: str, value: float
         assert lost.any() and not np.isfinite(model.forward(text, len(text))[lost]).any(), tensor
 
 
-@pytest.mark.parametrize("name", ["gpt2, odd", "qwen3, heads across strips", "llama with biases", "gemma"])
+@pytest.mark.parametrize("name", ["gpt2, odd", "qwen3, heads across strips", "llama with biases", "gemma", "lfm2, odd"])
 def test_a_token_that_is_not_finite_leaves_nothing_behind(name: str) -> None:
     config = FAMILIES[name]
     tensors = random_tensors(config)

@@ -189,7 +189,7 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
         "llama",
         {"model_type": "gemma2"},
         '"gemma2" is not there; there are llama, mistral, qwen2, qwen3, granite, granitemoehybrid, smollm3, phi3, gemma3_text, '
-        "ministral3, gpt2, mistral3, gemma3",
+        "ministral3, lfm2, gpt2, mistral3, gemma3",
     ),
     ("llama", {"model_type": GONE}, "model_type"),
     ("llama", {"model_type": ["llama"]}, "model_type"),

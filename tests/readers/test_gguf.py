@@ -102,7 +102,8 @@ def model_of(path: Path) -> Transformer:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama3", "qwen3", "granite_hybrid", "smollm3", "phi3", "ministral3", "gemma3", "gemma3_half", "gpt2"]
+    "name",
+    ["llama3", "qwen3", "granite_hybrid", "smollm3", "phi3", "ministral3", "gemma3", "gemma3_half", "lfm2", "lfm2_odd", "gpt2"],
 )
 def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     """Of llama3 by the divisors that the file holds in the place of a formula."""

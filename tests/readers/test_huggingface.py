@@ -82,8 +82,38 @@ def gpt2_oracle(config: Config, t: dict[str, Any], i: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def lfm2_oracle(config: Config, t: dict[str, Any]) -> dict[str, Any]:
+    """All tensors; those that only some layers have by their layer's number."""
+    ours = {
+        "self_attn.q_proj": "wq", "self_attn.k_proj": "wk", "self_attn.v_proj": "wv", "self_attn.out_proj": "wo",
+        "self_attn.q_layernorm": "q_norm", "self_attn.k_layernorm": "k_norm", "conv.conv": "conv", "conv.out_proj": "conv_out",
+    }  # fmt: skip
+    of_all = {"rms_att": "operator_norm", "rms_ffn": "ffn_norm"} | {f"w{i}": f"feed_forward.w{i}" for i in (1, 2, 3)}
+    tensors = {
+        name: np.stack([t[f"model.layers.{i}.{stored}.weight"] for i in range(config.n_layers)])
+        for name, stored in of_all.items()
+    }
+    for full, array in t.items():
+        if not full.startswith("model.layers.") or any(stored in full for stored in of_all.values()):
+            continue
+        layer, stored, kind = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", full).groups()  # type: ignore[union-attr]
+        end = "_bias" if kind == "bias" else ""
+        if stored == "conv.in_proj":
+            parts = zip("bcx", np.split(array, 3), strict=True)
+            tensors |= {f"{layer}.conv_{letter}{end}": part for letter, part in parts}
+        elif (name := ours[stored]) in ("wq", "wk", "q_norm", "k_norm"):
+            tensors[f"{layer}.{name}"] = adjacent(array, config)
+        else:
+            tensors[f"{layer}.{name}{end}"] = array[:, 0].T if array.ndim == 3 else array
+    outer = {"tok_emb": "model.embed_tokens.weight", "rms_final": "model.embedding_norm.weight", "wcls": "lm_head.weight"}
+    return tensors | {name: t[full] for name, full in outer.items() if full in t}
+
+
 def oracle(name: str, config: Config) -> dict[str, Any]:
     tensors = {full.removeprefix("language_model."): array for full, (_, array) in folders.stored(FIXTURES / name).items()}
+    if config.architecture == "lfm2":
+        found = lfm2_oracle(config, tensors)  # taps are made, which are floats then
+        return found | {key: floats(array) for key, array in found.items() if key.endswith(".conv")}
     if config.architecture == "gpt2":
         tensors = {full.removeprefix("transformer."): array for full, array in tensors.items()}
         whole = {"tok_emb": "wte.weight", "pos_emb": "wpe.weight", "ln_final": "ln_f.weight", "ln_final_bias": "ln_f.bias"}
@@ -115,6 +145,7 @@ def test_every_tensor_is_the_stored_one_in_our_order_of_rows(name: str) -> None:
         ("llama3", "wq"),
         ("phi3", "wk"),
         ("phi3", "w3"),
+        ("lfm2", "w3"),
         ("qwen2", "wk"),
         ("qwen2", "bq"),
         ("qwen3", "k_norm"),
@@ -179,6 +210,8 @@ FEATURES: list[tuple[str, dict[str, Any]]] = [
     ("phi3_long", {"n_short": 0, "long_divisors": ()}),
     ("phi3", {"rope_scale": 1.0}),
     ("phi3_plain", {"window": 10}),
+    ("lfm2", {"norm_eps": 1e-2}),
+    ("lfm2_odd", {"rope_theta": 1e6}),
     ("mistral", {"window": 11}),
     ("mistral", {"window": 13}),
     ("qwen2_window", {"window": 0}),

@@ -21,7 +21,7 @@ pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec.text.tokenizer_json import JsonTokenizer
 from tests.test_real_models import SAMPLINGS, folder, text_of
 
-BYTE_LEVEL = ["gpt2", "smollm2", "qwen2", "llama3", "phi4", "tekken"]
+BYTE_LEVEL = ["gpt2", "smollm2", "qwen2", "llama3", "phi4", "tekken", "lfm2"]
 TEXTS = [
     "", " ", "  two", "Once upon a time", "I'm she'D we'LL they'Re", "1234 5,678.9", "a\n\n\tb \r\n", "été 日本 🙂🙂 Ωя",
     "e\u0301",
