@@ -2,14 +2,14 @@
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from threading import RLock
 from typing import Any
 
 from .checks import ids, is_list, short, strings, text, whole
-from .decoding import Event, Generation, Prefill, Prompt, VerifyMode, behind_prefill
+from .decoding import Event, Generation, Prefill, Prompt, Shape, VerifyMode, behind_prefill
 from .drafting.settings import AUTO, Gamma, Setting, Settings, TreeMode
 from .drafting.team import HEAD, NGRAM, Draftable, team_of
 from .drafting.tuning import Tuning
@@ -17,6 +17,7 @@ from .machine.ahead import end
 from .machine.threads import give_lock
 from .readers.loading import Loader, Pack, Progress, check_memory, longest_text, tell_nobody
 from .sampling import Sampling, sampling_with
+from .text import shapes
 from .text.templates import ChatTemplate, Message, TemplateError, template_of
 from .text.wording import worded
 from .tokenizer import AnyTokenizer
@@ -155,11 +156,18 @@ class SpeculativeDecoder:
         return tokens
 
     def stream(
-        self, prompt: Words = "", max_tokens: int = 256, sampling: Sampling = DEFAULT_SAMPLING, *, stop: Stop = ()
+        self,
+        prompt: Words = "",
+        max_tokens: int = 256,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        *,
+        stop: Stop = (),
+        shape: Shape | None = None,
     ) -> Iterator[Event]:
         """Events as they come: the `Prompt`, then `Step`s, each behind its `Proposal` where there is one.
 
-        prompt: a text, or ids (see `encode`). The text ends at an end mark, before a stop string, after max_tokens beyond the
+        prompt: a text, or ids (see `encode`); shape: what may follow it (`json_schema`, `json_object`, `regex`), by default
+        anything. The text ends at an end mark, before a stop string, where its shape is complete, after max_tokens beyond the
         prompt, or at the target's seq_len; it is `"".join(event.text for event in stream if not isinstance(event, Proposal))`,
         of whole characters at any time.
 
@@ -172,7 +180,7 @@ class SpeculativeDecoder:
         if not isinstance(sampling, Sampling):
             raise TypeError(f"sampling is {short(sampling, repr)}; expected Sampling(temperature=..., seed=...)")
         self.warm_up()
-        return worded(self._tuning.events(tokens, max_tokens, sampling, self._settings), self.tokenizer, stops)
+        return worded(self._tuning.events(tokens, max_tokens, sampling, self._settings, shape), self.tokenizer, stops)
 
     def generate(
         self,
@@ -181,6 +189,7 @@ class SpeculativeDecoder:
         sampling: Sampling = DEFAULT_SAMPLING,
         *,
         stop: Stop = (),
+        shape: Shape | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -192,7 +201,22 @@ class SpeculativeDecoder:
         """
         sampling = sampling_with(sampling, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         with self._turn:
-            return self._whole(self.stream(prompt, max_tokens, sampling, stop=stop))
+            return self._whole(self.stream(prompt, max_tokens, sampling, stop=stop, shape=shape))
+
+    def json_schema(self, schema: Mapping[str, Any]) -> Shape:
+        """A text that is one JSON value by that schema, its separators ", " and ": ".
+
+        Raises ValueError for a schema that is none, or that uses what is not done here, and where the package is missing.
+        """
+        return shapes.json_schema(self.tokenizer, schema)
+
+    def json_object(self) -> Shape:
+        """A text that is any one JSON object, written as `json_schema` says."""
+        return shapes.json_object(self.tokenizer)
+
+    def regex(self, pattern: str) -> Shape:
+        """A text that the pattern matches as a whole, in the syntax of Rust's regex, without look-around. Raises ValueError."""
+        return shapes.regex(self.tokenizer, pattern)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """A conversation's tokens as the model's template has them, up to where the answer begins.
@@ -203,10 +227,16 @@ class SpeculativeDecoder:
         return self.chat_template.encode(self.tokenizer, messages, self.n_positions)
 
     def chat(
-        self, messages: Sequence[Message], max_tokens: int = 1024, sampling: Sampling = DEFAULT_SAMPLING, *, stop: Stop = ()
+        self,
+        messages: Sequence[Message],
+        max_tokens: int = 1024,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        *,
+        stop: Stop = (),
+        shape: Shape | None = None,
     ) -> Iterator[Event]:
         """The answer to a conversation as it comes: `stream` of `encode_chat`, but that its `Prompt` has no text."""
-        events = self.stream(self.encode_chat(messages), max_tokens, sampling, stop=stop)
+        events = self.stream(self.encode_chat(messages), max_tokens, sampling, stop=stop, shape=shape)
         return (replace(event, text="") if isinstance(event, Prompt) else event for event in events)
 
     def answer(
@@ -216,6 +246,7 @@ class SpeculativeDecoder:
         sampling: Sampling = DEFAULT_SAMPLING,
         *,
         stop: Stop = (),
+        shape: Shape | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -224,7 +255,7 @@ class SpeculativeDecoder:
         """The whole answer to a conversation, which is the generation's text; all else as `generate` and `encode_chat` say."""
         sampling = sampling_with(sampling, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         with self._turn:
-            return self._whole(self.chat(messages, max_tokens, sampling, stop=stop))
+            return self._whole(self.chat(messages, max_tokens, sampling, stop=stop, shape=shape))
 
     def read(self, tokens: list[int]) -> Iterator[float]:
         """Run a prompt's tokens into the caches, some at a time; tells the share of that work that is done, 0 at first.
@@ -234,10 +265,16 @@ class SpeculativeDecoder:
         return read([*self._team.models.values()], tokens)
 
     def read_and_stream(
-        self, prompt: list[int], max_tokens: int, sampling: Sampling = DEFAULT_SAMPLING, *, stop: Stop = ()
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        *,
+        stop: Stop = (),
+        shape: Shape | None = None,
     ) -> Iterator[Event | Prefill]:
         """`stream` of a prompt's tokens, behind a `Prefill` for each share of `read`."""
-        return behind_prefill(prompt, self.read(prompt), self.stream(prompt, max_tokens, sampling, stop=stop))
+        return behind_prefill(prompt, self.read(prompt), self.stream(prompt, max_tokens, sampling, stop=stop, shape=shape))
 
     def warm_up(self) -> None:
         """Compile, or load, whatever a text of these settings needs, measure what it takes and, unless it was given, choose the

@@ -41,6 +41,8 @@ from .sampling import (
 
 VerifyMode = Literal["coupled", "rejection", "block"]
 StopReason = str  # a name of an end mark, "stop" (a stop string), "max_tokens", "seq_len" or "interrupted"
+SHAPE_ENDS: StopReason = "eos"  # of a text whose shape is complete, where the model has no end marks
+MOST_FORCED = 31  # tokens of a proposal that a shape makes: half a pass
 
 
 @dataclass(frozen=True)
@@ -405,6 +407,36 @@ def judge_proposals(verifier: Callable[[int, Sampling], Verifier], vocab_size: i
     verifier(vocab_size, Sampling(temperature=0.0)).judge(logits, Draft([1, 2], None, parents), 1)
 
 
+class Shape(Protocol):
+    """What a text may say, whatever its target would: its tokens are drawn from logits that a `Walk` has masked."""
+
+    def begin(self, prompt: list[int]) -> "Walk":
+        """Of a text behind that prompt."""
+
+
+class Walk(Protocol):
+    """Where a text stands in its shape. Raises ValueError where no token can follow that the shape allows."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing may follow but an end mark."""
+
+    def forced(self, most: int) -> list[int]:
+        """Tokens, up to so many, that follow whatever the logits are, since each is all that may; no end marks."""
+
+    def n_allowed(self, tokens: list[int]) -> int:
+        """How many of the tokens may follow, one behind the other."""
+
+    def mask(self, logits: Float32, draft: Draft) -> None:
+        """Make -inf of what may not follow, in each row (V,) of those that `Verifier.judge` gets.
+
+        Rows that are not finite stay so, to be told of; so do those behind a token that may not follow, where nobody looks.
+        """
+
+    def takes(self, tokens: list[int]) -> None:
+        """The text has grown by those."""
+
+
 class Target(Protocol):
     """What the loop asks of a model: logits at the last tokens of a text, under a lock as long as they are read."""
 
@@ -424,7 +456,8 @@ class Text:
 
     Between the halves stands a pass, whoever runs it: `decode` does for one text; others may let texts take turns or share one.
     tokens: the prompt's, then the text's; n_positions: the target's; plan: how long proposals get; end_marks: tokens that end a
-    text, with their names. draft: the last proposal; stop_reason: None until the text has ended.
+    text, with their names; shape: what it may say, by default anything. draft: the last proposal; stop_reason: None until the
+    text has ended.
     """
 
     tokens: list[int]
@@ -434,12 +467,15 @@ class Text:
     verifier: Verifier
     plan: Plan
     end_marks: Mapping[int, str]
+    shape: Shape | None = None
 
     def __post_init__(self) -> None:
         # The last token is never run, so a text may have one token more than the target has positions.
         self._limit = min(len(self.tokens) + self.max_tokens, self.n_positions + 1)
         self.stop_reason: StopReason | None = None
         self.draft, self._draft_seconds = Draft([]), 0.0
+        self._walk = self.shape.begin(self.tokens) if self.shape else None
+        self._is_forced = False  # whether the shape proposed, and not the drafter
 
     @property
     def has_ended(self) -> bool:
@@ -447,16 +483,31 @@ class Text:
 
     def wants(self) -> Draft:
         """The first half: what the pass is to run behind the text's last token (`run`); the tokens may be none."""
-        begin = time.perf_counter()
-        is_drafted = self.drafter and self.plan.begins(self._limit - len(self.tokens) - 1)
-        self.draft = self.drafter.propose(self.tokens, self.plan) if self.drafter and is_drafted else Draft([])
+        begin, room = time.perf_counter(), self._limit - len(self.tokens) - 1
+        forced = self._walk.forced(min(room, MOST_FORCED)) if self._walk else []
+        self._is_forced = bool(forced)
+        if forced:
+            self.draft = Draft(forced)
+        else:
+            is_drafted = self.drafter and self.plan.begins(room)
+            draft = self.drafter.propose(self.tokens, self.plan) if self.drafter and is_drafted else Draft([])
+            self.draft = self._within_shape(draft) if self._walk else draft
         self._draft_seconds = time.perf_counter() - begin
         return self.draft
+
+    def _within_shape(self, draft: Draft) -> Draft:
+        """A chain up to the first token that the shape refuses: without it where the text is the same whatever is proposed, else
+        with it, since where a proposal ends may not depend on a token that was drawn and left out."""
+        if not self._walk or not draft.tokens or draft.parents is not None:
+            return draft
+        n = self._walk.n_allowed(draft.tokens) + (not isinstance(self.verifier, CoupledVerifier))
+        return Draft(draft.tokens[:n], draft.q[:n] if draft.q else None)
 
     def judge(self, logits: Float32) -> tuple[list[int], int]:
         """What the text goes on with, up to and with an end mark or the first that is not the proposal; how many of it stood.
 
-        logits: (n + 1, V) for n proposals. Changes nothing: it may be asked again where another pass has overwritten them.
+        logits: (n + 1, V) for n proposals, which a shape masks. Changes nothing else: it may be asked again where another pass
+        has overwritten them.
         Raises ValueError for logits that no token can be drawn from.
         """
         draft, end_marks = self.draft, self.end_marks
@@ -464,6 +515,8 @@ class Text:
         end = next((i for i, token in enumerate(draft.tokens, 1) if token in end_marks), None) if draft.parents is None else None
         if end:
             draft, logits = replace(draft, tokens=draft.tokens[:end]), logits[:end]
+        if self._walk:
+            self._walk.mask(logits, draft)
         tokens, n_accepted = self.verifier.judge(logits, draft, len(self.tokens))
         if draft.parents is not None:  # where an end mark has no children
             end = next((i for i, token in enumerate(tokens, 1) if token in end_marks), len(tokens))
@@ -481,10 +534,15 @@ class Text:
         if new[-1] in self.end_marks:
             self.stop_reason = self.end_marks[new.pop()]
         self.tokens += new
+        if self._walk and self.stop_reason is None:
+            self._walk.takes(new)
+            if self._walk.is_over:
+                self.stop_reason = next(iter(self.end_marks.values()), SHAPE_ENDS)
         if self.stop_reason is None and len(self.tokens) == self._limit:
             self.stop_reason = "seq_len" if self._limit > self.n_positions else "max_tokens"
         n_nodes, draft_seconds = len(draft.tokens), self._draft_seconds
-        self.plan.saw(n_nodes, n_accepted, seconds, draft_seconds)
+        if not self._is_forced:
+            self.plan.saw(n_nodes, n_accepted, seconds, draft_seconds)
         return Step(new, walked, n_accepted, seconds + draft_seconds, draft_seconds, self.stop_reason, n_nodes)
 
 
@@ -511,6 +569,7 @@ def decode(
     max_tokens: int,
     plan: Plan,
     end_marks: Mapping[int, str],
+    shape: Shape | None = None,
 ) -> Iterator[Event]:
     """Continue the prompt by up to max_tokens tokens: the prompt, then steps, each behind its proposal where there is one.
 
@@ -518,7 +577,7 @@ def decode(
     where the target's logits are not finite.
     """
     begin = time.perf_counter()
-    text = Text([*prompt], max_tokens, target.n_positions, drafter, verifier, plan, end_marks)
+    text = Text([*prompt], max_tokens, target.n_positions, drafter, verifier, plan, end_marks, shape)
     target.forward(prompt[:-1], n_logits=0)
     if drafter:
         drafter.get_ready(prompt)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from ..decoding import VERIFIERS, Drafter, Event, Plan, Step, decode, judge_proposals
+from ..decoding import VERIFIERS, Drafter, Event, Plan, Shape, Step, decode, judge_proposals
 from ..sampling import Sampler, Sampling
 from .estimates import Acceptance, Costs
 from .heads import Head
@@ -43,11 +43,13 @@ class Tuning:
 
             self._stage = Stage(team.draft.model, self._vocabulary, team.stage, self._end_marks)
 
-    def events(self, tokens: list[int], max_tokens: int, sampling: Sampling, settings: Settings) -> Iterator[Event]:
+    def events(
+        self, tokens: list[int], max_tokens: int, sampling: Sampling, settings: Settings, shape: Shape | None = None
+    ) -> Iterator[Event]:
         """A text's, of whatever is warm."""
         verifier = VERIFIERS[settings.verify](self._vocabulary.n_target, sampling)
         plan, drafter = self._planned(sampling, verifier.draft_noise, settings)
-        events = decode(self._team.target, drafter, verifier, tokens, max_tokens, plan, self._end_marks)
+        events = decode(self._team.target, drafter, verifier, tokens, max_tokens, plan, self._end_marks, shape)
         return self._pace.over(events) if self._pace else events
 
     def _planned(self, sampling: Sampling, noise: Callable[[int], int], settings: Settings) -> tuple[Plan, Drafter | None]:

@@ -1,0 +1,46 @@
+"""What a grammar becomes, and whether it becomes anything: asked first of a process of its own, since it comes from strangers.
+
+A schema of a few kilobytes can take minutes to build. Here is what both sides do; nothing is imported before it is needed.
+"""
+
+from typing import Any
+
+MOST_BYTES = 2 << 30
+
+
+def matcher_of(vocabulary: Any, grammar: str) -> Any:
+    """llguidance's matcher of a grammar at its beginning. Raises ValueError with what it says where there is none."""
+    import llguidance
+
+    limits = llguidance.LLParserLimits(verbose_errors=False)
+    matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error() or matcher.get_error():
+        raise ValueError(matcher.get_error())
+    if matcher.is_stopped():
+        raise ValueError("it allows the empty text alone")
+    return matcher
+
+
+class _Bytes:
+    """A vocabulary of all bytes, as llguidance takes one: by these names."""
+
+    is_tokenizer_wrapper, bos_token_id, eos_token_id, special_token_ids = True, None, 256, ()
+    tokens = (*(bytes([byte]) for byte in range(256)), b"")
+
+    def __call__(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+def answer(request: dict[str, Any], data: bytes) -> dict[str, Any]:
+    """What is wrong with a "grammar"; nothing where it can be used."""
+    import llguidance
+
+    try:
+        matcher_of(llguidance.LLTokenizer(_Bytes()), request["grammar"])
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the library is no Exception
+        return {"error": str(error) or type(error).__name__}
+    return {}

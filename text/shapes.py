@@ -1,0 +1,297 @@
+"""Shapes of texts: JSON by a schema, any JSON object, what a regex matches. Knows nothing of models.
+
+The package llguidance says which tokens may follow. Where a shape leaves one continuation it allows one token alone, the first of
+how the tokenizer would write that continuation, so that the text is written as the model has learnt to.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .. import checks
+from ..decoding import Draft, Walk
+from ..readers import extras
+from ..tokenizer import NO_TEXT_YET, AnyTokenizer
+from .shape_worker import matcher_of
+from .workers import Unanswered, Worker
+
+NEEDS = {extras.GUIDANCE: "to write in a shape"}
+MOST_SCHEMA, MOST_PATTERN = 100_000, 10_000  # characters
+MOST_REPEATED = 100_000  # times that a part of a pattern may stand
+BUILDING_SECONDS = 3.0
+KEPT_SHAPES, KEPT_VOCABULARIES, KEPT_SPELLINGS = 64, 4, 4096
+MOST_SPELLED = 256  # characters: so far ahead the tokenizer writes what must follow
+STYLE = {
+    "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": False, "lenient": False,
+}  # fmt: skip
+SPECIAL = b"\xff"  # what llguidance begins the names of special tokens with; no text holds it
+# of a regex: what repeats or may hold a repetition, and whatever else
+_PARTS = re.compile(r"\\[pPxuU]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(|\{(\d{1,18})(?:,(\d{0,18}))?\}|.", re.DOTALL)
+
+
+class GuidedShape:
+    """A grammar that has been built for a tokenizer; see `decoding.Shape`."""
+
+    def __init__(self, vocabulary: "_Vocabulary", matcher: Any) -> None:
+        self._vocabulary, self._matcher = vocabulary, matcher
+
+    def begin(self, prompt: list[int]) -> Walk:
+        walk = GuidedWalk(self._vocabulary, self._matcher.deep_copy())
+        if self._vocabulary.loses_space(prompt) and (walk.allowed() & self._vocabulary.spaced).any():
+            raise ValueError("the shape may begin with a space, which a text without a prompt loses; give it a prompt")
+        return walk
+
+
+class GuidedWalk:
+    """Where a text stands in its shape; see `decoding.Walk`."""
+
+    def __init__(self, vocabulary: "_Vocabulary", matcher: Any) -> None:
+        self._vocabulary, self._matcher = vocabulary, matcher
+        self._n = len(vocabulary.tokens)
+        self._words = np.empty(-(-self._n // 32), "<u4")
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self._matcher.is_stopped())
+
+    def allowed(self) -> Any:
+        """Which tokens may follow: (V,) bool."""
+        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        self._check()
+        return np.unpackbits(self._words.view(np.uint8), count=self._n, bitorder="little").view(bool)
+
+    def forced(self, most: int) -> list[int]:
+        tokens = list[int]()
+        while len(tokens) < most and (next_ones := self._matcher.compute_ff_tokens()):
+            if not self._matcher.try_consume_tokens(next_ones[:1]):
+                break
+            tokens.append(next_ones[0])
+        self._back(len(tokens))
+        self._check()
+        return tokens
+
+    def n_allowed(self, tokens: list[int]) -> int:
+        return int(self._matcher.validate_tokens(tokens))
+
+    def mask(self, logits: Any, draft: Draft) -> None:
+        self._mask_behind(logits, draft, -1)
+
+    def _mask_behind(self, logits: Any, draft: Draft, node: int) -> None:
+        """The row of a proposed token, or, of -1, that behind the text; then those of what is proposed behind it."""
+        row = logits[node + 1]
+        if not np.isfinite(row.max()):  # damaged weights are to be told of
+            return
+        allowed, n = self.allowed(), min(self._n, len(row))
+        np.copyto(row[:n], -np.inf, where=~allowed[:n])
+        row[n:] = -np.inf
+        for child in draft.children(node):
+            if child + 1 < len(logits) and self._matcher.try_consume_tokens([draft.tokens[child]]):
+                self._mask_behind(logits, draft, child)
+                self._back(1)
+
+    def takes(self, tokens: list[int]) -> None:
+        self._matcher.consume_tokens(tokens)
+        self._check()
+
+    def _back(self, n: int) -> None:
+        if n:
+            self._matcher.rollback(n)
+
+    def _check(self) -> None:
+        """Raises ValueError where nothing fits any more, which llguidance takes for an end."""
+        if self._matcher.is_error():
+            trouble = self._vocabulary.trouble or ValueError(f"the shape cannot go on: {_reason(self._matcher.get_error())}")
+            raise trouble
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance takes one, by the names that it asks for: the bytes of each token, and how a text is written.
+
+    trouble: what went wrong within a call, of which llguidance tells nothing; spaced: (V,) which tokens begin with a space.
+    """
+
+    is_tokenizer_wrapper, bos_token_id = True, None
+
+    def __init__(self, tokenizer: AnyTokenizer) -> None:
+        import llguidance
+
+        said = [tokenizer.says(token) or b"" for token in range(tokenizer.vocab_size)]
+        self.tokens = [b"" if each.startswith(SPECIAL) else each for each in said]
+        marks = [token for token in tokenizer.end_marks if token < len(said)]
+        if not marks:
+            marks = [len(self.tokens)]
+            self.tokens.append(b"")
+        self.eos_token_id, self.special_token_ids = marks[0], list[int]()
+        self._tokenizer = tokenizer
+        self._spellings: dict[str, list[int]] = {}
+        self.spaced = np.array([each.startswith(b" ") for each in self.tokens])
+        self.trouble: Exception | None = None
+        self.guidance = llguidance.LLTokenizer(self, eos_token=marks)
+
+    def __call__(self, text: str) -> list[int]:
+        text = text[:MOST_SPELLED]
+        if text not in self._spellings:
+            if len(self._spellings) >= KEPT_SPELLINGS:
+                self._spellings.clear()
+            try:
+                self._spellings[text] = self._spelled(text)
+            except Exception as error:
+                self.trouble = error
+                raise
+        return self._spellings[text]
+
+    def _spelled(self, text: str) -> list[int]:
+        """The tokens of a text that is no text's beginning."""
+        data = text.encode()
+        for before in ("", "\n"):  # behind which no tokenizer puts a space
+            ids = [token for token in self._tokenizer.encode(before + text) if self.tokens[token]]
+            for i in range(min(len(ids), len(before) + 2)):
+                if b"".join([self.tokens[token] for token in ids[i:]]) == data:
+                    return ids[i:]
+        ids, at = [], 0
+        while at < len(data):
+            ends = range(min(len(data), at + self._longest), at, -1)
+            end = next((end for end in ends if data[at:end] in self._ids), None)
+            if end is None:
+                raise ValueError(f"{self._tokenizer.path} has no token for the byte {data[at]}, which the shape wants")
+            ids.append(self._ids[data[at:end]])
+            at = end
+        return ids
+
+    @functools.cached_property
+    def _ids(self) -> dict[bytes, int]:
+        return {each: token for token, each in enumerate(self.tokens) if each}
+
+    @functools.cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._ids))
+
+    def loses_space(self, prompt: list[int]) -> bool:
+        """Whether a text that goes on behind those tokens would begin without the space of its first token."""
+        before = NO_TEXT_YET
+        for token in prompt:
+            before = self._tokenizer.piece(token, before)[1]
+        spaced = int(self.spaced.argmax())
+        return bool(self.spaced[spaced]) and self._tokenizer.piece(spaced, before)[0] != self.tokens[spaced]
+
+
+def json_schema(tokenizer: AnyTokenizer, schema: Mapping[str, Any]) -> GuidedShape:
+    """One JSON value by a schema (JSON Schema, as far as llguidance does it), without space but behind "," and ":".
+
+    Raises ValueError, in a line, for a schema that cannot be used, and where llguidance is missing.
+    """
+    if not isinstance(schema, Mapping):
+        raise TypeError(f"the schema is {checks.short(schema, repr)}; expected an object")
+    if "x-guidance" in schema:
+        raise ValueError("the schema uses x-guidance, which is not done here")
+    try:
+        text = json.dumps({**schema, "x-guidance": STYLE}, allow_nan=False, ensure_ascii=False)
+        text.encode()
+    except (RecursionError, TypeError, ValueError) as error:
+        nested = "it is nested beyond all bounds"
+        reason = nested if isinstance(error, RecursionError) else checks.short(error)
+        raise ValueError(f"the schema is no JSON: {reason}") from None
+    if len(text) > MOST_SCHEMA:
+        raise ValueError(f"the schema has {len(text)} characters; at most {MOST_SCHEMA} are read")
+    for pattern in _patterns(schema):
+        _check_repeats(f"the schema's pattern {checks.short(pattern, repr)}", pattern)
+    return _built(tokenizer, "schema", f'{{"grammars": [{{"json_schema": {text}}}]}}')
+
+
+def json_object(tokenizer: AnyTokenizer) -> GuidedShape:
+    """Any one JSON object, written as `json_schema` says."""
+    return json_schema(tokenizer, {"type": "object"})
+
+
+def regex(tokenizer: AnyTokenizer, pattern: str) -> GuidedShape:
+    """What a pattern of Rust's regex syntax matches as a whole; without look-around. Raises ValueError, in a line."""
+    if not checks.text("the regex", pattern):
+        raise ValueError("the regex is ''; expected one that allows more than the empty text")
+    if len(pattern) > MOST_PATTERN:
+        raise ValueError(f"the regex has {len(pattern)} characters; at most {MOST_PATTERN} are read")
+    _check_repeats("the regex", pattern)
+    return _built(tokenizer, "regex", pattern)
+
+
+def _built(tokenizer: AnyTokenizer, kind: str, said: str) -> GuidedShape:
+    """The shape of a regex, or of a schema's grammar."""
+    if lacking := extras.missing(NEEDS):
+        raise ValueError(lacking)
+    try:
+        return _kept(tokenizer, said, kind == "regex")
+    except ValueError as error:
+        raise ValueError(f"the {kind} cannot be used: {_reason(str(error))}") from None
+
+
+@functools.lru_cache(KEPT_SHAPES)
+def _kept(tokenizer: AnyTokenizer, said: str, is_regex: bool) -> GuidedShape:
+    """One for all who ask, whose lexers share what they have found out. Raises ValueError with llguidance's words."""
+    import llguidance
+
+    grammar = llguidance.LLMatcher.grammar_from_regex(said) if is_regex else said
+    try:
+        trouble = _BUILDER.ask({"grammar": grammar}, BUILDING_SECONDS).get("error")
+    except Unanswered as error:
+        raise ValueError("it takes too long to build" if error.is_late else "it needs too much memory") from None
+    except OSError as error:
+        raise ValueError(f"no process to build it in: {error.strerror or error}") from None
+    if trouble:
+        raise ValueError(trouble)
+    vocabulary = _vocabulary(tokenizer)
+    try:
+        return GuidedShape(vocabulary, matcher_of(vocabulary.guidance, grammar))
+    except ValueError:
+        raise vocabulary.trouble or ValueError(f"{tokenizer.path} has no token that it could begin with") from None
+
+
+_vocabulary = functools.lru_cache(KEPT_VOCABULARIES)(_Vocabulary)
+_BUILDER = Worker("shape_worker")
+
+
+def _reason(words: str) -> str:
+    """What is wrong, of what llguidance says in several lines."""
+    if found := re.search(r"Unimplemented keys: \[(.*?)\]", words):
+        keys = found[1].replace('"', "")
+        return f"it uses {keys}, which {'are' if ',' in keys else 'is'} not done here"
+    if "NoExtension" in words:
+        return "nothing fits it"
+    line = next((line for line in reversed(words.split("\n")) if line.startswith("error: ")), words.split("\n")[0])
+    line = " ".join(line.removeprefix("error: ").split())
+    return line if len(line) <= 160 else f"{line[:157]}..."
+
+
+def _patterns(schema: Any) -> list[str]:
+    """All regexes that a schema names."""
+    found, todo = list[str](), [schema]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, Mapping):
+            pattern, properties = value.get("pattern"), value.get("patternProperties")
+            found += [pattern] if isinstance(pattern, str) else []
+            found += properties if isinstance(properties, Mapping) else []
+        if isinstance(value, Mapping | list):
+            todo += value.values() if isinstance(value, Mapping) else value
+    return found
+
+
+def _check_repeats(name: str, pattern: str) -> None:
+    """Refuses counts whose product, of a part within a part, is so large that it would take seconds to write what is forced."""
+    levels = list[int]()  # of the groups around this one
+    most, last = 1, 1  # times that something within this group stands, and that the last atom does
+    for part in _PARTS.finditer(pattern):
+        if part[0][0] == "(":
+            levels.append(most)
+            most = last = 1
+        elif part[0] == ")":
+            last, most = most, max(most, levels.pop() if levels else 1)
+        elif part[0][0] == "{":
+            last *= max(1, *(int(n or 0) for n in part.groups()))
+            most = max(most, last)
+        else:
+            last = 1
+        if most > MOST_REPEATED:
+            raise ValueError(f"{name} repeats a part {most} times; at most {MOST_REPEATED}")
