@@ -47,7 +47,8 @@ class Tuning:
         self, tokens: list[int], max_tokens: int, sampling: Sampling, settings: Settings, shape: Shape | None = None
     ) -> Iterator[Event]:
         """A text's, of whatever is warm."""
-        verifier = VERIFIERS[settings.verify](self._vocabulary.n_target, sampling)
+        verify = settings.verify if self._team.draft.source else "coupled"  # tokens that a shape forces stand by any
+        verifier = VERIFIERS[verify](self._vocabulary.n_target, sampling)
         plan, drafter = self._planned(sampling, verifier.draft_noise, settings)
         events = decode(self._team.target, drafter, verifier, tokens, max_tokens, plan, self._end_marks, shape)
         return self._pace.over(events) if self._pace else events

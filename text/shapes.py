@@ -211,6 +211,8 @@ def regex(tokenizer: AnyTokenizer, pattern: str) -> GuidedShape:
     """What a pattern of Rust's regex syntax matches as a whole; without look-around. Raises ValueError, in a line."""
     if not checks.text("the regex", pattern):
         raise ValueError("the regex is ''; expected one that allows more than the empty text")
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # llguidance drops it
+        raise ValueError(f"the regex {checks.short(pattern, repr)} ends in a backslash; expected what it escapes")
     if len(pattern) > MOST_PATTERN:
         raise ValueError(f"the regex has {len(pattern)} characters; at most {MOST_PATTERN} are read")
     _check_repeats("the regex", pattern)
