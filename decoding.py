@@ -534,9 +534,9 @@ class Text:
         if new[-1] in self.end_marks:
             self.stop_reason = self.end_marks[new.pop()]
         self.tokens += new
-        if self._walk and self.stop_reason is None:
+        if self._walk:
             self._walk.takes(new)
-            if self._walk.is_over:
+            if self._walk.is_over:  # whichever mark was drawn, if one was: it would depend on what was proposed
                 self.stop_reason = next(iter(self.end_marks.values()), SHAPE_ENDS)
         if self.stop_reason is None and len(self.tokens) == self._limit:
             self.stop_reason = "seq_len" if self._limit > self.n_positions else "max_tokens"

@@ -14,11 +14,10 @@ def matcher_of(vocabulary: Any, grammar: str) -> Any:
 
     limits = llguidance.LLParserLimits(verbose_errors=False)
     matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    if matcher.is_error() or matcher.get_error():
+    n_allowed = int.from_bytes(matcher.compute_bitmask(), "little").bit_count()
+    if matcher.is_error():
         raise ValueError(matcher.get_error())
-    if matcher.is_stopped():
+    if matcher.is_accepting() and n_allowed == len(vocabulary.eos_tokens):
         raise ValueError("it allows the empty text alone")
     return matcher
 

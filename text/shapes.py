@@ -104,14 +104,13 @@ class GuidedWalk:
     def _check(self) -> None:
         """Raises ValueError where nothing fits any more, which llguidance takes for an end."""
         if self._matcher.is_error():
-            trouble = self._vocabulary.trouble or ValueError(f"the shape cannot go on: {_reason(self._matcher.get_error())}")
-            raise trouble
+            raise self._vocabulary.told() or ValueError(f"the shape cannot go on: {_reason(self._matcher.get_error())}")
 
 
 class _Vocabulary:
     """A tokenizer as llguidance takes one, by the names that it asks for: the bytes of each token, and how a text is written.
 
-    trouble: what went wrong within a call, of which llguidance tells nothing; spaced: (V,) which tokens begin with a space.
+    spaced: (V,) which tokens begin with a space.
     """
 
     is_tokenizer_wrapper, bos_token_id = True, None
@@ -129,7 +128,7 @@ class _Vocabulary:
         self._tokenizer = tokenizer
         self._spellings: dict[str, list[int]] = {}
         self.spaced = np.array([each.startswith(b" ") for each in self.tokens])
-        self.trouble: Exception | None = None
+        self._trouble: Exception | None = None
         self.guidance = llguidance.LLTokenizer(self, eos_token=marks)
 
     def __call__(self, text: str) -> list[int]:
@@ -140,9 +139,14 @@ class _Vocabulary:
             try:
                 self._spellings[text] = self._spelled(text)
             except Exception as error:
-                self.trouble = error
+                self._trouble = error
                 raise
         return self._spellings[text]
+
+    def told(self) -> Exception | None:
+        """What went wrong within the last call, of which llguidance makes an error of its own."""
+        trouble, self._trouble = self._trouble, None
+        return trouble
 
     def _spelled(self, text: str) -> list[int]:
         """The tokens of a text that is no text's beginning."""
@@ -209,8 +213,7 @@ def json_object(tokenizer: AnyTokenizer) -> GuidedShape:
 
 def regex(tokenizer: AnyTokenizer, pattern: str) -> GuidedShape:
     """What a pattern of Rust's regex syntax matches as a whole; without look-around. Raises ValueError, in a line."""
-    if not checks.text("the regex", pattern):
-        raise ValueError("the regex is ''; expected one that allows more than the empty text")
+    checks.text("the regex", pattern)
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # llguidance drops it
         raise ValueError(f"the regex {checks.short(pattern, repr)} ends in a backslash; expected what it escapes")
     if len(pattern) > MOST_PATTERN:
@@ -247,7 +250,7 @@ def _kept(tokenizer: AnyTokenizer, said: str, is_regex: bool) -> GuidedShape:
     try:
         return GuidedShape(vocabulary, matcher_of(vocabulary.guidance, grammar))
     except ValueError:
-        raise vocabulary.trouble or ValueError(f"{tokenizer.path} has no token that it could begin with") from None
+        raise vocabulary.told() or ValueError(f"{tokenizer.path} has no token that it could begin with") from None
 
 
 _vocabulary = functools.lru_cache(KEPT_VOCABULARIES)(_Vocabulary)
