@@ -2,6 +2,7 @@
 
 import functools
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -9,7 +10,7 @@ from threading import RLock
 from typing import Any
 
 from .checks import ids, is_list, short, strings, text, whole
-from .decoding import Event, Generation, Prefill, Prompt, Shape, VerifyMode, behind_prefill
+from .decoding import Event, Generation, Prefill, Prompt, Shape, VerifyMode
 from .drafting.settings import AUTO, Gamma, Setting, Settings, TreeMode
 from .drafting.team import HEAD, NGRAM, Draftable, team_of
 from .drafting.tuning import Tuning
@@ -274,7 +275,7 @@ class SpeculativeDecoder:
         shape: Shape | None = None,
     ) -> Iterator[Event | Prefill]:
         """`stream` of a prompt's tokens, behind a `Prefill` for each share of `read`."""
-        return behind_prefill(prompt, self.read(prompt), self.stream(prompt, max_tokens, sampling, stop=stop, shape=shape))
+        return _behind_prefill(prompt, self.read(prompt), self.stream(prompt, max_tokens, sampling, stop=stop, shape=shape))
 
     def warm_up(self) -> None:
         """Compile, or load, whatever a text of these settings needs, measure what it takes and, unless it was given, choose the
@@ -289,6 +290,16 @@ class SpeculativeDecoder:
         generation = Generation.of(events)
         generation.statistics.plain_seconds = self.plain_seconds
         return generation
+
+
+def _behind_prefill(prompt: list[int], shares: Iterator[float], events: Iterator[Event]) -> Iterator[Event | Prefill]:
+    """The events of a text, behind those of its prompt's reading; what that takes is the `Prompt`'s time."""
+    begin = time.perf_counter()
+    for share in shares:
+        yield Prefill(prompt, share)
+    seconds = time.perf_counter() - begin
+    for event in events:
+        yield replace(event, seconds=event.seconds + seconds) if isinstance(event, Prompt) else event
 
 
 def _rebuilt(models: Sequence[Any], settings: dict[str, Any]) -> SpeculativeDecoder:

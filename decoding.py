@@ -589,13 +589,3 @@ def decode(
         begin = time.perf_counter()
         new, n_accepted = run(target, text)
         yield text.takes(new, n_accepted, time.perf_counter() - begin)
-
-
-def behind_prefill(prompt: list[int], shares: Iterator[float], events: Iterator[Event]) -> Iterator[Event | Prefill]:
-    """The events of a text, behind those of its prompt's reading; what that takes is the `Prompt`'s time."""
-    begin = time.perf_counter()
-    for share in shares:
-        yield Prefill(prompt, share)
-    seconds = time.perf_counter() - begin
-    for event in events:
-        yield replace(event, seconds=event.seconds + seconds) if isinstance(event, Prompt) else event

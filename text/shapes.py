@@ -227,7 +227,7 @@ def _built(tokenizer: AnyTokenizer, kind: str, said: str) -> GuidedShape:
     if lacking := extras.missing(NEEDS):
         raise ValueError(lacking)
     try:
-        return _kept(tokenizer, said, kind == "regex")
+        return _kept(tokenizer, said, kind == "regex")  # type: ignore[arg-type]  # a protocol of objects, which have a hash
     except ValueError as error:
         raise ValueError(f"the {kind} cannot be used: {_reason(str(error))}") from None
 
@@ -246,7 +246,7 @@ def _kept(tokenizer: AnyTokenizer, said: str, is_regex: bool) -> GuidedShape:
         raise ValueError(f"no process to build it in: {error.strerror or error}") from None
     if trouble:
         raise ValueError(trouble)
-    vocabulary = _vocabulary(tokenizer)
+    vocabulary = _vocabulary(tokenizer)  # type: ignore[arg-type]
     try:
         return GuidedShape(vocabulary, matcher_of(vocabulary.guidance, grammar))
     except ValueError:
