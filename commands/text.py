@@ -97,19 +97,8 @@ class TextRequest(Request):
 
     def settings(self, models: Loaded) -> dict[str, Any]:
         """For JSON: all that a text depends on but its seed."""
-        names = (
-            "prompt",
-            "steps",
-            "max_tokens",
-            "temperature",
-            "top_p",
-            "top_k",
-            "verify",
-            "tree",
-            "quantize",
-            "schema",
-            "regex",
-        )
+        drawn = ("temperature", "top_p", "top_k", "verify", "tree", "quantize")
+        names = ("prompt", "steps", "max_tokens", "schema", "regex", *drawn)
         return {
             **self.named,
             **{name: getattr(self, name) for name in names},

@@ -68,7 +68,8 @@ class Conversation:
     """Questions and answers by turns, behind a system prompt; "" for none.
 
     shape: that of each answer. messages: all of them, an answer with its tokens and which attempt it was; n_dropped: how many of
-    the oldest the model does not see any more; model: its name, and made_with: what else answers depend on, for who reads a saved file, which names it all.
+    the oldest the model does not see any more; model: its name, and made_with: what else answers depend on, for who reads a saved
+    file, which names it all.
     """
 
     def __init__(
