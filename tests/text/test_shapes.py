@@ -3,7 +3,9 @@
 import importlib.util
 import itertools
 import json
+import math
 import random
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -165,7 +167,7 @@ def test_what_may_follow_is_what_does_by_its_bytes() -> None:
 
 @pytest.mark.campaign
 def test_what_may_follow_is_what_does_by_its_bytes_of_many_regexes() -> None:
-    check_regexes(range(60, 4000))
+    check_regexes(range(60, 1500))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "smollm2", "llama2", "mistral", "metaspace", "qwen2", "stories"])
@@ -351,3 +353,96 @@ def test_answers_are_json_until_they_are_cut(decoder: SpeculativeDecoder) -> Non
         assert isinstance(json.loads(made.continuation), dict)
     events = [*decoder.stream("Lily said:", 60, Sampling(0), shape=shape)]
     assert "".join(event.text for event in events[1:] if hasattr(event, "text")).startswith("{")
+
+
+# Random schemas
+
+
+def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
+    kind = rng.choice(
+        ["string", "integer", "number", "boolean", "null", "enum", "const", *["array", "object", "anyOf"] * (depth > 0)]
+    )
+    if kind == "string":
+        more = rng.choice(
+            [{}, {"minLength": 2, "maxLength": 5}, {"pattern": "^[ab]{1,3}$"}, {"maxLength": 8}, {"format": "date"}]
+        )
+        return {"type": "string", **more}
+    if kind in ("integer", "number"):
+        low = rng.randint(-50, 50)
+        return {"type": kind, **rng.choice([{}, {"minimum": low}, {"minimum": low, "maximum": low + rng.randint(0, 500)}])}
+    if kind == "enum":
+        return {"enum": rng.sample(["red", 1, None, "Größe", True, -2.5, 'a"b', ["x"], {"k": 0}], rng.randint(1, 4))}
+    if kind == "const":
+        return {"const": rng.choice(["one text that is long", 7, {"a": [1, 2]}, "日本"])}
+    if kind == "anyOf":
+        return {"anyOf": [random_schema(rng, depth - 1) for _ in range(rng.randint(1, 3))]}
+    if kind == "array":
+        low = rng.randint(0, 2)
+        return {"type": "array", "items": random_schema(rng, depth - 1), "minItems": low, "maxItems": low + rng.randint(0, 2)}
+    if kind == "object":
+        names = rng.sample(["name", "age", "x y", "größe", "a.b", 'q"', "id"], rng.randint(1, 4))
+        return {
+            "type": "object", "properties": {name: random_schema(rng, depth - 1) for name in names},
+            "required": [name for name in names if rng.random() < 0.6], "additionalProperties": False,
+        }  # fmt: skip
+    return {"type": kind}
+
+
+def is_by(schema: dict[str, Any], value: Any) -> bool:
+    """Whether a value is by a schema of those."""
+    if "anyOf" in schema:
+        return any(is_by(each, value) for each in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        known = schema.get("enum", [schema.get("const")])
+        return json.dumps(value) in map(json.dumps, known)
+    match schema["type"]:
+        case "string":
+            right = {"^[ab]{1,3}$": r"[ab]{1,3}", None: r"(?s:.*)"}[schema.get("pattern")]
+            right = r"\d{4}-\d\d-\d\d" if "format" in schema else right
+            least, most = schema.get("minLength", 0), schema.get("maxLength", 10**9)
+            return isinstance(value, str) and least <= len(value) <= most and bool(re.fullmatch(right, value))
+        case "integer" | "number" as kind:
+            is_one = isinstance(value, int) or (kind == "number" and isinstance(value, float))
+            least, most = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
+            return is_one and not isinstance(value, bool) and least <= value <= most
+        case "array":
+            is_one = isinstance(value, list) and schema["minItems"] <= len(value) <= schema["maxItems"]
+            return is_one and all(is_by(schema["items"], each) for each in value)
+        case "object":
+            is_one = isinstance(value, dict) and set(schema["required"]) <= set(value) <= set(schema["properties"])
+            return is_one and all(is_by(schema["properties"][name], each) for name, each in value.items())
+        case kind:
+            return (value is None) if kind == "null" else isinstance(value, bool)
+
+
+def check_schemas(decoder: SpeculativeDecoder, seeds: range, most: int) -> tuple[int, int]:
+    """Texts of random schemas: JSON by them unless they were cut, one for two drafts; how many were whole, and how many not."""
+    alone = SpeculativeDecoder(decoder.target, None, decoder.tokenizer)
+    n_whole = 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        schema, temperature = random_schema(rng), rng.choice([0.0, 1.0, 2.0])
+        shape = decoder.json_schema(schema)
+        drawn: dict[str, Any] = {"sampling": Sampling(temperature, 0, 0.95, seed), "shape": shape}
+        decoder.gamma = rng.choice([1, 3, 8, "auto"])  # type: ignore[assignment]
+        made, plain = (each.generate("Once upon a time", most, **drawn) for each in (decoder, alone))
+        assert made.continuation == plain.continuation and made.tokens == plain.tokens, seed
+        assert made.statistics.stop_reason == plain.statistics.stop_reason, seed
+        if made.statistics.stop_reason == "max_tokens":
+            walk = shape.begin([1, 260])
+            walk.takes(made.tokens)  # the beginning of one
+            continue
+        n_whole += 1
+        assert is_by(schema, json.loads(made.continuation)), (seed, schema, made.continuation)
+    return n_whole, len(seeds) - n_whole
+
+
+def test_texts_are_json_by_random_schemas(decoder: SpeculativeDecoder) -> None:
+    n_whole, n_cut = check_schemas(decoder, range(25), 60)
+    assert n_whole > 5 * n_cut
+
+
+@pytest.mark.campaign
+def test_texts_are_json_by_many_random_schemas(decoder: SpeculativeDecoder) -> None:
+    n_whole, n_cut = check_schemas(decoder, range(25, 400), 120)
+    assert n_whole > 5 * n_cut > 0
