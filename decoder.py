@@ -180,6 +180,7 @@ class SpeculativeDecoder:
         check_memory(self.target, len(tokens) + max_tokens - 1)  # the last one is never run
         if not isinstance(sampling, Sampling):
             raise TypeError(f"sampling is {short(sampling, repr)}; expected Sampling(temperature=..., seed=...)")
+        shapes.check_shape(shape, self.tokenizer)
         self.warm_up()
         return worded(self._tuning.events(tokens, max_tokens, sampling, self._settings, shape), self.tokenizer, stops)
 

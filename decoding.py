@@ -415,8 +415,13 @@ class Shape(Protocol):
 
 
 class Walk(Protocol):
-    """Where a text stands in its shape. Raises ValueError where no token can follow that the shape allows."""
+    """Where a text stands in its shape. Raises ValueError where no token can follow that the shape allows.
 
+    trouble: why `mask` has left nothing of a row, if it did of one that the text may never come to.
+    """
+
+    @property
+    def trouble(self) -> Exception | None: ...
     @property
     def is_over(self) -> bool:
         """Whether nothing may follow but an end mark."""
@@ -522,7 +527,7 @@ class Text:
             end = next((i for i, token in enumerate(tokens, 1) if token in end_marks), len(tokens))
             tokens, n_accepted = tokens[:end], min(n_accepted, end)
         if tokens[-1] < 0:
-            raise ValueError(
+            raise (self._walk and self._walk.trouble) or ValueError(
                 "the target's logits are not finite: its weights are damaged or too large to compute with, or its keys and "
                 "values too large for f16 (kv='f32' holds them)"
             )

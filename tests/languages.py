@@ -92,7 +92,7 @@ class LanguageShape:
 
 class LanguageWalk:
     def __init__(self, shape: LanguageShape, language: Language) -> None:
-        self._shape, self.language = shape, language
+        self._shape, self.language, self.trouble = shape, language, None
 
     def _allowed(self, language: Language) -> list[int]:
         return [*np.flatnonzero(allowed(language, self._shape.vocabulary, self._shape.end_marks))]

@@ -6,14 +6,14 @@ A schema of a few kilobytes can take minutes to build. Here is what both sides d
 from typing import Any
 
 MOST_BYTES = 2 << 30
+LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # of which each takes 1 to 2 kB
 
 
 def matcher_of(vocabulary: Any, grammar: str) -> Any:
     """llguidance's matcher of a grammar at its beginning. Raises ValueError with what it says where there is none."""
     import llguidance
 
-    limits = llguidance.LLParserLimits(verbose_errors=False)
-    matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+    matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=llguidance.LLParserLimits(**LIMITS))
     n_allowed = int.from_bytes(matcher.compute_bitmask(), "little").bit_count()
     if matcher.is_error():
         raise ValueError(matcher.get_error())

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .. import checks
-from ..decoding import Draft, Walk
+from ..decoding import Draft, Shape, Walk
 from ..readers import extras
 from ..tokenizer import NO_TEXT_YET, AnyTokenizer
 from .shape_worker import matcher_of
@@ -23,7 +23,8 @@ NEEDS = {extras.GUIDANCE: "to write in a shape"}
 MOST_SCHEMA, MOST_PATTERN = 100_000, 10_000  # characters
 MOST_REPEATED = 100_000  # times that a part of a pattern may stand
 BUILDING_SECONDS = 3.0
-KEPT_SHAPES, KEPT_VOCABULARIES, KEPT_SPELLINGS = 64, 4, 4096
+KEPT_SHAPES, KEPT_VOCABULARIES, KEPT_SPELLINGS = 16, 4, 4096
+ATTEMPTS = 2
 MOST_SPELLED = 256  # characters: so far ahead the tokenizer writes what must follow
 STYLE = {
     "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": False, "lenient": False,
@@ -34,53 +35,82 @@ _PARTS = re.compile(r"\\[pPxuU]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(|\{(\d
 
 
 class GuidedShape:
-    """A grammar that has been built for a tokenizer; see `decoding.Shape`."""
+    """A grammar that has been built for a tokenizer; see `decoding.Shape`. Texts share what its lexer finds out on the way."""
 
-    def __init__(self, vocabulary: "_Vocabulary", matcher: Any) -> None:
-        self._vocabulary, self._matcher = vocabulary, matcher
+    def __init__(self, vocabulary: "_Vocabulary", grammar: str) -> None:
+        self.vocabulary, self._grammar = vocabulary, grammar
+        self.renew()
 
     def begin(self, prompt: list[int]) -> Walk:
-        walk = GuidedWalk(self._vocabulary, self._matcher.deep_copy())
-        if self._vocabulary.loses_space(prompt) and (walk.allowed() & self._vocabulary.spaced).any():
+        walk = GuidedWalk(self)
+        if self.vocabulary.loses_space(prompt) and (walk.allowed() & self.vocabulary.spaced).any():
             raise ValueError("the shape may begin with a space, which a text without a prompt loses; give it a prompt")
         return walk
 
+    def renew(self) -> None:
+        """Forget what was found out: one text may have used up all room for it. Raises ValueError."""
+        try:
+            self._matcher = matcher_of(self.vocabulary.guidance, self._grammar)
+        except ValueError as error:
+            raise self.vocabulary.told() or error from None
+
+    def matcher(self) -> Any:
+        """llguidance's, at the beginning of a text."""
+        return self._matcher.deep_copy()
+
 
 class GuidedWalk:
-    """Where a text stands in its shape; see `decoding.Walk`."""
+    """Where a text stands in its shape; see `decoding.Walk`.
 
-    def __init__(self, vocabulary: "_Vocabulary", matcher: Any) -> None:
-        self._vocabulary, self._matcher = vocabulary, matcher
-        self._n = len(vocabulary.tokens)
+    A matcher that has failed stays so. It may have failed at what was proposed alone, or for what other texts found out: so it
+    is made anew, once, before that is believed.
+    """
+
+    def __init__(self, shape: GuidedShape) -> None:
+        self._shape, self._matcher = shape, shape.matcher()
+        self._n = len(shape.vocabulary.tokens)
         self._words = np.empty(-(-self._n // 32), "<u4")
+        self._taken = list[int]()
+        self.trouble: Exception | None = None
 
     @property
     def is_over(self) -> bool:
         return bool(self._matcher.is_stopped())
 
     def allowed(self) -> Any:
-        """Which tokens may follow: (V,) bool."""
+        """Which tokens may follow: (V,) bool. Raises ValueError."""
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         self._check()
         return np.unpackbits(self._words.view(np.uint8), count=self._n, bitorder="little").view(bool)
 
     def forced(self, most: int) -> list[int]:
-        tokens = list[int]()
-        while len(tokens) < most and (next_ones := self._matcher.compute_ff_tokens()):
-            if not self._matcher.try_consume_tokens(next_ones[:1]):
-                break
-            tokens.append(next_ones[0])
-        self._back(len(tokens))
-        self._check()
-        return tokens
+        for _ in range(ATTEMPTS):
+            tokens, matcher = list[int](), self._matcher
+            while len(tokens) < most and (ahead := matcher.compute_ff_tokens()) and matcher.try_consume_tokens(ahead[:1]):
+                tokens.append(ahead[0])
+            if self._goes_back(len(tokens)):
+                return tokens
+        return []
 
     def n_allowed(self, tokens: list[int]) -> int:
-        return int(self._matcher.validate_tokens(tokens))
+        n = int(self._matcher.validate_tokens(tokens))
+        return n if self._goes_back(0) else 0
 
     def mask(self, logits: Any, draft: Draft) -> None:
-        self._mask_behind(logits, draft, -1)
+        self.trouble = None
+        for _ in range(ATTEMPTS):
+            done = set[int]()
+            try:
+                self._mask_behind(logits, draft, -1, done)
+                return
+            except ValueError as error:
+                self.trouble = error
+            self._anew()
+        if self.trouble and -1 not in done:
+            raise self.trouble
+        logits[[row for row in range(len(logits)) if row - 1 not in done]] = -np.inf  # which may be proposed for nothing
 
-    def _mask_behind(self, logits: Any, draft: Draft, node: int) -> None:
+    def _mask_behind(self, logits: Any, draft: Draft, node: int, done: set[int]) -> None:
         """The row of a proposed token, or, of -1, that behind the text; then those of what is proposed behind it."""
         row = logits[node + 1]
         if not np.isfinite(row.max()):  # damaged weights are to be told of
@@ -88,23 +118,36 @@ class GuidedWalk:
         allowed, n = self.allowed(), min(self._n, len(row))
         np.copyto(row[:n], -np.inf, where=~allowed[:n])
         row[n:] = -np.inf
+        done.add(node)
         for child in draft.children(node):
             if child + 1 < len(logits) and self._matcher.try_consume_tokens([draft.tokens[child]]):
-                self._mask_behind(logits, draft, child)
-                self._back(1)
+                self._mask_behind(logits, draft, child, done)
+                self._matcher.rollback(1)
 
     def takes(self, tokens: list[int]) -> None:
-        self._matcher.consume_tokens(tokens)
-        self._check()
+        self._taken += tokens
+        if not self._matcher.consume_tokens(tokens):
+            self._anew()
 
-    def _back(self, n: int) -> None:
-        if n:
-            self._matcher.rollback(n)
+    def _goes_back(self, n: int) -> bool:
+        """Back by n tokens; of a matcher that has failed to where the text stands, and it has to be asked again."""
+        if self._matcher.is_error():
+            self._anew()
+            return False
+        return not n or bool(self._matcher.rollback(n))
+
+    def _anew(self) -> None:
+        """A matcher that has found out nothing, where the text stands. Raises ValueError."""
+        self._shape.renew()
+        self._matcher = self._shape.matcher()
+        self._matcher.consume_tokens(self._taken)
+        self._check()
 
     def _check(self) -> None:
         """Raises ValueError where nothing fits any more, which llguidance takes for an end."""
         if self._matcher.is_error():
-            raise self._vocabulary.told() or ValueError(f"the shape cannot go on: {_reason(self._matcher.get_error())}")
+            reason = _reason(self._matcher.get_error())
+            raise self._shape.vocabulary.told() or ValueError(f"the shape cannot go on: {reason}")
 
 
 class _Vocabulary:
@@ -125,7 +168,7 @@ class _Vocabulary:
             marks = [len(self.tokens)]
             self.tokens.append(b"")
         self.eos_token_id, self.special_token_ids = marks[0], list[int]()
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._spellings: dict[str, list[int]] = {}
         self.spaced = np.array([each.startswith(b" ") for each in self.tokens])
         self._trouble: Exception | None = None
@@ -152,7 +195,7 @@ class _Vocabulary:
         """The tokens of a text that is no text's beginning."""
         data = text.encode()
         for before in ("", "\n"):  # behind which no tokenizer puts a space
-            ids = [token for token in self._tokenizer.encode(before + text) if self.tokens[token]]
+            ids = [token for token in self.tokenizer.encode(before + text) if self.tokens[token]]
             for i in range(min(len(ids), len(before) + 2)):
                 if b"".join([self.tokens[token] for token in ids[i:]]) == data:
                     return ids[i:]
@@ -161,7 +204,7 @@ class _Vocabulary:
             ends = range(min(len(data), at + self._longest), at, -1)
             end = next((end for end in ends if data[at:end] in self._ids), None)
             if end is None:
-                raise ValueError(f"{self._tokenizer.path} has no token for the byte {data[at]}, which the shape wants")
+                raise ValueError(f"{self.tokenizer.path} has no token for the byte {data[at]}, which the shape wants")
             ids.append(self._ids[data[at:end]])
             at = end
         return ids
@@ -178,9 +221,17 @@ class _Vocabulary:
         """Whether a text that goes on behind those tokens would begin without the space of its first token."""
         before = NO_TEXT_YET
         for token in prompt:
-            before = self._tokenizer.piece(token, before)[1]
+            before = self.tokenizer.piece(token, before)[1]
         spaced = int(self.spaced.argmax())
-        return bool(self.spaced[spaced]) and self._tokenizer.piece(spaced, before)[0] != self.tokens[spaced]
+        return bool(self.spaced[spaced]) and self.tokenizer.piece(spaced, before)[0] != self.tokens[spaced]
+
+
+def check_shape(shape: Shape | None, tokenizer: AnyTokenizer) -> None:
+    """Raises TypeError for what is no shape, ValueError for one of other tokens."""
+    if shape is not None and not callable(getattr(shape, "begin", None)):
+        raise TypeError(f"shape is {checks.short(shape, repr)}; expected what json_schema, json_object or regex makes")
+    if isinstance(shape, GuidedShape) and shape.vocabulary.tokenizer is not tokenizer:
+        raise ValueError("the shape was made for another tokenizer; make it by this decoder's json_schema, json_object or regex")
 
 
 def json_schema(tokenizer: AnyTokenizer, schema: Mapping[str, Any]) -> GuidedShape:
@@ -247,10 +298,7 @@ def _kept(tokenizer: AnyTokenizer, said: str, is_regex: bool) -> GuidedShape:
     if trouble:
         raise ValueError(trouble)
     vocabulary = _vocabulary(tokenizer)  # type: ignore[arg-type]
-    try:
-        return GuidedShape(vocabulary, matcher_of(vocabulary.guidance, grammar))
-    except ValueError:
-        raise vocabulary.told() or ValueError(f"{tokenizer.path} has no token that it could begin with") from None
+    return GuidedShape(vocabulary, grammar)
 
 
 _vocabulary = functools.lru_cache(KEPT_VOCABULARIES)(_Vocabulary)

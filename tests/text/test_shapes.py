@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.decoding import Draft
+from specdec.decoding import CoupledVerifier, Draft, Text
+from specdec.drafting.planning import FixedLength
 from specdec.readers import extras
 from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET, DEFAULT_TOKENIZER
 from specdec.sampling import Sampling
-from specdec.text import shapes
+from specdec.text import shape_worker, shapes
 from specdec.text.tokenizer_json import JsonTokenizer
 from specdec.tokenizer import AnyTokenizer, Pieces, Tokenizer
 from tests.languages import (
@@ -209,7 +210,7 @@ def test_a_tokenizer_without_the_letters_of_a_shape_is_told() -> None:
         shapes.regex(tokenizer, "zebra")
     assert "\n" not in str(told.value)
     walk = shapes.regex(tokenizer, "[ab]([yz]+|zebra)").begin(PROMPT)
-    walk.takes(tokenizer.encode("a")[-1:])
+    walk.takes([tokenizer.pieces.index(b"a")])
     with pytest.raises(ValueError, match="the shape cannot go on: nothing fits it"):
         walk.allowed()
 
@@ -308,6 +309,59 @@ def test_regexes_that_others_stumble_over_are_followed(pattern: str) -> None:
         found = np.flatnonzero(walk.allowed())
         walk.takes([int(found[-1])])
     assert time.process_time() - begin < 20
+
+
+MANY_STATES = "(a|b)*a(a|b){20}"  # a state each letter, nearly
+
+
+def letters(seed: int, n: int) -> list[int]:
+    rng = random.Random(seed)
+    return [3 + ord(rng.choice("ab")) for _ in range(n)]
+
+
+def test_texts_of_a_shape_do_not_use_up_each_others_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llguidance's matchers share what their lexer finds out, and so its limit."""
+    monkeypatch.setitem(shape_worker.LIMITS, "max_lexer_states", 600)
+    shape, rows = shapes.regex(small_tokenizer(), MANY_STATES), rng_logits(3, 310, random.Random(1))
+    for seed in range(6):
+        walk = shape.begin(PROMPT)
+        for token in letters(seed, 100):
+            before, masked = rows.copy(), rows.copy()
+            walk.mask(masked, Draft([token, token]))
+            assert np.isfinite(masked).any(axis=1).all() and (before[np.isfinite(masked)] == masked[np.isfinite(masked)]).all()
+            walk.takes([token])
+            assert walk.n_allowed([token]) == 1 and walk.forced(5) == []
+
+
+def test_a_proposal_that_cannot_be_followed_harms_no_text() -> None:
+    """What is proposed leads where no token fits; the text itself goes elsewhere, or is told of it there."""
+    tokenizer = small_tokenizer(has_bytes=False)
+    shape = shapes.regex(tokenizer, "(a|bz)[abc]{9}")
+    a, b = map(tokenizer.pieces.index, (b"a", b"b"))
+    walk, logits = shape.begin(PROMPT), np.zeros((2, tokenizer.vocab_size), np.float32)
+    walk.mask(logits, Draft([b]))
+    assert np.isfinite(logits[0, [a, b]]).all() and not np.isfinite(logits[1]).any()
+    assert isinstance(walk.trouble, ValueError)
+    assert walk.forced(3) == [] and walk.n_allowed([a, a]) == 2
+    for text_ in (Text([*PROMPT], 5, 99, None, CoupledVerifier(310, Sampling(0)), FixedLength(1), {}, shape) for _ in range(2)):
+        for first, told in ((a, ""), (b, "has no token for the byte 122, which the shape wants")):
+            text_.draft, logits = Draft([b]), np.zeros((2, tokenizer.vocab_size), np.float32)
+            logits[:, first] = 1
+            if told:
+                with pytest.raises(ValueError, match=told):
+                    text_.judge(logits)
+            else:
+                assert text_.judge(logits) == ([a], 0)
+    walk.takes([a])
+    assert walk.allowed()[[a, b]].all()
+
+
+def test_what_is_no_shape_of_this_decoder_is_refused(decoder: SpeculativeDecoder) -> None:
+    other = shapes.json_object(Tokenizer(DEFAULT_TOKENIZER))
+    with pytest.raises(ValueError, match="the shape was made for another tokenizer"):
+        decoder.stream("Once", 9, shape=other)
+    with pytest.raises(TypeError, match="shape is 'a\\+'; expected what json_schema, json_object or regex makes"):
+        decoder.generate("Once", 9, shape="a+")  # type: ignore[arg-type]
 
 
 def test_a_shape_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
