@@ -356,6 +356,37 @@ def test_a_proposal_that_cannot_be_followed_harms_no_text() -> None:
     assert walk.allowed()[[a, b]].all()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_damaged_weights_are_told_of_whether_the_shape_masks_them_or_not(temperature: float, wrong: float) -> None:
+    """At a token that may follow, and at one that may not; a sound row whose tokens are all unlikely is not taken for one."""
+    tokenizer = small_tokenizer()
+    shape, a = shapes.regex(tokenizer, "[ab]+"), tokenizer.pieces.index(b"a")
+    rows = tokenizer.vocab_size + 2
+    for place, is_damaged in ((a, True), (tokenizer.pieces.index(b"c"), True), (a, False)):
+        text_ = Text([*PROMPT], 5, 99, None, CoupledVerifier(rows, Sampling(temperature)), FixedLength(1), {1: "bos"}, shape)
+        logits = np.full((1, rows), -1e30, np.float32)
+        logits[0, place] = wrong if is_damaged else -3e38
+        if is_damaged:
+            with pytest.raises(ValueError, match="the target's logits are not finite"):
+                text_.judge(logits)
+        else:
+            assert set(tokenizer.says(text_.judge(logits)[0][0]) or b"x") <= set(b"ab")
+
+
+def test_a_long_text_that_is_forced_is_written_to_its_end() -> None:
+    tokenizer = JsonTokenizer(TOKENIZERS / "smollm2.json")
+    said = "".join(random.Random(1).choices('abc de, é日"\\', k=2000))
+    walk, tokens = shapes.json_schema(tokenizer, {"const": said}).begin([1]), list[int]()
+    while forced := walk.forced(31):
+        walk.takes(forced)
+        tokens += forced
+    while not walk.is_over:
+        tokens.append(int(np.flatnonzero(walk.allowed())[-1]))
+        walk.takes(tokens[-1:])
+    assert json.loads(b"".join([tokenizer.says(token) or b"" for token in tokens])) == said
+
+
 def test_what_is_no_shape_of_this_decoder_is_refused(decoder: SpeculativeDecoder) -> None:
     other = shapes.json_object(Tokenizer(DEFAULT_TOKENIZER))
     with pytest.raises(ValueError, match="the shape was made for another tokenizer"):
