@@ -25,7 +25,7 @@ MOST_REPEATED = 100_000  # times that a part of a pattern may stand
 BUILDING_SECONDS = 3.0
 KEPT_SHAPES, KEPT_VOCABULARIES, KEPT_SPELLINGS = 16, 4, 4096
 ATTEMPTS = 2
-MOST_SPELLED = 256  # characters: so far ahead the tokenizer writes what must follow
+LEAST_SPELLED = 32  # characters: so far ahead, and two of the longest tokens, the tokenizer writes what must follow
 STYLE = {
     "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": False, "lenient": False,
 }  # fmt: skip
@@ -175,7 +175,7 @@ class _Vocabulary:
         self.guidance = llguidance.LLTokenizer(self, eos_token=marks)
 
     def __call__(self, text: str) -> list[int]:
-        text = text[:MOST_SPELLED]
+        text = text[: max(LEAST_SPELLED, 2 * self._longest)]
         if text not in self._spellings:
             if len(self._spellings) >= KEPT_SPELLINGS:
                 self._spellings.clear()
