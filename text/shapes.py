@@ -182,15 +182,15 @@ class _Vocabulary:
 
     def __call__(self, text: str) -> list[int]:
         text = text[: max(LEAST_SPELLED, 2 * self._longest)]
-        if text not in self._spellings:
+        if (spelled := self._spellings.get(text)) is None:
             if len(self._spellings) >= KEPT_SPELLINGS:
                 self._spellings.clear()
             try:
-                self._spellings[text] = self._spelled(text)
+                spelled = self._spellings[text] = self._spelled(text)
             except Exception as error:
                 self._trouble = error
                 raise
-        return self._spellings[text]
+        return spelled
 
     def told(self) -> Exception | None:
         """What went wrong within the last call, of which llguidance makes an error of its own."""
