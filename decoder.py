@@ -2,14 +2,15 @@
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from threading import RLock
 from typing import Any
 
 from .checks import ids, is_list, short, strings, text, whole
-from .decoding import Event, Generation, Prefill, Prompt, VerifyMode, with_reading
+from .decoding import Event, Prefill, Prompt, Proposal, Shape, Statistics, Step, VerifyMode
 from .drafting.settings import AUTO, Gamma, Setting, Settings, TreeMode
 from .drafting.team import HEAD, NGRAM, Draftable, team_of
 from .drafting.tuning import Tuning
@@ -17,6 +18,7 @@ from .machine.ahead import end
 from .machine.threads import give_lock
 from .readers.loading import Loader, Pack, Progress, check_memory, longest_text, tell_nobody
 from .sampling import Sampling, sampling_with
+from .text import shapes
 from .text.templates import ChatTemplate, Message, TemplateError, template_of
 from .text.wording import worded
 from .tokenizer import AnyTokenizer
@@ -25,6 +27,36 @@ from .transformer import KV, Transformer, read
 Words = str | Sequence[int]
 Stop = str | Sequence[str]
 DEFAULT_SAMPLING = Sampling()
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A whole text, of `SpeculativeDecoder.generate` or `answer`; `text, statistics = ...` takes it apart.
+
+    text: prompt and continuation, of an answer the continuation alone; statistics: the figures; tokens: those that were
+    generated, an end mark not counted; continuation: their text.
+    """
+
+    text: str
+    statistics: Statistics
+    tokens: list[int]
+    continuation: str
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> "Generation":
+        """What the events of a text come to."""
+        prompt, said, tokens, statistics = "", list[str](), list[int](), Statistics()
+        for event in events:
+            statistics.add(event)
+            if isinstance(event, Prompt):
+                prompt = event.text
+            elif isinstance(event, Step):
+                said.append(event.text)
+                tokens += event.tokens
+        return cls(prompt + "".join(said), statistics, tokens, "".join(said))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.text, self.statistics))
 
 
 class SpeculativeDecoder:
@@ -157,11 +189,18 @@ class SpeculativeDecoder:
         return tokens
 
     def stream(
-        self, prompt: Words = "", max_tokens: int = 256, sampling: Sampling = DEFAULT_SAMPLING, *, stop: Stop = ()
+        self,
+        prompt: Words = "",
+        max_tokens: int = 256,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        *,
+        stop: Stop = (),
+        shape: Shape | None = None,
     ) -> Iterator[Event]:
         """Events as they come: the `Prompt`, then `Step`s, each behind its `Proposal` where there is one.
 
-        prompt: a text, or ids (see `encode`). The text ends at an end mark, before a stop string, after max_tokens beyond the
+        prompt: a text, or ids (see `encode`); shape: what may follow it (`json_schema`, `json_object`, `regex`), by default
+        anything. The text ends at an end mark, before a stop string, where its shape is complete, after max_tokens beyond the
         prompt, or at the target's seq_len; it is `"".join(event.text for event in stream if not isinstance(event, Proposal))`,
         of whole characters at any time.
 
@@ -173,8 +212,9 @@ class SpeculativeDecoder:
         check_memory(self.target, len(tokens) + max_tokens - 1)  # the last one is never run
         if not isinstance(sampling, Sampling):
             raise TypeError(f"sampling is {short(sampling, repr)}; expected Sampling(temperature=..., seed=...)")
+        shapes.check_shape(shape, self.tokenizer)
         self.warm_up()
-        return worded(self._tuning.events(tokens, max_tokens, sampling, self._settings), self.tokenizer, stops)
+        return worded(self._tuning.events(tokens, max_tokens, sampling, self._settings, shape), self.tokenizer, stops)
 
     def generate(
         self,
@@ -183,6 +223,7 @@ class SpeculativeDecoder:
         sampling: Sampling = DEFAULT_SAMPLING,
         *,
         stop: Stop = (),
+        shape: Shape | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -194,7 +235,22 @@ class SpeculativeDecoder:
         """
         sampling = sampling_with(sampling, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         with self._turn:
-            return self._whole(self.stream(prompt, max_tokens, sampling, stop=stop))
+            return self._whole(self.stream(prompt, max_tokens, sampling, stop=stop, shape=shape))
+
+    def json_schema(self, schema: Mapping[str, Any]) -> Shape:
+        """A text that is one JSON value by that schema, its separators ", " and ": ".
+
+        Raises ValueError for a schema that is none, or that uses what is not done here, and where the package is missing.
+        """
+        return shapes.json_schema(self.tokenizer, schema)
+
+    def json_object(self) -> Shape:
+        """A text that is any one JSON object, written as `json_schema` says."""
+        return shapes.json_object(self.tokenizer)
+
+    def regex(self, pattern: str) -> Shape:
+        """A text that the pattern matches as a whole, in the syntax of Rust's regex, without look-around. Raises ValueError."""
+        return shapes.regex(self.tokenizer, pattern)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """A conversation's tokens as the model's template has them, up to where the answer begins.
@@ -205,10 +261,16 @@ class SpeculativeDecoder:
         return self.chat_template.encode(self.tokenizer, messages, self.n_positions)
 
     def chat(
-        self, messages: Sequence[Message], max_tokens: int = 1024, sampling: Sampling = DEFAULT_SAMPLING, *, stop: Stop = ()
+        self,
+        messages: Sequence[Message],
+        max_tokens: int = 1024,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        *,
+        stop: Stop = (),
+        shape: Shape | None = None,
     ) -> Iterator[Event]:
         """The answer to a conversation as it comes: `stream` of `encode_chat`, but that its `Prompt` has no text."""
-        events = self.stream(self.encode_chat(messages), max_tokens, sampling, stop=stop)
+        events = self.stream(self.encode_chat(messages), max_tokens, sampling, stop=stop, shape=shape)
         return (replace(event, text="") if isinstance(event, Prompt) else event for event in events)
 
     def answer(
@@ -218,6 +280,7 @@ class SpeculativeDecoder:
         sampling: Sampling = DEFAULT_SAMPLING,
         *,
         stop: Stop = (),
+        shape: Shape | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -226,7 +289,7 @@ class SpeculativeDecoder:
         """The whole answer to a conversation, which is the generation's text; all else as `generate` and `encode_chat` say."""
         sampling = sampling_with(sampling, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         with self._turn:
-            return self._whole(self.chat(messages, max_tokens, sampling, stop=stop))
+            return self._whole(self.chat(messages, max_tokens, sampling, stop=stop, shape=shape))
 
     def read(self, tokens: list[int]) -> Iterator[float]:
         """Run a prompt's tokens into the caches, some at a time; tells the share of that work that is done, 0 at first.
@@ -236,11 +299,17 @@ class SpeculativeDecoder:
         return read([*self._team.models.values()], tokens)
 
     def read_and_stream(
-        self, prompt: list[int], max_tokens: int, sampling: Sampling = DEFAULT_SAMPLING, *, stop: Stop = ()
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        *,
+        stop: Stop = (),
+        shape: Shape | None = None,
     ) -> Iterator[Event | Prefill]:
         """`stream` of a prompt's tokens, behind a `Prefill` for each share of `read`, also where the text is read anew."""
         turns = {model.config.n_short for model in self._team.models.values()} - {0}
-        return with_reading(prompt, self.read, turns, self.stream(prompt, max_tokens, sampling, stop=stop))
+        return _with_reading(prompt, self.read, turns, self.stream(prompt, max_tokens, sampling, stop=stop, shape=shape))
 
     def warm_up(self) -> None:
         """Compile, or load, whatever a text of these settings needs, measure what it takes and, unless it was given, choose the
@@ -255,6 +324,34 @@ class SpeculativeDecoder:
         generation = Generation.of(events)
         generation.statistics.plain_seconds = self.plain_seconds
         return generation
+
+
+def _with_reading(
+    prompt: list[int], read: Callable[[list[int]], Iterator[float]], turns: Collection[int], events: Iterator[Event]
+) -> Iterator[Event | Prefill]:
+    """The events of a text, behind those of its prompt's reading; what that takes is the `Prompt`'s time.
+
+    turns: behind how many tokens the text is run anew, by a model that turns long ones otherwise; that is the next step's time.
+    """
+    tokens, seconds = [*prompt], 0.0
+
+    def reading() -> Iterator[Prefill]:
+        nonlocal seconds
+        begin = time.perf_counter()
+        for share in read(tokens):
+            yield Prefill([*tokens], share)
+        seconds = time.perf_counter() - begin
+
+    yield from reading()
+    for event in events:
+        if isinstance(event, Proposal):
+            yield event
+            continue
+        n, (more, seconds) = len(tokens), (seconds, 0.0)
+        tokens += event.tokens if isinstance(event, Step) else []
+        yield replace(event, seconds=event.seconds + more)
+        if isinstance(event, Step) and event.stop_reason is None and any(n <= turn < len(tokens) for turn in turns):
+            yield from reading()
 
 
 def _rebuilt(models: Sequence[Any], settings: dict[str, Any]) -> SpeculativeDecoder:

@@ -18,12 +18,11 @@ of a plain run.
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
-from .machine.memory import zeros
 from .machine.vectors import Float32
 from .sampling import (
     ACCEPT_NOISE,
@@ -41,6 +40,8 @@ from .sampling import (
 
 VerifyMode = Literal["coupled", "rejection", "block"]
 StopReason = str  # a name of an end mark, "stop" (a stop string), "max_tokens", "seq_len" or "interrupted"
+SHAPE_ENDS: StopReason = "eos"  # of a text whose shape is complete, where the model has no end marks
+MOST_FORCED = 31  # tokens of a proposal that a shape makes: half a pass
 
 
 @dataclass(frozen=True)
@@ -161,36 +162,6 @@ class Statistics:
     @property
     def tokens_per_second(self) -> float:
         return self.n_generated / self.decode_seconds if self.decode_seconds else 0.0
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A whole text, of `SpeculativeDecoder.generate` or `answer`; `text, statistics = ...` takes it apart.
-
-    text: prompt and continuation, of an answer the continuation alone; statistics: the figures; tokens: those that were
-    generated, an end mark not counted; continuation: their text.
-    """
-
-    text: str
-    statistics: Statistics
-    tokens: list[int]
-    continuation: str
-
-    @classmethod
-    def of(cls, events: Iterable[Event]) -> "Generation":
-        """What the events of a text come to."""
-        prompt, said, tokens, statistics = "", list[str](), list[int](), Statistics()
-        for event in events:
-            statistics.add(event)
-            if isinstance(event, Prompt):
-                prompt = event.text
-            elif isinstance(event, Step):
-                said.append(event.text)
-                tokens += event.tokens
-        return cls(prompt + "".join(said), statistics, tokens, "".join(said))
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.text, self.statistics))
 
 
 @dataclass(frozen=True)
@@ -398,11 +369,39 @@ VERIFIERS: dict[str, Callable[[int, Sampling], Verifier]] = {
 }
 
 
-def judge_proposals(verifier: Callable[[int, Sampling], Verifier], vocab_size: int, parents: list[int] | None = None) -> None:
-    """Two tokens that do not stand, as a chain or by their parents: so that all that judging them takes is compiled."""
-    logits = zeros(3, max(vocab_size, 3))
-    logits[:, 0] = 1.0
-    verifier(vocab_size, Sampling(temperature=0.0)).judge(logits, Draft([1, 2], None, parents), 1)
+class Shape(Protocol):
+    """What a text may say, whatever its target would: its tokens are drawn from logits that a `Walk` has masked."""
+
+    def begin(self, prompt: list[int]) -> "Walk":
+        """Of a text behind that prompt."""
+
+
+class Walk(Protocol):
+    """Where a text stands in its shape. Raises ValueError where no token can follow that the shape allows.
+
+    trouble: why `mask` has left nothing of a row, if it did of one that the text may never come to.
+    """
+
+    @property
+    def trouble(self) -> Exception | None: ...
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing may follow but an end mark."""
+
+    def forced(self, most: int) -> list[int]:
+        """Tokens, up to so many, that follow whatever the logits are, since each is all that may; no end marks."""
+
+    def n_allowed(self, tokens: list[int]) -> int:
+        """How many of the tokens may follow, one behind the other."""
+
+    def mask(self, logits: Float32, draft: Draft) -> None:
+        """Make -inf of what may not follow, in each row (V,) of those that `Verifier.judge` gets.
+
+        Rows that are not finite stay so, to be told of; so do those behind a token that may not follow, where nobody looks.
+        """
+
+    def takes(self, tokens: list[int]) -> None:
+        """The text has grown by those."""
 
 
 class Target(Protocol):
@@ -412,6 +411,8 @@ class Target(Protocol):
     def lock(self) -> AbstractContextManager[object]: ...
     @property
     def n_positions(self) -> int: ...
+    @property
+    def n_short(self) -> int: ...
     @property
     def n_passes(self) -> int: ...
     def forward(self, tokens: list[int], n_logits: int = 1) -> Float32: ...
@@ -424,8 +425,8 @@ class Text:
 
     Between the halves stands a pass, whoever runs it: `decode` does for one text; others may let texts take turns or share one.
     tokens: the prompt's, then the text's; n_positions: the target's; plan: how long proposals get; end_marks: tokens that end a
-    text, with their names; n_short: of how many tokens a text is short at most, where the target turns long ones otherwise.
-    draft: the last proposal; stop_reason: None until the text has ended.
+    text, with their names; shape: what it may say, by default anything; n_short: of how many tokens a text is short at most,
+    where the target turns long ones otherwise. draft: the last proposal; stop_reason: None until the text has ended.
     """
 
     tokens: list[int]
@@ -435,6 +436,7 @@ class Text:
     verifier: Verifier
     plan: Plan
     end_marks: Mapping[int, str]
+    shape: Shape | None = None
     n_short: int = 0
 
     def __post_init__(self) -> None:
@@ -442,6 +444,8 @@ class Text:
         self._limit = min(len(self.tokens) + self.max_tokens, self.n_positions + 1)
         self.stop_reason: StopReason | None = None
         self.draft, self._draft_seconds = Draft([]), 0.0
+        self._walk = self.shape.begin(self.tokens) if self.shape else None
+        self._is_forced = False  # whether the shape proposed, and not the drafter
 
     @property
     def has_ended(self) -> bool:
@@ -449,18 +453,34 @@ class Text:
 
     def wants(self) -> Draft:
         """The first half: what the pass is to run behind the text's last token (`run`); the tokens may be none."""
-        begin = time.perf_counter()
-        n, most = len(self.tokens), self._limit - 1
-        most = min(most, self.n_short) if n <= self.n_short else most  # a pass over both sorts of texts would be two over all
-        is_drafted = self.drafter and self.plan.begins(most - n)
-        self.draft = self.drafter.propose(self.tokens, self.plan) if self.drafter and is_drafted else Draft([])
+        begin, n, most = time.perf_counter(), len(self.tokens), self._limit - 1
+        room = (
+            min(most, self.n_short) if n <= self.n_short else most
+        ) - n  # a pass over short and long texts would be two over all
+        forced = self._walk.forced(min(room, MOST_FORCED)) if self._walk else []
+        self._is_forced = bool(forced)
+        if forced:
+            self.draft = Draft(forced)
+        else:
+            is_drafted = self.drafter and self.plan.begins(room)
+            draft = self.drafter.propose(self.tokens, self.plan) if self.drafter and is_drafted else Draft([])
+            self.draft = self._within_shape(draft) if self._walk else draft
         self._draft_seconds = time.perf_counter() - begin
         return self.draft
+
+    def _within_shape(self, draft: Draft) -> Draft:
+        """A chain up to the first token that the shape refuses: without it where the text is the same whatever is proposed, else
+        with it, since where a proposal ends may not depend on a token that was drawn and left out."""
+        if not self._walk or not draft.tokens or draft.parents is not None:
+            return draft
+        n = self._walk.n_allowed(draft.tokens) + (not isinstance(self.verifier, CoupledVerifier))
+        return Draft(draft.tokens[:n], draft.q[:n] if draft.q else None)
 
     def judge(self, logits: Float32) -> tuple[list[int], int]:
         """What the text goes on with, up to and with an end mark or the first that is not the proposal; how many of it stood.
 
-        logits: (n + 1, V) for n proposals. Changes nothing: it may be asked again where another pass has overwritten them.
+        logits: (n + 1, V) for n proposals, which a shape masks. Changes nothing else: it may be asked again where another pass
+        has overwritten them.
         Raises ValueError for logits that no token can be drawn from.
         """
         draft, end_marks = self.draft, self.end_marks
@@ -468,12 +488,14 @@ class Text:
         end = next((i for i, token in enumerate(draft.tokens, 1) if token in end_marks), None) if draft.parents is None else None
         if end:
             draft, logits = replace(draft, tokens=draft.tokens[:end]), logits[:end]
+        if self._walk:
+            self._walk.mask(logits, draft)
         tokens, n_accepted = self.verifier.judge(logits, draft, len(self.tokens))
         if draft.parents is not None:  # where an end mark has no children
             end = next((i for i, token in enumerate(tokens, 1) if token in end_marks), len(tokens))
             tokens, n_accepted = tokens[:end], min(n_accepted, end)
         if tokens[-1] < 0:
-            raise ValueError(
+            raise (self._walk and self._walk.trouble) or ValueError(
                 "the target's logits are not finite: its weights are damaged or too large to compute with, or its keys and "
                 "values too large for f16 (kv='f32' holds them)"
             )
@@ -485,10 +507,15 @@ class Text:
         if new[-1] in self.end_marks:
             self.stop_reason = self.end_marks[new.pop()]
         self.tokens += new
+        if self._walk:
+            self._walk.takes(new)
+            if self._walk.is_over:  # whichever mark was drawn, if one was: it would depend on what was proposed
+                self.stop_reason = next(iter(self.end_marks.values()), SHAPE_ENDS)
         if self.stop_reason is None and len(self.tokens) == self._limit:
             self.stop_reason = "seq_len" if self._limit > self.n_positions else "max_tokens"
         n_nodes, draft_seconds = len(draft.tokens), self._draft_seconds
-        self.plan.saw(n_nodes, n_accepted, seconds, draft_seconds)
+        if not self._is_forced:
+            self.plan.saw(n_nodes, n_accepted, seconds, draft_seconds)
         return Step(new, walked, n_accepted, seconds + draft_seconds, draft_seconds, self.stop_reason, n_nodes)
 
 
@@ -515,7 +542,7 @@ def decode(
     max_tokens: int,
     plan: Plan,
     end_marks: Mapping[int, str],
-    n_short: int = 0,
+    shape: Shape | None = None,
 ) -> Iterator[Event]:
     """Continue the prompt by up to max_tokens tokens: the prompt, then steps, each behind its proposal where there is one.
 
@@ -531,11 +558,11 @@ def decode(
             drafter.get_ready(text.tokens)
         return time.perf_counter() - begin
 
-    text = Text([*prompt], max_tokens, target.n_positions, drafter, verifier, plan, end_marks, n_short)
+    text = Text([*prompt], max_tokens, target.n_positions, drafter, verifier, plan, end_marks, shape, target.n_short)
     yield Prompt(prompt, read())
     n, reading = len(prompt), 0.0
     while not text.has_ended:
-        if n <= n_short < len(text.tokens):  # anew, as that of a long one: no measure of what a step takes
+        if n <= target.n_short < len(text.tokens):  # anew, as that of a long one: no measure of what a step takes
             reading = read()
         n, draft = len(text.tokens), text.wants()
         if draft.tokens:
@@ -545,31 +572,3 @@ def decode(
         step = text.takes(new, n_accepted, time.perf_counter() - begin)
         yield replace(step, seconds=step.seconds + reading) if reading else step
         reading = 0.0
-
-
-def with_reading(
-    prompt: list[int], read: Callable[[list[int]], Iterator[float]], turns: Collection[int], events: Iterator[Event]
-) -> Iterator[Event | Prefill]:
-    """The events of a text, behind those of its prompt's reading; what that takes is the `Prompt`'s time.
-
-    turns: behind how many tokens the text is run anew, by a model that turns long ones otherwise; that is the next step's time.
-    """
-    tokens, seconds = [*prompt], 0.0
-
-    def reading() -> Iterator[Prefill]:
-        nonlocal seconds
-        begin = time.perf_counter()
-        for share in read(tokens):
-            yield Prefill([*tokens], share)
-        seconds = time.perf_counter() - begin
-
-    yield from reading()
-    for event in events:
-        if isinstance(event, Proposal):
-            yield event
-            continue
-        n, (more, seconds) = len(tokens), (seconds, 0.0)
-        tokens += event.tokens if isinstance(event, Step) else []
-        yield replace(event, seconds=event.seconds + more)
-        if isinstance(event, Step) and event.stop_reason is None and any(n <= turn < len(tokens) for turn in turns):
-            yield from reading()

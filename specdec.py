@@ -30,8 +30,8 @@ if __spec__:
     __spec__.submodule_search_locations = __path__
 
 if TYPE_CHECKING:
-    from .decoder import SpeculativeDecoder
-    from .decoding import Generation, Prompt, Proposal, Statistics, Step
+    from .decoder import Generation, SpeculativeDecoder
+    from .decoding import Prompt, Proposal, Statistics, Step
     from .readers import CheckpointError
     from .sampling import Sampling
     from .text.templates import TemplateError
@@ -56,8 +56,8 @@ __all__ = [
 ]
 # Loaded when first asked for: an interrupt in the first second meets no half-imported library, and the library no command line.
 _ROOMS = {
-    "decoder": ("SpeculativeDecoder",),
-    "decoding": ("Generation", "Prompt", "Proposal", "Statistics", "Step"),
+    "decoder": ("Generation", "SpeculativeDecoder"),
+    "decoding": ("Prompt", "Proposal", "Statistics", "Step"),
     "readers": ("CheckpointError",),
     "sampling": ("Sampling",),
     "text.templates": ("TemplateError",),

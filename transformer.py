@@ -170,6 +170,11 @@ class Transformer:
         return len(self._held)
 
     @property
+    def n_short(self) -> int:
+        """Of how many tokens a text is short at most, where long ones are turned otherwise from their first token on; else 0."""
+        return self._config.n_short
+
+    @property
     def is_long(self) -> bool:
         """Whether the last text is one of those that a family turns otherwise from their first token on."""
         return self._is_long

@@ -11,7 +11,7 @@ from ..readers import is_llama2c
 from ..text.templates import LLAMA2_NAME, RENDERING
 from . import options
 from .endings import say, writing
-from .loading import found, models_of
+from .loading import found, models_of, shaping
 from .prompts import message_of
 from .request import Request, with_models
 
@@ -34,6 +34,8 @@ class ChatRequest(Request):
     file: options.FirstMessageFile = ""
     steps: options.StepsOfATalk = None
     max_tokens: options.AnswerTokens = 1024
+    schema: options.SchemaFile = ""
+    regex: options.Regex = ""
     temperature: options.Temperature = 0.7
     top_p: options.TopP = 0.9
     top_k: options.TopK = 0
@@ -72,17 +74,18 @@ def run(request: ChatRequest) -> None:
     from ..text.conversation import USER, Conversation, Settings
 
     request = request.settled()
-    places = found(request, RENDERING)
+    places, shape_with = found(request, RENDERING), shaping(request)
     if is_guess := not request.template and is_llama2c(Path(places[0])):
         request = replace(request, template=LLAMA2_NAME)
     with models_of(request, places) as models:
         # a model that cannot chat is told before it is warm
         models.decoder.encode_chat([{"role": USER, "content": ""}])
+        shape = shape_with(models.decoder)
     if is_guess:
         say(f"{request.titles[0]} names no chat template; that of Llama 2 is used, which a story model was not taught")
     drawn = request.sampling
     settings = Settings(drawn.temperature, drawn.top_p, drawn.top_k, drawn.seed, request.max_tokens)
-    conversation = Conversation(models.decoder, request.system, settings, str(request.model), models.made_with)
+    conversation = Conversation(models.decoder, request.system, settings, str(request.model), models.made_with, shape)
     told = {"model": request.model, "draft": request.draft or None}
     talk = screen.Chat(models.decoder, conversation, screen.Showing(request.roles, request.plain, request.as_json, told))
     with writing():

@@ -1,7 +1,7 @@
 """A request becomes models: found, loaded and warm, with what is being done in a line of the terminal."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,16 +10,19 @@ from typing import Any, cast
 import specdec
 
 from ..decoder import SpeculativeDecoder
+from ..decoding import Shape
 from ..drafting.team import HEAD, NGRAM, SELF
-from ..readers import CheckpointError, extras
+from ..readers import CheckpointError, extras, read_object
 from ..readers.files import find, needs, telling_how_to_restore
 from ..readers.loading import Pack
 from ..screens.progress import LOADING, TIMING, Bar, loading
+from ..text import shapes
 from ..transformer import KV
 from .endings import say
 from .request import NONE, Request
 
 NOTHING: Mapping[str, str] = {}
+ANY_OBJECT = "json"  # as a schema
 
 
 @dataclass
@@ -75,11 +78,24 @@ def found(request: Request, more: Mapping[str, str] = NOTHING) -> list[str | Pat
     fetched or loaded. Raises CheckpointError.
     """
     names = [str(request.model), request.draft, request.stage]
+    more = {**more, **(shapes.NEEDS if request.schema or request.regex else {})}
     files = ["" if name in (SELF, NGRAM) else name for name in names]
     if lacking := extras.missing({**needs(files, request.tokenizer), **more}):
         raise CheckpointError(lacking)
     words = (SELF, NGRAM, NONE)  # that a draft may be
     return [find(file, words=words[: 3 * bool(i)]) if file else names[i] for i, file in enumerate(files)]
+
+
+def shaping(request: Request) -> Callable[[SpeculativeDecoder], Shape | None]:
+    """What makes the shape that a request names, of a decoder; a file that holds none is told now, before anything is loaded."""
+    if request.regex:
+        return lambda decoder: decoder.regex(request.regex)
+    if not request.schema:
+        return lambda decoder: None
+    if request.schema == ANY_OBJECT:
+        return SpeculativeDecoder.json_object
+    schema = read_object(Path(request.schema))
+    return lambda decoder: decoder.json_schema(schema)
 
 
 def room_of(request: Request, decoder: SpeculativeDecoder, n_prompt: int) -> int:

@@ -117,6 +117,13 @@ StopStrings = Annotated[
     list[str] | None,
     option("--stop", group="Text", metavar="TEXT", callback=as_utf8, help="Stop before this string; may be given several times."),
 ]
+SchemaFile = Annotated[
+    str,
+    option("--schema", group="Text", metavar="FILE|json", help="Write one JSON value by this JSON Schema; json: any object."),
+]
+Regex = Annotated[
+    str, option("--regex", group="Text", metavar="REGEX", callback=as_utf8, help="Write what this regex matches as a whole.")
+]
 Samples = Annotated[
     int, option("--samples", group="Text", metavar="N", min=1, help="Write N texts, with this seed and the next ones.")
 ]

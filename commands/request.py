@@ -45,6 +45,8 @@ class Request:
     file: str = ""
     steps: int | None = None
     max_tokens: int | None = None
+    schema: str = ""
+    regex: str = ""
     temperature: float = 1.0
     top_p: float = 0.9
     top_k: int = 0
@@ -63,6 +65,8 @@ class Request:
         one_of("kv", self.kv, get_args(KV))
         one_of("pack", self.pack, get_args(Pack))
         kinds_to_make(self.quantize)
+        if self.schema and self.regex:
+            raise ValueError("--schema and --regex are two shapes of a text; leave one of them out")
         if self.threads > available_threads():
             raise ValueError(f"threads is {self.threads}; this machine has cores for {available_threads()}")
         _ = self.drafting, self.sampling

@@ -11,7 +11,7 @@ import specdec
 
 from ..checks import strings
 from ..decoder import SpeculativeDecoder
-from ..decoding import Event, Prefill, Prompt, Statistics
+from ..decoding import Event, Prefill, Prompt, Shape, Statistics
 from ..drafting.settings import AUTO
 from ..drafting.team import NGRAM
 from ..readers.files import is_model_name
@@ -23,7 +23,7 @@ from ..screens.progress import read_in_a_line
 from ..screens.window import Window, obstacle
 from . import options
 from .endings import say, writing
-from .loading import Loaded, models_of, room_of
+from .loading import Loaded, models_of, room_of, shaping
 from .prompts import prompt_of
 from .request import Request, with_models, with_steps
 
@@ -40,6 +40,8 @@ class TextRequest(Request):
     temperature: options.Temperature = 1.0
     file: options.PromptTextFile = ""
     stop: options.StopStrings = None
+    schema: options.SchemaFile = ""
+    regex: options.Regex = ""
     samples: options.Samples = 1
     stage: options.StageName = ""
     quantize: options.WhatToQuantize = "draft"
@@ -95,7 +97,8 @@ class TextRequest(Request):
 
     def settings(self, models: Loaded) -> dict[str, Any]:
         """For JSON: all that a text depends on but its seed."""
-        names = ("prompt", "steps", "max_tokens", "temperature", "top_p", "top_k", "verify", "tree", "quantize")
+        drawn = ("temperature", "top_p", "top_k", "verify", "tree", "quantize")
+        names = ("prompt", "steps", "max_tokens", "schema", "regex", *drawn)
         return {
             **self.named,
             **{name: getattr(self, name) for name in names},
@@ -121,15 +124,16 @@ def write(request: TextRequest) -> None:
         print(f"specdec {specdec.__version__}, arithmetic {specdec.__arithmetic__}")
         return
     request = request.settled()
+    shape_with = shaping(request)
     with models_of(request) as models:
-        prompt = models.decoder.encode(str(request.prompt))
+        prompt, shape = models.decoder.encode(str(request.prompt)), shape_with(models.decoder)
     max_tokens = room_of(request, models.decoder, len(prompt))
     if idle := request.without_effect():
         say(idle)
     why = obstacle(Console())
     if request.pace and why and not (request.as_json or request.plain):
         say(f"--pace has no effect: {why}")
-    writer = Writer(request, models, prompt, max_tokens)
+    writer = Writer(request, models, prompt, max_tokens, shape)
     for i in range(request.samples):
         with writing():
             if i and not request.as_json:
@@ -147,13 +151,15 @@ class Writer:
     models: Loaded
     prompt: list[int]
     max_tokens: int
+    shape: Shape | None
 
     def write(self, sampling: Sampling) -> Statistics:
         """One text, and what came of it."""
-        decoder, stops = self.models.decoder, self.request.stops
+        decoder, stops, shape = self.models.decoder, self.request.stops, self.shape
         statistics = Statistics(len(self.prompt))
         view = self._view(statistics)
-        events: Iterator[Event | Prefill] = decoder.read_and_stream(self.prompt, self.max_tokens, sampling, stop=stops)
+        events: Iterator[Event | Prefill]
+        events = decoder.read_and_stream(self.prompt, self.max_tokens, sampling, stop=stops, shape=shape)
         if not isinstance(view, LivePanel):  # which shows itself how far the prompt is read
             events = read_in_a_line(events, self.max_tokens if self.request.as_json else 0)
         show(view, events, statistics, Prompt(self.prompt, 0.0, decoder.tokenizer.decode(self.prompt)))

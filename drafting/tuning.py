@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from ..decoding import VERIFIERS, Drafter, Event, Plan, Step, decode, judge_proposals
+from ..decoding import VERIFIERS, Draft, Drafter, Event, Plan, Shape, Step, Verifier, decode
+from ..machine.memory import zeros
 from ..sampling import Sampler, Sampling
 from .estimates import Acceptance, Costs
 from .heads import Head
@@ -43,12 +44,14 @@ class Tuning:
 
             self._stage = Stage(team.draft.model, self._vocabulary, team.stage, self._end_marks)
 
-    def events(self, tokens: list[int], max_tokens: int, sampling: Sampling, settings: Settings) -> Iterator[Event]:
+    def events(
+        self, tokens: list[int], max_tokens: int, sampling: Sampling, settings: Settings, shape: Shape | None = None
+    ) -> Iterator[Event]:
         """A text's, of whatever is warm."""
-        verifier = VERIFIERS[settings.verify](self._vocabulary.n_target, sampling)
+        verify = settings.verify if self._team.draft.source else "coupled"  # tokens that a shape forces stand by any
+        verifier = VERIFIERS[verify](self._vocabulary.n_target, sampling)
         plan, drafter = self._planned(sampling, verifier.draft_noise, settings)
-        target = self._team.target
-        events = decode(target, drafter, verifier, tokens, max_tokens, plan, self._end_marks, target.config.n_short)
+        events = decode(self._team.target, drafter, verifier, tokens, max_tokens, plan, self._end_marks, shape)
         return self._pace.over(events) if self._pace else events
 
     def _planned(self, sampling: Sampling, noise: Callable[[int], int], settings: Settings) -> tuple[Plan, Drafter | None]:
@@ -129,3 +132,10 @@ class Tuning:
             tokens, max_tokens = (tokens * 2)[: self._team.target.n_positions], max_tokens + 1
         events = self.events(tokens, max_tokens, Sampling(), settings)
         return sum(event.seconds for event in events if isinstance(event, Step))
+
+
+def judge_proposals(verifier: Callable[[int, Sampling], Verifier], vocab_size: int, parents: list[int] | None = None) -> None:
+    """Two tokens that do not stand, as a chain or by their parents: so that all that judging them takes is compiled."""
+    logits = zeros(3, max(vocab_size, 3))
+    logits[:, 0] = 1.0
+    verifier(vocab_size, Sampling(temperature=0.0)).judge(logits, Draft([1, 2], None, parents), 1)

@@ -15,7 +15,8 @@ import numpy as np
 
 from ..architectures import Config, HeadConfig
 from . import config_json
-from .config_json import CONFIG, DEFAULTS, Values, check_neutral, llama_config
+from .config_defaults import DEFAULTS
+from .config_json import CONFIG, Values, check_neutral, llama_config
 from .heads import are_layers, check_rows, checked_ids
 from .huggingface import HEAD, LLAMA_NAMES, Folder, Names
 from .json_text import read_object, shown

@@ -1,10 +1,10 @@
-"""The packages of the extra `hub`, which may be missing: looked for by name before anything is loaded or downloaded."""
+"""The packages of the extras, which may be missing: looked for by name before anything is loaded or downloaded."""
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-INSTALL = 'pip install ".[hub]"'  # in the checkout; brings all three
-TOKENIZERS, HUB, JINJA = "tokenizers", "huggingface_hub", "jinja2"
+TOKENIZERS, HUB, JINJA, GUIDANCE = "tokenizers", "huggingface_hub", "jinja2", "llguidance"
+_EXTRAS = {GUIDANCE: "shape"}  # that bring them; all others come with "hub"
 
 
 def has(package: str) -> bool:
@@ -12,8 +12,16 @@ def has(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
+def install(packages: Iterable[str]) -> str:
+    """What to type in the checkout for packages that are missing."""
+    return f'pip install ".[{",".join(sorted({_EXTRAS.get(package, "hub") for package in packages}))}]"'
+
+
+INSTALL = install([HUB])  # brings all three
+
+
 def missing(needs: Mapping[str, str]) -> str:
     """What to say of the packages that are not installed; "" where all are. needs: what each is for, as in "to fetch X"."""
-    gone = [f"{package}, {purpose}" for package, purpose in needs.items() if not has(package)]
-    plural = "a package is" if len(gone) == 1 else "packages are"
-    return f"{plural} missing: {'; '.join(gone)}; {INSTALL}" if gone else ""
+    gone = {package: purpose for package, purpose in needs.items() if not has(package)}
+    told = "; ".join(f"{package}, {purpose}" for package, purpose in gone.items())
+    return f"{'a package is' if len(gone) == 1 else 'packages are'} missing: {told}; {install(gone)}" if gone else ""

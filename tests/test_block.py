@@ -24,7 +24,7 @@ PLAIN = (1.0, 0, 0.0)  # temperature, top_k, top_p: the logits' own softmax
 class Table:
     """A model of a few tokens whose next one hangs on the last one alone."""
 
-    lock, n_passes, n_positions = contextlib.nullcontext(), 0, 100
+    lock, n_passes, n_positions, n_short = contextlib.nullcontext(), 0, 100, 0
 
     def __init__(self, probs):
         self.probs = np.array(probs)

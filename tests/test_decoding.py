@@ -72,7 +72,7 @@ class HostileDrafter:
 class Script:
     """A target that is sure of each next token of a text, and holds no model."""
 
-    lock, n_passes = contextlib.nullcontext(), 0
+    lock, n_passes, n_short = contextlib.nullcontext(), 0, 0
 
     def __init__(self, text, vocab_size=20, n_positions=100):
         self.text, self.vocab_size, self.n_positions, self.passes = text, vocab_size, n_positions, []
@@ -517,7 +517,7 @@ class Interrupted:
     """A model over whose logits another pass runs as soon as a forward has returned, as a signal handler's may."""
 
     def __init__(self, model):
-        self._model, self.lock, self.n_positions = model, model.lock, model.n_positions
+        self._model, self.lock, self.n_positions, self.n_short = model, model.lock, model.n_positions, 0
         self.n_interrupts = 0
 
     @property

@@ -220,6 +220,7 @@ def test_a_stop_that_is_no_string_is_refused(decoder, stop, kind):
 def test_a_decoder_shows_what_is_its_users_and_nothing_else(decoder):
     shown = {name for name in dir(decoder) if not name.startswith("_")}
     calls = {"answer", "chat", "encode", "encode_chat", "generate", "read", "read_and_stream", "stream", "warm_up"}
+    calls |= {"json_object", "json_schema", "regex"}
     models = {"target", "draft", "stage", "tokenizer", "chat_template", "has_draft", "has_stage"}
     assert shown == calls | models | {"gamma", "verify", "tree", "n_ids", "n_positions", "plain_seconds", "shared", "weights"}
 

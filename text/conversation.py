@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from .. import checks
-from ..decoding import Event, Prefill, Step
+from ..decoding import Event, Prefill, Shape, Step
 from ..readers import CheckpointError, read_object, replace_text
 from ..sampling import Sampling
 from ..tokenizer import AnyTokenizer
@@ -59,14 +59,17 @@ class Speaker(Protocol):
     @property
     def n_positions(self) -> int: ...
     def encode_chat(self, messages: Sequence[Message]) -> list[int]: ...
-    def read_and_stream(self, prompt: list[int], max_tokens: int, sampling: Sampling) -> Iterator[Event | Prefill]: ...
+    def read_and_stream(
+        self, prompt: list[int], max_tokens: int, sampling: Sampling, *, shape: Shape | None
+    ) -> Iterator[Event | Prefill]: ...
 
 
 class Conversation:
     """Questions and answers by turns, behind a system prompt; "" for none.
 
-    messages: all of them, an answer with its tokens and which attempt it was; n_dropped: how many of the oldest the model does
-    not see any more; model: its name, and made_with: what else answers depend on, for who reads a saved file, which names it all.
+    shape: that of each answer. messages: all of them, an answer with its tokens and which attempt it was; n_dropped: how many of
+    the oldest the model does not see any more; model: its name, and made_with: what else answers depend on, for who reads a saved
+    file, which names it all.
     """
 
     def __init__(
@@ -76,11 +79,12 @@ class Conversation:
         settings: Settings | None = None,
         model: str = "",
         made_with: Mapping[str, Any] = MappingProxyType({}),
+        shape: Shape | None = None,
     ) -> None:
         self._decoder, self.settings, self.model, self.made_with = decoder, settings or Settings(), model, made_with
         self.system = checks.text("the system prompt", system)
         self.messages: list[dict[str, Any]] = []
-        self.n_dropped = 0
+        self.n_dropped, self._shape = 0, shape
 
     def clear(self) -> None:
         """Begin anew; the system prompt stays."""
@@ -108,7 +112,8 @@ class Conversation:
         try:
             prompt = self._prompt()
             settings, room = self.settings, self._decoder.n_positions + 1 - len(prompt)
-            for event in self._decoder.read_and_stream(prompt, min(settings.max_tokens, room), settings.sampling(attempt)):
+            most, sampling = min(settings.max_tokens, room), settings.sampling(attempt)
+            for event in self._decoder.read_and_stream(prompt, most, sampling, shape=self._shape):
                 if isinstance(event, Step):
                     tokens += event.tokens
                     words += event.text

@@ -29,7 +29,7 @@ def told(monkeypatch):
     """The names of drafter and plan of each text that begins, in the place of the text."""
     seen = []
 
-    def decode(target, drafter, verifier, tokens, max_tokens, plan, end_marks):
+    def decode(target, drafter, verifier, tokens, max_tokens, plan, end_marks, shape):
         seen.append((type(drafter).__name__, type(plan).__name__))
         yield Step([], [], 0, 0.01 / target.n_threads, 0.0)
 

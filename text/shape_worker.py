@@ -1,0 +1,45 @@
+"""What a grammar becomes, and whether it becomes anything: asked first of a process of its own, since it comes from strangers.
+
+A schema of a few kilobytes can take minutes to build. Here is what both sides do; nothing is imported before it is needed.
+"""
+
+from typing import Any
+
+MOST_BYTES = 2 << 30
+LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # of which each takes 1 to 2 kB
+
+
+def matcher_of(vocabulary: Any, grammar: str) -> Any:
+    """llguidance's matcher of a grammar at its beginning. Raises ValueError with what it says where there is none."""
+    import llguidance
+
+    matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=llguidance.LLParserLimits(**LIMITS))
+    n_allowed = int.from_bytes(matcher.compute_bitmask(), "little").bit_count()
+    if matcher.is_error():
+        raise ValueError(matcher.get_error())
+    if matcher.is_accepting() and n_allowed == len(vocabulary.eos_tokens):
+        raise ValueError("it allows the empty text alone")
+    return matcher
+
+
+class _Bytes:
+    """A vocabulary of all bytes, as llguidance takes one: by these names."""
+
+    is_tokenizer_wrapper, bos_token_id, eos_token_id, special_token_ids = True, None, 256, ()
+    tokens = (*(bytes([byte]) for byte in range(256)), b"")
+
+    def __call__(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+def answer(request: dict[str, Any], data: bytes) -> dict[str, Any]:
+    """What is wrong with a "grammar"; nothing where it can be used."""
+    import llguidance
+
+    try:
+        matcher_of(llguidance.LLTokenizer(_Bytes()), request["grammar"])
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the library is no Exception
+        return {"error": str(error) or type(error).__name__}
+    return {}

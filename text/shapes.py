@@ -1,0 +1,356 @@
+"""Shapes of texts: JSON by a schema, any JSON object, what a regex matches. Knows nothing of models.
+
+The package llguidance says which tokens may follow. Where a shape leaves one continuation it allows one token alone, the first of
+how the tokenizer would write that continuation, so that the text is written as the model has learnt to.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .. import checks
+from ..decoding import Draft, Shape, Walk
+from ..readers import extras
+from ..tokenizer import NO_TEXT_YET, AnyTokenizer
+from .shape_worker import matcher_of
+from .workers import Unanswered, Worker
+
+NEEDS = {extras.GUIDANCE: "to write in a shape"}
+MOST_SCHEMA, MOST_PATTERN = 100_000, 10_000  # characters
+MOST_REPEATED = 100_000  # times that a part of a pattern may stand
+BUILDING_SECONDS = 3.0
+KEPT_SHAPES, KEPT_VOCABULARIES, KEPT_SPELLINGS = 16, 4, 4096
+ATTEMPTS = 2
+LEAST_SPELLED = 32  # characters: so far ahead, and two of the longest tokens, the tokenizer writes what must follow
+STYLE = {
+    "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": False, "lenient": False,
+}  # fmt: skip
+# by a mask's bytes, a token a bit: 17 us for 49,152 tokens, of which numpy's own masks take 30 to 280
+LIMITS_OF_BITS = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, np.float32(np.inf), np.float32(-np.inf))
+SPECIAL = b"\xff"  # what llguidance begins the names of special tokens with; no text holds it
+# of a regex: what repeats or may hold a repetition, and whatever else
+_PARTS = re.compile(r"\\[pPxuU]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(|\{(\d{1,18})(?:,(\d{0,18}))?\}|.", re.DOTALL)
+
+
+class GuidedShape:
+    """A grammar that has been built for a tokenizer; see `decoding.Shape`. Texts share what its lexer finds out on the way."""
+
+    def __init__(self, vocabulary: "_Vocabulary", grammar: str) -> None:
+        self.vocabulary, self._grammar = vocabulary, grammar
+        self.renew()
+
+    def begin(self, prompt: list[int]) -> Walk:
+        walk = GuidedWalk(self)
+        if self.vocabulary.loses_space(prompt) and (walk.allowed() & self.vocabulary.spaced).any():
+            raise ValueError("the shape may begin with a space, which a text without a prompt loses; give it a prompt")
+        return walk
+
+    def renew(self) -> None:
+        """Forget what was found out: one text may have used up all room for it. Raises ValueError."""
+        try:
+            self._matcher = matcher_of(self.vocabulary.guidance, self._grammar)
+        except ValueError as error:
+            raise self.vocabulary.told() or error from None
+
+    def matcher(self) -> Any:
+        """llguidance's, at the beginning of a text."""
+        return self._matcher.deep_copy()
+
+
+class GuidedWalk:
+    """Where a text stands in its shape; see `decoding.Walk`.
+
+    A matcher that has failed stays so. It may have failed at what was proposed alone, or for what other texts found out: so it
+    is made anew, once, before that is believed.
+    """
+
+    def __init__(self, shape: GuidedShape) -> None:
+        self._shape, self._matcher = shape, shape.matcher()
+        self._n = len(shape.vocabulary.tokens)
+        self._words = np.empty(-(-self._n // 32), "<u4")
+        self._taken = list[int]()
+        self.trouble: Exception | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self._matcher.is_stopped())
+
+    def allowed(self) -> Any:
+        """Which tokens may follow: (V,) bool. Raises ValueError."""
+        return self._limits() > 0
+
+    def _limits(self) -> Any:
+        """What the logits of tokens may be at most: (V,) float32, infinite, or -inf of those that may not follow."""
+        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        self._check()
+        return LIMITS_OF_BITS.take(self._words.view(np.uint8), axis=0, mode="clip").reshape(-1)[: self._n]
+
+    def forced(self, most: int) -> list[int]:
+        for _ in range(ATTEMPTS):
+            tokens, matcher = list[int](), self._matcher
+            while len(tokens) < most and (ahead := matcher.compute_ff_tokens()) and matcher.try_consume_tokens(ahead[:1]):
+                tokens.append(ahead[0])
+            if self._goes_back(len(tokens)):
+                return tokens
+        return []
+
+    def n_allowed(self, tokens: list[int]) -> int:
+        n = int(self._matcher.validate_tokens(tokens))
+        return n if self._goes_back(0) else 0
+
+    def mask(self, logits: Any, draft: Draft) -> None:
+        self.trouble = None
+        for _ in range(ATTEMPTS):
+            done = set[int]()
+            try:
+                self._mask_behind(logits, draft, -1, done)
+                return
+            except ValueError as error:
+                self.trouble = error
+            self._anew()
+        if self.trouble and -1 not in done:
+            raise self.trouble
+        logits[[row for row in range(len(logits)) if row - 1 not in done]] = -np.inf  # which may be proposed for nothing
+
+    def _mask_behind(self, logits: Any, draft: Draft, node: int, done: set[int]) -> None:
+        """The row of a proposed token, or, of -1, that behind the text; then those of what is proposed behind it."""
+        row = logits[node + 1]
+        if not np.isfinite(row.max()):  # damaged weights are to be told of
+            return
+        limits, n = self._limits(), min(self._n, len(row))
+        np.minimum(row[:n], limits[:n], out=row[:n])
+        row[n:] = -np.inf
+        done.add(node)
+        for child in draft.children(node):
+            if child + 1 < len(logits) and self._matcher.try_consume_tokens([draft.tokens[child]]):
+                self._mask_behind(logits, draft, child, done)
+                self._matcher.rollback(1)
+
+    def takes(self, tokens: list[int]) -> None:
+        self._taken += tokens
+        if not self._matcher.consume_tokens(tokens):
+            self._anew()
+
+    def _goes_back(self, n: int) -> bool:
+        """Back by n tokens; of a matcher that has failed to where the text stands, and it has to be asked again."""
+        if self._matcher.is_error():
+            self._anew()
+            return False
+        return not n or bool(self._matcher.rollback(n))
+
+    def _anew(self) -> None:
+        """A matcher that has found out nothing, where the text stands. Raises ValueError."""
+        self._shape.renew()
+        self._matcher = self._shape.matcher()
+        self._matcher.consume_tokens(self._taken)
+        self._check()
+
+    def _check(self) -> None:
+        """Raises ValueError where nothing fits any more, which llguidance takes for an end."""
+        if self._matcher.is_error():
+            reason = _reason(self._matcher.get_error())
+            raise self._shape.vocabulary.told() or ValueError(f"the shape cannot go on: {reason}")
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance takes one, by the names that it asks for: the bytes of each token, and how a text is written.
+
+    spaced: (V,) which tokens begin with a space.
+    """
+
+    is_tokenizer_wrapper, bos_token_id = True, None
+
+    def __init__(self, tokenizer: AnyTokenizer) -> None:
+        import llguidance
+
+        said = [tokenizer.says(token) or b"" for token in range(tokenizer.vocab_size)]
+        self.tokens = [b"" if each.startswith(SPECIAL) else each for each in said]
+        marks = [token for token in tokenizer.end_marks if token < len(said)]
+        if not marks:
+            marks = [len(self.tokens)]
+            self.tokens.append(b"")
+        self.eos_token_id, self.special_token_ids = marks[0], list[int]()
+        self.tokenizer = tokenizer
+        self._spellings: dict[str, list[int]] = {}
+        self.spaced = np.array([each.startswith(b" ") for each in self.tokens])
+        self._trouble: Exception | None = None
+        self.guidance = llguidance.LLTokenizer(self, eos_token=marks)
+
+    def __call__(self, text: str) -> list[int]:
+        text = text[: max(LEAST_SPELLED, 2 * self._longest)]
+        if (spelled := self._spellings.get(text)) is None:
+            if len(self._spellings) >= KEPT_SPELLINGS:
+                self._spellings.clear()
+            try:
+                spelled = self._spellings[text] = self._spelled(text)
+            except Exception as error:
+                self._trouble = error
+                raise
+        return spelled
+
+    def told(self) -> Exception | None:
+        """What went wrong within the last call, of which llguidance makes an error of its own."""
+        trouble, self._trouble = self._trouble, None
+        return trouble
+
+    def _spelled(self, text: str) -> list[int]:
+        """The tokens of a text that is no text's beginning."""
+        data = text.encode()
+        for before in ("", "\n"):  # behind which no tokenizer puts a space
+            ids = [token for token in self.tokenizer.encode(before + text) if self.tokens[token]]
+            for i in range(min(len(ids), len(before) + 2)):
+                if b"".join([self.tokens[token] for token in ids[i:]]) == data:
+                    return ids[i:]
+        ids, at = [], 0
+        while at < len(data):
+            ends = range(min(len(data), at + self._longest), at, -1)
+            end = next((end for end in ends if data[at:end] in self._ids), None)
+            if end is None:
+                raise ValueError(f"{self.tokenizer.path} has no token for the byte {data[at]}, which the shape wants")
+            ids.append(self._ids[data[at:end]])
+            at = end
+        return ids
+
+    @functools.cached_property
+    def _ids(self) -> dict[bytes, int]:
+        return {each: token for token, each in enumerate(self.tokens) if each}
+
+    @functools.cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._ids))
+
+    def loses_space(self, prompt: list[int]) -> bool:
+        """Whether a text that goes on behind those tokens would begin without the space of its first token."""
+        before = NO_TEXT_YET
+        for token in prompt:
+            before = self.tokenizer.piece(token, before)[1]
+        spaced = int(self.spaced.argmax())
+        return bool(self.spaced[spaced]) and self.tokenizer.piece(spaced, before)[0] != self.tokens[spaced]
+
+
+def check_shape(shape: Shape | None, tokenizer: AnyTokenizer) -> None:
+    """Raises TypeError for what is no shape, ValueError for one of other tokens."""
+    if shape is not None and not callable(getattr(shape, "begin", None)):
+        raise TypeError(f"shape is {checks.short(shape, repr)}; expected what json_schema, json_object or regex makes")
+    if isinstance(shape, GuidedShape) and shape.vocabulary.tokenizer is not tokenizer:
+        raise ValueError("the shape was made for another tokenizer; make it by this decoder's json_schema, json_object or regex")
+
+
+def json_schema(tokenizer: AnyTokenizer, schema: Mapping[str, Any]) -> GuidedShape:
+    """One JSON value by a schema (JSON Schema, as far as llguidance does it), without space but behind "," and ":".
+
+    Raises ValueError, in a line, for a schema that cannot be used, and where llguidance is missing.
+    """
+    if not isinstance(schema, Mapping):
+        raise TypeError(f"the schema is {checks.short(schema, repr)}; expected an object")
+    if "x-guidance" in schema:
+        raise ValueError("the schema uses x-guidance, which is not done here")
+    try:
+        text = json.dumps({**schema, "x-guidance": STYLE}, allow_nan=False, ensure_ascii=False)
+        text.encode()
+    except (RecursionError, TypeError, ValueError) as error:
+        nested = "it is nested beyond all bounds"
+        reason = nested if isinstance(error, RecursionError) else checks.short(error)
+        raise ValueError(f"the schema is no JSON: {reason}") from None
+    if len(text) > MOST_SCHEMA:
+        raise ValueError(f"the schema has {len(text)} characters; at most {MOST_SCHEMA} are read")
+    for pattern in _patterns(schema):
+        _check_repeats(f"the schema's pattern {checks.short(pattern, repr)}", pattern)
+    return _built(tokenizer, "schema", f'{{"grammars": [{{"json_schema": {text}}}]}}')
+
+
+def json_object(tokenizer: AnyTokenizer) -> GuidedShape:
+    """Any one JSON object, written as `json_schema` says."""
+    return json_schema(tokenizer, {"type": "object"})
+
+
+def regex(tokenizer: AnyTokenizer, pattern: str) -> GuidedShape:
+    """What a pattern of Rust's regex syntax matches as a whole; without look-around. Raises ValueError, in a line."""
+    checks.text("the regex", pattern)
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # llguidance drops it
+        raise ValueError(f"the regex {checks.short(pattern, repr)} ends in a backslash; expected what it escapes")
+    if len(pattern) > MOST_PATTERN:
+        raise ValueError(f"the regex has {len(pattern)} characters; at most {MOST_PATTERN} are read")
+    _check_repeats("the regex", pattern)
+    return _built(tokenizer, "regex", pattern)
+
+
+def _built(tokenizer: AnyTokenizer, kind: str, said: str) -> GuidedShape:
+    """The shape of a regex, or of a schema's grammar."""
+    if lacking := extras.missing(NEEDS):
+        raise ValueError(lacking)
+    try:
+        return _kept(tokenizer, said, kind == "regex")  # type: ignore[arg-type]  # a protocol of objects, which have a hash
+    except ValueError as error:
+        raise ValueError(f"the {kind} cannot be used: {_reason(str(error))}") from None
+
+
+@functools.lru_cache(KEPT_SHAPES)
+def _kept(tokenizer: AnyTokenizer, said: str, is_regex: bool) -> GuidedShape:
+    """One for all who ask, whose lexers share what they have found out. Raises ValueError with llguidance's words."""
+    import llguidance
+
+    grammar = llguidance.LLMatcher.grammar_from_regex(said) if is_regex else said
+    try:
+        trouble = _BUILDER.ask({"grammar": grammar}, BUILDING_SECONDS).get("error")
+    except Unanswered as error:
+        raise ValueError("it takes too long to build" if error.is_late else "it needs too much memory") from None
+    except OSError as error:
+        raise ValueError(f"no process to build it in: {error.strerror or error}") from None
+    if trouble:
+        raise ValueError(trouble)
+    vocabulary = _vocabulary(tokenizer)  # type: ignore[arg-type]
+    return GuidedShape(vocabulary, grammar)
+
+
+_vocabulary = functools.lru_cache(KEPT_VOCABULARIES)(_Vocabulary)
+_BUILDER = Worker("shape_worker")
+
+
+def _reason(words: str) -> str:
+    """What is wrong, of what llguidance says in several lines."""
+    if found := re.search(r"Unimplemented keys: \[(.*?)\]", words):
+        keys = found[1].replace('"', "")
+        return f"it uses {keys}, which {'are' if ',' in keys else 'is'} not done here"
+    if "NoExtension" in words:
+        return "nothing fits it"
+    line = next((line for line in reversed(words.split("\n")) if line.startswith("error: ")), words.split("\n")[0])
+    line = " ".join(line.removeprefix("error: ").split())
+    return line if len(line) <= 160 else f"{line[:157]}..."
+
+
+def _patterns(schema: Any) -> list[str]:
+    """All regexes that a schema names."""
+    found, todo = list[str](), [schema]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, Mapping):
+            pattern, properties = value.get("pattern"), value.get("patternProperties")
+            found += [pattern] if isinstance(pattern, str) else []
+            found += properties if isinstance(properties, Mapping) else []
+        if isinstance(value, Mapping | list):
+            todo += value.values() if isinstance(value, Mapping) else value
+    return found
+
+
+def _check_repeats(name: str, pattern: str) -> None:
+    """Refuses counts whose product, of a part within a part, is so large that it would take seconds to write what is forced."""
+    levels = list[int]()  # of the groups around this one
+    most, last = 1, 1  # times that something within this group stands, and that the last atom does
+    for part in _PARTS.finditer(pattern):
+        if part[0][0] == "(":
+            levels.append(most)
+            most = last = 1
+        elif part[0] == ")":
+            last, most = most, max(most, levels.pop() if levels else 1)
+        elif part[0][0] == "{":
+            last *= max(1, *(int(n or 0) for n in part.groups()))
+            most = max(most, last)
+        else:
+            last = 1
+        if most > MOST_REPEATED:
+            raise ValueError(f"{name} repeats a part {most} times; at most {MOST_REPEATED}")
