@@ -20,6 +20,8 @@ class Model(Protocol):
     def config(self) -> Config: ...
     @property
     def n_positions(self) -> int: ...
+    @property
+    def n_short(self) -> int: ...
     def forward(self, tokens: list[int], n_logits: int = 1) -> Float32: ...
 
 
@@ -51,7 +53,7 @@ class ModelDrafter:
         """tail: what may follow tokens: a proposal for that draft whose round it is (see `stages`)."""
         start = self._start(len(tokens) + len(tail) + min(plan.most, self._model.n_positions // 2))
         stream, text, n = self._noise(len(tokens)), self._seen([*tokens, *tail] if tail else tokens, start), 0
-        most = len(text) + room_behind(len(text), self._model.n_positions, self._model.config.n_short)
+        most = len(text) + room_behind(len(text), self._model.n_positions, self._model.n_short)
         with self._model.lock:
             while len(text) <= most:
                 q = self._draw_room(n + 1)[n]

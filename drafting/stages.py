@@ -89,6 +89,10 @@ class Lookahead:
     def n_positions(self) -> int:
         return self._model.n_positions
 
+    @property
+    def n_short(self) -> int:
+        return self._model.n_short
+
     def begin(self, tokens: list[int], most: int) -> None:
         """Up to so many tokens are going to be asked for behind these."""
         self._tokens, self._most, self._first = tokens, most, 0
@@ -111,7 +115,7 @@ class Lookahead:
             self._account.saw(self._n_guesses, self._n_used, self._seconds[0])
             self._plan.saw(self._n_guesses, self._n_used, self._seconds[1], self._seconds[0])
         tail, guesses = tokens[self._first :], list[int]()
-        room = room_behind(len(tokens), self.n_positions, self.config.n_short)
+        room = room_behind(len(tokens), self.n_positions, self.n_short)
         if self._plan.begins(min(self._most - len(tail) - 1, room)):
             guesses = self._guesser.propose(self._tokens, self._plan, tail).tokens
             n_rows = self.config.vocab_size  # the text may hold tokens that this model does not know

@@ -39,7 +39,7 @@ class TreeDrafter(ModelDrafter):
         growing.tree.plant(tokens)
         start, stream = self._start(len(tokens) + min(plan.most, model.n_positions // 2)), self._noise(len(tokens))
         text = self._seen(tokens, start)
-        first_room = room_behind(len(text), model.n_positions, model.config.n_short)
+        first_room = room_behind(len(text), model.n_positions, model.n_short)
         nodes, parents = list[int](), list[int]()  # that the draft has run behind the text, which a chain is part of
         places = {-1: -1}  # of the plan's nodes among those
         rows: dict[int, Float32] = {}  # what the candidates behind a node were drawn from

@@ -135,8 +135,8 @@ def compiled_functions() -> list[str]:
 EXACT_NUMPY = {  # what numpy does the same everywhere: moving numbers, whole numbers, and what IEEE 754 rounds
     "add", "arange", "array", "array_equal", "ascontiguousarray", "clip", "concatenate", "copyto", "dtype", "empty", "finfo",
     "flatnonzero", "float16", "float32", "float64", "frombuffer", "full", "iinfo", "inf", "int16", "int32", "int64", "int8",
-    "integer", "isfinite", "isnan", "lexsort", "maximum", "nan", "ndarray", "ones", "pad", "repeat", "signedinteger", "sqrt",
-    "stack", "uint16", "uint32", "uint64", "uint8", "unique", "unpackbits", "where", "zeros",
+    "integer", "isfinite", "isnan", "lexsort", "maximum", "minimum", "nan", "ndarray", "ones", "pad", "repeat", "signedinteger",
+    "sqrt", "stack", "uint16", "uint32", "uint64", "uint8", "unique", "unpackbits", "where", "zeros",
 }  # fmt: skip
 EXACT_MATH = {"gcd", "inf", "isfinite", "isnan", "nan", "pi", "prod", "isqrt", "ceil", "floor"}
 ROOMS = (

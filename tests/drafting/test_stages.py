@@ -107,7 +107,7 @@ def test_texts_and_acceptance_are_those_without_a_stage(verify, sampling, monkey
 class Circles:
     """A model that says 3, 4, ... 9, 3, ... by the position; a pass takes a second on that clock, one of several tokens 1.05."""
 
-    config, n_positions, lock = tiny_model(0, 12).config, 9000, threading.RLock()
+    config, n_positions, n_short, lock = tiny_model(0, 12).config, 9000, 0, threading.RLock()
 
     def __init__(self, clock=None):
         self.n_passes, self._clock = 0, clock
