@@ -6,11 +6,12 @@ from .gemma import GEMMA
 from .gpt2 import GPT2
 from .lfm2 import LFM2
 from .llama import LLAMA
+from .mtp import MTP
 from .plan import Architecture, Buffers, Room, Weights
 from .qwen35 import QWEN35
 
 ARCHITECTURES = {
-    "llama": LLAMA, "gpt2": GPT2, "gemma": GEMMA, "lfm2": LFM2, "qwen35": QWEN35, "eagle3": EAGLE3,
+    "llama": LLAMA, "gpt2": GPT2, "gemma": GEMMA, "lfm2": LFM2, "qwen35": QWEN35, "eagle3": EAGLE3, "mtp": MTP,
 }  # fmt: skip
 
 
