@@ -12,7 +12,7 @@ from typing import Any
 from .checks import ids, is_list, short, strings, text, whole
 from .decoding import Event, Prefill, Prompt, Proposal, Shape, Statistics, Step, VerifyMode
 from .drafting.settings import AUTO, Gamma, Setting, Settings, TreeMode
-from .drafting.team import HEAD, NGRAM, Draftable, team_of
+from .drafting.team import HEAD, Draftable, team_of
 from .drafting.tuning import Tuning
 from .machine.ahead import end
 from .machine.threads import give_lock
@@ -64,7 +64,8 @@ class SpeculativeDecoder:
 
     target: a Hugging Face folder, a GGUF file, a name on the hub ("org/name", "org/name:Q4_K_M"), the path of a llama2.c file,
         also looked for in models/, or a loaded `Transformer`.
-    draft: the same, or a head; "ngram", the default: what followed in the text before; "self": an int8 or int4 copy of the
+    draft: the same, or a head; "mtp": the head that a Qwen3.5 brings along in its file; "ngram": what followed in the text
+        before; "auto", the default: "mtp" where the target's file has one, else "ngram"; "self": an int8 or int4 copy of the
         target; None. A model of another vocabulary drafts by the tokens that both have (`shared`).
     tokenizer: a path or a tokenizer; by default the one in the target's folder or file, beside it or in models/.
     stage: what drafts for a draft model, which judges it before the target does: "ngram" or a smaller model.
@@ -102,7 +103,7 @@ class SpeculativeDecoder:
     def __init__(
         self,
         target: str | os.PathLike[str] | Transformer,
-        draft: Draftable | None = NGRAM,
+        draft: Draftable | None = AUTO,
         tokenizer: str | os.PathLike[str] | AnyTokenizer | None = None,
         *,
         stage: Draftable | None = None,

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .machine.cache import compiled, inlined, inner
-from .machine.elementary import exp, gelu_tanh, silu, sine_and_cosine
+from .machine.elementary import exp, gelu_tanh, sigmoid, silu, sine_and_cosine
 from .machine.programs import Floats1, Floats2, Floats3, Floats4, Halves4, Ints1, Ints2, Operation, Pass, operation
 from .machine.threads import share
 from .machine.tiles import PREFETCH_WORDS, STRIP_ROWS, TILE_TOKENS, Strided, Strips, multiply_either
@@ -584,3 +584,13 @@ def gelu(run: Pass, thread: int, hidden: Floats3, up: Floats2) -> None:
     for t in range(run.n_tokens):
         for i in range(t * width + first * STRIP_ROWS, t * width + last * STRIP_ROWS, LANES):
             store(hidden, i, gelu_tanh(load(up, i)))
+
+
+@operation
+def gate_rows(run: Pass, thread: int, heads: Floats3, gates: Floats2, base: int, n: int) -> None:
+    """heads[t] *= sigmoid of n columns of gates[t] from `base` on: this thread's vectors of them."""
+    first, last = share(ceil_div(n, LANES), thread, run.n_threads)
+    for t in range(run.n_tokens):
+        for row in range(first * LANES, last * LANES, LANES):
+            at = t * heads.shape[2] + row
+            store(heads, at, mul(load(heads, at), sigmoid(load(gates, t * gates.shape[1] + base + row))))

@@ -427,7 +427,7 @@ class Transformer:
             model._goes_on(len(new[i]))
             self._buffers.tokens[at : at + len(new[i])] = new[i]
             if new[i]:
-                parts.append(TextPart(model._runner, len(new[i]), starts[i]))
+                parts.append(TextPart(model._runner, len(new[i]), starts[i], jobs[i][2]))
             at += len(new[i])
             begins[i] = at - jobs[i][2]  # of its logits in the pass
         n_rows = sum(len(new[i]) for i in order if jobs[i][2])

@@ -1,14 +1,18 @@
 """Architectures, a room each: a family's tensors, matrices, and the program of its pass."""
 
-from .config import Config, ConvConfig, HeadConfig, RopeScaling, YarnScaling
+from .config import Config, ConvConfig, DeltaConfig, HeadConfig, RopeScaling, YarnScaling
 from .eagle3 import EAGLE3
 from .gemma import GEMMA
 from .gpt2 import GPT2
 from .lfm2 import LFM2
 from .llama import LLAMA
+from .mtp import MTP
 from .plan import Architecture, Buffers, Room, Weights
+from .qwen35 import QWEN35
 
-ARCHITECTURES = {"llama": LLAMA, "gpt2": GPT2, "gemma": GEMMA, "lfm2": LFM2, "eagle3": EAGLE3}
+ARCHITECTURES = {
+    "llama": LLAMA, "gpt2": GPT2, "gemma": GEMMA, "lfm2": LFM2, "qwen35": QWEN35, "eagle3": EAGLE3, "mtp": MTP,
+}  # fmt: skip
 
 
 def architecture_of(config: Config) -> Architecture:
@@ -19,6 +23,6 @@ def architecture_of(config: Config) -> Architecture:
 
 
 __all__ = [
-    "ARCHITECTURES", "Architecture", "Buffers", "Config", "ConvConfig", "HeadConfig", "Room", "RopeScaling", "Weights",
-    "YarnScaling", "architecture_of",
+    "ARCHITECTURES", "Architecture", "Buffers", "Config", "ConvConfig", "DeltaConfig", "HeadConfig", "Room", "RopeScaling",
+    "Weights", "YarnScaling", "architecture_of",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ import numpy as np
 
 MOST_TAPS = 16  # of a convolution
 LEAST_SCALE = 1e-6  # and its inverse the most: squares of scales, too, are numbers in float32
+HEADS = ("eagle3", "mtp")  # architectures that draft from a target's hidden states
 N_HIDDEN = 3  # of a target's hidden states make a feature where a head's file does not tell which: low, middle and high
 
 
@@ -81,6 +82,47 @@ class ConvConfig:
 
 
 @dataclass(frozen=True)
+class DeltaConfig:
+    """A gated delta net (Yang et al. 2025, arXiv:2412.06464), which stands in the place of attention in some layers.
+
+    layers: which; n_taps: of its convolution; n_key_heads of key_dim rows for queries and as many for keys, n_value_heads of
+    value_dim rows, of which in a row, or in_turns, as many share a head of keys.
+    """
+
+    layers: tuple[int, ...]
+    n_key_heads: int
+    n_value_heads: int
+    key_dim: int
+    value_dim: int
+    n_taps: int = 4
+    in_turns: bool = False
+
+    @property
+    def n_values(self) -> int:
+        return self.n_value_heads * self.value_dim
+
+    @property
+    def n_mixed(self) -> int:
+        """What the convolution goes over: queries, keys and values."""
+        return 2 * self.n_key_heads * self.key_dim + self.n_values
+
+    def flaw(self, n_layers: int) -> str:
+        """What keeps these numbers from being such layers of a model; empty where nothing does."""
+        for name in ("n_key_heads", "n_value_heads", "key_dim", "value_dim", "n_taps"):
+            if getattr(self, name) <= 0:
+                return f"{name} is {getattr(self, name)}; expected a positive number"
+        if self.n_value_heads % self.n_key_heads:
+            return f"n_value_heads {self.n_value_heads} is not divisible by n_key_heads {self.n_key_heads}"
+        if self.n_taps > MOST_TAPS:
+            return f"n_taps is {self.n_taps}; expected at most {MOST_TAPS}"
+        if not 0 < len({*self.layers}) < n_layers:
+            return f"layers are {self.layers}; expected some of {n_layers}, and attention in the others"
+        if not all(0 <= layer < n_layers for layer in self.layers):
+            return f"layers are {self.layers}; expected layers from 0 to {n_layers - 1}"
+        return ""
+
+
+@dataclass(frozen=True)
 class HeadConfig:
     """What a head that drafts needs beside a model's numbers (EAGLE-3: Li et al. 2025, arXiv:2503.01840).
 
@@ -137,8 +179,8 @@ class Config:
     head; embedding_scale: what embeddings are multiplied by, residual_scale: what layers add to the residual stream,
     attention_scale: scores (0 stands for 1 / sqrt(head_dim)), logit_divisor: what divides logits; no_rope_layers: whose queries
     and keys are not turned; full_layers: which have no window where others have, local_theta: the base of those others' angles,
-    which nothing scales (Gemma's); conv: the layers that are none of attention; head: what else a head that drafts needs, of
-    whose target vocab_size counts the tokens.
+    which nothing scales (Gemma's); conv, delta: the layers that are none of attention; attention_gate: whether what attention
+    mixes is gated; head: what else a head that drafts needs, of whose target vocab_size counts the tokens.
     """
 
     dim: int
@@ -174,6 +216,8 @@ class Config:
     full_layers: tuple[int, ...] = ()
     local_theta: float = 10000.0
     conv: ConvConfig | None = None
+    delta: DeltaConfig | None = None
+    attention_gate: bool = False
     head: HeadConfig | None = None
 
     def __post_init__(self) -> None:
@@ -191,7 +235,7 @@ class Config:
             return f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
         if self.head_dim <= 0:
             return f"head_dim is {self.head_dim}; expected a positive number"
-        if self.head_dim % 2 and self.architecture in ("llama", "gemma", "lfm2", "eagle3"):
+        if self.head_dim % 2 and self.architecture != "gpt2":
             return f"head_dim {self.head_dim} (dim / n_heads) is odd; RoPE turns pairs"
         if not 0 <= self.norm_eps < math.inf:
             return f"norm_eps is {self.norm_eps}; expected 0 or more"
@@ -225,12 +269,14 @@ class Config:
                 return f"{name} are {getattr(self, name)}; expected layers from 0 to {self.n_layers - 1}"
         if self.architecture == "gemma" and (self.qkv_bias or self.wo_bias or self.mlp_bias):
             return "a gemma model has biases; expected none"
-        if (self.architecture == "eagle3") != (self.head is not None):
+        if (self.architecture in HEADS) != (self.head is not None):
             return f"the architecture is {self.architecture} and head is {self.head}; expected both of a head, or neither"
-        if (self.architecture == "lfm2") != (self.conv is not None):
-            return f"the architecture is {self.architecture} and conv is {self.conv}; expected both of LFM2, or neither"
-        if self.conv and (flaw := self.conv.flaw(self.n_layers)):
-            return f"conv's {flaw}"
+        for family, name in (("lfm2", "conv"), ("qwen35", "delta")):
+            part = getattr(self, name)
+            if (self.architecture == family) != (part is not None):
+                return f"the architecture is {self.architecture} and {name} is {part}; expected both of {family}, or neither"
+            if part and (flaw := part.flaw(self.n_layers)):
+                return f"{name}'s {flaw}"
         if self.head and (flaw := self.head.flaw(self.dim, self.vocab_size)):
             return f"head's {flaw}"
         if self.vocab_size < 3:

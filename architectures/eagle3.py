@@ -48,7 +48,7 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
 def parts(config: Config) -> dict[str, Part]:
     """Llama's, and fc; no embedding and no classifier where they are the target's."""
     head, dim = head_of(config), config.dim
-    matrices = {name: part._replace(tensors=_of_one_layer(part.tensors)) for name, part in llama.parts(config).items()}
+    matrices = {name: part._replace(tensors=of_one_layer(part.tensors)) for name, part in llama.parts(config).items()}
     matrices |= {
         "fc": Part((("fc", None),), (dim,), head.n_states * head.target_dim),
         "0.qkv": matrices["0.qkv"]._replace(n=2 * dim),
@@ -60,7 +60,7 @@ def parts(config: Config) -> dict[str, Part]:
 
 def vectors(config: Config) -> dict[str, Vector]:
     """Llama's; a norm of the embedding and one of the feature instead of that before attention."""
-    own = {name: vector._replace(tensors=_of_one_layer(vector.tensors)) for name, vector in llama.vectors(config).items()}
+    own = {name: vector._replace(tensors=of_one_layer(vector.tensors)) for name, vector in llama.vectors(config).items()}
     del own["0.rms_att"]
     own |= {name: Vector(((name, None),), (config.dim,)) for name in ("rms_emb", "rms_hidden")}
     if head_of(config).fc_norm:
@@ -69,7 +69,7 @@ def vectors(config: Config) -> dict[str, Vector]:
     return own
 
 
-def _of_one_layer(tensors: tuple[tuple[str, int | None], ...]) -> tuple[tuple[str, int | None], ...]:
+def of_one_layer(tensors: tuple[tuple[str, int | None], ...]) -> tuple[tuple[str, int | None], ...]:
     return tuple((name, None) for name, _ in tensors)
 
 
@@ -127,4 +127,4 @@ def program(config: Config, weights: Weights, b: Buffers) -> Layers:
     )
 
 
-EAGLE3 = Architecture(shapes, parts, vectors, buffers, program, llama.fill)
+EAGLE3 = Architecture(shapes, parts, vectors, buffers, program, llama.fill, features=features)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..kernels import add_bias, head_norm, rms_norm, rope, scale_rows, swiglu
+from ..kernels import add_bias, gate_rows, head_norm, rms_norm, rope, scale_rows, swiglu
 from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import LANES, Float32
@@ -48,21 +48,24 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
         tensors["bo"] = (layers, dim)
     if config.mlp_bias:
         tensors |= {"b1": (layers, hidden), "b3": (layers, hidden), "b2": (layers, dim)}
+    if config.attention_gate:
+        tensors["wg"] = (layers, q_dim, dim)
     if config.qk_norm:
         tensors |= {"q_norm": (layers, config.head_dim), "k_norm": (layers, config.head_dim)}
     return tensors
 
 
 def parts(config: Config) -> dict[str, Part]:
-    """q, k and v are one product, and so are w1 and w3, strip by strip."""
-    dim, hidden, q_dim, kv_dim = config.dim, config.hidden_dim, config.q_dim, config.kv_dim
+    """q, k, v and what gates are one product, and so are w1 and w3, strip by strip."""
+    dim, hidden, q_dim = config.dim, config.hidden_dim, config.q_dim
+    mixed = dict(zip(("wq", "wk", "wv", "wg"), qkv_rows(config), strict=False))
     table = (config.vocab_size,)
     matrices = {
         "embedding": Part((("tok_emb", None),), table, dim),
         "classifier": Part((("tok_emb" if config.shared_classifier else "wcls", None),), table, dim),
     }
     for i in range(config.n_layers):
-        matrices[f"{i}.qkv"] = Part((("wq", i), ("wk", i), ("wv", i)), (q_dim, kv_dim, kv_dim), dim)
+        matrices[f"{i}.qkv"] = Part(tuple((name, i) for name in mixed), (*mixed.values(),), dim)
         matrices[f"{i}.wo"] = Part((("wo", i),), (dim,), q_dim)
         matrices[f"{i}.up"] = Part((("w1", i), ("w3", i)), (hidden, hidden), dim, in_turns=True)
         matrices[f"{i}.down"] = Part((("w2", i),), (dim,), hidden)
@@ -117,6 +120,8 @@ def mixing(config: Config, weights: Weights, b: Buffers, i: int, normed: Float32
     w, v = weights.matrices, weights.vectors
     k_row = n_strips(config.q_dim) * STRIP_ROWS
     v_row = k_row + n_strips(config.kv_dim) * STRIP_ROWS
+    gate_row = v_row + n_strips(config.kv_dim) * STRIP_ROWS
+    gated = [[gate_rows(b.heads, b.qkv, gate_row, config.q_dim)]] if config.attention_gate else []
     unit = whole_heads(config) if config.qk_norm else 1
 
     def normed_heads() -> list[Row]:
@@ -143,6 +148,7 @@ def mixing(config: Config, weights: Weights, b: Buffers, i: int, normed: Float32
             b.kv.store_values(b.values[i], b.qkv, unit, v_row, config.head_dim),
         ],
         [attention(config, b, i)],
+        *gated,
         [w[f"{i}.wo"].product(b.x[0], b.heads, b.scratch, adding=True), *biased(weights, b.x[0], f"{i}.bo")],
     ]
 
@@ -178,17 +184,17 @@ def norm(config: Config, weights: Weights, b: Buffers, name: str, of_logits: boo
     return rms_norm(b.normed, b.x, weight, config.dim, eps, of_logits, 0)
 
 
+def embed(config: Config, weights: Weights, b: Buffers) -> Program:
+    """x = embedding."""
+    scale = config.embedding_scale / config.residual_scale
+    scaled = [scale_rows(b.x[0], scale, config.dim)] if scale != 1 else []
+    return [[weights.matrices["embedding"].embedding(b.x[0], b.tokens), *scaled]]
+
+
 def classify(config: Config, weights: Weights, b: Buffers) -> Program:
     """logits = wcls rmsnorm(x), of the last tokens."""
     product = weights.matrices["classifier"].product(b.logits, b.normed, b.scratch, of_logits=True)
     return [[norm(config, weights, b, "rms_final", of_logits=True), product]]
-
-
-def embed(config: Config, weights: Weights, b: Buffers) -> Program:
-    """x = embedding, scaled."""
-    scale = config.embedding_scale / config.residual_scale
-    scaled = [scale_rows(b.x[0], scale, config.dim)] if scale != 1 else []
-    return [[weights.matrices["embedding"].embedding(b.x[0], b.tokens), *scaled]]
 
 
 def program(config: Config, weights: Weights, b: Buffers) -> Layers:
@@ -201,10 +207,15 @@ def program(config: Config, weights: Weights, b: Buffers) -> Layers:
 
 
 def whole_heads(config: Config) -> int:
-    """How many strips of q, k and v a thread takes at a time, so that no head is two threads'; of odd sizes, all of them."""
+    """How many strips of q, k, v and gates a thread takes at a time, so that no head is two threads'; of odd sizes, all."""
     unit = config.head_dim // math.gcd(config.head_dim, STRIP_ROWS)
-    strips = n_strips(config.q_dim), n_strips(config.kv_dim)
-    return unit if all(n % unit == 0 for n in strips) else sum(strips) + strips[1]
+    strips = [n_strips(rows) for rows in qkv_rows(config)]
+    return unit if all(n % unit == 0 for n in strips) else sum(strips)
+
+
+def qkv_rows(config: Config) -> tuple[int, ...]:
+    """Of q, k and v, and of what gates where there is a gate."""
+    return (config.q_dim, config.kv_dim, config.kv_dim, *[config.q_dim][: config.attention_gate])
 
 
 LLAMA = Architecture(shapes, parts, vectors, buffers, program, fill, move=move_path)

@@ -209,6 +209,7 @@ class Architecture:
     learned_positions: whether positions are a table of the file's, at whose end a text ends.
     move: puts what buffers hold of a tree's path, nodes from depth 0 on, where it follows a text of so many tokens. None: the
     family runs no trees.
+    features: of a head that drafts, what makes x of the target's hidden states, which lie in the buffer taps.
     n_states: where there is a running state beside the cache's slots, of how many last lengths of a text buffers hold it: a text
     may go back by one less, and one that goes back farther is run again. The pass at position 0 takes none. 0: there is none.
     """
@@ -222,6 +223,7 @@ class Architecture:
     learned_positions: bool = False
     move: Callable[[Buffers, Int64, int], None] | None = None
     n_states: int = 0
+    features: Callable[[Config, Weights, Buffers], Program] | None = None
 
     def all_buffers(self, config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
         """The family's, and those of every program."""

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ..architectures import Config, architecture_of
+from ..drafting.team import MTP
 from ..readers import CheckpointError, hub, load_checkpoint
 from ..readers.files import model_folders, models_in
 from ..readers.heads import misfit
+from ..readers.mtp import head_of
 from ..text.vocabulary import MOST_PADDING
 
 MOST_OF_A_TARGET = 0.5  # of its parameters, that a model has which is worth drafting with
@@ -24,7 +26,7 @@ class Entry:
     """A model, or a head that drafts for some.
 
     name: what -m, or of a head -d, takes; n_bytes: of its files; words: how ids are spelled, where files say; flaw: why it is
-    neither.
+    neither; has_head: whether one that drafts for it lies in its own files.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Entry:
     config: Config | None = None
     words: dict[int, str] = field(default_factory=dict, repr=False)
     flaw: str = ""
+    has_head: bool = False
 
     @property
     def is_head(self) -> bool:
@@ -72,7 +75,7 @@ def row_of(entry: Entry, found: Sequence[Entry]) -> dict[str, Any]:
         "bytes": entry.n_bytes,
         "vocabulary": config.vocab_size,
         "context": config.seq_len,
-        "drafts": [other.name for other in drafts_for(entry, found)],
+        "drafts": [*[MTP][: entry.has_head], *(other.name for other in drafts_for(entry, found))],
         "head": head,
     }
 
@@ -123,7 +126,10 @@ def _entry(name: str, path: Path) -> Entry:
     except CheckpointError as error:
         return Entry(name, path, n_bytes, flaw=str(error))
     words = dict(enumerate(checkpoint.vocabulary.get("tokens", ()))) if checkpoint.vocabulary else _words(path)
-    return Entry(name, path, n_bytes, checkpoint.config, words)
+    has_head = False
+    with suppress(CheckpointError):
+        has_head = head_of(checkpoint) is not None
+    return Entry(name, path, n_bytes, checkpoint.config, words, has_head=has_head)
 
 
 def _words(path: Path) -> dict[int, str]:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from ..checks import text
 from ..drafting.settings import AUTO
-from ..drafting.team import NGRAM
 from ..readers import is_llama2c
 from ..text.templates import LLAMA2_NAME, RENDERING
 from . import options
@@ -22,7 +21,7 @@ class ChatRequest(Request):
 
     word: options.ModelWord = None
     model: options.ModelFile = None
-    draft: options.DraftName = NGRAM
+    draft: options.DraftName = AUTO
     stage: options.StageName = ""
     quantize: options.WhatToQuantize = "draft"
     kv: options.KVOption = AUTO
@@ -83,6 +82,7 @@ def run(request: ChatRequest) -> None:
         shape = shape_with(models.decoder)
     if is_guess:
         say(f"{request.titles[0]} names no chat template; that of Llama 2 is used, which a story model was not taught")
+    request = models.drafted(request)
     drawn = request.sampling
     settings = Settings(drawn.temperature, drawn.top_p, drawn.top_k, drawn.seed, request.max_tokens)
     conversation = Conversation(models.decoder, request.system, settings, str(request.model), models.made_with, shape)

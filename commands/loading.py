@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +11,9 @@ import specdec
 
 from ..decoder import SpeculativeDecoder
 from ..decoding import Shape
-from ..drafting.team import HEAD, NGRAM, SELF
+from ..drafting.heads import Head
+from ..drafting.settings import AUTO
+from ..drafting.team import HEAD, MTP, NGRAM
 from ..readers import CheckpointError, extras, read_object
 from ..readers.files import find, needs, telling_how_to_restore
 from ..readers.loading import Pack
@@ -19,7 +21,7 @@ from ..screens.progress import LOADING, TIMING, Bar, loading
 from ..text import shapes
 from ..transformer import KV
 from .endings import say
-from .request import NONE, Request
+from .request import WORDS, Asked, Request
 
 NOTHING: Mapping[str, str] = {}
 ANY_OBJECT = "json"  # as a schema
@@ -32,6 +34,12 @@ class Loaded:
     decoder: SpeculativeDecoder
     load_seconds: float = 0.0
     warmup_seconds: float = 0.0
+
+    def drafted(self, request: Asked) -> Asked:
+        """That request, whose draft is named as it was chosen, where the choice was left open."""
+        return (
+            replace(request, draft=MTP if isinstance(self.decoder.draft, Head) else NGRAM) if request.draft == AUTO else request
+        )
 
     @property
     def made_with(self) -> dict[str, Any]:
@@ -79,11 +87,10 @@ def found(request: Request, more: Mapping[str, str] = NOTHING) -> list[str | Pat
     """
     names = [str(request.model), request.draft, request.stage]
     more = {**more, **(shapes.NEEDS if request.schema or request.regex else {})}
-    files = ["" if name in (SELF, NGRAM) else name for name in names]
+    files = ["" if name in WORDS else name for name in names]
     if lacking := extras.missing({**needs(files, request.tokenizer), **more}):
         raise CheckpointError(lacking)
-    words = (SELF, NGRAM, NONE)  # that a draft may be
-    return [find(file, words=words[: 3 * bool(i)]) if file else names[i] for i, file in enumerate(files)]
+    return [find(file, words=WORDS if i else ()) if file else names[i] for i, file in enumerate(files)]
 
 
 def shaping(request: Request) -> Callable[[SpeculativeDecoder], Shape | None]:

@@ -59,14 +59,14 @@ DraftName = Annotated[
     str,
     option(
         *("-d", "--draft"), group=MOST_USED, metavar="NAME",
-        help="Draft: as -m, a head, self (a copy in fewer bits), ngram (what stood in the text; the default with -m).",
+        help="Draft: as -m, a head, mtp (the target's own), self (a copy in fewer bits), ngram (what stood in the text).",
     ),
 ]  # fmt: skip
 DraftOrNone = Annotated[
     str,
     option(
         *("-d", "--draft"), group=MOST_USED, metavar="NAME",
-        help="Draft: as -m, a head, self (a copy in fewer bits), ngram (what stood in the text; the default with -m), none.",
+        help="Draft: as -m, a head, mtp (the target's own), self (a copy in fewer bits), ngram (what stood in the text), none.",
     ),
 ]  # fmt: skip
 StageName = Annotated[

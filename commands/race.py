@@ -6,7 +6,6 @@ import typer
 from rich.console import Console
 
 from ..drafting.settings import AUTO
-from ..drafting.team import NGRAM
 from ..screens.interrupts import signals
 from ..screens.progress import READING, loading, telling
 from ..screens.window import Window, fits
@@ -42,7 +41,7 @@ class RaceRequest(Request):
 
     def settled(self) -> "RaceRequest":
         """With its prompt and its models where they belong."""
-        request = with_models(with_steps(self), NGRAM)
+        request = with_models(with_steps(self), AUTO)
         if not request.draft:
             raise ValueError("a race needs a draft; name another one with -d, or leave it out")
         return replace(request, prompt=prompt_of(self.prompt))
@@ -61,6 +60,7 @@ def run(request: RaceRequest) -> None:
     with models_of(request) as models:
         decoder = models.decoder
         prompt = decoder.encode(str(request.prompt))
+    request = models.drafted(request)
     max_tokens = room_of(request, decoder, len(prompt))
     with loading(READING) as show:
         tell = telling(show, READING)

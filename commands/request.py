@@ -12,7 +12,7 @@ from ..decoding import VerifyMode
 from ..drafting.copies import kinds_to_make
 from ..drafting.estimates import MAX_GAMMA
 from ..drafting.settings import AUTO, Gamma, Settings, TreeMode
-from ..drafting.team import NGRAM, SELF
+from ..drafting.team import MTP, NGRAM, SELF
 from ..machine.threads import available_threads
 from ..readers.files import default_pair
 from ..readers.loading import Pack
@@ -21,6 +21,7 @@ from ..screens.output import Roles, on_one_line
 from ..transformer import KV
 
 NONE = "none"  # as a draft: the target decodes alone
+WORDS = (SELF, MTP, NGRAM, AUTO, NONE)  # that a draft may be
 DEFAULT_STEPS = 256  # of -n
 Asked = TypeVar("Asked", bound="Request")
 
@@ -92,7 +93,7 @@ class Request:
     def roles(self) -> Roles:
         """Who writes."""
         names = self.titles
-        origins = {NGRAM: "from the text so far", SELF: f"by {names[0]} in fewer bits"}
+        origins = {NGRAM: "from the text so far", SELF: f"by {names[0]} in fewer bits", MTP: f"by {names[0]}'s own head"}
         return Roles(names[0], origins.get(self.draft, f"by {names[1]}") if self.draft else "", " + ".join(names))
 
     @property
@@ -129,6 +130,6 @@ def gamma_of(told: str) -> Gamma:
 
 
 def _as_a_draft(name: str) -> str:
-    """As it was given, but that self, ngram and none may have capitals."""
+    """As it was given, but that words may have capitals."""
     lower = name.lower()
-    return lower if lower in (SELF, NGRAM, NONE) and not Path(name).exists() else name
+    return lower if lower in WORDS and not Path(name).exists() else name

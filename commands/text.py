@@ -81,7 +81,7 @@ class TextRequest(Request):
             raise ValueError(f"{models[0]!r} and -m {self.model!r} are two targets; name a draft with -d")
         self = replace(with_steps(self), model=models[0] if models else self.model)
         self = replace(self, prompt=prompt_of(self.prompt, self.file, texts[0] if texts else None))
-        return with_models(self, NGRAM if self.verify == "coupled" else "")  # whose text no drafter changes
+        return with_models(self, AUTO if self.verify == "coupled" else "")  # whose text no drafter changes
 
     def without_effect(self) -> str:
         """The options that were given for nothing, and why; "" for none."""
@@ -127,6 +127,7 @@ def write(request: TextRequest) -> None:
     shape_with = shaping(request)
     with models_of(request) as models:
         prompt, shape = models.decoder.encode(str(request.prompt)), shape_with(models.decoder)
+    request = models.drafted(request)
     max_tokens = room_of(request, models.decoder, len(prompt))
     if idle := request.without_effect():
         say(idle)

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..architectures import Config, Weights, architecture_of
-from ..architectures.eagle3 import features, head_of, taps
+from ..architectures.eagle3 import head_of, taps
+from ..architectures.mtp import TARGET_NORM
 from ..architectures.plan import Buffers
 from ..kernels import MAX_TOKENS
 from ..machine.programs import Runner
@@ -20,7 +21,7 @@ from .translation import ByTargetIds
 
 
 class Head(Transformer):
-    """An EAGLE-3 head: logits of what follows a text, by its target's ids, from the hidden states that the target holds of it.
+    """A head: logits of what follows a text, by its target's ids, from the hidden states that the target holds of it.
 
     config, weights: the head's own; embedding and classifier that it has not are the target's. target: keeps the hidden states
     that the head takes, beside its cache. target_ids: of each row of the classifier, the target's id, (R,); by default row i is
@@ -63,8 +64,11 @@ class Head(Transformer):
         self._features: tuple[Buffers, Runner] | None = None  # the program of features, over those buffers
         own = (("embedding", head.own_embedding), ("classifier", head.own_classifier))
         borrowed = {name: target.weights.matrices[name] for name, is_own in own if not is_own}
+        vectors = dict(self._own[1].vectors)
+        if config.architecture == "mtp":
+            vectors[TARGET_NORM] = target.weights.vectors["rms_final"]
         whole = replace(config, head=replace(head, own_embedding=True, own_classifier=True))
-        super().__init__(whole, Weights(self._own[1].matrices | borrowed, self._own[1].vectors), n_threads, n_positions, kv)
+        super().__init__(whole, Weights(self._own[1].matrices | borrowed, vectors), n_threads, n_positions, kv)
         if target.hidden_layers != head.layers:
             target.hidden_layers = head.layers
 
@@ -153,7 +157,9 @@ class Head(Transformer):
                     np.multiply(rows, self._target.config.residual_scale, out=self._buffers.taps[:, :n, :width])
         if n:
             if self._features is None or self._features[0] is not self._buffers:
-                self._features = self._buffers, Runner(features(self._config, self._weights, self._buffers))
+                assert self._architecture.features
+                program = self._architecture.features(self._config, self._weights, self._buffers)
+                self._features = self._buffers, Runner(program)
             self._features[1](n, first, 0, self._n_threads)
         return n
 

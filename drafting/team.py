@@ -3,25 +3,32 @@
 import itertools
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from subprocess import Popen
 from typing import Any, Literal, TypeVar, cast
 
-from ..readers import Checkpoint
+from ..architectures import Config, Weights
+from ..readers import Checkpoint, CheckpointError, mtp
 from ..readers.heads import check_fit
 from ..readers.loading import TARGET_SHARE, Loader, opened, room_beside
 from ..text.finding import tokenizer_of, vocabulary_with
 from ..text.vocabulary import Vocabulary, known_ids, presumed_vocabulary
 from ..tokenizer import AnyTokenizer
 from ..transformer import Transformer, compile_passes
+from ..weights import BF16, FP16, FP32, PACKED_BF16
+from ..weights.matrix import converted
 from .copies import Kinds, copy_of, kinds_to_make
 from .estimates import MARGIN_RATES, ODDS_RATES
 from .heads import Head
+from .settings import AUTO
 from .translation import Translated
 
 SELF = "self"  # as a draft: a copy of the target in fewer bits
+MTP = "mtp"  # as a draft: the head in the target's own file
 HEAD = "head"  # what a draft that is one is called among models
 NGRAM: Literal["ngram"] = "ngram"  # as a draft: what followed in the text before
+KINDS_OF_FLOATS = (FP32, FP16, BF16, PACKED_BF16)
 Draftable = str | os.PathLike[str] | Transformer
 Model = TypeVar("Model", bound=Transformer)
 
@@ -45,13 +52,17 @@ class Origin:
 
 @dataclass(frozen=True)
 class Finder:
-    """What drafts for a target, by what was named; keys: of the GGUF file that the target's tokenizer was made of."""
+    """What drafts for a target, by what was named.
+
+    keys: of the GGUF file that the target's tokenizer was made of; source: the target's file, of one that was named.
+    """
 
     target: Transformer
     tokenizer: AnyTokenizer
     keys: Mapping[str, Any]
     kinds: Kinds
     loader: Loader
+    source: Checkpoint | None = None
 
     def origin(self, parameter: str, draft: Draftable | None) -> Origin:
         """parameter: "draft" or "stage", in errors. Raises what `SpeculativeDecoder` does."""
@@ -59,9 +70,12 @@ class Finder:
         own = Vocabulary(n_target, n_target)
         if draft is None:
             return Origin(None, own)
-        if is_ngram(draft):
+        if is_word(draft, NGRAM):
             return Origin(NGRAM, own)
-        if isinstance(draft, str) and draft == SELF:
+        if is_word(draft, AUTO, MTP):
+            head = self._own_head(is_asked=draft == MTP)
+            return Origin(self._head(head) if head else NGRAM, own)
+        if is_word(draft, SELF):
             asked = self.kinds.draft if self.kinds.is_asked else None
             copy = copy_of(self.target, asked, self.tokenizer.encode, self.loader)
             return Origin(self._with_room(copy, copy.weights.n_bytes), own)
@@ -81,13 +95,38 @@ class Finder:
         model = self._with_room(model, model.weights.n_bytes)
         return Origin(Translated(model, vocabulary.target_ids, rows) if vocabulary.target_ids else model, vocabulary)
 
+    def _own_head(self, is_asked: bool) -> Checkpoint | None:
+        """The head in the target's file. Raises ValueError and CheckpointError where it is asked for and there is none."""
+        if self.source is None:
+            if is_asked:
+                raise ValueError(f'the draft "{MTP}" is a head in the target\'s file; name the target by its file')
+            return None
+        if is_asked:
+            if not (head := mtp.head_of(self.source)):
+                raise CheckpointError(f"{self.source.path} brings no head along ({MTP}); expected a Qwen3.5 with one")
+            return head
+        with suppress(CheckpointError):
+            return mtp.head_of(self.source)
+        return None
+
     def _head(self, source: Checkpoint) -> Head:
         """The head in a checkpoint, on the target. Raises CheckpointError for one of another target."""
         check_fit(source, self.target.config)
-        weights = self.loader.pack(source, self.kinds.draft)
+        config, weights = source.config, self.loader.pack(source, self.kinds.draft)
+        if config.architecture == MTP:
+            config, weights = self._with_a_copy_of_the_classifier(config, weights)
         loader, n_positions = self.loader, self.target.n_positions
-        head = Head(source.config, weights, self.target, source.target_ids, loader.n_threads, n_positions, loader.kv)
+        head = Head(config, weights, self.target, source.target_ids, loader.n_threads, n_positions, loader.kv)
         return self._with_room(head, weights.n_bytes)  # without those that it borrows
+
+    def _with_a_copy_of_the_classifier(self, config: Config, weights: Weights) -> tuple[Config, Weights]:
+        """A head whose own layer is small beside the target's classifier: that in the draft's bits, where they are fewer."""
+        of_target, kind = self.target.weights.matrices["classifier"], self.kinds.draft
+        if not kind or not config.head or of_target.kind not in KINDS_OF_FLOATS:
+            return config, weights
+        copy = converted(of_target, kind.of_tables or kind)
+        own = replace(config, head=replace(config.head, own_classifier=True))
+        return own, Weights(weights.matrices | {"classifier": copy}, weights.vectors)
 
     def _with_room(self, model: Model, n_bytes: int) -> Model:
         """A model that sees as much of a text as the memory holds beside the target's; of what is beyond that a window.
@@ -139,10 +178,12 @@ def team_of(
     loader: Loader,
 ) -> Team:
     """The team of what was named, as `SpeculativeDecoder` says; whatever its tokenizer tells is told before weights are read."""
-    if stage is not None and (draft is None or is_ngram(draft)):
+    if stage is not None and (draft is None or is_word(draft, NGRAM, AUTO)):
         raise ValueError("a stage drafts for a draft that is a model, and there is none; name one with draft=...")
-    if isinstance(stage, str) and stage == SELF:
+    if is_word(stage, SELF):
         raise ValueError('the stage "self" would be a copy of the target, which is no smaller than the draft')
+    if is_word(stage, AUTO, MTP):
+        raise ValueError(f"the stage {stage!r} would be a head, which drafts for its target alone")
     given = {"target": target, "draft": draft, "stage": stage}
     loaded = {name: model for name, model in given.items() if isinstance(model, Transformer)}
     if isinstance(target, Head):
@@ -161,12 +202,12 @@ def team_of(
         shared = tokenizer_of(tokenizer, source, source.config.vocab_size)
         known_ids(shared, source.config.vocab_size)
         keys = source.vocabulary if tokenizer is None else {}
-        is_named = draft is not None and not is_ngram(draft)
+        is_named = draft is not None and not is_word(draft, NGRAM, AUTO, MTP)
         likely = loader.likely_kinds(source, kinds.target) + [kinds.draft] * is_named  # a draft is mostly like its target
         compiling = compile_passes(source.config, source.tensors, likely, loader.kv)
         target, source = loader.load(source, kinds.target), replace(source, tensors={})
     loader = replace(loader, kv=target.kv if loader.kv == "auto" else loader.kv)  # of drafts
-    finder = Finder(target, shared, keys, kinds, loader)
+    finder = Finder(target, shared, keys, kinds, loader, source)
     drafting = finder.origin("draft", draft)
     if stage is not None and isinstance(drafting.model, Head):
         raise ValueError("a head drafts from its target's passes, and nothing can draft for it; leave out the stage")
@@ -174,5 +215,6 @@ def team_of(
     return Team(target, drafting, finder.origin("stage", stage), shared, source, most_threads, compiling)
 
 
-def is_ngram(draft: object) -> bool:
-    return isinstance(draft, str) and draft == NGRAM  # an array compares with a string by elements
+def is_word(draft: object, *words: str) -> bool:
+    """Whether what is named as a draft is one of those words."""
+    return isinstance(draft, str) and draft in words  # an array compares with a string by elements

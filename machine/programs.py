@@ -67,11 +67,15 @@ class Row(NamedTuple):
 
 
 class TextPart(NamedTuple):
-    """A text's tokens in a pass: n_tokens, the first of them in slot pos of its cache, by the program over its buffers."""
+    """A text's tokens in a pass: n_tokens, the first of them in slot pos of its cache, by the program over its buffers.
+
+    n_logits: how many of the pass's are its own, which tells what may be guesses.
+    """
 
     runner: "Runner"
     n_tokens: int
     pos: int
+    n_logits: int
 
 
 Program = Sequence[Sequence[Row]]  # phases of rows
@@ -315,10 +319,10 @@ class Runner:
         """
         records, kept = np.zeros((len(parts), TEXT_WORDS), np.int64), []
         n_tokens = 0
-        for record, (runner, n, pos) in zip(records, parts, strict=True):
+        for record, (runner, n, pos, n_own) in zip(records, parts, strict=True):
             assert runner._own_rows.shape == self._own_rows.shape
             own_rows = runner._own_rows + n_tokens * runner._token_bytes if n_tokens else runner._own_rows
-            record[:N_TEXTS] = n, pos, 0, n_threads, pos + n, own_rows.ctypes.data
+            record[:N_TEXTS] = n, pos, n_own, n_threads, pos + n, own_rows.ctypes.data
             kept.append(own_rows)
             n_tokens += n
         self._run_phases(n_tokens, 0, n_logits, n_threads, n_tokens, 0, len(parts), records.ctypes.data)

@@ -322,6 +322,16 @@ load_either = load_as(None)
 
 
 @intrinsic
+def item(typingctx, array, index):
+    """The float of a C-contiguous float32 array at a flat index, which is not negative: numba's own indexing asks."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(element_pointer(context, builder, signature.args[0], args[0], args[1], F32))
+
+    return types.float32(array, types.intp), codegen
+
+
+@intrinsic
 def lane(typingctx, a, i):
     """The float in lane i of a vector."""
 

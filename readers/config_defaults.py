@@ -54,6 +54,12 @@ GPT2_DEFAULTS: dict[str, Any] = {
     "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False, "tie_word_embeddings": True, "bos_token_id": 50256, "eos_token_id": 50256,
 }  # fmt: skip
+QWEN35_DEFAULTS = LLAMA_DEFAULTS | {
+    "vocab_size": 248320, "intermediate_size": 12288, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
+    "max_position_embeddings": 32768, "bos_token_id": None, "eos_token_id": None, "partial_rotary_factor": 0.25,
+    "layer_types": None, "full_attention_interval": 4, "attn_output_gate": True, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+}  # fmt: skip
 DEFAULTS = {
     "llama": LLAMA_DEFAULTS,
     "mistral": MISTRAL_DEFAULTS,
@@ -67,5 +73,6 @@ DEFAULTS = {
     "gemma3_text": GEMMA3_DEFAULTS,
     "ministral3": MINISTRAL3_DEFAULTS,
     "lfm2": LFM2_DEFAULTS,
+    "qwen3_5_text": QWEN35_DEFAULTS,
     "gpt2": GPT2_DEFAULTS,
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..architectures import Config, ConvConfig
+from ..architectures import Config, ConvConfig, DeltaConfig
 from ..architectures.config import LEAST_SCALE, RopeScaling, YarnScaling
 from ..architectures.rope import longrope_scale, yarn_scale
 from .config_defaults import DEFAULTS, MINISTRAL3_ROPE
@@ -25,7 +25,7 @@ MAX_SIZE = 2**31 - 1
 MOST_LAYERS = 1 << 16  # where some of them are listed
 MAX_THETA = 1e18
 # of those whose text's model lies in text_config beside others: whether its classifier is the embedding where a file is silent
-WITH_OTHERS = {"mistral3": True, "gemma3": True}
+WITH_OTHERS = {"mistral3": True, "gemma3": True, "qwen3_5": False}
 OF_ALL = ("tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id")  # are said beside it, and go before
 GRANITE = ("granite", "granitemoehybrid")
 WITH_ATTENTION_BIAS = ("llama", "qwen3", "granite", "granitemoehybrid", "smollm3")
@@ -34,8 +34,9 @@ GPT2_ALIASES = {
     "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }  # fmt: skip
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 LFM2_ALIASES = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}  # which go before
+QWEN35 = "qwen3_5_text"
 ATTENTION = ("full_attention", "attention")  # as transformers 5 and 4 name it
 SILU = ("silu", "swish")
 GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
@@ -74,7 +75,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 SCALES = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 DONE = {
     "granite": SCALES, "granitemoehybrid": (*SCALES, "num_local_experts"), "smollm3": ("no_rope_layers",),
-    "phi3": ("partial_rotary_factor",), "gemma3_text": ("query_pre_attn_scalar",),
+    "phi3": ("partial_rotary_factor",), "gemma3_text": ("query_pre_attn_scalar",), QWEN35: ("partial_rotary_factor",),
 }  # fmt: skip
 
 
@@ -176,7 +177,7 @@ def llama_config(values: Values, family: str) -> Config:
     values.must_be("hidden_act", *SILU)
     attention_bias = values.flag("attention_bias") if family in WITH_ATTENTION_BIAS else False
     mlp_bias = values.flag("mlp_bias") if family in WITH_MLP_BIAS else False
-    if family in ("mistral", "phi3", "ministral3"):
+    if family in ("mistral", "phi3", "ministral3", QWEN35):
         values.must_be("attention_bias", False)
     if family not in WITH_MLP_BIAS:
         values.must_be("mlp_bias", False)
@@ -195,15 +196,38 @@ def llama_config(values: Values, family: str) -> Config:
         shared_classifier=values.flag("tie_word_embeddings"),
         norm_eps=values.real("rms_norm_eps", 0, 1),
         head_dim=0 if values["head_dim"] is None else values.whole("head_dim"),
-        **(_phi3_rope(values) if family == "phi3" else _rope(values, family)),
+        **(OWN_ROPE[family](values) if family in OWN_ROPE else _rope(values, family)),
         window=_window(values, family),
         qkv_bias=attention_bias or family == "qwen2",
         wo_bias=attention_bias,
         mlp_bias=mlp_bias,
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", QWEN35),
         no_rope_layers=_no_rope_layers(values, family),
         **_scales(values, family),
+        **(_delta_net(values) if family == QWEN35 else {}),
     )
+
+
+def _delta_net(values: Values) -> dict[str, Any]:
+    """Of Qwen3.5: which layers are no attention, and what they are."""
+    values.must_be("attn_output_gate", True)
+    n_layers, types = values.whole("num_hidden_layers", MOST_LAYERS), values["layer_types"]
+    if types is None:
+        interval = values.whole("full_attention_interval")
+        layers = [i for i in range(n_layers) if (i + 1) % interval]
+    else:
+        if not isinstance(types, list) or len(types) != n_layers or any(kind not in (LINEAR, FULL) for kind in types):
+            raise values.refusal("layer_types", f"{LINEAR} or {FULL} for each of {n_layers} layers")
+        layers = [i for i, kind in enumerate(types) if kind == LINEAR]
+    delta = DeltaConfig(
+        layers=tuple(layers),
+        n_key_heads=values.whole("linear_num_key_heads"),
+        n_value_heads=values.whole("linear_num_value_heads"),
+        key_dim=values.whole("linear_key_head_dim"),
+        value_dim=values.whole("linear_value_head_dim"),
+        n_taps=values.whole("linear_conv_kernel_dim"),
+    )
+    return {"architecture": "qwen35", "attention_gate": True, "delta": delta}
 
 
 def _scales(values: Values, family: str) -> dict[str, Any]:
@@ -252,25 +276,34 @@ def _rope_values(values: Values, otherwise: Mapping[str, Any]) -> Values:
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         raise values.refusal(key, "an object of numbers, one for all layers")
     silent = {"rope_theta": values["rope_theta"], "rope_type": given.get("type", "default")}
-    rope = Values(values.path, given, silent)
-    rope.must_be("mrope_section", None)
-    return rope
+    return Values(values.path, given, silent)
 
 
-def _phi3_rope(values: Values) -> dict[str, Any]:
-    """As `_rope`."""
-    rope, partial = _rope_values(values, {}), "partial_rotary_factor"
-    head_dim = _head_dim(values)
+def _partial_rope(rope: Values, values: Values, *sources: Values) -> dict[str, Any]:
+    """The base of the angles, and how many rows of a head are turned, by the share that the last one of sources tells."""
+    partial, head_dim = "partial_rotary_factor", _head_dim(values)
     share = 1.0
-    for source in (rope, values):  # the outer one goes before
+    for source in sources:
         share = source.real(partial, 0, 1) if source[partial] is not None else share
     n_turned = int(head_dim * share)
     if n_turned < 2 or n_turned % 2:
         raise values.refusal(partial, f"what leaves an even number of a head's {head_dim} rows, 2 or more")
-    found: dict[str, Any] = {
-        "rope_theta": rope.real("rope_theta", 1, MAX_THETA),
-        "rope_dim": 0 if n_turned == head_dim else n_turned,
-    }
+    return {"rope_theta": rope.real("rope_theta", 1, MAX_THETA), "rope_dim": 0 if n_turned == head_dim else n_turned}
+
+
+def _qwen35_rope(values: Values) -> dict[str, Any]:
+    """As `_rope`. Sections of pairs that turn by other positions in images turn by one in a text."""
+    rope = _rope_values(values, {})
+    rope.must_be("rope_type", "default")
+    return _partial_rope(rope, values, values, rope)
+
+
+def _phi3_rope(values: Values) -> dict[str, Any]:
+    """As `_rope`."""
+    rope = _rope_values(values, {})
+    rope.must_be("mrope_section", None)
+    found = _partial_rope(rope, values, rope, values)
+    n_turned = found["rope_dim"] or _head_dim(values)
     if rope["rope_type"] == "default":
         return found
     if rope["rope_type"] not in ("longrope", "su", "yarn"):  # older names of it
@@ -303,6 +336,7 @@ def _factors(rope: Values, key: str, n: int) -> tuple[float, ...]:
 def _rope(values: Values, family: str) -> dict[str, Any]:
     """The numbers of RoPE: the base of the angles, and how they are scaled."""
     rope = _rope_values(values, MINISTRAL3_ROPE if family == "ministral3" else {})
+    rope.must_be("mrope_section", None)
     rope.must_be("partial_rotary_factor", None, 1)
     found: dict[str, Any] = {"rope_theta": rope.real("rope_theta", 1, MAX_THETA)}
     if family == "ministral3":
@@ -349,17 +383,20 @@ def _yarn(values: Values, rope: Values) -> dict[str, Any]:
     return {"rope_scaling": scaling, "rope_scale": float(np.float32(scale))}
 
 
+OWN_ROPE = {"phi3": _phi3_rope, QWEN35: _qwen35_rope}
+
+
 def _window(values: Values, family: str) -> int:
     """How many positions a token sees in all layers; 0: all."""
     n_layers, types = values.whole("num_hidden_layers", MOST_LAYERS), values["layer_types"]
     window = 0 if values["sliding_window"] is None else values.whole("sliding_window")
-    if family in ("llama", "lfm2", *GRANITE):  # transformers does not look at it
+    if family in ("llama", "lfm2", QWEN35, *GRANITE):  # transformers does not look at it
         if 0 < window < values.whole("max_position_embeddings"):
             raise values.refusal("sliding_window", f"null in a {family} model")
         window = 0
     if family == "phi3" and window >= values.whole("max_position_embeddings"):
         window = 0
-    if family in ("granitemoehybrid", "lfm2"):  # of whose layers `_check_hybrid` and `_lfm2` were told
+    if family in ("granitemoehybrid", "lfm2", QWEN35):  # of whose layers others tell
         return 0
     if family == "smollm3" and (window := window if values.flag("use_sliding_window") else 0):
         raise values.refusal("sliding_window", "null: windows in some layers are not done here")

@@ -5,14 +5,14 @@ arithmetic is either done or refused by name; other keys are not looked at.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..architectures import Config, ConvConfig, HeadConfig
+from ..architectures import Config, ConvConfig, DeltaConfig, HeadConfig
 from ..architectures.config import LEAST_SCALE, YarnScaling
 from ..architectures.rope import yarn_scale
 from ..machine.vectors import Int64
@@ -58,6 +58,20 @@ LFM2_PLACES = QWEN_PLACES | {
     "conv_out": Place("blk.{}.shortconv.out_proj.weight"),
     "rms_final": Place("token_embd_norm.weight"),
 }
+QWEN35_PLACES = QWEN_PLACES | {
+    "wq": Place("blk.{}.attn_q.weight", halves=True, turn=(0, 2)),
+    "wg": Place("blk.{}.attn_q.weight", turn=(1, 2)),
+    "rms_ffn": Place("blk.{}.post_attention_norm.weight"),
+    "delta_qkv": Place("blk.{}.attn_qkv.weight"),
+    "delta_z": Place("blk.{}.attn_gate.weight"),
+    "delta_b": Place("blk.{}.ssm_beta.weight"),
+    "delta_a": Place("blk.{}.ssm_alpha.weight"),
+    "delta_out": Place("blk.{}.ssm_out.weight"),
+    "conv": Place("blk.{}.ssm_conv1d.weight", made=TURNED_TAPS),
+    "rate": Place("blk.{}.ssm_a"),
+    "dt": Place("blk.{}.ssm_dt.bias"),
+    "delta_norm": Place("blk.{}.ssm_norm.weight"),
+}
 GPT2_PLACES = OUTER_PLACES | {
     "pos_emb": Place("position_embd.weight"),
     "ln_att": Place("blk.{}.attn_norm.weight"),
@@ -85,7 +99,7 @@ EAGLE3_PLACES = OUTER_PLACES | {
 }
 PLACES = {
     "llama": LLAMA_PLACES, "qwen2": QWEN_PLACES, "qwen3": QWEN_PLACES, "granite": LLAMA_PLACES, "smollm3": LLAMA_PLACES,
-    "phi3": PHI3_PLACES, "gemma3": GEMMA3_PLACES, "mistral3": LLAMA_PLACES, "lfm2": LFM2_PLACES,
+    "phi3": PHI3_PLACES, "gemma3": GEMMA3_PLACES, "mistral3": LLAMA_PLACES, "lfm2": LFM2_PLACES, "qwen35": QWEN35_PLACES,
     "gpt2": GPT2_PLACES, "eagle3": EAGLE3_PLACES,
 }  # fmt: skip
 
@@ -119,6 +133,9 @@ SCALES = {
 }  # fmt: skip
 PHI3_SCALE, SHORT, LONG = "rope.scaling.attn_factor", "rope_factors_short.weight", "rope_factors_long.weight"
 QUERY_SCALE = "attention.temperature_scale"
+PARTIAL_ROPE = ("phi3", "qwen35")
+RECURRENT, INTERVAL = "qwen35.attention.recurrent_layers", "qwen35.full_attention_interval"
+NEXTN = "qwen35.nextn_predict_layers"  # behind those of the model, which draft
 DONE = {"granite": (*SCALES,), "phi3": (PHI3_SCALE, WINDOW), "gemma3": (WINDOW,), "mistral3": (QUERY_SCALE,)}  # of `NEUTRAL`
 # Gemma 3's, where a file is silent, and the model whose scale of scores is not by a head's length
 GEMMA3_PATTERN, GEMMA3_LOCAL_THETA, GEMMA3_27B_LAYERS = 6, 10000.0, 62
@@ -143,12 +160,13 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
     Raises CheckpointError for anything but a complete and consistent model; numbers are checked when they are read.
     """
-    model = _Model(path)
-    config = _config(model)
+    model = Model(path)
+    config = config_of(model)
     tensors = tensors_of(config, PLACES[model.architecture], model)
     ids = None
     if config.head and IDS in model:
         ids = checked_ids(model.integers(IDS, config.head.n_rows), config.vocab_size, model.told(IDS))
+    model.leave_out([f"blk.{config.n_layers + i}." for i in range(n_nextn(model))])
     model.check_all_used()
     if config.head:  # whose tokenizer, where the file has one, is the target's
         return Checkpoint(path, config, tensors, target_ids=ids)
@@ -158,7 +176,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     )
 
 
-class _Model:
+class Model:
     """The keys of a model's first file, and the tensors of all. Raises CheckpointError for parts that do not fit together."""
 
     def __init__(self, path: Path) -> None:
@@ -181,6 +199,14 @@ class _Model:
 
     def __contains__(self, name: str) -> bool:
         return name in self._sources
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def leave_out(self, beginnings: Iterable[str]) -> None:
+        """Tensors whose names begin so are not needed."""
+        starts = (*beginnings,)
+        self._used |= {name for name in self._sources if name.startswith(starts)}
 
     def check_all_used(self) -> None:
         """Raises CheckpointError for a tensor that nobody asked for."""
@@ -250,7 +276,7 @@ def _vocabulary(file: GgufFile) -> dict[str, Any]:
     return {key.removeprefix(VOCABULARY): value for key, value in file.keys.items() if key.startswith(VOCABULARY)}
 
 
-def _config(model: _Model) -> Config:
+def config_of(model: Model) -> Config:
     """What the keys, and the tensors that are there or not, say of the model."""
     a = model.architecture
     is_head = a == "eagle3"
@@ -262,7 +288,7 @@ def _config(model: _Model) -> Config:
     common: dict[str, Any] = {
         "dim": values.whole(f"{a}.embedding_length"),
         "hidden_dim": values.whole(f"{a}.feed_forward_length"),
-        "n_layers": values.whole(f"{a}.block_count", MOST_LAYERS),
+        "n_layers": values.whole(f"{a}.block_count", MOST_LAYERS) - n_nextn(model),
         "n_heads": values.whole(f"{a}.attention.head_count"),
         "seq_len": values.whole(f"{a}.context_length"),
         "vocab_size": rows,
@@ -278,7 +304,7 @@ def _config(model: _Model) -> Config:
     return config
 
 
-def _rows(model: _Model, values: Values, key: str, is_borrowed: bool) -> int:
+def _rows(model: Model, values: Values, key: str, is_borrowed: bool) -> int:
     """How many ids there are: rows of the table of tokens, whatever the keys say, or what they say where it is borrowed."""
     tokens = values[TOKENS]
     if is_borrowed:
@@ -291,7 +317,7 @@ def _rows(model: _Model, values: Values, key: str, is_borrowed: bool) -> int:
     return rows
 
 
-def _head(model: _Model, values: Values, rows: int) -> HeadConfig:
+def _head(model: Model, values: Values, rows: int) -> HeadConfig:
     """What is a head's alone; a classifier or an embedding that is not there is the target's."""
     values.must_be("eagle3.block_count", 1)
     layers = next((key for key in LAYERS if key in values), LAYERS[0])
@@ -314,14 +340,14 @@ def _gpt2(values: Values, common: Mapping[str, Any]) -> Config:
     return Config(**common, n_kv_heads=common["n_heads"], architecture="gpt2", norm_eps=eps)
 
 
-def _llama(model: _Model, values: Values, common: Mapping[str, Any]) -> Config:
+def _llama(model: Model, values: Values, common: Mapping[str, Any]) -> Config:
     a, n_heads = model.architecture, common["n_heads"]
 
     def optional(key: str, default: int) -> int:
         return values.whole(f"{a}.{key}") if f"{a}.{key}" in values else default
 
     head_dim = optional("attention.key_length", common["dim"] // n_heads)
-    for key in ("attention.value_length", "rope.dimension_count")[: 1 if a == "phi3" else 2]:
+    for key in ("attention.value_length", "rope.dimension_count")[: 1 if a in PARTIAL_ROPE else 2]:
         if optional(key, head_dim) != head_dim:
             raise values.refusal(f"{a}.{key}", f"{head_dim}, a head's length")
     n_turned = optional("rope.dimension_count", head_dim)
@@ -332,6 +358,8 @@ def _llama(model: _Model, values: Values, common: Mapping[str, Any]) -> Config:
         more = _phi3(model, values, common["seq_len"], n_turned)
     elif a == "gemma3":
         more = _gemma3(values, common, head_dim)
+    elif a == "qwen35":
+        more = _delta_net(model, values, common["n_layers"])
     theta, kv_heads = f"{a}.rope.freq_base", "attention.head_count_kv"
     if a == "lfm2":
         more, n_kv_heads = _lfm2(values, f"{a}.{kv_heads}", common["n_layers"])
@@ -347,7 +375,7 @@ def _llama(model: _Model, values: Values, common: Mapping[str, Any]) -> Config:
         qkv_bias="blk.0.attn_q.bias" in model,
         wo_bias="blk.0.attn_output.bias" in model,
         mlp_bias="blk.0.ffn_gate.bias" in model,
-        qk_norm=a in ("qwen3", "gemma3", "lfm2"),
+        qk_norm=a in ("qwen3", "gemma3", "lfm2", "qwen35"),
         no_rope_layers=_no_rope_layers(values, a, common["n_layers"]),
     )
 
@@ -357,7 +385,7 @@ def _granite_scales(values: Values) -> dict[str, Any]:
     return {ours: values.real(key, LEAST_SCALE, 1 / LEAST_SCALE) for ours, key in given.items()}
 
 
-def _phi3(model: _Model, values: Values, n_positions: int, n_turned: int) -> dict[str, Any]:
+def _phi3(model: Model, values: Values, n_positions: int, n_turned: int) -> dict[str, Any]:
     """Its window, and what scales its RoPE."""
     window, found = f"phi3.{WINDOW}", dict[str, Any]()
     if values[window] not in (None, 0) and (seen := values.whole(window)) < n_positions:
@@ -404,6 +432,34 @@ def _lfm2(values: Values, key: str, n_layers: int) -> tuple[dict[str, Any], int]
     return {"architecture": "lfm2", "conv": ConvConfig(convolutions, values.whole("lfm2.shortconv.l_cache"))}, max(heads)
 
 
+def n_nextn(model: Model) -> int:
+    """How many layers behind those of the model draft."""
+    return Values(model.path, model.keys, {}).whole(NEXTN) if model.keys.get(NEXTN, 0) != 0 else 0
+
+
+def _delta_net(model: Model, values: Values, n_layers: int) -> dict[str, Any]:
+    """Which layers are no attention, and what they are; heads of values that share one of keys lie in turns."""
+    given, interval = values[RECURRENT], 4 if values[INTERVAL] is None else values.whole(INTERVAL)
+    are = [(i + 1) % interval != 0 for i in range(n_layers)] if given is None else given
+    n = n_layers + n_nextn(model)
+    if not isinstance(are, list) or len(are) not in (n_layers, n) or not all(type(each) is bool for each in are):
+        raise values.refusal(RECURRENT, f"true or false for each of {n} layers")
+    n_values, n_value_heads = (values.whole(f"qwen35.ssm.{key}") for key in ("inner_size", "time_step_rank"))
+    if n_values % n_value_heads:
+        raise values.refusal("qwen35.ssm.inner_size", f"a multiple of {n_value_heads}, the heads")
+    n_key_heads = values.whole("qwen35.ssm.group_count")
+    delta = DeltaConfig(
+        layers=tuple(i for i in range(n_layers) if are[i]),
+        n_key_heads=n_key_heads,
+        n_value_heads=n_value_heads,
+        key_dim=values.whole("qwen35.ssm.state_size"),
+        value_dim=n_values // n_value_heads,
+        n_taps=values.whole("qwen35.ssm.conv_kernel"),
+        in_turns=n_key_heads != n_value_heads,
+    )
+    return {"architecture": "qwen35", "attention_gate": True, "delta": delta}
+
+
 def _no_rope_layers(values: Values, a: str, n_layers: int) -> tuple[int, ...]:
     """Those whose queries and keys are not turned."""
     if a == "smollm3":
@@ -413,7 +469,7 @@ def _no_rope_layers(values: Values, a: str, n_layers: int) -> tuple[int, ...]:
     return ()
 
 
-def _rope(model: _Model, values: Values, n_turned: int, n_positions: int) -> dict[str, Any]:
+def _rope(model: Model, values: Values, n_turned: int, n_positions: int) -> dict[str, Any]:
     """What scales its angles, one that is the same for all or yarn, and its queries; of each pair's angle alone `_divisors`."""
     a = model.architecture
     kind, factor, older = (f"{a}.rope.{key}" for key in ("scaling.type", "scaling.factor", "scale_linear"))
@@ -440,6 +496,6 @@ def _rope(model: _Model, values: Values, n_turned: int, n_positions: int) -> dic
     return found | {"rope_scaling": YarnScaling(common, span, **betas), "rope_scale": float(np.float32(rope_scale))}
 
 
-def _divisors(model: _Model, n_turned: int) -> tuple[float, ...]:
+def _divisors(model: Model, n_turned: int) -> tuple[float, ...]:
     """Those of a tensor, as Llama 3.1 has them."""
     return tuple(float(x) for x in model.tensor(ROPE_DIVISORS, (n_turned // 2,))[:]) if ROPE_DIVISORS in model else ()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .model_file import FP16, Bytes, CheckpointError, FileTensor, Pairs
+from .model_file import FP16, Bytes, CheckpointError, FileTensor, Heads
 
 Float32 = npt.NDArray[np.float32]
 GROUPS = 8  # of 32 weights in a block of 256 of Q4_K and Q5_K
@@ -124,7 +124,7 @@ class BlockTensor:
     What is asked for is read then. Raises CheckpointError for scales that are not finite.
     """
 
-    stored: FileTensor | Pairs
+    stored: FileTensor | Heads
     type: str
     damaged: str
 
@@ -156,7 +156,7 @@ class BlockTensor:
         assert isinstance(self.stored, FileTensor)
         return replace(self, stored=self.stored.part(first, last))
 
-    def in_pairs(self, head_dim: int, n_turned: int) -> "BlockTensor":
-        """The same whose rows are in our order: see `Pairs`."""
+    def heads(self, head_dim: int, n_turned: int, turn: tuple[int, int] = (0, 1)) -> "BlockTensor":
+        """The same whose rows are in our order, or a part of them: see `Heads`."""
         assert isinstance(self.stored, FileTensor)
-        return replace(self, stored=Pairs(self.stored, head_dim, n_turned))
+        return replace(self, stored=self.stored.heads(head_dim, n_turned, turn))

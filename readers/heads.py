@@ -1,4 +1,4 @@
-"""Heads that draft for a model, EAGLE-3's: which rows say which ids, and whether one fits a target. Knows no format."""
+"""Heads that draft for a model: which rows say which ids, and whether one fits a target. Knows no format."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,8 @@ MOST_LAYERS = 64  # of a target, that a head may take the states before
 # of the models that heads are made for, as their config.json names them, those that are read here
 FAMILIES = {
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3",
-    "GPT2LMHeadModel": "gpt2", "Lfm2ForCausalLM": "lfm2",
+    "GPT2LMHeadModel": "gpt2", "Lfm2ForCausalLM": "lfm2", "Qwen3_5ForConditionalGeneration": "qwen35",
+    "Qwen3_5ForCausalLM": "qwen35",
 }  # fmt: skip
 
 

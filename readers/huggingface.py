@@ -13,7 +13,7 @@ from ..machine.vectors import Int64
 from .config_json import CONFIG, read_config
 from .json_text import read_object, shown
 from .model_file import Checkpoint, CheckpointError, FileTensor, telling_os_errors
-from .places import CONV_IN, CONV_IN_BIASES, GATED, ONE_MORE, QKV, QKV_BIASES, TAPS, Place, are_equal, tensors_of
+from .places import CONV_IN, CONV_IN_BIASES, GATED, ONE_MORE, QKV, QKV_BIASES, RATE, TAPS, Place, are_equal, tensors_of
 from .safetensors import INDEX, WEIGHTS, SafetensorsFile
 
 HEAD = "lm_head.weight"
@@ -122,7 +122,32 @@ LFM2_NAMES = LLAMA_NAMES._replace(
         "wcls": Place(HEAD),
     }
 )
-NAMES = {"llama": LLAMA_NAMES, "gpt2": GPT2_NAMES, "gemma": GEMMA_NAMES, "lfm2": LFM2_NAMES}
+ATTENTION_OF_QWEN35 = {  # and its norms, which others of it have too
+    "wq": Place("layers.{}.self_attn.q_proj.weight", halves=True, turn=(0, 2)),
+    "wg": Place("layers.{}.self_attn.q_proj.weight", turn=(1, 2)),
+    "q_norm": Place("layers.{}.self_attn.q_norm.weight", halves=True, made=ONE_MORE),
+    "k_norm": Place("layers.{}.self_attn.k_norm.weight", halves=True, made=ONE_MORE),
+    "rms_att": Place("layers.{}.input_layernorm.weight", made=ONE_MORE),
+    "rms_ffn": Place("layers.{}.post_attention_layernorm.weight", made=ONE_MORE),
+    "rms_final": Place("norm.weight", made=ONE_MORE),
+}
+QWEN35_NAMES = LLAMA_NAMES._replace(
+    places={
+        **LLAMA_NAMES.places,
+        **ATTENTION_OF_QWEN35,
+        "delta_qkv": Place("layers.{}.linear_attn.in_proj_qkv.weight"),
+        "delta_z": Place("layers.{}.linear_attn.in_proj_z.weight"),
+        "delta_b": Place("layers.{}.linear_attn.in_proj_b.weight"),
+        "delta_a": Place("layers.{}.linear_attn.in_proj_a.weight"),
+        "delta_out": Place("layers.{}.linear_attn.out_proj.weight"),
+        "conv": Place("layers.{}.linear_attn.conv1d.weight", made=TAPS),
+        "rate": Place("layers.{}.linear_attn.A_log", made=RATE),
+        "dt": Place("layers.{}.linear_attn.dt_bias"),
+        "delta_norm": Place("layers.{}.linear_attn.norm.weight"),
+    },
+    harmless=re.compile(r"(visual|mtp)\..*"),
+)
+NAMES = {"llama": LLAMA_NAMES, "gpt2": GPT2_NAMES, "gemma": GEMMA_NAMES, "lfm2": LFM2_NAMES, "qwen35": QWEN35_NAMES}
 
 
 class Folder:

@@ -119,9 +119,9 @@ class FileTensor:
         """Those rows, which are not read yet."""
         return replace(self, shape=(last - first, *self.shape[1:]), start=self.start + first * self.row_bytes)
 
-    def in_pairs(self, head_dim: int, n_turned: int) -> "Pairs":
-        """The same, the first rows of whose heads, so many, are halves, in our order."""
-        return Pairs(self, head_dim, n_turned)
+    def heads(self, head_dim: int, n_turned: int, turn: tuple[int, int] = (0, 1)) -> "Heads":
+        """The same in our order, or a part of it: see `Heads`."""
+        return Heads(self, head_dim, n_turned, turn)
 
     def columns(self, first: int, last: int) -> npt.NDArray[Any]:
         """(n, last - first) of a matrix (n, columns), read."""
@@ -137,28 +137,32 @@ class FileTensor:
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """A tensor of heads, of whose first n rows i and i + n/2 become 2i and 2i + 1, as our RoPE has its pairs."""
+class Heads:
+    """A tensor of heads, of whose first n rows i and i + n/2 become 2i and 2i + 1, as our RoPE has its pairs.
 
-    halves: FileTensor
+    turn: the number of these heads and how many there are, where those of several matrices lie in turns.
+    """
+
+    stored: FileTensor
     head_dim: int
     n_turned: int
+    turn: tuple[int, int] = (0, 1)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.halves.shape
+        return self.stored.shape[0] // self.turn[1], *self.stored.shape[1:]
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return self.halves.dtype
+        return self.stored.dtype
 
     def __getitem__(self, index: slice) -> npt.NDArray[Any]:
         first, last, _ = index.indices(self.shape[0])
-        begin = first // self.head_dim * self.head_dim
+        (number, n_turns), begin = self.turn, first // self.head_dim * self.head_dim
         end = -(-last // self.head_dim) * self.head_dim
         order = np.arange(self.head_dim)
         order[: self.n_turned] = order[: self.n_turned].reshape(2, -1).T.reshape(-1)
-        heads = self.halves[begin:end].reshape(-1, self.head_dim, *self.shape[1:])
+        heads = self.stored[begin * n_turns : end * n_turns].reshape(-1, n_turns, self.head_dim, *self.shape[1:])[:, number]
         return np.ascontiguousarray(heads[:, order]).reshape(-1, *self.shape[1:])[first - begin : last - begin]
 
 

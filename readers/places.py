@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..architectures import Config, architecture_of
+from ..architectures.states import fill_rates
 from ..weights.matrix import floats
 from .model_file import FileTensor
 
@@ -23,8 +24,8 @@ class Place(NamedTuple):
 
     halves: in each head all first parts of RoPE's pairs, then all second ones; conv: a matrix (inputs, outputs), not (outputs,
     inputs); among: the tensors, by our names, that lie there one behind the other along the outputs, itself one of them;
-    alone: of several that there may be, each with its number in its name, it is the only one and has none; made: how a small one
-    is made of what is stored.
+    alone: of several that there may be, each with its number in its name, it is the only one and has none; turn: of heads that
+    lie in turns with those of other tensors, see `Heads`; made: how a small one is made of what is stored.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Place(NamedTuple):
     conv: bool = False
     among: tuple[str, ...] = ()
     alone: bool = False
+    turn: tuple[int, int] = (0, 1)
     made: "Making | None" = None
 
 
@@ -63,11 +65,11 @@ def tensors_of(config: Config, places: Mapping[str, Place], source: Source) -> d
             first += rows[each]
         if place.conv:
             return Transposed(source.tensor(stored_name, (*others, total)), first, n_rows)
-        whole = (total, *others)
+        whole = (total * place.turn[1], *others)
         stored = source.tensor(stored_name, place.made.stored(whole) if place.made else whole)
         own = stored.part(first, first + n_rows) if place.among else stored
-        if place.halves:
-            own = own.in_pairs(config.head_dim, config.n_turned)
+        if place.halves or place.turn[1] > 1:
+            own = own.heads(config.head_dim, config.n_turned if place.halves else 0, place.turn)
         return Made(own, shape, place.made.numbers) if place.made else own
 
     for name, shape in shapes.items():
@@ -103,10 +105,17 @@ class Made:
         return self.numbers(floats(self.source[:]))[index]
 
 
+def _rates(logarithms: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    rates = np.empty_like(logarithms)
+    fill_rates(rates, logarithms)
+    return rates
+
+
 # a convolution's weights, of each channel in a row, in a folder with a dimension of 1
 TAPS = Making(lambda stored: np.ascontiguousarray(stored.reshape(len(stored), -1).T), lambda own: (own[1], 1, own[0]))
 TURNED_TAPS = TAPS._replace(stored=lambda own: own[::-1])
 ONE_MORE = Making(lambda stored: np.float32(1) + stored)  # of norms of which 1 + w is the weight
+RATE = Making(_rates)  # of a delta net's decays
 
 
 @dataclass(frozen=True)

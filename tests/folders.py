@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from specdec.architectures import Config, ConvConfig
+from specdec.architectures import Config, ConvConfig, DeltaConfig
 from specdec.architectures.config import RopeScaling, YarnScaling
 from specdec.readers import Checkpoint, CheckpointError, load_checkpoint
 
@@ -171,6 +171,20 @@ CONFIGS = {
         36, 55, 3, 3, 3, 70, 128, False, "lfm2", norm_eps=1e-6, rope_theta=1e4, qk_norm=True, conv=ConvConfig((0, 2), 2)
     ),
 }
+CONFIGS |= {
+    "qwen35": Config(
+        32, 48, 4, 2, 1, 70, 128, True, "qwen35", norm_eps=1e-6, head_dim=16, rope_dim=4, qk_norm=True, attention_gate=True,
+        delta=DeltaConfig((0, 1, 2), 2, 4, 8, 16),
+    ),
+    "qwen35_odd": Config(
+        36, 40, 3, 3, 1, 65, 128, False, "qwen35", norm_eps=1e-6, rope_theta=1e5, head_dim=20, rope_dim=10, qk_norm=True,
+        attention_gate=True, delta=DeltaConfig((1,), 3, 3, 7, 5, 3),
+    ),
+    "qwen35_images": Config(
+        64, 40, 2, 2, 2, 72, 128, True, "qwen35", norm_eps=1e-6, rope_theta=1e7, head_dim=32, rope_dim=8, qk_norm=True,
+        attention_gate=True, delta=DeltaConfig((0,), 1, 2, 32, 40),
+    ),
+}  # fmt: skip
 
 
 class Expected(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdec.architectures import Config, RopeScaling, YarnScaling
+from specdec.architectures.states import fill_rates
 from tests import folders
 from tests.folders import CONFIGS, FIXTURES
 
@@ -141,17 +142,24 @@ GEMMA3_NAMES = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
+QWEN35_NAMES = {
+    "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.out_proj": "ssm_out", "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm", "post_attention_layernorm": "post_attention_norm",
+}  # fmt: skip
 GPT2_NAMES = {
     "wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "ln_1": "attn_norm", "ln_2": "ffn_norm",
     "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
 }  # fmt: skip
+# not those of numbers that no file tells, or of heads of values in another order
+APART = {
+    "smollm3_layers", "phi3_factor", "phi3_long", "ministral3_beside", "ministral3_scale", "gemma3_scaled", "lfm2_biases",
+    "qwen35", "qwen35_images",
+}  # fmt: skip
 NAMES = [
     name
     for name in folders.NAMES
-    if name in CONFIGS
-    and (not CONFIGS[name].window or name.startswith("gemma3"))
-    and name
-    not in ("smollm3_layers", "phi3_factor", "phi3_long", "ministral3_beside", "ministral3_scale", "gemma3_scaled", "lfm2_biases")
+    if name in CONFIGS and (not CONFIGS[name].window or name.startswith("gemma3")) and name not in APART
 ]
 PERMUTED = ("llama", "granite", "smollm3", "mistral3")
 SCALES = {
@@ -161,7 +169,7 @@ SCALES = {
 
 
 def architecture(name: str) -> str:
-    families = {a: a for a in ("phi3", "qwen2", "qwen3", "gemma3", "gpt2", "granite", "smollm3", "lfm2", "llama")} | {
+    families = {a: a for a in ("phi3", "qwen2", "qwen35", "qwen3", "gemma3", "gpt2", "granite", "smollm3", "lfm2", "llama")} | {
         "ministral3": "mistral3"
     }
     return next(a for start, a in families.items() if name.startswith(start))
@@ -169,14 +177,16 @@ def architecture(name: str) -> str:
 
 def stored_name(full: str, a: str = "llama") -> str:
     """A tensor's name in GGUF, of that architecture."""
-    layer, rest = "", full.removeprefix("transformer.")
+    layer, rest = "", full.removeprefix("transformer.").replace("model.language_model.", "model.")
     for prefix in ("model.layers.", "h."):
         if rest.startswith(prefix):
             number, _, rest = rest.removeprefix(prefix).partition(".")
             layer = f"blk.{number}."
     stem, _, end = rest.rpartition(".")
-    names = LLAMA_NAMES | GPT2_NAMES | (GEMMA3_NAMES if a == "gemma3" else {})
-    return f"{layer}{names[stem]}.{end}"
+    if end in ("A_log", "dt_bias"):
+        return layer + {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias"}[end]
+    others = {"gemma3": GEMMA3_NAMES, "qwen35": QWEN35_NAMES}.get(a, {})
+    return f"{layer}{(LLAMA_NAMES | GPT2_NAMES | others)[stem]}.{end}"
 
 
 def adjacent(array: Any, head_dim: int) -> Any:
@@ -195,7 +205,11 @@ def model_tensors(name: str) -> dict[str, Any]:
             for part, rows in zip(("gate", "up"), np.split(array, 2), strict=True):
                 tensors[stored_name(full).replace("ffn_gate", f"ffn_{part}")] = rows
             continue
+        if full.startswith(("model.visual.", "mtp.")):
+            continue
         stored, result = stored_name(full, architecture(name)), array
+        if architecture(name) == "qwen35":
+            result = of_qwen35(config, full, array)
         if architecture(name) == "gpt2" and ".c_" in f".{full}" and array.ndim == 2:
             result = np.ascontiguousarray(array.T)
         if architecture(name) in PERMUTED and stored.split(".")[-2] in ("attn_q", "attn_k"):
@@ -214,6 +228,44 @@ def model_tensors(name: str) -> dict[str, Any]:
     if isinstance(config.rope_scaling, RopeScaling):
         tensors["rope_freqs.weight"] = rope_divisors(config)
     return tensors
+
+
+def of_qwen35(config: Config, full: str, array: Any) -> Any:
+    """A tensor as llama.cpp's converter has it: norms as they are, heads of values in turns, each with the next one of keys."""
+    d = config.delta
+    assert d
+    wide = (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array.astype(np.float32)
+    if full.endswith("A_log"):
+        rates = np.empty_like(wide)
+        fill_rates(rates, wide)
+        array = rates
+    elif full.endswith("norm.weight") and not full.endswith("linear_attn.norm.weight"):
+        array = wide + np.float32(1)
+    elif "conv1d" in full:
+        array = wide[:, 0]
+    if ".linear_attn." not in full or full.endswith("norm.weight"):
+        return array
+    n_in_front = d.n_mixed - d.n_values if "in_proj_qkv" in full or "conv1d" in full else 0
+    front, heads = np.split(array.T if "out_proj" in full else array, [n_in_front])
+    by_keys = heads.reshape(d.n_key_heads, d.n_value_heads // d.n_key_heads, -1, *heads.shape[1:])
+    result = np.concatenate([front, by_keys.swapaxes(0, 1).reshape(heads.shape)])
+    return np.ascontiguousarray(result.T if "out_proj" in full else result)
+
+
+def with_head(name: str) -> tuple[Keys, dict[str, Any]]:
+    """Keys and tensors of a Qwen3.5 of the fixtures, the head that it brings along in the layer behind the last one."""
+    config, tensors = CONFIGS[name], model_tensors(name)
+    keys = model_keys(name) | {"qwen35.nextn_predict_layers": 1, "qwen35.block_count": config.n_layers + 1}
+    recurrent = keys["qwen35.attention.recurrent_layers"]
+    keys["qwen35.attention.recurrent_layers"] = recurrent._replace(value=[*recurrent.value, False])
+    names = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm"}
+    for full, (_, array) in folders.stored(FIXTURES / name).items():
+        if full.startswith("mtp."):
+            own = full.removeprefix("mtp.").removesuffix(".weight")
+            layer = f"model.layers.{config.n_layers}.{own.removeprefix('layers.0.')}.weight"
+            stored = f"blk.{config.n_layers}.nextn.{names[own]}.weight" if own in names else stored_name(layer, "qwen35")
+            tensors[stored] = of_qwen35(config, "norm.weight" if array.ndim == 1 else full, array)
+    return keys, tensors
 
 
 def rope_divisors(config: Config) -> Any:
@@ -256,6 +308,13 @@ def model_keys(name: str) -> Keys:
     if config.conv:
         kv_heads = [0 if i in config.conv.layers else kv_heads for i in range(config.n_layers)]
         keys["lfm2.shortconv.l_cache"] = config.conv.n_taps
+    if d := config.delta:
+        recurrent = [i in d.layers for i in range(config.n_layers)]
+        keys |= {"qwen35.rope.dimension_count": config.n_turned, "qwen35.rope.dimension_sections": Typed(9, [11, 11, 10, 0], 5)}
+        keys |= {"qwen35.attention.recurrent_layers": Typed(9, recurrent, 7), "qwen35.full_attention_interval": 4}
+        numbers = (d.n_taps, d.key_dim, d.n_key_heads, d.n_value_heads, d.n_values)
+        names = ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size")
+        keys |= {f"qwen35.ssm.{key}": number for key, number in zip(names, numbers, strict=True)}
     return keys | {
         f"{a}.attention.head_count_kv": kv_heads,
         f"{a}.attention.layer_norm_rms_epsilon": config.norm_eps,
@@ -296,6 +355,7 @@ def tokenizer_keys(name: str) -> Keys:
             "smollm2": ("smollm", "<|im_start|>", "<|im_end|>"),
             "qwen2": ("qwen2", "<|endoftext|>", "<|im_end|>"),
             "tekken": ("tekken", "<s>", "</s>"),
+            "qwen35": ("qwen35", "<|endoftext|>", "<|im_end|>"),
             "phi4": ("gpt-4o", "<|endoftext|>", "<|end|>"),
             "lfm2": ("lfm2", "<|startoftext|>", "<|im_end|>"),
             "llama3": ("llama-bpe", "<|begin_of_text|>", "<|end_of_text|>"),

@@ -1,7 +1,7 @@
 """Renders tests/fixtures/chat: `python -m tests.make_chats`, with transformers 5.23 as committed.
 
-The templates are those that SmolLM2, Qwen2.5, Llama 3, Phi-4-mini, Gemma 3, LFM2.5 and Llama 2 were published with, Qwen2.5's
-without its tools.
+The templates are those that SmolLM2, Qwen2.5, Qwen3.5, Llama 3, Phi-4-mini, Gemma 3, LFM2.5 and Llama 2 were published with,
+Qwen2.5's without its tools.
 """
 
 import json
@@ -13,6 +13,7 @@ FOLDER = Path(__file__).parent / "fixtures" / "chat"
 VARIABLES = {
     "smollm2": {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"},
     "qwen2": {"eos_token": "<|im_end|>"},
+    "qwen35": {"eos_token": "<|im_end|>"},
     "llama3": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
     "phi4": {"eos_token": "<|endoftext|>"},
     "gemma3": {"bos_token": "<bos>", "eos_token": "<eos>"},

@@ -3,9 +3,10 @@
 Not with -m: transformers would take our kernels.py for a package. Needs torch, transformers and safetensors, which no test does.
 Each folder is a tiny model of random weights as `save_pretrained` writes it, and expected.npz: `tokens` (60,), transformers' fp32
 `logits` (60, V) of them, and its greedy `continuation` of the first five of them; `names` and `sums`, the CRC-32 of each tensor's
-bytes as the safetensors library reads them.
+bytes as the safetensors library reads them; and of a head that a Qwen3.5 brings along `mtp_logits`, see `expected_of_mtp`.
 """
 
+import copy
 import importlib.metadata
 import json
 import shutil
@@ -32,13 +33,17 @@ from transformers import (
     MistralConfig,
     Phi3Config,
     Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     SmolLM3Config,
     logging,
 )
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 FIXTURES = Path(__file__).parent / "fixtures"
 N_TOKENS, N_PROMPT, N_CONTINUATION = 60, 5, 24
+N_MTP, N_GUESSED = 24, 3  # tokens of a text that a head goes on from, and how far it guesses
 CLEAR = 1e-2  # by which the likeliest token of a greedy text leads, in logits: no rounding moves it
 
 LLAMA3 = {
@@ -85,6 +90,18 @@ def sizes(vocab, dim, hidden, layers, heads, kv_heads, positions=128, **others):
 def gemma_sizes(*numbers, head_dim, **others):
     """Scores are scaled by the head's length, unless others say by what."""
     return sizes(*numbers, head_dim=head_dim, pad_token_id=0, **{"query_pre_attn_scalar": head_dim, **others})
+
+
+def delta_net(layers, key_heads, value_heads, key_dim, value_dim, **others):
+    return {
+        "layer_types": ["full_attention" if layer == "a" else "linear_attention" for layer in layers],
+        "linear_num_key_heads": key_heads, "linear_num_value_heads": value_heads, "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": value_dim, **others,
+    }  # fmt: skip
+
+
+def turned(theta, share, **others):
+    return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share, **others}
 
 
 def gpt2_sizes(vocab, positions, dim, layers, heads):
@@ -230,6 +247,33 @@ MODELS = {
         torch.float16,
         {"as_base": True},
     ),
+    "qwen35": (
+        Qwen3_5TextConfig(**sizes(70, 32, 48, 4, 2, 1, head_dim=16, tie_word_embeddings=True), **delta_net("ddda", 2, 4, 8, 16)),
+        torch.bfloat16,
+        {},
+    ),
+    "qwen35_odd": (
+        Qwen3_5TextConfig(
+            **sizes(65, 36, 40, 3, 3, 1, head_dim=20, rope_parameters=turned(1e5, 0.5)),
+            **delta_net("ada", 3, 3, 7, 5, linear_conv_kernel_dim=3),
+        ),
+        torch.float16,
+        {},
+    ),
+    "qwen35_images": (
+        Qwen3_5Config(
+            text_config={
+                **sizes(72, 64, 40, 2, 2, 2, head_dim=32, tie_word_embeddings=True),
+                **delta_net("da", 1, 2, 32, 40),
+                "rope_parameters": turned(1e7, 0.25, mrope_interleaved=True, mrope_section=[2, 1, 1]),
+            },
+            vision_config=dict.fromkeys(("hidden_size", "intermediate_size"), 8)
+            | {"depth": 1, "num_heads": 1, "out_hidden_size": 64, "num_position_embeddings": 4, "patch_size": 2},
+            tie_word_embeddings=True,
+        ),
+        torch.bfloat16,
+        {},
+    ),
 }
 
 
@@ -254,6 +298,64 @@ def random_model(config, dtype, seed):
                 one = 0 if is_gemma else 1  # which transformers adds
                 parameter.copy_(one + 0.2 * noise if is_norm and name.endswith("weight") else 0.3 * noise)
     return model.to(dtype).eval()
+
+
+class Mtp(torch.nn.Module):
+    """The head of a Qwen3.5, which transformers leaves out, of its layer and norms; the rest as vLLM and llama.cpp have it."""
+
+    def __init__(self, config):
+        super().__init__()
+        config = copy.deepcopy(config)
+        config.num_hidden_layers, config.layer_types, config._attn_implementation = 1, ["full_attention"], "eager"
+        n, norm = config.hidden_size, qwen3_5.Qwen3_5RMSNorm
+        self.fc = torch.nn.Linear(2 * n, n, bias=False)
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (norm(n, config.rms_norm_eps) for _ in range(3))
+        self.layers = torch.nn.ModuleList([qwen3_5.Qwen3_5DecoderLayer(config, 0)])
+        self.rotary = [qwen3_5.Qwen3_5TextRotaryEmbedding(config)]  # without tensors of its own
+
+    def forward(self, embedded, states):
+        """Outputs (N, D), normed, of pairs of embeddings and of states behind the target's last norm, or of earlier outputs."""
+        x = self.fc(torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(states)], -1))[None]
+        n = x.shape[1]
+        angles = self.rotary[0](x, torch.arange(n).view(1, 1, -1).expand(3, 1, -1))
+        mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
+        return self.norm(self.layers[0](x, position_embeddings=angles, attention_mask=mask)[0])
+
+
+def add_mtp(folder, model, dtype, seed):
+    """A random head beside the model's own tensors."""
+    torch.manual_seed(seed)
+    head = Mtp(model.config.get_text_config())
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in head.state_dict().items():
+        noise = torch.randn_like(tensor)
+        noise *= 0.2 if tensor.dim() == 1 else 1.6 / tensor.shape[1] ** 0.5
+        tensors[f"mtp.{name}"] = noise.to(dtype)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    values.get("text_config", values)["mtp_num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+
+
+def expected_of_mtp(folder, tokens):
+    """Logits (N_GUESSED + 1, N - 1, V) at [g, i] of pair i + g, where those behind pair i are run with the head's own output."""
+    kind = auto(AutoConfig.from_pretrained(folder))
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    head = Mtp(model.config.get_text_config())
+    stored = load_file(folder / "model.safetensors")
+    own = {name.removeprefix("mtp."): tensor.float() for name, tensor in stored.items() if name.startswith("mtp.")}
+    head.load_state_dict(own)
+    with torch.no_grad():
+        text = getattr(model.model, "language_model", model.model)
+        states, embedded = text(tokens[None]).last_hidden_state[0], text.embed_tokens(tokens)
+        logits = torch.zeros(N_GUESSED + 1, len(tokens) - 1, model.config.get_text_config().vocab_size)
+        for i in range(len(tokens) - 1):
+            taken = states[: i + 1]
+            for g in range(min(N_GUESSED + 1, len(tokens) - 1 - i)):
+                outputs = head(embedded[1 : i + g + 2], taken)
+                logits[g, i] = model.lm_head(outputs[-1])
+                taken = torch.cat([taken, outputs[-1:]])
+    return logits.numpy()
 
 
 def save(model, folder, shards="1GB", ends=None, as_base=False):
@@ -301,11 +403,16 @@ def make(name, folder):
     config, dtype, others = MODELS[name]
     for seed in range(100):
         shutil.rmtree(folder, ignore_errors=True)
-        save(random_model(config, dtype, seed), folder, **others)
+        model, has_mtp = random_model(config, dtype, seed), config.model_type.startswith("qwen3_5") and name != "qwen35_odd"
+        save(model, folder, **others)
+        if has_mtp:
+            add_mtp(folder, model, dtype, seed)
         tokens, logits, continuation, lead = expected(folder, seed)
         if lead > CLEAR and len(set(continuation.tolist())) > 8:
             sums = sums_of(folder)
             told = {"names": np.array(list(sums)), "sums": np.array(list(sums.values()))}
+            if has_mtp:
+                told["mtp_logits"] = expected_of_mtp(folder, torch.from_numpy(tokens[:N_MTP]))
             np.savez_compressed(folder / "expected.npz", tokens=tokens, logits=logits, continuation=continuation, **told)
             return seed, lead
     raise SystemExit(f"{name}: no seed gives a greedy text without near ties")

@@ -1,7 +1,7 @@
 """Trains the tokenizers in tests/fixtures/tokenizers: `python -m tests.make_tokenizers`, with tokenizers 0.23.3 as committed.
 
 A family's way of splitting, spelling and beginning a text each, over a few words; the shapes are those that the published files
-of GPT-2, SmolLM2, Qwen2, Llama 3, Phi-4-mini, Ministral 3, LFM2, Llama 2, Mistral and Gemma 3 have.
+of GPT-2, SmolLM2, Qwen2, Qwen3.5, Llama 3, Phi-4-mini, Ministral 3, LFM2, Llama 2, Mistral and Gemma 3 have.
 """
 
 import json
@@ -18,7 +18,7 @@ def main(argv: list[str]) -> int:
     return 0
 In 1984 and 2024 there were 365 and 366 days; 3.14159 is pi. Çà et là, où l'été naît. Für Elise, größer. Привет, мир! Ωμέγα.
 日本語の文章です。中文也可以。🙂🙂 🎉"""
-# Llama 3's and Qwen2's pattern differ in how many digits stay together
+# Llama 3's and Qwen2's pattern differ in how many digits stay together; in Qwen3.5's marks are letters
 PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
@@ -53,8 +53,8 @@ def byte_level(names: list[AddedToken], first: list[pre_tokenizers.PreTokenizer]
     return tokenizer
 
 
-def split(digits: str) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Split(Regex(PATTERN % digits), behavior="isolated")
+def split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Split(Regex(pattern), behavior="isolated")
 
 
 def gpt2() -> Tokenizer:
@@ -65,18 +65,23 @@ def smollm2() -> Tokenizer:
     return byte_level(special("<|endoftext|>", "<|im_start|>", "<|im_end|>"), [pre_tokenizers.Digits(True)], True, 400)
 
 
-def qwen2() -> Tokenizer:
+def qwen2(pattern: str = PATTERN % "") -> Tokenizer:
     """Special tokens behind the others, among them such as are text."""
-    tokenizer = byte_level([], [split("")], False, 400)
+    tokenizer = byte_level([], [split(pattern)], False, 400)
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.add_special_tokens(special("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
     tokenizer.add_tokens([AddedToken("<tool_call>", normalized=False), AddedToken("</tool_call>", normalized=False)])
     return tokenizer
 
 
+def qwen35() -> Tokenizer:
+    marks = (PATTERN % "").replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]+", r"[^\s\p{L}\p{M}\p{N}]+")
+    return qwen2(marks)
+
+
 def llama3() -> Tokenizer:
     """The template puts <|begin_of_text|> in front."""
-    tokenizer = byte_level([], [split("{1,3}")], False, 400)
+    tokenizer = byte_level([], [split(PATTERN % "{1,3}")], False, 400)
     tokenizer.add_special_tokens(special("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|eot_id|>"))
     return begun(tokenizer, "<|begin_of_text|>")
 
@@ -84,7 +89,7 @@ def llama3() -> Tokenizer:
 def lfm2() -> Tokenizer:
     """As Llama 3's, its special tokens in front."""
     names = special("<|pad|>", "<|startoftext|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>")
-    return begun(byte_level(names, [split("{1,3}")], False, 400), "<|startoftext|>")
+    return begun(byte_level(names, [split(PATTERN % "{1,3}")], False, 400), "<|startoftext|>")
 
 
 def begun(tokenizer: Tokenizer, name: str) -> Tokenizer:
@@ -96,7 +101,7 @@ def begun(tokenizer: Tokenizer, name: str) -> Tokenizer:
 
 
 def phi4() -> Tokenizer:
-    tokenizer = byte_level([], [pre_tokenizers.Split(Regex(CASED), behavior="isolated")], False, 400)
+    tokenizer = byte_level([], [split(CASED)], False, 400)
     tokenizer.add_special_tokens(special("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"))
     return tokenizer
 
@@ -186,7 +191,9 @@ def gemma3() -> Tokenizer:
     return tokenizer
 
 
-KINDS = {make.__name__: make for make in (gpt2, smollm2, qwen2, llama3, phi4, tekken, lfm2, llama2, mistral, metaspace, gemma3)}
+KINDS = {
+    make.__name__: make for make in (gpt2, smollm2, qwen2, qwen35, llama3, phi4, tekken, lfm2, llama2, mistral, metaspace, gemma3)
+}
 
 if __name__ == "__main__":
     FOLDER.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ import pytest
 
 import specdec
 from specdec import kernels, sampling
+from specdec.architectures import states
 from specdec.machine import elementary
 from specdec.machine.cache import CHECKSUM_BYTES, folder
 from specdec.machine.programs import Operation
@@ -120,7 +121,7 @@ def bitcode(kept: Any) -> list[bytes]:
 def compiled_functions() -> list[str]:
     """The names of what is compiled in the rooms that tokens come through, as their files have them."""
     names = []
-    for module in (kernels, sampling, elementary, fp32, half, int8, packed):
+    for module in (kernels, states, sampling, elementary, fp32, half, int8, packed):
         for name, value in vars(module).items():
             function = getattr(value, "py_func", getattr(value, "function", None))
             is_inlined = getattr(value, "targetoptions", {}).get("inline") == "always"

@@ -24,6 +24,11 @@ END_NAMES = {
 }  # fmt: skip
 # Llama 3's and Qwen2's splits differ in how many digits stay together
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# in Qwen3.5's marks are letters
+MARKED_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
 # GPT-4o's and Mistral's cut where a capital follows a small letter, GPT-4o's (Phi-4-mini's too) keeps more together
 _UPPER, _LOWER, _CONTRACTION = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 CASED_WORDS = (
@@ -34,11 +39,12 @@ GPT4O = ("gpt-4o",)
 TEKKEN = ("tekken",)  # Mistral's since Nemo, Ministral 3's
 LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "lfm2")
 THREE_DIGITS = (*LLAMA3, "dbrx", "smaug-bpe")  # Granite 4's and SmolLM3's
+QWEN35 = ("qwen35",)
 QWEN2 = ("qwen2", "deepseek-r1-qwen")
 GPT2 = ("gpt-2", "gpt2", "phi-2")
 SMOLLM = ("smollm", "refact")  # and Granite 3's
 DEFAULT = "default"  # what a silent file means, too: of nobody's own, but llama.cpp's
-SPLITS = (*GPT2, *SMOLLM, *THREE_DIGITS, *QWEN2, *GPT4O, *TEKKEN, DEFAULT)
+SPLITS = (*GPT2, *SMOLLM, *THREE_DIGITS, *QWEN2, *QWEN35, *GPT4O, *TEKKEN, DEFAULT)
 # one behind the other
 DEFAULT_SPLITS = (
     r"[\p{P}$+<=>^~|]+",
@@ -180,7 +186,7 @@ def _tokenizer_json(keys: _Keys) -> dict[str, Any]:
             }
             for token in keys.of(CONTROL, USER_DEFINED)
         ],
-        "normalizer": {"type": "NFC"} if pre in QWEN2 else None,
+        "normalizer": {"type": "NFC"} if pre in QWEN2 + QWEN35 else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*_first_split(pre), of_bytes]},
         "post_processor": _beginning(keys.tokens[bos], bos) if begins and bos is not None else None,
         "decoder": of_bytes,
@@ -200,6 +206,8 @@ def _first_split(pre: str) -> list[dict[str, Any]]:
         return []
     if pre in GPT4O + TEKKEN:
         splits = [CASED_WORDS % ((_CONTRACTION, _CONTRACTION, "{1,3}") if pre in GPT4O else ("", "", ""))]
+    elif pre in QWEN35:
+        splits = [MARKED_WORDS]
     else:
         splits = [*DEFAULT_SPLITS] if pre == DEFAULT else [WORDS % ("{1,3}" if pre in THREE_DIGITS else "")]
     return [{"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False} for each in splits]

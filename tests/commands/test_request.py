@@ -69,7 +69,9 @@ def test_a_field_is_no_other_thing_in_one_command_than_in_another(kind: type[Req
     [
         ([], DEFAULT_TARGET, DEFAULT_DRAFT, "", Roles("stories6M", "by stories650K", "stories6M + stories650K")),
         (["-d", "NONE"], DEFAULT_TARGET, "", "", Roles("stories6M", "", "stories6M")),
-        (["-m", "a.bin"], "a.bin", "ngram", "", Roles("a", "from the text so far", "a + ngram")),
+        (["-m", "a.bin"], "a.bin", "auto", "", Roles("a", "by auto", "a + auto")),  # until it is loaded
+        (["-m", "a.bin", "-d", "Ngram"], "a.bin", "ngram", "", Roles("a", "from the text so far", "a + ngram")),
+        (["-m", "a.bin", "-d", "MTP"], "a.bin", "mtp", "", Roles("a", "by a's own head", "a + mtp")),
         (["x/a.gguf", "-d", "Self", "--stage", "None"], "x/a.gguf", "self", "", Roles("a", "by a in fewer bits", "a + self")),
         (["-m", "a", "-d", "b", "--stage", "ngram"], "a", "b", "ngram", Roles("a", "by b", "a + b + ngram")),
         (["-m", "a.bin", "--verify", "block"], "a.bin", "", "", Roles("a", "", "a")),

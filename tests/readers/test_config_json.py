@@ -113,6 +113,26 @@ def test_gemma_3_tells_of_its_layers_and_of_their_rope_in_two_ways(tmp_path: Pat
         assert config_of(tmp_path / str(i), name, **changes) == replace(CONFIGS[name], **others), changes
 
 
+def test_which_layers_of_qwen35_have_attention_and_how_far_a_head_is_turned(tmp_path: Path) -> None:
+    """Every fourth layer and a quarter of a head, unless the file says it; RoPE's own share goes before the outer one."""
+    expected = CONFIGS["qwen35"]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}
+    for i, (changes, config) in enumerate(
+        [
+            ({"layer_types": GONE}, expected),
+            ({"rope_parameters": GONE}, expected),
+            (
+                {"rope_parameters": rope | {"partial_rotary_factor": 0.5}, "partial_rotary_factor": 1},
+                replace(expected, rope_dim=8),
+            ),
+            ({"rope_parameters": rope, "partial_rotary_factor": 0.75}, replace(expected, rope_dim=12)),
+            ({"rope_parameters": rope, "partial_rotary_factor": 1.0}, replace(expected, rope_dim=0)),
+        ]
+    ):
+        assert config_of(tmp_path / str(i), "qwen35", **changes) == config, changes
+    message_of(copy(tmp_path / "interval", "qwen35", layer_types=GONE, full_attention_interval=2), "layers.1.self_attn")
+
+
 def test_end_marks_are_those_of_both_files(tmp_path: Path) -> None:
     cases: list[tuple[Any, Any, list[int]]] = [
         (2, GONE, [2]), ([3, 4], 2, [3, 4, 2]), (GONE, [7], [7]), (GONE, GONE, [2]), (None, GONE, []), (None, 5, [5]),
@@ -189,7 +209,7 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
         "llama",
         {"model_type": "gemma2"},
         '"gemma2" is not there; there are llama, mistral, qwen2, qwen3, granite, granitemoehybrid, smollm3, phi3, gemma3_text, '
-        "ministral3, lfm2, gpt2, mistral3, gemma3",
+        "ministral3, lfm2, qwen3_5_text, gpt2, mistral3, gemma3, qwen3_5",
     ),
     ("llama", {"model_type": GONE}, "model_type"),
     ("llama", {"model_type": ["llama"]}, "model_type"),
@@ -225,6 +245,19 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
     ("llama3", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_factor": 1}}, "factor"),
     ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}}, "high_freq"),
     ("llama", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+    ("qwen35", {"partial_rotary_factor": 0.3, "rope_parameters": GONE, "head_dim": 10}, "partial_rotary_factor"),
+    ("qwen35", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
+    ("qwen35", {"attn_output_gate": False}, "attn_output_gate"),
+    ("qwen35", {"attention_bias": True}, "attention_bias"),
+    ("qwen35", {"layer_types": ["full_attention"] * 4}, "layers"),
+    ("qwen35", {"layer_types": ["linear_attention"] * 4}, "layers"),
+    ("qwen35", {"layer_types": ["linear_attention", "sliding_attention"] * 2}, "layer_types"),
+    ("qwen35", {"layer_types": GONE, "full_attention_interval": 0}, "full_attention_interval"),
+    ("qwen35", {"linear_num_key_heads": 3}, "n_value_heads 4"),
+    ("qwen35", {"linear_conv_kernel_dim": 17}, "n_taps"),
+    ("qwen35", {"linear_value_head_dim": 0}, "linear_value_head_dim"),
+    ("qwen35", {"num_experts": 8}, "num_experts"),
+    ("qwen35_images", {"text_config": None}, "text_config"),
     ("llama", {"attention_bias": "yes"}, "attention_bias"),
     ("llama", {"mlp_bias": 1}, "mlp_bias"),
     ("mistral", {"attention_bias": True}, "attention_bias"),

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.architectures import Config, architecture_of
+from specdec.architectures import Config, DeltaConfig, architecture_of
 from specdec.architectures.config import RopeScaling, YarnScaling
+from specdec.architectures.states import fill_rates
 from specdec.readers import CheckpointError, load_checkpoint
-from specdec.readers.model_file import Pairs
+from specdec.readers.model_file import Heads
 from specdec.readers.places import Transposed
 from specdec.transformer import Transformer
 from specdec.weights.matrix import floats
@@ -109,11 +110,40 @@ def lfm2_oracle(config: Config, t: dict[str, Any]) -> dict[str, Any]:
     return tensors | {name: t[full] for name, full in outer.items() if full in t}
 
 
+def qwen35_oracle(config: Config, tensors: dict[str, Any]) -> dict[str, Any]:
+    """All tensors: norms are what 1 is added to, queries and gates lie in turns, decays are stored by their logarithm."""
+    t = {full.replace("model.language_model.", "model."): tensor for full, tensor in tensors.items()}
+    t = {full: floats(tensor) if tensor.ndim == 1 else tensor for full, tensor in t.items()}
+    t = {full: 1 + tensor if full.endswith("norm.weight") and "linear" not in full else tensor for full, tensor in t.items()}
+    own = {"tok_emb": t["model.embed_tokens.weight"], "rms_final": t["model.norm.weight"]}
+    own |= {"wcls": t["lm_head.weight"]} if "lm_head.weight" in t else {}
+    both = ("rms_att", "rms_ffn", "w1", "w2", "w3")
+    layers = [llama_oracle(config, t, i) for i in range(config.n_layers)]
+    own |= {name: np.stack([layer[name] for layer in layers]) for name in both}
+    for i, layer in enumerate(layers):
+        if config.delta and i not in config.delta.layers:
+            double = t[f"model.layers.{i}.self_attn.q_proj.weight"].reshape(config.n_heads, 2, config.head_dim, config.dim)
+            layer["wq"], gates = (double[:, part].reshape(config.q_dim, config.dim) for part in (0, 1))
+            own |= {f"{i}.wq": adjacent(layer.pop("wq"), config), f"{i}.wg": gates}
+            own |= {f"{i}.{name}": tensor for name, tensor in layer.items() if name not in both}
+            continue
+        at = f"model.layers.{i}.linear_attn."
+        own |= {f"{i}.delta_{name}": t[f"{at}in_proj_{name}.weight"] for name in ("qkv", "z", "b", "a")}
+        own |= {f"{i}.delta_out": t[at + "out_proj.weight"], f"{i}.delta_norm": t[at + "norm.weight"]}
+        own |= {f"{i}.conv": floats(t[at + "conv1d.weight"][:, 0].T), f"{i}.dt": t[at + "dt_bias"]}
+        own[f"{i}.rate"] = np.empty_like(t[at + "A_log"])
+        fill_rates(own[f"{i}.rate"], t[at + "A_log"])
+        np.testing.assert_allclose(own[f"{i}.rate"], -np.exp(t[at + "A_log"].astype(np.float64)), rtol=2.5e-7)
+    return own
+
+
 def oracle(name: str, config: Config) -> dict[str, Any]:
     tensors = {full.removeprefix("language_model."): array for full, (_, array) in folders.stored(FIXTURES / name).items()}
     if config.architecture == "lfm2":
         found = lfm2_oracle(config, tensors)  # taps are made, which are floats then
         return found | {key: floats(array) for key, array in found.items() if key.endswith(".conv")}
+    if config.architecture == "qwen35":
+        return qwen35_oracle(config, tensors)
     if config.architecture == "gpt2":
         tensors = {full.removeprefix("transformer."): array for full, array in tensors.items()}
         whole = {"tok_emb": "wte.weight", "pos_emb": "wpe.weight", "ln_final": "ln_f.weight", "ln_final_bias": "ln_f.bias"}
@@ -136,7 +166,9 @@ def test_every_tensor_is_the_stored_one_in_our_order_of_rows(name: str) -> None:
     assert set(got) == set(expected)
     assert {key: array.shape for key, array in got.items()} == architecture_of(checkpoint.config).shapes(checkpoint.config)
     for key, array in got.items():
-        np.testing.assert_array_equal(array, expected[key], strict=True)
+        wanted = expected[key]
+        is_wider = "dt" in key or "delta_norm" in key  # in the oracle
+        np.testing.assert_array_equal(floats(array) if is_wider else array, wanted, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +178,9 @@ def test_every_tensor_is_the_stored_one_in_our_order_of_rows(name: str) -> None:
         ("phi3", "wk"),
         ("phi3", "w3"),
         ("lfm2", "w3"),
+        ("qwen35_odd", "0.wq"),
+        ("qwen35_odd", "2.wg"),
+        ("qwen35_odd", "1.conv"),
         ("qwen2", "wk"),
         ("qwen2", "bq"),
         ("qwen3", "k_norm"),
@@ -154,7 +189,8 @@ def test_every_tensor_is_the_stored_one_in_our_order_of_rows(name: str) -> None:
     ],
 )
 def test_any_rows_of_a_view_are_those_of_the_whole(name: str, key: str) -> None:
-    tensor = load_checkpoint(FIXTURES / name).tensors[key][1]
+    tensor = load_checkpoint(FIXTURES / name).tensors[key]
+    tensor = tensor[1] if isinstance(tensor, list) else tensor
     whole = tensor[:]
     assert (tensor.shape, tensor.dtype) == (whole.shape, whole.dtype)
     for first in range(0, len(whole) + 1, 3):
@@ -232,6 +268,10 @@ FEATURES: list[tuple[str, dict[str, Any]]] = [
     ("ministral3", {"rope_scaling": YarnScaling(4, 16, beta_fast=1)}),
     ("ministral3_beside", {"rope_scaling": YarnScaling(8, 20, 4, 1, in_whole_pairs=False)}),
     ("ministral3_scale", {"rope_scaling": None}),
+    ("qwen35", {"rope_dim": 8}),
+    ("qwen35_odd", {"rope_theta": 2e5}),
+    ("qwen35_images", {"norm_eps": 0.1}),
+    ("qwen35", {"delta": DeltaConfig((0, 1, 2), 2, 4, 8, 16, in_turns=True)}),
 ]
 
 
@@ -492,6 +532,6 @@ def test_views_know_their_shapes_without_reading() -> None:
     assert isinstance(tensors["w1"][0], Transposed)
     assert (tensors["w1"][0].shape, tensors["wk"][1].shape, tensors["bk"][1].shape) == ((72, 18), (18, 18), (18,))
     llama = load_checkpoint(FIXTURES / "llama_tied").tensors
-    assert isinstance(llama["wk"][0], Pairs)
+    assert isinstance(llama["wk"][0], Heads)
     assert (llama["wk"][0].shape, llama["wk"][0].dtype) == ((16, 32), np.dtype(np.uint16))
-    assert re.fullmatch(r"model\.layers\.0\..*q_proj\.weight", llama["wq"][0].halves.name)
+    assert re.fullmatch(r"model\.layers\.0\..*q_proj\.weight", llama["wq"][0].stored.name)

@@ -21,10 +21,10 @@ pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec.text.tokenizer_json import JsonTokenizer
 from tests.test_real_models import SAMPLINGS, folder, text_of
 
-BYTE_LEVEL = ["gpt2", "smollm2", "qwen2", "llama3", "phi4", "tekken", "lfm2"]
+BYTE_LEVEL = ["gpt2", "smollm2", "qwen2", "qwen35", "llama3", "phi4", "tekken", "lfm2"]
 TEXTS = [
     "", " ", "  two", "Once upon a time", "I'm she'D we'LL they'Re", "1234 5,678.9", "a\n\n\tb \r\n", "été 日本 🙂🙂 Ωя",
-    "e\u0301",
+    "e\u0301", "हिन्दी ก็ \u0301x",
     "aCamelCase HTTPServer Élan'S A/B//\n", "<s></s><unk><0x41> <|im_end|><|endoftext|><|eot_id|>", "<tool_call>x</tool_call>",
     "\x00\x1b\u00a0\u2003", "a" * 40,
 ]  # fmt: skip

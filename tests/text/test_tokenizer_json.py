@@ -19,7 +19,7 @@ from tests.checkpoints import ROOT, write_tokenizer
 from tests.test_tokenizer import TEXTS
 
 FOLDER = ROOT / "tests" / "fixtures" / "tokenizers"
-KINDS = ("gpt2", "smollm2", "qwen2", "llama3", "phi4", "tekken", "lfm2", "llama2", "mistral", "metaspace", "gemma3")
+KINDS = ("gpt2", "smollm2", "qwen2", "qwen35", "llama3", "phi4", "tekken", "lfm2", "llama2", "mistral", "metaspace", "gemma3")
 MARKS = ["<|endoftext|>", "<|im_start|>user<|im_end|>", "<|begin_of_text|>", "<|eot_id|>", "<s> </s> <unk>", "<tool_call>{}"]
 CORPUS = [
     *TEXTS,
