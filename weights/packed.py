@@ -145,8 +145,8 @@ def product(run: Pass, thread: int, p: Product) -> None:
 
 @operation
 def embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: int, group: int) -> None:
-    """out[t] = W[tokens[t]]: this thread's quads; see `Matrix.embedding`."""
-    first, last = share(n // QUAD, thread, run.n_threads)
+    """out[t] = W[tokens[t]]: this thread's columns, those that it goes on with; see `Matrix.embedding`."""
+    first, last = share(n, thread, run.n_threads)
     for t in range(run.n_tokens):
         strip, row = divmod(tokens[t], STRIP_ROWS)
         out[t, n:] = 0.0  # what an earlier pass left there may be NaN
@@ -154,11 +154,11 @@ def embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: in
         byte, slot = 4 * at, np.int64(0)
         for i in range(4):
             slot |= load_byte(w, byte - 4 * FIRST_SLOT + i) << 8 * i
-        for q in range(last):
+        for q in range(ceil_div(last, QUAD)):
             has_slot = load_byte(w, byte - FLAGS_END - n // QUAD + q)
-            if q >= first:
+            if QUAD * (q + 1) > first:
                 place = byte + 4 * LINE_WORDS * q
-                for k in range(QUAD):
+                for k in range(max(first - QUAD * q, 0), min(last - QUAD * q, QUAD)):
                     i = byte_of(row, k)
                     if has_slot:
                         upper = load_byte(w, byte + 4 * to_end - min((slot + 1) * SLOT_BYTES, 4 * to_end) + i)

@@ -8,8 +8,10 @@ import pytest
 
 from specdec.architectures import plan
 from specdec.architectures.llama import LLAMA
+from specdec.machine import programs
 from specdec.machine.memory import Block, zeros
-from specdec.machine.programs import Operation, Pass, Runner
+from specdec.machine.programs import NUMBERS, Operation, Pass, Runner
+from specdec.machine.threads import run_alone, share
 from specdec.machine.tiles import STRIP_ROWS, make_tile
 from specdec.machine.vectors import ceil_div, round_up
 from specdec.transformer import Transformer
@@ -86,6 +88,20 @@ def test_every_weight_of_50_matrices_comes_back_whatever_it_is(room_for_all: Non
         np.testing.assert_array_equal(unpacked(matrix, ceil_div(rows, STRIP_ROWS), rows + 7), above)
         tokens = [int(token) for token in rng.integers(0, rows, 5)]
         assert_same_bits(embedded(matrix, tokens, n_threads=1 + seed % 2), exact(below[tokens]))
+
+
+def test_a_thread_fills_the_columns_that_it_goes_on_with(room_for_all: None) -> None:
+    """As any kind does: what scales rows, or adds to them, waits for nobody."""
+    matrix, tokens, out = pack([normal(70, 68)], PACKED_BF16), np.array([3, 69]), zeros(2, 96)
+    whole = embedded(matrix, [3, 69])
+    runner = Runner([[matrix.embedding(out, tokens)]])
+    for n_threads in (1, 2, 3, 5):
+        first = np.zeros_like(whole)
+        first[:, : share(68, 0, n_threads)[1]] = whole[:, : share(68, 0, n_threads)[1]]
+        out[:] = 0
+        NUMBERS.pack_into(runner._run.data, 0, 2, 0, 0, n_threads, 2, *runner._alone)
+        run_alone(programs._runner(), *runner._addresses, 0, 1)  # the first of so many threads
+        np.testing.assert_array_equal(out[:, :68], first)
 
 
 def test_any_bits_come_back_where_the_pool_has_room_for_all(room_for_all: None) -> None:
