@@ -106,7 +106,7 @@ class Made:
 
 
 def _rates(logarithms: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    rates = np.empty_like(logarithms)
+    rates = np.empty(logarithms.shape, logarithms.dtype)
     fill_rates(rates, logarithms)
     return rates
 
