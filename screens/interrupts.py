@@ -33,7 +33,7 @@ class Signals:
     def __init__(self) -> None:
         self.asked = 0
         self.stop_asked = False
-        self._asked_at = 0.0
+        self._asked_at, self._patience = 0.0, PATIENCE_SECONDS
         self._is_listening = False
         self._has_text = False
         self._is_asking = False
@@ -55,10 +55,15 @@ class Signals:
                 if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
                     signal.signal(signum, _leave_it_to_the_thread)
 
-    def text_begins(self) -> None:
-        """From now on there is something to print at the end."""
+    def text_begins(self, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        """From now on there is something to print at the end, which may take so long."""
         with self._lock:  # which a sudden end does not give back
-            self._has_text = True
+            self._has_text, self._patience = True, patience_seconds
+
+    def granted(self) -> None:
+        """What was asked for has been done in full, and is no interruption."""
+        with self._lock:
+            self.asked = 0
 
     @contextmanager
     def asking(self) -> Iterator[None]:
@@ -120,7 +125,7 @@ class Signals:
 
     def _listen(self, ear: socket.socket) -> None:
         while True:
-            left = self._asked_at + PATIENCE_SECONDS - time.monotonic()
+            left = self._asked_at + self._patience - time.monotonic()
             ear.settimeout(max(left, 0.001) if self.asked else None)
             try:
                 signum = ear.recv(1)[0]
