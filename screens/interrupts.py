@@ -33,7 +33,8 @@ class Signals:
     def __init__(self) -> None:
         self.asked = 0
         self.stop_asked = False
-        self._asked_at, self._patience = 0.0, PATIENCE_SECONDS
+        self._asked_at = 0.0
+        self._patience: float | None = None
         self._is_listening = False
         self._has_text = False
         self._is_asking = False
@@ -55,8 +56,8 @@ class Signals:
                 if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
                     signal.signal(signum, _leave_it_to_the_thread)
 
-    def text_begins(self, patience_seconds: float = PATIENCE_SECONDS) -> None:
-        """From now on there is something to print at the end, which may take so long."""
+    def text_begins(self, patience_seconds: float | None = None) -> None:
+        """From now on there is something to print at the end, which may take so long, by default PATIENCE_SECONDS."""
         with self._lock:  # which a sudden end does not give back
             self._has_text, self._patience = True, patience_seconds
 
@@ -125,7 +126,8 @@ class Signals:
 
     def _listen(self, ear: socket.socket) -> None:
         while True:
-            left = self._asked_at + self._patience - time.monotonic()
+            patience = PATIENCE_SECONDS if self._patience is None else self._patience
+            left = self._asked_at + patience - time.monotonic()
             ear.settimeout(max(left, 0.001) if self.asked else None)
             try:
                 signum = ear.recv(1)[0]

@@ -78,8 +78,8 @@ class Choice:
 
 
 def figures(statistics: Statistics, plain_seconds: float) -> dict[str, Any]:
-    """How a text went, for who asks; speed_up: over the target alone, None where that was not measured."""
-    statistics.plain_seconds = plain_seconds
+    """How a text went, for who asks; speed_up: over the target alone, None where that was not measured or no guess stood."""
+    statistics.plain_seconds = plain_seconds if statistics.n_accepted else 0.0
     return {
         "tokens": statistics.n_generated,
         "passes": statistics.target_passes,

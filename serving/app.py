@@ -35,7 +35,10 @@ Read = Callable[[Mapping[str, Any], Model], Asked]
 
 @dataclass(frozen=True)
 class Service:
-    """What the paths share. most: requests that are read at once; fingerprint: what answers depend on; created: when, in seconds."""
+    """What the paths share.
+
+    fingerprint: what answers depend on beside the model; most: requests that are read at once; created: when, in Unix seconds.
+    """
 
     model: Model
     engine: Engine
@@ -86,9 +89,9 @@ def app_of(service: Service) -> App:
         if isinstance(error, HTTPException):
             words = {404: "there is nothing at this path", 405: "this path does not take this method"}
             error = Refused(words.get(error.status_code, error.detail), None, None, error.status_code)
-        refused = error if isinstance(error, Refused) else FAILED
-        request.scope["notes"].append(refused.code or "")
-        return refusal(refused)
+        if isinstance(error, Refused):
+            request.scope["notes"].append(error.code or "")
+        return refusal(error if isinstance(error, Refused) else FAILED)
 
     routes = [
         Route("/", show_page),
@@ -99,7 +102,8 @@ def app_of(service: Service) -> App:
         Route("/v1/chat/completions", writing(chat_asked), methods=["POST"]),
         Route("/v1/completions", writing(completion_asked), methods=["POST"]),
     ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: wrong, Refused: wrong, Exception: wrong})
+    app: App = Starlette(routes=routes, exception_handlers={HTTPException: wrong, Refused: wrong, Exception: wrong})
+    return app
 
 
 FULL = Refused("as many requests wait as may; ask again later", None, "queue_full", 429, "rate_limit_error")

@@ -1,14 +1,15 @@
 """What a client asks for: bodies of OpenAI's interface, checked; whatever is not done is refused by name. Knows no server."""
 
 import json
+import math
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ..checks import is_list, one_of, real, short, strings, text, whole
+from ..checks import one_of, real, short, strings, text, whole
 from ..decoder import SpeculativeDecoder
 from ..sampling import Sampling
 from ..text.templates import ChatTemplate, ChatTokenizer, TemplateError, TooLong
@@ -123,9 +124,12 @@ def _no_number(name: str) -> Any:
 
 @contextmanager
 def refusing(param: str | None) -> Iterator[None]:
-    """What is wrong within is a parameter's."""
+    """What is wrong within is that parameter's."""
     try:
         yield
+    except Refused as error:
+        error.param = param
+        raise
     except (TypeError, ValueError) as error:
         raise Refused(str(error), param) from None
 
@@ -148,7 +152,7 @@ class Fields:
         for name, value in self._body.items():
             if name not in NEUTRAL:
                 raise Refused(f"there is no parameter {short(name)}", short(name), UNKNOWN)
-            if not any(value == neutral and type(value) is not bool or value is neutral for neutral in NEUTRAL[name]):
+            if not any((value == neutral and type(value) is not bool) or value is neutral for neutral in NEUTRAL[name]):
                 told = " or ".join(json.dumps(neutral) for neutral in NEUTRAL[name])
                 instead = f"; expected {told}, or nothing" if told else "; leave it out"
                 raise Refused(f"{name} is not done here{instead}", name, NOT_DONE)
@@ -199,14 +203,14 @@ def chat_asked(body: Mapping[str, Any], model: Model) -> Asked:
         raise Refused(
             "this model has no chat template: it goes on with texts, at /v1/completions", "messages", "unsupported_model"
         )
-    tools = fields.take("tools", _tools, [])
+    tools = fields.take("tools", _tools, list[dict[str, Any]]())
     choice = fields.take("tool_choice", _tool_choice, "auto")
     one_call = not fields.take("parallel_tool_calls", yes_or_no, True)
     if tools and not model.template.takes_tools:
         raise Refused("the model's chat template takes no tools", "tools", NOT_DONE)
     if body.get("messages") is None:
         raise Refused("messages are missing; expected a list of objects of role and content", "messages", "missing_parameter")
-    messages = fields.take("messages", _messages, [])
+    messages = fields.take("messages", _messages, list[dict[str, Any]]())
     told = fields.take("logprobs", yes_or_no, False)
     top = fields.take("top_logprobs", between(0, MOST_TOP), 0)
     if top and not told:
@@ -231,7 +235,7 @@ def completion_asked(body: Mapping[str, Any], model: Model) -> Asked:
     """A body of /v1/completions. Raises Refused."""
     fields = Fields(body)
     _check_model(fields, model)
-    prompts = fields.take("prompt", _prompts, [""])
+    prompts = fields.take("prompt", _prompts, list[str | list[int]]([""]))
     top = fields.take("logprobs", between(0, MOST_TOP), None)
     shape = fields.take("response_format", lambda _, value: _shape(value, model), None)
     asked = _Rest(fields, fields.take("max_tokens", between(1), COMPLETION_TOKENS), top, shape)
@@ -239,7 +243,8 @@ def completion_asked(body: Mapping[str, Any], model: Model) -> Asked:
     if any(len(prompt) > longest for prompt in prompts):
         raise Refused(f"prompt has more than {longest} characters, which the context cannot hold", "prompt", TOO_LONG)
     with _encoding(model, "prompt"):
-        encoded = [model.decoder.encode(prompt) for prompt in prompts]
+        encode = model.decoder.tokenizer.encode
+        encoded = [encode(prompt) if isinstance(prompt, str) else model.decoder.encode(prompt) for prompt in prompts]
     return asked.of(model, encoded, False)
 
 
@@ -249,15 +254,11 @@ class _Rest:
     def __init__(self, fields: Fields, max_tokens: int | None, top: int | None, shape: Any) -> None:
         self._max_tokens, self._top, self._shape = max_tokens, top, shape
         top_p = fields.take("top_p", lambda name, value: real(name, value, 1, "a number from 0 to 1"), 1.0)
-        top_k = fields.take("top_k", between(0), 0)
-        with refusing("temperature"):
-            self._sampling = Sampling(
-                fields.take("temperature", lambda _, value: value, 1.0),
-                top_k if top_p else 1,  # of OpenAI's top_p 0 leaves the likeliest token alone, of ours all
-                top_p,
-                fields.take("seed", between(-SEEDS, SEEDS - 1), secrets.randbits(31)) % SEEDS,
-            )
-        self._stops = fields.take("stop", _stops, [])
+        top_k = fields.take("top_k", between(0), 0) if top_p else 1  # OpenAI's top_p 0 leaves the likeliest token, ours all
+        temperature = fields.take("temperature", lambda name, value: real(name, value, math.inf, "0 or more"), 1.0)
+        seed = fields.take("seed", between(-SEEDS, SEEDS - 1), secrets.randbits(31))
+        self._sampling = Sampling(temperature, top_k, top_p, seed % SEEDS)
+        self._stops = fields.take("stop", _stops, list[str]())
         self._n = fields.take("n", between(1, MOST_CHOICES), 1)
         self._is_stream = fields.take("stream", yes_or_no, False)
         options = Fields(fields.take("stream_options", an_object, {}))
@@ -331,7 +332,7 @@ def _encoding(model: Model, param: str) -> Iterator[None]:
         raise Refused(message, param, TOO_LONG if isinstance(error, TooLong) else INVALID) from None
 
 
-def _prompts(name: str, value: Any) -> Sequence[str | list[int]]:
+def _prompts(name: str, value: Any) -> list[str | list[int]]:
     """A text, ids, or several of one of them."""
     if isinstance(value, str):
         return [text(name, value)]
@@ -339,7 +340,7 @@ def _prompts(name: str, value: Any) -> Sequence[str | list[int]]:
         return [value]
     if len(value) > MOST_CHOICES:
         raise ValueError(f"{name} has {len(value)} texts; at most {MOST_CHOICES} are written at once")
-    return [each if is_list(each) else text(name, each) for each in value]
+    return [each if isinstance(each, list) else text(name, each) for each in value]
 
 
 def _stops(name: str, value: Any) -> list[str]:
@@ -401,7 +402,7 @@ def _message(name: str, value: dict[str, Any], called: dict[str, str]) -> dict[s
     content, calls = value.get("content"), value.get("tool_calls")
     if role == "assistant" and content is None:
         content = ""
-    message = {"role": "system" if role == "developer" else role, "content": words(f"content of {name}", content)}
+    message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": words(f"content of {name}", content)}
     if calls and role == "assistant":
         message["tool_calls"] = [_call(f"{name}.tool_calls[{i}]", each) for i, each in enumerate(a_list("tool_calls", calls))]
         called.update({call["id"]: call["function"]["name"] for call in message["tool_calls"]})

@@ -42,7 +42,7 @@ def call_of(text: str, tools: Collection[str]) -> Call | None:
         return None
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or name not in tools:
         return None
-    arguments = next((value[key] for key in ("arguments", "parameters") if key in value), {})
+    arguments: Any = next((value[key] for key in ("arguments", "parameters") if key in value), {})
     return Call(name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
 
 

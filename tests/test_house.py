@@ -27,8 +27,8 @@ MAY_IMPORT = {
     # the library's names, when asked for, and the command
     "specdec": {"commands", "screens", "decoder", "text", "decoding", "readers", "transformer", "sampling", "tokenizer"},
     "commands": {
-        "specdec", "screens", "serving", "measuring", "decoder", "drafting", "text", "decoding", "readers", "transformer", "sampling",
-        "architectures", "tokenizer", "machine", "checks",
+        "specdec", "screens", "serving", "measuring", "decoder", "drafting", "text", "decoding", "readers", "transformer",
+        "sampling", "architectures", "tokenizer", "machine", "checks",
     },
     "screens": {"measuring", "decoder", "text", "decoding", "readers", "tokenizer", "machine", "checks"},
     "serving": {"decoder", "text", "decoding", "sampling", "tokenizer", "checks"},

@@ -301,7 +301,8 @@ def hidden_in(value: Any) -> Any:
 
 def hidden_message(message: dict[str, Any]) -> dict[str, Any]:
     """What is said of a message hidden; a role of one word stays, which may be in a special token."""
-    return hidden_in(message) | ({"role": message["role"]} if WORD.fullmatch(message["role"]) else {})
+    hidden: dict[str, Any] = hidden_in(message)
+    return hidden | ({"role": message["role"]} if WORD.fullmatch(message["role"]) else {})
 
 
 def edges_of(render: Callable[..., str], messages: list[dict[str, Any]], tools: Any, whole: str) -> list[int] | None:

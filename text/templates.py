@@ -117,8 +117,8 @@ class ChatTemplate:
     ) -> dict[str, Any]:
         """The worker's reply. Raises TemplateError."""
         given = [[{key: message[key] for key in TOLD if key in message} for message in messages] for messages in conversations]
-        request = {"source": self.source, "variables": self.variables, "conversations": given, "beginnings": beginnings}
-        request["tools"] = [*tools] if tools else None
+        told = {"source": self.source, "variables": self.variables, "tools": [*tools] if tools else None}
+        request = told | {"conversations": given, "beginnings": beginnings}
         n_characters = sum(len(message["content"]) for messages in given for message in messages)
         seconds = PATIENCE_SECONDS + SECONDS_PER_CHARACTER * n_characters
         try:
