@@ -254,10 +254,11 @@ class _Rest:
     def __init__(self, fields: Fields, max_tokens: int | None, top: int | None, shape: Any) -> None:
         self._max_tokens, self._top, self._shape = max_tokens, top, shape
         top_p = fields.take("top_p", lambda name, value: real(name, value, 1, "a number from 0 to 1"), 1.0)
-        top_k = fields.take("top_k", between(0), 0) if top_p else 1  # OpenAI's top_p 0 leaves the likeliest token, ours all
+        top_k = fields.take("top_k", between(0), 0)
         temperature = fields.take("temperature", lambda name, value: real(name, value, math.inf, "0 or more"), 1.0)
         seed = fields.take("seed", between(-SEEDS, SEEDS - 1), secrets.randbits(31))
-        self._sampling = Sampling(temperature, top_k, top_p, seed % SEEDS)
+        # OpenAI's top_p 0 leaves the likeliest token alone, ours all
+        self._sampling = Sampling(temperature, top_k if top_p else 1, top_p, seed % SEEDS)
         self._stops = fields.take("stop", _stops, list[str]())
         self._n = fields.take("n", between(1, MOST_CHOICES), 1)
         self._is_stream = fields.take("stream", yes_or_no, False)
