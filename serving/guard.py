@@ -57,6 +57,7 @@ class Guard:
             if not status:
                 await refusal(error)(scope, receive, sending)
         except OSError:  # the client has left, or reads nothing
+            status = 0
             notes.append("left")
         except Exception as error:
             notes.append(f"{type(error).__name__}: {error}"[:200])
@@ -102,8 +103,6 @@ def refusal(error: Refused) -> Response:
         headers["www-authenticate"] = "Bearer"
     if error.status in (429, 503):
         headers["retry-after"] = "1"
-    if error.status in (403, 408, 413, 415):  # a body may be on its way that nobody will read
-        headers["connection"] = "close"
     return JSONResponse(error.body, error.status, headers)
 
 

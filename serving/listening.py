@@ -14,17 +14,30 @@ from .guard import App
 
 HEADER_SECONDS = 10.0  # that a client may take for a request's head
 KEEP_ALIVE_SECONDS = 30  # that a connection waits for its next request
-MOST_CONNECTIONS = 256
+MOST_CONNECTIONS = 128  # beyond which those that wait are closed; twice as many may be answered at once
 LAST_WORDS_SECONDS = 5  # behind the grace, for clients that read slowly
 
 
 class Patient(H11Protocol):
-    """A connection that is closed where a request's head does not come in time."""
+    """A connection that is closed where a request's head does not come in time, or where others have waited for less long.
+
+    What comes behind a body that was refused is read, and dropped, as long: or the client would never see why.
+    """
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._timer: asyncio.TimerHandle | None = None
         self._await_head()
+        self.since = self.loop.time()
+        there = [other for other in self.connections if not other.transport.is_closing()]
+        idle = [other for other in there if other.is_idle and other is not self]
+        if len(there) > MOST_CONNECTIONS and idle:
+            min(idle, key=lambda other: other.since).give_up()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being answered."""
+        return self.cycle is None or bool(self.cycle.response_complete)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -36,19 +49,18 @@ class Patient(H11Protocol):
 
     def _await_head(self) -> None:
         """Begins to count, unless a request is being answered, or it counts already."""
-        is_idle = self.cycle is None or self.cycle.response_complete
-        if not is_idle:
+        if not self.is_idle:
             self._forget()
         elif self._timer is None and self.timeout_keep_alive_task is None:
-            self._timer = self.loop.call_later(HEADER_SECONDS, self._give_up)
+            self._timer = self.loop.call_later(HEADER_SECONDS, self.give_up)
 
     def _forget(self) -> None:
         if self._timer:
             self._timer.cancel()
         self._timer = None
 
-    def _give_up(self) -> None:
-        self._timer = None
+    def give_up(self) -> None:
+        self._forget()
         if not self.transport.is_closing():
             self.transport.close()
 
@@ -98,7 +110,7 @@ class Listener:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=MOST_CONNECTIONS,
+            limit_concurrency=2 * MOST_CONNECTIONS,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=int(grace) + LAST_WORDS_SECONDS,
         )

@@ -287,7 +287,7 @@ def test_a_body_that_is_too_large_or_too_slow_or_of_another_kind_is_not_read(app
     piece = b" " * (1 << 20)
     sent = ask(app, TEXT, pieces=[piece] * 8)
     for reply in (announced, sent):
-        assert (reply.status, reply.error["code"], reply.headers["connection"]) == (413, "request_too_large", "close")
+        assert (reply.status, reply.error["code"]) == (413, "request_too_large")
     for kind in (None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         assert ask(app, TEXT, {}, {"content-type": kind}).status == 415
     assert ask(app, TEXT, {"max_tokens": 1}, {"content-type": "application/json; charset=utf-8"}).status == 200

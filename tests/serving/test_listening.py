@@ -17,6 +17,7 @@ pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 from specdec.commands.serve import ServeRequest
 from specdec.serving import listening
+from specdec.serving.asked import Refused
 from specdec.serving.guard import Guard
 from specdec.serving.listening import Listener, bound
 from tests.conftest import Pair
@@ -74,16 +75,34 @@ def test_what_is_no_http_is_told_in_a_line_and_the_server_goes_on() -> None:
     assert log and all("\n" not in line and "Traceback" not in line for line in log)
 
 
-def test_more_connections_than_there_may_be_are_refused_and_later_ones_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_that_wait_for_long_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "MOST_CONNECTIONS", 8)
-    monkeypatch.setattr(listening, "HEADER_SECONDS", 0.5)
     with listener(hello, []) as address:
         many = [socket.create_connection(address, timeout=60) for _ in range(20)]
-        assert asked(address) != b"hi"
-        for one in many:
-            assert one.recv(10) == b""
-            one.close()
         assert asked(address) == b"hi"
+        for one in many[:12]:
+            assert one.recv(10) == b""
+        for one in many:
+            one.close()
+
+
+async def refusing(scope: Any, receive: Any, send: Any) -> None:
+    raise Refused("too much", status=413)
+
+
+def test_a_client_that_sends_more_than_is_read_learns_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listener(refusing, []) as address:
+        connection = http.client.HTTPConnection(*address, timeout=60)
+        with contextlib.closing(connection):
+            for _ in range(2):  # and may ask again
+                connection.request("POST", "/x", bytes(20 << 20))
+                reply = connection.getresponse()
+                assert (reply.status, json.loads(reply.read())["error"]["message"]) == (413, "too much")
+        monkeypatch.setattr(listening, "HEADER_SECONDS", 0.3)
+        with socket.create_connection(address, timeout=60) as endless, pytest.raises(ConnectionError):
+            endless.sendall(b"POST /x HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000000\r\n\r\n")
+            while True:
+                endless.sendall(bytes(1000))
 
 
 def test_a_port_that_is_taken_is_told() -> None:
@@ -150,7 +169,8 @@ def test_a_process_serves_until_sigterm_and_ends_what_runs_with_a_proper_last_ev
         assert json.loads(reply.readline().removeprefix(b"data: "))["choices"][0]["text"]
         process.send_signal(signal.SIGTERM)
         asked_at = time.monotonic()
-        *_, last, done, end = reply.read().decode().split("\n\n")
+        with contextlib.closing(connection), reply:
+            *_, last, done, end = reply.read().decode().split("\n\n")
         assert (done, end) == ("data: [DONE]", "")
         assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
         assert time.monotonic() - asked_at < LONGEST / 2
