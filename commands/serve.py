@@ -118,7 +118,7 @@ def serve(request: ServeRequest, models: Loaded, sock: socket.socket, keys: list
     engine = Engine(decoder, request.slots, request.queue, request.cache * 10**6)
     fingerprint = f"specdec-{specdec.__version__}-{specdec.__arithmetic__}"
     model = Model(request.name, decoder, template)
-    service = Service(model, engine, fingerprint, request.slots + request.queue, int(time.time()))
+    service = Service(model, engine, fingerprint, int(time.time()))
     app = Guard(app_of(service), keys, {"localhost", request.host, socket.gethostname()}, log)
     listener = Listener(app, sock, request.grace, log)
     signals.text_begins(request.grace + LAST_WORDS_SECONDS)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from .guard import FAILED, App, Receive, Scope, Send, refusal
 from .metrics import exposition
 
 PAGE = Path(__file__).with_name("page.html")
-MOST_BYTES = 4 << 20  # of a body
+MOST_BYTES, MOST_OF_ALL_BYTES = 4 << 20, 64 << 20  # of a body; of all that are being read
 BODY_SECONDS, SEND_SECONDS = 30.0, 30.0  # that a client may take for a body, and for reading what it was sent
 SIGN_OF_LIFE_SECONDS = 10.0  # between comments in a stream that has nothing to say yet
 DONE = b"data: [DONE]\n\n"
@@ -37,21 +37,19 @@ Read = Callable[[Mapping[str, Any], Model], Asked]
 class Service:
     """What the paths share.
 
-    fingerprint: what answers depend on beside the model; most: requests that are read at once; created: when, in Unix seconds.
+    fingerprint: what answers depend on beside the model; created: when, in Unix seconds.
     """
 
     model: Model
     engine: Engine
     fingerprint: str
-    most: int
     created: int
 
 
 def app_of(service: Service) -> App:
     """All paths."""
     page, policy = _page()
-    n_busy = 0
-    model = service.model
+    model, room = service.model, Room()
 
     async def show_page(_: Request) -> Response:
         headers = {"content-security-policy": policy, "referrer-policy": "no-referrer", "x-frame-options": "DENY"}
@@ -73,15 +71,8 @@ def app_of(service: Service) -> App:
 
     def writing(read: Read) -> Callable[[Request], Awaitable[Any]]:
         async def write(request: Request) -> Any:
-            nonlocal n_busy
-            if n_busy >= service.most:
-                raise FULL
-            n_busy += 1
-            try:
-                asked = await asyncio.to_thread(lambda data: read(body_of(data), model), await body_bytes(request))
-            finally:
-                n_busy -= 1
-            return Writing(service, asked)
+            async with body_of_bytes(request, room) as data:
+                return Writing(service, await asyncio.to_thread(lambda: read(body_of(data), model)))
 
         return write
 
@@ -125,30 +116,50 @@ def told_of(service: Service) -> dict[str, Any]:
     return {"id": service.model.name, "object": "model", "created": service.created, "owned_by": "specdec", "specdec": more}
 
 
-async def body_bytes(request: Request) -> bytes:
+class Room:
+    """What all bodies together may take, of clients that send slowly or much."""
+
+    def __init__(self) -> None:
+        self.n_bytes = 0
+
+    def take(self, n: int) -> None:
+        """Raises Refused where there is no more of it."""
+        if self.n_bytes + n > MOST_OF_ALL_BYTES:
+            raise FULL
+        self.n_bytes += n
+
+
+@asynccontextmanager
+async def body_of_bytes(request: Request, room: Room) -> AsyncIterator[bytes]:
     """All of a body of JSON. Raises Refused for one of another kind, that is too large or comes too slowly."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise NO_JSON
     size = request.headers.get("content-length", "0")
     if not size.isdecimal() or len(size) > 18 or int(size) > MOST_BYTES:
         raise TOO_LARGE
+    data = bytearray()
 
-    async def read() -> bytes:
-        data = bytearray()
-        while True:
+    async def read() -> None:
+        is_whole = False
+        while not is_whole:
             message = await request.receive()
             if message["type"] == "http.disconnect":
                 raise ConnectionResetError
-            data += message.get("body", b"")
-            if len(data) > MOST_BYTES:
+            piece = message.get("body", b"")
+            if len(data) + len(piece) > MOST_BYTES:
                 raise TOO_LARGE
-            if not message.get("more_body"):
-                return bytes(data)
+            room.take(len(piece))
+            data.extend(piece)
+            is_whole = not message.get("more_body")
 
     try:
-        return await asyncio.wait_for(read(), BODY_SECONDS)
-    except asyncio.TimeoutError:
-        raise TOO_SLOW from None
+        try:
+            await asyncio.wait_for(read(), BODY_SECONDS)
+        except asyncio.TimeoutError:
+            raise TOO_SLOW from None
+        yield bytes(data)
+    finally:
+        room.n_bytes -= len(data)
 
 
 class Writing:
@@ -208,7 +219,8 @@ class Writing:
         left = len(self._asked.jobs)
         while left:
             try:
-                told = await asyncio.wait_for(self._events.get(), SIGN_OF_LIFE_SECONDS)
+                waits = self._events.empty()
+                told = await asyncio.wait_for(self._events.get(), SIGN_OF_LIFE_SECONDS) if waits else self._events.get_nowait()
             except asyncio.TimeoutError:
                 yield None
                 continue

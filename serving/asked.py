@@ -1,5 +1,6 @@
 """What a client asks for: bodies of OpenAI's interface, checked; whatever is not done is refused by name. Knows no server."""
 
+import itertools
 import json
 import math
 import re
@@ -17,7 +18,7 @@ from ..tokenizer import Part, TokenizerError
 from .calls import Calls, calls_of
 from .engine import Job
 
-MOST_NESTED = 64  # values within values of a body
+MOST_NESTED, MOST_VALUES = 64, 50_000  # lists and objects of a body: within each other, and in all
 MOST_CHOICES = 16  # texts of a request
 MOST_STOPS, LONGEST_STOP = 16, 1000  # strings; characters
 MOST_TOOLS = 128
@@ -99,12 +100,14 @@ def body_of(data: bytes) -> dict[str, Any]:
         raise Refused(f"the body is no JSON: {short(error)}; expected an object", None) from None
     if not isinstance(value, dict):
         raise Refused(f"the body is {short(value, repr)}; expected an object", None)
-    level, depth = list[Any]([value]), 0
+    level, depth, n = list[Any]([value]), 0, 0
     while level:
-        depth += 1
+        depth, n = depth + 1, n + len(level)
         if depth > MOST_NESTED:
             raise Refused(f"the body is nested too deep; at most {MOST_NESTED} values within values are read", None)
-        level = [each for several in level for each in _values(several)]
+        level = list(itertools.islice((each for several in level for each in _values(several)), MOST_VALUES))
+        if n + len(level) > MOST_VALUES:
+            raise Refused(f"the body holds more than {MOST_VALUES} lists and objects", None)
     return value
 
 

@@ -74,8 +74,8 @@ def engine(decoder: SpeculativeDecoder) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def serving(decoder: SpeculativeDecoder, engine: Engine) -> Callable[..., Any]:
-    def app(engine: Any = engine, keys: tuple[str, ...] = (), log: list[str] | None = None, most: int = 36) -> Any:
-        service = Service(Model("talker", decoder, decoder.chat_template), engine, "print", most, 1)
+    def app(engine: Any = engine, keys: tuple[str, ...] = (), log: list[str] | None = None) -> Any:
+        service = Service(Model("talker", decoder, decoder.chat_template), engine, "print", 1)
         return Guard(app_of(service), keys, {"localhost"}, (log if log is not None else []).append)
 
     return app
@@ -274,6 +274,7 @@ def test_whatever_stands_in_a_field_is_answered_or_refused_in_openais_shape(app:
         (b"", "no JSON"), (b"{", "no JSON"), (b"\xff{}", "no JSON"), (b"[]", "expected an object"), (b"1", "expected an object"),
         (b'{"seed": NaN}', "NaN is no number"), (b'{"seed": ' + b"9" * 5000 + b"}", "no JSON"), (b"[" * 10**6, "nested too deep"),
         (b'{"a":' * 10**5, "nested too deep"), (b'{"x": ' + b"[" * MOST_NESTED + b"]" * MOST_NESTED + b"}", "nested too deep"),
+        (b'{"prompt": [' + b"{}," * 10**6 + b"1]}", "lists and objects"),
         (b'{"prompt": "\\ud800"}', "half a character"), (b'{"\\udc00": 1}', "half a character"),
     ],
 )  # fmt: skip
@@ -291,6 +292,10 @@ def test_a_body_that_is_too_large_or_too_slow_or_of_another_kind_is_not_read(app
     for kind in (None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         assert ask(app, TEXT, {}, {"content-type": kind}).status == 415
     assert ask(app, TEXT, {"max_tokens": 1}, {"content-type": "application/json; charset=utf-8"}).status == 200
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "MOST_OF_ALL_BYTES", 3 << 20)
+        assert ask(app, TEXT, pieces=[piece] * 4).status == 429
+        assert ask(app, TEXT, pieces=[piece, b"{}"]).status == 200, "what was refused has left its room"
     monkeypatch.setattr(server, "BODY_SECONDS", 0.01)
     assert ask(app, TEXT, pieces=[], method="POST").status == 408
 
@@ -378,7 +383,6 @@ def test_an_engine_that_takes_no_more_is_told(serving: Callable[..., Any], error
         reply = ask(serving(Script(error=error)), TEXT, {"stream": stream})
         assert (reply.status, reply.error["code"]) == (status, code)
         assert ("retry-after" in reply.headers) is (status != 400)
-    assert ask(serving(most=0), TEXT, {}).status == 429
 
 
 def test_an_error_within_tells_nothing_of_the_inside(serving: Callable[..., Any]) -> None:
@@ -398,7 +402,7 @@ def test_a_text_that_was_cut_ends_in_a_proper_last_event(serving: Callable[..., 
 
 
 def test_a_model_without_a_template_cannot_chat_and_says_where_it_writes(decoder: SpeculativeDecoder) -> None:
-    app = Guard(app_of(Service(Model("stories", decoder, None), Script(), "print", 4, 1)), (), {"localhost"}, [].append)  # type: ignore[arg-type]
+    app = Guard(app_of(Service(Model("stories", decoder, None), Script(), "print", 1)), (), {"localhost"}, [].append)  # type: ignore[arg-type]
     assert "/v1/completions" in ask(app, CHAT, {"messages": TALK}).error["message"]
     assert ask(app, "/v1/models").json["data"][0]["specdec"]["can_chat"] is False
 
