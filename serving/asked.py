@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from ..checks import one_of, real, short, strings, text, whole
 from ..decoder import SpeculativeDecoder
+from ..decoding import Shape
 from ..sampling import Sampling
 from ..text.templates import ChatTemplate, ChatTokenizer, TemplateError, TooLong
 from ..tokenizer import Part, TokenizerError
@@ -254,7 +255,7 @@ def completion_asked(body: Mapping[str, Any], model: Model) -> Asked:
 class _Rest:
     """What both kinds of requests have beside their prompts; takes the last of the fields."""
 
-    def __init__(self, fields: Fields, max_tokens: int | None, top: int | None, shape: Any) -> None:
+    def __init__(self, fields: Fields, max_tokens: int | None, top: int | None, shape: Shape | None) -> None:
         self._max_tokens, self._top, self._shape = max_tokens, top, shape
         top_p = fields.take("top_p", lambda name, value: real(name, value, 1, "a number from 0 to 1"), 1.0)
         top_k = fields.take("top_k", between(0), 0)
@@ -429,16 +430,13 @@ def _call(name: str, value: Any) -> dict[str, Any]:
     return {"id": text(f"id of {name}", value.get("id")), "type": "function", "function": called}
 
 
-def _shape(value: Any, model: Model) -> Any:
+def _shape(value: Any, model: Model) -> Shape | None:
     """What a response_format asks for; None for a text. Raises Refused where shapes cannot be written."""
     kinds = ["text", "json_object", "json_schema"]
     kind = one_of("type of response_format", an_object("response_format", value).get("type"), kinds)
     if kind == "text":
         return None
-    decoder: Any = model.decoder
-    if not hasattr(decoder, "json_object"):
-        raise Refused(f"response_format {kind} is not done here", "response_format", NOT_DONE)
     if kind == "json_object":
-        return decoder.json_object()
+        return model.decoder.json_object()
     schema = an_object("json_schema of response_format", value.get("json_schema")).get("schema")
-    return decoder.json_schema(an_object("schema of response_format", schema))
+    return model.decoder.json_schema(an_object("schema of response_format", schema))

@@ -5,10 +5,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..decoder import SpeculativeDecoder
-from ..decoding import Event, Prompt, Step
+from ..decoding import Event, Prompt, Shape, Step
 from ..sampling import Sampling
 from .metrics import Figures
 
@@ -37,7 +36,7 @@ class Job:
     stops: Sequence[str] = ()
     top_logprobs: int | None = None
     prediction: Sequence[int] = ()
-    shape: Any = None
+    shape: Shape | None = None
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,8 @@ class Engine:
 
     def submit(self, job: Job, hear: Hear) -> Ticket:
         """`hear` is called on the engine's thread with the text's events. Raises Full, Closed."""
-        if job.top_logprobs is not None or job.shape is not None:
-            raise ValueError("log probabilities and shapes are not done by this engine")
+        if job.top_logprobs is not None:
+            raise ValueError("log probabilities are not done by this engine")
         with self._lock:
             if self._is_closed:
                 raise Closed
@@ -118,7 +117,7 @@ class Engine:
             ticket.hear(Step([], [], 0, 0.0, 0.0, INTERRUPTED))
             return
         is_first = True
-        for event in self._decoder.stream(job.prompt, job.max_tokens, job.sampling, stop=list(job.stops)):
+        for event in self._decoder.stream(job.prompt, job.max_tokens, job.sampling, stop=list(job.stops), shape=job.shape):
             if ticket.is_cancelled:
                 figures.cancelled += 1
                 return
