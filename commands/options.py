@@ -281,6 +281,7 @@ Grace = Annotated[
 CacheSize = Annotated[
     int,
     option(
-        "--cache", group="Server", metavar="MB", min=0, help="Memory for the keys and values of conversations that may go on."
+        "--cache", group="Server", metavar="MB", min=0,
+        help="Memory for keys and values of texts that run or may go on. 0: half of what is there beside the weights.",
     ),
-]
+]  # fmt: skip

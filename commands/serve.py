@@ -12,6 +12,7 @@ import specdec
 from ..drafting.settings import AUTO
 from ..drafting.team import NGRAM
 from ..readers import extras
+from ..readers.loading import room_beside
 from ..screens.interrupts import signals
 from ..screens.output import on_one_line
 from ..text.templates import TemplateError
@@ -24,6 +25,7 @@ from .request import Request, with_models
 SERVING = {extras.STARLETTE: "to answer requests", extras.UVICORN: "to listen"}
 LAST_WORDS_SECONDS = 10.0  # behind the grace; then the process ends as it stands
 LONGEST_KEY = 1000
+CACHE_SHARE = 0.5  # of the memory beside the weights, that caches may take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,7 @@ class ServeRequest(Request):
     no_key: options.NoKey = False
     slots: options.Slots = 8
     queue: options.Queue = 64
-    cache: options.CacheSize = 1024
+    cache: options.CacheSize = 0
     grace: options.Grace = 10.0
 
     def settled(self) -> "ServeRequest":
@@ -115,7 +117,8 @@ def serve(request: ServeRequest, models: Loaded, sock: socket.socket, keys: list
     decoder, template = models.decoder, None
     with suppress(TemplateError):
         template = decoder.chat_template
-    engine = Engine(decoder, request.slots, request.queue, request.cache * 10**6)
+    cache_bytes = request.cache * 10**6 or int(CACHE_SHARE * room_beside(decoder.target))
+    engine = Engine(decoder, request.slots, request.queue, cache_bytes)
     fingerprint = f"specdec-{specdec.__version__}-{specdec.__arithmetic__}"
     model = Model(request.name, decoder, template)
     service = Service(model, engine, fingerprint, int(time.time()))

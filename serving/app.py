@@ -8,6 +8,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,7 +83,7 @@ def app_of(service: Service) -> App:
             error = Refused(words.get(error.status_code, error.detail), None, None, error.status_code)
         if isinstance(error, Refused):
             request.scope["notes"].append(error.code or "")
-        return refusal(error if isinstance(error, Refused) else FAILED)
+        return refusal(error if isinstance(error, Refused) else FAILED())
 
     routes = [
         Route("/", show_page),
@@ -97,11 +98,12 @@ def app_of(service: Service) -> App:
     return app
 
 
-FULL = Refused("as many requests wait as may; ask again later", None, "queue_full", 429, "rate_limit_error")
-CLOSING = Refused("the server is shutting down", None, "shutting_down", 503)
-NO_JSON = Refused("the body has to be application/json", None, "unsupported_media_type", 415)
-TOO_LARGE = Refused(f"the body has more than {MOST_BYTES >> 20} MiB", None, "request_too_large", 413)
-TOO_SLOW = Refused(f"the body did not come within {BODY_SECONDS:.0f} s", None, "request_timeout", 408)
+# made anew each time: an exception holds on to the frames that raised it, and so to what is in them
+FULL = partial(Refused, "as many requests wait as may; ask again later", None, "queue_full", 429, "rate_limit_error")
+CLOSING = partial(Refused, "the server is shutting down", None, "shutting_down", 503)
+NO_JSON = partial(Refused, "the body has to be application/json", None, "unsupported_media_type", 415)
+TOO_LARGE = partial(Refused, f"the body has more than {MOST_BYTES >> 20} MiB", None, "request_too_large", 413)
+TOO_SLOW = partial(Refused, f"the body did not come within {BODY_SECONDS:.0f} s", None, "request_timeout", 408)
 
 
 def told_of(service: Service) -> dict[str, Any]:
@@ -125,7 +127,7 @@ class Room:
     def take(self, n: int) -> None:
         """Raises Refused where there is no more of it."""
         if self.n_bytes + n > MOST_OF_ALL_BYTES:
-            raise FULL
+            raise FULL()
         self.n_bytes += n
 
 
@@ -133,10 +135,10 @@ class Room:
 async def body_of_bytes(request: Request, room: Room) -> AsyncIterator[bytes]:
     """All of a body of JSON. Raises Refused for one of another kind, that is too large or comes too slowly."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise NO_JSON
+        raise NO_JSON()
     size = request.headers.get("content-length", "0")
     if not size.isdecimal() or len(size) > 18 or int(size) > MOST_BYTES:
-        raise TOO_LARGE
+        raise TOO_LARGE()
     data = bytearray()
 
     async def read() -> None:
@@ -147,7 +149,7 @@ async def body_of_bytes(request: Request, room: Room) -> AsyncIterator[bytes]:
                 raise ConnectionResetError
             piece = message.get("body", b"")
             if len(data) + len(piece) > MOST_BYTES:
-                raise TOO_LARGE
+                raise TOO_LARGE()
             room.take(len(piece))
             data.extend(piece)
             is_whole = not message.get("more_body")
@@ -156,7 +158,7 @@ async def body_of_bytes(request: Request, room: Room) -> AsyncIterator[bytes]:
         try:
             await asyncio.wait_for(read(), BODY_SECONDS)
         except asyncio.TimeoutError:
-            raise TOO_SLOW from None
+            raise TOO_SLOW() from None
         yield bytes(data)
     finally:
         room.n_bytes -= len(data)
@@ -194,9 +196,9 @@ class Writing:
             for i, job in enumerate(self._asked.jobs):
                 self._tickets.append(self._engine.submit(job, lambda event, i=i: self._hear(i, event)))  # type: ignore[misc]
         except Full:
-            raise FULL from None
+            raise FULL() from None
         except Closed:
-            raise CLOSING from None
+            raise CLOSING() from None
         except ValueError as error:
             raise Refused(str(error)) from None
 
@@ -258,7 +260,7 @@ class Writing:
         except OSError:
             raise
         except Exception:
-            await out(_event(FAILED.body) + DONE, True)
+            await out(_event(FAILED().body) + DONE, True)
             raise
         last = self._answer.last_chunk()
         await out((_event(last) if last else b"") + DONE, True)

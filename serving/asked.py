@@ -100,7 +100,7 @@ def body_of(data: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise Refused(f"the body is no JSON: {short(error)}; expected an object", None) from None
     if not isinstance(value, dict):
-        raise Refused(f"the body is {short(value, repr)}; expected an object", None)
+        raise Refused(f"the body is a {type(value).__name__}; expected an object", None)
     level, depth, n = list[Any]([value]), 0, 0
     while level:
         depth, n = depth + 1, n + len(level)

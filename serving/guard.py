@@ -11,6 +11,7 @@ import ipaddress
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -62,7 +63,7 @@ class Guard:
         except Exception as error:
             notes.append(f"{type(error).__name__}: {error}"[:200])
             if not status:
-                await refusal(FAILED)(scope, receive, sending)
+                await refusal(FAILED())(scope, receive, sending)
         finally:
             if scope["path"] not in QUIET:
                 seconds = time.perf_counter() - begin
@@ -94,7 +95,7 @@ class Guard:
         return any(found) and kind.lower() == "bearer"
 
 
-FAILED = Refused("the server failed; its log says more", None, "server_error", 500)
+FAILED = partial(Refused, "the server failed; its log says more", None, "server_error", 500)
 
 
 def refusal(error: Refused) -> Response:

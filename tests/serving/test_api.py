@@ -15,6 +15,7 @@ pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec import Prompt, Sampling, SpeculativeDecoder, Step
 from specdec.decoding import TokenLogprob
 from specdec.serving import app as server
+from specdec.serving import guard
 from specdec.serving.app import Service, app_of
 from specdec.serving.asked import MOST_NESTED, Model
 from specdec.serving.calls import Call, calls_of
@@ -273,7 +274,8 @@ def test_whatever_stands_in_a_field_is_answered_or_refused_in_openais_shape(app:
     [
         (b"", "no JSON"), (b"{", "no JSON"), (b"\xff{}", "no JSON"), (b"[]", "expected an object"), (b"1", "expected an object"),
         (b'{"seed": NaN}', "NaN is no number"), (b'{"seed": ' + b"9" * 5000 + b"}", "no JSON"), (b"[" * 10**6, "nested too deep"),
-        (b'{"a":' * 10**5, "nested too deep"), (b'{"x": ' + b"[" * MOST_NESTED + b"]" * MOST_NESTED + b"}", "nested too deep"),
+        (b'{"a":' * 10**5, "nested too deep"), 
+        (b"[" * 900 + b"]" * 900, "the body is a list"), (b'{"x": ' + b"[" * MOST_NESTED + b"]" * MOST_NESTED + b"}", "nested too deep"),
         (b'{"prompt": [' + b"{}," * 10**6 + b"1]}", "lists and objects"),
         (b'{"prompt": "\\ud800"}', "half a character"), (b'{"\\udc00": 1}', "half a character"),
     ],
@@ -393,6 +395,11 @@ def test_an_error_within_tells_nothing_of_the_inside(serving: Callable[..., Any]
     words, error = ask(broken, TEXT, {"stream": True}).events
     assert words["choices"][0]["text"] == "a" and error["error"]["code"] == "server_error" and "secret" not in str(error)
     assert len(log) == 2 and all("RuntimeError: /secret/path" in line for line in log)
+
+
+def test_no_refusal_is_shared() -> None:
+    """One that is raised again and again would hold the bodies of all whom it refused."""
+    assert not [name for room in (server, guard) for name, value in vars(room).items() if isinstance(value, BaseException)]
 
 
 def test_a_text_that_was_cut_ends_in_a_proper_last_event(serving: Callable[..., Any]) -> None:
