@@ -274,8 +274,8 @@ def test_whatever_stands_in_a_field_is_answered_or_refused_in_openais_shape(app:
     [
         (b"", "no JSON"), (b"{", "no JSON"), (b"\xff{}", "no JSON"), (b"[]", "expected an object"), (b"1", "expected an object"),
         (b'{"seed": NaN}', "NaN is no number"), (b'{"seed": ' + b"9" * 5000 + b"}", "no JSON"), (b"[" * 10**6, "nested too deep"),
-        (b'{"a":' * 10**5, "nested too deep"), 
-        (b"[" * 900 + b"]" * 900, "the body is a list"), (b'{"x": ' + b"[" * MOST_NESTED + b"]" * MOST_NESTED + b"}", "nested too deep"),
+        (b'{"a":' * 10**5, "nested too deep"), (b"[" * 900 + b"]" * 900, "the body is a list"),
+        (b'{"x": ' + b"[" * MOST_NESTED + b"]" * MOST_NESTED + b"}", "nested too deep"),
         (b'{"prompt": [' + b"{}," * 10**6 + b"1]}", "lists and objects"),
         (b'{"prompt": "\\ud800"}', "half a character"), (b'{"\\udc00": 1}', "half a character"),
     ],
