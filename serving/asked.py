@@ -431,12 +431,13 @@ def _call(name: str, value: Any) -> dict[str, Any]:
 
 
 def _shape(value: Any, model: Model) -> Shape | None:
-    """What a response_format asks for; None for a text. Raises Refused where shapes cannot be written."""
+    """What a response_format asks for; None for a text. Raises ValueError for what cannot be written."""
     kinds = ["text", "json_object", "json_schema"]
     kind = one_of("type of response_format", an_object("response_format", value).get("type"), kinds)
     if kind == "text":
         return None
-    if kind == "json_object":
-        return model.decoder.json_object()
-    schema = an_object("json_schema of response_format", value.get("json_schema")).get("schema")
-    return model.decoder.json_schema(an_object("schema of response_format", schema))
+    with _encoding(model, "response_format"):
+        if kind == "json_object":
+            return model.decoder.json_object()
+        schema = an_object("json_schema of response_format", value.get("json_schema")).get("schema")
+        return model.decoder.json_schema(an_object("schema of response_format", schema))

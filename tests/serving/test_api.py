@@ -166,6 +166,22 @@ def test_a_prediction_changes_no_text(app: Any) -> None:
     assert ask(app, CHAT, {"messages": TALK, "prediction": prediction, **DRAWN}).json["choices"] == plain
 
 
+def test_an_answer_in_a_shape_is_the_masked_targets_own(app: Any, decoder: SpeculativeDecoder) -> None:
+    pytest.importorskip("llguidance", reason="the extra [shape] is not installed")
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 22, 333]}}, "required": ["n"], "additionalProperties": False}
+    shape = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": schema}}
+    own = decoder.answer(TALK, 12, SAMPLING, shape=decoder.json_schema(schema)).text
+    choice = ask(app, CHAT, {"messages": TALK, "response_format": shape, **DRAWN}).json["choices"][0]
+    assert choice["message"]["content"] == own and json.loads(own)["n"] in (1, 22, 333)
+    begun = ask(app, CHAT, {"messages": TALK, "response_format": {"type": "json_object"}, **DRAWN}).json["choices"][0]
+    assert begun["message"]["content"].startswith("{")
+    for wrong in ({"type": "nonsense"}, {"pattern": "("}, {"$ref": "http://x/y"}):
+        shape = {"type": "json_schema", "json_schema": {"schema": wrong}}
+        assert ask(app, CHAT, {"messages": TALK, "response_format": shape}).error["param"] == "response_format"
+    both = ask(app, CHAT, {"messages": TALK, "response_format": {"type": "json_object"}, "tools": [TOOL]})
+    assert both.error["code"] == "unsupported_parameter"
+
+
 REFUSED: list[tuple[str, dict[str, Any], str, int, str]] = [
     *[
         (path, {name: value}, name, 400, "unsupported_parameter")
