@@ -214,7 +214,9 @@ class Transformer:
 
     def with_positions(self, n_positions: int) -> "Transformer":
         """The same model, with room for texts of so many positions."""
-        return Transformer(self._config, self._weights, self._n_threads, n_positions, self._kv)
+        model = Transformer(self._config, self._weights, self._most_threads, n_positions, self._kv)
+        model.n_threads = self._n_threads
+        return model
 
     def seat(self) -> "Transformer":
         """The same model with a cache of its own, for another text: the two may share passes (`forward_together`).

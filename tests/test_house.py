@@ -31,7 +31,9 @@ MAY_IMPORT = {
         "sampling", "architectures", "tokenizer", "machine", "checks",
     },
     "screens": {"measuring", "decoder", "text", "decoding", "readers", "tokenizer", "machine", "checks"},
-    "serving": {"decoder", "text", "decoding", "sampling", "tokenizer", "checks"},
+    "serving": {
+        "decoder", "drafting", "text", "decoding", "transformer", "sampling", "kernels", "tokenizer", "machine", "checks",
+    },
     "measuring": {
         "decoder", "drafting", "decoding", "transformer", "sampling", "architectures", "weights", "kernels", "machine",
     },
@@ -57,7 +59,7 @@ MAY_IMPORT = {
 OUTSIDE = {
     "commands": {"typer", "rich"},
     "screens": {"rich"},
-    "serving": {"starlette", "uvicorn"},
+    "serving": {"numpy", "starlette", "uvicorn"},
     "measuring": {"numpy", "rich"},
     "drafting": {"numpy"},
     "text": {"jinja2", "llguidance", "numpy", "tokenizers"},
