@@ -67,7 +67,8 @@ class Tuning:
         """One that shares passes with others, on a seat of the team; plan: where the clock decides how long proposals get."""
         verifier = self._verifier(sampling, settings)
         plan, drafter = self._planned(seat, sampling, verifier.draft_noise, settings, plan)
-        return Text([*tokens], max_tokens, seat.target.n_positions, drafter, verifier, plan, self._end_marks, shape)
+        target = seat.target
+        return Text([*tokens], max_tokens, target.n_positions, drafter, verifier, plan, self._end_marks, shape, target.n_short)
 
     def sharing(self) -> Sharing:
         """What passes that texts share cost, and what proposals in them bring."""

@@ -15,7 +15,7 @@ CASES += [("gpt2", "fp32", "f32"), ("gpt2", "int8", "f16"), ("llama3", "packed b
 
 def share_passes(first: Transformer, alone: Transformer, n_texts: int, rng: np.random.Generator) -> int:
     """Steps with proposals of any length of which some stand, beside pieces of prompts; how many passes."""
-    n_positions = min(first.n_positions, 90)
+    n_positions = min(first.n_short or first.n_positions, 90)
     texts = [tokens_for(first.config, int(rng.integers(2, n_positions)), i) for i in range(n_texts)]
     seats, at, n_passes = [first, *(first.seat() for _ in texts[1:])], [0] * n_texts, 0
     while any(n < len(text) for n, text in zip(at, texts, strict=True)):

@@ -455,6 +455,26 @@ def test_a_text_in_a_shape_is_that_of_the_library_beside_texts_without_one(name,
     assert set("".join(step.text for step in heard[2].steps)) <= set("ab")
 
 
+@pytest.mark.parametrize("draft", [None, "ngram", "draft"])
+def test_texts_that_get_long_are_read_anew_beside_others(draft, pair, engines):
+    """Of a family that turns all of a long text otherwise: prompts that are long, and texts that get so."""
+    checkpoint = load_checkpoint(pair.target)
+    config = replace(checkpoint.config, n_short=30, long_divisors=(3.0,) * 8)
+    weights = LLAMA.pack(config, {name: np.array(tensor[:]) for name, tensor in checkpoint.tensors.items()})
+    target = Transformer(config, weights, 1)
+    decoder = SpeculativeDecoder(target, pair.draft if draft == "draft" else draft, pair.tokenizer, n_threads=1)
+    engine, rng = engines(decoder, 4), np.random.default_rng(3)
+    prompts = [[BOS, *rng.integers(3, 300, int(n)).tolist()] for n in (3, 25, 29, 30, 31, 50, 70, 110)]
+    jobs, heard = [Job(prompt, 40, Sampling(0.9, seed=2)) for prompt in prompts], [Heard() for _ in prompts]
+    for job, told in zip(jobs, heard, strict=True):
+        engine.submit(job, told)
+    for job, told in zip(jobs, heard, strict=True):
+        assert_same(decoder, job, told)
+    again = Heard()
+    engine.submit(replace(jobs[0], prompt=[*jobs[0].prompt, 5]), again)
+    assert_same(decoder, replace(jobs[0], prompt=[*jobs[0].prompt, 5]), again)
+
+
 def test_drafts_read_a_long_prompt_piece_by_piece(pair, engines):
     """A draft that holds all of it reads as much at a time as a pass holds, while another text is written."""
     decoder = SpeculativeDecoder(pair.endless, load_model(pair.endless, n_threads=1), pair.tokenizer, n_threads=1, gamma=2)
