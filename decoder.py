@@ -10,16 +10,16 @@ from threading import RLock
 from typing import Any
 
 from .checks import ids, is_list, short, strings, text, whole
-from .decoding import Event, Prefill, Prompt, Proposal, Shape, Statistics, Step, VerifyMode
+from .decoding import Event, Plan, Prefill, Prompt, Proposal, Shape, Statistics, Step, Text, VerifyMode
 from .drafting.settings import AUTO, Gamma, Setting, Settings, TreeMode
-from .drafting.team import HEAD, Draftable, team_of
+from .drafting.team import HEAD, Draftable, Team, team_of
 from .drafting.tuning import Tuning
 from .machine.ahead import end
 from .machine.threads import give_lock
 from .readers.loading import Loader, Pack, Progress, check_memory, longest_text, tell_nobody
 from .sampling import Sampling, sampling_with
 from .text import shapes
-from .text.templates import ChatTemplate, Message, TemplateError, template_of
+from .text.templates import ChatTemplate, Message, TemplateError, Tools, template_of
 from .text.wording import worded
 from .tokenizer import AnyTokenizer
 from .transformer import KV, Transformer, read
@@ -209,13 +209,33 @@ class SpeculativeDecoder:
         one text, so that a turn begins with running its tokens anew. Raises ValueError and TypeError for values that are none,
         ValueError for a prompt beyond seq_len, a text beyond the memory and a target whose logits are not finite.
         """
+        tokens, max_tokens, stops = self.checked(prompt, max_tokens, sampling, stop, shape)
+        self.warm_up()
+        return worded(self._tuning.events(tokens, max_tokens, sampling, self._settings, shape), self.tokenizer, stops)
+
+    def checked(
+        self, prompt: Words, max_tokens: int, sampling: Sampling, stop: Stop, shape: Shape | None = None
+    ) -> tuple[list[int], int, list[str]]:
+        """What `stream` is asked for: the prompt's tokens, max_tokens, the stop strings. Raises what it raises."""
         tokens, stops, max_tokens = self.encode(prompt), strings("stop", stop), whole("max_tokens", max_tokens, 0)
         check_memory(self.target, len(tokens) + max_tokens - 1)  # the last one is never run
         if not isinstance(sampling, Sampling):
             raise TypeError(f"sampling is {short(sampling, repr)}; expected Sampling(temperature=..., seed=...)")
         shapes.check_shape(shape, self.tokenizer)
-        self.warm_up()
-        return worded(self._tuning.events(tokens, max_tokens, sampling, self._settings, shape), self.tokenizer, stops)
+        return tokens, max_tokens, stops
+
+    @property
+    def tuning(self) -> Tuning:
+        """What is known of how it writes on this machine."""
+        return self._tuning
+
+    def seat(self) -> Team:
+        """The models with caches of their own, for a text that shares passes with others."""
+        return self._team.seat()
+
+    def text(self, seat: Team, prompt: list[int], max_tokens: int, sampling: Sampling, shape: Shape | None, plan: Plan) -> Text:
+        """A text on a seat, once all is warm: that of `stream`, whoever runs its passes. plan: see `Tuning.text`."""
+        return self._tuning.text(seat, prompt, max_tokens, sampling, self._settings, shape, plan)
 
     def generate(
         self,
@@ -253,13 +273,14 @@ class SpeculativeDecoder:
         """A text that the pattern matches as a whole, in the syntax of Rust's regex, without look-around. Raises ValueError."""
         return shapes.regex(self.tokenizer, pattern)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """A conversation's tokens as the model's template has them, up to where the answer begins.
 
         messages: objects of "role" ("system", "user", "assistant") and "content"; an answer's "tokens", where it has some, are
-        taken as they are. Raises TemplateError for a model without a template and for messages that it refuses.
+        taken as they are. tools: functions that the answer may call, as the template takes them. Raises TemplateError for a model
+        without a template and for messages that it refuses.
         """
-        return self.chat_template.encode(self.tokenizer, messages, self.n_positions)
+        return self.chat_template.encode(self.tokenizer, messages, self.n_positions, tools)
 
     def chat(
         self,

@@ -73,13 +73,23 @@ class Proposal:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """The log of a token's probability, before temperature; top: the likeliest tokens, with theirs."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
 class Step:
     """A pass of the target over the last token and the proposal has been judged.
 
     tokens: what the text grew by, an end mark not counted; draft_tokens: what was proposed, of which the first n_accepted
     stood; of a tree the path that stood, and on from there by first choices; seconds of the whole step; draft_seconds of it;
     stop_reason of the last step; n_nodes: how many tokens were proposed in all, the branches that were not taken too; text:
-    what can be read of the tokens now, whole characters: those of all steps, in order, are the text.
+    what can be read of the tokens now, whole characters: those of all steps, in order, are the text. logprobs: of each token,
+    where they are asked for.
     """
 
     tokens: list[int]
@@ -90,6 +100,7 @@ class Step:
     stop_reason: StopReason | None = None
     n_nodes: int = 0
     text: str = ""
+    logprobs: list[TokenLogprob] | None = None
 
 
 Event = Prompt | Proposal | Step

@@ -214,7 +214,9 @@ class Transformer:
 
     def with_positions(self, n_positions: int) -> "Transformer":
         """The same model, with room for texts of so many positions."""
-        return Transformer(self._config, self._weights, self._n_threads, n_positions, self._kv)
+        model = Transformer(self._config, self._weights, self._most_threads, n_positions, self._kv)
+        model.n_threads = self._n_threads
+        return model
 
     def seat(self) -> "Transformer":
         """The same model with a cache of its own, for another text: the two may share passes (`forward_together`).
@@ -226,16 +228,18 @@ class Transformer:
         )
 
     @staticmethod
-    def forward_together(texts: Sequence[tuple["Transformer", Sequence[int], int]]) -> list[Float32]:
+    def forward_together(
+        texts: Sequence[tuple["Transformer", Sequence[int], int] | tuple["Transformer", Sequence[int], int, int]],
+    ) -> list[Float32]:
         """`forward` of several texts in one pass: of each (model, tokens, n_logits) the logits (n_logits, V), bit for bit.
 
-        The models are `seat`s of one, each once. The threads are the first one's. Raises ValueError where more than MAX_TOKENS
-        tokens would have to run (see `n_to_run`), else what `forward` raises.
+        A fourth number is n_total. The models are `seat`s of one, each once. The threads are the first one's. Raises ValueError
+        where more than MAX_TOKENS tokens would have to run (see `n_to_run`), else what `forward` raises.
         """
-        jobs = [(model, *model._job(tokens, n_logits)) for model, tokens, n_logits in texts]
+        jobs = [(text[0], *text[0]._job(text[1], text[2]), text[3] if len(text) > 3 else 0) for text in texts]
         if not jobs:
             return []
-        lead, models = jobs[0][0], [model for model, _, _ in jobs]
+        lead, models = jobs[0][0], [job[0] for job in jobs]
         if len({*map(id, models)}) < len(models) or any(
             model._turn is not lead._turn or model._hidden_layers != lead._hidden_layers for model in models
         ):
@@ -406,22 +410,22 @@ class Transformer:
         logits: Float32 = self._buffers.logits[:n_logits, : self._config.vocab_size]
         return logits
 
-    def _forward_together(self, jobs: list[tuple["Transformer", list[int], int]]) -> list[Float32]:
+    def _forward_together(self, jobs: list[tuple["Transformer", list[int], int, int]]) -> list[Float32]:
         """`forward_together`; texts that want no logits come first, so that those of all others are a pass's last ones."""
         self._turn.n_passes += 1
-        for model, tokens, n_logits in jobs:
-            are_long = model._are_long(tokens, [], n_logits)
+        for model, tokens, n_logits, n_total in jobs:
+            are_long = model._are_long(tokens, [], n_logits, n_total)
             if are_long.any() and not are_long.all():
                 raise ValueError(f"a text gets longer than {self._config.n_short} tokens in a pass that it would share")
             model._switch(bool(are_long[0]))
         order = sorted(range(len(jobs)), key=lambda i: jobs[i][2] > 0)
-        starts = {i: jobs[i][0]._n_kept(tokens, len(tokens) - n_logits) for i, (_, tokens, n_logits) in enumerate(jobs)}
+        starts = {i: model._n_kept(tokens, len(tokens) - n_logits) for i, (model, tokens, n_logits, _) in enumerate(jobs)}
         new = {i: jobs[i][0]._checked("tokens", jobs[i][1][starts[i] :]) for i in order}
         if (n := sum(map(len, new.values()))) > MAX_TOKENS:
             raise ValueError(f"{n} tokens of {len(jobs)} texts would have to run; a pass holds {MAX_TOKENS}")
         parts, begins, at = [], {}, 0
         for i in order:
-            model, tokens, _ = jobs[i]
+            model, tokens, *_ = jobs[i]
             model._reserve(len(tokens))
             model._forget(starts[i])
             model._goes_on(len(new[i]))
@@ -432,10 +436,10 @@ class Transformer:
             begins[i] = at - jobs[i][2]  # of its logits in the pass
         n_rows = sum(len(new[i]) for i in order if jobs[i][2])
         self._runner.run_together(parts, n_rows, self._n_threads)
-        for i, (model, _, _) in enumerate(jobs):
+        for i, (model, *_) in enumerate(jobs):
             model._held += new[i]
         rows, first = self._buffers.logits[:, : self._config.vocab_size], n - n_rows
-        return [rows[begins[i] - first : begins[i] - first + n_logits] for i, (_, _, n_logits) in enumerate(jobs)]
+        return [rows[begins[i] - first : begins[i] - first + job[2]] for i, job in enumerate(jobs)]
 
     def _forget(self, n: int) -> None:
         """All that the cache holds behind so many tokens of its text."""

@@ -10,7 +10,7 @@ import typer
 from ..readers import CheckpointError
 from ..screens.interrupts import exit_code, signals
 from ..tokenizer import TokenizerError
-from . import bench, chat, models, race, sweep, text
+from . import bench, chat, models, race, serve, sweep, text
 from .endings import BROKEN_PIPE, complain, writing
 from .options import in_options
 from .parsing import Commands, OneCommand, taking
@@ -25,6 +25,7 @@ app = typer.Typer(
 app.callback(invoke_without_command=True)(taking(text.TextRequest, text.write))
 app.command("race", cls=OneCommand)(taking(race.RaceRequest, race.run))
 app.command("chat", cls=OneCommand)(taking(chat.ChatRequest, chat.run))
+app.command("serve", cls=OneCommand)(taking(serve.ServeRequest, serve.run))
 app.command("sweep", cls=OneCommand)(taking(sweep.SweepRequest, sweep.run))
 app.command("models", cls=OneCommand)(taking(models.ListRequest, models.run))
 app.command("bench", cls=OneCommand)(taking(bench.BenchRequest, bench.run))

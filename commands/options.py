@@ -258,3 +258,30 @@ TemplateFile = Annotated[
 ]
 NoHistory = Annotated[bool, flag("--no-history", group="Output", help="Keep neither messages nor the talk after the session.")]
 PlainChat = Annotated[bool, flag("--plain", group="Output", help="No colours.")]
+
+# Of serve
+
+Host = Annotated[
+    str,
+    option("--host", group="Server", metavar="HOST", help="Listen at this address. Others than this machine's own need a key."),
+]
+Port = Annotated[int, option("--port", group="Server", metavar="N", min=0, max=65535, help="Listen at this port. 0: a free one.")]
+ApiKeyFile = Annotated[
+    str, option("--api-key-file", group="Server", metavar="FILE", help="Ask for one of the keys in this file, one a line.")
+]
+NoKey = Annotated[bool, flag("--no-key", group="Server", help="Listen beyond this machine without a key: for everybody.")]
+Slots = Annotated[int, option("--slots", group="Server", metavar="N", min=1, max=256, help="Texts that are written at once.")]
+Queue = Annotated[
+    int, option("--queue", group="Server", metavar="N", min=0, max=4096, help="Texts that wait beside them; more are refused.")
+]
+Grace = Annotated[
+    float,
+    option("--grace", group="Server", metavar="S", min=0.0, max=3600.0, help="Seconds that answers have to end after SIGTERM."),
+]
+CacheSize = Annotated[
+    int,
+    option(
+        "--cache", group="Server", metavar="MB", min=0,
+        help="Memory for keys and values of texts that run or may go on. 0: half of what is there beside the weights.",
+    ),
+]  # fmt: skip

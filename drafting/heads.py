@@ -90,7 +90,16 @@ class Head(Transformer):
         return self._by_target.n_shared
 
     def with_positions(self, n_positions: int) -> "Head":
-        return Head(*self._own, self._target, self._target_ids, self.n_threads, n_positions, self._kv)
+        return self._like(self._target, n_positions)
+
+    def of(self, target: Transformer) -> "Head":
+        """The same head on a seat of its target."""
+        return self._like(target, self._n_positions)
+
+    def _like(self, target: Transformer, n_positions: int) -> "Head":
+        head = Head(*self._own, target, self._target_ids, self._most_threads, n_positions, self._kv)
+        head.n_threads = self.n_threads
+        return head
 
     def drafts_for(self, tokens: list[int]) -> bool:
         """Whether `forward` gives logits behind a text without a guess: the target holds the truth of the last pair, and of those

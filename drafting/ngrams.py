@@ -9,6 +9,7 @@ WORTH = 0.2  # a proposal that is less likely than this to stand is none: what i
 # begins with these, and moves them by 1 / MEMORY of the way with each token.
 FIRST_SHARES = (0.25, 0.45, 0.65, 0.8, 0.9, 0.95)
 MEMORY = 16
+PREDICTED_ODDS = 8.0  # that a predicted token stands, where all before it did
 
 
 class SuffixAutomaton:
@@ -131,6 +132,25 @@ class NgramDrafter:
                 rank = _rank(length)
                 shares[rank] += ((text[place] == token) - shares[rank]) / MEMORY
             automaton.append(token)
+
+
+class PredictionDrafter(NgramDrafter):
+    """Takes a text to be the one that somebody predicts, as far as it is; then goes on as that one or itself did before."""
+
+    def __init__(self, end_marks: Container[int], n_prompt: int, prediction: Sequence[int]) -> None:
+        self._n_prompt, self._prediction = n_prompt, [*prediction]
+        super().__init__(end_marks)
+
+    def propose(self, tokens: list[int], plan: Plan, tail: Sequence[int] = ()) -> Draft:
+        n = len(tokens) - self._n_prompt
+        if self._prediction[:n] != tokens[self._n_prompt :]:
+            return super().propose(tokens, plan, tail)
+        draft = self._prediction[n : n + plan.most]
+        end = next((i for i, token in enumerate(draft, 1) if token in self._end_marks), len(draft))
+        return Draft(draft[: plan.takes([PREDICTED_ODDS] * end)] if end else [])
+
+    def _follow(self, tokens: list[int]) -> None:
+        super()._follow(self._prediction + tokens)
 
 
 def _rank(length: int) -> int:

@@ -172,6 +172,12 @@ class Stage:
         self._draft, self._vocabulary, self._stage, self._end_marks = draft, vocabulary, stage, end_marks
         self._account: Account | None = None
 
+    def of(self, draft: Transformer, stage: Origin) -> "Stage":
+        """The same of other caches."""
+        other = Stage(draft, self._vocabulary, stage, self._end_marks)
+        other._account = self._account
+        return other
+
     def measure(self) -> None:
         """vocabulary: that the target and the draft share."""
         costs = costs_of(self._draft, self._stage.model, self._vocabulary)

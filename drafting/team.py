@@ -162,6 +162,18 @@ class Team:
         named = {"target": self.target, draft: self.draft.model, "stage": self.stage.model}
         return {name: model for name, model in named.items() if model}
 
+    def seat(self) -> "Team":
+        """The same models with caches of their own, for another text, whose target may share passes with this one's."""
+        target = self.target.seat()
+
+        def beside(origin: Origin) -> Origin:
+            model = origin.model
+            if isinstance(model, Head):
+                return replace(origin, source=model.of(target))
+            return replace(origin, source=model.with_positions(model.n_positions)) if model else origin
+
+        return replace(self, target=target, draft=beside(self.draft), stage=beside(self.stage))
+
     @property
     def shared(self) -> dict[str, int]:
         """Of models that have a part of the target's vocabulary, or another one, by their names: how many of its tokens."""

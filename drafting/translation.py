@@ -63,7 +63,8 @@ class Translated(Transformer):
     """
 
     def __init__(self, model: Transformer, target_ids: Sequence[int], n_ids: int) -> None:
-        super().__init__(model.config, model.weights, model.n_threads, model.n_positions, model.kv)
+        super().__init__(model.config, model.weights, model._most_threads, model.n_positions, model.kv)
+        self.n_threads = model.n_threads
         self.target_ids = tuple(target_ids)
         self._rows = dict.fromkeys(range(n_ids), OTHER_TOKEN)
         self._rows |= {token: row for row, token in enumerate(target_ids) if token >= 0}

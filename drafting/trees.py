@@ -82,9 +82,9 @@ class Trees:
         self._costs: TreeCosts | None = None
 
     def drafter(
-        self, settings: Settings, costs: Costs | None, sampler: Sampler, noise: Callable[[int], int]
+        self, model: Transformer, settings: Settings, costs: Costs | None, sampler: Sampler, noise: Callable[[int], int]
     ) -> TreeDrafter | None:
-        """What drafts a text by such settings, with its plan; None where chains are to."""
+        """What drafts a text by such settings, with its plan; None where chains are to. model: the draft, on the text's seat."""
         plan: TreePlan
         is_forced, acceptances, marks = settings.tree == "on", self._acceptances, self._end_marks
         if settings.follows_clock and costs and self._costs and (is_forced or costs.of(1) > TREE_SECONDS):
@@ -94,7 +94,7 @@ class Trees:
             plan = StaticTree(settings.n_drafted, costs, acceptances, marks, rates)
         else:
             return None
-        return TreeDrafter(self._models[-1], sampler, noise, marks, plan)
+        return TreeDrafter(model, sampler, noise, marks, plan)
 
     def run(self) -> None:
         """A tree of each model, a path of it kept, and draws of several candidates: so that all that they need is compiled."""

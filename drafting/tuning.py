@@ -3,16 +3,17 @@
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from ..decoding import VERIFIERS, Draft, Drafter, Event, Plan, Shape, Step, Verifier, decode
+from ..decoding import VERIFIERS, Draft, Drafter, Event, Plan, Shape, Step, Text, Verifier, decode
 from ..machine.memory import zeros
 from ..sampling import Sampler, Sampling
-from .estimates import Acceptance, Costs
+from .estimates import ODDS_RATES, Acceptance, Costs
 from .heads import Head
 from .model_drafter import HeadDrafter, ModelDrafter
 from .ngrams import NgramDrafter
 from .pacing import Pace
 from .planning import AutoLength, FixedLength
 from .settings import AUTO, Settings
+from .sharing import Sharing
 from .team import Team
 from .timing import choose_threads, costs_of
 
@@ -48,22 +49,61 @@ class Tuning:
         self, tokens: list[int], max_tokens: int, sampling: Sampling, settings: Settings, shape: Shape | None = None
     ) -> Iterator[Event]:
         """A text's, of whatever is warm."""
-        verify = settings.verify if self._team.draft.source else "coupled"  # tokens that a shape forces stand by any
-        verifier = VERIFIERS[verify](self._vocabulary.n_target, sampling)
-        plan, drafter = self._planned(sampling, verifier.draft_noise, settings)
+        verifier = self._verifier(sampling, settings)
+        plan, drafter = self._planned(self._team, sampling, verifier.draft_noise, settings)
         events = decode(self._team.target, drafter, verifier, tokens, max_tokens, plan, self._end_marks, shape)
         return self._pace.over(events) if self._pace else events
 
-    def _planned(self, sampling: Sampling, noise: Callable[[int], int], settings: Settings) -> tuple[Plan, Drafter | None]:
-        """How long proposals get, and who makes them."""
-        draft, costs, marks = self._team.draft, self.costs, self._end_marks
+    def text(
+        self,
+        seat: Team,
+        tokens: list[int],
+        max_tokens: int,
+        sampling: Sampling,
+        settings: Settings,
+        shape: Shape | None,
+        plan: Plan,
+    ) -> Text:
+        """One that shares passes with others, on a seat of the team; plan: where the clock decides how long proposals get."""
+        verifier = self._verifier(sampling, settings)
+        plan, drafter = self._planned(seat, sampling, verifier.draft_noise, settings, plan)
+        target = seat.target
+        return Text([*tokens], max_tokens, target.n_positions, drafter, verifier, plan, self._end_marks, shape, target.n_short)
+
+    def sharing(self) -> Sharing:
+        """What passes that texts share cost, and what proposals in them bring."""
+        draft = self._team.draft
+        costs = self.costs or costs_of(self._team.target, None, self._vocabulary)
+        return Sharing(costs, self._acceptance if draft.source else Acceptance(ODDS_RATES))
+
+    def saw(self, n_tokens: int, seconds: float) -> None:
+        """A pass that texts shared."""
+        if self._pace:
+            self._pace.saw(n_tokens, seconds)
+
+    def _verifier(self, sampling: Sampling, settings: Settings) -> Verifier:
+        verify = settings.verify if self._team.draft.source else "coupled"  # tokens that a shape forces stand by any
+        return VERIFIERS[verify](self._vocabulary.n_target, sampling)
+
+    def _planned(
+        self, team: Team, sampling: Sampling, noise: Callable[[int], int], settings: Settings, shared: Plan | None = None
+    ) -> tuple[Plan, Drafter | None]:
+        """How long proposals get, and who makes them. shared: of a text whose passes are others' too."""
+        draft, costs, marks = team.draft, self.costs, self._end_marks
         sampler = Sampler(self._vocabulary.n_target, sampling, self._vocabulary.n_common)
-        if (branching := self._trees_of(settings)) and (drafter := branching.drafter(settings, costs, sampler, noise)):
-            return drafter.plan, drafter
+        branching = None if shared and settings.verify == "coupled" else self._trees_of(settings)
+        if branching and draft.model:
+            costs_of_trees = None if shared else costs
+            if drafter := branching.drafter(draft.model, settings, costs_of_trees, sampler, noise):
+                return drafter.plan, drafter
         auto = costs if settings.follows_clock else None
-        plan: Plan = AutoLength(auto, self._acceptance) if auto else FixedLength(settings.n_drafted, costs)
-        if self._stage:
-            return plan, self._stage.drafter(sampler, noise)
+        plan: Plan
+        if shared:
+            plan = shared if settings.follows_clock else FixedLength(settings.n_drafted)
+        else:
+            plan = AutoLength(auto, self._acceptance) if auto else FixedLength(settings.n_drafted, costs)
+        if self._stage and draft.model:
+            return plan, self._stage.of(draft.model, team.stage).drafter(sampler, noise)
         if isinstance(draft.model, Head):
             return plan, HeadDrafter(draft.model, sampler, noise, marks)
         if draft.model:

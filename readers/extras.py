@@ -4,7 +4,8 @@ import importlib.util
 from collections.abc import Iterable, Mapping
 
 TOKENIZERS, HUB, JINJA, GUIDANCE = "tokenizers", "huggingface_hub", "jinja2", "llguidance"
-_EXTRAS = {GUIDANCE: "shape"}  # that bring them; all others come with "hub"
+STARLETTE, UVICORN = "starlette", "uvicorn"
+_EXTRAS = {GUIDANCE: "shape", STARLETTE: "serve", UVICORN: "serve"}  # that bring them; all others come with "hub"
 
 
 def has(package: str) -> bool:

@@ -34,6 +34,7 @@ class Signals:
         self.asked = 0
         self.stop_asked = False
         self._asked_at = 0.0
+        self._patience: float | None = None
         self._is_listening = False
         self._has_text = False
         self._is_asking = False
@@ -55,10 +56,15 @@ class Signals:
                 if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
                     signal.signal(signum, _leave_it_to_the_thread)
 
-    def text_begins(self) -> None:
-        """From now on there is something to print at the end."""
+    def text_begins(self, patience_seconds: float | None = None) -> None:
+        """From now on there is something to print at the end, which may take so long, by default PATIENCE_SECONDS."""
         with self._lock:  # which a sudden end does not give back
-            self._has_text = True
+            self._has_text, self._patience = True, patience_seconds
+
+    def granted(self) -> None:
+        """What was asked for has been done in full, and is no interruption."""
+        with self._lock:
+            self.asked = 0
 
     @contextmanager
     def asking(self) -> Iterator[None]:
@@ -120,7 +126,8 @@ class Signals:
 
     def _listen(self, ear: socket.socket) -> None:
         while True:
-            left = self._asked_at + PATIENCE_SECONDS - time.monotonic()
+            patience = PATIENCE_SECONDS if self._patience is None else self._patience
+            left = self._asked_at + patience - time.monotonic()
             ear.settimeout(max(left, 0.001) if self.asked else None)
             try:
                 signum = ear.recv(1)[0]

@@ -27,10 +27,13 @@ MAY_IMPORT = {
     # the library's names, when asked for, and the command
     "specdec": {"commands", "screens", "decoder", "text", "decoding", "readers", "transformer", "sampling", "tokenizer"},
     "commands": {
-        "specdec", "screens", "measuring", "decoder", "drafting", "text", "decoding", "readers", "transformer", "sampling",
-        "architectures", "tokenizer", "machine", "checks",
+        "specdec", "screens", "serving", "measuring", "decoder", "drafting", "text", "decoding", "readers", "transformer",
+        "sampling", "architectures", "tokenizer", "machine", "checks",
     },
     "screens": {"measuring", "decoder", "text", "decoding", "readers", "tokenizer", "machine", "checks"},
+    "serving": {
+        "decoder", "drafting", "text", "decoding", "transformer", "sampling", "kernels", "tokenizer", "machine", "checks",
+    },
     "measuring": {
         "decoder", "drafting", "decoding", "transformer", "sampling", "architectures", "weights", "kernels", "machine",
     },
@@ -56,6 +59,7 @@ MAY_IMPORT = {
 OUTSIDE = {
     "commands": {"typer", "rich"},
     "screens": {"rich"},
+    "serving": {"numpy", "starlette", "uvicorn"},
     "measuring": {"numpy", "rich"},
     "drafting": {"numpy"},
     "text": {"jinja2", "llguidance", "numpy", "tokenizers"},
@@ -245,7 +249,15 @@ def test_every_way_in_agrees_on_the_names_of_the_modules(way: str, tmp_path: Pat
         assert not {"kernels", "tokenizer", "machine"} & set(loaded)
 
 
-ONE_COMMANDS = {"measuring.bench", "measuring.sweep", "screens.chat", "screens.race", "screens.sweep", "commands.catalog"}
+ONE_COMMANDS = {
+    "measuring.bench",
+    "measuring.sweep",
+    "serving.app",
+    "screens.chat",
+    "screens.race",
+    "screens.sweep",
+    "commands.catalog",
+}
 
 
 def test_a_run_loads_nothing_that_others_need(tmp_path: Path) -> None:

@@ -267,9 +267,9 @@ def ends_of(render: Callable[..., str], request: dict[str, Any], whole: str) -> 
     if len(known) > MOST_KNOWN:
         known.clear()
     messages, ends = request["conversations"][0], []
-    hashes = [hash((request["source"], json.dumps(request["variables"])))]
+    hashes = [hash((request["source"], json.dumps([request["variables"], request["tools"]])))]
     for message in messages:
-        hashes.append(hash((hashes[-1], message["role"], message["content"])))
+        hashes.append(hash((hashes[-1], json.dumps(message))))
     for n in request["beginnings"]:
         end, hashed = known.get(hashes[n], (0, None))
         if hash(whole[:end]) != hashed:  # a new one, or one of another day
@@ -279,17 +279,36 @@ def ends_of(render: Callable[..., str], request: dict[str, Any], whole: str) -> 
     return ends
 
 
-def edges_of(render: Callable[..., str], messages: list[dict[str, str]], whole: str, taken: Iterable[str]) -> list[int] | None:
-    """Where in a conversation's text what messages say begins and ends, by turns; None where that cannot be told.
+def strings_in(value: Any) -> Iterator[str]:
+    """All strings of a JSON value, names too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for each in [*value, *value.values()] if isinstance(value, dict) else value:
+            yield from strings_in(each)
 
-    taken: strings whose characters may be no stand-ins.
-    """
-    global meaning
-    meaning = Meaning(taken)
-    roles = [message["role"] if WORD.fullmatch(message["role"]) else said(message["role"]) for message in messages]
-    both = zip(roles, messages, strict=True)
+
+def hidden_in(value: Any) -> Any:
+    """A JSON value whose strings are said by messages; names of one word, which templates ask for, stay."""
+    if isinstance(value, str):
+        return said(value)
+    if isinstance(value, list):
+        return [hidden_in(each) for each in value]
+    if isinstance(value, dict):
+        return {name if WORD.fullmatch(name) else said(name): hidden_in(each) for name, each in value.items()}
+    return value
+
+
+def hidden_message(message: dict[str, Any]) -> dict[str, Any]:
+    """What is said of a message hidden; a role of one word stays, which may be in a special token."""
+    hidden: dict[str, Any] = hidden_in(message)
+    return hidden | ({"role": message["role"]} if WORD.fullmatch(message["role"]) else {})
+
+
+def edges_of(render: Callable[..., str], messages: list[dict[str, Any]], tools: Any, whole: str) -> list[int] | None:
+    """Where in a conversation's text what messages and tools say begins and ends, by turns; None where that cannot be told."""
     try:
-        hidden = render([{"role": role, "content": said(message["content"])} for role, message in both])
+        hidden = render([hidden_message(message) for message in messages], hidden_in(tools))
     except Exception:  # as with a function that takes no stand-ins
         return None
     return meaning.edges(hidden) if plain(hidden) == whole else None
@@ -301,13 +320,14 @@ def answer(request: dict[str, Any], _: bytes) -> dict[str, Any]:
     With "beginnings", of the first one also the edges of what messages say, and where its beginnings end. "most" are the
     characters that all texts may have.
     """
-    global moment
+    global meaning, moment
     moment = datetime.datetime.now()
+    tools = request["tools"]
 
-    def render(messages: list[dict[str, str]]) -> str:
+    def render(messages: list[dict[str, Any]], tools: Any = tools) -> str:
         random.seed(0)
         text: str = compiled(request["source"]).render(
-            messages=messages, **request["variables"], tools=None, documents=None, add_generation_prompt=True
+            messages=messages, **request["variables"], tools=tools, xml_tools=tools, documents=None, add_generation_prompt=True
         )
         return text
 
@@ -323,10 +343,11 @@ def answer(request: dict[str, Any], _: bytes) -> dict[str, Any]:
         if request["beginnings"] is None:
             return {"texts": texts}
         (messages,), (whole,) = request["conversations"], texts
-        taken = [request["source"], *request["variables"].values(), *(word for message in messages for word in message.values())]
+        taken = [request["source"], *request["variables"].values(), *strings_in([messages, tools])]
         if 2 * len(set().union(*taken)) > len(STAND_INS):
             return {"error": f"messages of more than {len(STAND_INS) // 2} different characters"}
-        edges = edges_of(render, messages, whole, taken)
+        meaning = Meaning(taken)
+        edges = edges_of(render, messages, tools, whole)
         if edges is None:
             return {"error": "the template makes of a message what cannot be followed; expected one that writes it as it is"}
         return {"texts": texts, "edges": edges, "ends": ends_of(render, request, whole)}

@@ -5,6 +5,7 @@ tokens where the template wrote them, and text where a message holds them: `temp
 """
 
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -16,7 +17,10 @@ from ..readers import Checkpoint, extras, read_object
 from ..tokenizer import AnyTokenizer, Part, TextStream, file_bytes
 from .workers import Unanswered, Worker
 
-Message = Mapping[str, Any]  # role, content; of an answer also tokens: the ids that it was written in
+# role, content; of an answer also tokens: the ids that it was written in; what else `TOLD` names, of calls of tools
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]  # functions that a model may call, as templates take them
+TOLD = ("role", "content", "tool_calls", "tool_call_id", "name")  # what a template sees of a message
 
 # Llama 2's own, which its llama2.c exports were trained with: such files name none
 LLAMA2_NAME = "llama2"
@@ -80,6 +84,11 @@ class ChatTemplate:
         self.source, self.place, self.variables = source, place, dict(variables)
         self._worker = Worker("template_worker")
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether it asks for any; SmolLM3's by another name."""
+        return re.search(r"\b(xml_)?tools\b", self.source) is not None
+
     def __reduce__(self) -> tuple[Any, ...]:
         return ChatTemplate, (self.source, self.place, self.variables)
 
@@ -92,21 +101,24 @@ class ChatTemplate:
         texts: list[str] = self._asked(conversations, None, MOST_CHARACTERS)["texts"]
         return texts
 
-    def _rendered(self, messages: Sequence[Message], beginnings: list[int], most: int) -> _Rendered:
+    def _rendered(self, messages: Sequence[Message], beginnings: list[int], most: int, tools: Tools | None) -> _Rendered:
         """The text, and where in it that of its first messages ends, so many each; -1 for what does not begin it.
 
         The beginnings of a talk of n turns have n times its length: they do not leave the other process, which keeps their ends.
         """
         ends = list[int]()
         for first in range(0, len(beginnings) or 1, RENDERED_AT_ONCE):
-            reply = self._asked([messages], beginnings[first : first + RENDERED_AT_ONCE], most)
+            reply = self._asked([messages], beginnings[first : first + RENDERED_AT_ONCE], most, tools)
             ends += reply["ends"]
         return _Rendered(reply["texts"][0], reply["edges"], ends)
 
-    def _asked(self, conversations: Sequence[Sequence[Message]], beginnings: list[int] | None, most: int) -> dict[str, Any]:
+    def _asked(
+        self, conversations: Sequence[Sequence[Message]], beginnings: list[int] | None, most: int, tools: Tools | None = None
+    ) -> dict[str, Any]:
         """The worker's reply. Raises TemplateError."""
-        given = [[{key: message[key] for key in ("role", "content")} for message in messages] for messages in conversations]
-        request = {"source": self.source, "variables": self.variables, "conversations": given, "beginnings": beginnings}
+        given = [[{key: message[key] for key in TOLD if key in message} for message in messages] for messages in conversations]
+        told = {"source": self.source, "variables": self.variables, "tools": [*tools] if tools else None}
+        request = told | {"conversations": given, "beginnings": beginnings}
         n_characters = sum(len(message["content"]) for messages in given for message in messages)
         seconds = PATIENCE_SECONDS + SECONDS_PER_CHARACTER * n_characters
         try:
@@ -123,7 +135,13 @@ class ChatTemplate:
             text(f"what {self.place} makes of the messages", rendered)
         return reply
 
-    def encode(self, tokenizer: AnyTokenizer, messages: Sequence[Message], n_positions: int | None = None) -> list[int]:
+    def encode(
+        self,
+        tokenizer: AnyTokenizer,
+        messages: Sequence[Message],
+        n_positions: int | None = None,
+        tools: Tools | None = None,
+    ) -> list[int]:
         """The ids of a conversation, up to where an answer begins.
 
         An answer with its tokens is those tokens, as long as they say what the template makes of it: what a cache holds of it
@@ -135,7 +153,7 @@ class ChatTemplate:
         messages = checked(messages)
         with_tokens = [i for i, message in enumerate(messages) if message.get("tokens")]
         most = MOST_CHARACTERS if n_positions is None else n_positions * tokenizer.longest
-        whole = self._rendered(messages, with_tokens, most)
+        whole = self._rendered(messages, with_tokens, most, tools)
         stream, ids, at = TextStream(tokenizer), list[int](), 0
         for i, end in zip(with_tokens, whole.ends, strict=True):
             if at <= end:

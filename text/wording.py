@@ -40,20 +40,23 @@ class Until:
         return text
 
 
-def worded(events: Iterator[Event], tokenizer: AnyTokenizer, stops: Collection[str] = ()) -> Iterator[Event]:
-    """The events with the text of each prompt and step; the last step is the one in which a stop string is complete.
+class Wording:
+    """Gives the events of one text, in order, what can be read of them.
 
-    It keeps the tokens up to the one that completes the string, so that neither they nor the text depend on what was a step. A
-    character, or what may become a stop string, that one step begins is of the text of the step in which it is settled.
+    The last step is the one in which a stop string is complete. It keeps the tokens up to the one that completes the string, so
+    that neither they nor the text depend on what was a step. A character, or what may become a stop string, that one step begins
+    is of the text of the step in which it is settled.
     """
-    stream, until = TextStream(tokenizer), Until(stops)
-    for event in events:
+
+    def __init__(self, tokenizer: AnyTokenizer, stops: Collection[str] = ()) -> None:
+        self._stream, self._until = TextStream(tokenizer), Until(stops)
+
+    def of(self, event: Event) -> Event:
+        stream, until = self._stream, self._until
         if isinstance(event, Prompt):
-            yield replace(event, text="".join([stream.push(token) for token in event.tokens]))
-            continue
+            return replace(event, text="".join([stream.push(token) for token in event.tokens]))
         if not isinstance(event, Step):
-            yield event
-            continue
+            return event
         text, n = "", 0
         while n < len(event.tokens) and not until.has_ended:
             text += until.push(stream.push(event.tokens[n]))
@@ -61,9 +64,16 @@ def worded(events: Iterator[Event], tokenizer: AnyTokenizer, stops: Collection[s
         stop = "stop" if until.has_ended else event.stop_reason
         if stop:
             text += until.push(stream.end()) + until.end()
+        logprobs = event.logprobs and event.logprobs[:n]
         n_accepted = min(event.n_accepted, n)
-        yield Step(
-            event.tokens[:n], event.draft_tokens, n_accepted, event.seconds, event.draft_seconds, stop, event.n_nodes, text
-        )
-        if stop:
+        return replace(event, tokens=event.tokens[:n], n_accepted=n_accepted, stop_reason=stop, text=text, logprobs=logprobs)
+
+
+def worded(events: Iterator[Event], tokenizer: AnyTokenizer, stops: Collection[str] = ()) -> Iterator[Event]:
+    """The events with the text of each prompt and step, up to the last step; see `Wording`."""
+    wording = Wording(tokenizer, stops)
+    for event in events:
+        event = wording.of(event)
+        yield event
+        if isinstance(event, Step) and event.stop_reason:
             return

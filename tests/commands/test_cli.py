@@ -19,6 +19,7 @@ import specdec
 from specdec.architectures import Config
 from specdec.commands.bench import BenchRequest
 from specdec.commands.request import Request
+from specdec.commands.serve import ServeRequest
 from specdec.commands.text import TextRequest
 from specdec.drafting.estimates import Costs
 from specdec.readers import files, load_checkpoint
@@ -519,16 +520,17 @@ def test_the_default_pair_is_used_where_no_model_is_named(run: Run, pair: Pair) 
         path.write_bytes(whole)
 
 
-@pytest.mark.parametrize("of", [[], ["bench"]], ids=["main", "bench"])
+@pytest.mark.parametrize("of", [[], ["bench"], ["serve"]], ids=["main", "bench", "serve"])
 def test_help_fits_80_columns_and_names_every_option(run: Run, monkeypatch: pytest.MonkeyPatch, of: list[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     code, out, err = run(*of, "--help")
     assert (code, err) == (0, "")
     assert max(map(cell_len, out.splitlines())) <= 80
-    kind: type[Request] = {"": TextRequest, "bench": BenchRequest}["".join(of)]
-    annotations = [hint for hint in get_annotations(kind).values() if get_origin(hint) is Annotated]
-    assert len(annotations) > 3
-    names = [name for hint in annotations for name in (hint.__metadata__[0].default, *hint.__metadata__[0].param_decls)]
+    kind: type[Request] = {"": TextRequest, "bench": BenchRequest, "serve": ServeRequest}["".join(of)]
+    annotations = [hint.__metadata__[0] for hint in get_annotations(kind).values() if get_origin(hint) is Annotated]
+    options = [info for info in annotations if info.param_decls is not None]  # a word has no name
+    assert len(options) > 3
+    names = [name for info in options for name in (info.default, *info.param_decls)]
     for name in ["-h", "--help", *names]:
         assert re.search(rf"(?<![\w-]){name}(?![\w-])", out), name
     assert "<bool>" not in out
@@ -763,7 +765,7 @@ def test_stages_change_no_text_and_are_told(run: Run, pair: Pair) -> None:
 
 def test_bad_stages_are_one_line(run: Run, pair: Pair) -> None:
     two = ("-m", pair.target, "-d", pair.draft)
-    for command in ([], ["race"], ["chat"], ["sweep"]):
+    for command in ([], ["race"], ["chat"], ["serve"], ["sweep"]):
         assert_refused(run(*command, *two, "-d", "ngram"), "-d names one draft; what drafts for it is --stage NAME")
     assert_refused(run("-m", pair.target, "--stage", "ngram"), "there is none; name one with -d")
     assert_refused(run("-m", pair.target, "-d", "none", "--stage", "ngram"), "there is none; name one with -d")

@@ -15,6 +15,7 @@ from specdec.commands.options import OF_PARAMETERS, in_options
 from specdec.commands.parsing import request_of
 from specdec.commands.race import RaceRequest
 from specdec.commands.request import Request
+from specdec.commands.serve import ServeRequest
 from specdec.commands.sweep import SweepRequest
 from specdec.commands.text import TextRequest
 from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET
@@ -22,7 +23,7 @@ from specdec.screens.output import Roles
 
 KINDS: dict[str, type[Request]] = {
     "": TextRequest, "race": RaceRequest, "chat": ChatRequest, "sweep": SweepRequest, "models": ListRequest,
-    "bench": BenchRequest,
+    "bench": BenchRequest, "serve": ServeRequest,
 }  # fmt: skip
 
 

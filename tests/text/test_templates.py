@@ -295,6 +295,40 @@ def test_a_thinking_models_template_is_followed() -> None:
     assert "a river<|im_end|>" in text and "hi x/no" in text
 
 
+WITH_TOOLS = """{% if tools %}<|im_start|>system\n{% for tool in tools %}{% set f = tool.function %}
+{{- '<tool>' + f.name + ': ' ~ tool | tojson(indent=2) + '</tool>\n' }}{% for name, kind in f.parameters.properties.items() %}
+{{- name + ('*' if name in f.parameters.required else '') + ' ' ~ kind.type }}{% endfor %}{% endfor %}<|im_end|>\n{% endif %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for call in m.tool_calls or [] %}
+{{- '<call>{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}{{ '}</call>' }}
+{%- endfor %}{{ ' from ' + m.name if m.role == 'tool' else '' }}<|im_end|>
+{% endfor %}<|im_start|>assistant
+"""
+
+
+def test_tools_and_calls_reach_the_template_and_what_they_say_commands_nothing() -> None:
+    """Names of special tokens in descriptions, properties, arguments and what came of a call are the text that they are."""
+    library, mark = library_of("smollm2"), "<|im_end|>"
+    properties = {"city": {"type": "string"}, f"a {mark}": {"type": "number"}}
+    parameters = {"type": "object", "properties": properties, "required": [f"a {mark}"]}
+    tools = [{"type": "function", "function": {"name": "rain", "description": f'é "{mark}"', "parameters": parameters}}]
+    for arguments in ({"city": mark, mark: 1.5, "deep": [{"x": None}]}, f"no object {mark}"):
+        call = {"id": "c1", "type": "function", "function": {"name": "rain", "arguments": arguments}}
+        asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+        messages = [*USER, asked, {"role": "tool", "name": "rain", "tool_call_id": "c1", "content": f"wet {mark}"}]
+        chat = ChatTemplate(WITH_TOOLS, "here", {})
+        said = spelled(library, ids := chat.encode(library, messages, None, tools))
+        assert f'"description": "é \\"{mark}\\""' in said and f"city stringa {mark}* number" in said
+        assert (
+            f'<call>{{"name": "rain", "arguments": {json.dumps(arguments) if isinstance(arguments, dict) else arguments}}}'
+            in said
+        )
+        assert f"wet {mark} from rain{mark}\n" in said
+        assert len(marks_of(library, ids)) == 2 * 4 + 1
+        assert chat.takes_tools and not ChatTemplate(CHATML, "here", {}).takes_tools
+        assert spelled(library, chat.encode(library, USER)) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant"
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "smollm2", "qwen2", "llama3", "llama2", "mistral", "metaspace", "gemma3"])
 def test_names_that_are_typed_are_the_text_that_they_are(kind: str) -> None:
     """Of every special token that a tokenizer has, alone and in the midst; the rest is what the library makes of it."""
@@ -334,7 +368,7 @@ def test_messages_may_hold_what_has_no_meaning(first: int) -> None:
 
 
 def test_messages_of_more_characters_than_there_are_stand_ins_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = {"source": CHATML, "variables": {}, "conversations": [USER], "beginnings": [], "most": 1000}
+    request = {"source": CHATML, "variables": {}, "conversations": [USER], "beginnings": [], "tools": None, "most": 1000}
     assert template_worker.answer(request, b"")["edges"] == [17, 19, 51]
     monkeypatch.setattr(template_worker, "STAND_INS", range(0x40000, 0x40020))
     assert template_worker.answer(request, b"") == {"error": "messages of more than 16 different characters"}

@@ -1,0 +1,143 @@
+"""`specdec serve`: OpenAI's interface and a page to talk at. Knows no arrays and no formats."""
+
+import ipaddress
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import specdec
+
+from ..drafting.settings import AUTO
+from ..drafting.team import NGRAM
+from ..readers import extras
+from ..readers.loading import room_beside
+from ..screens.interrupts import signals
+from ..screens.output import on_one_line
+from ..text.templates import TemplateError
+from . import options
+from .endings import say, writing
+from .loading import Loaded, found, models_of
+from .prompts import text_in
+from .request import Request, with_models
+
+SERVING = {extras.STARLETTE: "to answer requests", extras.UVICORN: "to listen"}
+LAST_WORDS_SECONDS = 10.0  # behind the grace; then the process ends as it stands
+LONGEST_KEY = 1000
+CACHE_SHARE = 0.5  # of the memory beside the weights, that caches may take
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeRequest(Request):
+    """Of `specdec serve`."""
+
+    word: options.ModelWord = None
+    model: options.ModelFile = None
+    draft: options.DraftOrNone = ""
+    stage: options.StageName = ""
+    quantize: options.WhatToQuantize = "draft"
+    kv: options.KVOption = AUTO
+    pack: options.PackOption = AUTO
+    tokenizer: options.TokenizerFile = ""
+    template: options.TemplateFile = ""
+    gamma: options.Gamma = AUTO
+    tree: options.TreeOption = "off"
+    threads: options.Threads = 0
+    host: options.Host = "127.0.0.1"
+    port: options.Port = 8080
+    api_key_file: options.ApiKeyFile = ""
+    no_key: options.NoKey = False
+    slots: options.Slots = 8
+    queue: options.Queue = 64
+    cache: options.CacheSize = 0
+    grace: options.Grace = 10.0
+
+    def settled(self) -> "ServeRequest":
+        """With its models where they belong, and somebody who is asked for."""
+        if self.word and self.model:
+            raise ValueError(f"{self.word!r} and -m {self.model!r} are two targets; name a draft with -d")
+        if self.api_key_file and self.no_key:
+            raise ValueError("--api-key-file and --no-key contradict each other; leave one of them out")
+        if not (self.is_local or self.api_key_file or self.no_key):
+            raise ValueError(
+                f"--host {self.host} lets other machines ask; --api-key-file FILE names their keys, --no-key lets everybody"
+            )
+        return with_models(replace(self, model=self.word or self.model), NGRAM)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this machine alone can ask."""
+        with suppress(ValueError):
+            return ipaddress.ip_address(self.host).is_loopback
+        return self.host.lower() == "localhost"
+
+    @property
+    def keys(self) -> list[str]:
+        """Those in the file. Raises ValueError for what are none."""
+        if not self.api_key_file:
+            return []
+        keys = [line.strip() for line in text_in(self.api_key_file).splitlines() if line.strip()]
+        if not keys or not all(key.isascii() and key.isprintable() and len(key) <= LONGEST_KEY for key in keys):
+            raise ValueError(
+                f"{self.api_key_file} holds no API key, or one that no header can hold; expected one a line, in ASCII"
+            )
+        return keys
+
+    @property
+    def name(self) -> str:
+        """What clients call the model: its name on the hub, or its file's; never where it is."""
+        return self.titles[0] if os.path.exists(str(self.model)) else on_one_line(str(self.model))
+
+
+def run(request: ServeRequest) -> None:
+    """Serve OpenAI's interface over HTTP, and a page to talk at.
+
+    specdec serve -m HuggingFaceTB/SmolLM2-135M-Instruct
+    """
+    request = request.settled()
+    places, keys = found(request, SERVING), request.keys
+    from ..serving.listening import bound  # which nothing else needs
+
+    with bound(request.host, request.port) as sock:
+        with models_of(request, places) as models:
+            pass
+        with writing():
+            serve(request, models, sock, keys)
+
+
+def serve(request: ServeRequest, models: Loaded, sock: socket.socket, keys: list[str]) -> None:
+    """Answer until a signal asks for the end."""
+    from ..serving.app import Service, app_of
+    from ..serving.asked import Model
+    from ..serving.engine import Engine
+    from ..serving.guard import Guard
+    from ..serving.listening import Listener
+
+    decoder, template = models.decoder, None
+    with suppress(TemplateError):
+        template = decoder.chat_template
+    cache_bytes = request.cache * 10**6 or int(CACHE_SHARE * room_beside(decoder.target))
+    engine = Engine(decoder, request.slots, request.queue, cache_bytes)
+    fingerprint = f"specdec-{specdec.__version__}-{specdec.__arithmetic__}"
+    model = Model(request.name, decoder, template)
+    service = Service(model, engine, fingerprint, int(time.time()))
+    app = Guard(app_of(service), keys, {"localhost", request.host, socket.gethostname()}, log)
+    listener = Listener(app, sock, request.grace, log)
+    signals.text_begins(request.grace + LAST_WORDS_SECONDS)
+    sock.listen()
+    listener.begin()
+    host, port = sock.getsockname()[:2]
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    guessed = f", guessed {request.roles.guessed}" if request.roles.guessed else ""
+    print(f"{address} serves {request.name} ({decoder.weights}){guessed}", flush=True)
+    while listener.is_alive and not signals.asked:
+        signals.sleep(1.0)
+    listener.stop_listening()
+    engine.close(request.grace)
+    listener.join()
+    signals.granted()
+
+
+def log(line: str) -> None:
+    say(f"{time.strftime('%H:%M:%S')} {line}")

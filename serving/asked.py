@@ -1,0 +1,443 @@
+"""What a client asks for: bodies of OpenAI's interface, checked; whatever is not done is refused by name. Knows no server."""
+
+import itertools
+import json
+import math
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ..checks import one_of, real, short, strings, text, whole
+from ..decoder import SpeculativeDecoder
+from ..decoding import Shape
+from ..sampling import Sampling
+from ..text.templates import ChatTemplate, ChatTokenizer, TemplateError, TooLong
+from ..tokenizer import Part, TokenizerError
+from .calls import Calls, calls_of
+from .engine import Job
+
+MOST_NESTED, MOST_VALUES = 64, 50_000  # lists and objects of a body: within each other, and in all
+MOST_CHOICES = 16  # texts of a request
+MOST_STOPS, LONGEST_STOP = 16, 1000  # strings; characters
+MOST_TOOLS = 128
+MOST_TOP = 20  # log probabilities of a token
+COMPLETION_TOKENS = 16  # that a completion has where nothing is said: OpenAI's number
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+INVALID, NOT_DONE, UNKNOWN, TOO_LONG = "invalid_value", "unsupported_parameter", "unknown_parameter", "context_length_exceeded"
+SEEDS = 2**63
+Value = TypeVar("Value")
+# what asks for nothing that is not done anyway
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "functions": (),
+    "function_call": (),
+    "audio": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+}
+OF_A_MESSAGE = {"refusal", "audio", "function_call", "annotations"}  # what answers have that come back
+
+
+class Refused(Exception):
+    """What a client is told instead of an answer: a message, its status and, in OpenAI's words, the parameter and a code."""
+
+    def __init__(
+        self, message: str, param: str | None = None, code: str | None = INVALID, status: int = 400, kind: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.param, self.code, self.status = param, code, status
+        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is served: a decoder, and the name that clients call it by. template: None for one that cannot chat."""
+
+    name: str
+    decoder: SpeculativeDecoder
+    template: ChatTemplate | None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request. jobs: the texts that it wants; calls: makes what finds calls of tools in one of them.
+
+    details: whether each chunk tells which tokens were guessed.
+    """
+
+    jobs: list[Job]
+    is_chat: bool
+    is_stream: bool = False
+    has_usage: bool = False
+    details: bool = False
+    one_call: bool = False
+    calls: Callable[[], Calls | None] = field(default=lambda: None)
+
+
+def body_of(data: bytes) -> dict[str, Any]:
+    """The object that a body is. Raises Refused for JSON that is none, is nested too deep or holds half characters."""
+    try:
+        value = json.loads(data.decode(), parse_constant=_no_number)
+    except RecursionError:
+        raise Refused(f"the body is nested too deep; at most {MOST_NESTED} values within values are read", None) from None
+    except ValueError as error:
+        raise Refused(f"the body is no JSON: {short(error)}; expected an object", None) from None
+    if not isinstance(value, dict):
+        raise Refused(f"the body is a {type(value).__name__}; expected an object", None)
+    level, depth, n = list[Any]([value]), 0, 0
+    while level:
+        depth, n = depth + 1, n + len(level)
+        if depth > MOST_NESTED:
+            raise Refused(f"the body is nested too deep; at most {MOST_NESTED} values within values are read", None)
+        level = list(itertools.islice((each for several in level for each in _values(several)), MOST_VALUES))
+        if n + len(level) > MOST_VALUES:
+            raise Refused(f"the body holds more than {MOST_VALUES} lists and objects", None)
+    return value
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """What is in a list or an object that may hold more."""
+    for each in [*value, *value.values()] if isinstance(value, dict) else value:
+        if isinstance(each, dict | list):
+            yield each
+        elif isinstance(each, str) and not each.isascii():
+            with refusing(None):
+                text("a string of the body", each)
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
+
+
+@contextmanager
+def refusing(param: str | None) -> Iterator[None]:
+    """What is wrong within is that parameter's."""
+    try:
+        yield
+    except Refused as error:
+        error.param = param
+        raise
+    except (TypeError, ValueError) as error:
+        raise Refused(str(error), param) from None
+
+
+class Fields:
+    """A body's fields, each of which is to be taken once; null is as good as none."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._body = {name: value for name, value in body.items() if value is not None}
+
+    def take(self, name: str, check: Callable[[str, Any], Value], default: Value) -> Value:
+        """The value as checked, or the default. Raises Refused."""
+        if name not in self._body:
+            return default
+        with refusing(name):
+            return check(name, self._body.pop(name))
+
+    def end(self) -> None:
+        """Raises Refused where something is left."""
+        for name, value in self._body.items():
+            if name not in NEUTRAL:
+                raise Refused(f"there is no parameter {short(name)}", short(name), UNKNOWN)
+            if not any((value == neutral and type(value) is not bool) or value is neutral for neutral in NEUTRAL[name]):
+                told = " or ".join(json.dumps(neutral) for neutral in NEUTRAL[name])
+                instead = f"; expected {told}, or nothing" if told else "; leave it out"
+                raise Refused(f"{name} is not done here{instead}", name, NOT_DONE)
+
+
+def yes_or_no(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {short(value, repr)}; expected true or false")
+    return value
+
+
+def an_object(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} is {short(value, repr)}; expected an object")
+    return value
+
+
+def a_list(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise TypeError(f"{name} is {short(value, repr)}; expected a list of one or more")
+    return value
+
+
+def between(least: int, most: int | None = None) -> Callable[[str, Any], int]:
+    return lambda name, value: whole(name, value, least, most)
+
+
+def words(name: str, value: Any) -> str:
+    """A text, or the texts of several parts. Raises TypeError, and Refused for parts that are none."""
+    if not isinstance(value, list):
+        return text(name, value)
+    said = ""
+    for i, part in enumerate(value):
+        kind = an_object(f"{name}[{i}]", part).get("type")
+        if kind != "text":
+            raise Refused(
+                f"{name}[{i}] is of the type {short(kind, repr)}, which is not done here; expected text", name, NOT_DONE
+            )
+        said += text(f"text of {name}[{i}]", part.get("text"))
+    return said
+
+
+def chat_asked(body: Mapping[str, Any], model: Model) -> Asked:
+    """A body of /v1/chat/completions. Raises Refused."""
+    fields = Fields(body)
+    _check_model(fields, model)
+    if not model.template:
+        raise Refused(
+            "this model has no chat template: it goes on with texts, at /v1/completions", "messages", "unsupported_model"
+        )
+    tools = fields.take("tools", _tools, list[dict[str, Any]]())
+    choice = fields.take("tool_choice", _tool_choice, "auto")
+    one_call = not fields.take("parallel_tool_calls", yes_or_no, True)
+    if tools and not model.template.takes_tools:
+        raise Refused("the model's chat template takes no tools", "tools", NOT_DONE)
+    if body.get("messages") is None:
+        raise Refused("messages are missing; expected a list of objects of role and content", "messages", "missing_parameter")
+    messages = fields.take("messages", _messages, list[dict[str, Any]]())
+    told = fields.take("logprobs", yes_or_no, False)
+    top = fields.take("top_logprobs", between(0, MOST_TOP), 0)
+    if top and not told:
+        raise Refused("top_logprobs is for logprobs, which is not true", "top_logprobs")
+    shape = fields.take("response_format", lambda _, value: _shape(value, model), None)
+    given = tools if choice == "auto" else []
+    if shape is not None and given:
+        raise Refused(
+            "response_format together with tools is not done here; leave one of the two out", "response_format", NOT_DONE
+        )
+    most = fields.take("max_completion_tokens", between(1), None)
+    other = fields.take("max_tokens", between(1), None)
+    asked = _Rest(fields, most or other, top if told else None, shape)
+    with _encoding(model, "messages"):
+        prompt = model.decoder.encode_chat(messages, given or None)
+    names = {tool["function"]["name"] for tool in given}
+    source = model.template.source
+    return asked.of(model, [prompt], True, one_call, lambda: calls_of(source, names) if names else None)
+
+
+def completion_asked(body: Mapping[str, Any], model: Model) -> Asked:
+    """A body of /v1/completions. Raises Refused."""
+    fields = Fields(body)
+    _check_model(fields, model)
+    prompts = fields.take("prompt", _prompts, list[str | list[int]]([""]))
+    top = fields.take("logprobs", between(0, MOST_TOP), None)
+    shape = fields.take("response_format", lambda _, value: _shape(value, model), None)
+    asked = _Rest(fields, fields.take("max_tokens", between(1), COMPLETION_TOKENS), top, shape)
+    longest = _longest(model)
+    if any(len(prompt) > longest for prompt in prompts):
+        raise Refused(f"prompt has more than {longest} characters, which the context cannot hold", "prompt", TOO_LONG)
+    with _encoding(model, "prompt"):
+        encode = model.decoder.tokenizer.encode
+        encoded = [encode(prompt) if isinstance(prompt, str) else model.decoder.encode(prompt) for prompt in prompts]
+    return asked.of(model, encoded, False)
+
+
+class _Rest:
+    """What both kinds of requests have beside their prompts; takes the last of the fields."""
+
+    def __init__(self, fields: Fields, max_tokens: int | None, top: int | None, shape: Shape | None) -> None:
+        self._max_tokens, self._top, self._shape = max_tokens, top, shape
+        top_p = fields.take("top_p", lambda name, value: real(name, value, 1, "a number from 0 to 1"), 1.0)
+        top_k = fields.take("top_k", between(0), 0)
+        temperature = fields.take("temperature", lambda name, value: real(name, value, math.inf, "0 or more"), 1.0)
+        seed = fields.take("seed", between(-SEEDS, SEEDS - 1), secrets.randbits(31))
+        # OpenAI's top_p 0 leaves the likeliest token alone, ours all
+        self._sampling = Sampling(temperature, top_k if top_p else 1, top_p, seed % SEEDS)
+        self._stops = fields.take("stop", _stops, list[str]())
+        self._n = fields.take("n", between(1, MOST_CHOICES), 1)
+        self._is_stream = fields.take("stream", yes_or_no, False)
+        options = Fields(fields.take("stream_options", an_object, {}))
+        self._has_usage = options.take("include_usage", yes_or_no, False)
+        options.take("include_obfuscation", _not_obfuscated, False)
+        options.end()
+        self._predicted = fields.take("prediction", _prediction, "")
+        self._details = fields.take("specdec", yes_or_no, False)
+        for name in ("user", "safety_identifier", "prompt_cache_key"):
+            fields.take(name, text, "")
+        fields.end()
+
+    def of(
+        self,
+        model: Model,
+        prompts: list[list[int]],
+        is_chat: bool,
+        one_call: bool = False,
+        calls: Callable[[], Calls | None] = lambda: None,
+    ) -> Asked:
+        """The request of those prompts. Raises Refused for what does not fit."""
+        decoder = model.decoder
+        name = "messages" if is_chat else "prompt"
+        most = decoder.n_positions
+        if self._n * len(prompts) > MOST_CHOICES:
+            raise Refused(f"{self._n * len(prompts)} texts are more than {MOST_CHOICES}, which a request may have", "n")
+        if (longest := max(map(len, prompts))) > most:
+            raise Refused(f"{name} have {longest} tokens; the context holds {most}", name, TOO_LONG)
+        tokenizer, predicted = decoder.tokenizer, list[int]()
+        if self._predicted and isinstance(tokenizer, ChatTokenizer):
+            with _encoding(model, "prediction"):
+                predicted = tokenizer.encode_rendered([Part(self._predicted[: _longest(model)], True)])
+        jobs = [
+            Job(
+                prompt,
+                min(self._max_tokens or most, most + 1 - len(prompt)),
+                Sampling(s.temperature, s.top_k, s.top_p, (s.seed + i) % SEEDS),
+                self._stops,
+                self._top,
+                predicted[:most],
+                self._shape,
+            )
+            for prompt in prompts
+            for i, s in enumerate([self._sampling] * self._n)
+        ]
+        return Asked(jobs, is_chat, self._is_stream, self._has_usage, self._details, one_call, calls)
+
+
+def _check_model(fields: Fields, model: Model) -> None:
+    name = fields.take("model", text, model.name)
+    if name != model.name:
+        raise Refused(f"there is no model {short(name, repr)} here; there is {model.name}", "model", "model_not_found", 404)
+
+
+def _longest(model: Model) -> int:
+    """Characters that the context can hold, however they are cut into tokens."""
+    tokenizer = model.decoder.tokenizer
+    return model.decoder.n_positions * (tokenizer.longest if isinstance(tokenizer, ChatTokenizer) else 1)
+
+
+@contextmanager
+def _encoding(model: Model, param: str) -> Iterator[None]:
+    """Around what makes tokens; errors come without the names of files here."""
+    try:
+        yield
+    except (TemplateError, TokenizerError, ValueError, TypeError, RecursionError) as error:
+        message, path = str(error), model.decoder.tokenizer.path
+        places = {model.template.place if model.template else "", str(path), str(path.parent)}
+        for place in sorted(places - {"", "."}, key=len, reverse=True):
+            message = message.removeprefix(f"{place}: ").replace(place, "the model's file")
+        raise Refused(message, param, TOO_LONG if isinstance(error, TooLong) else INVALID) from None
+
+
+def _prompts(name: str, value: Any) -> list[str | list[int]]:
+    """A text, ids, or several of one of them."""
+    if isinstance(value, str):
+        return [text(name, value)]
+    if all(type(each) is int for each in a_list(name, value)):
+        return [value]
+    if len(value) > MOST_CHOICES:
+        raise ValueError(f"{name} has {len(value)} texts; at most {MOST_CHOICES} are written at once")
+    return [each if isinstance(each, list) else text(name, each) for each in value]
+
+
+def _stops(name: str, value: Any) -> list[str]:
+    several = strings(name, value)
+    if len(several) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in several):
+        raise ValueError(f"{name} has more than {MOST_STOPS} strings, or one of more than {LONGEST_STOP} characters")
+    return several
+
+
+def _not_obfuscated(name: str, value: Any) -> bool:
+    if yes_or_no(name, value):
+        raise Refused(f"{name} is not done here; expected false", name, NOT_DONE)
+    return False
+
+
+def _prediction(name: str, value: Any) -> str:
+    one_of(f"type of {name}", an_object(name, value).get("type"), ["content"])
+    return words(f"content of {name}", value.get("content"))
+
+
+def _tool_choice(name: str, value: Any) -> str:
+    if value not in ("auto", "none"):
+        raise Refused(f"{name} is {short(value, repr)}, which is not done here; expected auto or none", name, NOT_DONE)
+    return str(value)
+
+
+def _tools(name: str, value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or len(value) > MOST_TOOLS:
+        raise TypeError(f"{name} is {short(value, repr)}; expected a list of at most {MOST_TOOLS}")
+    return [_tool(f"{name}[{i}]", each) for i, each in enumerate(value)]
+
+
+def _tool(name: str, value: Any) -> dict[str, Any]:
+    """A function as templates take it."""
+    one_of(f"type of {name}", an_object(name, value).get("type"), ["function"])
+    function = an_object(f"function of {name}", value.get("function"))
+    if not TOOL_NAME.fullmatch(text(f"name of {name}", function.get("name"))):
+        raise ValueError(f"name of {name} is {short(function['name'], repr)}; expected 1 to 64 letters, digits, _, . and -")
+    text(f"description of {name}", function.get("description") or "")
+    an_object(f"parameters of {name}", function.get("parameters") or {})
+    if function.get("strict") not in (None, False):
+        raise Refused(f"strict of {name} is not done here; leave it out", "tools", NOT_DONE)
+    told = ("name", "description", "parameters")
+    return {"type": "function", "function": {key: function[key] for key in told if function.get(key) is not None}}
+
+
+def _messages(name: str, value: Any) -> list[dict[str, Any]]:
+    called = dict[str, str]()
+    return [_message(f"{name}[{i}]", an_object(f"{name}[{i}]", each), called) for i, each in enumerate(a_list(name, value))]
+
+
+def _message(name: str, value: dict[str, Any], called: dict[str, str]) -> dict[str, Any]:
+    """As templates take it. called: the tools of the calls so far, by their ids."""
+    known = {"role", "content", "name", "tool_calls", "tool_call_id", *OF_A_MESSAGE}
+    for key, each in value.items():
+        if each and (key not in known or key in OF_A_MESSAGE):
+            raise Refused(f"{short(key)} of {name} is not done here; leave it out", "messages", NOT_DONE)
+    role = one_of(f"role of {name}", value.get("role"), ["system", "developer", "user", "assistant", "tool"])
+    content, calls = value.get("content"), value.get("tool_calls")
+    if role == "assistant" and content is None:
+        content = ""
+    message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": words(f"content of {name}", content)}
+    if calls and role == "assistant":
+        message["tool_calls"] = [_call(f"{name}.tool_calls[{i}]", each) for i, each in enumerate(a_list("tool_calls", calls))]
+        called.update({call["id"]: call["function"]["name"] for call in message["tool_calls"]})
+    if role == "tool":
+        message["tool_call_id"] = text(f"tool_call_id of {name}", value.get("tool_call_id"))
+        message["name"] = called.get(message["tool_call_id"], "")
+    return message
+
+
+def _call(name: str, value: Any) -> dict[str, Any]:
+    """A call that an answer made; its arguments as the object that they are, which is what templates take."""
+    one_of(f"type of {name}", an_object(name, value).get("type", "function"), ["function"])
+    function = an_object(f"function of {name}", value.get("function"))
+    arguments: Any = text(f"arguments of {name}", function.get("arguments"))
+    try:
+        arguments = body_of(arguments.encode()) if arguments else {}
+    except Refused as error:
+        raise ValueError(f"arguments of {name}: {error}") from None
+    called = {"name": text(f"name of {name}", function.get("name")), "arguments": arguments}
+    return {"id": text(f"id of {name}", value.get("id")), "type": "function", "function": called}
+
+
+def _shape(value: Any, model: Model) -> Shape | None:
+    """What a response_format asks for; None for a text. Raises ValueError for what cannot be written."""
+    kinds = ["text", "json_object", "json_schema"]
+    kind = one_of("type of response_format", an_object("response_format", value).get("type"), kinds)
+    if kind == "text":
+        return None
+    with _encoding(model, "response_format"):
+        if kind == "json_object":
+            return model.decoder.json_object()
+        schema = an_object("json_schema of response_format", value.get("json_schema")).get("schema")
+        return model.decoder.json_schema(an_object("schema of response_format", schema))

@@ -1,0 +1,476 @@
+"""Texts that are wanted, all that run in passes that they share, on a thread that owns the target. Knows no HTTP.
+
+A pass takes of each running text its last token and what is proposed behind it; what is left of its room goes to prompts, a piece
+at a time. Logits at a position depend on that text's tokens alone, so each text is the one that it would be alone.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..decoder import SpeculativeDecoder
+from ..decoding import Draft, Event, Prompt, Proposal, Shape, Step, Text, TokenLogprob
+from ..drafting.estimates import ODDS_RATES, Acceptance
+from ..drafting.ngrams import PredictionDrafter
+from ..drafting.sharing import SharedLength, Sharing
+from ..kernels import MAX_TOKENS
+from ..machine.vectors import Float32
+from ..sampling import Sampling
+from ..text.wording import Wording
+from ..transformer import Transformer, known
+from .metrics import Figures
+from .seats import Seat, Seats
+
+INTERRUPTED = "interrupted"
+PIECE_SECONDS = 0.1  # that a piece of a prompt may add to a pass which others wait for
+LEAST_PIECE = 8  # tokens of such a piece
+
+
+class Full(Exception):
+    """As many texts wait as may."""
+
+
+class Closed(Exception):
+    """No more texts are taken."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One text that is wanted.
+
+    prompt: ids, BOS first. top_logprobs: None for no log probabilities; else of how many of the likeliest tokens beside the
+    text's own, before temperature. prediction: tokens that the client expects, proposed as long as they stand. shape: what the
+    text may say.
+    """
+
+    prompt: list[int]
+    max_tokens: int
+    sampling: Sampling
+    stops: Sequence[str] = ()
+    top_logprobs: int | None = None
+    prediction: Sequence[int] = ()
+    shape: Shape | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """In the place of a text's last step."""
+
+    error: Exception
+
+
+Hear = Callable[[Event | Failed], None]
+Judged = tuple[list[int], int, list[TokenLogprob] | None] | Exception
+
+
+class Ticket:
+    """A text that was asked for."""
+
+    def __init__(self, job: Job, hear: Hear, wake: Callable[[], None]) -> None:
+        self.job, self.hear, self.asked = job, hear, time.perf_counter()
+        self.is_cancelled = False
+        self._wake = wake
+
+    def cancel(self) -> None:
+        """Its place is free within a step, and no more of it is heard, but for what is being told."""
+        self.is_cancelled = True
+        self._wake()
+
+
+class Writing:
+    """A text that runs: where it sits, and how far it is. draft: what it wants run next, None where nobody has asked it yet."""
+
+    def __init__(self, ticket: Ticket, text: Text, seat: Seat, wording: Wording) -> None:
+        self.ticket, self.text, self.seat, self.wording = ticket, text, seat, wording
+        self.model: Transformer = seat.team.target
+        self.n_cached, self.began = seat.n_cached(ticket.job.prompt), time.perf_counter()
+        self.draft: Draft | None = None
+        self.has_begun = self.has_spoken = self.is_over = False
+
+    @property
+    def unread(self) -> int:
+        """Tokens that have to run before the last one of its text can."""
+        return self.model.unread(self.text.tokens)
+
+    def piece(self, n: int) -> list[int]:
+        """What the target has run of the text when so many of these have run, too."""
+        return self.text.tokens[: len(self.text.tokens) - 1 - self.unread + n]
+
+    def reads_drafts(self) -> bool:
+        """Let what drafts read a piece of the prompt, that of one pass; whether there was something to read."""
+        for model in self.seat.team.models.values():
+            tokens = known(self.ticket.job.prompt, model.config.vocab_size)
+            if model is not self.model and len(tokens) <= model.n_positions and (left := model.unread(tokens)):
+                model.forward(tokens[: len(tokens) - 1 - max(left - MAX_TOKENS, 0)], 0, len(tokens))
+                return True
+        return False
+
+    @property
+    def has_tree(self) -> bool:
+        """Whether it wants a pass of its own."""
+        return self.draft is not None and self.draft.parents is not None
+
+
+class Engine:
+    """Writes the texts of jobs, n_slots at once; n_queue: how many wait beside them; cache_bytes: what caches of texts may take.
+
+    Conversations that go on find their cache. A text that alone takes more than cache_bytes runs alone.
+    """
+
+    def __init__(self, decoder: SpeculativeDecoder, n_slots: int, n_queue: int, cache_bytes: int) -> None:
+        self._decoder, self._n_slots, self._n_queue = decoder, n_slots, n_queue
+        self._waiting, self._running = deque[Ticket](), deque[Writing]()
+        self._seats = Seats(decoder.seat, cache_bytes)
+        self._changed = threading.Condition()
+        self._is_closed = self._is_cut = False
+        self._is_prompts_turn = False  # for want of room in the last pass
+        self._sharing: Sharing
+        self.figures = Figures()
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job, hear: Hear) -> Ticket:
+        """`hear` is called on the engine's thread with the text's events: the last one is a step that has a reason to stop, or
+        `Failed`. Raises Full, Closed, and what `SpeculativeDecoder.stream` raises.
+        """
+        prompt, max_tokens, stops = self._decoder.checked(job.prompt, job.max_tokens, job.sampling, list(job.stops), job.shape)
+        prediction = self._decoder.encode(list(job.prediction)) if job.prediction else []
+        job = replace(job, prompt=prompt, max_tokens=max_tokens, stops=stops, prediction=prediction)
+        with self._changed:
+            if self._is_closed:
+                raise Closed
+            if len(self._waiting) + len(self._running) >= self._n_slots + self._n_queue:
+                raise Full
+            ticket = Ticket(job, hear, self._wake)
+            self._waiting.append(ticket)
+            self.figures.queued = len(self._waiting)
+            self._changed.notify()
+        return ticket
+
+    def close(self, grace: float) -> None:
+        """No new texts; those that were asked for end, or are cut after so many seconds."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join(grace)
+        self._is_cut = True
+        self._wake()
+        self._thread.join()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    def _work(self) -> None:
+        trouble: Exception | None = None
+        try:
+            self._decoder.warm_up()
+            self._sharing = self._decoder.tuning.sharing()
+        except Exception as error:
+            trouble = error
+        while self._waits_for_work():
+            if trouble:
+                self._fails(self._next(), trouble)
+                continue
+            self._sweep()
+            self._admit()
+            try:
+                self._pass()
+            except Exception as error:  # nobody waits for what never comes
+                for writing in [*self._running]:
+                    self._breaks(writing, error)
+
+    def _waits_for_work(self) -> bool:
+        """False: there will be none."""
+        with self._changed:
+            while not (self._waiting or self._running or self._is_closed):
+                self._changed.wait()
+            return bool(self._waiting or self._running)
+
+    def _sweep(self) -> None:
+        """Those that were cancelled leave; those that are cut off end."""
+        for writing in [each for each in self._running if each.ticket.is_cancelled or self._is_cut]:
+            if not writing.ticket.is_cancelled:
+                self._cut(writing.ticket, writing.wording, writing.has_begun)
+            self._leaves(writing)
+        with self._changed:
+            gone = [ticket for ticket in self._waiting if ticket.is_cancelled or self._is_cut]
+            for ticket in gone:
+                self._waiting.remove(ticket)
+            self.figures.queued = len(self._waiting)
+        for ticket in gone:
+            if ticket.is_cancelled:
+                self.figures.cancelled += 1
+            else:
+                self._cut(ticket, Wording(self._decoder.tokenizer, ticket.job.stops), False)
+                self.figures.done += 1
+
+    def _cut(self, ticket: Ticket, wording: Wording, has_begun: bool) -> None:
+        """The last word of a text that nobody lets end."""
+        if not has_begun:
+            self._tell(ticket, wording.of(Prompt(ticket.job.prompt, 0.0)))
+        self._tell(ticket, wording.of(Step([], [], 0, 0.0, 0.0, INTERRUPTED)))
+
+    def _leaves(self, writing: Writing) -> None:
+        figures, ticket = self.figures, writing.ticket
+        self._running.remove(writing)
+        self._seats.give(writing.seat, len(writing.text.tokens))
+        figures.running = len(self._running)
+        if ticket.is_cancelled and not writing.is_over:
+            figures.cancelled += 1
+        else:
+            figures.done += 1
+
+    def _admit(self) -> None:
+        """Those that wait, in order, as long as there is a slot, and room for their caches."""
+        while self._waiting and len(self._running) < self._n_slots:
+            job, seat = self._waiting[0].job, None
+            try:
+                seat = self._seats.take(job.prompt, min(len(job.prompt) + job.max_tokens, self._decoder.target.n_positions))
+                if not seat:
+                    return
+                writing = self._writing(self._waiting[0], seat)
+            except Exception as error:
+                if seat:
+                    self._seats.drop(seat)
+                self._fails(self._next(), error)
+                continue
+            self._next()
+            self._running.append(writing)
+            self.figures.running = len(self._running)
+
+    def _next(self) -> Ticket:
+        """The first of those that wait, which waits no more."""
+        with self._changed:
+            ticket = self._waiting.popleft()
+            self.figures.queued = len(self._waiting)
+        return ticket
+
+    def _writing(self, ticket: Ticket, seat: Seat) -> Writing:
+        decoder, job, sharing = self._decoder, ticket.job, self._sharing
+        is_free = seat.team.draft.model is None
+        text = decoder.text(seat.team, job.prompt, job.max_tokens, job.sampling, job.shape, SharedLength(sharing, is_free))
+        if job.prediction and decoder.verify == "coupled":  # a text of another verification is another one by another draft
+            text.drafter = PredictionDrafter(decoder.tokenizer.end_marks, len(job.prompt), job.prediction)
+            if isinstance(text.plan, SharedLength):
+                text.plan = SharedLength(sharing, True, sharing.acceptance if is_free else Acceptance(ODDS_RATES))
+        return Writing(ticket, text, seat, Wording(decoder.tokenizer, job.stops))
+
+    def _pass(self) -> None:
+        """Let all texts that may go on do so, and prompts with what is left of the pass."""
+        self._running.rotate(-1)
+        n_threads = self._decoder.target.n_threads
+        reading, ready = list[Writing](), list[Writing]()
+        for writing in [*self._running]:
+            for model in writing.seat.team.models.values():
+                model.n_threads = n_threads
+            if writing.unread:
+                reading.append(writing)
+            elif writing.has_begun or self._begins(writing):
+                ready.append(writing)
+        ready.sort(key=lambda writing: writing.draft is None)  # what did not fit the last pass is the first of this
+        stepping = [] if self._is_prompts_turn else self._stepping(ready, MAX_TOKENS - (LEAST_PIECE if reading else 0))
+        if stepping and stepping[0].has_tree:
+            self._is_prompts_turn = bool(reading)
+            self._alone(stepping[0])
+            return
+        pieces = self._pieces(reading, stepping)
+        self._is_prompts_turn = bool(reading) and not pieces
+        if stepping or pieces:
+            self._run(stepping, pieces)
+
+    def _begins(self, writing: Writing) -> bool:
+        """Its prompt has run; whether it goes on."""
+        figures, job, text = self.figures, writing.ticket.job, writing.text
+        try:
+            if text.drafter:
+                if writing.reads_drafts():
+                    return False
+                text.drafter.get_ready(job.prompt)
+        except Exception as error:
+            return self._breaks(writing, error)
+        writing.has_begun = True
+        figures.prompt_tokens += len(job.prompt)
+        figures.cached_tokens += writing.n_cached
+        self._tell(writing.ticket, writing.wording.of(Prompt(job.prompt, time.perf_counter() - writing.began)))
+        if text.has_ended:
+            self._ends(writing, Step([], [], 0, 0.0, 0.0, "max_tokens"))
+        return not text.has_ended
+
+    def _stepping(self, ready: list[Writing], most: int) -> list[Writing]:
+        """Those of the texts whose last tokens and proposals fit so many tokens; what does not fit goes first in the next
+        pass."""
+        self._sharing.begin_pass(len(ready), most)
+        stepping, used = list[Writing](), 0
+        for writing in ready:
+            if writing.draft is None:
+                try:
+                    writing.draft = draft = writing.text.wants()
+                except Exception as error:
+                    self._breaks(writing, error)
+                    continue
+                if draft.tokens:
+                    tree = None if draft.parents is None else (draft.tokens, draft.parents)
+                    self._tell(writing.ticket, Proposal(draft.path([]), tree))
+            n = 1 + len(writing.draft.tokens)
+            if used and (used + n > most or writing.has_tree):
+                continue
+            stepping.append(writing)
+            used += n
+            self._sharing.n_tokens += n - 1
+            if writing.has_tree:
+                break
+        return stepping
+
+    def _pieces(self, reading: list[Writing], stepping: list[Writing]) -> list[tuple[Writing, int]]:
+        """Of the prompts that are read, how many tokens of each come along: so many that others do not wait for long.
+
+        The one that has least left goes first, but the one that has waited longest always gets on.
+        """
+        of, used = self._sharing.of, sum(1 + len(writing.draft.tokens) for writing in stepping if writing.draft)
+        room = MAX_TOKENS - used
+        if stepping:
+            while room > LEAST_PIECE and of(used + room) - of(used) > PIECE_SECONDS:
+                room -= 1
+        oldest = min(reading, key=lambda writing: writing.began, default=None)
+        pieces = list[tuple[Writing, int]]()
+        for left, _, writing in sorted((writing.unread, i, writing) for i, writing in enumerate(reading)):
+            kept = LEAST_PIECE if oldest not in (None, writing, *(each for each, _ in pieces)) else 0
+            n = min(left, room - kept)
+            if n > 0:
+                pieces.append((writing, n))
+                room -= n
+        return pieces
+
+    def _run(self, stepping: list[Writing], pieces: list[tuple[Writing, int]]) -> None:
+        """A pass, and what becomes of those whose turn it was."""
+        begin = time.perf_counter()
+        jobs = [(writing.model, writing.piece(n), 0, len(writing.text.tokens)) for writing, n in pieces]
+        for writing in stepping:
+            proposed = writing.draft.tokens if writing.draft else []
+            jobs.append((writing.model, writing.text.tokens + proposed, len(proposed) + 1, 0))
+        self.figures.passes += 1
+        with self._decoder.target.lock:
+            try:
+                rows = Transformer.forward_together(jobs)
+            except Exception:
+                self._one_by_one(stepping, pieces)
+                return
+            judged = [self._judged(writing, logits) for writing, logits in zip(stepping, rows[len(pieces) :], strict=True)]
+        seconds = time.perf_counter() - begin
+        n_tokens, n_pieces = sum(len(logits) for logits in rows), sum(n for _, n in pieces)
+        self._sharing.saw(n_tokens + n_pieces, seconds)
+        if not pieces:
+            self._decoder.tuning.saw(n_tokens, seconds)
+        n_written = sum([self._goes_on(writing, one, seconds) for writing, one in zip(stepping, judged, strict=True)])
+        if stepping:
+            self._sharing.brought(n_tokens, n_written)
+
+    def _one_by_one(self, stepping: list[Writing], pieces: list[tuple[Writing, int]]) -> None:
+        """A pass that failed is made of each text alone, so that it ends the one that is to blame for it."""
+        for writing, n in pieces:
+            try:
+                writing.model.forward(writing.piece(n), 0, len(writing.text.tokens))
+            except Exception as error:
+                self._breaks(writing, error)
+        for writing in stepping:
+            self._alone(writing)
+
+    def _alone(self, writing: Writing) -> None:
+        """A step of one text in a pass of its own."""
+        begin, model, tokens, draft = time.perf_counter(), writing.model, writing.text.tokens, writing.text.draft
+        with model.lock:
+            try:
+                if draft.parents is None:
+                    logits = model.forward(tokens + draft.tokens, len(draft.tokens) + 1)
+                else:
+                    logits = model.forward_tree(tokens, draft.tokens, draft.parents)
+            except Exception as error:
+                self._breaks(writing, error)
+                return
+            judged = self._judged(writing, logits)
+        self.figures.passes += 1
+        self._goes_on(writing, judged, time.perf_counter() - begin)
+
+    def _judged(self, writing: Writing, logits: Float32) -> Judged:
+        """What a text goes on with, or its error."""
+        top, draft = writing.ticket.job.top_logprobs, writing.text.draft
+        kept = logits if top is None else logits.copy()  # a shape masks them
+        try:
+            new, n_accepted = writing.text.judge(logits)
+        except Exception as error:
+            return error
+        return new, n_accepted, None if top is None else logprobs_of(kept[:, : self._decoder.n_ids], draft, new, top)
+
+    def _goes_on(self, writing: Writing, judged: Judged, seconds: float) -> int:
+        """A text has made a step; how many tokens it grew by."""
+        if isinstance(judged, Exception):
+            self._breaks(writing, judged)
+            return 0
+        new, n_accepted, logprobs = judged
+        n = len(new)
+        step = writing.text.takes(new, n_accepted, seconds)
+        writing.draft = None
+        step = replace(step, logprobs=logprobs and logprobs[: len(step.tokens)])
+        told = writing.wording.of(step)
+        assert isinstance(told, Step)
+        self._count(writing, told)
+        if told.stop_reason:
+            self._ends(writing, told)
+        else:
+            self._tell(writing.ticket, told)
+        return n
+
+    def _count(self, writing: Writing, step: Step) -> None:
+        figures = self.figures
+        if step.tokens and not writing.has_spoken:
+            writing.has_spoken = True
+            figures.first_token.add(time.perf_counter() - writing.ticket.asked)
+        figures.generated_tokens += len(step.tokens)
+        figures.drafted_tokens += len(step.draft_tokens)
+        figures.accepted_tokens += step.n_accepted
+
+    def _ends(self, writing: Writing, step: Step) -> None:
+        writing.is_over = True
+        self._leaves(writing)
+        self._tell(writing.ticket, step)
+
+    def _breaks(self, writing: Writing, error: Exception) -> bool:
+        """An error ends that text alone."""
+        self._running.remove(writing)
+        self._seats.drop(writing.seat)
+        self.figures.running = len(self._running)
+        self._fails(writing.ticket, error)
+        return False
+
+    def _fails(self, ticket: Ticket, error: Exception) -> None:
+        self.figures.failed += 1
+        self._tell(ticket, Failed(error))
+
+    @staticmethod
+    def _tell(ticket: Ticket, event: Event | Failed) -> None:
+        """Whoever cannot hear hears no more."""
+        if ticket.is_cancelled:
+            return
+        try:
+            ticket.hear(event)
+        except Exception:
+            ticket.is_cancelled = True
+
+
+def logprobs_of(logits: Float32, draft: Draft, new: list[int], n_top: int) -> list[TokenLogprob]:
+    """Of each new token, by logits (n + 1, V) at a text's last token and each that is proposed."""
+    told, node = list[TokenLogprob](), -1
+    for token in new:
+        row = logits[node + 1].astype(np.float64)
+        row -= row.max()
+        row -= np.log(np.exp(row).sum())
+        likeliest = np.argpartition(-row, n_top)[:n_top] if n_top < len(row) else np.arange(len(row))
+        likeliest = likeliest[np.lexsort((likeliest, -row[likeliest]))]
+        told.append(TokenLogprob(token, float(row[token]), [(int(each), float(row[each])) for each in likeliest]))
+        node = next((child for child in draft.children(node) if draft.tokens[child] == token), -1)
+    return told

@@ -1,0 +1,119 @@
+"""Who may ask: hosts, origins, keys; and that no answer tells of the inside. Knows nothing of what is asked.
+
+A page of another site can send requests to a server of this machine, and by DNS rebinding read the answers too: its browser
+then takes the server for the site's own. So a request has to name this host, or an address, or bring a key; and what a browser
+sends has to come from the page of this server.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from .asked import Refused
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+OPEN = ("/", "/health")  # for who has no key, too: they tell nothing
+QUIET = ("/health", "/metrics")  # that somebody asks for all the time
+OURS = ("same-origin", "none")  # as browsers say that they come from here, or from nowhere
+
+
+class Guard:
+    """Around an app: refuses who may not ask, tells errors in OpenAI's shape and each request in a line.
+
+    keys: of which one has to be brought; empty: none. hosts: names that a request may call this host by where there are no keys,
+    beside addresses. tell: a line of the log.
+    """
+
+    def __init__(self, app: App, keys: Collection[str], hosts: Collection[str], tell: Callable[[str], object]) -> None:
+        self._app, self._hosts, self._tell = app, {host.lower() for host in hosts}, tell
+        self._keys = [_digest(key) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        begin, status, notes = time.perf_counter(), 0, scope.setdefault("notes", list[str]())
+
+        async def sending(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-content-type-options", b"nosniff")]
+            await send(message)
+
+        try:
+            self._check(scope)
+            await self._app(scope, receive, sending)
+        except Refused as error:
+            notes.append(error.code or "")
+            if not status:
+                await refusal(error)(scope, receive, sending)
+        except OSError:  # the client has left, or reads nothing
+            status = 0
+            notes.append("left")
+        except Exception as error:
+            notes.append(f"{type(error).__name__}: {error}"[:200])
+            if not status:
+                await refusal(FAILED())(scope, receive, sending)
+        finally:
+            if scope["path"] not in QUIET:
+                seconds = time.perf_counter() - begin
+                told = f"{scope['method'][:8]} {scope['path'][:60]!r} {status or '-'} {seconds:.2f} s {', '.join(notes)}"
+                self._tell(told.rstrip())
+
+    def _check(self, scope: Scope) -> None:
+        """Raises Refused for who may not ask."""
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        host = headers.get("host", "")
+        if not self._keys and not self._is_ours(host):
+            raise Refused(f"this server is not {host[:80]!r}; ask it by its address", None, "host_not_allowed", 403)
+        if not _is_from_here(headers, host, scope):
+            raise Refused("pages of other sites may not ask here", None, "origin_not_allowed", 403)
+        if self._keys and scope["path"] not in OPEN and not self._has_key(headers.get("authorization", "")):
+            raise Refused("the API key is missing or wrong; Authorization: Bearer KEY brings it", None, "invalid_api_key", 401)
+
+    def _is_ours(self, host: str) -> bool:
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+        with suppress(ValueError):
+            ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+            return True
+        return name.lower() in self._hosts
+
+    def _has_key(self, brought: str) -> bool:
+        """In a time that does not tell how much of it is right."""
+        kind, _, key = brought.partition(" ")
+        found = [hmac.compare_digest(_digest(key.strip()), ours) for ours in self._keys]
+        return any(found) and kind.lower() == "bearer"
+
+
+FAILED = partial(Refused, "the server failed; its log says more", None, "server_error", 500)
+
+
+def refusal(error: Refused) -> Response:
+    headers = {}
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if error.status in (429, 503):
+        headers["retry-after"] = "1"
+    return JSONResponse(error.body, error.status, headers)
+
+
+def _is_from_here(headers: Mapping[str, str], host: str, scope: Scope) -> bool:
+    """Whether no page of another site has sent this. Another site may link to the page, which is all that it may."""
+    if "origin" in headers:
+        return headers["origin"].partition("://")[2].lower() == host.lower() != ""
+    is_link = scope["method"] == "GET" and scope["path"] == "/"
+    return headers.get("sec-fetch-site", "none") in OURS or is_link
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

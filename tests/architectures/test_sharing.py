@@ -1,0 +1,43 @@
+"""Texts that share passes, of every family and kind of weights: logits are those that each would get alone, bit for bit."""
+
+import numpy as np
+import pytest
+
+from specdec.kernels import MAX_TOKENS
+from specdec.transformer import Transformer
+from tests.folders import CONFIGS
+from tests.golden import KINDS, weights_of
+from tests.models import THREADS, tokens_for
+
+CASES = [(model, [*KINDS][i % len(KINDS)], ("f32", "f16")[i // 2 % 2]) for i, model in enumerate(CONFIGS)]
+CASES += [("gpt2", "fp32", "f32"), ("gpt2", "int8", "f16"), ("llama3", "packed bf16", "f16"), ("qwen3", "bf16", "f32")]
+
+
+def share_passes(first: Transformer, alone: Transformer, n_texts: int, rng: np.random.Generator) -> int:
+    """Steps with proposals of any length of which some stand, beside pieces of prompts; how many passes."""
+    n_positions = min(first.n_short or first.n_positions, 90)
+    texts = [tokens_for(first.config, int(rng.integers(2, n_positions)), i) for i in range(n_texts)]
+    seats, at, n_passes = [first, *(first.seat() for _ in texts[1:])], [0] * n_texts, 0
+    while any(n < len(text) for n, text in zip(at, texts, strict=True)):
+        room, jobs = MAX_TOKENS, []
+        for i in rng.permutation(n_texts):
+            left = len(texts[i]) - at[i]
+            n = min(int(rng.choice([1, 2, 4, 20])), left, room)
+            if n:
+                end = at[i] + n
+                jobs.append((i, texts[i][:end], int(rng.choice([0, 1, n]))))
+                at[i], room = end - (int(rng.integers(0, n)) if left > n else 0), room - n
+        together = Transformer.forward_together([(seats[i], tokens, n_logits) for i, tokens, n_logits in jobs])
+        n_passes += 1
+        for (_, tokens, n_logits), logits in zip(jobs, together, strict=True):
+            alone.forward([], 0)
+            np.testing.assert_array_equal(logits.view(np.int32), alone.forward(tokens, n_logits).view(np.int32))
+    return n_passes
+
+
+@pytest.mark.parametrize(("model", "kind", "kv"), CASES)
+def test_eight_texts_that_share_passes_get_the_logits_that_each_gets_alone(model: str, kind: str, kv) -> None:
+    config, weights = weights_of(model, kind)
+    for n_threads in THREADS:
+        first, alone = Transformer(config, weights, n_threads, kv=kv), Transformer(config, weights, 1, kv=kv)
+        assert share_passes(first, alone, 8, np.random.default_rng(n_threads)) > 5
