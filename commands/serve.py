@@ -115,8 +115,10 @@ def serve(request: ServeRequest, models: Loaded, sock: socket.socket, keys: list
     from ..serving.listening import Listener
 
     decoder, template = models.decoder, None
-    with suppress(TemplateError):
+    try:
         template = decoder.chat_template
+    except TemplateError as error:
+        say(f"/v1/completions alone: {options.in_options(str(error))}")
     cache_bytes = request.cache * 10**6 or int(CACHE_SHARE * room_beside(decoder.target))
     engine = Engine(decoder, request.slots, request.queue, cache_bytes)
     fingerprint = f"specdec-{specdec.__version__}-{specdec.__arithmetic__}"
@@ -125,14 +127,16 @@ def serve(request: ServeRequest, models: Loaded, sock: socket.socket, keys: list
     app = Guard(app_of(service), keys, {"localhost", request.host, socket.gethostname()}, log)
     listener = Listener(app, sock, request.grace, log)
     signals.text_begins(request.grace + LAST_WORDS_SECONDS)
-    sock.listen()
-    listener.begin()
     host, port = sock.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     guessed = f", guessed {request.roles.guessed}" if request.roles.guessed else ""
+    sock.listen()  # so that what the line says is true
     print(f"{address} serves {request.name} ({decoder.weights}){guessed}", flush=True)
+    listener.begin()
     while listener.is_alive and not signals.asked:
         signals.sleep(1.0)
+    if not signals.asked:
+        raise ValueError("the server ended by itself")
     listener.stop_listening()
     engine.close(request.grace)
     listener.join()
