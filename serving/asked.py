@@ -1,6 +1,5 @@
 """What a client asks for: bodies of OpenAI's interface, checked; whatever is not done is refused by name. Knows no server."""
 
-import itertools
 import json
 import math
 import re
@@ -27,6 +26,7 @@ MOST_TOP = 20  # log probabilities of a token
 COMPLETION_TOKENS = 16  # that a completion has where nothing is said: OpenAI's number
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 INVALID, NOT_DONE, UNKNOWN, TOO_LONG = "invalid_value", "unsupported_parameter", "unknown_parameter", "context_length_exceeded"
+STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # of JSON; one that never ends is looked through once
 SEEDS = 2**63
 Value = TypeVar("Value")
 # what asks for nothing that is not done anyway
@@ -93,6 +93,10 @@ class Asked:
 
 def body_of(data: bytes) -> dict[str, Any]:
     """The object that a body is. Raises Refused for JSON that is none, is nested too deep or holds half characters."""
+    if data.count(b"[") + data.count(b"{") > MOST_VALUES:
+        bare = STRING.sub(b"", data)
+        if bare.count(b"[") + bare.count(b"{") > MOST_VALUES:
+            raise Refused(f"the body holds more than {MOST_VALUES} lists and objects", None)
     try:
         value = json.loads(data.decode(), parse_constant=_no_number)
     except RecursionError:
@@ -101,14 +105,12 @@ def body_of(data: bytes) -> dict[str, Any]:
         raise Refused(f"the body is no JSON: {short(error)}; expected an object", None) from None
     if not isinstance(value, dict):
         raise Refused(f"the body is a {type(value).__name__}; expected an object", None)
-    level, depth, n = list[Any]([value]), 0, 0
+    level, depth = list[Any]([value]), 0
     while level:
-        depth, n = depth + 1, n + len(level)
+        depth += 1
         if depth > MOST_NESTED:
             raise Refused(f"the body is nested too deep; at most {MOST_NESTED} values within values are read", None)
-        level = list(itertools.islice((each for several in level for each in _values(several)), MOST_VALUES))
-        if n + len(level) > MOST_VALUES:
-            raise Refused(f"the body holds more than {MOST_VALUES} lists and objects", None)
+        level = [each for several in level for each in _values(several)]
     return value
 
 

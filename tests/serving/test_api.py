@@ -17,7 +17,7 @@ from specdec.decoding import TokenLogprob
 from specdec.serving import app as server
 from specdec.serving import guard
 from specdec.serving.app import Service, app_of
-from specdec.serving.asked import MOST_NESTED, Model
+from specdec.serving.asked import MOST_NESTED, Model, body_of
 from specdec.serving.calls import Call, calls_of
 from specdec.serving.engine import Closed, Engine, Failed, Full, Hear, Job
 from specdec.serving.guard import Guard
@@ -289,8 +289,10 @@ def test_whatever_stands_in_a_field_is_answered_or_refused_in_openais_shape(app:
     ("data", "words"),
     [
         (b"", "no JSON"), (b"{", "no JSON"), (b"\xff{}", "no JSON"), (b"[]", "expected an object"), (b"1", "expected an object"),
-        (b'{"seed": NaN}', "NaN is no number"), (b'{"seed": ' + b"9" * 5000 + b"}", "no JSON"), (b"[" * 10**6, "nested too deep"),
-        (b'{"a":' * 10**5, "nested too deep"), (b"[" * 900 + b"]" * 900, "the body is a list"),
+        (b'{"seed": NaN}', "NaN is no number"), (b'{"seed": ' + b"9" * 5000 + b"}", "no JSON"),
+        (b"[" * 40_000, "nested too deep"), (b'{"a":' * 40_000, "nested too deep"), (b"[" * 10**6, "lists and objects"),
+        (b"[" * 60_000 + b'"' + b'\\"' * 10**6, "lists and objects"), (b'"' + b'[\\"' * 10**6, "no JSON"),
+        (b"[" * 900 + b"]" * 900, "the body is a list"),
         (b'{"x": ' + b"[" * MOST_NESTED + b"]" * MOST_NESTED + b"}", "nested too deep"),
         (b'{"prompt": [' + b"{}," * 10**6 + b"1]}", "lists and objects"),
         (b'{"prompt": "\\ud800"}', "half a character"), (b'{"\\udc00": 1}', "half a character"),
@@ -316,6 +318,12 @@ def test_a_body_that_is_too_large_or_too_slow_or_of_another_kind_is_not_read(app
         assert ask(app, TEXT, pieces=[piece, b"{}"]).status == 200, "what was refused has left its room"
     monkeypatch.setattr(server, "BODY_SECONDS", 0.01)
     assert ask(app, TEXT, pieces=[], method="POST").status == 408
+
+
+def test_brackets_in_a_text_are_no_lists(app: Any) -> None:
+    text = '[{\\"' * 20_000
+    assert ask(app, TEXT, {"prompt": text * 4}).error["code"] == "context_length_exceeded"
+    assert body_of(json.dumps({"a": text * 4, "b": "\\", "c": []}).encode()) == {"a": text * 4, "b": "\\", "c": []}
 
 
 def test_a_path_or_a_method_that_is_not_there_is_told_in_openais_shape(app: Any) -> None:
