@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import specdec
 
 from ..drafting.settings import AUTO
-from ..drafting.team import NGRAM
 from ..readers import extras
 from ..readers.loading import room_beside
 from ..screens.interrupts import signals
@@ -63,7 +62,7 @@ class ServeRequest(Request):
             raise ValueError(
                 f"--host {self.host} lets other machines ask; --api-key-file FILE names their keys, --no-key lets everybody"
             )
-        return with_models(replace(self, model=self.word or self.model), NGRAM)
+        return with_models(replace(self, model=self.word or self.model), AUTO)
 
     @property
     def is_local(self) -> bool:
@@ -103,7 +102,7 @@ def run(request: ServeRequest) -> None:
         with models_of(request, places) as models:
             pass
         with writing():
-            serve(request, models, sock, keys)
+            serve(models.drafted(request), models, sock, keys)
 
 
 def serve(request: ServeRequest, models: Loaded, sock: socket.socket, keys: list[str]) -> None:

@@ -285,21 +285,22 @@ class Runner:
         rows = [(row, row is phase[-1]) for phase in program for row in phase]
         compile_all(dict.fromkeys(row.operation for row, _ in rows))
         self._rows = np.zeros((len(rows), ROW_WORDS), np.int64)
-        owned = _Places([(array, 1) for array in own])
-        texts = [i for i, (row, _) in enumerate(rows) if any(owned.at(a) for a in row.arguments if isinstance(a, np.ndarray))]
-        places = dict.fromkeys(range(len(rows)), -1) | {i: place for place, i in enumerate(texts)}
+        owned, of_tokens, texts = _Places([(array, 1) for array in own]), _Places(by_token), dict[int, list[int]]()
         for i, (words, (row, is_last)) in enumerate(zip(self._rows, rows, strict=True)):
-            arguments = row.operation.words(row.arguments)
-            words[: ROW_HEAD + len(arguments)] = [row.operation.address, is_last, places[i], *arguments]
-        self._own_rows = self._rows[texts]
+            numbers = [row.operation.address, is_last, -1, *row.operation.words(row.arguments)]
+            arrays, at = list[int](), ROW_HEAD  # where the addresses of its arrays stand
+            for argument in row.arguments:
+                n_dimensions = getattr(argument, "ndim", 0)
+                arrays += [at] * (n_dimensions > 0)
+                at += 1 + n_dimensions
+            if any(owned.at(numbers[place]) for place in arrays):
+                numbers[PLACE], texts[i] = len(texts), arrays
+            words[: len(numbers)] = numbers
+        self._own_rows = self._rows[[*texts]]
         self._token_bytes = np.zeros(self._own_rows.shape, np.int64)  # how far each word of them moves on for a token
-        of_tokens = _Places(by_token)
-        for words, i in zip(self._token_bytes, texts, strict=True):
-            at = ROW_HEAD
-            for argument in rows[i][0].arguments:
-                if isinstance(argument, np.ndarray):
-                    words[at] = of_tokens.at(argument)
-                at += 1 + getattr(argument, "ndim", 0)
+        for words, moves, arrays in zip(self._own_rows, self._token_bytes, texts.values(), strict=True):
+            for place in arrays:
+                moves[place] = of_tokens.at(int(words[place]))
         self._ends = [i + 1 for i, (_, is_last) in enumerate(rows) if is_last]
         self._run = np.zeros(PASS_WORDS, np.int64)
         self._addresses = self._run.ctypes.data, self._rows.ctypes.data
@@ -345,11 +346,10 @@ class _Places:
         self._arrays = sorted((array.ctypes.data, array.ctypes.data + array.nbytes, number) for array, number in arrays)
         self._starts = [start for start, _, _ in self._arrays]
 
-    def at(self, part: Any) -> int:
-        """The number of the array that this one begins in, 0 where there is none."""
-        address = part.ctypes.data
-        _, end, number = self._arrays[bisect.bisect_right(self._starts, address) - 1] if self._starts else (0, 0, 0)
-        return number if self._starts and self._starts[0] <= address < end else 0
+    def at(self, address: int) -> int:
+        """The number of the array that holds that address, 0 where there is none."""
+        i = bisect.bisect_right(self._starts, address) - 1
+        return self._arrays[i][2] if i >= 0 and address < self._arrays[i][1] else 0
 
 
 def on_all_threads(row: Row, n_threads: int | None = None) -> None:

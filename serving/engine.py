@@ -26,6 +26,7 @@ from .metrics import Figures
 from .seats import Seat, Seats
 
 INTERRUPTED = "interrupted"
+IDLE_SEATS = 4  # for each slot, of talks that may go on
 PIECE_SECONDS = 0.1  # that a piece of a prompt may add to a pass which others wait for
 LEAST_PIECE = 8  # tokens of such a piece
 
@@ -124,7 +125,7 @@ class Engine:
     def __init__(self, decoder: SpeculativeDecoder, n_slots: int, n_queue: int, cache_bytes: int) -> None:
         self._decoder, self._n_slots, self._n_queue = decoder, n_slots, n_queue
         self._waiting, self._running = deque[Ticket](), deque[Writing]()
-        self._seats = Seats(decoder.seat, cache_bytes)
+        self._seats = Seats(decoder.seat, cache_bytes, IDLE_SEATS * n_slots)
         self._changed = threading.Condition()
         self._is_closed = self._is_cut = False
         self._is_prompts_turn = False  # for want of room in the last pass

@@ -3,6 +3,9 @@
 from collections.abc import Callable
 
 from ..drafting.team import Team
+from ..machine.vectors import round_up
+
+GRAIN = 128  # tokens, by which sizes of caches are told
 
 
 class Seat:
@@ -17,23 +20,31 @@ class Seat:
         return max(len(prompt) - 1, 0) - self.team.target.unread(prompt)
 
     @property
-    def n_bytes(self) -> int:
-        """What its caches take, or may come to take."""
-        n = max(self.n_reserved, self.n_longest)
-        models = self.team.models.values()
-        return sum(model.text_bytes(min(n, model.n_positions), True) for model in models)
+    def n_most(self) -> int:
+        """Tokens that it has room for, or may come to have, in hundreds or so."""
+        return round_up(max(self.n_reserved, self.n_longest), GRAIN)
+
+    def n_bytes(self, n: int) -> int:
+        """What caches of so many tokens take."""
+        return sum(model.text_bytes(min(n, model.n_positions), True) for model in self.team.models.values())
 
 
 class Seats:
-    """Seats whose caches take at most so many bytes, or one alone. The one that has been idle longest is dropped first."""
+    """Seats whose caches take at most so many bytes, or one alone. The one that has been idle longest is dropped first.
 
-    def __init__(self, new: Callable[[], Team], n_bytes: int) -> None:
-        self._new, self._most = new, n_bytes
+    n_idle: how many may be idle; where there are as many, the one that has been so longest is taken for another talk.
+    """
+
+    def __init__(self, new: Callable[[], Team], n_bytes: int, n_idle: int) -> None:
+        self._new, self._most, self._most_idle = new, n_bytes, n_idle
+        self._bytes: dict[int, int] = {}  # of a seat, by `Seat.n_most`
         self._idle, self._taken = list[Seat](), list[Seat]()  # the first has been idle longest
 
     def take(self, prompt: list[int], n_tokens: int) -> Seat | None:
         """A seat, the one that holds most of the prompt if any does, for a text of up to so many tokens. None: no room yet."""
         seat = self._best(prompt)
+        if not seat and len(self._idle) >= self._most_idle:
+            seat = self._idle[0]
         if seat:
             self._idle.remove(seat)
         else:
@@ -72,4 +83,7 @@ class Seats:
         self._idle.append(seat)
 
     def _n_bytes(self, seat: Seat) -> int:
-        return sum(each.n_bytes for each in (*self._idle, *self._taken, seat))
+        sizes = [each.n_most for each in (*self._idle, *self._taken, seat)]
+        for n in {*sizes} - {*self._bytes}:
+            self._bytes[n] = seat.n_bytes(n)
+        return sum(self._bytes[n] for n in sizes)
