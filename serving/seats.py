@@ -22,7 +22,8 @@ class Seat:
     @property
     def n_most(self) -> int:
         """Tokens that it has room for, or may come to have, in hundreds or so."""
-        return round_up(max(self.n_reserved, self.n_longest), GRAIN)
+        n: int = round_up(max(self.n_reserved, self.n_longest), GRAIN)
+        return n
 
     def n_bytes(self, n: int) -> int:
         """What caches of so many tokens take."""
