@@ -442,7 +442,7 @@ def test_a_model_drafts_for_as_long_as_it_pays_for_all():
 
 
 @pytest.mark.skipif(not extras.has(extras.GUIDANCE), reason="needs llguidance")
-@pytest.mark.parametrize("name", ["plain", "ngram", "draft", "ngram, rejection", "draft, block"])
+@pytest.mark.parametrize("name", ["plain", "ngram", "ngram, rejection", "draft, block", "draft, trees", "stage", "head"])
 def test_a_text_in_a_shape_is_that_of_the_library_beside_texts_without_one(name, pair, engines):
     decoder = decoder_of(name, pair)
     engine, jobs = engines(decoder), [a_job(decoder, 30, "abc "), a_job(decoder, 25, "The ", top_logprobs=1)]
