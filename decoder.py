@@ -22,7 +22,7 @@ from .text import shapes
 from .text.templates import ChatTemplate, Message, TemplateError, Tools, template_of
 from .text.wording import worded
 from .tokenizer import AnyTokenizer
-from .transformer import KV, Transformer, read
+from .transformer import KV, Transformer
 
 Words = str | Sequence[int]
 Stop = str | Sequence[str]
@@ -318,7 +318,7 @@ class SpeculativeDecoder:
 
         A stream of that prompt then begins at once. Nothing is told where the caches hold it already.
         """
-        return read([*self._team.models.values()], tokens)
+        return self._team.read(tokens)
 
     def read_and_stream(
         self,

@@ -227,6 +227,14 @@ class Transformer:
             self._config, self._weights, self._most_threads, self._n_positions, self._kv, self._hidden_layers, beside=self
         )
 
+    def take_over(self, other: "Transformer", tokens: list[int]) -> None:
+        """Let the cache hold what that of a `seat`, or of a model as this one, holds of a text whose last token is yet to run.
+
+        Nobody may run the other one meanwhile. Raises ValueError for another kind of model, MemoryError, and RuntimeError as
+        `forward` does.
+        """
+        self._alone(self._take_over, other, max(len(tokens) - 1, 0) - other.unread(tokens))
+
     @staticmethod
     def forward_together(
         texts: Sequence[tuple["Transformer", Sequence[int], int] | tuple["Transformer", Sequence[int], int, int]],
@@ -447,6 +455,18 @@ class Transformer:
         del self._held[n:]
         self._shortest = self._shortest if n else 0
 
+    def _take_over(self, other: "Transformer", n: int) -> None:
+        """`take_over` of n tokens."""
+        mine, theirs = ((m._config, m._kv, m._hidden_layers) for m in (self, other))
+        if mine != theirs:
+            raise ValueError("what a cache holds goes over to a model that keeps the same alone")
+        self._reserve(n)
+        self._switch(other._is_long)
+        self._forget(0)
+        room = self._room(round_up(n, STRIP_ROWS), len(self._hidden_layers))
+        self._architecture.copy_text(self._config, self._weights, room, other._buffers, self._buffers)
+        self._held, self._shortest = other._held[:n], other._shortest
+
     def _goes_on(self, n: int) -> None:
         """Before a pass over so many tokens more: how far back a running state can then still go."""
         if n_states := self._architecture.n_states:
@@ -559,19 +579,6 @@ def _lengths(tokens: list[int], nodes: list[Node], n_logits: int) -> list[int]:
 def known(tokens: list[int], n_rows: int) -> list[int]:
     """A text as a model of so many tokens knows it, whose target may know more."""
     return [token if token < n_rows else 0 for token in tokens]
-
-
-def read(models: Sequence[Transformer], tokens: list[int]) -> Iterator[float]:
-    """Let each model that can hold a text `read` it; tells the share of that work that is done, 0 at first, by their bytes."""
-    jobs = [(m, known(tokens, m.config.vocab_size), m.weights.n_bytes) for m in models if len(tokens) <= m.n_positions]
-    work = [model.unread(text) * n_bytes for model, text, n_bytes in jobs]
-    total, later = sum(work), sum(work)
-    if total:
-        yield 0.0
-    for (model, text, n_bytes), share in zip(jobs, work, strict=True):
-        later -= share
-        for left in model.read(text):
-            yield 1 - (later + left * n_bytes) / total
 
 
 def n_common(held: list[Any], wanted: list[Any], limit: int) -> int:

@@ -259,6 +259,13 @@ class Architecture:
         shared = {name: getattr(buffers, name) for name, buffer in declared.items() if not buffer.is_own}
         return Common(Buffers(**shared), room.n_positions)
 
+    def copy_text(self, config: Config, weights: Weights, room: Room, source: Buffers, to: Buffers) -> None:
+        """What buffers hold of a text's own, of as many positions as that room has."""
+        for name, buffer in self.all_buffers(config, weights, room).items():
+            if buffer.is_own:
+                of_text = (*map(slice, buffer.shape),)
+                getattr(to, name)[of_text] = getattr(source, name)[of_text]
+
     def runner(self, config: Config, weights: Weights, buffers: Buffers, before: Mapping[int, Row], room: Room) -> Runner:
         """The program over those buffers, made for that room; before: see `Layers.program`."""
         declared = [(getattr(buffers, name), buffer) for name, buffer in self.all_buffers(config, weights, room).items()]

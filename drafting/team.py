@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from subprocess import Popen
@@ -15,7 +15,7 @@ from ..readers.loading import TARGET_SHARE, Loader, opened, room_beside
 from ..text.finding import tokenizer_of, vocabulary_with
 from ..text.vocabulary import Vocabulary, known_ids, presumed_vocabulary
 from ..tokenizer import AnyTokenizer
-from ..transformer import Transformer, compile_passes
+from ..transformer import Transformer, compile_passes, known
 from ..weights import BF16, FP16, FP32, PACKED_BF16
 from ..weights.matrix import converted
 from .copies import Kinds, copy_of, kinds_to_make
@@ -173,6 +173,19 @@ class Team:
             return replace(origin, source=model.with_positions(model.n_positions)) if model else origin
 
         return replace(self, target=target, draft=beside(self.draft), stage=beside(self.stage))
+
+    def read(self, tokens: list[int]) -> Iterator[float]:
+        """Let each model that can hold a text `read` it; tells the share of that work, by bytes, that is done, 0 at first."""
+        models = [model for model in self.models.values() if len(tokens) <= model.n_positions]
+        jobs = [(model, known(tokens, model.config.vocab_size), model.weights.n_bytes) for model in models]
+        work = [model.unread(text) * n_bytes for model, text, n_bytes in jobs]
+        total, later = sum(work), sum(work)
+        if total:
+            yield 0.0
+        for (model, text, n_bytes), share in zip(jobs, work, strict=True):
+            later -= share
+            for left in model.read(text):
+                yield 1 - (later + left * n_bytes) / total
 
     @property
     def shared(self) -> dict[str, int]:

@@ -7,7 +7,7 @@ at a time. Logits at a position depend on that text's tokens alone, so each text
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,9 +21,9 @@ from ..kernels import MAX_TOKENS
 from ..machine.vectors import Float32
 from ..sampling import Sampling
 from ..text.wording import Wording
-from ..transformer import Transformer, known
+from ..transformer import Transformer, known, n_common
 from .metrics import Figures
-from .seats import Seat, Seats
+from .seats import LEAST_SHARED, Seat, Seats
 
 INTERRUPTED = "interrupted"
 IDLE_SEATS = 4  # for each slot, of talks that may go on
@@ -83,13 +83,19 @@ class Ticket:
 
 
 class Writing:
-    """A text that runs: where it sits, and how far it is. draft: what it wants run next, None where nobody has asked it yet."""
+    """A text that runs: where it sits, and how far it is.
+
+    draft: what it wants run next, None where nobody has asked it yet. leader: another one, which is reading what both prompts
+    begin with: that goes over when it is read.
+    """
 
     def __init__(self, ticket: Ticket, text: Text, seat: Seat, wording: Wording) -> None:
         self.ticket, self.text, self.seat, self.wording = ticket, text, seat, wording
         self.model: Transformer = seat.team.target
         self.n_cached, self.began = seat.n_cached(ticket.job.prompt), time.perf_counter()
         self.draft: Draft | None = None
+        self.leader: Writing | None = None
+        self.n_led = 0  # tokens that both begin with
         self.has_begun = self.has_spoken = self.is_over = False
 
     @property
@@ -100,6 +106,27 @@ class Writing:
     def piece(self, n: int) -> list[int]:
         """What the target has run of the text when so many of these have run, too."""
         return self.text.tokens[: len(self.text.tokens) - 1 - self.unread + n]
+
+    def follows(self, running: Collection["Writing"]) -> bool:
+        """Whether an earlier text reads more of this prompt than there is: the one that reads most of it leads."""
+        prompt, is_long, n_most = self.ticket.job.prompt, self.model.config.is_long, self.n_cached + LEAST_SHARED - 1
+        for other in running:
+            theirs = other.ticket.job.prompt
+            n = n_common(theirs[:-1], prompt, len(prompt) - 1)
+            if n > n_most and other.began < self.began and other.unread and is_long(len(theirs)) == is_long(len(prompt)):
+                self.leader, self.n_led, n_most = other, n, n
+        return self.leader is not None
+
+    def waits(self, running: Collection["Writing"]) -> bool:
+        """For its leader to have read what both begin with; that goes over then, or as much as there is if nobody reads on."""
+        if not (leader := self.leader):
+            return False
+        if leader in running and leader.unread and leader.model.n_held < self.n_led:
+            return True
+        self.leader = None
+        self.seat.take_over(leader.seat, self.ticket.job.prompt)
+        self.n_cached = self.seat.n_cached(self.ticket.job.prompt)
+        return self.follows(running)
 
     def reads_drafts(self) -> bool:
         """Let what drafts read a piece of the prompt, that of one pass; whether there was something to read."""
@@ -235,6 +262,7 @@ class Engine:
                 if not seat:
                     return
                 writing = self._writing(self._waiting[0], seat)
+                writing.follows(self._running)
             except Exception as error:
                 if seat:
                     self._seats.drop(seat)
@@ -270,7 +298,8 @@ class Engine:
             for model in writing.seat.team.models.values():
                 model.n_threads = n_threads
             if writing.unread:
-                reading.append(writing)
+                if not self._waits(writing):
+                    reading.append(writing)
             elif writing.has_begun or self._begins(writing):
                 ready.append(writing)
         ready.sort(key=lambda writing: writing.draft is None)  # what did not fit the last pass is the first of this
@@ -283,6 +312,14 @@ class Engine:
         self._is_prompts_turn = bool(reading) and not pieces
         if stepping or pieces:
             self._run(stepping, pieces)
+
+    def _waits(self, writing: Writing) -> bool:
+        """Whether another text reads for it, too."""
+        try:
+            return writing.waits(self._running)
+        except Exception as error:
+            self._breaks(writing, error)
+            return True
 
     def _begins(self, writing: Writing) -> bool:
         """Its prompt has run; whether it goes on."""

@@ -2,9 +2,14 @@
 
 from collections.abc import Callable
 
+from ..drafting.heads import Head
 from ..drafting.team import Team
 from ..machine.vectors import round_up
+from ..transformer import known
 
+LEAST_SHARED = (
+    8  # tokens that another seat is worth: of a prompt, so that they are copied, of what else it holds, so that it is kept
+)
 GRAIN = 128  # tokens, by which sizes of caches are told
 
 
@@ -18,6 +23,15 @@ class Seat:
     def n_cached(self, prompt: list[int]) -> int:
         """How many of a prompt's tokens need not run again."""
         return max(len(prompt) - 1, 0) - self.team.target.unread(prompt)
+
+    def take_over(self, other: "Seat", prompt: list[int]) -> None:
+        """What another one's models have read of a prompt, where it is more; a head reads by itself, which costs little."""
+        for model, theirs in zip(self.team.models.values(), other.team.models.values(), strict=True):
+            tokens = known(prompt, model.config.vocab_size)
+            if isinstance(model, Head) or len(tokens) > model.n_positions:
+                continue
+            if model.unread(tokens) - theirs.unread(tokens) >= LEAST_SHARED:
+                model.take_over(theirs, tokens)
 
     @property
     def n_most(self) -> int:
@@ -42,23 +56,26 @@ class Seats:
         self._idle, self._taken = list[Seat](), list[Seat]()  # the first has been idle longest
 
     def take(self, prompt: list[int], n_tokens: int) -> Seat | None:
-        """A seat, the one that holds most of the prompt if any does, for a text of up to so many tokens. None: no room yet."""
-        seat = self._best(prompt)
-        if not seat and len(self._idle) >= self._most_idle:
-            seat = self._idle[0]
-        if seat:
-            self._idle.remove(seat)
-        else:
-            seat = Seat(self._new())
+        """A seat for a text of up to so many tokens, which holds what any holds of the prompt. None: no room yet.
+
+        That is the one that holds it, where little else would be lost, or a copy: of instructions, say, that all texts begin with.
+        """
+        held = {seat: seat.n_cached(prompt) for seat in (*self._taken, *self._idle)}
+        source = max((seat for seat, n in held.items() if n >= LEAST_SHARED), default=None, key=held.__getitem__)
+        seat = self._spare(source, held[source] if source else 0)
         seat.n_reserved = n_tokens
         while self._n_bytes(seat) > self._most:
             if self._idle:
-                del self._idle[0]
+                oldest = self._idle.pop(0)
+                if oldest is source:
+                    seat, seat.n_reserved = oldest, n_tokens
             elif self._taken:
                 self._put_back(seat)
                 return None
             else:
                 break
+        if source and source is not seat:
+            seat.take_over(source, prompt)
         self._taken.append(seat)
         return seat
 
@@ -71,13 +88,18 @@ class Seats:
     def drop(self, seat: Seat) -> None:
         self._taken.remove(seat)
 
-    def _best(self, prompt: list[int]) -> Seat | None:
-        """The idle seat that holds most of a prompt, unless more is lost of what else it holds."""
-        found = [(seat.n_cached(prompt), i, seat) for i, seat in enumerate(self._idle)]
-        n, _, seat = max(found, default=(0, 0, None), key=lambda each: each[:2])
-        if seat and n and 2 * n >= seat.team.target.n_held:
-            return seat
-        return next((seat for seat in self._idle if not seat.team.target.n_held), None)
+    def _spare(self, source: Seat | None, n: int) -> Seat:
+        """A seat that is in nobody's use from now on: the source, which holds n tokens of a prompt, where it is idle and little
+        else would be lost; an empty one; a new one, as long as there may be more; or the one that has been idle longest."""
+        seat = next((seat for seat in self._idle if not seat.team.target.n_held), None)
+        if source in self._idle and source.team.target.n_held - n < LEAST_SHARED:
+            seat = source
+        elif not seat and len(self._idle) >= self._most_idle:
+            seat = self._idle[0]
+        if not seat:
+            return Seat(self._new())
+        self._idle.remove(seat)
+        return seat
 
     def _put_back(self, seat: Seat) -> None:
         seat.n_reserved = 0

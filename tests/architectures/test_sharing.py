@@ -41,3 +41,38 @@ def test_eight_texts_that_share_passes_get_the_logits_that_each_gets_alone(model
     for n_threads in THREADS:
         first, alone = Transformer(config, weights, n_threads, kv=kv), Transformer(config, weights, 1, kv=kv)
         assert share_passes(first, alone, 8, np.random.default_rng(n_threads)) > 5
+
+
+@pytest.mark.parametrize(("model", "kind", "kv"), CASES)
+def test_what_one_text_has_read_goes_over_to_another_that_begins_alike(model: str, kind: str, kv) -> None:
+    """Of any length, back and forth; both go on by themselves. A running state goes over as far back as it can be had."""
+    config, weights = weights_of(model, kind)
+    first, alone = (Transformer(config, weights, 1, kv=kv, hidden_layers=layers) for layers in ((1,), ()))
+    second, rng, n_taken = first.seat(), np.random.default_rng(3), 0
+    for i in range(12):
+        text = tokens_for(config, int(rng.integers(12, first.n_positions - 5)), i)
+        first.forward(text, int(rng.integers(0, 6)))
+        if first.runs_trees:
+            first.forward_tree(text, [5, 6], [-1, 0])
+        n = int(rng.integers(max(1, len(text) - rng.choice([9, 80])), len(text) + 1))
+        other = text[:n] + tokens_for(config, 4, 50 + i)
+        n_known = len(other) - 1 - first.unread(other)
+        second.take_over(first, other)
+        assert second.n_held == n_known and (n_known == 0 or n_known >= n)
+        n_taken += bool(n_known)
+        for seat, tokens in ((second, other), (first, [*text, 7]), (second, [*other, 8])):
+            alone.forward([], 0)
+            np.testing.assert_array_equal(seat.forward(tokens, 2).view(np.int32), alone.forward(tokens, 2).view(np.int32))
+            own = Transformer(config, weights, 1, kv=kv, hidden_layers=(1,))
+            own.forward(tokens)
+            np.testing.assert_array_equal(seat.hidden(tokens, 0), own.hidden(tokens, 0))
+        first, second = second, first
+    assert n_taken > 3
+
+
+def test_a_text_goes_over_to_a_model_that_keeps_the_same_alone() -> None:
+    config, weights = weights_of("llama3", "fp32")
+    model = Transformer(config, weights, 1, kv="f32")
+    for other in (Transformer(config, weights, 1, kv="f16"), Transformer(config, weights, 1, kv="f32", hidden_layers=(0,))):
+        with pytest.raises(ValueError, match="keeps the same alone"):
+            other.take_over(model, [1, 2])

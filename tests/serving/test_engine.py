@@ -333,6 +333,40 @@ def test_a_conversation_that_goes_on_finds_its_cache_and_the_oldest_is_dropped(e
     assert cached(alone, prompts[1])[0] == 0
 
 
+@pytest.mark.parametrize("name", ["plain", "draft", "head", "stage"])
+def test_what_prompts_begin_with_is_read_once(name, pair, engines):
+    """By the first that comes; others take it over, while it is read and later."""
+    decoder, rng = decoder_of(name, pair), np.random.default_rng(0)
+    engine = engines(decoder, n_slots=3)
+    begins = [BOS, *rng.integers(3, 300, 70).tolist()]
+    jobs = [Job([*begins, *rng.integers(3, 300, n).tolist()], 9, Sampling(0.0)) for n in (20, 5, 15, 10, 30)]
+    jobs += [jobs[0], replace(jobs[0], sampling=Sampling(1.0, seed=1))]
+    heard = [Heard() for _ in jobs]
+    with decoder.target.lock:  # until all are here
+        for job, told in zip(jobs, heard, strict=True):
+            engine.submit(job, told)
+    for job, told in zip(jobs, heard, strict=True):
+        assert_same(decoder, job, told)
+    n_read = engine.figures.prompt_tokens - engine.figures.cached_tokens
+    assert n_read <= 71 + 20 + 5 + 15 + 10 + 30 + 2
+
+
+def test_who_reads_for_others_may_leave(endless, engines):
+    engine, rng = engines(endless, n_slots=3), np.random.default_rng(0)
+    begins = [BOS, *rng.integers(3, 300, 3000).tolist()]
+    jobs = [Job([*begins, i], 5, Sampling(0.0)) for i in (3, 4, 5)]
+    heard = [Heard() for _ in jobs]
+    tickets = [engine.submit(job, told) for job, told in zip(jobs, heard, strict=True)]
+    passes = engine.figures.passes
+    while engine.figures.passes < passes + 5:
+        time.sleep(0.001)
+    tickets[0].cancel()
+    for job, told in zip(jobs[1:], heard[1:], strict=True):
+        assert_same(endless, job, told)
+    figures = engine.figures
+    assert figures.cancelled == 1 and figures.cached_tokens > figures.prompt_tokens / 2
+
+
 def test_nobody_waits_for_a_long_prompt(endless, engines):
     engine, writes, reads = engines(endless), Heard(), Heard()
     engine.submit(a_job(endless, 50_000), writes)
