@@ -12,7 +12,7 @@ import numpy.typing as npt
 from .architectures import Buffers, Config, Room, Weights, architecture_of
 from .architectures.plan import Common
 from .checks import ids, one_of, short, whole
-from .kernels import KV_CACHES, MAX_TOKENS, copy_rows, trace
+from .kernels import KV_CACHES, MAX_TOKENS, trace
 from .machine.ahead import compile_ahead
 from .machine.memory import zeros
 from .machine.programs import Operation, Runner, TextPart
@@ -550,12 +550,7 @@ class Transformer:
         if capacity > common.n_positions:
             architecture.fill(config, buffers, common.n_positions)
             common = architecture.common(config, weights, room, buffers)
-        before = {
-            layer: copy_rows(buffers.hidden_states, buffers.x[0], i * config.dim, 0, config.dim, True)
-            for i, layer in enumerate(layers)
-        }
-        of_both = [buffers, buffers.of_long_texts()][: 1 + (config.n_short > 0)]
-        runners = [architecture.runner(config, weights, each, before, room) for each in of_both]
+        runners = architecture.runners(config, weights, buffers, room, common, layers)
         # all or nothing: an interrupt between two calls would leave a program of buffers that are gone
         self._runners, self._runner, self._buffers, self._capacity, self._hidden_layers, self._turn.common = (
             runners, runners[self._is_long], buffers, capacity, layers, common,

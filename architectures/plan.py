@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ..kernels import MAX_TOKENS, KVCache
+from ..kernels import MAX_TOKENS, KVCache, copy_rows
 from ..machine.memory import Block, aligned, lazy_zeros, physical_memory_bytes, zeros
 from ..machine.programs import Program, Row, Runner
 from ..machine.tiles import STRIP_ROWS
@@ -171,11 +171,13 @@ class Buffers(SimpleNamespace):
         return Buffers(**vars(self) | instead)
 
 
-class Common(NamedTuple):
-    """Buffers that are no text's own, for texts of so many positions."""
+@dataclass(frozen=True)
+class Common:
+    """Buffers that are no text's own, for texts of so many positions; and the programs over them, by what they were made for."""
 
     buffers: Buffers | None = None
     n_positions: int = 0
+    runners: dict[tuple[int, tuple[int, ...]], list[Runner]] = field(default_factory=dict)
 
 
 class Layers(NamedTuple):
@@ -266,12 +268,26 @@ class Architecture:
                 of_text = (*map(slice, buffer.shape),)
                 getattr(to, name)[of_text] = getattr(source, name)[of_text]
 
-    def runner(self, config: Config, weights: Weights, buffers: Buffers, before: Mapping[int, Row], room: Room) -> Runner:
-        """The program over those buffers, made for that room; before: see `Layers.program`."""
+    def runners(
+        self, config: Config, weights: Weights, buffers: Buffers, room: Room, common: Common, layers: tuple[int, ...]
+    ) -> list[Runner]:
+        """The program of short texts, and that of long ones where they differ, over buffers made for that room.
+
+        layers: before which hidden states are kept. What is written once is in common from then on.
+        """
         declared = [(getattr(buffers, name), buffer) for name, buffer in self.all_buffers(config, weights, room).items()]
         own = [array for array, buffer in declared if buffer.is_own]
+        if written := common.runners.get((room.n_positions, layers)):
+            return [runner.over(own) for runner in written]
         by_token = [(array, buffer.token_bytes) for array, buffer in declared if buffer.token_bytes]
-        return Runner(self.program(config, weights, buffers).program(before), own, by_token)
+        before = {
+            layer: copy_rows(buffers.hidden_states, buffers.x[0], i * config.dim, 0, config.dim, True)
+            for i, layer in enumerate(layers)
+        }
+        of_both = [buffers, buffers.of_long_texts()][: 1 + (config.n_short > 0)]
+        runners = [Runner(self.program(config, weights, each).program(before), own, by_token) for each in of_both]
+        common.runners[room.n_positions, layers] = [runner.without_texts() for runner in runners]
+        return runners
 
     def kinds(self, config: Config, tensors: Mapping[str, Any], kind: Kind | None) -> dict[Part, Kind]:
         """What each matrix becomes; see `pack`."""

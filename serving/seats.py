@@ -58,7 +58,7 @@ class Seats:
     def take(self, prompt: list[int], n_tokens: int) -> Seat | None:
         """A seat for a text of up to so many tokens, which holds what any holds of the prompt. None: no room yet.
 
-        That is the one that holds it, where little else would be lost, or a copy: of instructions, say, that all texts begin with.
+        That is the one that holds it, where little else would be lost, or a copy: of instructions, say, that all begin with.
         """
         held = {seat: seat.n_cached(prompt) for seat in (*self._taken, *self._idle)}
         source = max((seat for seat, n in held.items() if n >= LEAST_SHARED), default=None, key=held.__getitem__)

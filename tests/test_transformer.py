@@ -123,17 +123,6 @@ def test_two_that_read_on_one_model_come_to_an_end():
     assert len([*zip(*readers, strict=False)]) < 60
 
 
-def test_several_models_are_read_by_their_bytes_and_a_draft_that_knows_fewer_tokens_too():
-    large, small = Config(64, 172, 4, 8, 4, 512, 300), Config(64, 172, 1, 8, 4, 500, 300)
-    models, tokens = [random_model(large), random_model(small), random_model(replace(small, seq_len=10))], [*range(412, 512)]
-    shares = [*transformer.read(models, tokens)]
-    assert shares[0] == 0 and shares[-1] == 1 and shares == sorted(shares)
-    assert [model.n_held for model in models] == [99, 99, 0]
-    part = models[0].weights.n_bytes / (models[0].weights.n_bytes + models[1].weights.n_bytes)
-    assert any(abs(share - part) < 1e-9 for share in shares)
-    assert [*transformer.read(models, tokens)] == []
-
-
 def test_another_text_leaves_no_trace():
     config = CONFIGS["gqa"]
     tokens = tokens_for(config, 30)

@@ -1,14 +1,18 @@
 """Who drafts for a target, by what was named; and what is refused before weights are read."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from specdec.architectures import Config
 from specdec.drafting.copies import kinds_to_make
-from specdec.drafting.team import NGRAM, Finder, team_of
+from specdec.drafting.team import NGRAM, Finder, Origin, Team, team_of
 from specdec.readers.loading import Loader, load_model, longest_text
 from specdec.sampling import Sampler, Sampling
+from specdec.text.vocabulary import Vocabulary
 from tests.conftest import Pair
+from tests.models import random_model
 
 
 def finder_of(pair: Pair, quantize: str = "draft") -> Finder:
@@ -95,3 +99,17 @@ def test_a_loader_tells_how_far_it_is(pair: Pair) -> None:
     shares: list[tuple[str, float]] = []
     team_of(pair.target, None, None, pair.tokenizer, "none", Loader(1, "f16", lambda *told: shares.append(told)))
     assert shares and shares[-1] == (Path(pair.target).name, 1.0)
+
+
+def test_all_models_are_read_by_their_bytes_but_what_cannot_hold_a_text(pair: Pair) -> None:
+    large, small = Config(64, 172, 4, 8, 4, 512, 300), Config(64, 172, 1, 8, 4, 500, 300)
+    models = [random_model(large), random_model(small), random_model(replace(small, seq_len=10))]
+    tokens, own = [*range(412, 512)], Vocabulary(512, 512)
+    tokenizer = team_of(pair.target, None, None, pair.tokenizer, "draft", Loader(1)).tokenizer
+    team = Team(models[0], Origin(models[1], own), Origin(models[2], own), tokenizer)
+    shares = [*team.read(tokens)]
+    assert shares[0] == 0 and shares[-1] == 1 and shares == sorted(shares)
+    assert [model.n_held for model in models] == [99, 99, 0]
+    part = models[0].weights.n_bytes / (models[0].weights.n_bytes + models[1].weights.n_bytes)
+    assert any(abs(share - part) < 1e-9 for share in shares)
+    assert [*team.read(tokens)] == []
