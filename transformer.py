@@ -228,7 +228,7 @@ class Transformer:
         )
 
     def take_over(self, other: "Transformer", tokens: list[int]) -> None:
-        """Let the cache hold what that of a `seat`, or of a model as this one, holds of a text whose last token is yet to run.
+        """Let the cache hold what another one's holds of a text whose last token is yet to run: a `seat`'s or `with_positions`'.
 
         Nobody may run the other one meanwhile. Raises ValueError for another kind of model, MemoryError, and RuntimeError as
         `forward` does.
@@ -457,15 +457,16 @@ class Transformer:
 
     def _take_over(self, other: "Transformer", n: int) -> None:
         """`take_over` of n tokens."""
-        mine, theirs = ((m._config, m._kv, m._hidden_layers) for m in (self, other))
+        mine, theirs = ((m._config, m._kv, m._hidden_layers, m._weights.places) for m in (self, other))
         if mine != theirs:
-            raise ValueError("what a cache holds goes over to a model that keeps the same alone")
+            raise ValueError("what a cache holds goes over to a model of the same weights that keeps the same alone")
+        held, shortest = other._held[:n], other._shortest
         self._reserve(n)
         self._switch(other._is_long)
         self._forget(0)
         room = self._room(round_up(n, STRIP_ROWS), len(self._hidden_layers))
         self._architecture.copy_text(self._config, self._weights, room, other._buffers, self._buffers)
-        self._held, self._shortest = other._held[:n], other._shortest
+        self._held, self._shortest = held, shortest
 
     def _goes_on(self, n: int) -> None:
         """Before a pass over so many tokens more: how far back a running state can then still go."""

@@ -77,6 +77,11 @@ class Weights:
         arrays = [*(matrix.strips for matrix in self.matrices.values()), *self.vectors.values()]
         return sum({id(array): array.nbytes for array in arrays}.values())
 
+    @property
+    def places(self) -> list[int]:
+        """Which arrays the matrices are."""
+        return [id(matrix.strips) for matrix in self.matrices.values()]
+
     def n_bytes_as(self, kind: Kind) -> int:
         """What the matrices would take in another kind of weights."""
         return 4 * sum(_n_floats(len(m.strips), m.n, 0, new) for m, new in self._in(kind).values())

@@ -7,9 +7,7 @@ from ..drafting.team import Team
 from ..machine.vectors import round_up
 from ..transformer import known
 
-LEAST_SHARED = (
-    8  # tokens that another seat is worth: of a prompt, so that they are copied, of what else it holds, so that it is kept
-)
+LEAST_SHARED = 8  # tokens of a prompt that are copied from another seat, and of something else that a seat is kept for
 GRAIN = 128  # tokens, by which sizes of caches are told
 
 

@@ -72,7 +72,14 @@ def test_what_one_text_has_read_goes_over_to_another_that_begins_alike(model: st
 
 def test_a_text_goes_over_to_a_model_that_keeps_the_same_alone() -> None:
     config, weights = weights_of("llama3", "fp32")
-    model = Transformer(config, weights, 1, kv="f32")
-    for other in (Transformer(config, weights, 1, kv="f16"), Transformer(config, weights, 1, kv="f32", hidden_layers=(0,))):
-        with pytest.raises(ValueError, match="keeps the same alone"):
+    model, again = Transformer(config, weights, 1, kv="f32"), weights_of("llama3", "fp32")[1]
+    others = [Transformer(config, weights, 1, kv="f16"), Transformer(config, weights, 1, kv="f32", hidden_layers=(0,))]
+    for other in [*others, Transformer(config, again, 1, kv="f32")]:
+        with pytest.raises(ValueError, match="same weights that keeps the same"):
             other.take_over(model, [1, 2])
+    text = tokens_for(config, 30)
+    expected = model.forward(text, 3).copy()
+    for other in (model, model.with_positions(40)):
+        other.take_over(model, text)
+        assert other.n_held == 29
+        np.testing.assert_array_equal(other.forward(text, 3), expected)
