@@ -26,7 +26,7 @@ class Entry:
     """A model, or a head that drafts for some.
 
     name: what -m, or of a head -d, takes; n_bytes: of its files; words: how ids are spelled, where files say; flaw: why it is
-    neither; has_head: whether one that drafts for it lies in its own files.
+    neither; family: what its files call it; has_head: whether one that drafts for it lies in its own files.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Entry:
     config: Config | None = None
     words: dict[int, str] = field(default_factory=dict, repr=False)
     flaw: str = ""
+    family: str = ""
     has_head: bool = False
 
     @property
@@ -68,6 +69,7 @@ def row_of(entry: Entry, found: Sequence[Entry]) -> dict[str, Any]:
     return {
         "name": entry.name,
         "path": str(entry.path),
+        "family": entry.family or config.architecture,
         "architecture": config.architecture,
         "layers": config.n_layers,
         "dim": config.dim,
@@ -129,7 +131,7 @@ def _entry(name: str, path: Path) -> Entry:
     has_head = False
     with suppress(CheckpointError):
         has_head = head_of(checkpoint) is not None
-    return Entry(name, path, n_bytes, checkpoint.config, words, has_head=has_head)
+    return Entry(name, path, n_bytes, checkpoint.config, words, family=checkpoint.family, has_head=has_head)
 
 
 def _words(path: Path) -> dict[int, str]:

@@ -57,7 +57,7 @@ def run(request: ListRequest) -> None:
         for row in rows:
             table.add_row(
                 told(row["name"]),
-                f"{row['architecture']} {row['layers']} x {row['dim']}",
+                f"{row['family']} {row['layers']} x {row['dim']}",
                 _count(row["parameters"]),
                 f"{_count(row['bytes'])}B",
                 str(row["vocabulary"]),

@@ -119,8 +119,8 @@ class Values:
             raise self.refusal(key, f"{shown(choices[0])}: nothing else is done here")
 
 
-def read_config(folder: Path) -> tuple[Config, dict[int, str], int | None]:
-    """The model's numbers, the names of the ids that end a text, and the id that begins one, if any.
+def read_config(folder: Path) -> tuple[Config, dict[int, str], int | None, str]:
+    """The model's numbers, the names of the ids that end a text, the id that begins one, if any, and its family.
 
     Raises CheckpointError for a file that is none or damaged, for a family that is not there and for arithmetic that is not done.
     """
@@ -140,7 +140,7 @@ def read_config(folder: Path) -> tuple[Config, dict[int, str], int | None]:
     config = OTHERS[family](values) if family in OTHERS else llama_config(values, family)
     if flaw := config.flaw():
         raise CheckpointError(f"{path} describes no model: {flaw}")
-    return config, *_read_marks(folder, given, values, config.vocab_size)
+    return config, *_read_marks(folder, given, values, config.vocab_size), family.removesuffix("_text")
 
 
 def _of_text(path: Path, given: dict[str, Any]) -> dict[str, Any]:

@@ -172,8 +172,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
         return Checkpoint(path, config, tensors, target_ids=ids)
     template = model.keys.get(CHAT_TEMPLATE)
     return Checkpoint(
-        path, config, tensors, vocabulary=_vocabulary(model.first), chat_template=template if isinstance(template, str) else None
-    )
+        path, config, tensors, vocabulary=_vocabulary(model.first), family=model.architecture,
+        chat_template=template if isinstance(template, str) else None,
+    )  # fmt: skip
 
 
 class Model:

@@ -219,7 +219,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     with telling_os_errors(path):
         if not (path / CONFIG).exists():
             raise CheckpointError(f"{path} is a directory without {CONFIG}; {_hint(path)}")
-    config, end_marks, bos = read_config(path)
+    config, end_marks, bos, family = read_config(path)
     names = NAMES[config.architecture]
     folder = Folder(path, names)
     places = dict(names.places)
@@ -237,7 +237,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} holds no {HEAD}, and its {CONFIG} ties none to the embedding; expected a language model")
     tensors = tensors_of(config, places, folder)
     folder.check_all_used()
-    return Checkpoint(path, config, tensors, end_marks, bos)
+    return Checkpoint(path, config, tensors, end_marks, bos, family=family)
 
 
 def _open_files(path: Path) -> tuple[list[SafetensorsFile], dict[str, SafetensorsFile] | None]:

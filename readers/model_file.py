@@ -35,6 +35,7 @@ class Checkpoint:
     a tensor is read then. end_marks: names of the ids that end a text, bos: the id that begins one, where the files tell.
     vocabulary: the keys of the tokenizer that lies in the same file; chat_template: that of conversations, where it does.
     target_ids: of a head's rows (n_rows,), the target's ids, each once; None: row i is id i. A head has no tokenizer.
+    family: what the file calls what the model is, where it does.
     """
 
     path: Path
@@ -45,6 +46,7 @@ class Checkpoint:
     vocabulary: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     target_ids: Int64 | None = None
+    family: str = ""
 
 
 class ModelFile:

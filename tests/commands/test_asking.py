@@ -357,6 +357,18 @@ def test_models_that_are_there_are_listed_with_the_drafts_that_fit(
     assert_refused(run("models", tmp_path / "nowhere"), "cannot list", "No such file")
 
 
+def test_models_are_listed_by_the_families_that_their_files_name(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    names = ("granite", "granite_hybrid", "smollm3", "phi3", "ministral3", "gemma3", "lfm2", "qwen35")
+    for name in names:
+        shutil.copytree(FIXTURES / name, tmp_path / name)
+        (tmp_path / f"{name}.gguf").write_bytes(gguf_bytes(model_keys(name), model_tensors(name)))
+    listed = {Path(row["name"]).name: row["family"] for row in from_json(run("models", tmp_path, "--json"))["models"]}
+    folders = ["granite", "granitemoehybrid", "smollm3", "phi3", "ministral3", "gemma3", "lfm2", "qwen3_5"]
+    files = ["granite", "granite", "smollm3", "phi3", "mistral3", "gemma3", "lfm2", "qwen35"]
+    assert [listed[name] for name in names] == folders and [listed[f"{name}.gguf"] for name in names] == files
+    assert "gemma3 7 x 18" in run("models", tmp_path)[1]
+
+
 def test_heads_are_listed_with_the_models_that_they_fit(run: Run, tmp_path: Path) -> None:  # noqa: F811
     folder = tmp_path / "some"
     shutil.copytree(FIXTURES / "llama3", folder / "target")
