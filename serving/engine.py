@@ -92,7 +92,7 @@ class Writing:
     def __init__(self, ticket: Ticket, text: Text, seat: Seat, wording: Wording) -> None:
         self.ticket, self.text, self.seat, self.wording = ticket, text, seat, wording
         self.model: Transformer = seat.team.target
-        self.n_cached, self.began = seat.n_cached(ticket.job.prompt), time.perf_counter()
+        self.n_cached, self.began = self.n_read(), time.perf_counter()
         self.draft: Draft | None = None
         self.leader: Writing | None = None
         self.n_led = 0  # tokens that both begin with
@@ -107,26 +107,37 @@ class Writing:
         """What the target has run of the text when so many of these have run, too."""
         return self.text.tokens[: len(self.text.tokens) - 1 - self.unread + n]
 
+    def n_read(self) -> int:
+        """How many of its prompt's tokens have run."""
+        return self.seat.n_cached(self.ticket.job.prompt)
+
     def follows(self, running: Collection["Writing"]) -> bool:
-        """Whether an earlier text reads more of this prompt than there is: the one that reads most of it leads."""
-        prompt, is_long, n_most = self.ticket.job.prompt, self.model.config.is_long, self.n_cached + LEAST_SHARED - 1
+        """Whether an earlier text is going to read more of this prompt than there is: the one that reads most of it leads."""
+        prompt, is_long = self.ticket.job.prompt, self.model.config.is_long
+        best = self.n_cached + LEAST_SHARED - 1, len(prompt)
         for other in running:
             theirs = other.ticket.job.prompt
-            n = n_common(theirs[:-1], prompt, len(prompt) - 1)
-            if n > n_most and other.began < self.began and other.unread and is_long(len(theirs)) == is_long(len(prompt)):
-                self.leader, self.n_led, n_most = other, n, n
+            n, n_read = n_common(theirs[:-1], prompt, len(prompt) - 1), other.n_read()
+            reads_it = n_read < n and not other.has_begun and is_long(len(theirs)) == is_long(len(prompt))
+            if reads_it and other.began < self.began and (n, n_read) > best:
+                self.leader, self.n_led, best = other, n, (n, n_read)
         return self.leader is not None
 
     def waits(self, running: Collection["Writing"]) -> bool:
         """For its leader to have read what both begin with; that goes over then, or as much as there is if nobody reads on."""
         if not (leader := self.leader):
             return False
-        if leader in running and leader.unread and leader.model.n_held < self.n_led:
+        if leader in running and not leader.has_begun and leader.n_read() < self.n_led:
             return True
         self.leader = None
         self.seat.take_over(leader.seat, self.ticket.job.prompt)
-        self.n_cached = self.seat.n_cached(self.ticket.job.prompt)
+        self.n_cached = self.n_read()
         return self.follows(running)
+
+    def left(self, running: Collection["Writing"]) -> int:
+        """How many tokens have to run until it, or one that it leads, gets on."""
+        led = (each.n_led - self.n_read() for each in running if each.leader is self)
+        return min([self.unread, *led])
 
     def reads_drafts(self) -> bool:
         """Let what drafts read a piece of the prompt, that of one pass; whether there was something to read."""
@@ -367,7 +378,7 @@ class Engine:
     def _pieces(self, reading: list[Writing], stepping: list[Writing]) -> list[tuple[Writing, int]]:
         """Of the prompts that are read, how many tokens of each come along: so many that others do not wait for long.
 
-        The one that has least left goes first, but the one that has waited longest always gets on.
+        The one that has least left goes first, or that leads one that has; but the one that has waited longest always gets on.
         """
         of, used = self._sharing.of, sum(1 + len(writing.draft.tokens) for writing in stepping if writing.draft)
         room = MAX_TOKENS - used
@@ -376,9 +387,9 @@ class Engine:
                 room -= 1
         oldest = min(reading, key=lambda writing: writing.began, default=None)
         pieces = list[tuple[Writing, int]]()
-        for left, _, writing in sorted((writing.unread, i, writing) for i, writing in enumerate(reading)):
+        for _, _, writing in sorted((writing.left(self._running), i, writing) for i, writing in enumerate(reading)):
             kept = LEAST_PIECE if oldest not in (None, writing, *(each for each, _ in pieces)) else 0
-            n = min(left, room - kept)
+            n = min(writing.unread, room - kept)
             if n > 0:
                 pieces.append((writing, n))
                 room -= n

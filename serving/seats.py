@@ -1,6 +1,6 @@
 """Caches of texts: those that run have one each, and those that have ended keep theirs for who goes on with them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..drafting.heads import Head
 from ..drafting.team import Team
@@ -32,6 +32,11 @@ class Seat:
                 model.take_over(theirs, tokens)
 
     @property
+    def n_held(self) -> int:
+        """How many tokens of its last text the cache holds."""
+        return self.team.target.n_held
+
+    @property
     def n_most(self) -> int:
         """Tokens that it has room for, or may come to have, in hundreds or so."""
         n: int = round_up(max(self.n_reserved, self.n_longest), GRAIN)
@@ -50,7 +55,7 @@ class Seats:
 
     def __init__(self, new: Callable[[], Team], n_bytes: int, n_idle: int) -> None:
         self._new, self._most, self._most_idle = new, n_bytes, n_idle
-        self._bytes: dict[int, int] = {}  # of a seat, by `Seat.n_most`
+        self._bytes: dict[int, int] = {}  # of a seat, by tokens
         self._idle, self._taken = list[Seat](), list[Seat]()  # the first has been idle longest
 
     def take(self, prompt: list[int], n_tokens: int) -> Seat | None:
@@ -58,20 +63,14 @@ class Seats:
 
         That is the one that holds it, where little else would be lost, or a copy: of instructions, say, that all begin with.
         """
+        if not self._fits(self._taken, n_tokens):
+            return None
         held = {seat: seat.n_cached(prompt) for seat in (*self._taken, *self._idle)}
         source = max((seat for seat, n in held.items() if n >= LEAST_SHARED), default=None, key=held.__getitem__)
-        seat = self._spare(source, held[source] if source else 0)
+        seat = self._spare(source, held[source] if source else 0, n_tokens)
         seat.n_reserved = n_tokens
-        while self._n_bytes(seat) > self._most:
-            if self._idle:
-                oldest = self._idle.pop(0)
-                if oldest is source:
-                    seat, seat.n_reserved = oldest, n_tokens
-            elif self._taken:
-                self._put_back(seat)
-                return None
-            else:
-                break
+        while self._idle and not self._fits((*self._idle, *self._taken), seat.n_most):
+            del self._idle[0]
         if source and source is not seat:
             seat.take_over(source, prompt)
         self._taken.append(seat)
@@ -81,30 +80,36 @@ class Seats:
         """A text of so many tokens has left; the next one may go on with it."""
         self._taken.remove(seat)
         seat.n_longest = max(seat.n_longest, n_tokens)
-        self._put_back(seat)
+        seat.n_reserved = 0
+        self._idle.append(seat)
 
     def drop(self, seat: Seat) -> None:
         self._taken.remove(seat)
 
-    def _spare(self, source: Seat | None, n: int) -> Seat:
-        """A seat that is in nobody's use from now on: the source, which holds n tokens of a prompt, where it is idle and little
-        else would be lost; an empty one; a new one, as long as there may be more; or the one that has been idle longest."""
-        seat = next((seat for seat in self._idle if not seat.team.target.n_held), None)
-        if source in self._idle and source.team.target.n_held - n < LEAST_SHARED:
+    def _spare(self, source: Seat | None, n: int, n_tokens: int) -> Seat:
+        """A seat that is in nobody's use from now on: the source, which holds n tokens of a prompt, if it is idle and not worth
+        keeping; an empty one; a new one; or, of as many as may be idle, the one that has been so longest. None that would be too
+        large beside those that are taken."""
+        idle = [seat for seat in self._idle if self._fits(self._taken, max(n_tokens, seat.n_longest))]
+        seat = next((seat for seat in idle if not seat.n_held), None)
+        if source and source in idle and not self._is_worth_keeping(source, n, n_tokens):
             seat = source
         elif not seat and len(self._idle) >= self._most_idle:
-            seat = self._idle[0]
-        if not seat:
+            seat = idle[0] if idle else self._idle.pop(0)
+        if seat not in self._idle:
             return Seat(self._new())
         self._idle.remove(seat)
         return seat
 
-    def _put_back(self, seat: Seat) -> None:
-        seat.n_reserved = 0
-        self._idle.append(seat)
+    def _is_worth_keeping(self, source: Seat, n: int, n_tokens: int) -> bool:
+        """Beside a copy of n of its tokens: for what else it holds, of which there is more than that or room for both."""
+        has_room = self._fits((*self._taken, source), n_tokens)
+        return source.n_held - n >= (LEAST_SHARED if has_room else n + 1)
 
-    def _n_bytes(self, seat: Seat) -> int:
-        sizes = [each.n_most for each in (*self._idle, *self._taken, seat)]
+    def _fits(self, seats: Sequence[Seat], n_tokens: int) -> bool:
+        """Whether one of so many tokens may be beside those, if there are any."""
+        sizes = [round_up(n_tokens, GRAIN), *(each.n_most for each in seats)]
         for n in {*sizes} - {*self._bytes}:
-            self._bytes[n] = seat.n_bytes(n)
-        return sum(self._bytes[n] for n in sizes)
+            if seats:
+                self._bytes[n] = seats[0].n_bytes(n)
+        return not seats or sum(self._bytes[n] for n in sizes) <= self._most

@@ -1,0 +1,152 @@
+"""Who sits where: what goes over from one cache to another, who waits for it, and how much memory that takes."""
+
+import numpy as np
+import pytest
+
+from specdec import Sampling, SpeculativeDecoder
+from specdec.architectures import architecture_of
+from specdec.readers import load_checkpoint
+from specdec.serving.engine import Job
+from specdec.serving.seats import Seats
+from specdec.tokenizer import BOS
+from specdec.transformer import Transformer
+from tests.folders import CONFIGS, FIXTURES
+from tests.serving.test_engine import Failed, Heard, assert_same, endless, engines  # noqa: F401  (fixtures)
+from tests.serving.test_families import letters  # noqa: F401
+
+RNG = np.random.default_rng(0)
+BEGINS = [BOS, *RNG.integers(3, 64, 12).tolist()]
+
+
+def some(n):
+    return RNG.integers(3, 64, n).tolist()
+
+
+class Counted(Seats):
+    """Seats of a decoder for so many texts of 256 tokens, which counts those that it makes."""
+
+    def __init__(self, decoder, n_texts):
+        self.size, self.n_made = decoder.seat().target.text_bytes(256, True), 0
+
+        def new():
+            self.n_made += 1
+            return decoder.seat()
+
+        super().__init__(new, int(n_texts * self.size), 16)
+
+    @property
+    def n_bytes(self):
+        return sum(seat.n_bytes(seat.n_most) for seat in (*self._idle, *self._taken))
+
+    def writes(self, prompt, n_more):
+        """A seat that has run a prompt and so many tokens behind it; None: no room."""
+        seat = self.take(prompt, len(prompt) + n_more)
+        if seat:
+            seat.team.target.forward(prompt)
+        return seat
+
+
+def test_what_prompts_begin_with_goes_over_and_each_talk_keeps_its_own(endless):  # noqa: F811
+    seats = Counted(endless, 100)
+    first = seats.writes([*BEGINS, *some(60)], 10)
+    second = seats.take([*BEGINS, *some(20)], 60)  # from one that is taken
+    assert second is not first and (first.n_held, second.n_held) == (73, 13)
+    talk = [*BEGINS, *some(40)]
+    second.team.target.forward(talk)
+    for seat in (first, second):
+        seats.give(seat, seat.n_held)
+    assert seats.take([*talk, 5, 6], 90) is second  # which goes on
+    third = seats.take([*talk[:40], 5, 6], 90)
+    assert third not in (first, second) and third.n_held == 40
+    fourth = seats.take([BOS, *some(30)], 90)
+    assert fourth.n_held == 0 and first.n_held == 73 and seats.n_made == 4
+
+
+@pytest.mark.parametrize("n_large", [3000, 1700])
+def test_a_large_cache_gives_way_to_small_ones_that_begin_alike(endless, n_large):  # noqa: F811
+    seats = Counted(endless, 6)
+    seats.give(seats.writes([*BEGINS, *some(n_large)], 2), n_large)
+    for _ in range(3):
+        taken = [seats.writes([*BEGINS, *some(20)], 100) for _ in range(4)]
+        assert all(seat and seat.n_most == 256 for seat in taken) and seats.n_bytes <= 6 * seats.size
+        for seat in taken:
+            seats.give(seat, 130)
+
+
+def test_the_largest_text_that_there_is_room_for_begins_anew_where_it_lies(endless):  # noqa: F811
+    seats, prompt = Counted(endless, 6), [*BEGINS, *some(1500)]
+    seat = seats.writes([*prompt, *some(100)], 0)
+    seats.give(seat, 1613)
+    assert seats.take(prompt, 1613) is seat
+
+
+def test_who_waits_for_room_costs_nothing(endless):  # noqa: F811
+    seats = Counted(endless, 3)
+    seats.give(seats.writes([*BEGINS, *some(100)], 0), 113)
+    runs, n_made = seats.writes([BOS, 4], 500), seats.n_made
+    idle = [*seats._idle]
+    assert all(seats.take([*BEGINS, *some(10)], 280) is None for _ in range(20))
+    assert seats.n_made == n_made and seats._idle == idle
+    seats.give(runs, 500)
+    assert seats.take([*BEGINS, *some(10)], 280).n_held == 13
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen35"])
+def test_nobody_waits_for_a_state_that_cannot_go_over(name, letters, engines):  # noqa: F811
+    """That of a long text which has gone on."""
+    checkpoint = load_checkpoint(FIXTURES / name)
+    weights = architecture_of(checkpoint.config).pack(checkpoint.config, checkpoint.tensors)
+    model = Transformer(checkpoint.config, weights, 1, 40_000)
+    decoder = SpeculativeDecoder(model, None, letters(CONFIGS[name].vocab_size))
+    engine, reads, asks = engines(decoder), Heard(), Heard()
+    engine.submit(Job([*BEGINS, *some(20_000)], 2, Sampling(0.0)), reads)
+    job = Job([*BEGINS, 7, 8, 9], 2, Sampling(0.0))
+    while not asks.events:
+        with model.lock:
+            if engine._running and engine._running[0].model.n_held >= 200:
+                engine.submit(job, asks)
+                break
+    assert_same(decoder, job, asks)
+    assert not reads.events
+
+
+def test_who_leads_a_short_prompt_is_read_before_longer_ones(endless, engines):  # noqa: F811
+    engine, ended = engines(endless), []
+
+    def hear(name):
+        return lambda event: ended.append(name) if getattr(event, "stop_reason", None) else None
+
+    begins = [BOS, *some(150)]
+    with endless.target.lock:
+        tickets = [engine.submit(Job([BOS, *some(20_000)], 1, Sampling(0.0)), hear("oldest"))]
+        tickets += [engine.submit(Job([BOS, *some(500)], 1, Sampling(0.0)), hear("longer")) for _ in range(4)]
+        tickets.append(engine.submit(Job([*begins, *some(10_000)], 1, Sampling(0.0)), hear("leader")))
+        engine.submit(Job([*begins, 5, 6], 1, Sampling(0.0)), last := Heard())
+
+    last.all()
+    assert "longer" not in ended
+    for ticket in tickets:
+        ticket.cancel()
+
+
+def test_where_nothing_goes_over_for_want_of_memory_that_text_fails_alone(endless, engines, monkeypatch):  # noqa: F811
+    own, n_failed = Transformer._take_over, 0
+
+    def fails(model, other, n):
+        nonlocal n_failed
+        if n_failed < 5:
+            n_failed += 1
+            raise MemoryError("no room")
+        own(model, other, n)
+
+    monkeypatch.setattr(Transformer, "_take_over", fails)
+    engine, begins = engines(endless, n_slots=3), [BOS, *some(200)]
+    jobs = [Job([*begins[: 30 + 5 * i], *some(10)], 20, Sampling(1.0, seed=i)) for i in range(30)]
+    heard = [Heard() for _ in jobs]
+    for job, told in zip(jobs, heard, strict=True):
+        engine.submit(job, told)
+    n_told = sum(isinstance(told.all()[-1], Failed) for told in heard)
+    for job, told in zip(jobs, heard, strict=True):
+        if not isinstance(told.events[-1], Failed):
+            assert_same(endless, job, told)
+    assert n_told == n_failed == 5 and not engine._seats._taken
