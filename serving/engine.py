@@ -308,9 +308,10 @@ class Engine:
         for writing in [*self._running]:
             for model in writing.seat.team.models.values():
                 model.n_threads = n_threads
+            if writing.unread and self._waits(writing):
+                continue
             if writing.unread:
-                if not self._waits(writing):
-                    reading.append(writing)
+                reading.append(writing)
             elif writing.has_begun or self._begins(writing):
                 ready.append(writing)
         ready.sort(key=lambda writing: writing.draft is None)  # what did not fit the last pass is the first of this
