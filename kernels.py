@@ -31,6 +31,7 @@ from .machine.vectors import (
     add,
     ceil_div,
     fma,
+    item,
     load,
     load_either,
     maximum,
@@ -58,13 +59,22 @@ class KVCache(NamedTuple):
 
 
 @inner
-def norm_scale(x, row, width, dim, eps):
-    """1 / sqrt(mean(x^2) + eps) of the dim numbers from `row` on, behind which a row of that width is padded with zeros."""
-    squares = splat(0.0)
-    for i in range(0, width, LANES):
-        v = load(x, row + i)
+def sum_of_squares(x, start, n):
+    """Of n numbers from a flat index on: of whole vectors, then of what is left one by one."""
+    whole, squares = n // LANES * LANES, splat(0.0)
+    for i in range(start, start + whole, LANES):
+        v = load(x, i)
         squares = fma(v, v, squares)
     total = reduce_add(squares)
+    for i in range(start + whole, start + n):
+        total += item(x, i) * item(x, i)
+    return total
+
+
+@inner
+def norm_scale(x, row, width, dim, eps):
+    """1 / sqrt(mean(x^2) + eps) of the dim numbers from `row` on, behind which a row of that width is padded with zeros."""
+    total = sum_of_squares(x, row, width)
     # where the squares overflow, the row is NaN: 1 / infinity would make zeros of it, and logits of those
     return np.float32(1.0) / sqrt(total / np.float32(dim) + eps) + np.float32(0.0) * total
 
@@ -254,15 +264,7 @@ def head_norm(run: Pass, thread: int, p: HeadNorm) -> None:
     for t in range(run.n_tokens):
         for head in range(first, last, head_dim):
             at = t * x.shape[1] + base + head
-            squares = splat(0.0)
-            for k in range(0, whole, LANES):
-                v = load(x, at + k)
-                squares = fma(v, v, squares)
-            total = reduce_add(squares)
-            for k in range(whole, head_dim):
-                v_k = x[t, base + head + k]
-                total += v_k * v_k
-            scale = np.float32(1.0) / sqrt(total / np.float32(head_dim) + eps) + np.float32(0.0) * total  # as in `rms_norm`
+            scale = norm_scale(x, at, head_dim, head_dim, eps)
             for k in range(0, whole, LANES):
                 store(x, at + k, mul(load(weight, k), mul(load(x, at + k), splat(scale))))
             for k in range(whole, head_dim):

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..kernels import MAX_TOKENS, own_rows
+from ..kernels import MAX_TOKENS, norm_scale, own_rows, sum_of_squares
 from ..machine.cache import compiled, inlined, inner
 from ..machine.elementary import exp, log, sigmoid, silu
 from ..machine.programs import Floats1, Floats2, Floats3, Floats4, Ints2, Pass, operation
 from ..machine.threads import share
 from ..machine.tiles import STRIP_ROWS
-from ..machine.vectors import LANES, Float32, add, fma, item, lane, load, mul, reduce_add, round_up, splat, sqrt, store
+from ..machine.vectors import LANES, Float32, add, fma, item, lane, load, mul, round_up, splat, sqrt, store
 from .plan import Buffer
 
 N_STATES = MAX_TOKENS + 1  # the lengths of a text that a ring can go on from: see `Architecture.n_states`
@@ -120,7 +120,7 @@ def fill_rates(rates, logarithms):
 @inner
 def sigmoid_of(x):
     """1 / (1 + e^-x) of a float32."""
-    return np.float32(1.0) / (np.float32(1.0) + exp_of(-x))
+    return lane(sigmoid(splat(x)), 0)
 
 
 @inner
@@ -163,14 +163,7 @@ class DeltaNet(NamedTuple):
 def unit_rows(scratch, thread, t, to, x, column, n, scale):
     """scratch[t, to:] = scale x[t, column:] / |x[t, column:]|, n numbers."""
     at, start = (thread * scratch.shape[1] + t) * scratch.shape[2] + to, t * x.shape[1] + column
-    whole = n // LANES * LANES
-    squares = splat(0.0)
-    for k in range(0, whole, LANES):
-        v = load(x, start + k)
-        squares = fma(v, v, squares)
-    total = reduce_add(squares)
-    for k in range(whole, n):
-        total += x[t, column + k] * x[t, column + k]
+    whole, total = n // LANES * LANES, sum_of_squares(x, start, n)
     factor = scale / sqrt(total + np.float32(UNIT_EPS)) + np.float32(0.0) * total  # not finite where the squares are not
     for k in range(0, whole, LANES):
         store(scratch, at + k, mul(load(x, start + k), splat(factor)))
@@ -305,12 +298,7 @@ def gated_norm(run, thread, p, head, column):
     for t in range(run.n_tokens):
         y = (thread * p.scratch.shape[1] + t) * p.scratch.shape[2] + p.scratch.shape[2] - width
         p.scratch[thread, t, p.scratch.shape[2] - width + n :] = np.float32(0.0)
-        squares = splat(0.0)
-        for k in range(0, width, LANES):
-            v = load(p.scratch, y + k)
-            squares = fma(v, v, squares)
-        total = reduce_add(squares)
-        scale = splat(np.float32(1.0) / sqrt(total / np.float32(n) + p.eps) + np.float32(0.0) * total)  # as in `rms_norm`
+        scale = splat(norm_scale(p.scratch, y, width, n, p.eps))
         for k in range(0, width, LANES):
             v = mul(load(p.weight, k), mul(load(p.scratch, y + k), scale))
             store(p.scratch, y + k, mul(v, silu(load(p.x, t * p.x.shape[1] + column + k))))
