@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from ..architectures import Config, HeadConfig
 from . import gguf
-from .config_json import read_config
 from .huggingface import ATTENTION_OF_QWEN35, LLAMA_NAMES, Folder, Names
 from .model_file import Checkpoint
 from .places import ONE_MORE, Place, tensors_of
@@ -41,7 +40,7 @@ def _of_folder(target: Checkpoint) -> Checkpoint | None:
     folder = Folder(target.path, NAMES)
     if not any(True for _ in folder):
         return None
-    config = head_config(read_config(target.path)[0])
+    config = head_config(target.config)
     tensors = tensors_of(config, PLACES, folder)
     folder.check_all_used()
     return Checkpoint(target.path, config, tensors)
@@ -58,7 +57,7 @@ def _of_gguf(target: Checkpoint) -> Checkpoint | None:
         if name in LAYER
     }
     places |= {name: Place(f"{block}nextn.{stored}.weight") for name, stored in OF_NEXTN.items()}
-    config = head_config(gguf.config_of(model))
+    config = head_config(target.config)
     tensors = tensors_of(config, places, model)
     model.leave_out(name for name in model if not name.startswith(block))
     model.check_all_used()
