@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ..checks import one_of, real, short, strings, text, whole
@@ -302,14 +302,14 @@ class _Rest:
             Job(
                 prompt,
                 min(self._max_tokens or most, most + 1 - len(prompt)),
-                Sampling(s.temperature, s.top_k, s.top_p, (s.seed + i) % SEEDS),
+                replace(self._sampling, seed=(self._sampling.seed + i) % SEEDS),
                 self._stops,
                 self._top,
                 predicted[:most],
                 self._shape,
             )
             for prompt in prompts
-            for i, s in enumerate([self._sampling] * self._n)
+            for i in range(self._n)
         ]
         return Asked(jobs, is_chat, self._is_stream, self._has_usage, self._details, one_call, calls)
 

@@ -308,7 +308,7 @@ class Engine:
         for writing in [*self._running]:
             for model in writing.seat.team.models.values():
                 model.n_threads = n_threads
-            if writing.unread and self._waits(writing):
+            if self._waits(writing):
                 continue
             if writing.unread:
                 reading.append(writing)
