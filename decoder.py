@@ -19,7 +19,7 @@ from .machine.threads import give_lock
 from .readers.loading import Loader, Pack, Progress, check_memory, longest_text, tell_nobody
 from .sampling import Sampling, sampling_with
 from .text import shapes
-from .text.templates import ChatTemplate, Message, TemplateError, Tools, template_of
+from .text.templates import NO_OPTIONS, ChatTemplate, Message, Options, TemplateError, Tools, template_of
 from .text.wording import worded
 from .tokenizer import AnyTokenizer
 from .transformer import KV, Transformer
@@ -273,14 +273,15 @@ class SpeculativeDecoder:
         """A text that the pattern matches as a whole, in the syntax of Rust's regex, without look-around. Raises ValueError."""
         return shapes.regex(self.tokenizer, pattern)
 
-    def encode_chat(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], tools: Tools | None = None, options: Options = NO_OPTIONS) -> list[int]:
         """A conversation's tokens as the model's template has them, up to where the answer begins.
 
         messages: objects of "role" ("system", "user", "assistant") and "content"; an answer's "tokens", where it has some, are
-        taken as they are. tools: functions that the answer may call, as the template takes them. Raises TemplateError for a model
-        without a template and for messages that it refuses.
+        taken as they are. tools: functions that the answer may call, as the template takes them; options: what else the template
+        may ask for, such as {"enable_thinking": False}. Raises TemplateError for a model without a template and for messages
+        that it refuses.
         """
-        return self.chat_template.encode(self.tokenizer, messages, self.n_positions, tools)
+        return self.chat_template.encode(self.tokenizer, messages, self.n_positions, tools, options)
 
     def chat(
         self,

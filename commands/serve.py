@@ -2,7 +2,10 @@
 
 import ipaddress
 import os
+import queue
 import socket
+import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,6 +27,7 @@ from .request import Request, with_models
 SERVING = {extras.STARLETTE: "to answer requests", extras.UVICORN: "to listen"}
 LAST_WORDS_SECONDS = 10.0  # behind the grace; then the process ends as it stands
 LONGEST_KEY = 1000
+MOST_LINES = 1000  # of the log, that wait for who reads them
 CACHE_SHARE = 0.5  # of the memory beside the weights, that caches may take
 
 
@@ -113,7 +117,7 @@ def serve(request: ServeRequest, models: Loaded, sock: socket.socket, keys: list
     from ..serving.guard import Guard
     from ..serving.listening import Listener
 
-    decoder, template = models.decoder, None
+    decoder, template, log = models.decoder, None, Log().tell
     try:
         template = decoder.chat_template
     except TemplateError as error:
@@ -142,5 +146,25 @@ def serve(request: ServeRequest, models: Loaded, sock: socket.socket, keys: list
     signals.granted()
 
 
-def log(line: str) -> None:
-    say(f"{time.strftime('%H:%M:%S')} {line}")
+class Log:
+    """Lines on stderr, which a thread writes: where nobody reads them, nothing waits, and what does not fit is dropped."""
+
+    def __init__(self) -> None:
+        self._lines, self._n_dropped = queue.Queue[str](MOST_LINES), 0
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def tell(self, line: str) -> None:
+        try:
+            self._lines.put_nowait(f"{time.strftime('%H:%M:%S')} {line}")
+        except queue.Full:
+            self._n_dropped += 1
+
+    def _write(self) -> None:
+        """Past Python's own buffers, whose lock a write that waits would keep, also at the end."""
+        while True:
+            line, n = self._lines.get(), self._n_dropped
+            told = [line, *([f"{n} lines of the log were dropped, since nobody read them"] if n else [])]
+            with suppress(OSError, ValueError):
+                for each in told:
+                    os.write(sys.stderr.fileno(), f"specdec: {on_one_line(each)}\n".encode(errors="backslashreplace"))
+            self._n_dropped -= n

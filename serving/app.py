@@ -5,12 +5,12 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -18,19 +18,22 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from ..decoding import Event
+from ..decoding import Event, Shape
+from ..text.shapes import ShapeError
 from .answers import Answer, Delta
-from .asked import Asked, Model, Refused, body_of, chat_asked, completion_asked
-from .engine import Closed, Engine, Failed, Full, Ticket
+from .asked import Asked, Model, Refused, body_of, chat_asked, completion_asked, encoding
+from .building import Builder, Busy
+from .engine import Client, Closed, Engine, Failed, Full, Job, Ticket
 from .guard import FAILED, App, Receive, Scope, Send, refusal
 from .metrics import exposition
 
 PAGE = Path(__file__).with_name("page.html")
-MOST_BYTES, MOST_OF_ALL_BYTES = 4 << 20, 64 << 20  # of a body; of all that are being read
-BODY_SECONDS, SEND_SECONDS = 30.0, 30.0  # that a client may take for a body, and for reading what it was sent
-SIGN_OF_LIFE_SECONDS = 10.0  # between comments in a stream that has nothing to say yet
+MOST_BYTES, MOST_OF_ALL_BYTES = 4 << 20, 64 << 20  # of a body; of all that are being read, without what is small of each
+SMALL_BYTES = 64 << 10  # of a body: so much of any is read, and one that is no larger waits for no larger one
+BODY_SECONDS = 10.0  # that a client may take for so much of a body
+PIECE_BYTES = 64 << 10  # of an answer that is sent at once: each has a reader's seconds
+SIGN_OF_LIFE_SECONDS = 5.0  # between comments in a stream that has nothing to say
 DONE = b"data: [DONE]\n\n"
-Value = TypeVar("Value")
 Read = Callable[[Mapping[str, Any], Model], Asked]
 
 
@@ -50,7 +53,7 @@ class Service:
 def app_of(service: Service) -> App:
     """All paths."""
     page, policy = _page()
-    model, room = service.model, Room()
+    model, room, building, large = service.model, Room(), Builder(), Turn()
 
     async def show_page(_: Request) -> Response:
         headers = {"content-security-policy": policy, "referrer-policy": "no-referrer", "x-frame-options": "DENY"}
@@ -72,8 +75,8 @@ def app_of(service: Service) -> App:
 
     def writing(read: Read) -> Callable[[Request], Awaitable[Any]]:
         async def write(request: Request) -> Any:
-            async with body_of_bytes(request, room) as data:
-                return Writing(service, await asyncio.to_thread(lambda: read(body_of(data), model)))
+            async with body_of_bytes(request, room) as data, large if len(data) > SMALL_BYTES else nullcontext():
+                return Writing(service, building, await asyncio.to_thread(lambda: read(body_of(data), model)))
 
         return write
 
@@ -82,7 +85,7 @@ def app_of(service: Service) -> App:
             words = {404: "there is nothing at this path", 405: "this path does not take this method"}
             error = Refused(words.get(error.status_code, error.detail), None, None, error.status_code)
         if isinstance(error, Refused):
-            request.scope["notes"].append(error.code or "")
+            request.scope["notes"].append(error.note)
         return refusal(error if isinstance(error, Refused) else FAILED())
 
     routes = [
@@ -94,8 +97,13 @@ def app_of(service: Service) -> App:
         Route("/v1/chat/completions", writing(chat_asked), methods=["POST"]),
         Route("/v1/completions", writing(completion_asked), methods=["POST"]),
     ]
-    app: App = Starlette(routes=routes, exception_handlers={HTTPException: wrong, Refused: wrong, Exception: wrong})
-    return app
+    app = Starlette(routes=routes, exception_handlers={HTTPException: wrong, Refused: wrong, Exception: wrong})
+
+    async def without_slash(scope: Scope, receive: Receive, send: Send) -> None:
+        """A path means the same with a slash at its end: nobody is sent elsewhere."""
+        await app({**scope, "path": scope["path"].rstrip("/") or "/"}, receive, send)
+
+    return without_slash
 
 
 # made anew each time: an exception holds on to the frames that raised it, and so to what is in them
@@ -103,7 +111,23 @@ FULL = partial(Refused, "as many requests wait as may; ask again later", None, "
 CLOSING = partial(Refused, "the server is shutting down", None, "shutting_down", 503)
 NO_JSON = partial(Refused, "the body has to be application/json", None, "unsupported_media_type", 415)
 TOO_LARGE = partial(Refused, f"the body has more than {MOST_BYTES >> 20} MiB", None, "request_too_large", 413)
-TOO_SLOW = partial(Refused, f"the body did not come within {BODY_SECONDS:.0f} s", None, "request_timeout", 408)
+TOO_SLOW = partial(Refused, "the body comes too slowly", None, "request_timeout", 408)
+NO_ROOM = partial(
+    Refused,
+    "the bodies of others take all room, and this one came slowest; send it again",
+    None,
+    "no_room",
+    429,
+    "rate_limit_error",
+)
+SLOW_SHAPES = partial(
+    Refused,
+    "shapes of this client, or of many, take long to build; ask again later, or for a smaller one",
+    "response_format",
+    "shapes_busy",
+    429,
+    "rate_limit_error",
+)
 
 
 def told_of(service: Service) -> dict[str, Any]:
@@ -118,17 +142,46 @@ def told_of(service: Service) -> dict[str, Any]:
     return {"id": service.model.name, "object": "model", "created": service.created, "owned_by": "specdec", "specdec": more}
 
 
+class Body:
+    """One that is being read. since: when so much of it had come as is small, or a multiple of that."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.data, self.since = bytearray(), loop.time()
+        self.is_dropped: asyncio.Future[Any] = loop.create_future()
+        self._loop = loop
+
+    @property
+    def n_counted(self) -> int:
+        return max(len(self.data) - SMALL_BYTES, 0)
+
+    def add(self, piece: bytes) -> None:
+        n = len(self.data)
+        self.data.extend(piece)
+        if n // SMALL_BYTES < len(self.data) // SMALL_BYTES:
+            self.since = self._loop.time()
+
+
 class Room:
     """What all bodies together may take, of clients that send slowly or much."""
 
     def __init__(self) -> None:
-        self.n_bytes = 0
+        self.bodies = list[Body]()
 
-    def take(self, n: int) -> None:
-        """Raises Refused where there is no more of it."""
-        if self.n_bytes + n > MOST_OF_ALL_BYTES:
-            raise FULL()
-        self.n_bytes += n
+    def make(self, n: int) -> None:
+        """Room for so many bytes more: the bodies that have come slowest of late are dropped."""
+        large = sorted((body for body in self.bodies if body.n_counted), key=lambda body: body.since)
+        n += sum(body.n_counted for body in large)
+        for body in large:
+            if n <= MOST_OF_ALL_BYTES:
+                return
+            n -= body.n_counted
+            body.data.clear()
+            if not body.is_dropped.done():
+                body.is_dropped.set_result(None)
+
+
+class Turn(asyncio.Lock):
+    """Of large bodies, which are read one at a time: what makes tokens of them would keep small ones waiting."""
 
 
 @asynccontextmanager
@@ -139,50 +192,58 @@ async def body_of_bytes(request: Request, room: Room) -> AsyncIterator[bytes]:
     size = request.headers.get("content-length", "0")
     if not size.isdecimal() or len(size) > 18 or int(size) > MOST_BYTES:
         raise TOO_LARGE()
-    data = bytearray()
-
-    async def read() -> None:
-        is_whole = False
+    loop = asyncio.get_running_loop()
+    body, is_whole = Body(loop), False
+    room.bodies.append(body)
+    try:
         while not is_whole:
-            message = await request.receive()
+            receiving: asyncio.Future[Any] = asyncio.ensure_future(request.receive())
+            try:
+                left = body.since + BODY_SECONDS - loop.time()
+                await asyncio.wait({receiving, body.is_dropped}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if not receiving.done():
+                    receiving.cancel()
+            if body.is_dropped.done():
+                raise NO_ROOM()
+            if not receiving.done():
+                raise TOO_SLOW()
+            message = receiving.result()
             if message["type"] == "http.disconnect":
                 raise ConnectionResetError
             piece = message.get("body", b"")
-            if len(data) + len(piece) > MOST_BYTES:
+            if len(body.data) + len(piece) > MOST_BYTES:
                 raise TOO_LARGE()
-            room.take(len(piece))
-            data.extend(piece)
+            body.add(piece)
+            room.make(0)
             is_whole = not message.get("more_body")
-
-    try:
-        try:
-            await asyncio.wait_for(read(), BODY_SECONDS)
-        except asyncio.TimeoutError:
-            raise TOO_SLOW() from None
-        yield bytes(data)
+        if body.is_dropped.done():
+            raise NO_ROOM()
+        yield bytes(body.data)
     finally:
-        room.n_bytes -= len(data)
+        room.bodies.remove(body)
 
 
 class Writing:
     """A request's texts are written and sent, as they come or whole. A client that leaves frees their places."""
 
-    def __init__(self, service: Service, asked: Asked) -> None:
-        self._engine, self._asked = service.engine, asked
+    def __init__(self, service: Service, building: Builder, asked: Asked) -> None:
+        self._service, self._building, self._asked = service, building, asked
         self._answer = Answer(asked, service.model, service.fingerprint)
         self._events: asyncio.Queue[tuple[int, Event | Failed] | None] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        self._tickets = list[Ticket]()
+        self._tickets: Sequence[Ticket] = ()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         notes: list[str] = scope["notes"]
         watching = asyncio.ensure_future(self._watch(receive))
         try:
-            self._submit()
+            jobs = [replace(job, shape=await self._shape(scope["who"], watching)) for job in self._asked.jobs]
+            self._submit(jobs, scope["who"])
             if self._asked.is_stream:
                 await self._stream(send)
             else:
-                await self._whole(scope, receive, send)
+                await self._whole(send)
             usage = self._answer.usage
             notes.append(f"{usage['prompt_tokens']}+{usage['completion_tokens']} tokens")
         finally:
@@ -190,11 +251,27 @@ class Writing:
             for ticket in self._tickets:
                 ticket.cancel()
 
-    def _submit(self) -> None:
-        """Raises Refused where there is no room, or no more."""
+    async def _shape(self, who: Client, leaving: "asyncio.Future[Any]") -> Shape | None:
+        """What the texts may say. Raises Refused, and ConnectionResetError once the client has left."""
+        if not self._asked.grammar:
+            return None
+        building: asyncio.Future[Any] = asyncio.ensure_future(self._building.built(self._asked.grammar, who.name))
+        await asyncio.wait({building, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not building.done():
+            building.cancel()
+            raise ConnectionResetError
         try:
-            for i, job in enumerate(self._asked.jobs):
-                self._tickets.append(self._engine.submit(job, lambda event, i=i: self._hear(i, event)))  # type: ignore[misc]
+            with encoding(self._service.model, "response_format"):
+                shape: Shape = building.result()
+                return shape
+        except Busy:
+            raise SLOW_SHAPES() from None
+
+    def _submit(self, jobs: Sequence[Job], who: Client) -> None:
+        """Raises Refused where there is no room, or no more."""
+        hears = [partial(self._hear, i) for i in range(len(jobs))]
+        try:
+            self._tickets = self._service.engine.submit_all(jobs, hears, who)
         except Full:
             raise FULL() from None
         except Closed:
@@ -230,52 +307,68 @@ class Writing:
                 raise ConnectionResetError
             index, event = told
             if isinstance(event, Failed):
+                if isinstance(event.error, ShapeError):
+                    raise Refused(str(event.error), "response_format")
                 raise event.error
             delta = self._answer.choices[index].takes(event)
             left -= delta.finish is not None
             yield index, delta
 
-    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _whole(self, send: Send) -> None:
         deltas = [Delta() for _ in self._asked.jobs]
         async for told in self._deltas():
             if told:
                 deltas[told[0]].add(told[1])
-        await _in_time(JSONResponse(self._answer.whole(deltas))(scope, receive, send))
+        # a large one takes a second, in which others are to be answered
+        pieces = await asyncio.to_thread(lambda: [*_pieces(json_of(self._answer.whole(deltas)))])
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(sum(map(len, pieces))).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for i, piece in enumerate(pieces):
+            await send({"type": "http.response.body", "body": piece, "more_body": i + 1 < len(pieces)})
 
     async def _stream(self, send: Send) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        """Begins with what the prompt's end shows, so that what cannot be written is refused by a status."""
+        has_begun, last_sent = False, self._loop.time()
 
         async def out(data: bytes, is_last: bool = False) -> None:
-            await _in_time(send({"type": "http.response.body", "body": data, "more_body": not is_last}))
+            nonlocal has_begun, last_sent
+            last_sent = self._loop.time()
+            if not has_begun:
+                has_begun = True
+                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                if self._asked.is_chat:
+                    data = b"".join(_event(self._answer.opening(i)) for i in range(len(self._asked.jobs))) + data
+            await send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
-        if self._asked.is_chat:
-            await out(b"".join(_event(self._answer.opening(i)) for i in range(len(self._asked.jobs))))
         try:
             async for told in self._deltas():
-                if told is None:
-                    await out(b": waiting\n\n")
-                elif told[1]:
+                if told and told[1]:
                     await out(_event(self._answer.chunk(*told)))
+                elif self._loop.time() - last_sent > SIGN_OF_LIFE_SECONDS:
+                    await out(b": waiting\n\n")
         except OSError:
             raise
-        except Exception:
-            await out(_event(FAILED().body) + DONE, True)
+        except Exception as error:
+            if has_begun:
+                await out(_event((error if isinstance(error, Refused) else FAILED()).body) + DONE, True)
             raise
         last = self._answer.last_chunk()
         await out((_event(last) if last else b"") + DONE, True)
 
 
-async def _in_time(sending: Awaitable[Value]) -> Value:
-    """Raises ConnectionResetError for a client that does not read."""
-    try:
-        return await asyncio.wait_for(sending, SEND_SECONDS)
-    except asyncio.TimeoutError:
-        raise ConnectionResetError from None
+def _pieces(data: bytes) -> Iterator[bytes]:
+    for first in range(0, len(data), PIECE_BYTES):
+        yield data[first : first + PIECE_BYTES]
 
 
 def _event(value: Mapping[str, Any]) -> bytes:
     return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+def json_of(value: Any) -> bytes:
+    """Written a part at a time, between which other threads get on."""
+    return "".join(json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(value)).encode()
 
 
 def _page() -> tuple[str, str]:

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 
 from ..checks import one_of, real, short, strings, text, whole
 from ..decoder import SpeculativeDecoder
-from ..decoding import Shape
 from ..sampling import Sampling
-from ..text.templates import ChatTemplate, ChatTokenizer, TemplateError, TooLong
+from ..text.shapes import ANY_OBJECT, Grammar, grammar_of
+from ..text.templates import ChatTemplate, ChatTokenizer, Options, TemplateError, TooLong
+from ..text.workers import Lost
 from ..tokenizer import Part, TokenizerError
 from .calls import Calls, calls_of
 from .engine import Job
@@ -31,24 +32,21 @@ SEEDS = 2**63
 Value = TypeVar("Value")
 # what asks for nothing that is not done anyway
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens", "mirostat", "n_probs"), (0,)),
+    **dict.fromkeys(("repetition_penalty", "repeat_penalty", "typical_p", "length_penalty", "best_of"), (1,)),
+    **dict.fromkeys(("add_generation_prompt", "skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+    **dict.fromkeys(("store", "echo", "ignore_eos", "use_beam_search", "include_stop_str_in_output"), (False,)),
+    "cache_prompt": (True, False),
     "logit_bias": ({},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "metadata": ({},),
     "modalities": (["text"],),
-    "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
-    "functions": (),
-    "function_call": (),
-    "audio": (),
-    "web_search_options": (),
-    "reasoning_effort": (),
-    "verbosity": (),
+    **dict.fromkeys(("functions", "function_call", "audio", "web_search_options"), ()),
 }
+OF_NO_EFFECT = ("user", "safety_identifier", "prompt_cache_key", "service_tier", "verbosity")  # texts that are taken
 OF_A_MESSAGE = {"refusal", "audio", "function_call", "annotations"}  # what answers have that come back
+THINKING = "enable_thinking"  # what most templates ask for that let a model think
+OPTION = re.compile(r"[a-zA-Z_][\w-]{0,63}", re.ASCII)  # a template's name for an option, or a word as its value
+OF_TEMPLATES = {"messages", "tools", "xml_tools", "documents", "add_generation_prompt"}  # what no option may replace
 
 
 class Refused(Exception):
@@ -60,6 +58,11 @@ class Refused(Exception):
         super().__init__(message)
         self.param, self.code, self.status = param, code, status
         self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+
+    @property
+    def note(self) -> str:
+        """For the log."""
+        return f"{self.code or ''} {self.param or ''}".strip()
 
     @property
     def body(self) -> dict[str, Any]:
@@ -79,7 +82,7 @@ class Model:
 class Asked:
     """A request. jobs: the texts that it wants; calls: makes what finds calls of tools in one of them.
 
-    details: whether each chunk tells which tokens were guessed.
+    details: whether each chunk tells which tokens were guessed. grammar: of the shape of all texts, which is yet to be built.
     """
 
     jobs: list[Job]
@@ -89,6 +92,7 @@ class Asked:
     details: bool = False
     one_call: bool = False
     calls: Callable[[], Calls | None] = field(default=lambda: None)
+    grammar: Grammar | None = None
 
 
 def body_of(data: bytes) -> dict[str, Any]:
@@ -221,17 +225,18 @@ def chat_asked(body: Mapping[str, Any], model: Model) -> Asked:
     top = fields.take("top_logprobs", between(0, MOST_TOP), 0)
     if top and not told:
         raise Refused("top_logprobs is for logprobs, which is not true", "top_logprobs")
-    shape = fields.take("response_format", lambda _, value: _shape(value, model), None)
+    grammar = fields.take("response_format", lambda _, value: _grammar(value, model), None)
     given = tools if choice == "auto" else []
-    if shape is not None and given:
+    if grammar is not None and given:
         raise Refused(
             "response_format together with tools is not done here; leave one of the two out", "response_format", NOT_DONE
         )
     most = fields.take("max_completion_tokens", between(1), None)
     other = fields.take("max_tokens", between(1), None)
-    asked = _Rest(fields, most or other, top if told else None, shape)
-    with _encoding(model, "messages"):
-        prompt = model.decoder.encode_chat(messages, given or None)
+    options = _options(fields, model.template)
+    asked = _Rest(fields, most or other, top if told else None, grammar)
+    with encoding(model, "messages"):
+        prompt = model.decoder.encode_chat(messages, given or None, options)
     names = {tool["function"]["name"] for tool in given}
     source = model.template.source
     return asked.of(model, [prompt], True, one_call, lambda: calls_of(source, names) if names else None)
@@ -243,12 +248,13 @@ def completion_asked(body: Mapping[str, Any], model: Model) -> Asked:
     _check_model(fields, model)
     prompts = fields.take("prompt", _prompts, list[str | list[int]]([""]))
     top = fields.take("logprobs", between(0, MOST_TOP), None)
-    shape = fields.take("response_format", lambda _, value: _shape(value, model), None)
-    asked = _Rest(fields, fields.take("max_tokens", between(1), COMPLETION_TOKENS), top, shape)
-    longest = _longest(model)
-    if any(len(prompt) > longest for prompt in prompts):
-        raise Refused(f"prompt has more than {longest} characters, which the context cannot hold", "prompt", TOO_LONG)
-    with _encoding(model, "prompt"):
+    grammar = fields.take("response_format", lambda _, value: _grammar(value, model), None)
+    asked = _Rest(fields, fields.take("max_tokens", between(1), COMPLETION_TOKENS), top, grammar)
+    for prompt in prompts:
+        longest, unit = (_longest(model), "characters") if isinstance(prompt, str) else (model.decoder.n_positions, "tokens")
+        if len(prompt) > longest:
+            raise Refused(f"prompt has {len(prompt)} {unit}; the context holds at most {longest}", "prompt", TOO_LONG)
+    with encoding(model, "prompt"):
         encode = model.decoder.tokenizer.encode
         encoded = [encode(prompt) if isinstance(prompt, str) else model.decoder.encode(prompt) for prompt in prompts]
     return asked.of(model, encoded, False)
@@ -257,8 +263,8 @@ def completion_asked(body: Mapping[str, Any], model: Model) -> Asked:
 class _Rest:
     """What both kinds of requests have beside their prompts; takes the last of the fields."""
 
-    def __init__(self, fields: Fields, max_tokens: int | None, top: int | None, shape: Shape | None) -> None:
-        self._max_tokens, self._top, self._shape = max_tokens, top, shape
+    def __init__(self, fields: Fields, max_tokens: int | None, top: int | None, grammar: Grammar | None) -> None:
+        self._max_tokens, self._top, self._grammar = max_tokens, top, grammar
         top_p = fields.take("top_p", lambda name, value: real(name, value, 1, "a number from 0 to 1"), 1.0)
         top_k = fields.take("top_k", between(0), 0)
         temperature = fields.take("temperature", lambda name, value: real(name, value, math.inf, "0 or more"), 1.0)
@@ -274,7 +280,8 @@ class _Rest:
         options.end()
         self._predicted = fields.take("prediction", _prediction, "")
         self._details = fields.take("specdec", yes_or_no, False)
-        for name in ("user", "safety_identifier", "prompt_cache_key"):
+        fields.take("metadata", an_object, dict[str, Any]())
+        for name in OF_NO_EFFECT:
             fields.take(name, text, "")
         fields.end()
 
@@ -296,7 +303,7 @@ class _Rest:
             raise Refused(f"{name} have {longest} tokens; the context holds {most}", name, TOO_LONG)
         tokenizer, predicted = decoder.tokenizer, list[int]()
         if self._predicted and isinstance(tokenizer, ChatTokenizer):
-            with _encoding(model, "prediction"):
+            with encoding(model, "prediction"):
                 predicted = tokenizer.encode_rendered([Part(self._predicted[: _longest(model)], True)])
         jobs = [
             Job(
@@ -306,12 +313,11 @@ class _Rest:
                 self._stops,
                 self._top,
                 predicted[:most],
-                self._shape,
             )
             for prompt in prompts
             for i in range(self._n)
         ]
-        return Asked(jobs, is_chat, self._is_stream, self._has_usage, self._details, one_call, calls)
+        return Asked(jobs, is_chat, self._is_stream, self._has_usage, self._details, one_call, calls, self._grammar)
 
 
 def _check_model(fields: Fields, model: Model) -> None:
@@ -326,11 +332,38 @@ def _longest(model: Model) -> int:
     return model.decoder.n_positions * (tokenizer.longest if isinstance(tokenizer, ChatTokenizer) else 1)
 
 
+def _options(fields: Fields, template: ChatTemplate) -> Options:
+    """What a template may ask for beside messages. An effort is one of these, or tells whether to think at all."""
+    options = fields.take("chat_template_kwargs", _template_options, dict[str, bool | int | str]())
+    effort = fields.take("reasoning_effort", _word, "")
+    if effort and template.asks_for("reasoning_effort"):
+        return {"reasoning_effort": effort, **options}
+    return {THINKING: effort != "none", **options} if effort else options
+
+
+def _template_options(name: str, value: Any) -> dict[str, bool | int | str]:
+    for key, each in an_object(name, value).items():
+        if not OPTION.fullmatch(key) or key in OF_TEMPLATES:
+            raise ValueError(f"{name} holds {short(key, repr)}, which is no option of a template; expected {THINKING}, say")
+        if not isinstance(each, bool | int):
+            _word(f"{key} of {name}", each)
+    return dict(value)
+
+
+def _word(name: str, value: Any) -> str:
+    """What can be no special token's name."""
+    if not isinstance(value, str) or not OPTION.fullmatch(value):
+        raise ValueError(f"{name} is {short(value, repr)}; expected a word")
+    return value
+
+
 @contextmanager
-def _encoding(model: Model, param: str) -> Iterator[None]:
-    """Around what makes tokens; errors come without the names of files here."""
+def encoding(model: Model, param: str) -> Iterator[None]:
+    """Around what makes tokens, or shapes of them; errors come without the names of files here."""
     try:
         yield
+    except Lost as error:
+        raise Refused(str(error), None, "overloaded", 503) from None
     except (TemplateError, TokenizerError, ValueError, TypeError, RecursionError) as error:
         message, path = str(error), model.decoder.tokenizer.path
         places = {model.template.place if model.template else "", str(path), str(path.parent)}
@@ -401,7 +434,7 @@ def _messages(name: str, value: Any) -> list[dict[str, Any]]:
 
 def _message(name: str, value: dict[str, Any], called: dict[str, str]) -> dict[str, Any]:
     """As templates take it. called: the tools of the calls so far, by their ids."""
-    known = {"role", "content", "name", "tool_calls", "tool_call_id", *OF_A_MESSAGE}
+    known = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", *OF_A_MESSAGE}
     for key, each in value.items():
         if each and (key not in known or key in OF_A_MESSAGE):
             raise Refused(f"{short(key)} of {name} is not done here; leave it out", "messages", NOT_DONE)
@@ -410,6 +443,9 @@ def _message(name: str, value: dict[str, Any], called: dict[str, str]) -> dict[s
     if role == "assistant" and content is None:
         content = ""
     message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": words(f"content of {name}", content)}
+    thought = value.get("reasoning_content") or value.get("reasoning")
+    if thought and role == "assistant":
+        message["reasoning_content"] = text(f"reasoning_content of {name}", thought)
     if calls and role == "assistant":
         message["tool_calls"] = [_call(f"{name}.tool_calls[{i}]", each) for i, each in enumerate(a_list("tool_calls", calls))]
         called.update({call["id"]: call["function"]["name"] for call in message["tool_calls"]})
@@ -432,14 +468,13 @@ def _call(name: str, value: Any) -> dict[str, Any]:
     return {"id": text(f"id of {name}", value.get("id")), "type": "function", "function": called}
 
 
-def _shape(value: Any, model: Model) -> Shape | None:
-    """What a response_format asks for; None for a text. Raises ValueError for what cannot be written."""
+def _grammar(value: Any, model: Model) -> Grammar | None:
+    """What a response_format asks for; None for a text. Raises ValueError for what is no schema."""
     kinds = ["text", "json_object", "json_schema"]
     kind = one_of("type of response_format", an_object("response_format", value).get("type"), kinds)
     if kind == "text":
         return None
-    with _encoding(model, "response_format"):
-        if kind == "json_object":
-            return model.decoder.json_object()
-        schema = an_object("json_schema of response_format", value.get("json_schema")).get("schema")
-        return model.decoder.json_schema(an_object("schema of response_format", schema))
+    if kind == "json_object":
+        return grammar_of(model.decoder.tokenizer, ANY_OBJECT)
+    schema = an_object("json_schema of response_format", value.get("json_schema")).get("schema")
+    return grammar_of(model.decoder.tokenizer, an_object("schema of response_format", schema))

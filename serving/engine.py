@@ -6,9 +6,10 @@ at a time. Logits at a position depend on that text's tokens alone, so each text
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +30,17 @@ INTERRUPTED = "interrupted"
 IDLE_SEATS = 4  # for each slot, of talks that may go on
 PIECE_SECONDS = 0.1  # that a piece of a prompt may add to a pass which others wait for
 LEAST_PIECE = 8  # tokens of such a piece
+MORE_CLIENTS = 64  # that may wait where all places are taken, by clients of which none asks for anything else
+
+
+class Client(NamedTuple):
+    """Who asks. name: by which clients take turns; owner: by which they share caches."""
+
+    name: str = ""
+    owner: str = ""
+
+
+ANYBODY = Client()
 
 
 class Full(Exception):
@@ -71,8 +83,8 @@ Judged = tuple[list[int], int, list[TokenLogprob] | None] | Exception
 class Ticket:
     """A text that was asked for."""
 
-    def __init__(self, job: Job, hear: Hear, wake: Callable[[], None]) -> None:
-        self.job, self.hear, self.asked = job, hear, time.perf_counter()
+    def __init__(self, job: Job, hear: Hear, wake: Callable[[], None], who: Client) -> None:
+        self.job, self.hear, self.who, self.asked = job, hear, who, time.perf_counter()
         self.is_cancelled = False
         self._wake = wake
 
@@ -118,8 +130,8 @@ class Writing:
         for other in running:
             theirs = other.ticket.job.prompt
             n, n_read = n_common(theirs[:-1], prompt, len(prompt) - 1), other.n_read()
-            reads_it = n_read < n and not other.has_begun and is_long(len(theirs)) == is_long(len(prompt))
-            if reads_it and other.began < self.began and (n, n_read) > best:
+            is_alike = other.seat.owner == self.seat.owner and is_long(len(theirs)) == is_long(len(prompt))
+            if is_alike and n_read < n and not other.has_begun and other.began < self.began and (n, n_read) > best:
                 self.leader, self.n_led, best = other, n, (n, n_read)
         return self.leader is not None
 
@@ -155,9 +167,10 @@ class Writing:
 
 
 class Engine:
-    """Writes the texts of jobs, n_slots at once; n_queue: how many wait beside them; cache_bytes: what caches of texts may take.
+    """Writes the texts of jobs, n_slots in a pass; n_queue: how many wait beside them; cache_bytes: what all caches may take.
 
-    Conversations that go on find their cache. A text that alone takes more than cache_bytes runs alone.
+    Conversations that go on find their cache. A text that alone takes more than cache_bytes runs alone. Clients take turns: the
+    one with fewest texts running is next, and one that has none need not wait for a slot: passes then go by turns, too.
     """
 
     def __init__(self, decoder: SpeculativeDecoder, n_slots: int, n_queue: int, cache_bytes: int) -> None:
@@ -172,23 +185,31 @@ class Engine:
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job, hear: Hear) -> Ticket:
+    def submit(self, job: Job, hear: Hear, who: Client = ANYBODY) -> Ticket:
         """`hear` is called on the engine's thread with the text's events: the last one is a step that has a reason to stop, or
         `Failed`. Raises Full, Closed, and what `SpeculativeDecoder.stream` raises.
         """
-        prompt, max_tokens, stops = self._decoder.checked(job.prompt, job.max_tokens, job.sampling, list(job.stops), job.shape)
-        prediction = self._decoder.encode(list(job.prediction)) if job.prediction else []
-        job = replace(job, prompt=prompt, max_tokens=max_tokens, stops=stops, prediction=prediction)
+        return self.submit_all([job], [hear], who)[0]
+
+    def submit_all(self, jobs: Sequence[Job], hears: Sequence[Hear], who: Client) -> list[Ticket]:
+        """`submit` of all texts of a request, or of none."""
+        tickets = [Ticket(self._checked(job), hear, self._wake, who) for job, hear in zip(jobs, hears, strict=True)]
         with self._changed:
             if self._is_closed:
                 raise Closed
-            if len(self._waiting) + len(self._running) >= self._n_slots + self._n_queue:
+            there = [*self._waiting, *(writing.ticket for writing in self._running)]
+            is_new = all(ticket.who.name != who.name for ticket in there)
+            if len(there) + len(tickets) > self._n_slots + self._n_queue + MORE_CLIENTS * (is_new and bool(there)):
                 raise Full
-            ticket = Ticket(job, hear, self._wake)
-            self._waiting.append(ticket)
+            self._waiting.extend(tickets)
             self.figures.queued = len(self._waiting)
             self._changed.notify()
-        return ticket
+        return tickets
+
+    def _checked(self, job: Job) -> Job:
+        prompt, max_tokens, stops = self._decoder.checked(job.prompt, job.max_tokens, job.sampling, list(job.stops), job.shape)
+        prediction = self._decoder.encode(list(job.prediction)) if job.prediction else []
+        return replace(job, prompt=prompt, max_tokens=max_tokens, stops=stops, prediction=prediction)
 
     def close(self, grace: float) -> None:
         """No new texts; those that were asked for end, or are cut after so many seconds."""
@@ -213,7 +234,7 @@ class Engine:
             trouble = error
         while self._waits_for_work():
             if trouble:
-                self._fails(self._next(), trouble)
+                self._fails(self._taken(self._waiting[0]), trouble)
                 continue
             self._sweep()
             self._admit()
@@ -265,28 +286,37 @@ class Engine:
             figures.done += 1
 
     def _admit(self) -> None:
-        """Those that wait, in order, as long as there is a slot, and room for their caches."""
-        while self._waiting and len(self._running) < self._n_slots:
-            job, seat = self._waiting[0].job, None
+        """Those that wait, by turns, as long as there is a slot, and room for their caches."""
+        while ticket := self._first():
+            job, seat = ticket.job, None
             try:
-                seat = self._seats.take(job.prompt, min(len(job.prompt) + job.max_tokens, self._decoder.target.n_positions))
+                n_tokens = min(len(job.prompt) + job.max_tokens, self._decoder.target.n_positions)
+                seat = self._seats.take(job.prompt, n_tokens, ticket.who.owner)
                 if not seat:
                     return
-                writing = self._writing(self._waiting[0], seat)
+                writing = self._writing(ticket, seat)
                 writing.follows(self._running)
             except Exception as error:
                 if seat:
                     self._seats.drop(seat)
-                self._fails(self._next(), error)
+                self._fails(self._taken(ticket), error)
                 continue
-            self._next()
+            self._taken(ticket)
             self._running.append(writing)
             self.figures.running = len(self._running)
 
-    def _next(self) -> Ticket:
-        """The first of those that wait, which waits no more."""
+    def _first(self) -> Ticket | None:
+        """Whose turn it is: of the client that has fewest texts running the first, if there is a slot, or it has none."""
+        running = Counter(writing.ticket.who.name for writing in self._running)
         with self._changed:
-            ticket = self._waiting.popleft()
+            first = min(self._waiting, key=lambda ticket: running[ticket.who.name], default=None)
+        most = self._n_slots * (1 if first and running[first.who.name] else 2)
+        return first if len(self._running) < most else None
+
+    def _taken(self, ticket: Ticket) -> Ticket:
+        """One of those that wait, which waits no more."""
+        with self._changed:
+            self._waiting.remove(ticket)
             self.figures.queued = len(self._waiting)
         return ticket
 
@@ -304,10 +334,12 @@ class Engine:
         """Let all texts that may go on do so, and prompts with what is left of the pass."""
         self._running.rotate(-1)
         n_threads = self._decoder.target.n_threads
-        reading, ready = list[Writing](), list[Writing]()
+        reading, ready = list[Writing](), list[Writing]()  # at most as many as there are slots
         for writing in [*self._running]:
             for model in writing.seat.team.models.values():
                 model.n_threads = n_threads
+            if len(reading) + len(ready) == self._n_slots:
+                break
             if self._waits(writing):
                 continue
             if writing.unread:

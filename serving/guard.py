@@ -8,6 +8,7 @@ sends has to come from the page of this server.
 import hashlib
 import hmac
 import ipaddress
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from contextlib import suppress
@@ -17,6 +18,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from .asked import Refused
+from .engine import Client
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -24,11 +26,12 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 OPEN = ("/", "/health")  # for who has no key, too: they tell nothing
 QUIET = ("/health", "/metrics")  # that somebody asks for all the time
+NETWORK_BITS = {4: 32, 6: 64}  # of an address, that are one client's
 OURS = ("same-origin", "none")  # as browsers say that they come from here, or from nowhere
 
 
 class Guard:
-    """Around an app: refuses who may not ask, tells errors in OpenAI's shape and each request in a line.
+    """Around an app: refuses who may not ask, notes who asks, tells errors in OpenAI's shape and each request in a line.
 
     keys: of which one has to be brought; empty: none. hosts: names that a request may call this host by where there are no keys,
     beside addresses. tell: a line of the log.
@@ -42,19 +45,24 @@ class Guard:
         if scope["type"] != "http":
             return
         begin, status, notes = time.perf_counter(), 0, scope.setdefault("notes", list[str]())
+        name = f"req_{secrets.token_hex(8)}"
 
         async def sending(message: MutableMapping[str, Any]) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-content-type-options", b"nosniff")]
+                message["headers"] = [
+                    *message["headers"],
+                    (b"x-content-type-options", b"nosniff"),
+                    (b"x-request-id", name.encode()),
+                ]
             await send(message)
 
         try:
-            self._check(scope)
+            scope["who"] = self._checked(scope)
             await self._app(scope, receive, sending)
         except Refused as error:
-            notes.append(error.code or "")
+            notes.append(error.note)
             if not status:
                 await refusal(error)(scope, receive, sending)
         except OSError:  # the client has left, or reads nothing
@@ -67,19 +75,21 @@ class Guard:
         finally:
             if scope["path"] not in QUIET:
                 seconds = time.perf_counter() - begin
-                told = f"{scope['method'][:8]} {scope['path'][:60]!r} {status or '-'} {seconds:.2f} s {', '.join(notes)}"
-                self._tell(told.rstrip())
+                told = f"{scope['method'][:8]} {scope['path'][:60]!r} {status or '-'} {seconds:.2f} s"
+                self._tell(" ".join([told, *([", ".join(noted)] if (noted := [*filter(None, notes)]) else []), f"({name})"]))
 
-    def _check(self, scope: Scope) -> None:
-        """Raises Refused for who may not ask."""
+    def _checked(self, scope: Scope) -> Client:
+        """Who asks: the owner of a key, or an address. Raises Refused for who may not."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get("host", "")
         if not self._keys and not self._is_ours(host):
             raise Refused(f"this server is not {host[:80]!r}; ask it by its address", None, "host_not_allowed", 403)
         if not _is_from_here(headers, host, scope):
             raise Refused("pages of other sites may not ask here", None, "origin_not_allowed", 403)
-        if self._keys and scope["path"] not in OPEN and not self._has_key(headers.get("authorization", "")):
+        key = self._key_of(headers.get("authorization", ""))
+        if self._keys and scope["path"] not in OPEN and not key:
             raise Refused("the API key is missing or wrong; Authorization: Bearer KEY brings it", None, "invalid_api_key", 401)
+        return Client(key or _network(scope), key)
 
     def _is_ours(self, host: str) -> bool:
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
@@ -88,11 +98,11 @@ class Guard:
             return True
         return name.lower() in self._hosts
 
-    def _has_key(self, brought: str) -> bool:
-        """In a time that does not tell how much of it is right."""
+    def _key_of(self, brought: str) -> str:
+        """Which of the keys is brought, "" for none; in a time that does not tell how much of it is right."""
         kind, _, key = brought.partition(" ")
-        found = [hmac.compare_digest(_digest(key.strip()), ours) for ours in self._keys]
-        return any(found) and kind.lower() == "bearer"
+        found = [ours for ours in self._keys if hmac.compare_digest(_digest(key.strip()), ours)]
+        return found[0].hex() if found and kind.lower() == "bearer" else ""
 
 
 FAILED = partial(Refused, "the server failed; its log says more", None, "server_error", 500)
@@ -113,6 +123,16 @@ def _is_from_here(headers: Mapping[str, str], host: str, scope: Scope) -> bool:
         return headers["origin"].partition("://")[2].lower() == host.lower() != ""
     is_link = scope["method"] == "GET" and scope["path"] == "/"
     return headers.get("sec-fetch-site", "none") in OURS or is_link
+
+
+def _network(scope: Scope) -> str:
+    """The address that a request came from; of IPv6 the part that one owner has."""
+    try:
+        address = ipaddress.ip_address((scope.get("client") or ("",))[0])
+        address = getattr(address, "ipv4_mapped", None) or address
+        return str(ipaddress.ip_network((int(address), NETWORK_BITS[address.version]), strict=False))
+    except ValueError:
+        return ""
 
 
 def _digest(key: str) -> bytes:

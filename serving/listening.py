@@ -7,62 +7,139 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .guard import App
+from .asked import Refused
+from .guard import App, Receive, Scope, Send, refusal
 
 HEADER_SECONDS = 10.0  # that a client may take for a request's head
+READER_SECONDS = 30.0  # that a client may take to read what waits for it, which is a piece of an answer
 KEEP_ALIVE_SECONDS = 30  # that a connection waits for its next request
-MOST_CONNECTIONS = 128  # beyond which those that wait are closed; twice as many may be answered at once
+MOST_CONNECTIONS = 128  # beyond which one that waits for its client gives way; twice as many may be answered at once
 LAST_WORDS_SECONDS = 5  # behind the grace, for clients that read slowly
+PROBES_SECONDS = (0.05, 1.0)  # between signs of life to who sends no more: the first one's, and any later one's
 
 
 class Patient(H11Protocol):
-    """A connection that is closed where a request's head does not come in time, or where others have waited for less long.
+    """A connection that is closed where its client keeps it waiting: for a request's head, or for what it does not read.
 
-    What comes behind a body that was refused is read, and dropped, as long: or the client would never see why.
+    Where there are too many, the one gives way that has waited longest for its client: those whose client does not read first,
+    then those that wait for a head or a body. What comes behind a body that was refused is read, and dropped, as long: or the
+    client would never see why.
     """
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # so that writing is paused as long as anything waits to be read
         self._timer: asyncio.TimerHandle | None = None
+        self._probing: asyncio.TimerHandle | None = None
+        self._reader: asyncio.TimerHandle | None = None
+        self._since = self.loop.time()  # when it began to wait for its client, if it does
+        self._is_over = False
         self._await_head()
-        self.since = self.loop.time()
-        there = [other for other in self.connections if not other.transport.is_closing()]
-        idle = [other for other in there if other.is_idle and other is not self]
-        if len(there) > MOST_CONNECTIONS and idle:
-            min(idle, key=lambda other: other.since).give_up()
+        there = [other for other in self.connections if not other._is_over]
+        waiting = [other for other in there if other is not self and other.waits_for_client]
+        if len(there) > MOST_CONNECTIONS and waiting:
+            min(waiting, key=lambda other: (not other.is_stuck, other._since)).give_up()
+        elif len(there) > 2 * MOST_CONNECTIONS:
+            self.app = _busy
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is being answered."""
         return self.cycle is None or bool(self.cycle.response_complete)
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether something waits to be read."""
+        return self._reader is not None
+
+    @property
+    def waits_for_client(self) -> bool:
+        """To read, or to send a head or a body."""
+        return self.is_stuck or self.is_idle or bool(self.cycle.more_body)
+
     def data_received(self, data: bytes) -> None:
+        was_idle = self.is_idle
         super().data_received(data)
+        if was_idle and not self.is_idle and not self.is_stuck:
+            self._since = self.loop.time()
         self._await_head()
+
+    def eof_received(self) -> bool:
+        """Who has asked and sends no more may still read, as `nc -N` does. Who has left looks the same until something is sent:
+        so interim responses are, which a client that reads passes over (RFC 9110, 15.2)."""
+        if self.is_idle or self.cycle.more_body:
+            return False
+        self.cycle.keep_alive = False
+        self._probe()
+        return True
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._since = self.loop.time()
+        self._reader = self.loop.call_later(READER_SECONDS, self.give_up)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._since = self.loop.time()
+        _stop(self._reader)
+        self._reader = None
+
+    def on_response_complete(self) -> None:
+        if not self.is_stuck:
+            self._since = self.loop.time()
+        super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget()
         super().connection_lost(exc)
 
+    def send_400_response(self, msg: str) -> None:
+        """To what is no HTTP."""
+        error = Refused(msg.lower().rstrip("."), None, "invalid_request")
+        reply = refusal(error)
+        headers = [*reply.raw_headers, (b"connection", b"close")]
+        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=bytes(reply.body)), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
+
+    def _probe(self, seconds: float = PROBES_SECONDS[0]) -> None:
+        if self.is_idle or self.cycle.response_started or self.scope["http_version"] != "1.1":
+            return
+        self.transport.write(self.conn.send(h11.InformationalResponse(status_code=102, headers=[], reason="Processing")))
+        self._probing = self.loop.call_later(seconds, self._probe, PROBES_SECONDS[1])
+
     def _await_head(self) -> None:
         """Begins to count, unless a request is being answered, or it counts already."""
         if not self.is_idle:
-            self._forget()
+            _stop(self._timer)
+            self._timer = None
         elif self._timer is None and self.timeout_keep_alive_task is None:
             self._timer = self.loop.call_later(HEADER_SECONDS, self.give_up)
 
     def _forget(self) -> None:
-        if self._timer:
-            self._timer.cancel()
-        self._timer = None
+        for timer in (self._timer, self._probing, self._reader):
+            _stop(timer)
 
     def give_up(self) -> None:
+        """At once: what waits to be read is dropped."""
+        self._is_over = True
         self._forget()
-        if not self.transport.is_closing():
-            self.transport.close()
+        self.transport.abort()
+
+
+def _stop(timer: asyncio.TimerHandle | None) -> None:
+    if timer:
+        timer.cancel()
+
+
+async def _busy(scope: Scope, receive: Receive, send: Send) -> None:
+    """In the place of the app, for more connections than are answered."""
+    error = Refused("as many clients are being answered as may; ask again later", None, "too_many_connections", 503)
+    await refusal(error)(scope, receive, send)
 
 
 class Log(logging.Handler):
@@ -110,7 +187,6 @@ class Listener:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=2 * MOST_CONNECTIONS,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=int(grace) + LAST_WORDS_SECONDS,
         )

@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+COARSE = 1000  # tokens: a finer number would tell one client how another one's prompts begin
 BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
 
 
@@ -45,7 +46,7 @@ TOLD = {
     "cancelled": ("requests_cancelled_total", "counter", "Texts whose client left."),
     "failed": ("requests_failed_total", "counter", "Texts that ended in an error."),
     "prompt_tokens": ("prompt_tokens_total", "counter", "Tokens of prompts."),
-    "cached_tokens": ("prompt_tokens_cached_total", "counter", "Of these, tokens that a cache held already."),
+    "cached_tokens": ("prompt_tokens_cached_total", "counter", "Of these, tokens that a cache held already, in whole thousands."),
     "generated_tokens": ("generated_tokens_total", "counter", "Tokens that were written."),
     "drafted_tokens": ("drafted_tokens_total", "counter", "Tokens that were guessed."),
     "accepted_tokens": ("accepted_tokens_total", "counter", "Guessed tokens that stood."),
@@ -61,7 +62,8 @@ def exposition(figures: Figures) -> str:
 def _lines(figures: Figures) -> Iterator[str]:
     for name, (told, kind, what) in TOLD.items():
         yield from _head(told, kind, what)
-        yield f"specdec_{told} {getattr(figures, name)}"
+        value = getattr(figures, name)
+        yield f"specdec_{told} {value // COARSE * COARSE if name == 'cached_tokens' else value}"
     drafted = figures.drafted_tokens
     yield from _head("acceptance_rate", "gauge", "Accepted over guessed tokens, since the start.")
     yield f"specdec_acceptance_rate {figures.accepted_tokens / drafted if drafted else 0.0:g}"

@@ -12,10 +12,13 @@ GRAIN = 128  # tokens, by which sizes of caches are told
 
 
 class Seat:
-    """The models with caches of a text's own. n_reserved: tokens that it may grow to; n_longest: that it has held."""
+    """The models with caches of a text's own. n_reserved: tokens that it may grow to; n_longest: that it has held.
 
-    def __init__(self, team: Team) -> None:
-        self.team = team
+    owner: who may go on with what it holds.
+    """
+
+    def __init__(self, team: Team, owner: str) -> None:
+        self.team, self.owner = team, owner
         self.n_reserved = self.n_longest = 0
 
     def n_cached(self, prompt: list[int]) -> int:
@@ -50,6 +53,8 @@ class Seat:
 class Seats:
     """Seats whose caches take at most so many bytes, or one alone. The one that has been idle longest is dropped first.
 
+    What a seat holds is read by its owner's texts alone: how long a prompt takes would tell others how it begins.
+
     n_idle: how many may be idle; where there are as many, the one that has been so longest is taken for another talk.
     """
 
@@ -58,16 +63,16 @@ class Seats:
         self._bytes: dict[int, int] = {}  # of a seat, by tokens
         self._idle, self._taken = list[Seat](), list[Seat]()  # the first has been idle longest
 
-    def take(self, prompt: list[int], n_tokens: int) -> Seat | None:
+    def take(self, prompt: list[int], n_tokens: int, owner: str = "") -> Seat | None:
         """A seat for a text of up to so many tokens, which holds what any holds of the prompt. None: no room yet.
 
         That is the one that holds it, where little else would be lost, or a copy: of instructions, say, that all begin with.
         """
         if not self._fits(self._taken, n_tokens):
             return None
-        held = {seat: seat.n_cached(prompt) for seat in (*self._taken, *self._idle)}
+        held = {seat: seat.n_cached(prompt) for seat in (*self._taken, *self._idle) if seat.owner == owner}
         source = max((seat for seat, n in held.items() if n >= LEAST_SHARED), default=None, key=held.__getitem__)
-        seat = self._spare(source, held[source] if source else 0, n_tokens)
+        seat = self._spare(source, held[source] if source else 0, n_tokens, owner)
         seat.n_reserved = n_tokens
         while self._idle and not self._fits((*self._idle, *self._taken), seat.n_most):
             del self._idle[0]
@@ -86,20 +91,21 @@ class Seats:
     def drop(self, seat: Seat) -> None:
         self._taken.remove(seat)
 
-    def _spare(self, source: Seat | None, n: int, n_tokens: int) -> Seat:
+    def _spare(self, source: Seat | None, n: int, n_tokens: int, owner: str) -> Seat:
         """A seat that is in nobody's use from now on: the source, which holds n tokens of a prompt, if it is idle and not worth
         keeping; an empty one; a new one; or, of as many as may be idle, the one that has been so longest. None that would be too
-        large beside those that are taken."""
+        large beside those that are taken, and of another owner's the place alone."""
         idle = [seat for seat in self._idle if self._fits(self._taken, max(n_tokens, seat.n_longest))]
         seat = next((seat for seat in idle if not seat.n_held), None)
         if source and source in idle and not self._is_worth_keeping(source, n, n_tokens):
             seat = source
         elif not seat and len(self._idle) >= self._most_idle:
             seat = idle[0] if idle else self._idle.pop(0)
-        if seat not in self._idle:
-            return Seat(self._new())
-        self._idle.remove(seat)
-        return seat
+        if seat in self._idle:
+            self._idle.remove(seat)
+            if seat.owner == owner:
+                return seat
+        return Seat(self._new(), owner)
 
     def _is_worth_keeping(self, source: Seat, n: int, n_tokens: int) -> bool:
         """Beside a copy of n of its tokens: for what else it holds, of which there is more than that or room for both."""

@@ -59,7 +59,7 @@ MAY_IMPORT = {
 OUTSIDE = {
     "commands": {"typer", "rich"},
     "screens": {"rich"},
-    "serving": {"numpy", "starlette", "uvicorn"},
+    "serving": {"h11", "numpy", "starlette", "uvicorn"},
     "measuring": {"numpy", "rich"},
     "drafting": {"numpy"},
     "text": {"jinja2", "llguidance", "numpy", "tokenizers"},

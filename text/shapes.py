@@ -7,8 +7,11 @@ how the tokenizer would write that continuation, so that the text is written as 
 import functools
 import json
 import re
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -17,23 +20,31 @@ from ..decoding import Draft, Shape, Walk
 from ..readers import extras
 from ..tokenizer import NO_TEXT_YET, AnyTokenizer
 from .shape_worker import matcher_of
-from .workers import Unanswered, Worker
+from .workers import Lost, Unanswered, Worker
 
 NEEDS = {extras.GUIDANCE: "to write in a shape"}
 MOST_SCHEMA, MOST_PATTERN = 100_000, 10_000  # characters
 MOST_REPEATED = 100_000  # times that a part of a pattern may stand
 BUILDING_SECONDS = 3.0
-KEPT_SHAPES, KEPT_VOCABULARIES, KEPT_SPELLINGS = 16, 4, 4096
+BUILDERS = 2  # shapes that are built at once
+KEPT_SHAPES, KEPT_REFUSALS, KEPT_VOCABULARIES, KEPT_SPELLINGS = 16, 64, 4, 4096
+TRIED = 32  # tokens that a shape forces are tried before it is believed
 ATTEMPTS = 2
 LEAST_SPELLED = 32  # characters: so far ahead, and two of the longest tokens, the tokenizer writes what must follow
+ANY_OBJECT = {"type": "object"}
 STYLE = {
     "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": False, "lenient": False,
 }  # fmt: skip
 # by a mask's bytes, a token a bit: 17 us for 49,152 tokens, of which numpy's own masks take 30 to 280
 LIMITS_OF_BITS = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, np.float32(np.inf), np.float32(-np.inf))
 SPECIAL = b"\xff"  # what llguidance begins the names of special tokens with; no text holds it
+Value = TypeVar("Value")
 # of a regex: what repeats or may hold a repetition, and whatever else
 _PARTS = re.compile(r"\\[pPxuU]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(|\{(\d{1,18})(?:,(\d{0,18}))?\}|.", re.DOTALL)
+
+
+class ShapeError(ValueError):
+    """A shape that a text cannot be written in: it begins with what the text loses, or cannot go on."""
 
 
 class GuidedShape:
@@ -46,7 +57,7 @@ class GuidedShape:
     def begin(self, prompt: list[int]) -> Walk:
         walk = GuidedWalk(self)
         if self.vocabulary.loses_space(prompt) and (walk.allowed() & self.vocabulary.spaced).any():
-            raise ValueError("the shape may begin with a space, which a text without a prompt loses; give it a prompt")
+            raise ShapeError("the shape may begin with a space, which a text without a prompt loses; give it a prompt")
         return walk
 
     def renew(self) -> None:
@@ -153,7 +164,7 @@ class GuidedWalk:
         """Raises ValueError where nothing fits any more, which llguidance takes for an end."""
         if self._matcher.is_error():
             reason = _reason(self._matcher.get_error())
-            raise self._shape.vocabulary.told() or ValueError(f"the shape cannot go on: {reason}")
+            raise self._shape.vocabulary.told() or ShapeError(f"the shape cannot go on: {reason}")
 
 
 class _Vocabulary:
@@ -240,11 +251,77 @@ def check_shape(shape: Shape | None, tokenizer: AnyTokenizer) -> None:
         raise ValueError("the shape was made for another tokenizer; make it by this decoder's json_schema, json_object or regex")
 
 
+class Grammar(NamedTuple):
+    """What a shape is built from. kind: "schema" or "regex", of which `said` is the text."""
+
+    tokenizer: AnyTokenizer
+    kind: str
+    said: str
+
+    def kept(self) -> GuidedShape | None:
+        """The shape, if somebody has built it. Raises ValueError where it was refused."""
+        with _KEEPING:
+            if self in _SHAPES:
+                _SHAPES.move_to_end(self)
+                return _SHAPES[self]
+            if refused := _REFUSALS.get(self):
+                raise ValueError(refused)
+        return None
+
+    def built(self) -> GuidedShape:
+        """The shape, one for all who ask: texts share what its lexer has found out. Raises ValueError, in a line."""
+        if lacking := extras.missing(NEEDS):
+            raise ValueError(lacking)
+        if (shape := self.kept()) is not None:
+            return shape
+        try:
+            shape = self._new()
+        except Lost:
+            raise
+        except ValueError as error:
+            refused = f"the {self.kind} cannot be used: {_reason(str(error))}"
+            with _KEEPING:
+                _keep(_REFUSALS, self, refused, KEPT_REFUSALS)
+            raise ValueError(refused) from None
+        with _KEEPING:
+            return _keep(_SHAPES, self, shape, KEPT_SHAPES)
+
+    def _new(self) -> GuidedShape:
+        import llguidance
+
+        grammar = self.said if self.kind == "schema" else llguidance.LLMatcher.grammar_from_regex(self.said)
+        worker = _BUILDERS.get()
+        try:
+            trouble = worker.ask({"grammar": grammar}, BUILDING_SECONDS).get("error")
+        except Unanswered as error:
+            raise ValueError("it takes too long to build" if error.is_late else "it needs too much memory") from None
+        finally:
+            _BUILDERS.put(worker)
+        if trouble:
+            raise ValueError(trouble)
+        shape = GuidedShape(_vocabulary(self.tokenizer), grammar)  # type: ignore[arg-type]
+        walk = GuidedWalk(shape)
+        walk.takes(walk.forced(TRIED))
+        if not walk.is_over:
+            walk.allowed()
+        return shape
+
+
 def json_schema(tokenizer: AnyTokenizer, schema: Mapping[str, Any]) -> GuidedShape:
     """One JSON value by a schema (JSON Schema, as far as llguidance does it), without space but behind "," and ":".
 
     Raises ValueError, in a line, for a schema that cannot be used, and where llguidance is missing.
     """
+    return grammar_of(tokenizer, schema).built()
+
+
+def json_object(tokenizer: AnyTokenizer) -> GuidedShape:
+    """Any one JSON object, written as `json_schema` says."""
+    return json_schema(tokenizer, ANY_OBJECT)
+
+
+def grammar_of(tokenizer: AnyTokenizer, schema: Mapping[str, Any]) -> Grammar:
+    """That of a schema, not built yet. Raises ValueError, in a line, for one that is none."""
     if not isinstance(schema, Mapping):
         raise TypeError(f"the schema is {checks.short(schema, repr)}; expected an object")
     if "x-guidance" in schema:
@@ -260,12 +337,7 @@ def json_schema(tokenizer: AnyTokenizer, schema: Mapping[str, Any]) -> GuidedSha
         raise ValueError(f"the schema has {len(text)} characters; at most {MOST_SCHEMA} are read")
     for pattern in _patterns(schema):
         _check_repeats(f"the schema's pattern {checks.short(pattern, repr)}", pattern)
-    return _built(tokenizer, "schema", f'{{"grammars": [{{"json_schema": {text}}}]}}')
-
-
-def json_object(tokenizer: AnyTokenizer) -> GuidedShape:
-    """Any one JSON object, written as `json_schema` says."""
-    return json_schema(tokenizer, {"type": "object"})
+    return Grammar(tokenizer, "schema", f'{{"grammars": [{{"json_schema": {text}}}]}}')
 
 
 def regex(tokenizer: AnyTokenizer, pattern: str) -> GuidedShape:
@@ -276,39 +348,23 @@ def regex(tokenizer: AnyTokenizer, pattern: str) -> GuidedShape:
     if len(pattern) > MOST_PATTERN:
         raise ValueError(f"the regex has {len(pattern)} characters; at most {MOST_PATTERN} are read")
     _check_repeats("the regex", pattern)
-    return _built(tokenizer, "regex", pattern)
+    return Grammar(tokenizer, "regex", pattern).built()
 
 
-def _built(tokenizer: AnyTokenizer, kind: str, said: str) -> GuidedShape:
-    """The shape of a regex, or of a schema's grammar."""
-    if lacking := extras.missing(NEEDS):
-        raise ValueError(lacking)
-    try:
-        return _kept(tokenizer, said, kind == "regex")  # type: ignore[arg-type]  # a protocol of objects, which have a hash
-    except ValueError as error:
-        raise ValueError(f"the {kind} cannot be used: {_reason(str(error))}") from None
+def _keep(kept: OrderedDict[Grammar, Value], grammar: Grammar, value: Value, most: int) -> Value:
+    """The value, or the one that somebody else has kept meanwhile."""
+    value = kept.setdefault(grammar, value)
+    while len(kept) > most:
+        kept.popitem(last=False)
+    return value
 
 
-@functools.lru_cache(KEPT_SHAPES)
-def _kept(tokenizer: AnyTokenizer, said: str, is_regex: bool) -> GuidedShape:
-    """One for all who ask, whose lexers share what they have found out. Raises ValueError with llguidance's words."""
-    import llguidance
-
-    grammar = llguidance.LLMatcher.grammar_from_regex(said) if is_regex else said
-    try:
-        trouble = _BUILDER.ask({"grammar": grammar}, BUILDING_SECONDS).get("error")
-    except Unanswered as error:
-        raise ValueError("it takes too long to build" if error.is_late else "it needs too much memory") from None
-    except OSError as error:
-        raise ValueError(f"no process to build it in: {error.strerror or error}") from None
-    if trouble:
-        raise ValueError(trouble)
-    vocabulary = _vocabulary(tokenizer)  # type: ignore[arg-type]
-    return GuidedShape(vocabulary, grammar)
-
-
+_SHAPES, _REFUSALS = OrderedDict[Grammar, GuidedShape](), OrderedDict[Grammar, str]()  # what was used last is the last
+_KEEPING = threading.Lock()
+_BUILDERS = SimpleQueue[Worker]()
+for _ in range(BUILDERS):
+    _BUILDERS.put(Worker("shape_worker"))
 _vocabulary = functools.lru_cache(KEPT_VOCABULARIES)(_Vocabulary)
-_BUILDER = Worker("shape_worker")
 
 
 def _reason(words: str) -> str:

@@ -267,7 +267,7 @@ def ends_of(render: Callable[..., str], request: dict[str, Any], whole: str) -> 
     if len(known) > MOST_KNOWN:
         known.clear()
     messages, ends = request["conversations"][0], []
-    hashes = [hash((request["source"], json.dumps([request["variables"], request["tools"]])))]
+    hashes = [hash((request["source"], json.dumps([request[name] for name in ("variables", "options", "tools")])))]
     for message in messages:
         hashes.append(hash((hashes[-1], json.dumps(message))))
     for n in request["beginnings"]:
@@ -327,8 +327,9 @@ def answer(request: dict[str, Any], _: bytes) -> dict[str, Any]:
     def render(messages: list[dict[str, Any]], tools: Any = tools) -> str:
         random.seed(0)
         text: str = compiled(request["source"]).render(
-            messages=messages, **request["variables"], tools=tools, xml_tools=tools, documents=None, add_generation_prompt=True
-        )
+            {**request["variables"], **request["options"]},
+            messages=messages, tools=tools, xml_tools=tools, documents=None, add_generation_prompt=True,
+        )  # fmt: skip
         return text
 
     try:
@@ -343,7 +344,7 @@ def answer(request: dict[str, Any], _: bytes) -> dict[str, Any]:
         if request["beginnings"] is None:
             return {"texts": texts}
         (messages,), (whole,) = request["conversations"], texts
-        taken = [request["source"], *request["variables"].values(), *strings_in([messages, tools])]
+        taken = [request["source"], *request["variables"].values(), *strings_in([messages, tools, request["options"]])]
         if 2 * len(set().union(*taken)) > len(STAND_INS):
             return {"error": f"messages of more than {len(STAND_INS) // 2} different characters"}
         meaning = Meaning(taken)

@@ -20,7 +20,9 @@ from .workers import Unanswered, Worker
 # role, content; of an answer also tokens: the ids that it was written in; what else `TOLD` names, of calls of tools
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]  # functions that a model may call, as templates take them
-TOLD = ("role", "content", "tool_calls", "tool_call_id", "name")  # what a template sees of a message
+Options = Mapping[str, bool | int | str]  # what a template may ask for beside messages, such as enable_thinking
+TOLD = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")  # what a template sees of a message
+NO_OPTIONS: Options = {}
 
 # Llama 2's own, which its llama2.c exports were trained with: such files name none
 LLAMA2_NAME = "llama2"
@@ -87,7 +89,11 @@ class ChatTemplate:
     @property
     def takes_tools(self) -> bool:
         """Whether it asks for any; SmolLM3's by another name."""
-        return re.search(r"\b(xml_)?tools\b", self.source) is not None
+        return self.asks_for("(xml_)?tools")
+
+    def asks_for(self, name: str) -> bool:
+        """Whether it may look at what goes by that name."""
+        return re.search(rf"\b{name}\b", self.source) is not None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ChatTemplate, (self.source, self.place, self.variables)
@@ -101,23 +107,35 @@ class ChatTemplate:
         texts: list[str] = self._asked(conversations, None, MOST_CHARACTERS)["texts"]
         return texts
 
-    def _rendered(self, messages: Sequence[Message], beginnings: list[int], most: int, tools: Tools | None) -> _Rendered:
+    def _rendered(
+        self, messages: Sequence[Message], beginnings: list[int], most: int, tools: Tools | None, options: Options
+    ) -> _Rendered:
         """The text, and where in it that of its first messages ends, so many each; -1 for what does not begin it.
 
         The beginnings of a talk of n turns have n times its length: they do not leave the other process, which keeps their ends.
         """
         ends = list[int]()
         for first in range(0, len(beginnings) or 1, RENDERED_AT_ONCE):
-            reply = self._asked([messages], beginnings[first : first + RENDERED_AT_ONCE], most, tools)
+            reply = self._asked([messages], beginnings[first : first + RENDERED_AT_ONCE], most, tools, options)
             ends += reply["ends"]
         return _Rendered(reply["texts"][0], reply["edges"], ends)
 
     def _asked(
-        self, conversations: Sequence[Sequence[Message]], beginnings: list[int] | None, most: int, tools: Tools | None = None
+        self,
+        conversations: Sequence[Sequence[Message]],
+        beginnings: list[int] | None,
+        most: int,
+        tools: Tools | None = None,
+        options: Options = NO_OPTIONS,
     ) -> dict[str, Any]:
         """The worker's reply. Raises TemplateError."""
         given = [[{key: message[key] for key in TOLD if key in message} for message in messages] for messages in conversations]
-        told = {"source": self.source, "variables": self.variables, "tools": [*tools] if tools else None}
+        told = {
+            "source": self.source,
+            "variables": self.variables,
+            "tools": [*tools] if tools else None,
+            "options": dict(options),
+        }
         request = told | {"conversations": given, "beginnings": beginnings}
         n_characters = sum(len(message["content"]) for messages in given for message in messages)
         seconds = PATIENCE_SECONDS + SECONDS_PER_CHARACTER * n_characters
@@ -126,8 +144,6 @@ class ChatTemplate:
         except Unanswered as error:
             late, ended = f"the template is not done after {seconds:.0f} seconds", "rendering ended without a word"
             reply = {"error": late if error.is_late else ended}
-        except OSError as error:
-            raise TemplateError(f"no process to render a chat template in: {error.strerror or error}") from None
         if "error" in reply:
             kind = TooLong if reply.get("is_too_long") else TemplateError
             raise kind(f"{self.place}: {' '.join(str(reply['error']).split())[:300]}")
@@ -141,6 +157,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         n_positions: int | None = None,
         tools: Tools | None = None,
+        options: Options = NO_OPTIONS,
     ) -> list[int]:
         """The ids of a conversation, up to where an answer begins.
 
@@ -153,7 +170,7 @@ class ChatTemplate:
         messages = checked(messages)
         with_tokens = [i for i, message in enumerate(messages) if message.get("tokens")]
         most = MOST_CHARACTERS if n_positions is None else n_positions * tokenizer.longest
-        whole = self._rendered(messages, with_tokens, most, tools)
+        whole = self._rendered(messages, with_tokens, most, tools, options)
         stream, ids, at = TextStream(tokenizer), list[int](), 0
         for i, end in zip(with_tokens, whole.ends, strict=True):
             if at <= end:

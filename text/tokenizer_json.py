@@ -85,8 +85,6 @@ class JsonTokenizer:
         except Unanswered as error:
             wrong = "takes too long for" if error.is_late else "needs more than 2 GiB of memory for"
             raise TokenizerError(f"the tokenizer {self.path} {wrong} a text of {n_characters} characters") from None
-        except OSError as error:
-            raise TokenizerError(f"no process to encode in: {error.strerror or error}") from None
         if "error" in answer:
             raise TokenizerError(f"the tokenizer {self.path} cannot encode the text: {checks.short(answer['error'])}")
         ids: list[int] = answer["ids"]
@@ -223,8 +221,6 @@ def _loaded(path: Path, data: bytes, worker: Worker) -> dict[str, Any]:
         raise TokenizerError(
             f"{path} {'takes too long to load' if error.is_late else 'needs more than 2 GiB of memory'}"
         ) from None
-    except OSError as error:
-        raise TokenizerError(f"no process to encode in: {error.strerror or error}") from None
     if "error" in holds:
         worker.close()
         reason = checks.short(holds["error"])

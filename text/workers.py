@@ -26,7 +26,18 @@ from typing import Any
 
 HERE = Path(__file__)
 BUSY = 8
+ATTEMPTS = 2
+ENDING_SECONDS = 1.0
+KILLED = -getattr(signal, "SIGKILL", 0) or None
 OUT_OF_TIME = -getattr(signal, "SIGXCPU", 0) or None  # what a process ended with that had no seconds left
+
+
+class Lost(ValueError):
+    """There is no process, or the system has ended one after the other: nothing is wrong with what was asked."""
+
+
+class Killed(Exception):
+    """The system has ended the process."""
 
 
 class Unanswered(Exception):
@@ -60,15 +71,29 @@ class Worker:
         self._end()
 
     def begin(self) -> dict[str, Any]:
-        """The answer to the beginning. Raises Unanswered, and OSError where there can be no process."""
-        with self._lock:
-            return self._begun()
+        """The answer to the beginning. Raises Unanswered, and Lost where there can be no process."""
+        return self._again(self._begun)
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """The answer to a request. Raises Unanswered, and OSError where there can be no process."""
-        with self._lock:
+        """The answer to a request. Raises Unanswered, and Lost where there can be no process."""
+
+        def asked() -> dict[str, Any]:
             self._begun()
             return self._answer(request, b"", seconds)
+
+        return self._again(asked)
+
+    def _again(self, answer: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The answer, of another process where the system has killed the first, as it does for want of memory."""
+        with self._lock:
+            for _ in range(ATTEMPTS):
+                try:
+                    return answer()
+                except OSError as error:
+                    raise Lost(f"no process to work in: {error.strerror or error}") from None
+                except Killed:
+                    pass
+        raise Lost("the system has ended the process that was to do this, more than once; free some memory")
 
     def _begun(self) -> dict[str, Any]:
         """What a process that had to be begun said; nothing, where there is one."""
@@ -108,8 +133,13 @@ class Worker:
             timer.cancel()
             timer.join()
         if is_late.is_set() or not reply.endswith(b"\n"):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING_SECONDS)  # of one that has closed its pipe; else it is ended now
+            code = process.returncode
             self.close()
-            raise Unanswered(is_late.is_set() or process.returncode == OUT_OF_TIME)
+            if not is_late.is_set() and code == KILLED:
+                raise Killed
+            raise Unanswered(is_late.is_set() or code == OUT_OF_TIME)
         answer: dict[str, Any] = json.loads(reply)
         return answer
 

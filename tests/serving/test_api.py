@@ -4,7 +4,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from specdec.serving import guard
 from specdec.serving.app import Service, app_of
 from specdec.serving.asked import MOST_NESTED, Model, body_of
 from specdec.serving.calls import Call, calls_of
-from specdec.serving.engine import Closed, Engine, Failed, Full, Hear, Job
+from specdec.serving.engine import Client, Closed, Engine, Failed, Full, Hear, Job
 from specdec.serving.guard import Guard
 from specdec.serving.metrics import BOUNDS, Figures, exposition
 from tests.folders import FIXTURES
@@ -41,13 +41,14 @@ class Script:
         self.events, self.error, self.figures, self.jobs = events, error, Figures(), list[Job]()
         self.n_cancelled = 0
 
-    def submit(self, job: Job, hear: Hear) -> "Script":
+    def submit_all(self, jobs: Sequence[Job], hears: Sequence[Hear], who: Client) -> list["Script"]:
         if self.error:
             raise self.error
-        self.jobs.append(job)
-        for event in self.events:
-            hear(event)
-        return self
+        self.jobs += jobs
+        for hear in hears:
+            for event in self.events:
+                hear(event)
+        return [self for _ in jobs]
 
     def cancel(self) -> None:
         self.n_cancelled += 1
@@ -188,7 +189,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, int, str]] = [
         for path in (CHAT, TEXT)
         for name, value in (
             ("frequency_penalty", 0.5), ("presence_penalty", -1), ("logit_bias", {"1": 2}), ("store", True), ("suffix", "x"),
-            ("functions", [{}]), ("service_tier", "priority"), ("echo", True), ("best_of", 2), ("frequency_penalty", False),
+            ("functions", [{}]), ("echo", True), ("min_p", 0.1),
+            ("ignore_eos", True), ("best_of", 2), ("frequency_penalty", False),
         )
     ],
     *[
@@ -216,7 +218,12 @@ REFUSED: list[tuple[str, dict[str, Any], str, int, str]] = [
     (CHAT, {"messages": [{"role": "user", "content": "robin " * 90000}]}, "messages", 400, "context_length_exceeded"),
     (TEXT, {"prompt": "robin " * 400}, "prompt", 400, "context_length_exceeded"),
     (TEXT, {"prompt": "robin " * 90000}, "prompt", 400, "context_length_exceeded"),
+    (TEXT, {"prompt": [5] * 400}, "prompt", 400, "context_length_exceeded"),
     (TEXT, {"prompt": [10**9]}, "prompt", 400, "invalid_value"),
+    (CHAT, {"chat_template_kwargs": {"messages": True}}, "chat_template_kwargs", 400, "invalid_value"),
+    (CHAT, {"chat_template_kwargs": {"a": "<|im_end|>"}}, "chat_template_kwargs", 400, "invalid_value"),
+    (CHAT, {"reasoning_effort": "very much"}, "reasoning_effort", 400, "invalid_value"),
+    (TEXT, {"reasoning_effort": "low"}, "reasoning_effort", 400, "unknown_parameter"),
     (TEXT, {"prompt": [[1], "x", 1.5]}, "prompt", 400, "invalid_value"),
     (TEXT, {"prompt": ["x"] * 9, "n": 2}, "n", 400, "invalid_value"),
     (TEXT, {"logprobs": 21}, "logprobs", 400, "invalid_value"),
@@ -234,7 +241,10 @@ def test_what_asks_for_nothing_special_is_taken(app: Any) -> None:
     numbers = {"frequency_penalty": 0, "presence_penalty": 0.0, "n": 1, "seed": -3}
     choices = {"store": False, "logprobs": False, "stream": False, "parallel_tool_calls": True, "tool_choice": "none"}
     others = {"logit_bias": {}, "metadata": None, "audio": None, "stop": None, "tools": [], "modalities": ["text"], "user": "ann"}
-    idle = {**numbers, **choices, **others, "response_format": {"type": "text"}, "service_tier": "auto"}
+    samplers = {"repetition_penalty": 1.0, "repeat_penalty": 1, "min_p": 0, "min_tokens": 0, "mirostat": 0, "ignore_eos": False}
+    servers = {"cache_prompt": True, "skip_special_tokens": True, "add_generation_prompt": True, "metadata": {"a": "b"}}
+    words = {"service_tier": "priority", "verbosity": "low", "reasoning_effort": "low", "chat_template_kwargs": {}}
+    idle = {**numbers, **choices, **others, **samplers, **servers, **words, "response_format": {"type": "text"}}
     assert ask(app, CHAT, {"messages": TALK, "max_tokens": 1, **idle}).status == 200
 
 
@@ -515,7 +525,9 @@ def test_templates_get_tools_calls_and_what_came_of_them(
 ) -> None:
     seen = list[Any]()
     encode = decoder.encode_chat
-    monkeypatch.setattr(decoder, "encode_chat", lambda messages, tools: seen.append((messages, tools)) or encode(messages, tools))
+    monkeypatch.setattr(
+        decoder, "encode_chat", lambda messages, tools, options: seen.append((messages, tools)) or encode(messages, tools)
+    )
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     talk = [
         *TALK,
@@ -594,6 +606,6 @@ def test_a_line_of_the_log_says_nothing_of_what_was_said(serving: Callable[..., 
     ask(app, CHAT, {"messages": [{"role": "user", "content": "canary"}], "max_tokens": 2})
     ask(app, "/\n\x1b[31m")
     ask(app, "/health")
-    assert len(log) == 2 and "canary" not in log[0] and re.search(r"200 \d+\.\d\d s \d+\+2 tokens$", log[0])
+    assert len(log) == 2 and "canary" not in log[0] and re.search(r"200 \d+\.\d\d s \d+\+2 tokens \(req_\w{16}\)$", log[0])
     assert "\x1b" not in log[1] and "\n" not in log[1]
     assert json.loads(json.dumps(log)) == log and isinstance(ask(app, "/health"), Reply)

@@ -281,7 +281,7 @@ def test_a_pass_that_fails_ends_the_text_that_is_to_blame(endless, engines, monk
 
 def test_a_text_that_no_cache_can_be_made_for_fails_alone(endless, engines, monkeypatch):
     engine, heard, new = engines(endless, cache_bytes=1), [Heard() for _ in range(3)], Seats.take
-    monkeypatch.setattr(Seats, "take", lambda seats, prompt, n: 1 / 0 if len(prompt) > 9 else new(seats, prompt, n))
+    monkeypatch.setattr(Seats, "take", lambda seats, prompt, *more: 1 / 0 if len(prompt) > 9 else new(seats, prompt, *more))
     jobs = [a_job(endless, 9, prompt) for prompt in ("abc", "abc " * 9, "ab")]
     for job, told in zip(jobs, heard, strict=True):
         engine.submit(job, told)

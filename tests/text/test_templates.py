@@ -368,7 +368,15 @@ def test_messages_may_hold_what_has_no_meaning(first: int) -> None:
 
 
 def test_messages_of_more_characters_than_there_are_stand_ins_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = {"source": CHATML, "variables": {}, "conversations": [USER], "beginnings": [], "tools": None, "most": 1000}
+    request = {
+        "source": CHATML,
+        "variables": {},
+        "conversations": [USER],
+        "beginnings": [],
+        "tools": None,
+        "options": {},
+        "most": 1000,
+    }
     assert template_worker.answer(request, b"")["edges"] == [17, 19, 51]
     monkeypatch.setattr(template_worker, "STAND_INS", range(0x40000, 0x40020))
     assert template_worker.answer(request, b"") == {"error": "messages of more than 16 different characters"}

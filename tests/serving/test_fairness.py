@@ -1,0 +1,297 @@
+"""Clients that would keep others waiting: who reads nothing, sends slowly, asks for much, or for what takes long to build."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="the extra [serve] is not installed")
+pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
+from starlette.requests import Request
+
+from specdec.serving import app as server
+from specdec.serving import building, engine, listening
+from specdec.serving.app import Room, body_of_bytes
+from specdec.serving.asked import Refused
+from specdec.serving.building import Builder, Busy
+from specdec.serving.engine import Client, Full
+from specdec.serving.metrics import Figures, exposition
+from tests.serving.test_engine import Heard, a_job, assert_same, endless, engines  # noqa: F401  (fixtures)
+from tests.serving.test_listening import asked, hello, listener
+from tests.serving.test_seats import Counted, some
+
+ROOT = Path(__file__).parents[2]
+ASKS = b"GET /x HTTP/1.1\r\nhost: localhost\r\n\r\n"
+LARGE = 1 << 20
+
+
+async def much(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(LARGE).encode())]})
+    for _ in range(16):
+        await send({"type": "http.response.body", "body": bytes(LARGE >> 4), "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def who_reads_nothing(address: tuple[str, int]) -> socket.socket:
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    one.settimeout(60)
+    one.connect(address)
+    one.sendall(ASKS * 50)
+    return one
+
+
+def test_clients_that_read_nothing_make_room_and_are_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "MOST_CONNECTIONS", 4)
+    with listener(much, []) as address:
+        with contextlib.ExitStack() as stack:
+            many = [stack.enter_context(who_reads_nothing(address)) for _ in range(20)]
+            for _ in range(3):
+                assert asked(address) == bytes(LARGE)
+            with pytest.raises(ConnectionError):  # the first ones have given way
+                while many[0].recv(1 << 20):
+                    pass
+                raise ConnectionError
+        monkeypatch.setattr(listening, "READER_SECONDS", 0.3)
+        with who_reads_nothing(address) as stuck:
+            time.sleep(1.0)
+            n, piece = 0, b"x"
+            with contextlib.suppress(ConnectionError):
+                while piece := stuck.recv(1 << 20):
+                    n += len(piece)
+            assert n < 50 * LARGE
+
+
+def test_who_reads_slowly_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "READER_SECONDS", 2.0)
+    with listener(much, []) as address, socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        slow.settimeout(60)
+        slow.connect(address)
+        slow.sendall(ASKS.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+        n, begin = 0, time.monotonic()
+        while piece := slow.recv(16384):
+            n += len(piece)
+            if time.monotonic() - begin < 3:
+                time.sleep(0.03)
+        assert n > LARGE
+
+
+async def late(scope: Any, receive: Any, send: Any) -> None:
+    """Answers behind a second, or tells that its client has left."""
+    while (message := await receive())["type"] != "http.disconnect" and message.get("more_body"):
+        pass
+    leaving = asyncio.ensure_future(receive())
+    done, _ = await asyncio.wait({leaving}, timeout=1.0 if scope["path"] == "/x" else 60)
+    leaving.cancel()
+    if done:
+        raise ConnectionResetError
+    await hello(scope, receive, send)
+
+
+def test_who_sends_no_more_still_reads_and_who_has_left_is_noticed() -> None:
+    log = list[str]()
+    with listener(late, log) as address:
+        with socket.create_connection(address, timeout=60) as half:
+            half.sendall(ASKS)
+            half.shutdown(socket.SHUT_WR)
+            came = b"".join(iter(lambda: half.recv(1000), b""))
+            assert came.startswith(b"HTTP/1.1 102 ") and came.endswith(b"hi")
+        with socket.create_connection(address, timeout=60) as gone:
+            gone.sendall(ASKS.replace(b"/x", b"/for-long"))
+        end = time.monotonic() + 30
+        while not any("for-long" in line for line in log):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    assert any("for-long" in line and "left" in line for line in log)
+
+
+def test_what_is_no_http_is_told_in_openais_shape() -> None:
+    with listener(hello, []) as address, socket.create_connection(address, timeout=60) as other:
+        other.sendall(b"nonsense\r\n\r\n")
+        came = b"".join(iter(lambda: other.recv(1000), b""))
+    assert b"400" in came.split(b"\r\n")[0] and b"content-type: application/json" in came.lower() and b'{"error":' in came
+
+
+# Bodies
+
+
+class Sender:
+    """Sends bodies of JSON as it is told to."""
+
+    def __init__(self) -> None:
+        self.messages = asyncio.Queue[dict[str, Any]]()
+        scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
+        self.request = Request(scope, self.messages.get)  # type: ignore[arg-type]
+
+    def send(self, n: int, more: bool = True) -> None:
+        self.messages.put_nowait({"type": "http.request", "body": bytes(n), "more_body": more})
+
+    async def read(self, room: Room) -> int | Refused:
+        try:
+            async with body_of_bytes(self.request, room) as data:
+                return len(data)
+        except Refused as error:
+            return error
+
+
+def test_unfinished_bodies_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that has stood still for longest gives way, and small ones always get in."""
+    monkeypatch.setattr(server, "MOST_OF_ALL_BYTES", 1 << 20)
+    monkeypatch.setattr(server, "SMALL_BYTES", 1000)
+
+    async def run() -> None:
+        room = Room()
+        stuck, goes_on, small, large = (Sender() for _ in range(4))
+        reading = [asyncio.ensure_future(each.read(room)) for each in (stuck, goes_on, small, large)]
+        stuck.send(500_000)
+        await asyncio.sleep(0.05)
+        goes_on.send(400_000)
+        await asyncio.sleep(0.05)
+        large.send(300_000)
+        await asyncio.sleep(0.05)
+        small.send(900, False)
+        large.send(1, False)
+        goes_on.send(1, False)
+        refused, *sizes = await asyncio.gather(*reading)
+        assert isinstance(refused, Refused) and (refused.status, refused.code) == (429, "no_room")
+        assert sizes == [400_001, 900, 300_001] and not room.bodies
+
+    asyncio.run(run())
+
+
+def test_a_body_has_to_come_at_a_least_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "BODY_SECONDS", 0.5)
+    monkeypatch.setattr(server, "SMALL_BYTES", 1000)
+
+    async def run() -> None:
+        room, drips, flows = Room(), Sender(), Sender()
+        reading = [asyncio.ensure_future(each.read(room)) for each in (drips, flows)]
+        for _ in range(12):
+            drips.send(1)
+            flows.send(1000)
+            await asyncio.sleep(0.1)
+        flows.send(1, False)
+        slow, size = await asyncio.gather(*reading)
+        assert isinstance(slow, Refused) and slow.status == 408 and size == 12_001
+
+    asyncio.run(run())
+
+
+# Shapes
+
+
+class Slow:
+    """A grammar that takes its time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.n_built = seconds, 0
+
+    def kept(self) -> None:
+        return None
+
+    def built(self) -> "Slow":
+        time.sleep(self.seconds)
+        self.n_built += 1
+        return self
+
+
+def test_a_clients_shapes_keep_no_other_client_waiting_and_who_left_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "MOST_SECONDS", 0.5)
+
+    async def run() -> None:
+        builder, hostile = Builder(), [Slow(0.4) for _ in range(8)]
+        asks = [asyncio.ensure_future(builder.built(each, "enemy")) for each in hostile]  # type: ignore[arg-type]
+        await asyncio.sleep(0.01)
+        begin = time.monotonic()
+        quick = Slow(0.0)
+        assert await builder.built(quick, "friend") is quick  # type: ignore[arg-type,comparison-overlap]
+        assert time.monotonic() - begin < 0.35  # before the first of the others is done
+        asks[1].cancel()
+        done = await asyncio.gather(*asks, return_exceptions=True)
+        assert [each.n_built for each in hostile] == [1, 0, 1, 0, 0, 0, 0, 0]
+        assert [type(each) for each in done] == [Slow, asyncio.CancelledError, Slow, *[Busy] * 5]
+        many = [asyncio.ensure_future(builder.built(Slow(0.1), f"{i}")) for i in range(building.MOST_WAITING + 4)]  # type: ignore[arg-type]
+        told = await asyncio.gather(*many, return_exceptions=True)
+        assert sum(isinstance(each, Busy) for each in told) == 2
+
+    asyncio.run(run())
+
+
+# Turns, and whose caches are whose
+
+
+def test_one_client_keeps_no_other_one_out(endless: Any, engines: Callable[..., Any]) -> None:  # noqa: F811
+    busy, greedy, other = engines(endless, n_slots=2, n_queue=3), Client("a", "a"), Client("b", "b")
+    many = [Heard() for _ in range(5)]
+    tickets = [busy.submit(a_job(endless, 50_000), heard, greedy) for heard in many]
+    with pytest.raises(Full):
+        busy.submit(a_job(endless, 5), Heard(), greedy)
+    heard, second = Heard(), Heard()
+    for told in (heard, second):
+        with contextlib.suppress(Full):
+            busy.submit(a_job(endless, 5), told, other)
+    assert_same(endless, a_job(endless, 5), heard)
+    assert not second.events and not any(told.ended.is_set() for told in many)
+    for ticket in tickets[:2]:
+        ticket.cancel()
+    assert many[2].spoke.wait(60)
+
+
+def test_all_texts_of_a_request_are_taken_or_none(endless: Any, engines: Callable[..., Any]) -> None:  # noqa: F811
+    busy = engines(endless, n_slots=1, n_queue=2)
+    busy.submit(a_job(endless, 50_000), Heard())
+    with pytest.raises(Full):
+        busy.submit_all([a_job(endless, 5)] * 3, [Heard()] * 3, Client())
+    assert busy.figures.queued + busy.figures.running == 1
+    assert engine.MORE_CLIENTS > 0
+
+
+def test_what_one_owner_said_is_in_nobody_elses_cache(endless: Any, engines: Callable[..., Any]) -> None:  # noqa: F811
+    seats, prompt = Counted(endless, 100), [1, *some(60)]
+    first = seats.take(prompt, 90, "ann")
+    first.team.target.forward(prompt)
+    assert seats.take(prompt, 90, "bob").n_held == 0
+    seats.give(first, 61)
+    assert seats.take(prompt, 90, "bob").n_held == 0
+    assert seats.take(prompt, 90, "ann").n_held == 61
+    few = Counted(endless, 100)
+    few._most_idle = 1
+    seat = few.take(prompt, 90, "ann")
+    seat.team.target.forward(prompt)
+    few.give(seat, 61)
+    assert few.take(prompt, 90, "bob").n_held == 0  # though it sits where the other one was
+    shared = engines(endless)
+    for who, n in (("ann", 0), ("bob", 0), ("ann", 60)):
+        before, heard = shared.figures.cached_tokens, Heard()
+        job = a_job(endless, 3, "abc " * 20)
+        shared.submit(job, heard, Client(who, who))
+        assert_same(endless, job, heard)
+        assert (shared.figures.cached_tokens - before >= 20) is (n > 0)
+    assert "prompt_tokens_cached_total 12000\n" in exposition(Figures(cached_tokens=12_999))
+
+
+def test_a_log_that_nobody_reads_stops_nothing() -> None:
+    """Its lines are dropped and counted; the process ends as it would."""
+    code = (
+        "import specdec.commands.serve as serve, time, sys\n"
+        "log = serve.Log()\n"
+        "for i in range(50_000): log.tell('x' * 100)\n"
+        "print('said', flush=True); sys.stdin.readline()\n"
+        "time.sleep(0.5); log.tell('at the end'); time.sleep(0.5)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", f"import tests\n{code}"]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment, cwd=ROOT) as process:
+        assert process.stdout and process.stdout.readline() == "said\n"
+        _, log = process.communicate("\n", timeout=60)
+    assert process.returncode == 0 and "lines of the log were dropped" in log and "at the end" in log
