@@ -4,14 +4,14 @@ import itertools
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..decoding import Event, Prompt, Proposal, Statistics, Step, TokenLogprob
 from ..text.wording import Until
 from ..tokenizer import AnyTokenizer, TextStream
 from .asked import Asked, Model
-from .calls import Call, Said
+from .calls import Call, More, Said
 from .engine import Job
 
 # of decoding's reasons, those that are no end of the model's own
@@ -27,7 +27,7 @@ class Delta:
     """
 
     words: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[Call | More] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: str | None = None
     details: dict[str, Any] | None = None
@@ -37,9 +37,22 @@ class Delta:
 
     def add(self, other: "Delta") -> None:
         self.words += other.words
-        self.calls += other.calls
+        for each in other.calls:
+            self._add_call(each)
         self.logprobs += other.logprobs
         self.finish, self.details = other.finish, other.details
+
+    def says(self, said: Said) -> None:
+        if isinstance(said, str):
+            self.words += said
+        else:
+            self._add_call(said)
+
+    def _add_call(self, call: Call | More) -> None:
+        if self.calls and isinstance(call, More):
+            self.calls[-1] = replace(self.calls[-1], arguments=self.calls[-1].arguments + call.arguments)
+        else:
+            self.calls.append(call)
 
 
 class Choice:
@@ -63,11 +76,11 @@ class Choice:
             said = self._calls.push(event.text)
             if event.stop_reason:
                 said += self._calls.end()
-        calls = [each for each in said if isinstance(each, Call)]
-        if self._one_call:
-            calls = calls[: 1 - self.n_calls]
-        self.n_calls += len(calls)
-        delta = Delta("".join([each for each in said if isinstance(each, str)]), calls, list(event.logprobs or ()))
+        delta = Delta(logprobs=list(event.logprobs or ()))
+        for each in said:
+            self.n_calls += isinstance(each, Call)
+            if isinstance(each, str) or not self._one_call or self.n_calls == 1:
+                delta.says(each)
         if event.stop_reason:
             delta.finish = "length" if event.stop_reason in CUT else "tool_calls" if self.n_calls else "stop"
         if self._reading:
@@ -135,9 +148,10 @@ class Answer:
             return self._chunk([self._choice(index, text=delta.words, **finish)], delta.details)
         told: dict[str, Any] = {"content": delta.words} if delta.words else {}
         if delta.calls:
-            first = self._n_calls[index]
-            self._n_calls[index] += len(delta.calls)
-            told["tool_calls"] = [{"index": first + i, **_call(call)} for i, call in enumerate(delta.calls)]
+            told["tool_calls"] = []
+            for call in delta.calls:
+                self._n_calls[index] += isinstance(call, Call)
+                told["tool_calls"].append({"index": self._n_calls[index] - 1, **_call(call)})
         return self._chunk([self._choice(index, delta=told, **finish)], delta.details)
 
     def last_chunk(self) -> dict[str, Any] | None:
@@ -232,6 +246,8 @@ class Answer:
         return next((name for name, each in specials.items() if each == token), f"<{token}>"), None
 
 
-def _call(call: Call) -> dict[str, Any]:
+def _call(call: Call | More) -> dict[str, Any]:
+    if isinstance(call, More):
+        return {"function": {"arguments": call.arguments}}
     named = {"name": call.name, "arguments": call.arguments}
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": named}

@@ -1,27 +1,43 @@
 """Calls of tools in what a model writes: JSON in tags, as of Qwen and SmolLM, or alone, as of Llama 3. Knows no requests."""
 
 import json
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"  # of Llama 3's templates
+ARGUMENTS = ("arguments", "parameters")  # what they are called
+KEYS = ("name", *ARGUMENTS, "id", "type")  # an object that has others is no call
+SPACE = " \t\n\r"  # of JSON
+CLOSES = {"{": "}", "[": "]"}
+OPENS = {closes: opens for opens, closes in CLOSES.items()}
+WORD = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?|true|false|null", re.ASCII)
+LONGEST_NUMBER = 400
+FIRST_ESCAPED = 9  # what follows a backslash; of \\u, four digits do
 
 
 @dataclass(frozen=True)
 class Call:
-    """arguments: a JSON object, written out."""
+    """A call begins. arguments: of a JSON object, as it is written, as far as it has come."""
 
     name: str
+    arguments: str = ""
+
+
+@dataclass(frozen=True)
+class More:
+    """What the arguments of the last call go on with."""
+
     arguments: str
 
 
-Said = str | Call
+Said = str | Call | More
 
 
 class Calls(Protocol):
-    """A text that comes in pieces becomes text and calls, in their order."""
+    """A text that comes in pieces becomes text and calls, in their order, each as soon as it cannot become anything else."""
 
     def push(self, piece: str) -> list[Said]: ...
     def end(self) -> list[Said]: ...
@@ -37,17 +53,151 @@ def calls_of(template: str, tools: Collection[str]) -> Calls | None:
 def call_of(text: str, tools: Collection[str]) -> Call | None:
     """The call that a text is: a JSON object of a name and arguments; None for any other."""
     try:
-        value = json.loads(text, parse_constant=_no_number)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or name not in tools:
         return None
-    arguments: Any = next((value[key] for key in ("arguments", "parameters") if key in value), {})
+    arguments: Any = next((value[key] for key in ARGUMENTS if key in value), {})
     return Call(name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
 
 
-def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON's")
+class Json:
+    """Reads JSON (RFC 8259) letter by letter. depth: in how many lists and objects; is_over: whether a value has ended."""
+
+    def __init__(self) -> None:
+        self._inside, self._awaits, self._escaped = list[str](), "value", 0
+        self._word = ""  # a number or a name that has begun
+        self.in_string = self.is_over = False
+
+    @property
+    def depth(self) -> int:
+        return len(self._inside)
+
+    @property
+    def awaits(self) -> str:
+        """What comes next, beside space: "value", "key", ":" or "," where the list or object may also end."""
+        return self._awaits
+
+    def takes(self, letter: str) -> bool:
+        """Whether it may stand there."""
+        if self.in_string:
+            return self._in_string(letter)
+        if self._word and letter not in SPACE + ",]}":
+            self._word += letter
+            return len(self._word) <= LONGEST_NUMBER
+        if self._word and not WORD.fullmatch(self._word):
+            return False
+        if self._word:
+            self._word = ""
+            self._ends()
+        if letter in SPACE:
+            return True
+        if self.is_over:
+            return False
+        match letter:
+            case "}" | "]" if self._inside and self._inside[-1] == OPENS[letter] and self._awaits in (",", f"first {letter}"):
+                self._inside.pop()
+                self._ends()
+            case "," if self._awaits == "," and self._inside:
+                self._awaits = "key" if self._inside[-1] == "{" else "value"
+            case ":" if self._awaits == ":":
+                self._awaits = "value"
+            case '"' if self._awaits in ("key", "value", "first }", "first ]"):
+                self.in_string = True
+            case "{" | "[" if self._awaits in ("value", "first ]"):
+                self._inside.append(letter)
+                self._awaits = f"first {CLOSES[letter]}"
+            case _ if self._awaits in ("value", "first ]") and letter in "-0123456789tfn":
+                self._word = letter
+            case _:
+                return False
+        return True
+
+    def _in_string(self, letter: str) -> bool:
+        if self._escaped:
+            is_first = self._escaped == FIRST_ESCAPED
+            self._escaped = 4 if is_first and letter == "u" else 0 if is_first else self._escaped - 1
+            return letter in '"\\/bfnrtu' if is_first else letter in "0123456789abcdefABCDEF"
+        if letter == "\\":
+            self._escaped = FIRST_ESCAPED
+        elif letter == '"':
+            self.in_string = False
+            if self._awaits in ("key", "first }"):
+                self._awaits = ":"
+            else:
+                self._ends()
+        return letter >= " "
+
+    def _ends(self) -> None:
+        """A value has."""
+        self._awaits, self.is_over = ",", not self._inside
+
+
+class Reading:
+    """A text that may be a call: a JSON object of a name and arguments. What it says is what can be nothing else.
+
+    is_text: whether it is none; held: what has come and is not said; is_call: whether it is one.
+    """
+
+    def __init__(self, tools: Collection[str]) -> None:
+        self._tools, self._json = tools, Json()
+        self.held, self._name, self._key, self._string = "", "", "", ""
+        self.is_text = self.is_call = self._is_within = False
+
+    @property
+    def is_over(self) -> bool:
+        return self._json.is_over
+
+    @property
+    def in_string(self) -> bool:
+        return self._json.in_string
+
+    def push(self, letter: str) -> list[Said]:
+        """Of text, nothing: `held` has it."""
+        was, awaited, depth = self._json.in_string, self._json.awaits, self._json.depth
+        is_taken = self._json.takes(letter)
+        if not self.is_call:
+            self.held += letter
+        if not is_taken:
+            self.is_text = not self.is_call
+            return [More(letter)] if self._is_within else []
+        if self._is_within:
+            self._is_within = self._json.depth > 1
+            return [More(letter)]
+        if depth == 0 and letter not in SPACE and letter != "{":
+            self.is_text = True
+        elif depth == 1 and not self.is_call:
+            return self._at_top(letter, was, awaited)
+        elif self.is_over and not self.is_call:
+            return self._whole()
+        return []
+
+    def _at_top(self, letter: str, was_string: bool, awaited: str) -> list[Said]:
+        """A letter right within the object, of a key or a value."""
+        if self.is_over:
+            return self._whole()
+        if self._json.in_string:
+            self._string = self._string + letter if was_string else '"'
+        elif was_string:
+            said, self._string = json.loads(self._string + letter), ""
+            if awaited in ("key", "first }"):
+                self._key = said
+                self.is_text = said not in KEYS
+            elif self._key == "name":
+                self._name = said
+                self.is_text = said not in self._tools
+        elif self._key in ARGUMENTS and awaited == "value" and letter == "{" and self._name:
+            self.is_call = self._is_within = True
+            self.held = ""
+            return [Call(self._name, "{")]
+        return []
+
+    def _whole(self) -> list[Said]:
+        """The object has ended, and it was not seen on the way that it is a call: the name came last, or no arguments."""
+        call = call_of(self.held, self._tools)
+        self.is_call, self.is_text = call is not None, call is None
+        return [call] if call else []
 
 
 class InTags:
@@ -56,26 +206,61 @@ class InTags:
     def __init__(self, tools: Collection[str]) -> None:
         self._tools = tools
         self._held, self._space = "", ""
-        self._is_inside = self._has_called = False
+        self._reading: Reading | None = None
+        self._has_called = False
 
     def push(self, piece: str) -> list[Said]:
-        self._held += piece
         said = list[Said]()
-        while True:
-            before, mark, behind = self._held.partition(CLOSE if self._is_inside else OPEN)
-            if not mark:
-                break
-            said += self._called(before, mark) if self._is_inside else self._text(before)
-            self._held, self._is_inside = behind, not self._is_inside
-        if not self._is_inside:  # what may become a tag waits for what follows
-            n = next((n for n in range(len(OPEN) - 1, 0, -1) if self._held.endswith(OPEN[:n])), 0)
-            said += self._text(self._held[: len(self._held) - n])
-            self._held = self._held[len(self._held) - n :]
+        for letter in piece:
+            said += self._inside(letter) if self._reading else self._outside(letter)
         return said
 
     def end(self) -> list[Said]:
-        said = self._called(self._held, "") if self._is_inside else self._text(self._held)
+        reading, self._reading = self._reading, None
+        said = [] if reading and reading.is_call else self._text((OPEN + reading.held if reading else "") + self._held)
+        self._held = ""
         return said if self._has_called or not self._space else [*said, self._space]
+
+    def _outside(self, letter: str) -> list[Said]:
+        """What may become a tag waits for what follows."""
+        self._held += letter
+        if self._held == OPEN:
+            self._held, self._reading = "", Reading(self._tools)
+            return []
+        n = next((n for n in range(min(len(OPEN), len(self._held)), 0, -1) if self._held.endswith(OPEN[:n])), 0)
+        words, self._held = self._held[: len(self._held) - n], self._held[len(self._held) - n :]
+        return self._text(words)
+
+    def _inside(self, letter: str) -> list[Said]:
+        """The tag that closes is none within a string."""
+        reading = self._reading
+        assert reading
+        if not reading.in_string and (self._held or letter == CLOSE[0]):
+            self._held += letter
+            if self._held == CLOSE:
+                return self._closed()
+            if CLOSE.startswith(self._held):
+                return []
+        letters, self._held = self._held or letter, ""
+        said = list[Said]()
+        for i, each in enumerate(letters):
+            if reading.is_over and each not in SPACE:
+                return [*said, *self._none(letters[i:])]
+            said += reading.push(each)
+            if reading.is_text:
+                return [*said, *self._none(letters[i + 1 :])]
+        if any(isinstance(each, Call) for each in said):
+            self._space, self._has_called = "", True
+        return said
+
+    def _closed(self) -> list[Said]:
+        return self._none(CLOSE) if self._reading and not self._reading.is_call else self._none("")
+
+    def _none(self, rest: str) -> list[Said]:
+        """The reading is over; if it was of no call, it was text, and so is the rest."""
+        reading, self._reading, self._held = self._reading, None, ""
+        before = OPEN + reading.held if reading and not reading.is_call else ""
+        return self._text(before + rest)
 
     def _text(self, text: str) -> list[Said]:
         """Without the space at its end, which may stand before a call."""
@@ -84,30 +269,30 @@ class InTags:
         self._space = text[len(words) :]
         return [words] if words else []
 
-    def _called(self, inside: str, mark: str) -> list[Said]:
-        call = call_of(inside, self._tools)
-        if call is None:
-            return self._text(OPEN + inside + mark)
-        self._space, self._has_called = "", True
-        return [call]
-
 
 class Alone:
     """An answer that is one JSON object of a name and parameters."""
 
     def __init__(self, tools: Collection[str]) -> None:
-        self._tools = tools
-        self._held: str | None = ""
+        self._reading: Reading | None = Reading(tools)
 
     def push(self, piece: str) -> list[Said]:
-        if self._held is None:
-            return [piece]
-        self._held += piece
-        if not self._held.strip() or self._held.lstrip().startswith("{"):
-            return []
-        said, self._held = self._held, None
-        return [said]
+        said = list[Said]()
+        for i, letter in enumerate(piece):
+            reading = self._reading
+            if not reading:
+                return [*said, piece[i:]]
+            if reading.is_over:
+                if letter not in SPACE:
+                    self._reading = None
+                    return [*said, piece[i:]]
+                continue
+            said += reading.push(letter)
+            if reading.is_text:
+                self._reading = None
+                said.append(reading.held)
+        return said
 
     def end(self) -> list[Said]:
-        held, self._held = self._held, None
-        return [call_of(held, self._tools) or held] if held else []
+        reading, self._reading = self._reading, None
+        return [reading.held] if reading and not reading.is_call and reading.held else []

@@ -5,6 +5,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from specdec.serving import app as server
 from specdec.serving import guard
 from specdec.serving.app import Service, app_of
 from specdec.serving.asked import MOST_NESTED, Model, body_of
-from specdec.serving.calls import Call, calls_of
+from specdec.serving.calls import Call, Json, More, calls_of
 from specdec.serving.engine import Client, Closed, Engine, Failed, Full, Hear, Job
 from specdec.serving.guard import Guard
 from specdec.serving.metrics import BOUNDS, Figures, exposition
@@ -459,6 +460,18 @@ def test_errors_hold_no_names_of_files_here(app: Any, decoder: SpeculativeDecode
 
 TAGS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 WEATHER = Call("weather", '{"city": "Oslo"}')
+LAST, NONE = '{"arguments": {"city": "Oslo"}, "name": "weather"}', '{"name": "weather"}'
+
+
+def merged_of(found: list[Any]) -> list[Any]:
+    merged = list[Any]()
+    for each in found:
+        if merged and isinstance(each, str) and isinstance(merged[-1], str):
+            each = merged.pop() + each
+        elif isinstance(each, More):
+            each = replace(merged[-1], arguments=merged.pop().arguments + each.arguments)
+        merged.append(each)
+    return merged
 
 
 @pytest.mark.parametrize(
@@ -471,6 +484,11 @@ WEATHER = Call("weather", '{"city": "Oslo"}')
         ("<tool_call>{broken}</tool_call> x", ["<tool_call>{broken}</tool_call> x"]),
         (TAGS.replace("weather", "rain"), [TAGS.replace("weather", "rain")]),
         (TAGS.removesuffix("</tool_call>"), [WEATHER]),
+        (TAGS.replace("Oslo", "</tool_call>\\\""), [Call("weather", '{"city": "</tool_call>\\""}')]),
+        (TAGS.replace("}}", "}} and more"), [WEATHER, "and more\n</tool_call>"]),
+        (TAGS[:50], [Call("weather", '{"cit')]),
+        (f"<tool_call>{LAST}</tool_call>", [WEATHER]),
+        (f"<tool_call>{NONE}</tool_call>", [Call("weather", "{}")]),
         ("<tool_call>{", ["<tool_call>{"]),
         ("<tool_call>" + "[" * 10**5, ["<tool_call>" + "[" * 10**5]),
         (" plain \n", [" plain \n"]),
@@ -482,36 +500,66 @@ def test_calls_in_tags_are_found_however_the_text_comes(text: str, said: list[An
         calls = calls_of("<tool_call>", ["weather"])
         assert calls
         found = [each for at in range(0, len(text), size) for each in calls.push(text[at : at + size])] + calls.end()
-        merged = list[Any]()
-        for each in found:
-            if merged and isinstance(each, str) and isinstance(merged[-1], str):
-                each = merged.pop() + each
-            merged.append(each)
+        merged = merged_of(found)
         assert merged == said, size
 
 
 def test_a_call_alone_is_found_and_all_else_is_text() -> None:
     for text, said in (
         (' {"name": "weather", "parameters": {"city": "Oslo"}}', [WEATHER]),
-        ('{"name": "weather", "parameters": {"city": NaN}}', ['{"name": "weather", "parameters": {"city": NaN}}']),
+        (f"{LAST} \n", [WEATHER]),
+        ('{"name": "weather", "parameters": {"city": NaN}}', [Call("weather", '{"city": NaN}}')]),
+        ('{"name": "weather", "parameters": [1]}', ['{"name": "weather", "parameters": [1]}']),
         ('{"a": 1}', ['{"a": 1}']),
-        ("No, {}", ["N", "o", ",", " ", "{", "}"]),
+        ("No, {}", ["No, {}"]),
+        (f"{NONE}?", [Call("weather", "{}"), "?"]),
         ("", []),
     ):
         calls = calls_of("<|python_tag|>", ["weather"])
-        assert calls and [each for letter in text for each in calls.push(letter)] + calls.end() == said
+        assert calls and merged_of([each for letter in text for each in calls.push(letter)] + calls.end()) == said
     assert calls_of("{{ messages }}", ["weather"]) is None
 
 
+@pytest.mark.parametrize(("template", "tag"), [("<tool_call>", "<tool_call>"), ("<|python_tag|>", "")])
+def test_arguments_come_as_they_are_written_and_what_can_be_no_call_is_text_at_once(template: str, tag: str) -> None:
+    calls = calls_of(template, ["weather"])
+    assert calls and not calls.push(tag + '{"name": "weather", "arguments": ')
+    assert merged_of(calls.push('{"city": "Os')) == [Call("weather", '{"city": "Os')]
+    assert calls.push("l") == [More("l")]
+    for begin in ('{"name": "rain"', '{"list"', '{"name": "weather", }', '{"name": "weather", "arguments": 1, nothing'):
+        calls = calls_of(template, ["weather"])
+        assert calls and merged_of(calls.push(tag + begin)) == [tag + begin], begin
+        assert merged_of(calls.push(" a")) in ([" a"], ["a"])
+
+
+def test_json_is_read_letter_by_letter_as_a_library_reads_it_whole() -> None:
+    rng, n_wrong = random.Random(3), 0
+    for _ in range(4000):
+        text = json.dumps(some_json(rng), ensure_ascii=rng.random() < 0.5, indent=rng.choice([None, 1]))
+        for _ in range(rng.randrange(3)):
+            at = rng.randrange(len(text) + 1)
+            text = text[:at] + rng.choice('{}[]",:\\u0e.-+ 1tn') * rng.randrange(2) + text[at + rng.randrange(2) :]
+        reads = Json()
+        is_taken = all(reads.takes(letter) for letter in text + "\n") and reads.is_over
+        try:
+            json.loads(text, parse_constant=lambda name: 1 / 0)
+            is_json = True
+        except (ValueError, ZeroDivisionError):
+            is_json, n_wrong = False, n_wrong + 1
+        assert is_taken is is_json, text
+    assert n_wrong > 500
+
+
 def test_a_call_comes_back_parsed_whole_and_in_a_stream(serving: Callable[..., Any]) -> None:
-    script = Script(Prompt([1], 0.0), step("I look. "), step(TAGS[:30]), step(TAGS[30:]), step(TAGS), step("", "eos"))
+    script = Script(Prompt([1], 0.0), step("I look. "), step(TAGS[:48]), step(TAGS[48:]), step(TAGS), step("", "eos"))
     app, body = serving(script), {"messages": TALK, "tools": [TOOL]}
     choice = ask(app, CHAT, body).json["choices"][0]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "I look."
     assert [call["function"] for call in choice["message"]["tool_calls"]] == [vars(WEATHER)] * 2
     events = [event["choices"][0] for event in ask(app, CHAT, body | {"stream": True}).events]
     told = [call for event in events for call in event["delta"].get("tool_calls", [])]
-    assert [call["index"] for call in told] == [0, 1] and len({call["id"] for call in told}) == 2
+    assert [call["index"] for call in told] == [0, 0, 1] and len({call["id"] for call in told if "id" in call}) == 2
+    assert "".join(call["function"]["arguments"] for call in told if not call["index"]) == WEATHER.arguments
     assert events[-1]["finish_reason"] == "tool_calls"
     one = ask(app, CHAT, body | {"parallel_tool_calls": False}).json["choices"][0]["message"]
     assert len(one["tool_calls"]) == 1
