@@ -14,7 +14,6 @@ from .decoding import Event, Plan, Prefill, Prompt, Proposal, Shape, Statistics,
 from .drafting.settings import AUTO, Gamma, Setting, Settings, TreeMode
 from .drafting.team import HEAD, Draftable, Team, team_of
 from .drafting.tuning import Tuning
-from .machine.ahead import end
 from .machine.threads import give_lock
 from .readers.loading import Loader, Pack, Progress, check_memory, longest_text, tell_nobody
 from .sampling import Sampling, sampling_with
@@ -341,7 +340,6 @@ class SpeculativeDecoder:
         if self._tuning.undone(self._settings):
             with self._turn:
                 self._tuning.warm_up(self._settings)
-                end(self._team.compiling)
 
     def _whole(self, events: Iterator[Event]) -> Generation:
         generation = Generation.of(events)

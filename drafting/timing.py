@@ -15,7 +15,8 @@ from .heads import Head
 # Passes over so many tokens are timed in turns, for about so long: of a slow target over the first two, and twice unless once
 # takes SLOW seconds. Where a second tile begins, a pass costs a step more.
 COSTS_TOKENS, COSTS_SECONDS, SLOW = (TILE_TOKENS, 1, TILE_TOKENS + 1, 2, 4, 2 * TILE_TOKENS, 32), 0.03, 0.1
-TRIAL_SECONDS, TRIAL_MARGIN = 0.05, 1.25  # of the choice of threads: all of them unless so much slower
+# Of the choice of threads: tokens a trial; all threads unless so much slower
+TRIAL_TOKENS, TRIAL_SECONDS, TRIAL_MARGIN = 4, 0.05, 1.25
 
 
 def costs_of(target: Transformer, draft: Transformer | None, vocabulary: Vocabulary) -> Costs:
@@ -54,15 +55,17 @@ def costs_of(target: Transformer, draft: Transformer | None, vocabulary: Vocabul
     return Costs(passes, token, max(0.0, first - token))
 
 
-def choose_threads(use: Callable[[int], None], most: int, trial: Callable[[], float]) -> None:
+def choose_threads(use: Callable[[int], None], most: int, trial: Callable[[int], float]) -> None:
     """All threads, or 1, 2, 4, ... if clearly faster; each is tried in turn until the trials have taken TRIAL_SECONDS.
 
-    use: makes all models run on so many; trial: tells what some tokens take.
+    use: makes all models run on so many; trial: tells what so many tokens take.
     """
     seconds = {min(2**i, most): 0.0 for i in range(most.bit_length() + 1)}
+    use(1)
+    trial(1)  # one thread runs code of its own, which may be yet to be compiled, or loaded
     while sum(seconds.values()) < TRIAL_SECONDS:
         for n in seconds:
             use(n)
-            seconds[n] += trial()
+            seconds[n] += trial(TRIAL_TOKENS)
     best = min(seconds, key=seconds.__getitem__)
     use(best if TRIAL_MARGIN * seconds[best] < seconds[most] else most)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ..decoding import VERIFIERS, Draft, Drafter, Event, Plan, Shape, Step, Text, Verifier, decode
+from ..machine.ahead import end
 from ..machine.memory import zeros
 from ..sampling import Sampler, Sampling
 from .estimates import ODDS_RATES, Acceptance, Costs
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from . import stages, trees
 
 NGRAM_SECONDS = 3e-4  # what a target's token has to take for n-grams to be looked for: that costs up to 5 us of Python
-TRIAL_TOKENS = 4  # of the choice of threads
 
 
 class Tuning:
@@ -151,10 +151,11 @@ class Tuning:
         return {name: do for name, do in to_do.items() if name not in self._done}
 
     def _measure(self, settings: Settings) -> None:
-        """Choose the threads, and time passes on them."""
+        """Choose the threads, and time passes on them, once nothing is compiled any more: here, or in processes beside."""
         draft = self._team.draft
+        end(self._team.compiling)
         if self.most_threads > 1:
-            choose_threads(self._use, self.most_threads, lambda: self._seconds(TRIAL_TOKENS, settings))
+            choose_threads(self._use, self.most_threads, lambda n_tokens: self._seconds(n_tokens, settings))
             self._pace = Pace(self.most_threads, self._team.target.n_threads, self._use)
         costs = costs_of(self._team.target, draft.model, self._vocabulary) if draft.source else None
         if self._stage:
