@@ -163,8 +163,11 @@ class Statistics:
 
     @property
     def speed_up(self) -> float | None:
-        """Over the target alone, whose time for a token was measured in this run; None where it was not, or nothing written."""
-        return self.tokens_per_second * self.plain_seconds or None
+        """Over the target alone, whose time for a token was measured in this run; None where it was not, or nothing written.
+
+        No pass takes less than one over one token does: what seems to exceed the tokens of a pass is noise.
+        """
+        return min(self.tokens_per_second * self.plain_seconds, self.tokens_per_pass) or None
 
     @property
     def tokens_per_pass(self) -> float:

@@ -191,10 +191,10 @@ Plain = Annotated[
     bool, flag("--plain", group="Output", help="No panel: the text goes to stdout as it comes, the result to stderr.")
 ]
 Pace = Annotated[
-    float,
+    float | None,
     option(
         "--pace", group="Output", metavar="X", min=0.0,
-        help="Steps a second at most, to watch the panel. 0: full speed.",
+        help="Passes a second at most, to watch the panel. 0: full speed. By default a short text takes four seconds.",
     ),
 ]  # fmt: skip
 Stats = Annotated[bool, flag("--stats", group="Output", help="Then all figures: drafted, accepted, mean length, by position.")]

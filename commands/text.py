@@ -18,7 +18,7 @@ from ..readers.files import is_model_name
 from ..sampling import Sampling
 from ..screens.interrupts import signals
 from ..screens.output import FEW_PASSES, PlainView, SilentView, View, print_result, print_summary, to_json
-from ..screens.panel import LivePanel
+from ..screens.panel import LivePanel, ahead
 from ..screens.progress import read_in_a_line
 from ..screens.window import Window, obstacle
 from . import options
@@ -56,7 +56,7 @@ class TextRequest(Request):
     tree: options.TreeOption = "off"
     threads: options.Threads = 0
     plain: options.Plain = False
-    pace: options.Pace = 0.0
+    pace: options.Pace = None
     stats: options.Stats = False
     as_json: options.AsJson = False
     version: options.ShowVersion = False
@@ -161,7 +161,9 @@ class Writer:
         view = self._view(statistics)
         events: Iterator[Event | Prefill]
         events = decoder.read_and_stream(self.prompt, self.max_tokens, sampling, stop=stops, shape=shape)
-        if not isinstance(view, LivePanel):  # which shows itself how far the prompt is read
+        if isinstance(view, LivePanel):  # which shows itself how far the prompt is read
+            events = ahead(events)
+        else:
             events = read_in_a_line(events, self.max_tokens if self.request.as_json else 0)
         show(view, events, statistics, Prompt(self.prompt, 0.0, decoder.tokenizer.decode(self.prompt)))
         statistics.plain_seconds = decoder.plain_seconds
@@ -185,11 +187,10 @@ class Writer:
     def _tell(self, view: View, statistics: Statistics, seed: int) -> None:
         """What came of a text, on stderr."""
         decoder, roles, errors = self.models.decoder, self.request.roles, Console(stderr=True)
-        at_a_pace = isinstance(view, LivePanel) and view.was_held
         is_to_see = bool(roles.guessed) and isinstance(view, LivePanel) and not view.was_seen
         more = f"seed {seed}; --stats has more" + ", --pace 4 lets you watch" * is_to_see
-        note, is_coupled = "" if at_a_pace else advice(decoder, statistics), decoder.verify == "coupled"
-        print_result(errors, statistics, roles, is_coupled, at_a_pace, note, more)
+        note, is_coupled = advice(decoder, statistics), decoder.verify == "coupled"
+        print_result(errors, statistics, roles, is_coupled, note, more)
         if self.request.stats:
             told = {"seed": seed, "threads": decoder.target.n_threads, **self.models.made_with}
             if decoder.has_draft:  # which has no part in it

@@ -31,7 +31,6 @@ from .window import STYLES, STYLES_NO_COLOR, WIDEST, Window, fits
 
 MOST_SHOWN, MOST_ROWS_SHOWN = 2000, 12  # characters and rows of a first message that stands in a file
 HISTORY, LAST = "history", "last-talk"  # files in the folder of what outlives a talk
-FEW_TOKENS = 20  # that have no speed to tell
 HELP = {
     "/clear": "begin anew; the system prompt stays",
     "/regen": "another answer to the last question",
@@ -148,8 +147,6 @@ def figures(s: Statistics) -> str:
     parts = [f"{s.n_generated} token{'s' * (s.n_generated != 1)}"]
     if s.n_generated:
         parts.append(f"{s.tokens_per_second:,.0f} tok/s")
-    if s.n_drafted and s.speed_up and s.n_generated >= FEW_TOKENS:
-        parts.append("as fast as alone" if 0.95 <= s.speed_up < 1.05 else f"{s.speed_up:.1f} times as fast as alone")
     if s.n_drafted:
         parts.append(f"{s.acceptance_rate:.0%} of {s.n_drafted} guesses right")
     ends = {
@@ -200,7 +197,6 @@ class Chat:
                     if signals.asked or view.ended:
                         statistics.stop_reason = "interrupted"
                         break
-        statistics.plain_seconds = self._decoder.plain_seconds
         self._statistics = statistics
         if isinstance(view, SilentView):
             settings = asdict(self._conversation.settings)

@@ -131,30 +131,28 @@ class SilentView:
             self.tokens += event.tokens
 
 
-def result(statistics: Statistics, roles: Roles, is_same_text: bool, at_a_pace: bool) -> str:
-    """What came of the guesses, in a sentence; "" where there were none. A short run has no speed to tell, nor one at a pace."""
+def result(statistics: Statistics, roles: Roles, is_same_text: bool) -> str:
+    """What came of the guesses, in a sentence; "" where there were none. A short run has no speed to tell."""
     s = statistics
     if not s.n_drafted:
         return ""
     same = "the same text" if is_same_text else "the same distribution"
-    if at_a_pace or not s.speed_up or s.target_passes < FEW_PASSES:
+    if not s.speed_up or s.target_passes < FEW_PASSES:
         return f"{s.tokens_per_pass:.1f} tokens in a pass of {roles.target}, which alone writes one; {same}."
     if 0.95 <= s.speed_up < 1.05:
         return f"As fast as {roles.target} alone; {same}."
     return f"{s.speed_up:.{1 if s.speed_up > 1 else 2}f} times as fast as {roles.target} alone; {same}."
 
 
-def print_result(
-    console: Console, statistics: Statistics, roles: Roles, is_same_text: bool, at_a_pace: bool, note: str, more: str
-) -> None:
+def print_result(console: Console, statistics: Statistics, roles: Roles, is_same_text: bool, note: str, more: str) -> None:
     """A sentence, what can be done better, how much there was, and what the caller has to add."""
     s = statistics
-    sentence = result(s, roles, is_same_text, at_a_pace)
+    sentence = result(s, roles, is_same_text)
     if sentence:
         console.print(Text(sentence, "bold"))
     if note:
         console.print(Text(f"note: {note}"))
-    speed = "" if at_a_pace or not s.n_generated else f" at {s.tokens_per_second:,.0f} tok/s"
+    speed = "" if not s.n_generated else f" at {s.tokens_per_second:,.0f} tok/s"
     end = ", interrupted" if s.stop_reason == "interrupted" else ""
     console.print(Text(f"{s.n_generated} token{'s' * (s.n_generated != 1)}{speed}{end}; {more}", "dim"))
 

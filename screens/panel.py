@@ -1,7 +1,8 @@
 """Events to a live panel: the text, and under it what was guessed and what became of it. Knows no models."""
 
+import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,6 +20,10 @@ REFRESH_SECONDS = 0.1, 0.5  # between frames, at the least and at the most
 RENDER_SHARE = 0.01  # of the time that frames may take: where one is slow, there are fewer
 LOOK_SECONDS = 0.03  # between looks at the keys and at the terminal's size
 UNSEEN_SECONDS = 0.25  # a text that is over by then is not worth a panel
+SEEN_SECONDS, SEEN_TOKENS = 4.0, 200  # that a text of so many tokens, or of less where no more are asked for, takes at the least
+LEAST_WAIT_SECONDS, CLOCK_SECONDS = 0.02, 1e-6  # that is waited; that a clock tells
+BURST_SECONDS = 0.1  # so far ahead of what is seen a text is written
+FIRST_PASSES, FIRST_TOKENS = 4, 12  # that are taken to have been, where few were: of tokens a pass
 LONGEST_HOLD_SECONDS = 3600.0  # at a pace
 GUESS_SECONDS = 0.4  # that a guess is in sight before it is checked, where one step is taken
 PACES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # steps a second; beyond the last, full speed
@@ -65,10 +70,10 @@ class LivePanel:
     """The end of the story, the last passes as lines of guesses and corrections, and the running figures.
 
     The rows are a function of the events that it was shown; frames come when due, from this thread. pace: steps a second at most,
-    each shown guessed and then checked; 0 is full speed, at which a text of a moment has no panel. Keys pause, step, change the
-    pace and end the text; stops are strings that it ends before. In the background nothing is drawn, and Ctrl-Z takes the panel
-    off the screen until the job is in the foreground again. ended: somebody has asked for the end; was_held: the run was slowed
-    down: its speed is none.
+    each shown guessed and then checked; 0 is full speed, at which a text of a moment has no panel; None is full speed but for a
+    text that would be over before anybody has seen it: its passes come evenly, until a key is pressed. Keys pause, step, change
+    the pace and end the text; stops are strings that it ends before. In the background nothing is drawn, and Ctrl-Z takes the
+    panel off the screen until the job is in the foreground again. ended: somebody has asked for the end.
     """
 
     def __init__(
@@ -78,11 +83,12 @@ class LivePanel:
         statistics: Statistics,
         max_tokens: int,
         roles: Roles,
-        pace: float = 0.0,
+        pace: float | None = 0.0,
         stops: Collection[str] = (),
     ) -> None:
         self._tokenizer, self._window, self._statistics = tokenizer, window, statistics
-        self._max_tokens, self._roles, self._pace = max_tokens, roles, pace
+        self._max_tokens, self._roles, self._pace, self._is_even = max_tokens, roles, pace or 0.0, pace is None
+        self._next_step = 0.0  # when it is due, at an even pace
         self._console, self._pen, self._clock = window.console, window.pen, window.clock
         self._reading = Reading(tokenizer, stops)
         self._tokens: list[int] = []
@@ -94,7 +100,7 @@ class LivePanel:
         self._next_frame = self._next_look = 0.0
         self._is_paused = self._shows_keys = False
         self._steps_asked = 0
-        self.ended = self.was_held = False
+        self.ended = False
 
     @property
     def was_seen(self) -> bool:
@@ -129,10 +135,11 @@ class LivePanel:
             return
         self._prefill = None
         if isinstance(event, Prompt):
-            if self._pace or event.seconds > UNSEEN_SECONDS:
+            self._begin = self._next_step = now
+            if self._pace or self._is_even or event.seconds > UNSEEN_SECONDS:
                 self._frame()
         elif isinstance(event, Proposal):
-            if event.tokens and self._is_due(now):
+            if event.tokens and (self._is_due(now) or self._gap > 2 * LEAST_WAIT_SECONDS):
                 self._proposed = event.tokens
                 self._frame()
                 self._wait(at_step=False)
@@ -141,6 +148,7 @@ class LivePanel:
             self._unread.append(event)
             self._passes.append(Judged(len(self._tokens), event))
             self._tokens += event.tokens
+            self._next_step += self._gap
             if self._is_due(now):
                 self._frame()
                 self._wait(at_step=True)
@@ -160,7 +168,18 @@ class LivePanel:
 
     @property
     def _is_slow(self) -> bool:
-        return bool(self._pace) or self._is_paused
+        """Whether frames wait to be seen."""
+        return bool(self._pace) or self._is_paused or self._next_step - self._clock() > LEAST_WAIT_SECONDS
+
+    @property
+    def _gap(self) -> float:
+        """Seconds between passes at an even pace, at which the text takes as long as is left of SEEN_SECONDS."""
+        if not self._is_even:
+            return 0.0
+        s, n_tokens = self._statistics, min(self._max_tokens, SEEN_TOKENS)
+        left = SEEN_SECONDS * n_tokens / SEEN_TOKENS - (self._next_step - self._begin)
+        a_pass = (s.n_generated + FIRST_TOKENS) / (s.target_passes + FIRST_PASSES)
+        return max(left, 0.0) / max((n_tokens - s.n_generated) / a_pass, 1.0)
 
     def _look(self) -> bool:
         """At the keys and the terminal; whether there is something new to see."""
@@ -173,6 +192,7 @@ class LivePanel:
         return is_new
 
     def _obey(self, wish: str) -> None:
+        self._is_even, self._next_step = False, 0.0
         if wish == "pause":
             self._is_paused = not self._is_paused
             self._steps_asked = 0
@@ -199,23 +219,24 @@ class LivePanel:
         """Until the frame has been in sight for long enough."""
         begin = self._clock()
         while not (self.ended or signals.asked):
-            left = self._seconds_in_sight(at_step) - (self._clock() - begin)
-            if left <= 0:
+            left = self._seconds_in_sight(at_step, begin) - (self._clock() - begin)
+            if left <= CLOCK_SECONDS:
                 break
-            self.was_held = True
             self._window.sleep(min(left, LOOK_SECONDS))
             if self._look() or signals.stop_asked:
                 self._draw()
         if at_step:
             self._steps_asked = max(0, self._steps_asked - 1)
 
-    def _seconds_in_sight(self, at_step: bool) -> float:
+    def _seconds_in_sight(self, at_step: bool, since: float) -> float:
         if self._is_paused:
             if not at_step:
                 return GUESS_SECONDS
             return 0.0 if self._steps_asked else LONGEST_HOLD_SECONDS
         frames_a_step = 1 if at_step and not self._passes[-1].step.draft_tokens else 2
-        return min(1 / frames_a_step / self._pace, LONGEST_HOLD_SECONDS) if self._pace else 0.0
+        if self._pace:
+            return min(1 / frames_a_step / self._pace, LONGEST_HOLD_SECONDS)
+        return self._next_step - since if at_step else self._gap / 2
 
     def _draw(self) -> None:
         self._window.draw(self.rows)
@@ -265,12 +286,10 @@ class LivePanel:
         return self._prefill.share if self._prefill else self._statistics.n_generated / max(1, self._max_tokens)
 
     def _speed(self) -> str:
-        """The rate, which a run that was slowed down does not have."""
-        if self._prefill:
+        """The pace, or how fast the text is written."""
+        if self._prefill or self._is_paused:
             return ""
-        if self._is_slow:
-            return f"{self._pace:g} passes a second" if self._pace else "slow motion"
-        return "" if self.was_held else f"{self._statistics.tokens_per_second:,.0f} tok/s"
+        return f"{self._pace:g} passes a second" if self._pace else f"{self._statistics.tokens_per_second:,.0f} tok/s"
 
     def _heading(self, width: int) -> tuple[str, str]:
         """What the lines below it are, as far as it fits."""
@@ -377,6 +396,22 @@ class LivePanel:
             return key_rows("pace", "end, keep the text", width, n)
         no_color = self._console.no_color
         return filled([meanings(self._roles, no_color, form) if self._roles.guessed else [] for form in range(4)], width, n)
+
+
+def ahead(events: Iterable[Event | Prefill], clock: Callable[[], float] = time.perf_counter) -> Iterator[Event | Prefill]:
+    """The events, written some time ahead of what is seen: who waits between them makes no pass slower.
+
+    Those of a text whose passes take as long come as they are.
+    """
+    burst, begin, is_quick = list[Event | Prefill](), clock(), False
+    for event in events:
+        if isinstance(event, Step):
+            is_quick = event.seconds < BURST_SECONDS / 2
+        burst.append(event)
+        if not is_quick or clock() - begin > BURST_SECONDS:
+            yield from burst
+            burst, begin = [], clock()
+    yield from burst
 
 
 def bins(n: int, most: int) -> list[tuple[int, int]]:

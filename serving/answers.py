@@ -86,20 +86,18 @@ class Choice:
         if self._reading:
             delta.details = self._reading.of(event)
             if event.stop_reason:
-                delta.details |= figures(self.statistics, self._model.decoder.plain_seconds)
+                delta.details |= figures(self.statistics)
         return delta
 
 
-def figures(statistics: Statistics, plain_seconds: float) -> dict[str, Any]:
-    """How a text went, for who asks; speed_up: over the target alone, None where that was not measured or no guess stood."""
-    statistics.plain_seconds = plain_seconds if statistics.n_accepted else 0.0
+def figures(statistics: Statistics) -> dict[str, Any]:
+    """How a text went, for who asks. Its seconds are those of passes that it shared, which tell nothing of the target alone."""
     return {
         "tokens": statistics.n_generated,
         "passes": statistics.target_passes,
         "drafted": statistics.n_drafted,
         "accepted": statistics.n_accepted,
         "seconds": round(statistics.decode_seconds, 4),
-        "speed_up": statistics.speed_up and round(statistics.speed_up, 3),
     }
 
 

@@ -1,5 +1,6 @@
 """Whatever a text may use is there before its first token: compiled and measured, also where a warm-up was interrupted."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -124,6 +125,21 @@ def test_no_text_compiles_or_loads_anything_behind_its_first_event(pair: Pair, t
         assert bool(OF_TREES.intersection(case["asked"])) == ("trees" in name), name
         assert bool(ROOMS_OF_TREES.intersection(case["rooms"])) == ("trees" in name), name
         assert ("specdec.drafting.stages" in case["rooms"]) == ("stage" in name), name
+
+
+@pytest.mark.parametrize("is_busy", [False, pytest.param(True, marks=pytest.mark.campaign)])
+def test_the_first_story_is_drafted_like_the_second(tmp_path: Path, is_busy: bool) -> None:
+    """Costs that were measured beside a compiler would say that a draft does not pay."""
+    command = [sys.executable, "specdec.py", "-s", "3", "--json"]
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    with contextlib.ExitStack() as stack:
+        if is_busy:
+            loop = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            stack.callback(loop.kill)
+        runs = [subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True) for _ in range(2)]
+    first, second = (json.loads(done.stdout) for done in runs)
+    assert first["text"] == second["text"]
+    assert first["tokens_per_pass"] > 2.0, first
 
 
 INTERRUPTED = {

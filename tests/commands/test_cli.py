@@ -558,6 +558,13 @@ def test_through_a_pipe_stdout_is_the_text_alone(run: Run, pair: Pair) -> None:
     assert b"\x1b" not in done.stdout + done.stderr
 
 
+def test_a_short_text_is_seen_in_its_panel_at_a_terminal_alone(pair: Pair) -> None:
+    code, screen, raw = in_terminal(with_pair(pair, "-n", 20), 80, 24)
+    assert code == 0 and "╭" in raw and "tokens" in screen.text() and "tok/s" in screen.text()
+    code, _, raw = in_terminal(with_pair(pair, "-n", 20, "--plain"), 80, 24)
+    assert code == 0 and "╭" not in raw
+
+
 def test_a_pipe_stays_a_pipe_where_colour_is_forced(pair: Pair) -> None:
     done = shell(with_pair(pair, "-n", 20), env=os.environ | {"FORCE_COLOR": "1"})
     assert done.returncode == 0
@@ -698,7 +705,7 @@ def test_a_dumb_terminal_and_plain_get_the_text_alone(run: Run, pair: Pair, argu
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10)])
 def test_ctrl_c_prints_what_there_is_and_restores_the_cursor(pair: Pair, width: int, height: int) -> None:
-    code, screen, raw = in_terminal(endless(pair, "-n", 0), width, height, interrupt_after=6)
+    code, screen, raw = in_terminal(endless(pair, "-n", 0, "--pace", 0), width, height, interrupt_after=6)
     assert code == 130
     assert not screen.cursor_hidden
     assert raw.rindex("\x1b[?25h") > raw.rindex("\x1b[?25l")
