@@ -137,10 +137,10 @@ class SpeculativeDecoder:
         return f"SpeculativeDecoder({', '.join(parts)}, gamma={self.gamma!r}, verify={self.verify!r}, tree={self.tree!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state, settings = dict[str, Any](), vars(self._settings) | {"stage": self._team.stage.source}
+        state, settings = dict[str, Any](), vars(self._settings) | {"stage": self._team.stage if self.has_stage else None}
         with suppress(TemplateError):  # what has none is a decoder nevertheless
             state["chat_template"] = self.chat_template
-        return _rebuilt, ((self.target, self._team.draft.source, self.tokenizer), settings), state
+        return _rebuilt, ((self.target, self._team.draft, self.tokenizer), settings), state
 
     @functools.cached_property
     def chat_template(self) -> ChatTemplate:

@@ -20,6 +20,8 @@ from .checks import whole
 
 UNKNOWN, BOS, EOS = 0, 1, 2
 FIRST_BYTE = 3  # id of <0x00>
+STRIPS = "special_tokens_strip"  # a key beside those of a GGUF file: its special tokens take the white space behind them
+WHITE_SPACE = " \t\n\v\f\r"
 NO_TEXT_YET = -1  # what a text begins with, of which `piece` is told
 
 
@@ -65,7 +67,8 @@ class Pieces(NamedTuple):
 
     pieces, scores: of each id, a space being a space. from_text: the ids that characters and merges may become; byte_ids: that of
     each byte. whole: pieces that are one token wherever they stand. silent: ids that are no text; end_marks: those that end one,
-    with names. bos: what an empty text begins with, and, where begins, any. has_space: whether a space is put in front.
+    with names. bos: what an empty text begins with, and, where begins, any. has_space: whether a space is put in front of each
+    stretch of text. space: how a text may write one otherwise; stripping: ids that take the white space behind them.
     """
 
     pieces: list[bytes]
@@ -78,6 +81,8 @@ class Pieces(NamedTuple):
     bos: int
     begins: bool = True
     has_space: bool = True
+    space: str = " "
+    stripping: Collection[int] = ()
 
 
 class Tokenizer:
@@ -127,26 +132,29 @@ class Tokenizer:
         return max(map(len, self.pieces))
 
     def encode_rendered(self, parts: Sequence[Part]) -> list[int]:
-        """The ids of what a template wrote; see `ChatTokenizer`.
-
-        Each stretch between marks is a text of its own, with a space in front where the vocabulary has that.
-        """
+        """The ids of what a template wrote; see `ChatTokenizer`. Each stretch between marks is a text of its own."""
         specials, tokens, at = self.specials, list[int](), 0
         hole = next(letter for letter in map(chr, range(0x10FFFF)) if not any(letter in name for name in specials))
         text = "".join([part.words for part in parts])
         own = "".join([hole * len(part.words) if part.is_said else part.words for part in parts])
         for found in re.finditer("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or r"(?!)", own):
             tokens += [*self._encoded(text[at : found.start()]), specials[found[0]]]
-            at = found.end()
+            at = found.end() + self._n_stripped(specials[found[0]], text[found.end() :])
         return tokens + self._encoded(text[at:])
+
+    def _n_stripped(self, token: int, behind: str) -> int:
+        """How many characters behind a token it takes."""
+        return len(behind) - len(behind.lstrip(WHITE_SPACE)) if token in self._vocabulary.stripping else 0
 
     def _encoded(self, text: str) -> list[int]:
         tokens: list[int] = []
-        for i, part in enumerate(self._cut(text)):
+        for i, part in enumerate(self._cut(text.replace(self._vocabulary.space, " "))):
             if i % 2:
                 tokens.append(self._ids[part.encode()])
-            elif part:
-                tokens += self._merge(self._characters(" " * (i == 0 and self._vocabulary.has_space) + part))
+                continue
+            part = part[self._n_stripped(tokens[-1], part) if i else 0 :]
+            if part:
+                tokens += self._merge(self._characters(" " * self._vocabulary.has_space + part))
         return tokens
 
     def _cut(self, text: str) -> list[str]:

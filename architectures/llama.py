@@ -147,7 +147,7 @@ def mixing(config: Config, weights: Weights, b: Buffers, i: int, normed: Float32
             b.kv.store_keys(b.keys[i], b.qkv, unit, k_row),
             b.kv.store_values(b.values[i], b.qkv, unit, v_row, config.head_dim),
         ],
-        [attention(config, b, i)],
+        [attention(replace(config, window=0) if i in config.full_layers else config, b, i)],
         *gated,
         [w[f"{i}.wo"].product(b.x[0], b.heads, b.scratch, adding=True), *biased(weights, b.x[0], f"{i}.bo")],
     ]

@@ -64,8 +64,11 @@ class Finder:
     loader: Loader
     source: Checkpoint | None = None
 
-    def origin(self, parameter: str, draft: Draftable | None) -> Origin:
+    def origin(self, parameter: str, draft: Draftable | Origin | None) -> Origin:
         """parameter: "draft" or "stage", in errors. Raises what `SpeculativeDecoder` does."""
+        if isinstance(draft, Origin):  # a pickled decoder's, which knows what its ids mean
+            model = None if isinstance(draft.model, Head) else draft.model
+            return replace(draft, source=self._with_room(model, model.weights.n_bytes)) if model else draft
         n_target = known_ids(self.tokenizer, self.target.config.vocab_size)
         own = Vocabulary(n_target, n_target)
         if draft is None:

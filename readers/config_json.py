@@ -4,7 +4,7 @@ The keys and what they are where a file is silent are those of transformers 5.23
 the arithmetic is either done or refused by name; other keys are not looked at.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,11 @@ class Values:
             raise self.refusal(key, "true or false")
         return value
 
+    def with_one_of_lists(self, keys: Iterable[str], n: int) -> "Values":
+        """These, a number that a list has n times in the place of such a list."""
+        lists = {key: value for key in keys if isinstance(value := self[key], list) and value == value[:1] * n}
+        return Values(self.path, {key: value[0] for key, value in lists.items()}, self._values)
+
     def must_be(self, key: str, *choices: Any) -> None:
         """Raises CheckpointError for a value that is none of the choices; the error names the first."""
         if not any(_same(self[key], choice) for choice in choices):
@@ -184,7 +189,7 @@ def llama_config(values: Values, family: str) -> Config:
     is_hybrid = family == "granitemoehybrid"
     if is_hybrid:
         _check_hybrid(values)
-    n_heads = values.whole("num_attention_heads")
+    n_heads, (window, full_layers) = values.whole("num_attention_heads"), _window(values, family)
     return Config(
         dim=values.whole("hidden_size"),
         hidden_dim=values.whole("shared_intermediate_size" if is_hybrid else "intermediate_size"),
@@ -197,7 +202,8 @@ def llama_config(values: Values, family: str) -> Config:
         norm_eps=values.real("rms_norm_eps", 0, 1),
         head_dim=0 if values["head_dim"] is None else values.whole("head_dim"),
         **(OWN_ROPE[family](values) if family in OWN_ROPE else _rope(values, family)),
-        window=_window(values, family),
+        window=window,
+        full_layers=full_layers,
         qkv_bias=attention_bias or family == "qwen2",
         wo_bias=attention_bias,
         mlp_bias=mlp_bias,
@@ -346,8 +352,12 @@ def _rope(values: Values, family: str) -> dict[str, Any]:
         return found
     if rope["rope_type"] == "yarn":
         return found | _yarn(values, rope)
+    if rope["rope_type"] == "linear":  # Chen et al. 2023, arXiv:2306.15595
+        return found | {"rope_divisors": (rope.real("factor", 1, 1e6),) * (_head_dim(values) // 2)}
+    if rope["rope_type"] == "dynamic" and _original(values, rope) >= values.whole("max_position_embeddings"):
+        return found  # other angles are for texts beyond those positions alone
     if rope["rope_type"] != "llama3":
-        raise rope.refusal("rope_type", "default, llama3 or yarn: other kinds of RoPE are not done here")
+        raise rope.refusal("rope_type", "default, linear, dynamic, llama3 or yarn: other kinds of RoPE are not done here")
     scaling = RopeScaling(
         factor=rope.real("factor", 1, 1e6),
         low_freq_factor=rope.real("low_freq_factor", 1e-6, 1e6),
@@ -386,8 +396,8 @@ def _yarn(values: Values, rope: Values) -> dict[str, Any]:
 OWN_ROPE = {"phi3": _phi3_rope, QWEN35: _qwen35_rope}
 
 
-def _window(values: Values, family: str) -> int:
-    """How many positions a token sees in all layers; 0: all."""
+def _window(values: Values, family: str) -> tuple[int, tuple[int, ...]]:
+    """How many positions a token sees, 0: all; and the layers in which it sees all of them nevertheless."""
     n_layers, types = values.whole("num_hidden_layers", MOST_LAYERS), values["layer_types"]
     window = 0 if values["sliding_window"] is None else values.whole("sliding_window")
     if family in ("llama", "lfm2", QWEN35, *GRANITE):  # transformers does not look at it
@@ -397,21 +407,24 @@ def _window(values: Values, family: str) -> int:
     if family == "phi3" and window >= values.whole("max_position_embeddings"):
         window = 0
     if family in ("granitemoehybrid", "lfm2", QWEN35):  # of whose layers others tell
-        return 0
+        return 0, ()
     if family == "smollm3" and (window := window if values.flag("use_sliding_window") else 0):
         raise values.refusal("sliding_window", "null: windows in some layers are not done here")
     if family in ("qwen2", "qwen3"):
         window = window if values.flag("use_sliding_window") else 0
-        if types is None:
-            full = min(max(_layers_before(values), 0), n_layers) if window else n_layers
-            if 0 < full < n_layers:
-                raise values.refusal("max_window_layers", f"0 or {n_layers}: a window in all layers or in none")
-            return 0 if full else window
-        window = 0 if types == ["full_attention"] * n_layers else window
+        full = _full_layers(values, n_layers) if types is not None else (*range(min(max(_layers_before(values), 0), n_layers)),)
+        return (window, full) if window and len(full) < n_layers else _no_window(values, full, n_layers)
     expected = "sliding_attention" if window else "full_attention"
     if types is not None and (not isinstance(types, list) or len(types) != n_layers or any(kind != expected for kind in types)):
         raise values.refusal("layer_types", f"{expected} in all {n_layers} layers")
-    return window
+    return window, ()
+
+
+def _no_window(values: Values, full: tuple[int, ...], n_layers: int) -> tuple[int, tuple[int, ...]]:
+    """Raises CheckpointError where layers are said to have one."""
+    if values["layer_types"] is not None and len(full) < n_layers:
+        raise values.refusal("layer_types", f"full_attention in all {n_layers} layers, without a window")
+    return 0, ()
 
 
 def _layers_before(values: Values) -> int:

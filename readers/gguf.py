@@ -16,6 +16,7 @@ from ..architectures import Config, ConvConfig, DeltaConfig, HeadConfig
 from ..architectures.config import LEAST_SCALE, YarnScaling
 from ..architectures.rope import yarn_scale
 from ..machine.vectors import Int64
+from ..tokenizer import STRIPS
 from .config_json import MAX_THETA, MOST_LAYERS, Values, gemma3_scales
 from .gguf_file import MAGIC, GgufFile
 from .heads import are_layers, check_rows, checked_ids
@@ -103,6 +104,8 @@ PLACES = {
     "gpt2": GPT2_PLACES, "eagle3": EAGLE3_PLACES,
 }  # fmt: skip
 
+BY_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # a number, or a list of one a layer
+OWN_BY_LAYER = {"attention.head_count_kv": ("lfm2",)}  # of these, what tells kinds of layers apart
 WINDOW = "attention.sliding_window"
 # what other arithmetic than ours is asked for by, behind the architecture's name, and the values that ask for nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -123,7 +126,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope.scaling.attn_factor": (1, 0, None),
     "rope.scaling.alpha": (0, None),
     "rope.scaling.yarn_ext_factor": (1, None),
-    "rope.scaling.yarn_attn_factor": (1, None),
     "norm_output": (False, None),
 }
 # Granite's, for which 0 stands for none, too; and whether it has RoPE
@@ -139,6 +141,7 @@ NEXTN = "qwen35.nextn_predict_layers"  # behind those of the model, which draft
 DONE = {"granite": (*SCALES,), "phi3": (PHI3_SCALE, WINDOW), "gemma3": (WINDOW,), "mistral3": (QUERY_SCALE,)}  # of `NEUTRAL`
 # Gemma 3's, where a file is silent, and the model whose scale of scores is not by a head's length
 GEMMA3_PATTERN, GEMMA3_LOCAL_THETA, GEMMA3_27B_LAYERS = 6, 10000.0, 62
+YARN_SCALE, CLOSE = "rope.scaling.yarn_attn_factor", 1e-3  # which llama.cpp computes anew; what rounding moves
 BETAS = "beta_fast", "beta_slow"
 HAS_ROPE = "granite.rope.scaling.finetuned"
 NO_ROPE_INTERVAL = 4  # of SmolLM3's layers, of which a file does not tell
@@ -161,6 +164,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
     Raises CheckpointError for anything but a complete and consistent model; numbers are checked when they are read.
     """
     model = Model(path)
+    if n_nextn(model) and not any(name.startswith("blk.0.") for name in model):
+        raise CheckpointError(f"{path} holds an MTP head without its model; name a file of both, with which it drafts by itself")
     config = config_of(model)
     tensors = tensors_of(config, PLACES[model.architecture], model)
     ids = None
@@ -274,7 +279,11 @@ def _parts(first: GgufFile) -> list[GgufFile]:
 
 
 def _vocabulary(file: GgufFile) -> dict[str, Any]:
-    return {key.removeprefix(VOCABULARY): value for key, value in file.keys.items() if key.startswith(VOCABULARY)}
+    """Also whether special tokens take the white space behind them, which a Phi-3's name tells (llama-vocab.cpp)."""
+    own = {key.removeprefix(VOCABULARY): value for key, value in file.keys.items() if key.startswith(VOCABULARY)}
+    is_named = any(name in str(file.keys.get("general.name")).lower() for name in ("phi-3", "phi3"))
+    is_phi3 = is_named or (file.keys.get(ARCHITECTURE) == "phi3" and own.get("model") == "llama")
+    return own | {STRIPS: True} if own and is_phi3 else own
 
 
 def config_of(model: Model) -> Config:
@@ -286,10 +295,12 @@ def config_of(model: Model) -> Config:
         if f"{a}.{key}" in values and key not in DONE.get(a, ()):
             values.must_be(f"{a}.{key}", *neutral)
     rows = _rows(model, values, f"{a}.vocab_size", is_borrowed=is_head and EMBEDDING not in model)
+    n_blocks = values.whole(f"{a}.block_count", MOST_LAYERS)
+    values = values.with_one_of_lists([f"{a}.{key}" for key in BY_LAYER if a not in OWN_BY_LAYER.get(key, ())], n_blocks)
     common: dict[str, Any] = {
         "dim": values.whole(f"{a}.embedding_length"),
         "hidden_dim": values.whole(f"{a}.feed_forward_length"),
-        "n_layers": values.whole(f"{a}.block_count", MOST_LAYERS) - n_nextn(model),
+        "n_layers": n_blocks - n_nextn(model),
         "n_heads": values.whole(f"{a}.attention.head_count"),
         "seq_len": values.whole(f"{a}.context_length"),
         "vocab_size": rows,
@@ -485,6 +496,8 @@ def _rope(model: Model, values: Values, n_turned: int, n_positions: int) -> dict
     if scale in values:
         found |= {"query_scale": float(np.float32(values.real(scale, 0, 1e6))), "query_span": span}
     if values[kind] != "yarn":
+        if f"{a}.{YARN_SCALE}" in values:
+            values.must_be(f"{a}.{YARN_SCALE}", 1)
         scaled = tuple(common * each for each in divisors or (1.0,) * (n_turned // 2))
         return found if common == 1 else found | {"rope_divisors": scaled}
     betas: dict[str, Any] = {
@@ -494,6 +507,8 @@ def _rope(model: Model, values: Values, n_turned: int, n_positions: int) -> dict
     if common < 1:
         raise values.refusal(key, "a number from 1 on")
     rope_scale = yarn_scale(common) / (yarn_scale(common, share) if share else 1.0)
+    if (key := f"{a}.{YARN_SCALE}") in values and values[key] != 1 and abs(values.real(key, 0, 1e6) - rope_scale) > CLOSE:
+        raise values.refusal(key, f"{rope_scale:.4g}, which follows from the factor, or 1")
     return found | {"rope_scaling": YarnScaling(common, span, **betas), "rope_scale": float(np.float32(rope_scale))}
 
 

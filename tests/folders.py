@@ -42,6 +42,9 @@ CONFIGS = {
     "mistral": Config(32, 40, 3, 4, 2, 64, 128, False, norm_eps=1e-6, window=12),
     "qwen2": Config(32, 48, 2, 4, 2, 80, 128, True, norm_eps=1e-6, qkv_bias=True),
     "qwen2_window": Config(24, 30, 2, 2, 1, 64, 128, False, norm_eps=1e-6, qkv_bias=True, window=17),
+    "qwen2_layers": Config(
+        24, 30, 3, 2, 1, 66, 128, False, norm_eps=1e-6, qkv_bias=True, window=9, full_layers=(0,), rope_divisors=(4.0,) * 6
+    ),
     "qwen3": Config(32, 48, 2, 4, 2, 66, 128, False, norm_eps=1e-6, head_dim=12, qk_norm=True),
     "gpt2": Config(18, 72, 2, 3, 3, 71, 64, True, "gpt2"),
     "gpt2_base": Config(32, 50, 2, 4, 4, 64, 96, True, "gpt2"),

@@ -128,6 +128,14 @@ MODELS = {
         torch.bfloat16,
         {},
     ),
+    "qwen2_layers": (
+        Qwen2Config(
+            **sizes(66, 24, 30, 3, 2, 1, use_sliding_window=True, sliding_window=9, max_window_layers=1),
+            rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+        ),
+        torch.bfloat16,
+        {},
+    ),
     "qwen3": (Qwen3Config(**sizes(66, 32, 48, 2, 4, 2, head_dim=12)), torch.bfloat16, {}),
     "granite": (GraniteConfig(**sizes(68, 24, 45, 3, 4, 2, tie_word_embeddings=True, **GRANITE)), torch.bfloat16, {}),
     "granite_biases": (

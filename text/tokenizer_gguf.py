@@ -11,17 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from ..checks import short
-from ..tokenizer import AnyTokenizer, Pieces, Tokenizer, TokenizerError
+from ..tokenizer import STRIPS, AnyTokenizer, Pieces, Tokenizer, TokenizerError
 from .tokenizer_json import JsonTokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token_type
 SPACE = "\u2581"  # as SentencePiece writes it
 END_KEYS = {"eos_token_id": "eos", "eot_token_id": "eot", "eom_token_id": "eom"}
-# of control tokens those that end a text, also where the keys name but one: Qwen2's say <|im_end|> and not <|endoftext|>
+# what ends a text by its name, of whatever type, also where the keys name but one: Qwen2's say <|im_end|> and not <|endoftext|>
 END_NAMES = {
-    "<|endoftext|>": "eos", "<|end_of_text|>": "eos", "<|im_end|>": "eot", "<|eot_id|>": "eot", "<|end|>": "eot",
-    "<end_of_turn>": "eot", "<|eom_id|>": "eom",
-}  # fmt: skip
+    **dict.fromkeys(
+        ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<\uff5cend\u2581of\u2581sentence\uff5c>"), "eos"
+    ),
+    **dict.fromkeys(("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "<end_of_utterance>", "<EOT>"), "eot"),
+    **dict.fromkeys(("_<EOT>", "[EOT]", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<|tool_response>", "[e~["), "eot"),
+    "<|eom_id|>": "eom",
+}
+END = "<|end|>"  # which is within an answer where there are both of one of these pairs, as in harmony's channels
+OF_CHANNELS = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
+# of the special tokens of Phi-3, those that leave the white space behind them
+LEAVING = ("<unk>", "<s>", "<|endoftext|>")
 # Llama 3's and Qwen2's splits differ in how many digits stay together
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # in Qwen3.5's marks are letters
@@ -35,16 +43,21 @@ CASED_WORDS = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
     r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-GPT4O = ("gpt-4o",)
+GPT4O = ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2")
 TEKKEN = ("tekken",)  # Mistral's since Nemo, Ministral 3's
-LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "lfm2")
-THREE_DIGITS = (*LLAMA3, "dbrx", "smaug-bpe")  # Granite 4's and SmolLM3's
+LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano")
+GLM = ("glm4", "glm5")
+THREE_DIGITS = (*LLAMA3, *GLM, "dbrx", "smaug-bpe", "chatglm-bpe")  # Granite 4's and SmolLM3's among them
 QWEN35 = ("qwen35",)
 QWEN2 = ("qwen2", "deepseek-r1-qwen")
-GPT2 = ("gpt-2", "gpt2", "phi-2")
-SMOLLM = ("smollm", "refact")  # and Granite 3's
+ONE_DIGIT = (*QWEN2, "megrez", "kormo", "f2llmv2", "stablelm2", "hunyuan", "solar-open", "grok-2")
+GPT2 = (
+    "gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4", "gigachat", "a.x-4.0", "mellum",
+    "modern-bert", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de",
+)  # fmt: skip
+SMOLLM = ("smollm", "refact", "starcoder", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2")  # and Granite 3's
 DEFAULT = "default"  # what a silent file means, too: of nobody's own, but llama.cpp's
-SPLITS = (*GPT2, *SMOLLM, *THREE_DIGITS, *QWEN2, *QWEN35, *GPT4O, *TEKKEN, DEFAULT)
+SPLITS = (*GPT2, *SMOLLM, *THREE_DIGITS, *ONE_DIGIT, *QWEN35, *GPT4O, *TEKKEN, DEFAULT)
 # one behind the other
 DEFAULT_SPLITS = (
     r"[\p{P}$+<=>^~|]+",
@@ -126,11 +139,19 @@ class _Keys:
         return [token for token, kind in enumerate(self.types) if kind in types]
 
     def end_marks(self) -> dict[int, str]:
-        marks = [token for token in self.of(CONTROL, USER_DEFINED) if self.tokens[token] in END_NAMES]
+        marks = [token for token, name in enumerate(self.tokens) if name in END_NAMES and self.types[token] != UNUSED]
+        names = {self.tokens[token] for token in marks}
+        if any(names >= pair for pair in OF_CHANNELS):
+            marks = [token for token in marks if self.tokens[token] != END]
         keyed = {self.token(key): name for key, name in END_KEYS.items()}
         return {token: END_NAMES[self.tokens[token]] for token in marks} | {
             token: name for token, name in keyed.items() if token is not None
         }
+
+    def stripping(self) -> list[int]:
+        """The ids that take the white space behind them: special tokens of Phi-3."""
+        special = self.of(UNKNOWN, CONTROL, USER_DEFINED) if self.a(STRIPS, bool, False) else []
+        return [token for token in special if self.tokens[token] not in LEAVING]
 
     def _written(self, key: str) -> list[str]:
         """Strings, all of them UTF-8."""
@@ -151,40 +172,42 @@ class _Keys:
 def _pieces(keys: _Keys) -> Pieces:
     bos = keys.token("bos_token_id")
     begins = keys.a("add_bos_token", bool, True) and bos is not None
-    marks = keys.end_marks() | ({} if bos is None else {bos: "bos"})  # the stories models end a text by beginning one
+    marks = keys.end_marks()
     unknown = keys.token("unknown_token_id") or 0
     by_name = {keys.tokens[token].upper(): token for token in keys.of(BYTE)}
     pieces = [token.replace(SPACE, " ").encode("utf-8", "surrogateescape") for token in keys.tokens]
     return Pieces(
         pieces=pieces,
         scores=keys.scores(),
-        from_text=keys.of(NORMAL, USER_DEFINED),
+        from_text=[token for token in keys.of(NORMAL, USER_DEFINED) if token not in marks],
         byte_ids=[by_name.get(f"<0X{byte:02X}>", unknown) for byte in range(256)],
         whole=[pieces[token] for token in keys.of(USER_DEFINED) if pieces[token] and token not in marks],
-        silent={*keys.of(UNKNOWN, CONTROL, UNUSED), *marks},
+        silent={*keys.of(UNKNOWN, CONTROL, UNUSED), *marks, *([] if bos is None else [bos])},
         end_marks=marks,
         bos=bos if bos is not None else min(marks, default=unknown),
         begins=begins,
         has_space=keys.a("add_space_prefix", bool, True),
+        space=SPACE,
+        stripping={*keys.stripping()},
     )
 
 
 def _tokenizer_json(keys: _Keys) -> dict[str, Any]:
     pre = keys.a("pre", str, DEFAULT)
     if pre not in SPLITS:
-        raise keys.refusal("pre", f"one of {', '.join(SPLITS)}")
+        raise keys.refusal("pre", "a split that is done here, as are llama-bpe, qwen2, gpt-4o, tekken, smollm and gpt-2")
     of_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": pre in GPT2 + SMOLLM}
     vocabulary = keys.vocabulary()
-    bos, marks = keys.token("bos_token_id"), keys.end_marks()
+    bos, marks, stripping = keys.token("bos_token_id"), keys.end_marks(), keys.stripping()
     begins = keys.a("add_bos_token", bool, pre in LLAMA3 + TEKKEN) and bos is not None
     return {
         "version": "1.0",
         "added_tokens": [
             {
                 "id": token, "content": keys.tokens[token], "special": keys.types[token] == CONTROL or token in marks,
-                "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+                "single_word": False, "lstrip": False, "rstrip": token in stripping, "normalized": False,
             }
-            for token in keys.of(CONTROL, USER_DEFINED)
+            for token in sorted({*keys.of(CONTROL, USER_DEFINED), *marks})
         ],
         "normalizer": {"type": "NFC"} if pre in QWEN2 + QWEN35 else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*_first_split(pre), of_bytes]},
@@ -192,7 +215,7 @@ def _tokenizer_json(keys: _Keys) -> dict[str, Any]:
         "decoder": of_bytes,
         "model": {
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-            "fuse_unk": False, "byte_fallback": False, "ignore_merges": pre in LLAMA3 + TEKKEN, "vocab": vocabulary,
+            "fuse_unk": False, "byte_fallback": False, "ignore_merges": pre in LLAMA3 + GLM + TEKKEN, "vocab": vocabulary,
             "merges": keys.merges(vocabulary),
         },
     }  # fmt: skip

@@ -5,25 +5,32 @@ import math
 import pickle
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from specdec import SpeculativeDecoder
 from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
 from specdec.decoding import Proposal
 from specdec.drafting.estimates import MARGIN_RATES
 from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.planning import FixedLength
+from specdec.drafting.team import Origin
 from specdec.drafting.translation import ByTargetIds, Translated
+from specdec.readers.loading import load_model
 from specdec.sampling import Sampler, Sampling
+from specdec.text.vocabulary import Vocabulary
 from specdec.transformer import Transformer
 from tests import reference
 from tests.checkpoints import random_tensors
+from tests.conftest import Pair
 from tests.drafting.test_stages import an_account, staged, unstaged
 from tests.drafting.test_tree_decoding import events_of, static, tokens_of
 from tests.models import END_MARKS, continuation, tiny_model
 from tests.test_block import Table, rounds_of
+from tests.test_real_models import folder
 
 SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
 
@@ -169,3 +176,19 @@ def test_the_proposals_of_a_pickled_draft_are_the_same():
     longer = draft.with_positions(60)
     assert isinstance(longer, Translated) and longer.n_positions == 60
     assert np.array_equal(longer.forward([1, 2, 3]), draft.forward([1, 2, 3]))
+
+
+def test_a_pickled_decoder_knows_what_its_drafts_ids_mean(pair: Pair, tmp_path: Path) -> None:
+    """Also where the draft's rows are fewer, or as many and others."""
+    source = folder(tmp_path / "target")
+    for name in ("smollm2", "gpt2"):
+        other = folder(tmp_path / name, tokenizer=name, seed=1)
+        decoder = SpeculativeDecoder(source, other, gamma=3, n_threads=1)
+        again = pickle.loads(pickle.dumps(decoder))
+        assert again._team.draft.vocabulary == decoder._team.draft.vocabulary and again.shared == decoder.shared
+        one, two = (each.generate("the robin", 30, temperature=0) for each in (decoder, again))
+        assert (one.tokens, one.statistics.n_accepted) == (two.tokens, two.statistics.n_accepted)
+    target, draft = load_model(pair.target), load_model(pair.draft)
+    fewer = Origin(draft, Vocabulary(300, 60))  # ids from 60 on are others
+    decoder = SpeculativeDecoder(target, fewer, pair.tokenizer, gamma=3)  # type: ignore[arg-type]
+    assert pickle.loads(pickle.dumps(decoder))._team.draft.vocabulary == fewer.vocabulary

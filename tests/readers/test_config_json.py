@@ -41,7 +41,13 @@ def test_where_a_file_is_silent_its_familys_default_holds(tmp_path: Path) -> Non
     assert config_of(tmp_path / "gpt2", "gpt2", tie_word_embeddings=GONE, layer_norm_epsilon=GONE) == CONFIGS["gpt2"]
 
 
-def test_a_window_of_qwen_counts_where_all_layers_have_it(tmp_path: Path) -> None:
+def test_rope_that_is_scaled_by_one_number_or_beyond_the_context_alone_is_done(tmp_path: Path) -> None:
+    linear = config_of(tmp_path / "linear", "llama", rope_scaling={"type": "linear", "factor": 2.0})
+    assert linear == replace(CONFIGS["llama"], rope_divisors=(2.0,) * 5)
+    assert config_of(tmp_path / "dynamic", "llama", rope_scaling={"type": "dynamic", "factor": 2.0}) == CONFIGS["llama"]
+
+
+def test_a_window_of_qwen_counts_in_the_layers_that_have_it(tmp_path: Path) -> None:
     full, sliding = ["full_attention"] * 2, ["sliding_attention"] * 2
     cases: list[tuple[dict[str, Any], int | None]] = [
         ({}, 17),
@@ -50,8 +56,9 @@ def test_a_window_of_qwen_counts_where_all_layers_have_it(tmp_path: Path) -> Non
         ({"layer_types": GONE, "max_window_layers": 2}, 0),
         ({"layer_types": GONE, "max_window_layers": 28}, 0),
         ({"layer_types": GONE, "max_window_layers": 0}, 17),
-        ({"layer_types": GONE, "max_window_layers": 1}, None),
-        ({"layer_types": [full[0], sliding[0]]}, None),
+        ({"layer_types": GONE, "max_window_layers": 1}, 17),
+        ({"layer_types": [full[0], sliding[0]]}, 17),
+        ({"layer_types": [full[0], sliding[0]], "use_sliding_window": False}, None),
         ({"layer_types": sliding, "use_sliding_window": False}, None),
         ({"layer_types": sliding[:1]}, None),
         ({"layer_types": 5}, None),
@@ -61,7 +68,9 @@ def test_a_window_of_qwen_counts_where_all_layers_have_it(tmp_path: Path) -> Non
         if window is None:
             message_of(folder, "layer")
         else:
-            assert load_checkpoint(folder).config.window == window, changes
+            config = load_checkpoint(folder).config
+            is_mixed = changes.get("max_window_layers") == 1 or changes.get("layer_types") == [full[0], sliding[0]]
+            assert (config.window, config.full_layers) == (window, (0,) if is_mixed else ()), changes
 
 
 def test_longrope_turns_a_part_of_a_head_by_factors_of_short_texts_and_of_long_ones(tmp_path: Path) -> None:
@@ -233,8 +242,12 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
     ("ministral3", {"rope_parameters": YARN | {"attention_factor": 0}}, "attention_factor"),
     ("ministral3", {"rope_parameters": YARN | {"original_max_position_embeddings": 0}}, "original_max_position_embeddings"),
     ("ministral3", {"attention_bias": True}, "attention_bias"),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
-    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor"),
+    (
+        "llama",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "original_max_position_embeddings": 64},
+        "dynamic",
+    ),
     ("llama", {"rope_scaling": {"rope_type": ["llama3"]}}, "rope_type"),
     ("llama", {"rope_scaling": "llama3"}, "rope_scaling"),
     ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),

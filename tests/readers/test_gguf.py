@@ -134,6 +134,24 @@ def test_both_versions_and_any_alignment_are_read(tmp_path: Path, version: int) 
         np.testing.assert_array_equal(array, whole[key])
 
 
+def test_numbers_that_are_told_layer_by_layer_are_one_where_all_agree(tmp_path: Path) -> None:
+    """As the converter writes a dense Granite 4's."""
+    keys, config = model_keys("granite_hybrid"), CONFIGS["granite_hybrid"]
+    for key in ("attention.head_count_kv", "attention.head_count", "feed_forward_length"):
+        keys[f"granite.{key}"] = [keys[f"granite.{key}"]] * config.n_layers
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(keys, model_tensors("granite_hybrid")))
+    assert load_checkpoint(path).config == config
+
+
+def test_a_head_without_its_model_is_told_as_one(tmp_path: Path) -> None:
+    tensors = {name: each for name, each in model_tensors("qwen35").items() if not name.startswith("blk.")}
+    path = tmp_path / "mtp-model.gguf"
+    path.write_bytes(gguf_bytes(model_keys("qwen35") | {"qwen35.nextn_predict_layers": 1}, tensors))
+    with pytest.raises(CheckpointError, match="holds an MTP head without its model; name a file of both"):
+        load_checkpoint(path)
+
+
 def test_what_a_silent_file_means(tmp_path: Path) -> None:
     keys = model_keys("llama")
     for key in ("attention.head_count_kv", "rope.freq_base", "attention.key_length", "attention.value_length", "vocab_size"):
@@ -401,7 +419,8 @@ BAD_KEYS: dict[str, tuple[Keys, tuple[str, ...]]] = {
     "layers beyond bounds": ({L + "block_count": Typed(10, 2**60)}, ("llama.block_count",)),
     "layers in words": ({L + "block_count": "two"}, ("llama.block_count", "two")),
     "a truth of layers": ({L + "block_count": True}, ("llama.block_count", "true")),
-    "heads by layer": ({L + "attention.head_count": [4, 4]}, ("llama.attention.head_count", "[4, 4]")),
+    "heads by layer": ({L + "attention.head_count": [4, 2]}, ("llama.attention.head_count", "[4, 2]")),
+    "too few heads": ({L + "attention.head_count_kv": [2]}, ("llama.attention.head_count_kv", "[2]")),
     "no heads": ({L + "attention.head_count": 0}, ("llama.attention.head_count",)),
     "odd heads": ({L + "attention.head_count_kv": 3}, ("n_kv_heads",)),
     "another width": ({L + "embedding_length": 64}, ("shape",)),

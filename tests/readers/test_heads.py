@@ -278,7 +278,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "a layer of another family": (with_layer(model_type="gpt_oss"), ('that of "gpt_oss"; there are llama, qwen3',)),
     "several layers": (with_layer(num_hidden_layers=2), ("num_hidden_layers is 2; expected 1",)),
     "another activation": (with_layer(hidden_act="gelu"), ('hidden_act is "gelu"',)),
-    "another RoPE": (with_layer(rope_scaling={"rope_type": "linear", "factor": 2}), ('rope_type is "linear"',)),
+    "another RoPE": (with_layer(rope_scaling={"rope_type": "su", "factor": 2}), ('rope_type is "su"',)),
     "a quantized head": (lambda path: configure(path, quantization_config={"quant_method": "awq"}), ('quantized by "awq"',)),
     "a layer twice": (lambda path: configure(path, **{IDS: [2, 2, 5]}), ("[2, 2, 5]", "each once")),
     "a layer below 0": (lambda path: configure(path, **{IDS: [-1, 2, 5]}), ("[-1, 2, 5]",)),

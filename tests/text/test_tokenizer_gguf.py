@@ -13,7 +13,7 @@ from specdec.readers import load_checkpoint, read_vocabulary
 from specdec.readers.loading import load_model
 from specdec.text.tokenizer_gguf import gguf_tokenizer
 from specdec.text.vocabulary import common_vocabulary
-from specdec.tokenizer import Part, Tokenizer, TokenizerError
+from specdec.tokenizer import STRIPS, Part, Tokenizer, TokenizerError
 from tests.commands.test_cli import Run, run  # noqa: F401  (a fixture)
 from tests.gguf_files import TOKENIZERS, Keys, gguf_bytes, tokenizer_keys, with_tokenizer
 
@@ -65,8 +65,8 @@ def test_marks_are_those_of_the_keys_and_of_known_names() -> None:
     assert marks("llama3") == {"<|end_of_text|>": "eos", "<|eot_id|>": "eot"}
     assert marks("smollm2") == {"<|im_end|>": "eos", "<|endoftext|>": "eos"}
     assert marks("smollm2", eos_token_id=5, eot_token_id=7)[keys_of("smollm2")["tokens"][7]] == "eot"
-    assert marks("llama2") == {"<s>": "bos", "</s>": "eos"}
-    assert marks("gemma3") == {"<bos>": "bos", "<eos>": "eos", "<end_of_turn>": "eot"}
+    assert marks("llama2") == {"</s>": "eos"}  # BOS ends nothing
+    assert marks("gemma3") == {"<eos>": "eos", "<end_of_turn>": "eot"}
     assert marks("gpt2", eos_token_id=2**32 - 1) == {"<|endoftext|>": "eos"}
 
 
@@ -97,7 +97,44 @@ def test_tokens_of_a_users_own_are_one_wherever_they_stand() -> None:
     tokenizer = gguf_tokenizer(Path("x"), keys)
     tokens = tokenizer.encode("the<t>xthe <t>")
     assert [token for token in tokens if token >= first] == [first + 1, first]
-    assert tokenizer.decode(tokens) == "the<t>xthe <t>"
+    assert tokenizer.decode(tokens) == "the<t>x the <t>"  # each stretch has a space in front, as in llama.cpp
+    assert tokens[1:] == [*tokenizer.encode("the")[1:], first + 1, *tokenizer.encode("the ")[1:], first]
+    assert tokenizer.encode("the\u2581the") == tokenizer.encode("the the")
+
+
+@pytest.mark.parametrize("kind", [1, 3, 4])
+@pytest.mark.parametrize("name", ["llama2", "gpt2"])
+def test_what_ends_a_text_does_so_by_its_name_whatever_its_type(name: str, kind: int) -> None:
+    def marks(*names: str) -> dict[str, str]:
+        keys = keys_of(name)
+        more = {"tokens": [*names], "token_type": [kind] * len(names), "scores": [0.0] * len(names)}
+        keys |= {key: keys[key] + more[key] for key in more if key in keys}
+        tokenizer = gguf_tokenizer(Path("x"), keys)
+        found = {keys["tokens"][token]: mark for token, mark in tokenizer.end_marks.items()}
+        for token in range(len(keys["tokens"]) - len(names), len(keys["tokens"])):
+            if keys["tokens"][token] in found:
+                assert tokenizer.says(token) is None
+        return {each: found[each] for each in names if each in found}
+
+    assert marks("<|end|>", "<|user|>", "[EOT]", "<end_of_utterance>") == dict.fromkeys(
+        ("<|end|>", "[EOT]", "<end_of_utterance>"), "eot"
+    )
+    assert marks("<|end|>", "<|return|>", "<|call|>") == {"<|return|>": "eot", "<|call|>": "eot"}
+    assert marks("<|end|>", "<|return|>") == {"<|end|>": "eot", "<|return|>": "eot"}
+
+
+@pytest.mark.parametrize("kind", [3, 4])
+def test_phi3s_marks_take_the_white_space_behind_them(kind: int) -> None:
+    keys = keys_of("llama2")
+    keys |= {"tokens": [*keys["tokens"], "<|user|>"], "token_type": [*keys["token_type"], kind], "scores": [*keys["scores"], 0.0]}
+    for strips in (False, True):
+        tokenizer = gguf_tokenizer(Path("x"), keys | {STRIPS: strips})
+        assert isinstance(tokenizer, Tokenizer)
+        mark, the = len(keys["tokens"]) - 1, tokenizer.encode("the")[1:]
+        parts = [Part("<|user|>\n ", False), Part("\tthe", True)]
+        assert (tokenizer.encode_rendered(parts) == [mark, *the]) is strips
+        if kind == 4:
+            assert (tokenizer.encode("the<|user|> \nthe")[1:] == [*the, mark, *the]) is strips
 
 
 def test_an_end_mark_that_is_a_users_own_is_not_obeyed_in_a_text() -> None:
