@@ -17,6 +17,7 @@ from specdec.architectures.rope import positions_a_radian
 from specdec.readers import CheckpointError, load_checkpoint
 from specdec.readers.gguf_blocks import BLOCKS, BlockTensor, dequantized
 from specdec.readers.gguf_file import GgufFile
+from specdec.readers.loading import load_model
 from specdec.transformer import Transformer
 from tests import folders
 from tests.folders import CONFIGS, FIXTURES, message_of, read_all
@@ -529,3 +530,11 @@ def test_a_type_of_ours_has_the_number_of_the_format() -> None:
     from specdec.readers.gguf_file import TYPES
 
     assert {TYPES[number]: number for number in TYPE_IDS.values()} == TYPE_IDS
+
+
+def test_a_dense_granite_4_of_the_real_converter_is_the_model_that_it_was_made_of() -> None:
+    path = FIXTURES / "gguf" / "granite4.gguf"
+    assert GgufFile(path).keys["granite.attention.head_count_kv"] == [2, 2]
+    expected, model = np.load(FIXTURES / "gguf" / "granite4.npz"), load_model(path)
+    logits = np.stack([model.forward(expected["tokens"][: i + 1].tolist())[0] for i in range(len(expected["tokens"]))])
+    np.testing.assert_allclose(logits[:, : model.config.vocab_size], expected["logits"], atol=2e-4)
