@@ -37,8 +37,13 @@ def endless(pair: Pair, *more: object) -> list[object]:
     return with_pair(pair, "-m", pair.endless, *more)
 
 
+ENDS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM)
+
+
 def hear_signals() -> None:
-    """In a child: the test itself may run where a shell has turned Ctrl-C off."""
+    """In a child: the test itself may run where a shell, or nohup, has turned some off."""
+    for number in ENDS:
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -198,13 +203,13 @@ SHELL = """
 import fcntl, os, signal, sys, termios
 tell, told = int(sys.argv[1]), int(sys.argv[2])
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-for number in (signal.SIGTTOU, signal.SIGINT, signal.SIGTSTP):
+for number in (signal.SIGTTOU, signal.SIGINT, signal.SIGTSTP, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
 job = os.fork()
 if not job:
     os.setpgid(0, 0)
     os.tcsetpgrp(0, os.getpgrp())
-    for number in (signal.SIGTTOU, signal.SIGINT, signal.SIGTSTP):
+    for number in (signal.SIGTTOU, signal.SIGINT, signal.SIGTSTP, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     os.execv(sys.argv[3], sys.argv[3:])
 os.write(tell, b"%d\\n" % job)
@@ -254,8 +259,9 @@ class Job:
 
     def report(self) -> str:
         """What the shell says next: "stopped" or the exit code; meanwhile the terminal is read."""
-        text = ""
+        text, deadline = "", time.monotonic() + LONGEST
         while not text.endswith("\n"):
+            assert time.monotonic() < deadline, "the shell says nothing"
             self._read(self._reports)
             if select.select([self._reports], [], [], 0)[0]:
                 block = os.read(self._reports, 1).decode()

@@ -163,6 +163,19 @@ def test_a_signal_while_kernels_compile_ends_it_at_once_and_quietly(pair: Pair, 
             assert screen.text().strip() == ""
 
 
+def test_programs_of_tests_hear_signals_where_the_tests_do_not(pair: Pair) -> None:
+    """As under nohup, or in a script's background."""
+    before = [(number, signal.signal(number, signal.SIG_IGN)) for number in (INT, HUP)]
+    try:
+        with Job(endless(pair)) as job, started(endless(pair, "-n", 0)) as process:
+            for number in (INT, HUP):
+                wait_until(lambda number=number: catches(job.pid, number))  # type: ignore[misc]
+                wait_until(lambda number=number: catches(process.pid, number))  # type: ignore[misc]
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
 def test_a_signal_in_the_first_second_ends_it_at_once_and_quietly(pair: Pair) -> None:
     with contextlib.ExitStack() as jobs:
         for seconds, signum in ((0, INT), (0.1, TERM), (0.2, HUP)):
