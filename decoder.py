@@ -67,7 +67,7 @@ class SpeculativeDecoder:
         before; "auto", the default: "mtp" where the target's file has one, else "ngram"; "self": an int8 or int4 copy of the
         target; None. A model of another vocabulary drafts by the tokens that both have (`shared`).
     tokenizer: a path or a tokenizer; by default the one in the target's folder or file, beside it or in models/.
-    stage: what drafts for a draft model, which judges it before the target does: "ngram" or a smaller model.
+    stage: "ngram" or a smaller model, which guesses for the draft model. The draft checks that before the target does.
     gamma: draft tokens a step, 1 to 63, or "auto": as many as pay, and none where none do.
     verify: "coupled" (the text is the plain run's of the same seed), "rejection" (Leviathan et al. 2023) or "block" (Sun et al.
         2024), which have the plain run's distribution.
@@ -153,6 +153,11 @@ class SpeculativeDecoder:
         return self._tuning.costs.plain_seconds if self._tuning.costs else 0.0
 
     @property
+    def advised_sampling(self) -> Mapping[str, float]:
+        """What the target's files advise to draw with: of temperature, top_p and top_k those that they tell."""
+        return self._team.source.sampling if self._team.source else {}
+
+    @property
     def n_ids(self) -> int:
         """How many ids the target may say; rows of its vocabulary behind them have no token."""
         return self._team.draft.vocabulary.n_target
@@ -181,7 +186,7 @@ class SpeculativeDecoder:
         if isinstance(prompt, str) or not is_list(prompt):
             tokens = self.tokenizer.encode(text("prompt", prompt))
         else:
-            tokens, most = ids("prompt", prompt), self.n_ids - 1
+            tokens, most = ids("the prompt's ids", prompt), self.n_ids - 1
             if not tokens or not 0 <= min(tokens) <= max(tokens) <= most:
                 raise ValueError(f"prompt is {short(tokens)}; expected a string, or token ids from 0 to {most}")
         if len(tokens) > self.target.n_positions:

@@ -19,6 +19,8 @@ from .request import Request
 
 NONE_THERE = "no models in models/ or in the hub's cache; -m org/name downloads one"
 
+WIDEST = 10_000  # of a table that goes into a pipe, where names are not to be cut
+
 
 @dataclass(frozen=True, kw_only=True)
 class ListRequest(Request):
@@ -64,6 +66,7 @@ def run(request: ListRequest) -> None:
                 _of_head(row["head"], told) if row["head"] else told(*(row["drafts"] or ("self", "ngram"))),
             )
         console = Console()
+        console = console if console.is_terminal else Console(width=WIDEST)
         if rows:
             console.print(table)
         for entry in broken:

@@ -73,14 +73,14 @@ StageName = Annotated[
     str,
     option(
         "--stage", group="Models", metavar="ngram|NAME",
-        help="What drafts for the draft, which judges it before the target does: n-grams, or a smaller model.",
+        help="Guess for the draft, too: by n-grams or a smaller model. The draft checks that before the target does.",
     ),
 ]  # fmt: skip
 WhatToQuantize = Annotated[
     str,
     option(
         "--quantize", group="Models", metavar="WHAT",
-        help="Make weights int8: draft, target, both or none; draft=int4 makes int4. A draft's never change the text.",
+        help="Make weights int8: draft, target, both or none; draft=int4 makes int4. The draft's bits never change the text.",
     ),
 ]  # fmt: skip
 KVOption = Annotated[
@@ -150,6 +150,18 @@ TopP = Annotated[
 ]  # fmt: skip
 TopK = Annotated[
     int, option("-k", "--top-k", group="Sampling", metavar="N", min=0, help="Keep the N most likely tokens. 0: off.")
+]
+_UNSAID = "for requests that do not say. By default the model's own (generation_config.json), else"
+ServedTemperature = Annotated[
+    float | None,
+    option("-t", "--temperature", group="Sampling", metavar="X", min=0.0, help=f"Temperature {_UNSAID} 0.7. 0 is greedy."),
+]
+ServedTopP = Annotated[
+    float | None,
+    option("-p", "--top-p", group="Sampling", metavar="X", min=0.0, max=1.0, help=f"Top-p {_UNSAID} 0.9. 0, 1: off."),
+]
+ServedTopK = Annotated[
+    int | None, option("-k", "--top-k", group="Sampling", metavar="N", min=0, help=f"Top-k {_UNSAID} 0. 0: off.")
 ]
 Seed = Annotated[
     int,

@@ -14,6 +14,7 @@ from .request import Asked
 
 LIKE_A_COMMAND = 0.75  # of the letters: rather a slip than a prompt
 Command: Any = next(kind for kind in TyperGroup.__mro__ if kind.__name__ == "Command")
+ELSEWHERE = {"list": "models", "ls": "models", "run": "chat"}  # what other programs call commands
 NUMERALS = {int: re.compile("[0-9]{1,18}"), float: re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")}
 
 
@@ -81,15 +82,21 @@ class Commands(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = _words_of(self, ctx, args)
+        if words[:1] in (["help"], ["version"]) and args == words:
+            args = ["--version"] if words == ["version"] else [*words[1:2], "--help"]
+            return list(super().parse_args(ctx, args))
         if not words or words[0] in self.commands:
             return list(super().parse_args(ctx, args))
-        if len(words) == 1 and not is_model_name(words[0]) and not ctx.resilient_parsing:
-            for name in difflib.get_close_matches(words[0].lower(), self.commands, 1, LIKE_A_COMMAND):
-                raise typer.BadParameter(
-                    f"no command {words[0]!r}; did you mean {name!r}? A prompt of that word is -i {words[0]}"
-                )
+        if not is_model_name(words[0]) and " " not in words[0] and not ctx.resilient_parsing:
+            self._check_is_no_command(words[0], len(words) == 1)
         ctx.allow_interspersed_args = True
         return list(Command.parse_args(self, ctx, args))
+
+    def _check_is_no_command(self, word: str, is_alone: bool) -> None:
+        """Refuses what is rather a slip than a prompt."""
+        near = difflib.get_close_matches(word.lower(), self.commands, 1, LIKE_A_COMMAND)
+        for name in [ELSEWHERE[word.lower()]] if word.lower() in ELSEWHERE and is_alone else near:
+            raise typer.BadParameter(f"no command {word!r}; did you mean {name!r}? A prompt of that word is -i {word}")
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _seen_to(super().get_params(ctx))

@@ -7,16 +7,21 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import specdec
 
 from ..drafting.settings import AUTO
 from ..readers import extras
 from ..readers.loading import room_beside
+from ..sampling import Sampling
 from ..screens.interrupts import signals
 from ..screens.output import on_one_line
+from ..text.conversation import Settings as ChatSettings
 from ..text.templates import TemplateError
 from . import options
 from .endings import say, writing
@@ -46,6 +51,9 @@ class ServeRequest(Request):
     template: options.TemplateFile = ""
     gamma: options.Gamma = AUTO
     tree: options.TreeOption = "off"
+    temperature: options.ServedTemperature = None  # type: ignore[assignment]
+    top_p: options.ServedTopP = None  # type: ignore[assignment]
+    top_k: options.ServedTopK = None  # type: ignore[assignment]
     threads: options.Threads = 0
     host: options.Host = "127.0.0.1"
     port: options.Port = 8080
@@ -87,6 +95,17 @@ class ServeRequest(Request):
             )
         return keys
 
+    @cached_property
+    def sampling(self) -> Sampling:
+        return self.sampling_of({})
+
+    def sampling_of(self, advised: Mapping[str, float]) -> Sampling:
+        """For who says nothing: by options, else as the model's files advise, else as in a chat."""
+        chat = ChatSettings()
+        drawn: dict[str, Any] = {"temperature": chat.temperature, "top_p": chat.top_p, "top_k": chat.top_k, **advised}
+        drawn |= {name: value for name in drawn if (value := getattr(self, name)) is not None}
+        return Sampling(float(drawn["temperature"]), int(drawn["top_k"]), float(drawn["top_p"]))
+
     @property
     def name(self) -> str:
         """What clients call the model: its name on the hub, or its file's; never where it is."""
@@ -125,14 +144,14 @@ def serve(request: ServeRequest, models: Loaded, sock: socket.socket, keys: list
     cache_bytes = request.cache * 10**6 or int(CACHE_SHARE * room_beside(decoder.target))
     engine = Engine(decoder, request.slots, request.queue, cache_bytes)
     fingerprint = f"specdec-{specdec.__version__}-{specdec.__arithmetic__}"
-    model = Model(request.name, decoder, template)
+    model = Model(request.name, decoder, template, request.sampling_of(decoder.advised_sampling))
     service = Service(model, engine, fingerprint, int(time.time()))
     app = Guard(app_of(service), keys, {"localhost", request.host, socket.gethostname()}, log)
     listener = Listener(app, sock, request.grace, log)
     signals.text_begins(request.grace + LAST_WORDS_SECONDS)
     host, port = sock.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    guessed = f", guessed {request.roles.guessed}" if request.roles.guessed else ""
+    guessed = f"; tokens are guessed {request.roles.guessed}" if request.roles.guessed else ""
     sock.listen()  # so that what the line says is true
     print(f"{address} serves {request.name} ({decoder.weights}){guessed}", flush=True)
     listener.begin()

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 TOKENIZERS, HUB, JINJA, GUIDANCE = "tokenizers", "huggingface_hub", "jinja2", "llguidance"
 STARLETTE, UVICORN = "starlette", "uvicorn"
-_EXTRAS = {GUIDANCE: "shape", STARLETTE: "serve", UVICORN: "serve"}  # that bring them; all others come with "hub"
+OLDEST = {JINJA: "3.1.6"}  # whose sandbox holds
 
 
 def has(package: str) -> bool:
@@ -14,11 +14,9 @@ def has(package: str) -> bool:
 
 
 def install(packages: Iterable[str]) -> str:
-    """What to type in the checkout for packages that are missing."""
-    return f'pip install ".[{",".join(sorted({_EXTRAS.get(package, "hub") for package in packages}))}]"'
-
-
-INSTALL = install([HUB])  # brings all three
+    """What to type for packages that are missing, wherever the program was installed from."""
+    named = [f"'{name}>={OLDEST[name]}'" if name in OLDEST else name for name in packages]
+    return f"pip install {' '.join(named)}"
 
 
 def missing(needs: Mapping[str, str]) -> str:

@@ -17,7 +17,7 @@ MODELS = Path(__file__).resolve().parents[1] / "models"
 DEFAULT_TARGET, DEFAULT_DRAFT = MODELS / "stories6M.bin", MODELS / "stories650K.bin"
 DEFAULT_TOKENIZER = MODELS / "tok1024.bin"
 HUB, LLAMA2C = "https://huggingface.co/karpathy/tinyllamas", "https://github.com/karpathy/llama2.c"
-MODELS_SOURCE = f"the stories models are at {HUB}; one on the hub is named as there, org/name"
+MODELS_SOURCE = f"the stories models are at {HUB}; a model on the hub is named org/name"
 PUBLISHED_TOKENIZERS = {512: "tok512.bin", 32000: "tokenizer.bin"}  # by size
 ENDINGS = (".bin", ".gguf", ".safetensors", ".pt", ".pth", ".onnx")  # of files of models, ours and others
 LEFT_OUT = (".bin", ".gguf")  # of them, those that a name may be without
@@ -46,7 +46,8 @@ def find(name: str | os.PathLike[str], source: str = MODELS_SOURCE, words: Seque
             raise CheckpointError(f"{error}{hint}") from None
     if path.is_absolute():
         raise CheckpointError(f"cannot read {path}: {os.strerror(errno.ENOENT)}{hint}")
-    raise CheckpointError(f"{path} is neither here nor in {' or '.join(map(str, model_folders()))}{hint or f'; {source}'}")
+    places = " or ".join(map(str, model_folders()))
+    raise CheckpointError(f"there is no {path} here or in {places}{hint or f'; {source}'}")
 
 
 def needs(names: Sequence[str], tokenizer: str = "") -> dict[str, str]:

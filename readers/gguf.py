@@ -21,7 +21,7 @@ from .config_json import MAX_THETA, MOST_LAYERS, Values, gemma3_scales
 from .gguf_file import MAGIC, GgufFile
 from .heads import are_layers, check_rows, checked_ids
 from .json_text import shown
-from .model_file import Checkpoint, CheckpointError, ModelFile, telling_os_errors
+from .model_file import Checkpoint, CheckpointError, ModelFile, advised, telling_os_errors
 from .places import CONV_IN, GATED, QKV, QKV_BIASES, TURNED_TAPS, Place, are_equal, tensors_of
 
 ARCHITECTURE = "general.architecture"
@@ -106,6 +106,7 @@ PLACES = {
 
 BY_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # a number, or a list of one a layer
 OWN_BY_LAYER = {"attention.head_count_kv": ("lfm2",)}  # of these, what tells kinds of layers apart
+SAMPLING = {"temperature": "general.sampling.temp", "top_p": "general.sampling.top_p", "top_k": "general.sampling.top_k"}
 WINDOW = "attention.sliding_window"
 # what other arithmetic than ours is asked for by, behind the architecture's name, and the values that ask for nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -178,7 +179,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     template = model.keys.get(CHAT_TEMPLATE)
     return Checkpoint(
         path, config, tensors, vocabulary=_vocabulary(model.first), family=model.architecture,
-        chat_template=template if isinstance(template, str) else None,
+        chat_template=template if isinstance(template, str) else None, sampling=advised(model.keys, SAMPLING),
     )  # fmt: skip
 
 

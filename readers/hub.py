@@ -354,7 +354,8 @@ def _telling(name: str, repository: str, lacks: list[str]) -> Iterator[None]:
     except CheckpointError as error:
         reason = str(error)
     except ImportError as error:
-        reason = f"{name} is no path here; fetching it from {page} needs the package huggingface_hub: {error}; {extras.INSTALL}"
+        how = extras.install([extras.HUB])
+        reason = f"{name} is no path here; fetching it from {page} needs the package huggingface_hub: {error}; {how}"
     except _Offline:
         reason = f"{name} is no path here, {gap}, and HF_HUB_OFFLINE keeps it from being fetched"
     except Exception as error:

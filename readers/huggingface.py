@@ -10,9 +10,9 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
 from ..machine.vectors import Int64
-from .config_json import CONFIG, read_config
+from .config_json import CONFIG, GENERATION_CONFIG, read_config
 from .json_text import read_object, shown
-from .model_file import Checkpoint, CheckpointError, FileTensor, telling_os_errors
+from .model_file import Checkpoint, CheckpointError, FileTensor, advised, telling_os_errors
 from .places import CONV_IN, CONV_IN_BIASES, GATED, ONE_MORE, QKV, QKV_BIASES, RATE, TAPS, Place, are_equal, tensors_of
 from .safetensors import INDEX, WEIGHTS, SafetensorsFile
 
@@ -237,7 +237,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} holds no {HEAD}, and its {CONFIG} ties none to the embedding; expected a language model")
     tensors = tensors_of(config, places, folder)
     folder.check_all_used()
-    return Checkpoint(path, config, tensors, end_marks, bos, family=family)
+    values = read_object(told) if (told := path / GENERATION_CONFIG).exists() else {}
+    sampling = advised(values, {name: name for name in ("temperature", "top_p", "top_k")})
+    return Checkpoint(path, config, tensors, end_marks, bos, family=family, sampling=sampling)
 
 
 def _open_files(path: Path) -> tuple[list[SafetensorsFile], dict[str, SafetensorsFile] | None]:

@@ -35,7 +35,8 @@ class Checkpoint:
     a tensor is read then. end_marks: names of the ids that end a text, bos: the id that begins one, where the files tell.
     vocabulary: the keys of the tokenizer that lies in the same file; chat_template: that of conversations, where it does.
     target_ids: of a head's rows (n_rows,), the target's ids, each once; None: row i is id i. A head has no tokenizer.
-    family: what the file calls what the model is, where it does.
+    family: what the file calls what the model is, where it does. sampling: what it is to be drawn with by its makers, of
+    temperature, top_p and top_k those that the files tell.
     """
 
     path: Path
@@ -47,6 +48,14 @@ class Checkpoint:
     chat_template: str | None = None
     target_ids: Int64 | None = None
     family: str = ""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+
+
+def advised(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, float]:
+    """Numbers of sampling, by ours of names, under which values have them; what is none is left out: no text depends on it."""
+    most = {"temperature": 100.0, "top_p": 1.0, "top_k": 1e9}
+    found = {ours: values.get(key) for ours, key in names.items()}
+    return {name: value for name, value in found.items() if type(value) in (int, float) and 0 <= value <= most[name]}
 
 
 class ModelFile:

@@ -19,6 +19,7 @@ LOADING, READING, WRITING, TIMING = "loading", "reading", "writing", "timing pas
 LEAST_BAR, BAR_CELLS = 6, 24
 TICK_SECONDS = 0.2  # between two looks of a line
 SHOW_SECONDS = 0.1  # between two messages
+WORD_SECONDS = 5.0  # between two lines where there is no terminal
 QUIET_SECONDS = 0.25  # what is over by then is not worth a line
 LOOKS, ASCII_LOOKS = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\"
 
@@ -46,7 +47,8 @@ Show = Callable[[Message], None]
 class Line:
     """A line on stderr that tells what is being done, where that is a terminal in whose foreground this job is.
 
-    A thread moves it, so that one sees that something is. after: seconds before it is shown at all.
+    A thread moves it, so that one sees that something is. after: seconds before it is shown at all. Elsewhere what takes long
+    says every few seconds how far it is.
     """
 
     def __init__(self, message: Message, after: float) -> None:
@@ -58,6 +60,7 @@ class Line:
         self._n_looks = self._width = 0
         self._writing = threading.RLock()
         self._over = threading.Event()
+        self._next_word = time.monotonic() + WORD_SECONDS
 
     def begin(self) -> None:
         self.show(self._message)
@@ -70,6 +73,10 @@ class Line:
         with self._writing:
             self._message = message
             self._draw()
+            if not self._is_terminal and isinstance(message, Bar) and time.monotonic() > self._next_word:
+                self._next_word = time.monotonic() + WORD_SECONDS
+                with suppress(OSError, ValueError):
+                    print(f"specdec: {message.doing}:{message.share:4.0%}{message.more}", file=sys.stderr, flush=True)
 
     def compiling(self, name: str, n_done: int, n_total: int | None) -> None:
         """See `cache.on_compiling`."""

@@ -71,11 +71,15 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Model:
-    """What is served: a decoder, and the name that clients call it by. template: None for one that cannot chat."""
+    """What is served: a decoder, and the name that clients call it by. template: None for one that cannot chat.
+
+    sampling: where a request does not say.
+    """
 
     name: str
     decoder: SpeculativeDecoder
     template: ChatTemplate | None
+    sampling: Sampling = Sampling()  # noqa: RUF009 (it cannot be changed)
 
 
 @dataclass(frozen=True)
@@ -234,7 +238,7 @@ def chat_asked(body: Mapping[str, Any], model: Model) -> Asked:
     most = fields.take("max_completion_tokens", between(1), None)
     other = fields.take("max_tokens", between(1), None)
     options = _options(fields, model.template)
-    asked = _Rest(fields, most or other, top if told else None, grammar)
+    asked = _Rest(fields, model, most or other, top if told else None, grammar)
     with encoding(model, "messages"):
         prompt = model.decoder.encode_chat(messages, given or None, options)
     names = {tool["function"]["name"] for tool in given}
@@ -249,7 +253,7 @@ def completion_asked(body: Mapping[str, Any], model: Model) -> Asked:
     prompts = fields.take("prompt", _prompts, list[str | list[int]]([""]))
     top = fields.take("logprobs", between(0, MOST_TOP), None)
     grammar = fields.take("response_format", lambda _, value: _grammar(value, model), None)
-    asked = _Rest(fields, fields.take("max_tokens", between(1), COMPLETION_TOKENS), top, grammar)
+    asked = _Rest(fields, model, fields.take("max_tokens", between(1), COMPLETION_TOKENS), top, grammar)
     for prompt in prompts:
         longest, unit = (_longest(model), "characters") if isinstance(prompt, str) else (model.decoder.n_positions, "tokens")
         if len(prompt) > longest:
@@ -263,13 +267,15 @@ def completion_asked(body: Mapping[str, Any], model: Model) -> Asked:
 class _Rest:
     """What both kinds of requests have beside their prompts; takes the last of the fields."""
 
-    def __init__(self, fields: Fields, max_tokens: int | None, top: int | None, grammar: Grammar | None) -> None:
+    def __init__(self, fields: Fields, model: Model, max_tokens: int | None, top: int | None, grammar: Grammar | None) -> None:
         self._max_tokens, self._top, self._grammar = max_tokens, top, grammar
-        top_p = fields.take("top_p", lambda name, value: real(name, value, 1, "a number from 0 to 1"), 1.0)
-        top_k = fields.take("top_k", between(0), 0)
-        temperature = fields.take("temperature", lambda name, value: real(name, value, math.inf, "0 or more"), 1.0)
+        top_p = fields.take("top_p", lambda name, value: real(name, value, 1, "a number from 0 to 1"), None)
+        if top_p is None:  # ours of 0 is all, OpenAI's the likeliest token alone
+            top_p = model.sampling.top_p or 1.0
+        top_k = fields.take("top_k", between(0), model.sampling.top_k)
+        default = model.sampling.temperature
+        temperature = fields.take("temperature", lambda name, value: real(name, value, math.inf, "0 or more"), default)
         seed = fields.take("seed", between(-SEEDS, SEEDS - 1), secrets.randbits(31))
-        # OpenAI's top_p 0 leaves the likeliest token alone, ours all
         self._sampling = Sampling(temperature, top_k if top_p else 1, top_p, seed % SEEDS)
         self._stops = fields.take("stop", _stops, list[str]())
         self._n = fields.take("n", between(1, MOST_CHOICES), 1)
@@ -300,7 +306,7 @@ class _Rest:
         if self._n * len(prompts) > MOST_CHOICES:
             raise Refused(f"{self._n * len(prompts)} texts are more than {MOST_CHOICES}, which a request may have", "n")
         if (longest := max(map(len, prompts))) > most:
-            raise Refused(f"{name} have {longest} tokens; the context holds {most}", name, TOO_LONG)
+            raise Refused(f"{name} {'have' if is_chat else 'has'} {longest} tokens; the context holds {most}", name, TOO_LONG)
         tokenizer, predicted = decoder.tokenizer, list[int]()
         if self._predicted and isinstance(tokenizer, ChatTokenizer):
             with encoding(model, "prediction"):

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from ..checks import file_name, short, text
+from ..checks import file_name, one_of, short, text
 from ..readers import Checkpoint, extras, read_object
 from ..tokenizer import AnyTokenizer, Part, TextStream, file_bytes
 from .workers import Unanswered, Worker
@@ -23,6 +23,7 @@ Tools = Sequence[Mapping[str, Any]]  # functions that a model may call, as templ
 Options = Mapping[str, bool | int | str]  # what a template may ask for beside messages, such as enable_thinking
 TOLD = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")  # what a template sees of a message
 NO_OPTIONS: Options = {}
+ROLES = ("system", "user", "assistant", "tool", "developer", "ipython", "function")
 
 # Llama 2's own, which its llama2.c exports were trained with: such files name none
 LLAMA2_NAME = "llama2"
@@ -198,6 +199,7 @@ def checked(messages: Sequence[Message]) -> list[Message]:
             raise TypeError(f"messages[{i}] is {short(message, repr)}; expected an object of role and content")
         for key in ("role", "content"):
             text(f"{key} of messages[{i}]", message.get(key))
+        one_of(f"role of messages[{i}]", message["role"], ROLES)
     return [*messages]
 
 

@@ -212,7 +212,9 @@ def _decoder_of(path: Path, decoder: Any) -> _Decoder:
 def _loaded(path: Path, data: bytes, worker: Worker) -> dict[str, Any]:
     """What a file holds, of the process that is to encode with it. Raises TokenizerError."""
     if not extras.has(extras.TOKENIZERS):
-        raise TokenizerError(f"{path} is read with the package tokenizers, which is missing; {extras.INSTALL}")
+        raise TokenizerError(
+            f"{path} is read with the package tokenizers, which is missing; {extras.install([extras.TOKENIZERS])}"
+        )
     if data.startswith(LFS_POINTER):
         raise TokenizerError(f"{path} is a pointer of git-lfs in the place of the tokenizer; fetch it with git lfs pull")
     try:

@@ -3,9 +3,12 @@
 import json
 import random
 import re
+import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -627,6 +630,29 @@ def test_the_page_brings_all_that_it_needs_and_its_policy_lets_nothing_else_in(a
     )
     assert "default-src 'none'" in policy and "unsafe" not in policy and policy.count("'sha256-") == 2
     assert "style=" not in page and not re.search(r"\son\w+=", page)
+
+
+MARKDOWN = {
+    "a **b** *c* `d<e` snake_case_name 2*3": "<p>a <strong>b</strong> <em>c</em> <code>d&lt;e</code> snake_case_name 2*3</p>",
+    "# T\n\n- a\n  - b\n- c": "<h3>T</h3><ul><li><p>a</p><ul><li><p>b</p></li></ul></li><li><p>c</p></li></ul>",
+    "2. a\n\n   ```py\n   b **c**\n   ```\n3. d": "<ol><li><p>a</p><pre><code>b **c**</code></pre></li><li><p>d</p></li></ol>",
+    "> q\n\n| a | b |\n|--|--|\n| c | d |": "<blockquote><p>q</p></blockquote>"
+    "<table><tr><th> a </th><th> b </th></tr><tr><td> c </td><td> d </td></tr></table>",
+    "[x](https://a.b/c)": "<p><a https://a.b/c>x</a></p>",
+    "[x](javascript:alert(1)) <b onclick=x>": "<p>[x](javascript:alert(1)) &lt;b onclick=x></p>",
+    "```\nnever closed": "<pre><code>never closed</code></pre>",
+    "half **of `it": "<p>half **of `it</p>",
+}
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="needs node, which runs the page's script")
+def test_the_page_shows_markdown_in_elements_of_its_own_and_in_colours() -> None:
+    runs = [[["own", text]] for text in MARKDOWN] + [[["own", "Hel"], ["guessed", "lo **wor"], ["own", "ld** x"]]]
+    command = ["node", Path(__file__).with_name("page.mjs"), server.PAGE]
+    done = subprocess.run(command, input=json.dumps(runs), capture_output=True, text=True, check=True, timeout=60)
+    *told, coloured = json.loads(done.stdout)
+    assert dict(zip(MARKDOWN, told, strict=True)) == MARKDOWN
+    assert coloured == "<p>Hello<span guessed> </span><strong><span guessed>world</span></strong> x</p>"
 
 
 def test_figures_are_prometheus_text(app: Any, engine: Engine) -> None:
