@@ -18,7 +18,7 @@ from .machine.threads import give_lock
 from .readers.loading import Loader, Pack, Progress, check_memory, longest_text, tell_nobody
 from .sampling import Sampling, sampling_with
 from .text import shapes
-from .text.templates import NO_OPTIONS, ChatTemplate, Message, Options, TemplateError, Tools, template_of
+from .text.templates import NO_OPTIONS, ChatTemplate, Message, Options, TemplateError, Tools, check_roles, template_of
 from .text.wording import worded
 from .tokenizer import AnyTokenizer
 from .transformer import KV, Transformer
@@ -285,6 +285,7 @@ class SpeculativeDecoder:
         may ask for, such as {"enable_thinking": False}. Raises TemplateError for a model without a template and for messages
         that it refuses.
         """
+        check_roles(messages)
         return self.chat_template.encode(self.tokenizer, messages, self.n_positions, tools, options)
 
     def chat(

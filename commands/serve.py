@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import specdec
@@ -51,9 +50,9 @@ class ServeRequest(Request):
     template: options.TemplateFile = ""
     gamma: options.Gamma = AUTO
     tree: options.TreeOption = "off"
-    temperature: options.ServedTemperature = None  # type: ignore[assignment]
-    top_p: options.ServedTopP = None  # type: ignore[assignment]
-    top_k: options.ServedTopK = None  # type: ignore[assignment]
+    served_temperature: options.ServedTemperature = None
+    served_top_p: options.ServedTopP = None
+    served_top_k: options.ServedTopK = None
     threads: options.Threads = 0
     host: options.Host = "127.0.0.1"
     port: options.Port = 8080
@@ -95,15 +94,11 @@ class ServeRequest(Request):
             )
         return keys
 
-    @cached_property
-    def sampling(self) -> Sampling:
-        return self.sampling_of({})
-
     def sampling_of(self, advised: Mapping[str, float]) -> Sampling:
         """For who says nothing: by options, else as the model's files advise, else as in a chat."""
         chat = ChatSettings()
         drawn: dict[str, Any] = {"temperature": chat.temperature, "top_p": chat.top_p, "top_k": chat.top_k, **advised}
-        drawn |= {name: value for name in drawn if (value := getattr(self, name)) is not None}
+        drawn |= {name: value for name in drawn if (value := getattr(self, f"served_{name}")) is not None}
         return Sampling(float(drawn["temperature"]), int(drawn["top_k"]), float(drawn["top_p"]))
 
     @property

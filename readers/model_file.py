@@ -54,8 +54,8 @@ class Checkpoint:
 def advised(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, float]:
     """Numbers of sampling, by ours of names, under which values have them; what is none is left out: no text depends on it."""
     most = {"temperature": 100.0, "top_p": 1.0, "top_k": 1e9}
-    found = {ours: values.get(key) for ours, key in names.items()}
-    return {name: value for name, value in found.items() if type(value) in (int, float) and 0 <= value <= most[name]}
+    found = ((ours, values.get(key)) for ours, key in names.items())
+    return {name: value for name, value in found if isinstance(value, int | float) and 0 <= value <= most[name]}
 
 
 class ModelFile:

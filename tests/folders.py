@@ -42,9 +42,6 @@ CONFIGS = {
     "mistral": Config(32, 40, 3, 4, 2, 64, 128, False, norm_eps=1e-6, window=12),
     "qwen2": Config(32, 48, 2, 4, 2, 80, 128, True, norm_eps=1e-6, qkv_bias=True),
     "qwen2_window": Config(24, 30, 2, 2, 1, 64, 128, False, norm_eps=1e-6, qkv_bias=True, window=17),
-    "qwen2_layers": Config(
-        24, 30, 3, 2, 1, 66, 128, False, norm_eps=1e-6, qkv_bias=True, window=9, full_layers=(0,), rope_divisors=(4.0,) * 6
-    ),
     "qwen3": Config(32, 48, 2, 4, 2, 66, 128, False, norm_eps=1e-6, head_dim=12, qk_norm=True),
     "gpt2": Config(18, 72, 2, 3, 3, 71, 64, True, "gpt2"),
     "gpt2_base": Config(32, 50, 2, 4, 4, 64, 96, True, "gpt2"),
@@ -186,6 +183,9 @@ CONFIGS |= {
     "qwen35_images": Config(
         64, 40, 2, 2, 2, 72, 128, True, "qwen35", norm_eps=1e-6, rope_theta=1e7, head_dim=32, rope_dim=8, qk_norm=True,
         attention_gate=True, delta=DeltaConfig((0,), 1, 2, 32, 40),
+    ),
+    "qwen2_layers": Config(
+        24, 30, 3, 2, 1, 66, 128, False, norm_eps=1e-6, qkv_bias=True, window=9, full_layers=(0,), rope_divisors=(4.0,) * 6
     ),
 }  # fmt: skip
 

@@ -199,8 +199,13 @@ def checked(messages: Sequence[Message]) -> list[Message]:
             raise TypeError(f"messages[{i}] is {short(message, repr)}; expected an object of role and content")
         for key in ("role", "content"):
             text(f"{key} of messages[{i}]", message.get(key))
-        one_of(f"role of messages[{i}]", message["role"], ROLES)
     return [*messages]
+
+
+def check_roles(messages: Sequence[Message]) -> None:
+    """Raises ValueError for a role that no conversation has."""
+    for i, message in enumerate(checked(messages)):
+        one_of(f"role of messages[{i}]", message["role"], ROLES)
 
 
 def template_of(checkpoint: Checkpoint | None, tokenizer: Path, given: str | os.PathLike[str] | None = None) -> ChatTemplate:

@@ -106,6 +106,9 @@ def test_a_word_is_the_prompt_or_the_model_in_llama2cs_order(ask: Run, pair: Pai
     ("words", "said"),
     [
         (["swep"], "did you mean 'sweep'"),
+        (["list"], "did you mean 'models'"),
+        (["run"], "did you mean 'chat'"),
+        (["chta", "hi"], "did you mean 'chat'"),
         (["Bensh"], "did you mean 'bench'"),
         (["Once", "upon", "a", "time"], "quotes"),
         (["a.bin", "b.bin"], "draft with -d"),
@@ -114,7 +117,7 @@ def test_a_word_is_the_prompt_or_the_model_in_llama2cs_order(ask: Run, pair: Pai
         (["-i", "a", "-f", "b"], "-i and -f are two prompts"),
         (["-p", "Once upon a time"], "The prompt is -i"),
         (["-m", ""], "no letters"),
-        (["nope.gguf"], "nope.gguf is neither here"),
+        (["nope.gguf"], "there is no nope.gguf here or in"),
         (["--temprature", "1"], "no option --temprature; did you mean --temperature?"),
         (["race", "--temprature", "1"], "no option --temprature; did you mean --temperature?"),
         (["chat", "--no-histroy"], "no option --no-histroy; did you mean --no-history?"),
@@ -392,8 +395,7 @@ def test_heads_are_listed_with_the_models_that_they_fit(run: Run, tmp_path: Path
     rows = {line.split()[0]: line.rstrip() for line in out.splitlines()}
     assert (code, err) == (0, "")
     assert rows["drafts"].endswith("for target") and "eagle3 1 x 32" in rows["drafts"]
-    assert rows["nobody"].endswith("for models 32 wide, of 9")  # and goes on below, as narrow as the terminal is
-    assert "layers or more" in out
+    assert rows["nobody"].endswith("for models 32 wide, of 9 layers or more")  # in a pipe no row is cut
     assert rows["target"].endswith(" drafts")
 
 
@@ -426,7 +428,7 @@ def test_a_head_is_refused_where_a_model_belongs(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["-m", "stores6M"], ["neither here nor in", "; did you mean 'stories6M.bin'?"]),
+        (["-m", "stores6M"], ["there is no stores6M here or in", "; did you mean 'stories6M.bin'?"]),
         (["-m", "STORIES6m.gguf"], ["; did you mean 'stories6M.bin'?"]),
         (["-m", "models/storis6M.bin"], ["; did you mean 'models/stories6M.bin'?"]),
         (["-m", "{here}/models/storis6M.bin"], ["No such file", "; did you mean '{here}/models/stories6M.bin'?"]),
@@ -485,7 +487,7 @@ def test_a_name_in_an_error_and_in_a_list_is_on_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert_refused(run("-m", EVIL), "ab c.bin is neither here")
+    assert_refused(run("-m", EVIL), "there is no ab c.bin here or in")
     (tmp_path / "models" / EVIL).write_bytes(pair.draft.read_bytes())
     out = run("models")[1]
     assert out.splitlines()[1].startswith("ab c.bin  llama") and not set(out) & set("\x1b\x07\u202e")
@@ -525,7 +527,7 @@ def test_all_packages_that_a_run_lacks_are_told_before_anything_is_loaded(
         (["chat", "-m", "org/name", "-i", "hi"], {fetching, reading, chatting}),
     ):
         result = run(*words)
-        assert_refused(result, *told, 'pip install ".[hub]"')
+        assert_refused(result, *told, "; pip install ")
         assert all((each in result[2]) == (each in told) for each in (reading, fetching, chatting)), words
 
 

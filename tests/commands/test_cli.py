@@ -777,4 +777,4 @@ def test_bad_stages_are_one_line(run: Run, pair: Pair) -> None:
     assert_refused(run("-m", pair.target, "--stage", "ngram"), "there is none; name one with -d")
     assert_refused(run("-m", pair.target, "-d", "none", "--stage", "ngram"), "there is none; name one with -d")
     assert_refused(run(*two, "--stage", "self"), "no smaller than the draft")
-    assert_refused(run(*two, "--stage", "nope"), "nope is neither here nor in")
+    assert_refused(run(*two, "--stage", "nope"), "there is no nope here or in")

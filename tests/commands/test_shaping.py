@@ -71,7 +71,7 @@ def test_a_missing_package_is_told_before_a_model_is_looked_for(run: Run, schema
     monkeypatch.setattr(extras, "has", lambda package: package != extras.GUIDANCE)
     for shape in (["--schema", schema], ["--regex", "a"]):
         line = assert_refused(run("-m", "nowhere.bin", *shape, "x"), "")
-        assert line.endswith('a package is missing: llguidance, to write in a shape; pip install ".[shape]"\n')
+        assert line.endswith("a package is missing: llguidance, to write in a shape; pip install llguidance\n")
 
 
 @needs_guidance

@@ -275,7 +275,7 @@ def test_sentence_pieces_need_no_package(tmp_path: Path, monkeypatch: pytest.Mon
     steps = [event for event in decoder.stream("the river", 20, Sampling(1.0, seed=1)) if isinstance(event, Step)]
     assert steps
     assert decoder.generate("the river", 0).text == "the river"
-    with pytest.raises(TokenizerError, match=r"x\.gguf is read with the package tokenizers, .*; pip install \"\.\[hub\]\""):
+    with pytest.raises(TokenizerError, match=r"x\.gguf is read with the package tokenizers, .*; pip install tokenizers$"):
         gguf_tokenizer(Path("x.gguf"), keys_of("gpt2"))
 
 
