@@ -147,7 +147,7 @@ class Worker:
 def _ended(process: subprocess.Popen[bytes], pid: int) -> None:
     if pid == os.getpid():  # in a fork it is the other's
         process.kill()
-        with process:  # which waits for it, and closes its pipes
+        with suppress(OSError), process:  # which waits for it, and closes its pipes: one may still hold what it did not read
             pass
 
 

@@ -56,6 +56,20 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Terminal]:
     return lambda encoding="utf-8": Terminal(monkeypatch, encoding)
 
 
+def test_where_there_is_no_terminal_what_takes_long_says_so_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", out)
+    monkeypatch.setattr(progress, "WORD_SECONDS", 0.2)
+    with loading("reading") as show:
+        begin = time.monotonic()
+        while (passed := time.monotonic() - begin) < 0.7:
+            show("nothing that has a share")
+            show(Bar("reading", passed))
+            time.sleep(0.01)
+    lines = out.getvalue().splitlines()
+    assert 1 <= len(lines) <= 3 and all(re.fullmatch(r"specdec: reading: +\d+%", line) for line in lines)
+
+
 def test_nothing_is_shown_behind_a_sudden_end(terminal: Callable[..., Terminal]) -> None:
     """The thread that hears a signal erases the line, while the main thread goes on loading until the process is gone."""
     place = terminal()

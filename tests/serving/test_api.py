@@ -26,6 +26,8 @@ from specdec.serving.calls import Call, Json, More, calls_of
 from specdec.serving.engine import Client, Closed, Engine, Failed, Full, Hear, Job
 from specdec.serving.guard import Guard
 from specdec.serving.metrics import BOUNDS, Figures, exposition
+from specdec.text.shapes import ShapeError
+from specdec.text.workers import Lost
 from tests.folders import FIXTURES
 from tests.serving.asgi import Reply, ask
 from tests.test_real_models import folder
@@ -135,6 +137,100 @@ def test_greedy_is_greedy_by_temperature_top_k_and_top_p(app: Any, decoder: Spec
     for how in ({"temperature": 0}, {"top_k": 1}, {"top_p": 0, "top_k": 5}):
         reply = ask(app, CHAT, {"messages": TALK, "max_completion_tokens": 12, **how})
         assert reply.json["choices"][0]["message"]["content"] == own
+
+
+def test_where_a_request_says_nothing_the_servers_own_sampling_holds(
+    serving: Callable[..., Any], decoder: SpeculativeDecoder
+) -> None:
+    script = Script(Prompt([1], 0.0), step("a", "eos"))
+    own = Model("talker", decoder, decoder.chat_template, Sampling(0.6, 20, 0.8))
+    app = Guard(app_of(Service(own, script, "print", 1)), (), {"localhost"}, [].append)  # type: ignore[arg-type]
+    for body in ({}, {"temperature": 0.1}, {"top_p": 0.5, "top_k": 3}, {"top_p": 0}):
+        assert ask(app, TEXT, {"seed": 1, **body}).status == 200
+    drawn = [(job.sampling.temperature, job.sampling.top_k, job.sampling.top_p) for job in script.jobs]
+    assert drawn == [(0.6, 20, 0.8), (0.1, 20, 0.8), (0.6, 3, 0.5), (0.6, 1, 0.0)]
+
+
+def test_a_server_draws_as_its_options_say_then_as_the_files_advise_then_as_in_a_chat() -> None:
+    from specdec.commands.serve import ServeRequest
+
+    def of(advised: dict[str, float], **options: Any) -> tuple[float, int, float]:
+        sampling = ServeRequest(**options).sampling_of(advised)
+        return sampling.temperature, sampling.top_k, sampling.top_p
+
+    assert of({}) == (0.7, 0, 0.9)
+    assert of({"temperature": 0.6, "top_k": 20}) == (0.6, 20, 0.9)
+    assert of({"temperature": 0.6, "top_p": 0.8}, served_temperature=0.0, served_top_k=5) == (0.0, 5, 0.8)
+
+
+def test_what_the_template_is_told_beside_messages(
+    app: Any, decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[Any]()
+    encode = decoder.encode_chat
+    monkeypatch.setattr(decoder, "encode_chat", lambda *told: seen.append(told[0:3:2]) or encode(*told))
+    talk = [*TALK, {"role": "assistant", "content": "South.", "reasoning_content": "Birds fly."}, *TALK]
+    for body in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False, "n": 3}}, {}):
+        assert ask(app, CHAT, {"messages": talk, "max_tokens": 1, **body}).status == 200
+    assert [options for _, options in seen] == [{"enable_thinking": False}, {"enable_thinking": False, "n": 3}, {}]
+    assert seen[0][0][1]["reasoning_content"] == "Birds fly."
+    monkeypatch.setattr(decoder.chat_template, "source", "{{ reasoning_effort }}{% if enable_thinking %}!{% endif %}x")
+    assert ask(app, CHAT, {"messages": TALK, "max_tokens": 1, "reasoning_effort": "high"}).status == 200
+    assert seen[-1][1] == {"reasoning_effort": "high"}
+    with pytest.raises(ValueError, match=r"role of messages\[0\] is 'bot'; expected one of system, user, assistant"):
+        decoder.encode_chat([{"role": "bot", "content": "x"}])
+
+
+def test_a_helper_that_the_system_ends_is_not_the_clients_fault(app: Any, decoder: SpeculativeDecoder, monkeypatch: Any) -> None:
+    def lost(*_: Any) -> Any:
+        raise Lost("the system has ended it")
+
+    monkeypatch.setattr(decoder, "encode_chat", lost)
+    reply = ask(app, CHAT, {"messages": TALK})
+    assert (reply.status, reply.error["type"], "retry-after" in reply.headers) == (503, "server_error", True)
+
+
+def test_a_shape_that_no_text_can_follow_is_refused_before_the_first_byte(app: Any) -> None:
+    endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    shape = {"type": "json_schema", "json_schema": {"name": "n", "schema": endless}}
+    for is_stream in (False, True):
+        reply = ask(app, CHAT, {"messages": TALK, "response_format": shape, "stream": is_stream})
+        assert (reply.status, reply.error["param"]) == (400, "response_format") and "cannot go on" in reply.error["message"]
+
+
+def test_a_shape_that_cannot_go_on_is_told_by_its_own_words(serving: Callable[..., Any]) -> None:
+    app = serving(Script(Prompt([1], 0.0), step("a"), Failed(ShapeError("the shape cannot go on: too many items"))))
+    whole = ask(app, TEXT, {})
+    assert (whole.status, whole.error["param"]) == (400, "response_format")
+    words, error = ask(app, TEXT, {"stream": True}).events
+    assert words["choices"][0]["text"] == "a" and error["error"]["message"] == "the shape cannot go on: too many items"
+
+
+def test_a_stream_that_has_nothing_to_say_gives_signs_of_life(
+    serving: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "SIGN_OF_LIFE_SECONDS", 0.0)
+    held = [step(piece) for piece in ("<tool_call>", '{"name": ', '"weather"')]
+    app = serving(Script(Prompt([1], 0.0), *held, step("", "eos")))
+    reply = ask(app, CHAT, {"messages": TALK, "tools": [TOOL], "stream": True})
+    assert reply.body.count(b": waiting") >= 2
+
+
+def test_every_answer_has_an_id_that_the_log_tells_and_a_slash_sends_nobody_elsewhere(serving: Callable[..., Any]) -> None:
+    log = list[str]()
+    app = serving(log=log)
+    for path, status in (("/v1/models/", 200), ("/v1/nothing/", 404), ("/v1/models", 200)):
+        reply = ask(app, path)
+        assert reply.status == status and "location" not in reply.headers
+        assert reply.headers["x-request-id"] in log[-1]
+    ask(app, TEXT, {"top_k": "x"})
+    assert "invalid_value top_k" in log[-1]
+
+
+def test_a_large_answer_becomes_json_beside_others() -> None:
+    value = {"choices": [{"logprobs": [{"token": "a", "top": [["b", -1.5]] * 20} for _ in range(3000)]}]}
+    assert json.loads(server.json_of(value)) == value and server.json_of({"\u00e9": 1}) == '{"\u00e9":1}'.encode()
+    assert [len(piece) for piece in server._pieces(bytes(150_000))] == [65536, 65536, 18928]
 
 
 def test_a_stop_string_ends_the_text_before_it(app: Any, decoder: SpeculativeDecoder) -> None:
