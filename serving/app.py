@@ -22,7 +22,7 @@ from ..decoding import Event, Shape
 from ..text.shapes import ShapeError
 from .answers import Answer, Delta
 from .asked import Asked, Model, Refused, body_of, chat_asked, completion_asked, encoding
-from .building import Builder, Busy
+from .building import Builder, Busy, Turns
 from .engine import Client, Closed, Engine, Failed, Full, Job, Ticket
 from .guard import FAILED, App, Receive, Scope, Send, refusal
 from .metrics import exposition
@@ -30,6 +30,7 @@ from .metrics import exposition
 PAGE = Path(__file__).with_name("page.html")
 MOST_BYTES, MOST_OF_ALL_BYTES = 4 << 20, 64 << 20  # of a body; of all that are being read, without what is small of each
 SMALL_BYTES = 64 << 10  # of a body: so much of any is read, and one that is no larger waits for no larger one
+LARGE_AT_ONCE = 1  # other bodies of which tokens are made: small ones have another process then
 BODY_SECONDS = 10.0  # that a client may take for so much of a body
 PIECE_BYTES = 64 << 10  # of an answer that is sent at once: each has a reader's seconds
 SIGN_OF_LIFE_SECONDS = 5.0  # between comments in a stream that has nothing to say
@@ -53,7 +54,7 @@ class Service:
 def app_of(service: Service) -> App:
     """All paths."""
     page, policy = _page()
-    model, room, building, large = service.model, Room(), Builder(), Turn()
+    model, room, building, large = service.model, Room(), Builder(), Turns(LARGE_AT_ONCE)
 
     async def show_page(_: Request) -> Response:
         headers = {"content-security-policy": policy, "referrer-policy": "no-referrer", "x-frame-options": "DENY"}
@@ -75,8 +76,10 @@ def app_of(service: Service) -> App:
 
     def writing(read: Read) -> Callable[[Request], Awaitable[Any]]:
         async def write(request: Request) -> Any:
-            async with body_of_bytes(request, room) as data, large if len(data) > SMALL_BYTES else nullcontext():
-                return Writing(service, building, await asyncio.to_thread(lambda: read(body_of(data), model)))
+            async with body_of_bytes(request, room) as data:
+                reading = large.of(request.scope["who"].name) if len(data) > SMALL_BYTES else nullcontext()
+                async with reading:  # what makes tokens of large ones would keep small ones waiting
+                    return Writing(service, building, await asyncio.to_thread(lambda: read(body_of(data), model)))
 
         return write
 
@@ -178,10 +181,6 @@ class Room:
             body.data.clear()
             if not body.is_dropped.done():
                 body.is_dropped.set_result(None)
-
-
-class Turn(asyncio.Lock):
-    """Of large bodies, which are read one at a time: what makes tokens of them would keep small ones waiting."""
 
 
 @asynccontextmanager

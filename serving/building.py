@@ -1,8 +1,11 @@
-"""Shapes that requests ask for: built a few at a time, by turns, so that nobody's schema keeps others waiting. Knows no HTTP."""
+"""Turns of clients at what takes long, and the shapes that they ask for, so that nobody's schema keeps others waiting. Knows no
+HTTP."""
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any
 
 from ..decoding import Shape
@@ -17,22 +20,18 @@ class Busy(Exception):
     """Too many shapes wait to be built, or this client's have taken too long."""
 
 
-class Builder:
-    """Of one event loop. A client has one shape built at a time; who is cancelled before its turn costs nothing."""
+class Turns:
+    """Of one event loop: so many at once, of each client one; the next is who waits longest of those whose client has none."""
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(BUILDERS, "shapes")
-        self._waiting = list[tuple[str, asyncio.Future[None]]]()  # by whom, and what tells that it is their turn
-        self._building = set[str]()
-        self._spent = dict[str, tuple[float, float]]()  # seconds, and when that was
+    def __init__(self, most: int) -> None:
+        self._most, self._waiting, self._busy = most, list[tuple[str, asyncio.Future[None]]](), set[str]()
 
-    async def built(self, grammar: Grammar, who: str) -> Shape:
-        """The shape; who: the client. Raises Busy, and what `Grammar.built` raises."""
-        if (kept := grammar.kept()) is not None:
-            return kept
-        self._check(who)
-        if len(self._waiting) >= MOST_WAITING:
-            raise Busy
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def begin(self, who: str) -> None:
+        """Who is cancelled has none."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append((who, turn))
         self._next()
@@ -42,34 +41,61 @@ class Builder:
             if turn.cancelled():
                 self._waiting.remove((who, turn))
             else:
-                self._over(who, 0.0)
+                self.end(who)
             raise
+
+    def end(self, who: str) -> None:
+        self._busy.remove(who)
+        self._next()
+
+    @asynccontextmanager
+    async def of(self, who: str) -> AsyncIterator[None]:
+        await self.begin(who)
+        try:
+            yield
+        finally:
+            self.end(who)
+
+    def _next(self) -> None:
+        for who, turn in [*self._waiting]:
+            if len(self._busy) < self._most and who not in self._busy and not turn.done():
+                self._waiting.remove((who, turn))
+                self._busy.add(who)
+                turn.set_result(None)
+
+
+class Builder:
+    """Shapes, by turns. Who is cancelled before its turn costs nothing."""
+
+    def __init__(self) -> None:
+        self._pool, self._turns = ThreadPoolExecutor(BUILDERS, "shapes"), Turns(BUILDERS)
+        self._spent = dict[str, tuple[float, float]]()  # seconds, and when that was
+
+    async def built(self, grammar: Grammar, who: str) -> Shape:
+        """The shape; who: the client. Raises Busy, and what `Grammar.built` raises."""
+        if (kept := grammar.kept()) is not None:
+            return kept
+        self._check(who)
+        if self._turns.n_waiting >= MOST_WAITING:
+            raise Busy
+        await self._turns.begin(who)
         try:
             self._check(who)
         except Busy:
-            self._over(who, 0.0)
+            self._turns.end(who)
             raise
         begin = time.monotonic()
         building = asyncio.get_running_loop().run_in_executor(self._pool, grammar.built)
         building.add_done_callback(lambda done: self._over(who, time.monotonic() - begin, done))
         return await asyncio.shield(building)
 
-    def _next(self) -> None:
-        """Turns for those that wait, in order, as long as there are builders: of a client of whom nothing is being built."""
-        for who, turn in [*self._waiting]:
-            if len(self._building) < BUILDERS and who not in self._building and not turn.done():
-                self._waiting.remove((who, turn))
-                self._building.add(who)
-                turn.set_result(None)
-
-    def _over(self, who: str, seconds: float, done: "asyncio.Future[Any] | None" = None) -> None:
-        if done and not done.cancelled():
+    def _over(self, who: str, seconds: float, done: "asyncio.Future[Any]") -> None:
+        if not done.cancelled():
             done.exception()  # which is told to whom it is for, if anybody still waits
-        self._building.discard(who)
         self._spent[who] = self._owes(who) + seconds, time.monotonic()
         for each in [each for each in self._spent if not self._owes(each)]:
             del self._spent[each]
-        self._next()
+        self._turns.end(who)
 
     def _owes(self, who: str) -> float:
         seconds, when = self._spent.get(who, (0.0, 0.0))

@@ -9,6 +9,7 @@ This file is both ends. As a program it reads a line of JSON and, if the line na
 `answer` of the module that it was told to load makes of them, which is a line of JSON, too.
 """
 
+import functools
 import importlib.util
 import json
 import math
@@ -49,14 +50,18 @@ class Unanswered(Exception):
 
 
 class Worker:
-    """A process that answers requests; it begins with the first one, and begins anew where one ended it.
+    """A process that answers requests; it begins with the first one, and begins anew where one ended it. Who asks while it is
+    busy asks another one, of which there is one more.
 
     module: the file's name without .py, which has `answer(request, data)` and MOST_BYTES of memory. beginning: what each new
     process is told first, and beginning_seconds: how long that may take.
     """
 
-    def __init__(self, module: str, beginning: bytes | None = None, beginning_seconds: float = 0.0) -> None:
+    def __init__(
+        self, module: str, beginning: bytes | None = None, beginning_seconds: float = 0.0, is_other: bool = False
+    ) -> None:
         self._module, self._beginning, self._beginning_seconds = module, beginning, beginning_seconds
+        self._is_other = is_other
         self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], object] = int
         self._pid = 0
@@ -65,8 +70,18 @@ class Worker:
     def __reduce__(self) -> tuple[Any, ...]:
         return Worker, (self._module, self._beginning, self._beginning_seconds)
 
+    @functools.cached_property
+    def _other(self) -> "Worker":
+        return Worker(self._module, self._beginning, self._beginning_seconds, True)
+
     def close(self) -> None:
         """End the process, as happens to that of a worker that nobody has any more; the next request begins another."""
+        self._over()
+        if "_other" in vars(self):
+            self._other.close()
+
+    def _over(self) -> None:
+        """The process is, or is ended."""
         self._process = None
         self._end()
 
@@ -76,6 +91,8 @@ class Worker:
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """The answer to a request. Raises Unanswered, and Lost where there can be no process."""
+        if self._lock.locked() and not self._is_other:
+            return self._other.ask(request, seconds)
 
         def asked() -> dict[str, Any]:
             self._begun()
@@ -127,7 +144,7 @@ class Worker:
         except OSError:
             reply = b""
         except BaseException:  # half a reply would be taken for the next one's
-            self.close()
+            self._over()
             raise
         finally:
             timer.cancel()
@@ -136,7 +153,7 @@ class Worker:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(ENDING_SECONDS)  # of one that has closed its pipe; else it is ended now
             code = process.returncode
-            self.close()
+            self._over()
             if not is_late.is_set() and code == KILLED:
                 raise Killed
             raise Unanswered(is_late.is_set() or code == OUT_OF_TIME)

@@ -21,7 +21,7 @@ from specdec.serving import app as server
 from specdec.serving import building, engine, listening
 from specdec.serving.app import Room, body_of_bytes
 from specdec.serving.asked import Refused
-from specdec.serving.building import Builder, Busy
+from specdec.serving.building import Builder, Busy, Turns
 from specdec.serving.engine import Client, Full
 from specdec.serving.metrics import Figures, exposition
 from tests.serving.test_engine import Heard, a_job, assert_same, endless, engines  # noqa: F401  (fixtures)
@@ -222,6 +222,24 @@ def test_a_clients_shapes_keep_no_other_client_waiting_and_who_left_costs_nothin
         many = [asyncio.ensure_future(builder.built(Slow(0.1), f"{i}")) for i in range(building.MOST_WAITING + 4)]  # type: ignore[arg-type]
         told = await asyncio.gather(*many, return_exceptions=True)
         assert sum(isinstance(each, Busy) for each in told) == 2
+
+    asyncio.run(run())
+
+
+def test_large_bodies_of_one_client_keep_no_other_client_waiting() -> None:
+    async def run() -> None:
+        turns, order = Turns(2), list[str]()
+
+        async def takes(who: str) -> None:
+            async with turns.of(who):
+                order.append(who)
+                await asyncio.sleep(0.02)
+
+        asks = [asyncio.ensure_future(takes(who)) for who in ("enemy",) * 5 + ("ann", "bob")]
+        await asyncio.sleep(0)
+        asks[2].cancel()
+        await asyncio.gather(*asks, return_exceptions=True)
+        assert order == ["enemy", "ann", "enemy", "bob", "enemy", "enemy"] and not turns.n_waiting
 
     asyncio.run(run())
 

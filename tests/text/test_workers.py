@@ -1,8 +1,11 @@
 """workers.py: what becomes of a request whose process is ended by the system, or cannot be begun."""
 
+import json
 import os
 import signal
 import subprocess
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -59,3 +62,25 @@ def test_where_no_process_can_be_had_that_is_told(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(workers.subprocess, "Popen", none)
     with pytest.raises(Lost, match="no process to work in: Resource temporarily unavailable"):
         Worker("shape_worker").ask(GRAMMAR, 1.0)
+
+
+def test_who_asks_while_a_process_is_busy_asks_another_one() -> None:
+    worker, answers = Worker("shape_worker"), list[dict[str, Any]]()
+    assert worker.ask(GRAMMAR, 10.0) == {}
+    slow = {
+        "grammar": json.dumps({"grammars": [{"json_schema": {"patternProperties": {f"^p{k}x{k}$": {} for k in range(300)}}}]})
+    }
+
+    def wait_for_the_slow() -> None:
+        with pytest.raises(Unanswered):
+            worker.ask(slow, 3.0)
+        answers.append({"slow": True})
+
+    waiting = threading.Thread(target=wait_for_the_slow)
+    waiting.start()
+    while not worker._lock.locked():
+        time.sleep(0.001)
+    answers.append(worker.ask(GRAMMAR, 10.0))
+    waiting.join()
+    assert answers == [{}, {"slow": True}]
+    worker.close()
