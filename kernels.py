@@ -554,11 +554,14 @@ KV_CACHES = {
 
 
 @inlined
-def gate(run, thread, hidden, up, activation):
-    """hidden[t] = activation(w1 x) * (w3 x): this thread's strips of up (T, 2 F), which holds those of both in turns."""
+def gate(run, thread, hidden, up, per_token, activation):
+    """hidden[t] = activation(w1 x) * (w3 x): this thread's strips of up (T, 2 F), which holds those of both in turns.
+
+    per_token: how many such rows a token has.
+    """
     width = hidden.shape[2]
     first, last = share(width // STRIP_ROWS, thread, run.n_threads)
-    for t in range(run.n_tokens):
+    for t in range(run.n_tokens * per_token):
         for strip in range(first, last):
             for i in range(0, STRIP_ROWS, LANES):
                 at = t * up.shape[1] + 2 * strip * STRIP_ROWS + i
@@ -567,15 +570,15 @@ def gate(run, thread, hidden, up, activation):
 
 
 @operation
-def swiglu(run: Pass, thread: int, hidden: Floats3, up: Floats2) -> None:
+def swiglu(run: Pass, thread: int, hidden: Floats3, up: Floats2, per_token: int) -> None:
     """hidden[t] = silu(w1 x) * (w3 x)  (Shazeer 2020)."""
-    gate(run, thread, hidden, up, silu)
+    gate(run, thread, hidden, up, per_token, silu)
 
 
 @operation
 def geglu(run: Pass, thread: int, hidden: Floats3, up: Floats2) -> None:
     """hidden[t] = gelu(w1 x) * (w3 x)  (Shazeer 2020)."""
-    gate(run, thread, hidden, up, gelu_tanh)
+    gate(run, thread, hidden, up, 1, gelu_tanh)
 
 
 @operation

@@ -161,7 +161,7 @@ def mlp(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
             norm(config, weights, b, f"{i}.rms_ffn"),
             w[f"{i}.up"].product(b.up, b.normed, b.scratch, unit=2),
             *biased(weights, b.up, f"{i}.b13", 2),
-            swiglu(b.hidden, b.up),
+            swiglu(b.hidden, b.up, 1),
         ],
         [w[f"{i}.down"].product(b.x[0], b.hidden, b.scratch, adding=True), *biased(weights, b.x[0], f"{i}.b2")],
     ]

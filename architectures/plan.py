@@ -352,11 +352,11 @@ class Architecture:
         for part, ts in sources.items():
             used, instead = block.used, kinds[part].instead
             try:
-                packed[part] = pack(ts, kinds[part], part.in_turns, block.take)
+                packed[part] = pack(ts, kinds[part], len(ts) if part.in_turns else 1, block.take)
             except NoRoom:
                 assert instead
                 block.give_back(used)
-                packed[part] = pack(ts, instead, part.in_turns, block.take)
+                packed[part] = pack(ts, instead, len(ts) if part.in_turns else 1, block.take)
             progress(block.share_taken)
         return Weights(
             {name: packed[part] for name, part in parts.items()},

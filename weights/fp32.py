@@ -7,7 +7,7 @@ from ..machine.programs import Floats2, Floats3, Halves2, Halves3, Ints1, Pass, 
 from ..machine.threads import share
 from ..machine.tiles import FLOAT_TOKENS, STRIP_ROWS, Work, multiply_strips, strip_tile
 from ..machine.vectors import LANES, Float32, ceil_div, lane, load
-from .matrix import ALL, Floats, Kind, Product, floats
+from .matrix import ALL, Floats, Kind, Mixture, Product, floats, multiply_experts
 
 BLOCK = 32  # columns of a block that is turned, a number that the compiler sees: 135M weights on two threads 0.04 s, else 0.1
 
@@ -18,6 +18,12 @@ def multiply(tile, run, thread, p):
     first, last = share(p.w.shape[0] // p.unit, thread, run.n_threads)
     work = Work(p.unit * first, p.unit * last, run.n_logits if p.of_logits else run.n_tokens)
     multiply_strips(tile, FLOAT_TOKENS, p.out, p.w, p.x[thread if p.x.shape[0] > 1 else 0], 0, work, p.adding)
+
+
+@inlined
+def multiply_mixture(tile, run, thread, p):
+    """`multiply_experts` by a tile over floats."""
+    multiply_experts(tile, FLOAT_TOKENS, 0, p.x[thread if p.x.shape[0] > 1 else 0], run, thread, p)
 
 
 @inlined
@@ -36,6 +42,12 @@ def gather(load_weights, run, thread, out, w, tokens, n):
 def product(run: Pass, thread: int, p: Product) -> None:
     """`multiply` of fp32 weights."""
     multiply(strip_tile, run, thread, p)
+
+
+@operation
+def experts(run: Pass, thread: int, p: Mixture) -> None:
+    """`multiply_mixture` of fp32 weights."""
+    multiply_mixture(strip_tile, run, thread, p)
 
 
 @operation
@@ -146,4 +158,4 @@ def no_scratch(n: int, group: int) -> int:
     return 1
 
 
-FP32 = Kind("fp32", product, embed, no_group, strip_shape, fill, rows_of, no_scratch)
+FP32 = Kind("fp32", product, embed, experts, no_group, strip_shape, fill, rows_of, no_scratch)

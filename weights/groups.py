@@ -57,8 +57,8 @@ from ..machine.vectors import (
     multiply_add,
     offset,
 )  # fmt: skip
-from .int8 import GROUP_HEAD, QUADS, Dot4, best_dot4, dot4, multiply, scratch_words
-from .matrix import ALL, Kind, Product
+from .int8 import GROUP_HEAD, QUADS, Dot4, best_dot4, dot4, multiply, multiply_mixture, scratch_words
+from .matrix import ALL, Kind, Mixture, Product
 
 PATH = "portable" if os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0") else best_dot4(CPU_FEATURES)
 HALF_WORDS = STRIP_ROWS // 2  # of the rows' fp16 numbers
@@ -267,6 +267,17 @@ def group_product(form: Form, path: str) -> Callable[..., None]:
     return product
 
 
+def group_experts(form: Form, path: str) -> Callable[..., None]:
+    """The kernel of `Matrix.experts` for weights of that form, by that instruction."""
+    tile = group_tile(form, path)
+    tokens = dot4(path, form.bits).tokens
+
+    def experts(run: Pass, thread: int, p: Mixture) -> None:
+        multiply_mixture(tile, tokens, run, thread, p)
+
+    return experts
+
+
 def group_embed(form: Form) -> Callable[..., None]:
     """The kernel of `Matrix.embedding` for weights of that form."""
     bits, of_group, n_groups, has_minima = form
@@ -436,6 +447,7 @@ def group_kind(name: str, form: Form, fill: Callable[[Float32, int, int, Any, in
         name,
         _named(group_product(form, path), f"{stem}_{way}"),
         _named(group_embed(form), f"{stem}_embed"),
+        _named(group_experts(form, path), f"{stem}_{way}_experts"),
         functools.partial(_group_of, form),
         functools.partial(_strip_shape, form),
         fill,

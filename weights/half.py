@@ -7,8 +7,8 @@ import numpy as np
 from ..machine.programs import Floats2, Floats3, Ints1, Pass, operation
 from ..machine.tiles import STRIP_ROWS, float_tile
 from ..machine.vectors import BF16_STORAGE, FP16_STORAGE, Float32, load_bf16, load_fp16
-from .fp32 import gather, multiply, no_group, no_scratch, pack_rows, unpack_rows
-from .matrix import ALL, Floats, Kind, Product, floats
+from .fp32 import gather, multiply, multiply_mixture, no_group, no_scratch, pack_rows, unpack_rows
+from .matrix import ALL, Floats, Kind, Mixture, Product, floats
 
 bf16_tile = float_tile("bf16_tile", BF16_STORAGE)
 fp16_tile = float_tile("fp16_tile", FP16_STORAGE)
@@ -21,6 +21,12 @@ def bf16_product(run: Pass, thread: int, p: Product) -> None:
 
 
 @operation
+def bf16_experts(run: Pass, thread: int, p: Mixture) -> None:
+    """`multiply_mixture` of bf16 weights."""
+    multiply_mixture(bf16_tile, run, thread, p)
+
+
+@operation
 def bf16_embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: int, group: int) -> None:
     """`gather` of bf16 weights."""
     gather(load_bf16, run, thread, out, w, tokens, n)
@@ -30,6 +36,12 @@ def bf16_embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, 
 def fp16_product(run: Pass, thread: int, p: Product) -> None:
     """`multiply` of fp16 weights."""
     multiply(fp16_tile, run, thread, p)
+
+
+@operation
+def fp16_experts(run: Pass, thread: int, p: Mixture) -> None:
+    """`multiply_mixture` of fp16 weights."""
+    multiply_mixture(fp16_tile, run, thread, p)
 
 
 @operation
@@ -67,5 +79,7 @@ def fp16_rows(strips: Float32, n: int, group: int, block: slice = ALL) -> Float3
     return floats(unpack_rows(strips[block].view(np.uint16), n).view(np.float16))
 
 
-BF16 = Kind("bf16", bf16_product, bf16_embed, no_group, strip_shape, fill_bf16, bf16_rows, no_scratch)
-FP16 = replace(BF16, name="fp16", product=fp16_product, embed=fp16_embed, fill=fill_fp16, rows=fp16_rows)
+BF16 = Kind("bf16", bf16_product, bf16_embed, bf16_experts, no_group, strip_shape, fill_bf16, bf16_rows, no_scratch)
+FP16 = replace(
+    BF16, name="fp16", product=fp16_product, embed=fp16_embed, experts=fp16_experts, fill=fill_fp16, rows=fp16_rows,
+)  # fmt: skip

@@ -71,7 +71,7 @@ from ..machine.vectors import (
     store_bytes,
     store_int,
 )  # fmt: skip
-from .matrix import ALL, Floats, Grouped, Kind, Product, floats
+from .matrix import ALL, Floats, Grouped, Kind, Mixture, Product, floats, multiply_experts
 
 Int8 = npt.NDArray[np.int8]
 QUADS = 4  # bytes in a word
@@ -397,6 +397,14 @@ def multiply(tile, tokens, run, thread, p):
     multiply_strips(tile, tokens, p.out, p.w, codes, n_quads, work, p.adding)
 
 
+@inlined
+def multiply_mixture(tile, tokens, run, thread, p):
+    """`multiply_experts` of quantized rows."""
+    codes, n_quads = p.scratch[thread], p.w.shape[2] // STRIP_ROWS - 1
+    quantize(codes, p.x[thread if p.x.shape[0] > 1 else 0], p.n, p.group, run.n_tokens * p.per_token)
+    multiply_experts(tile, tokens, n_quads, codes, run, thread, p)
+
+
 @operation
 def product(run: Pass, thread: int, p: Product) -> None:
     """`multiply` with the CPU's best instruction."""
@@ -407,6 +415,18 @@ def product(run: Pass, thread: int, p: Product) -> None:
 def portable_product(run: Pass, thread: int, p: Product) -> None:
     """`multiply` for any CPU: the same bits."""
     multiply(portable_tile, PORTABLE_TOKENS, run, thread, p)
+
+
+@operation
+def experts(run: Pass, thread: int, p: Mixture) -> None:
+    """`multiply_mixture` with the CPU's best instruction."""
+    multiply_mixture(native_tile, NATIVE_TOKENS, run, thread, p)
+
+
+@operation
+def portable_experts(run: Pass, thread: int, p: Mixture) -> None:
+    """`multiply_mixture` for any CPU: the same bits."""
+    multiply_mixture(portable_tile, PORTABLE_TOKENS, run, thread, p)
 
 
 @operation
@@ -518,6 +538,6 @@ def scratch_words(n: int, group: int) -> int:
     return int(ceil_div(n, group) * (GROUP_HEAD + ceil_div(group, QUADS)))
 
 
-PORTABLE_INT8 = Kind("int8", portable_product, embed, own_group, strip_shape, fill, rows_of, scratch_words)
-NATIVE_INT8 = replace(PORTABLE_INT8, product=product)
+PORTABLE_INT8 = Kind("int8", portable_product, embed, portable_experts, own_group, strip_shape, fill, rows_of, scratch_words)
+NATIVE_INT8 = replace(PORTABLE_INT8, product=product, experts=experts)
 INT8 = PORTABLE_INT8 if DOT4 == "portable" else NATIVE_INT8

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..machine.memory import aligned, bits_of, zeros
-from ..machine.programs import Floats1, Floats2, Floats3, Halves1, Operation, Pass, Row, on_all_threads, operation
+from ..machine.cache import inlined
+from ..machine.programs import Floats1, Floats2, Floats3, Halves1, Ints2, Operation, Pass, Row, on_all_threads, operation
 from ..machine.threads import available_threads, share
-from ..machine.tiles import STRIP_ROWS
+from ..machine.tiles import STRIP_ROWS, Work, multiply_strips
 from ..machine.vectors import LANES, Float32, Int64, ceil_div, load_bf16, load_fp16, round_up, store
 
 Floats = npt.NDArray[Any]  # see `Tensor`
@@ -89,21 +90,46 @@ class Product(NamedTuple):
     of_logits: int
 
 
+class Mixture(NamedTuple):
+    """What the operation of `Matrix.experts` takes; per_token: how many rows of x a token has; see `kernels.route`."""
+
+    out: Floats2
+    w: Floats3
+    x: Floats3
+    scratch: Floats3
+    gathered: Floats3
+    tokens: Ints2
+    starts: Ints2
+    n: int
+    group: int
+    per_token: int
+    unit: int
+
+
+class Choice(NamedTuple):
+    """Which expert each slot of a pass is for, every thread's own: see `kernels.route`."""
+
+    tokens: Int64
+    starts: Int64
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of weights, whole: how it lies in strips, what multiplies it, and how a row of an embedding comes out of it.
 
-    name: of the weights, in words. product: the operation of `Matrix.product`, over a `Product`; embed: of `Matrix.embedding`.
+    name: of the weights, in words. product: the operation of `Matrix.product`, over a `Product`; embed: of `Matrix.embedding`;
+    experts: of `Matrix.experts`, over a `Mixture`.
     group: of n columns and of a tensor's own group, how many weights share a scale; 0: none do.
     strip_shape: of n columns in groups. fill: every stride-th of the strips from `first` on, from rows.
     rows: the floats of strips, of all or of a slice. scratch_words: that a token's activations of n columns take, in a form of
     the kind's own. of_blocks: whether it is filled from `Blocks`. of_tables: what embedding and classifier become instead, if
-    anything; instead: what a matrix does whose fill raises `NoRoom`.
+    anything; of_experts: what the matrices of experts do; instead: what a matrix does whose fill raises `NoRoom`.
     """
 
     name: str
     product: Operation
     embed: Operation
+    experts: Operation
     group: Callable[[int, int], int]
     strip_shape: Callable[[int, int], tuple[int, int]]
     fill: Callable[[Float32, int, int, Any, int], None]
@@ -111,6 +137,7 @@ class Kind:
     scratch_words: Callable[[int, int], int]
     of_blocks: bool = False
     of_tables: "Kind | None" = None
+    of_experts: "Kind | None" = None
     instead: "Kind | None" = None
 
 
@@ -142,6 +169,18 @@ class Matrix:
         """
         return self.kind.product(out, self.strips, x, scratch, self.n, self.group, adding, unit, of_logits)
 
+    def experts(
+        self, out: Float32, x: Float32, scratch: Float32, gathered: Float32, choice: Choice, *, per_token: int = 1, unit: int = 1
+    ) -> Row:
+        """A row of a program: out[slot] = W_e x[row of the slot], e its expert, whose rows lie one expert's behind the other's.
+
+        Each thread takes its share of every expert's strips, and each expert that a token chose is read once. out (T k, rows of an
+        expert); x (threads or 1, T or T k, n or more): of several rows for a token, slot by slot; gathered (threads, T, words or
+        n): room for the rows of one expert.
+        """
+        numbers = self.n, self.group, per_token, unit
+        return self.kind.experts(out, self.strips, x, scratch, gathered, choice.tokens, choice.starts, *numbers)
+
     def embedding(self, out: Float32, tokens: Int64) -> Row:
         """A row of a program: out[t] = W[tokens[t]], zeros behind it."""
         return self.kind.embed(out, self.strips, tokens, self.n, self.group)
@@ -151,25 +190,51 @@ class Matrix:
         return Matrix(self.kind, aligned(self.strips), self.n, self.group)
 
 
+@inlined
+def multiply_experts(tile, tokens, n_quads, rows, run, thread, p):
+    """out[slot] = W_e rows[row of the slot] by a tile, which takes `Tokens`: this thread's strips of every expert.
+
+    rows are those of x as the tile takes them. Those of one expert's tokens have to lie one behind the other: slots do.
+    """
+    starts, of_slot, gathered = p.starts[thread], p.tokens[thread], p.gathered[thread]
+    strips = p.w.shape[0] // (starts.size - 1)
+    first, last = share(strips // p.unit, thread, run.n_threads)
+    for expert in range(starts.size - 1):
+        start, end = starts[expert], starts[expert + 1]
+        n = end - start
+        if n == 0:
+            continue
+        at = start if p.per_token > 1 else of_slot[start]
+        here = rows[at : at + n]
+        if p.per_token == 1 and of_slot[end - 1] != at + n - 1:  # tokens ascend, so these are not neighbours
+            for i in range(n):
+                token = of_slot[start + i]
+                for k in range(rows.shape[1]):
+                    gathered[i, k] = rows[token, k]
+            here = gathered[:n]
+        w, work = p.w[expert * strips : (expert + 1) * strips], Work(p.unit * first, p.unit * last, n)
+        multiply_strips(tile, tokens, p.out[start:end], w, here, n_quads, work, False)
+
+
 def n_strips(rows: int) -> int:
     """How many strips hold that many rows."""
     return int(ceil_div(rows, STRIP_ROWS))
 
 
-def pack(tensors: Sequence[Tensor], kind: Kind, in_turns: bool = False, room: Callable[..., Float32] = zeros) -> Matrix:
-    """Tensors, each from a strip of its own on, below each other or strip by strip in turns, as one matrix of that kind.
+def pack(tensors: Sequence[Tensor], kind: Kind, turns: int = 1, room: Callable[..., Float32] = zeros) -> Matrix:
+    """Tensors, each from a strip of its own on, below each other, or so many at a time strip by strip in turns, as one matrix.
 
-    room: gives zeros of a shape.
+    Those that take turns have as many rows. room: gives zeros of a shape.
     """
     sizes = [n_strips(tensor.shape[0]) for tensor in tensors]
     n = tensors[0].shape[1]
     group = kind.group(n, getattr(tensors[0], "group", 0))
     strips = room(sum(sizes), *kind.strip_shape(n, group))
     for i, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
-        first, stride = (i, len(tensors)) if in_turns else (sum(sizes[:i]), 1)
+        first = sum(sizes[: i - i % turns]) + i % turns
         for block in blocks(size, n):
             begin, end = block.start * STRIP_ROWS, min(block.stop * STRIP_ROWS, tensor.shape[0])
-            kind.fill(strips, first + stride * block.start, stride, _rows(tensor, kind, begin, end), group)
+            kind.fill(strips, first + turns * block.start, turns, _rows(tensor, kind, begin, end), group)
     return Matrix(kind, strips, n, group)
 
 

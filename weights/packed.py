@@ -310,5 +310,5 @@ def is_whole(n: int) -> bool:
 
 PACKED_BF16 = replace(
     BF16, name="bf16 in 12 bits", product=product, embed=embed, strip_shape=strip_shape, fill=fill, rows=rows_of,
-    scratch_words=scratch_words, instead=BF16,
+    scratch_words=scratch_words, of_experts=BF16, instead=BF16,
 )  # fmt: skip
