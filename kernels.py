@@ -555,10 +555,7 @@ KV_CACHES = {
 
 @inlined
 def gate(run, thread, hidden, up, per_token, activation):
-    """hidden[t] = activation(w1 x) * (w3 x): this thread's strips of up (T, 2 F), which holds those of both in turns.
-
-    per_token: how many such rows a token has.
-    """
+    """hidden[t] = activation(w1 x) * (w3 x): this thread's strips of up (T per_token, 2 F), those of both in turns."""
     width = hidden.shape[2]
     first, last = share(width // STRIP_ROWS, thread, run.n_threads)
     for t in range(run.n_tokens * per_token):

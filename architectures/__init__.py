@@ -1,17 +1,19 @@
 """Architectures, a room each: a family's tensors, matrices, and the program of its pass."""
 
-from .config import Config, ConvConfig, DeltaConfig, HeadConfig, RopeScaling, YarnScaling
+from .config import Config, ConvConfig, DeltaConfig, ExpertsConfig, HeadConfig, RopeScaling, YarnScaling
 from .eagle3 import EAGLE3
 from .gemma import GEMMA
 from .gpt2 import GPT2
 from .lfm2 import LFM2
 from .llama import LLAMA
+from .mixture import MIXTURE
 from .mtp import MTP
 from .plan import Architecture, Buffers, Room, Weights
 from .qwen35 import QWEN35
 
 ARCHITECTURES = {
-    "llama": LLAMA, "gpt2": GPT2, "gemma": GEMMA, "lfm2": LFM2, "qwen35": QWEN35, "eagle3": EAGLE3, "mtp": MTP,
+    "llama": LLAMA, "gpt2": GPT2, "gemma": GEMMA, "lfm2": LFM2, "qwen35": QWEN35, "mixture": MIXTURE,
+    "eagle3": EAGLE3, "mtp": MTP,
 }  # fmt: skip
 
 
@@ -23,6 +25,6 @@ def architecture_of(config: Config) -> Architecture:
 
 
 __all__ = [
-    "ARCHITECTURES", "Architecture", "Buffers", "Config", "ConvConfig", "DeltaConfig", "HeadConfig", "Room", "RopeScaling",
-    "Weights", "YarnScaling", "architecture_of",
+    "ARCHITECTURES", "Architecture", "Buffers", "Config", "ConvConfig", "DeltaConfig", "ExpertsConfig", "HeadConfig",
+    "Room", "RopeScaling", "Weights", "YarnScaling", "architecture_of",
 ]  # fmt: skip

@@ -20,6 +20,7 @@ def block_buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buf
     """
     matrices, n_threads, positions = weights.matrices, room.n_threads, room.n_positions
     qkv = [matrix for name, matrix in matrices.items() if name.endswith(".qkv")]
+    n_up = max((matrix.n_rows for name, matrix in matrices.items() if name.endswith(".up")), default=STRIP_ROWS)
     layers, kv_heads, head_strips = len(qkv), config.n_kv_heads, ceil_div(config.head_dim, STRIP_ROWS)
     keys, values = (positions // STRIP_ROWS, config.head_dim, STRIP_ROWS), (head_strips, positions, STRIP_ROWS)
     return {
@@ -31,7 +32,7 @@ def block_buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buf
         "scores": Buffer((n_threads, TILE_TOKENS, positions)),
         "mixed": Buffer((n_threads, TILE_TOKENS, head_strips * STRIP_ROWS)),
         "heads": Buffer((1, MAX_TOKENS, round_up(config.q_dim, STRIP_ROWS)), whose="token"),
-        "up": Buffer((MAX_TOKENS, matrices["0.up"].n_rows), whose="token"),
+        "up": Buffer((MAX_TOKENS, n_up), whose="token"),
         "hidden": Buffer((1, MAX_TOKENS, round_up(config.hidden_dim, STRIP_ROWS)), whose="token"),
     }
 

@@ -166,6 +166,31 @@ class HeadConfig:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """Of layers whose MLP is a mixture of experts.
+
+    n: how many there are, n_chosen: that a token goes through, hidden_dim: rows of each one's first matrix; is_normed: whether
+    what the chosen ones count is divided by their sum; dense_layers: those that have an MLP instead.
+    """
+
+    n: int
+    n_chosen: int
+    hidden_dim: int
+    is_normed: bool = True
+    dense_layers: tuple[int, ...] = ()
+
+    def flaw(self, n_layers: int) -> str:
+        """As of `Config`."""
+        if self.n < 1 or self.hidden_dim < 1:
+            return f"n and hidden_dim are {self.n} and {self.hidden_dim}; expected positive numbers"
+        if not 1 <= self.n_chosen <= self.n:
+            return f"n_chosen is {self.n_chosen}; expected 1 to {self.n}"
+        if not all(0 <= layer < n_layers for layer in self.dense_layers) or len({*self.dense_layers}) == n_layers:
+            return f"dense_layers are {self.dense_layers}; expected some of {n_layers} layers"
+        return ""
+
+
+@dataclass(frozen=True)
 class Config:
     """A model's sizes, and what its architecture leaves open.
 
@@ -180,7 +205,8 @@ class Config:
     attention_scale: scores (0 stands for 1 / sqrt(head_dim)), logit_divisor: what divides logits; no_rope_layers: whose queries
     and keys are not turned; full_layers: which have no window where others have, local_theta: the base of those others' angles,
     which nothing scales (Gemma's); conv, delta: the layers that are none of attention; attention_gate: whether what attention
-    mixes is gated; head: what else a head that drafts needs, of whose target vocab_size counts the tokens.
+    mixes is gated; head: what else a head that drafts needs, of whose target vocab_size counts the tokens; experts: of layers
+    whose MLP is a mixture.
     """
 
     dim: int
@@ -219,6 +245,7 @@ class Config:
     delta: DeltaConfig | None = None
     attention_gate: bool = False
     head: HeadConfig | None = None
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         if self.head_dim == 0 and self.n_heads > 0:
@@ -271,7 +298,7 @@ class Config:
             return "a gemma model has biases; expected none"
         if (self.architecture in HEADS) != (self.head is not None):
             return f"the architecture is {self.architecture} and head is {self.head}; expected both of a head, or neither"
-        for family, name in (("lfm2", "conv"), ("qwen35", "delta")):
+        for family, name in (("lfm2", "conv"), ("qwen35", "delta"), ("mixture", "experts")):
             part = getattr(self, name)
             if (self.architecture == family) != (part is not None):
                 return f"the architecture is {self.architecture} and {name} is {part}; expected both of {family}, or neither"

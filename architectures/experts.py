@@ -1,4 +1,4 @@
-"""Mixtures of experts (Shazeer et al. 2017, arXiv:1701.06538): a router chooses which MLPs a token goes through. Their operations.
+"""Mixtures of experts (Shazeer et al. 2017, arXiv:1701.06538): a router chooses which MLPs a token goes through. Operations.
 
 Shapes: T tokens of this pass, E experts, k of them for a token. A slot is one token's use of one expert: the slots of a pass lie
 expert by expert, in each by ascending token. So an expert's tokens are neighbours, and a pass reads each expert once.
@@ -114,9 +114,7 @@ def place_slots(p, thread, n):
 
 
 @operation
-def add_experts(
-    run: Pass, thread: int, x: Floats2, branch: Floats2, places: Ints2, weights: Floats2, n_chosen: int
-) -> None:
+def add_experts(run: Pass, thread: int, x: Floats2, branch: Floats2, places: Ints2, weights: Floats2, n_chosen: int) -> None:
     """x[t] += the sum of weight * branch[slot] over the token's choices, by rank: this thread's strips of the product before."""
     first, last = share(branch.shape[1] // STRIP_ROWS, thread, run.n_threads)
     for t in range(run.n_tokens):

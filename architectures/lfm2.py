@@ -42,7 +42,7 @@ def parts(config: Config) -> dict[str, Part]:
     dim, matrices = config.dim, llama.parts(config)
     for i in conv_of(config).layers:
         del matrices[f"{i}.qkv"]
-        matrices[f"{i}.in"] = Part(tuple((f"{i}.{name}", None) for name in INPUTS), (dim, dim, dim), dim, in_turns=True)
+        matrices[f"{i}.in"] = Part(tuple((f"{i}.{name}", None) for name in INPUTS), (dim, dim, dim), dim, turns=3)
         matrices[f"{i}.wo"] = Part(((f"{i}.conv_out", None),), (dim,), dim)
     return {name: part._replace(tensors=_of_some(part.tensors)) for name, part in matrices.items()}
 

@@ -67,7 +67,7 @@ def parts(config: Config) -> dict[str, Part]:
     for i in range(config.n_layers):
         matrices[f"{i}.qkv"] = Part(tuple((name, i) for name in mixed), (*mixed.values(),), dim)
         matrices[f"{i}.wo"] = Part((("wo", i),), (dim,), q_dim)
-        matrices[f"{i}.up"] = Part((("w1", i), ("w3", i)), (hidden, hidden), dim, in_turns=True)
+        matrices[f"{i}.up"] = Part((("w1", i), ("w3", i)), (hidden, hidden), dim, turns=2)
         matrices[f"{i}.down"] = Part((("w2", i),), (dim,), hidden)
     return matrices
 

@@ -19,6 +19,7 @@ from ..weights.trial import LEAST_WEIGHTS, pays
 from .config import Config
 
 LONG = "long_"
+ROUTER, EXPERTS = ".router", ".experts_"  # in names of matrices
 TABLES = ("embedding", "classifier")  # matrices of a row for each token
 
 
@@ -27,15 +28,15 @@ def tell_nobody(share: float) -> None:
 
 
 class Part(NamedTuple):
-    """A packed matrix: (rows, n) of each tensor in it, which lie below each other or strip by strip in turns.
+    """A packed matrix: (rows, n) of each tensor in it, which lie below each other, or so many at a time strip by strip in turns.
 
-    tensors: names, and the layer where a tensor holds one matrix for each.
+    tensors: names, and the layer, or the expert, where a tensor holds one matrix for each.
     """
 
     tensors: tuple[tuple[str, int | None], ...]
     rows: tuple[int, ...]
     n: int
-    in_turns: bool = False
+    turns: int = 1
 
     @property
     def n_strips(self) -> int:
@@ -91,12 +92,12 @@ class Weights:
         block, new, matrices = Block(self.n_bytes_as(kind) // 4), dict[int, Matrix](), self._in(kind)
         for n, (key, (matrix, to)) in enumerate(matrices.items()):
             progress(n / len(matrices))
-            new[key] = converted(matrix, to, block.take)
+            new[key] = matrix if to is matrix.kind else converted(matrix, to, block.take)
         return Weights({name: new[id(matrix)] for name, matrix in self.matrices.items()}, self.vectors)
 
     def _in(self, kind: Kind) -> dict[int, tuple[Matrix, Kind]]:
         """Each matrix once, by its id, and what it becomes."""
-        return {id(matrix): (matrix, _kind_in(name, kind)) for name, matrix in self.matrices.items()}
+        return {id(matrix): (matrix, _kind_in(name, kind) or matrix.kind) for name, matrix in self.matrices.items()}
 
     def aligned(self) -> "Weights":
         """The same, in arrays that begin at cache lines."""
@@ -352,11 +353,11 @@ class Architecture:
         for part, ts in sources.items():
             used, instead = block.used, kinds[part].instead
             try:
-                packed[part] = pack(ts, kinds[part], len(ts) if part.in_turns else 1, block.take)
+                packed[part] = pack(ts, kinds[part], part.turns, block.take)
             except NoRoom:
                 assert instead
                 block.give_back(used)
-                packed[part] = pack(ts, instead, len(ts) if part.in_turns else 1, block.take)
+                packed[part] = pack(ts, instead, part.turns, block.take)
             progress(block.share_taken)
         return Weights(
             {name: packed[part] for name, part in parts.items()},
@@ -381,9 +382,13 @@ class Architecture:
             raise ValueError(f"the weights' {min(more)} is none of the config's")
 
 
-def _kind_in(name: str, kind: Kind) -> Kind:
-    """What the matrix of that name becomes where a model becomes that kind."""
-    return kind.of_tables or kind if name in TABLES else kind
+def _kind_in(name: str, kind: Kind) -> Kind | None:
+    """What the matrix of that name becomes where a model becomes that kind. None: what it is, of a router, which chooses."""
+    if name in TABLES:
+        return kind.of_tables or kind
+    if name.endswith(ROUTER):
+        return None
+    return kind.of_experts or kind if EXPERTS in name else kind
 
 
 def _at(tensors: Mapping[str, Any], name: str, layer: int | None) -> Any:

@@ -60,11 +60,21 @@ QWEN35_DEFAULTS = LLAMA_DEFAULTS | {
     "layer_types": None, "full_attention_interval": 4, "attn_output_gate": True, "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
 }  # fmt: skip
+QWEN3_MOE_DEFAULTS = QWEN2_DEFAULTS | {
+    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4, "sliding_window": None,
+    "max_window_layers": 0, "num_experts": None, "num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "norm_topk_prob": False, "mlp_only_layers": None, "decoder_sparse_step": 1,
+}  # fmt: skip
+MIXTRAL_DEFAULTS = MISTRAL_DEFAULTS | {
+    "rms_norm_eps": 1e-5, "sliding_window": None, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
 DEFAULTS = {
     "llama": LLAMA_DEFAULTS,
     "mistral": MISTRAL_DEFAULTS,
     "qwen2": QWEN2_DEFAULTS,
     "qwen3": QWEN2_DEFAULTS | {"head_dim": 128},
+    "qwen3_moe": QWEN3_MOE_DEFAULTS,
+    "mixtral": MIXTRAL_DEFAULTS,
     "granite": GRANITE_DEFAULTS,
     "granitemoehybrid": GRANITE_DEFAULTS
     | {"num_local_experts": 8, "shared_intermediate_size": 1024, "position_embedding_type": None, "layer_types": None},

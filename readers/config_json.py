@@ -4,31 +4,31 @@ The keys and what they are where a file is silent are those of transformers 5.23
 the arithmetic is either done or refused by name; other keys are not looked at.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..architectures import Config, ConvConfig, DeltaConfig
+from ..architectures import Config, ConvConfig, DeltaConfig, ExpertsConfig
 from ..architectures.config import LEAST_SCALE, RopeScaling, YarnScaling
 from ..architectures.rope import longrope_scale, yarn_scale
 from .config_defaults import DEFAULTS, MINISTRAL3_ROPE
 from .json_text import read_object, shown
 from .model_file import CheckpointError
+from .values import MAX_SIZE, Values
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 TEXT = "text_config"
 END = "eos"
-MAX_SIZE = 2**31 - 1
 MOST_LAYERS = 1 << 16  # where some of them are listed
 MAX_THETA = 1e18
 # of those whose text's model lies in text_config beside others: whether its classifier is the embedding where a file is silent
 WITH_OTHERS = {"mistral3": True, "gemma3": True, "qwen3_5": False}
 OF_ALL = ("tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id")  # are said beside it, and go before
 GRANITE = ("granite", "granitemoehybrid")
-WITH_ATTENTION_BIAS = ("llama", "qwen3", "granite", "granitemoehybrid", "smollm3")
+WITH_ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe", "granite", "granitemoehybrid", "smollm3")
 WITH_MLP_BIAS = ("llama", "granite", "smollm3")
 GPT2_ALIASES = {
     "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
@@ -75,53 +75,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 SCALES = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 DONE = {
     "granite": SCALES, "granitemoehybrid": (*SCALES, "num_local_experts"), "smollm3": ("no_rope_layers",),
+    "qwen3_moe": ("num_experts", "num_local_experts"), "mixtral": ("num_local_experts",),
     "phi3": ("partial_rotary_factor",), "gemma3_text": ("query_pre_attn_scalar",), QWEN35: ("partial_rotary_factor",),
 }  # fmt: skip
-
-
-class Values:
-    """The keys of a config file, where a file is silent its family's, each checked as it is read."""
-
-    def __init__(self, path: Path, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self.path = path
-        self._values = {**defaults, **given}
-
-    def __getitem__(self, key: str) -> Any:
-        return self._values.get(key)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._values
-
-    def refusal(self, key: str, expected: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {key} is {shown(self[key])}; expected {expected}")
-
-    def whole(self, key: str, most: int = MAX_SIZE) -> int:
-        value = self[key]
-        if type(value) is not int or not 1 <= value <= most:
-            raise self.refusal(key, f"a whole number from 1 to {most}")
-        return value
-
-    def real(self, key: str, least: float, most: float) -> float:
-        value = self[key]
-        if type(value) not in (int, float) or not least <= value <= most:
-            raise self.refusal(key, f"a number from {least:g} to {most:g}")
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        value = self[key]
-        if type(value) is not bool:
-            raise self.refusal(key, "true or false")
-        return value
-
-    def with_one_of_lists(self, keys: Iterable[str], n: int) -> "Values":
-        """These, a number that a list has n times in the place of such a list."""
-        lists = {key: value for key in keys if isinstance(value := self[key], list) and value == value[:1] * n}
-        return Values(self.path, {key: value[0] for key, value in lists.items()}, self._values)
-
-    def must_be(self, key: str, *choices: Any) -> None:
-        """Raises CheckpointError for a value that is none of the choices; the error names the first."""
-        if not any(_same(self[key], choice) for choice in choices):
-            raise self.refusal(key, f"{shown(choices[0])}: nothing else is done here")
 
 
 def read_config(folder: Path) -> tuple[Config, dict[int, str], int | None, str]:
@@ -135,7 +91,7 @@ def read_config(folder: Path) -> tuple[Config, dict[int, str], int | None, str]:
     if family is None:
         raise CheckpointError(f"{path} names no model_type; expected one of {known}")
     if not isinstance(family, str) or family not in DEFAULTS:
-        raise CheckpointError(f"{path}: the model_type {shown(family)} is not there; there are {known}")
+        raise CheckpointError(f"{path}: the model_type {shown(family)} is not read; those are {known}")
     if family == "gpt2":
         given = {GPT2_ALIASES.get(key, key): value for key, value in given.items()} | given
     if family == "lfm2":
@@ -169,11 +125,6 @@ def check_neutral(values: Values, neutral: Mapping[str, tuple[Any, ...]]) -> Non
         values.must_be(key, *neutral[key])
 
 
-def _same(value: Any, choice: Any) -> bool:
-    """Equality, of 1 and true not."""
-    return value == choice and isinstance(value, bool) == isinstance(choice, bool)
-
-
 # Families
 
 
@@ -182,7 +133,7 @@ def llama_config(values: Values, family: str) -> Config:
     values.must_be("hidden_act", *SILU)
     attention_bias = values.flag("attention_bias") if family in WITH_ATTENTION_BIAS else False
     mlp_bias = values.flag("mlp_bias") if family in WITH_MLP_BIAS else False
-    if family in ("mistral", "phi3", "ministral3", QWEN35):
+    if family in ("mistral", "mixtral", "phi3", "ministral3", QWEN35):
         values.must_be("attention_bias", False)
     if family not in WITH_MLP_BIAS:
         values.must_be("mlp_bias", False)
@@ -207,7 +158,7 @@ def llama_config(values: Values, family: str) -> Config:
         qkv_bias=attention_bias or family == "qwen2",
         wo_bias=attention_bias,
         mlp_bias=mlp_bias,
-        qk_norm=family in ("qwen3", QWEN35),
+        qk_norm=family in ("qwen3", "qwen3_moe", QWEN35),
         no_rope_layers=_no_rope_layers(values, family),
         **_scales(values, family),
         **(_delta_net(values) if family == QWEN35 else {}),
@@ -410,6 +361,8 @@ def _window(values: Values, family: str) -> tuple[int, tuple[int, ...]]:
         return 0, ()
     if family == "smollm3" and (window := window if values.flag("use_sliding_window") else 0):
         raise values.refusal("sliding_window", "null: windows in some layers are not done here")
+    if family == "qwen3_moe":  # in all layers, or in none
+        return (window if values.flag("use_sliding_window") else 0), ()
     if family in ("qwen2", "qwen3"):
         window = window if values.flag("use_sliding_window") else 0
         full = _full_layers(values, n_layers) if types is not None else (*range(min(max(_layers_before(values), 0), n_layers)),)
@@ -465,6 +418,30 @@ def _lfm2(values: Values) -> Config:
         qk_norm=True,
         conv=ConvConfig(tuple(layers), values.whole("conv_L_cache"), values.flag("conv_bias")),
     )
+
+
+def _qwen3_moe(values: Values) -> Config:
+    """As Qwen3's, but for layers of experts: each so many, where a list does not say otherwise."""
+    n_layers, step, dense = values.whole("num_hidden_layers", MOST_LAYERS), values.whole("decoder_sparse_step"), []
+    if (given := values["mlp_only_layers"]) is not None:
+        if not isinstance(given, list) or not all(type(i) is int and 0 <= i < n_layers for i in given):
+            raise values.refusal("mlp_only_layers", f"a list of layers from 0 to {n_layers - 1}")
+        dense = given
+    experts = ExpertsConfig(
+        n=values.whole("num_local_experts" if values["num_experts"] is None else "num_experts"),
+        n_chosen=values.whole("num_experts_per_tok"),
+        hidden_dim=values.whole("moe_intermediate_size"),
+        is_normed=values.flag("norm_topk_prob"),
+        dense_layers=tuple(i for i in range(n_layers) if i in dense or (i + 1) % step),
+    )
+    return replace(llama_config(values, "qwen3_moe"), architecture="mixture", experts=experts)
+
+
+def _mixtral(values: Values) -> Config:
+    experts = ExpertsConfig(
+        values.whole("num_local_experts"), values.whole("num_experts_per_tok"), values.whole("intermediate_size")
+    )
+    return replace(llama_config(values, "mixtral"), architecture="mixture", experts=experts)
 
 
 def _gpt2(values: Values) -> Config:
@@ -556,7 +533,13 @@ def _gemma3_rope(values: Values, head_dim: int) -> dict[str, Any]:
     return {"rope_theta": thetas[1], "local_theta": thetas[0], "rope_divisors": divisors}
 
 
-OTHERS = {"gpt2": _gpt2, "gemma3_text": _gemma3, "lfm2": _lfm2}  # families that are not like Llama
+OTHERS = {
+    "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral,
+    "gpt2": _gpt2,
+    "gemma3_text": _gemma3,
+    "lfm2": _lfm2,
+}  # families that are not like Llama
 
 
 # Marks

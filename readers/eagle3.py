@@ -16,13 +16,14 @@ import numpy as np
 from ..architectures import Config, HeadConfig
 from . import config_json
 from .config_defaults import DEFAULTS
-from .config_json import CONFIG, Values, check_neutral, llama_config
+from .config_json import CONFIG, check_neutral, llama_config
 from .heads import are_layers, check_rows, checked_ids
 from .huggingface import HEAD, LLAMA_NAMES, Folder, Names
 from .json_text import read_object, shown
 from .model_file import Checkpoint, CheckpointError, telling_os_errors
 from .places import Place, tensors_of
 from .safetensors import INDEX, PICKLE, WEIGHTS
+from .values import Values
 
 SPECULATORS, LAYER, EAGLE = "speculators_model_type", "transformer_layer_config", "eagle_config"
 ROWS, LAYER_IDS, TARGET_DIM = "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "target_hidden_size"

@@ -12,17 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from ..architectures import Config, ConvConfig, DeltaConfig, HeadConfig
+from ..architectures import Config, ConvConfig, DeltaConfig, ExpertsConfig, HeadConfig
 from ..architectures.config import LEAST_SCALE, YarnScaling
 from ..architectures.rope import yarn_scale
 from ..machine.vectors import Int64
 from ..tokenizer import STRIPS
-from .config_json import MAX_THETA, MOST_LAYERS, Values, gemma3_scales
+from .config_json import MAX_THETA, MOST_LAYERS, gemma3_scales
 from .gguf_file import MAGIC, GgufFile
 from .heads import are_layers, check_rows, checked_ids
 from .json_text import shown
 from .model_file import Checkpoint, CheckpointError, ModelFile, advised, telling_os_errors
 from .places import CONV_IN, GATED, QKV, QKV_BIASES, TURNED_TAPS, Place, are_equal, tensors_of
+from .values import Values
 
 ARCHITECTURE = "general.architecture"
 VOCABULARY, TOKENS, CHAT_TEMPLATE = "tokenizer.ggml.", "tokenizer.ggml.tokens", "tokenizer.chat_template"
@@ -46,6 +47,12 @@ LLAMA_PLACES = OUTER_PLACES | {
     **{name: Place(f"blk.{{}}.{stored}") for name, stored in LAYER_NAMES.items()},
 }
 QWEN_PLACES = LLAMA_PLACES | {name: LLAMA_PLACES[name]._replace(halves=True) for name in TURNED}
+EXPERTS_PLACES = {
+    "router": Place("blk.{}.ffn_gate_inp.weight"),
+    "experts_w1": Place("blk.{}.ffn_gate_exps.weight", each=True),
+    "experts_w2": Place("blk.{}.ffn_down_exps.weight", each=True),
+    "experts_w3": Place("blk.{}.ffn_up_exps.weight", each=True),
+}
 PHI3_PLACES = LLAMA_PLACES | {
     **{name: Place("blk.{}.attn_qkv.weight", halves=name != "wv", among=QKV) for name in QKV},
     **dict.fromkeys(GATED, Place("blk.{}.ffn_up.weight", among=GATED)),
@@ -99,9 +106,9 @@ EAGLE3_PLACES = OUTER_PLACES | {
     "rms_final": Place("output_norm.weight"),
 }
 PLACES = {
-    "llama": LLAMA_PLACES, "qwen2": QWEN_PLACES, "qwen3": QWEN_PLACES, "granite": LLAMA_PLACES, "smollm3": LLAMA_PLACES,
-    "phi3": PHI3_PLACES, "gemma3": GEMMA3_PLACES, "mistral3": LLAMA_PLACES, "lfm2": LFM2_PLACES, "qwen35": QWEN35_PLACES,
-    "gpt2": GPT2_PLACES, "eagle3": EAGLE3_PLACES,
+    "llama": LLAMA_PLACES | EXPERTS_PLACES, "qwen2": QWEN_PLACES, "qwen3": QWEN_PLACES, "qwen3moe": QWEN_PLACES | EXPERTS_PLACES,
+    "granite": LLAMA_PLACES, "smollm3": LLAMA_PLACES, "phi3": PHI3_PLACES, "gemma3": GEMMA3_PLACES, "mistral3": LLAMA_PLACES,
+    "lfm2": LFM2_PLACES, "qwen35": QWEN35_PLACES, "gpt2": GPT2_PLACES, "eagle3": EAGLE3_PLACES,
 }  # fmt: skip
 
 BY_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # a number, or a list of one a layer
@@ -139,7 +146,15 @@ QUERY_SCALE = "attention.temperature_scale"
 PARTIAL_ROPE = ("phi3", "qwen35")
 RECURRENT, INTERVAL = "qwen35.attention.recurrent_layers", "qwen35.full_attention_interval"
 NEXTN = "qwen35.nextn_predict_layers"  # behind those of the model, which draft
-DONE = {"granite": (*SCALES,), "phi3": (PHI3_SCALE, WINDOW), "gemma3": (WINDOW,), "mistral3": (QUERY_SCALE,)}  # of `NEUTRAL`
+EXPERTS = "expert_count"  # of which a Mixtral has some, and is called a llama
+DONE = {
+    "llama": (EXPERTS,),
+    "qwen3moe": (EXPERTS,),
+    "granite": (*SCALES,),
+    "phi3": (PHI3_SCALE, WINDOW),
+    "gemma3": (WINDOW,),
+    "mistral3": (QUERY_SCALE,),
+}  # of `NEUTRAL`
 # Gemma 3's, where a file is silent, and the model whose scale of scores is not by a head's length
 GEMMA3_PATTERN, GEMMA3_LOCAL_THETA, GEMMA3_27B_LAYERS = 6, 10000.0, 62
 YARN_SCALE, CLOSE = "rope.scaling.yarn_attn_factor", 1e-3  # which llama.cpp computes anew; what rounding moves
@@ -373,6 +388,8 @@ def _llama(model: Model, values: Values, common: Mapping[str, Any]) -> Config:
         more = _gemma3(values, common, head_dim)
     elif a == "qwen35":
         more = _delta_net(model, values, common["n_layers"])
+    elif values[f"{a}.{EXPERTS}"] not in (0, None):
+        more = _experts(model, values, common)
     theta, kv_heads = f"{a}.rope.freq_base", "attention.head_count_kv"
     if a == "lfm2":
         more, n_kv_heads = _lfm2(values, f"{a}.{kv_heads}", common["n_layers"])
@@ -388,7 +405,7 @@ def _llama(model: Model, values: Values, common: Mapping[str, Any]) -> Config:
         qkv_bias="blk.0.attn_q.bias" in model,
         wo_bias="blk.0.attn_output.bias" in model,
         mlp_bias="blk.0.ffn_gate.bias" in model,
-        qk_norm=a in ("qwen3", "gemma3", "lfm2", "qwen35"),
+        qk_norm=a in ("qwen3", "qwen3moe", "gemma3", "lfm2", "qwen35"),
         no_rope_layers=_no_rope_layers(values, a, common["n_layers"]),
     )
 
@@ -443,6 +460,20 @@ def _lfm2(values: Values, key: str, n_layers: int) -> tuple[dict[str, Any], int]
         raise values.refusal(key, "layers of both kinds, all attention with as many heads")
     convolutions = tuple(i for i, n in enumerate(heads) if n == 0)
     return {"architecture": "lfm2", "conv": ConvConfig(convolutions, values.whole("lfm2.shortconv.l_cache"))}, max(heads)
+
+
+def _experts(model: Model, values: Values, common: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers without experts are told by their tensors; what the chosen ones count is divided by their sum, as in llama.cpp."""
+    a, width = model.architecture, f"{model.architecture}.expert_feed_forward_length"
+    values.must_be(f"{a}.expert_shared_count", None, 0)
+    values.must_be(f"{a}.expert_weights_scale", None, 0, 1)
+    experts = ExpertsConfig(
+        n=values.whole(f"{a}.{EXPERTS}"),
+        n_chosen=values.whole(f"{a}.expert_used_count"),
+        hidden_dim=values.whole(width) if width in values else common["hidden_dim"],
+        dense_layers=tuple(i for i in range(common["n_layers"]) if EXPERTS_PLACES["router"].name.format(i) not in model),
+    )
+    return {"architecture": "mixture", "experts": experts}
 
 
 def n_nextn(model: Model) -> int:

@@ -151,6 +151,10 @@ class BlockTensor:
                 raise CheckpointError(f"{self.damaged} holds NaN or infinite scales")
         return data
 
+    def flat(self) -> "BlockTensor":
+        """As `FileTensor.flat`: its rows are there one below the other already."""
+        return self
+
     def part(self, first: int, last: int) -> "BlockTensor":
         """Those rows, which are not read yet."""
         assert isinstance(self.stored, FileTensor)

@@ -67,11 +67,11 @@ class GgufFile:
         self._read_header(_Header(self._file))
 
     def tensor(self, name: str) -> FileTensor | BlockTensor:
-        """A tensor of the file's; blocks of rows."""
+        """A tensor of the file's; blocks of rows, those of several matrices one below the other."""
         entry = self.entries[name]
         if entry.type in FLOATS:
             return FileTensor(self._file, name, entry.shape, entry.first, dtype=FLOATS[entry.type])
-        if len(entry.shape) != 2 or entry.type not in BLOCKS:
+        if len(entry.shape) < 2 or entry.type not in BLOCKS:
             what = "a vector of" if len(entry.shape) == 1 else "of"
             raise CheckpointError(f"{self.path}: {shown(name)} is {what} type {entry.type}; expected {', '.join(FLOATS)}")
         return BlockTensor(self.stored(name), entry.type, f"{self.path} is damaged: {shown(name)}")
@@ -86,7 +86,7 @@ class GgufFile:
     def stored(self, name: str) -> FileTensor:
         """The bytes (rows, bytes) of a tensor, whatever they mean."""
         entry = self.entries[name]
-        rows = entry.shape[0]
+        rows = math.prod(entry.shape[:-1])
         return FileTensor(self._file, name, (rows, entry.n_bytes // rows), entry.first, dtype=BYTE)
 
     def _read_header(self, header: "_Header") -> None:

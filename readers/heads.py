@@ -8,9 +8,9 @@ import numpy as np
 from ..architectures import Config
 from ..architectures.config import HeadConfig
 from ..machine.vectors import Int64
-from .config_json import MAX_SIZE
 from .json_text import shown
 from .model_file import Checkpoint, CheckpointError
+from .values import MAX_SIZE
 
 MOST_LAYERS = 64  # of a target, that a head may take the states before
 # of the models that heads are made for, as their config.json names them, those that are read here

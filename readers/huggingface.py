@@ -13,7 +13,20 @@ from ..machine.vectors import Int64
 from .config_json import CONFIG, GENERATION_CONFIG, read_config
 from .json_text import read_object, shown
 from .model_file import Checkpoint, CheckpointError, FileTensor, advised, telling_os_errors
-from .places import CONV_IN, CONV_IN_BIASES, GATED, ONE_MORE, QKV, QKV_BIASES, RATE, TAPS, Place, are_equal, tensors_of
+from .places import (
+    CONV_IN,
+    CONV_IN_BIASES,
+    EXPERTS_GATED,
+    GATED,
+    ONE_MORE,
+    QKV,
+    QKV_BIASES,
+    RATE,
+    TAPS,
+    Place,
+    are_equal,
+    tensors_of,
+)
 from .safetensors import INDEX, WEIGHTS, SafetensorsFile
 
 HEAD = "lm_head.weight"
@@ -62,6 +75,23 @@ SHARED_MLP = {  # of Granite 4, whose other experts a dense model has not
 FUSED = {  # of Phi-3
     **{name: Place("layers.{}.self_attn.qkv_proj.weight", halves=name != "wv", among=QKV) for name in QKV},
     **dict.fromkeys(GATED, Place("layers.{}.mlp.gate_up_proj.weight", among=GATED)),
+}
+EXPERTS_IN_ONE = {  # as transformers 5 has them in memory
+    **dict.fromkeys(EXPERTS_GATED, Place("layers.{}.mlp.experts.gate_up_proj", among=EXPERTS_GATED, each=True)),
+    "experts_w2": Place("layers.{}.mlp.experts.down_proj", each=True),
+}
+MIXTURE_NAMES = LLAMA_NAMES._replace(
+    places={
+        **LLAMA_NAMES.places,
+        "router": Place("layers.{}.mlp.gate.weight"),
+        "experts_w1": Place("layers.{}.mlp.experts.{}.gate_proj.weight", each=True),
+        "experts_w2": Place("layers.{}.mlp.experts.{}.down_proj.weight", each=True),
+        "experts_w3": Place("layers.{}.mlp.experts.{}.up_proj.weight", each=True),
+    }
+)
+MIXTRAL = {
+    "router": Place("layers.{}.block_sparse_moe.gate.weight"),
+    **{f"experts_w{n}": Place(f"layers.{{}}.block_sparse_moe.experts.{{}}.w{n}.weight", each=True) for n in (1, 2, 3)},
 }
 GPT2_NAMES = Names(
     re.compile(r"transformer\."),
@@ -147,7 +177,14 @@ QWEN35_NAMES = LLAMA_NAMES._replace(
     },
     harmless=re.compile(r"(visual|mtp)\..*"),
 )
-NAMES = {"llama": LLAMA_NAMES, "gpt2": GPT2_NAMES, "gemma": GEMMA_NAMES, "lfm2": LFM2_NAMES, "qwen35": QWEN35_NAMES}
+NAMES = {
+    "llama": LLAMA_NAMES,
+    "gpt2": GPT2_NAMES,
+    "gemma": GEMMA_NAMES,
+    "lfm2": LFM2_NAMES,
+    "qwen35": QWEN35_NAMES,
+    "mixture": MIXTURE_NAMES,
+}
 
 
 class Folder:
@@ -225,6 +262,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
     places = dict(names.places)
     for other in (SHARED_MLP, FUSED):
         if other["w1"].name.format(0) in folder:
+            places |= other
+    for other in (EXPERTS_IN_ONE, MIXTRAL):
+        if any(other["experts_w2"].name.format(i, 0) in folder for i in range(config.n_layers)):
             places |= other
     if config.shared_classifier and HEAD in folder:
         if places["tok_emb"].name not in folder:

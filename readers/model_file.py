@@ -130,6 +130,10 @@ class FileTensor:
         """Those rows, which are not read yet."""
         return replace(self, shape=(last - first, *self.shape[1:]), start=self.start + first * self.row_bytes)
 
+    def flat(self) -> "FileTensor":
+        """The same matrices, one below the other."""
+        return replace(self, shape=(math.prod(self.shape[:-1]), self.shape[-1]))
+
     def heads(self, head_dim: int, n_turned: int, turn: tuple[int, int] = (0, 1)) -> "Heads":
         """The same in our order, or a part of it: see `Heads`."""
         return Heads(self, head_dim, n_turned, turn)

@@ -15,6 +15,7 @@ from .model_file import FileTensor
 
 TURNED_AT_ONCE = 16  # inputs of a stored matrix: a cache line of each output; GPT-2 large in fp32 at 2.7 GB/s, all at once 0.7
 GATED, QKV, QKV_BIASES = ("w1", "w3"), ("wq", "wk", "wv"), ("bq", "bk", "bv")  # what may lie in one tensor
+EXPERTS_GATED = ("experts_w1", "experts_w3")
 CONV_IN, CONV_IN_BIASES = ("conv_b", "conv_c", "conv_x"), ("conv_b_bias", "conv_c_bias", "conv_x_bias")
 COMPARED_ROWS = 2048  # of an embedding and a head at a time
 
@@ -25,7 +26,8 @@ class Place(NamedTuple):
     halves: in each head all first parts of RoPE's pairs, then all second ones; conv: a matrix (inputs, outputs), not (outputs,
     inputs); among: the tensors, by our names, that lie there one behind the other along the outputs, itself one of them;
     alone: of several that there may be, each with its number in its name, it is the only one and has none; turn: of heads that
-    lie in turns with those of other tensors, see `Heads`; made: how a small one is made of what is stored.
+    lie in turns with those of other tensors, see `Heads`; made: how a small one is made of what is stored; each: there is one for
+    each expert, by a second `{}` in the name, or all of them are one tensor.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Place(NamedTuple):
     alone: bool = False
     turn: tuple[int, int] = (0, 1)
     made: "Making | None" = None
+    each: bool = False
 
 
 class Making(NamedTuple):
@@ -72,10 +75,23 @@ def tensors_of(config: Config, places: Mapping[str, Place], source: Source) -> d
             own = own.heads(config.head_dim, config.n_turned if place.halves else 0, place.turn)
         return Made(own, shape, place.made.numbers) if place.made else own
 
+    def experts(name: str, layer: str, shape: tuple[int, ...], place: Place) -> list[Any]:
+        """One tensor for each: all of one that holds them all, one behind the other, are parts of it."""
+        n, n_rows, n_columns = shape
+        if place.name.count("{}") == 2:
+            return [tensor(name, place.name.format(layer, i), shape[1:], place) for i in range(n)]
+        among = [f"{layer}.{each}" for each in place.among] or [name]
+        sizes = [shapes[each][1] for each in among]
+        total, first = sum(sizes), sum(sizes[: among.index(name)])
+        whole = source.tensor(place.name.format(layer), (n, total, n_columns)).flat()
+        return [whole.part(i * total + first, i * total + first + n_rows) for i in range(n)]
+
     for name, shape in shapes.items():
         layer, _, own = name.rpartition(".")  # where only some layers have it
         place = places[own]
-        if layer:
+        if place.each:
+            tensors[name] = experts(name, layer, shape, place)
+        elif layer:
             tensors[name] = tensor(name, place.name.format(layer), shape, place)
         elif "{}" in place.name or place.alone:
             tensors[name] = [tensor(name, place.name.format(i), shape[1:], place) for i in range(shape[0])]

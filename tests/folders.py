@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from specdec.architectures import Config, ConvConfig, DeltaConfig
+from specdec.architectures import Config, ConvConfig, DeltaConfig, ExpertsConfig
 from specdec.architectures.config import RopeScaling, YarnScaling
 from specdec.readers import Checkpoint, CheckpointError, load_checkpoint
 
@@ -187,6 +187,11 @@ CONFIGS |= {
     "qwen2_layers": Config(
         24, 30, 3, 2, 1, 66, 128, False, norm_eps=1e-6, qkv_bias=True, window=9, full_layers=(0,), rope_divisors=(4.0,) * 6
     ),
+    "qwen3_moe": Config(
+        32, 40, 3, 4, 2, 70, 128, False, "mixture", norm_eps=1e-6, head_dim=12, qk_norm=True,
+        experts=ExpertsConfig(6, 2, 20, True, (1,)),
+    ),
+    "mixtral": Config(24, 36, 2, 3, 1, 66, 128, False, "mixture", norm_eps=1e-5, rope_theta=1e6, experts=ExpertsConfig(5, 3, 36)),
 }  # fmt: skip
 
 

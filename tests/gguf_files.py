@@ -130,6 +130,7 @@ LLAMA_NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm",
+    "mlp.gate": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "shared_mlp.input_linear": "ffn_gate",
     "shared_mlp.output_linear": "ffn_down",
     "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
@@ -169,9 +170,8 @@ SCALES = {
 
 
 def architecture(name: str) -> str:
-    families = {a: a for a in ("phi3", "qwen2", "qwen35", "qwen3", "gemma3", "gpt2", "granite", "smollm3", "lfm2", "llama")} | {
-        "ministral3": "mistral3"
-    }
+    families = {"qwen3_moe": "qwen3moe", "mixtral": "llama", "ministral3": "mistral3"}
+    families |= {a: a for a in ("phi3", "qwen2", "qwen35", "qwen3", "gemma3", "gpt2", "granite", "smollm3", "lfm2", "llama")}
     return next(a for start, a in families.items() if name.startswith(start))
 
 
@@ -198,7 +198,10 @@ def adjacent(array: Any, head_dim: int) -> Any:
 def model_tensors(name: str) -> dict[str, Any]:
     """A fixture's tensors as a converter writes them: vectors in fp32, matrices (outputs, inputs)."""
     config, tensors = CONFIGS[name], {}
+    tensors |= experts(name)
     for full, (_, array) in folders.stored(FIXTURES / name).items():
+        if ".experts." in full:
+            continue
         if full.endswith((".attn.bias", ".attn.masked_bias")):
             continue
         if "input_linear" in full:  # the gate, then what it gates
@@ -228,6 +231,17 @@ def model_tensors(name: str) -> dict[str, Any]:
     if isinstance(config.rope_scaling, RopeScaling):
         tensors["rope_freqs.weight"] = rope_divisors(config)
     return tensors
+
+
+def experts(name: str) -> dict[str, Any]:
+    """A fixture's experts as a converter writes them: all of a layer in one tensor."""
+    found: dict[str, list[Any]] = {}
+    kinds = {"gate_proj": "gate", "w1": "gate", "down_proj": "down", "w2": "down", "up_proj": "up", "w3": "up"}
+    for full, (_, array) in sorted(folders.stored(FIXTURES / name).items()):  # of fewer than ten
+        if ".experts." in full:
+            _, _, layer, *_, kind, _ = full.split(".")
+            found.setdefault(f"blk.{layer}.ffn_{kinds[kind]}_exps.weight", []).append(array)
+    return {stored: np.stack(arrays) for stored, arrays in found.items()}
 
 
 def of_qwen35(config: Config, full: str, array: Any) -> Any:
@@ -315,6 +329,9 @@ def model_keys(name: str) -> Keys:
         numbers = (d.n_taps, d.key_dim, d.n_key_heads, d.n_value_heads, d.n_values)
         names = ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size")
         keys |= {f"qwen35.ssm.{key}": number for key, number in zip(names, numbers, strict=True)}
+    if e := config.experts:
+        numbers = {"expert_count": e.n, "expert_used_count": e.n_chosen, "expert_feed_forward_length": e.hidden_dim}
+        keys |= {f"{a}.{key}": number for key, number in numbers.items()}
     return keys | {
         f"{a}.attention.head_count_kv": kv_heads,
         f"{a}.attention.layer_norm_rms_epsilon": config.norm_eps,

@@ -31,11 +31,13 @@ from transformers import (
     Ministral3Config,
     Mistral3Config,
     MistralConfig,
+    MixtralConfig,
     Phi3Config,
     Qwen2Config,
     Qwen3_5Config,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
     logging,
 )
@@ -136,6 +138,16 @@ MODELS = {
         torch.bfloat16,
         {},
     ),
+    "qwen3_moe": (
+        Qwen3MoeConfig(
+            **sizes(70, 32, 40, 3, 4, 2, head_dim=12, num_local_experts=6, num_experts_per_tok=2, moe_intermediate_size=20),
+            mlp_only_layers=[1],
+            norm_topk_prob=True,
+        ),
+        torch.bfloat16,
+        {},
+    ),
+    "mixtral": (MixtralConfig(**sizes(66, 24, 36, 2, 3, 1, num_local_experts=5, num_experts_per_tok=3)), torch.float32, {}),
     "qwen3": (Qwen3Config(**sizes(66, 32, 48, 2, 4, 2, head_dim=12)), torch.bfloat16, {}),
     "granite": (GraniteConfig(**sizes(68, 24, 45, 3, 4, 2, tie_word_embeddings=True, **GRANITE)), torch.bfloat16, {}),
     "granite_biases": (

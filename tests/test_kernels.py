@@ -45,7 +45,7 @@ def test_a_gate_multiplies_what_it_lets_through(n_threads):
     gates, others = (x[:, i::2].reshape(3, 64).astype(np.float64) for i in range(2))
     for operation, expected in ((geglu, reference.gelu(gates)), (swiglu, gates / (1 + np.exp(-gates)))):
         out = zeros(1, 3, 64)
-        run(operation(out, x.reshape(3, 128)), 3, n_threads)
+        run(operation(out, x.reshape(3, 128), *[1] * (operation is swiglu)), 3, n_threads)
         np.testing.assert_allclose(out[0], expected * others, rtol=1e-6, atol=2e-6)
 
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..machine.memory import aligned, bits_of, zeros
 from ..machine.cache import inlined
+from ..machine.memory import aligned, bits_of, zeros
 from ..machine.programs import Floats1, Floats2, Floats3, Halves1, Ints2, Operation, Pass, Row, on_all_threads, operation
 from ..machine.threads import available_threads, share
 from ..machine.tiles import STRIP_ROWS, Work, multiply_strips
@@ -174,9 +174,9 @@ class Matrix:
     ) -> Row:
         """A row of a program: out[slot] = W_e x[row of the slot], e its expert, whose rows lie one expert's behind the other's.
 
-        Each thread takes its share of every expert's strips, and each expert that a token chose is read once. out (T k, rows of an
-        expert); x (threads or 1, T or T k, n or more): of several rows for a token, slot by slot; gathered (threads, T, words or
-        n): room for the rows of one expert.
+        Each thread takes its share of every expert's strips, and each expert that a token chose is read once. out (T k, rows of
+        an expert); x (threads or 1, T or T k, n or more): of several rows for a token, slot by slot; gathered (threads, T, words
+        or n): room for the rows of one expert.
         """
         numbers = self.n, self.group, per_token, unit
         return self.kind.experts(out, self.strips, x, scratch, gathered, choice.tokens, choice.starts, *numbers)

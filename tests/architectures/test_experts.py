@@ -1,5 +1,7 @@
 """Mixtures of experts: routing against sorting, products against float64, and the same bits whatever else is in the pass."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -40,7 +42,7 @@ class Router:
         for thread, (starts, places, tokens) in enumerate(zip(self.starts, self.places[:, :n], self.tokens, strict=True)):
             assert sorted(places) == [*range(n)] and starts[0] == 0 and starts[-1] == n and (np.diff(starts) >= 0).all()
             assert (tokens[places] == np.arange(n) // self.n_chosen).all()
-            for first, last in zip(starts[:-1], starts[1:], strict=True):
+            for first, last in pairwise(starts):
                 assert (np.diff(tokens[first:last]) > 0).all()  # in ascending order, none twice
             experts[thread] = np.searchsorted(starts, places, "right") - 1
         shape = self.n_threads, len(scores), self.n_chosen
@@ -95,9 +97,10 @@ class Mixture:
         self.ups, self.hidden = zeros(slots, 2 * width), zeros(1, slots, width)
         self.branch, choice = zeros(slots, round_up(dim, STRIP_ROWS)), Choice(r.tokens, r.starts)
         room = self.gathered[:, :, : self.up.scratch_words if self.up.scratch_words > 1 else self.normed.shape[2]].copy()
-        scratch = self.scratch[:, :, : self.up.scratch_words].copy(), self.scratch[:, :, : self.down.scratch_words].copy()
+        scratch = [self.scratch[:, :, : matrix.scratch_words].copy() for matrix in (self.up, self.down)]
+        up = self.up.experts(self.ups, self.normed, scratch[0], room, choice, unit=2)
         self.program = [
-            [r.row, self.up.experts(self.ups, self.normed, scratch[0], room, choice, unit=2), swiglu(self.hidden, self.ups, n_chosen)],
+            [r.row, up, swiglu(self.hidden, self.ups, n_chosen)],
             [
                 self.down.experts(self.branch, self.hidden, scratch[1], room, choice, per_token=n_chosen),
                 add_experts(self.x[0], self.branch, r.places, r.weights, n_chosen),
@@ -128,7 +131,9 @@ def test_experts_are_their_weighted_sum(name):
     x, scores = random(T, 96, seed=5), random(T, 6, seed=6)
     got = mixture(x, scores)
     experts, weights = mixture.router.choose(scores)
-    w1, w3, w2 = ((w.astype(np.uint32) << 16).view(np.float32) if w.dtype == np.uint16 else w for w in (mixture.w1, mixture.w3, mixture.w2))
+    w1, w3, w2 = (
+        (w.astype(np.uint32) << 16).view(np.float32) if w.dtype == np.uint16 else w for w in (mixture.w1, mixture.w3, mixture.w2)
+    )
     expected = np.zeros((T, 96))
     for t in range(T):
         for expert, weight in zip(experts[0, t], weights[0, t], strict=True):

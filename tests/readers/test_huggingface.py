@@ -137,6 +137,31 @@ def qwen35_oracle(config: Config, tensors: dict[str, Any]) -> dict[str, Any]:
     return own
 
 
+def mixture_oracle(config: Config, t: dict[str, Any]) -> dict[str, Any]:
+    """All tensors: of experts those of all below each other, by the names of Qwen3-MoE or of Mixtral."""
+    t = {name.replace("block_sparse_moe", "mlp"): tensor for name, tensor in t.items()}
+    of_mixtral = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+    is_mixtral = any(name.endswith(".w1.weight") for name in t)
+    own, layers = dict[str, Any](), list[dict[str, Any]]()
+    for i in range(config.n_layers):
+        assert config.experts
+        at, is_dense = f"model.layers.{i}.mlp.", i in config.experts.dense_layers
+        if is_dense:
+            own |= {f"{i}.{ours}": t[f"{at}{stored}.weight"] for stored, ours in of_mixtral.items()}
+        else:
+            own[f"{i}.router"] = t[at + "gate.weight"]
+            for stored, ours in of_mixtral.items():
+                end = f"{ours if is_mixtral else stored}.weight"
+                own[f"{i}.experts_{ours}"] = np.stack([t[f"{at}experts.{e}.{end}"] for e in range(config.experts.n)])
+        layer = f"model.layers.{i}."
+        same = {layer + f"mlp.{stored}.weight": np.zeros((1, 1)) for stored in of_mixtral}  # which it need not have
+        mine = llama_oracle(config, t | same, i)
+        layers.append({name: tensor for name, tensor in mine.items() if name not in ("w1", "w2", "w3")})
+    outer = {"tok_emb": "model.embed_tokens.weight", "rms_final": "model.norm.weight", "wcls": "lm_head.weight"}
+    stacked = {name: np.stack([each[name] for each in layers]) for name in layers[0]}
+    return own | stacked | {name: t[full] for name, full in outer.items() if full in t}
+
+
 def oracle(name: str, config: Config) -> dict[str, Any]:
     tensors = {full.removeprefix("language_model."): array for full, (_, array) in folders.stored(FIXTURES / name).items()}
     if config.architecture == "lfm2":
@@ -144,6 +169,8 @@ def oracle(name: str, config: Config) -> dict[str, Any]:
         return found | {key: floats(array) for key, array in found.items() if key.endswith(".conv")}
     if config.architecture == "qwen35":
         return qwen35_oracle(config, tensors)
+    if config.architecture == "mixture":
+        return mixture_oracle(config, tensors)
     if config.architecture == "gpt2":
         tensors = {full.removeprefix("transformer."): array for full, array in tensors.items()}
         whole = {"tok_emb": "wte.weight", "pos_emb": "wpe.weight", "ln_final": "ln_f.weight", "ln_final_bias": "ln_f.bias"}

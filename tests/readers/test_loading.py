@@ -65,12 +65,12 @@ def test_bits_do_not_hang_on_the_size_of_pieces(monkeypatch: pytest.MonkeyPatch,
     else:
         noise = np.random.default_rng(0).standard_normal((2, rows, n)).astype(np.float32)
         tensors = [*((noise.view(np.uint32) >> 16).astype(np.uint16) if kind is BF16 else noise)]
-    for in_turns in (False, True):
-        whole = pack(tensors, kind, in_turns)
+    for turns in (1, 2):
+        whole = pack(tensors, kind, turns)
         with monkeypatch.context() as patch:
             patch.setattr(matrix, "BLOCK_WEIGHTS", 1)
             assert len([*matrix.blocks(19, n)]) == 3
-            np.testing.assert_array_equal(pack(tensors, kind, in_turns).strips.view(np.uint32), whole.strips.view(np.uint32))
+            np.testing.assert_array_equal(pack(tensors, kind, turns).strips.view(np.uint32), whole.strips.view(np.uint32))
             as_int8 = converted(whole, INT8)
         np.testing.assert_array_equal(as_int8.strips.view(np.uint32), converted(whole, INT8).strips.view(np.uint32))
 

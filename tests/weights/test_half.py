@@ -100,8 +100,8 @@ def weights(rows: int, n: int, kind: str) -> Floats:
 def test_a_product_is_that_of_the_widened_weights_bit_for_bit(kind: Kind, rows: int, n: int) -> None:
     rng = np.random.default_rng(0)
     below, above = weights(rows, n, kind.name), weights(50, n, kind.name)
-    for in_turns, w in ((False, [below, above]), (True, [below, below[::-1]])):
-        matrix, wide = pack(w, kind, in_turns), pack([exact(part) for part in w], FP32, in_turns)
+    for turns, w in ((1, [below, above]), (2, [below, below[::-1]])):
+        matrix, wide = pack(w, kind, turns), pack([exact(part) for part in w], FP32, turns)
         x, start = zeros(64, round_up(n, 32)), rng.standard_normal((64, matrix.n_rows)).astype(np.float32)
         x[:] = rng.standard_normal(x.shape)
         for n_tokens in range(1, 65):

@@ -120,8 +120,8 @@ def test_a_product_is_that_of_bf16_bit_for_bit(room_for_all: None, kind: Kind, r
     w = [strange(rows, n, 0), strange(rows, n, 1)]
     w = [np.where(np.abs(exact(part)) < 1e30, part, normal(rows, n)) for part in w]  # sums stay finite
     rng = np.random.default_rng(0)
-    for in_turns in (False, True):
-        matrix, plain = pack(w, kind, in_turns), pack(w, BF16, in_turns)
+    for turns in (1, 2):
+        matrix, plain = pack(w, kind, turns), pack(w, BF16, turns)
         x, start = zeros(64, round_up(n, 32)), rng.standard_normal((64, matrix.n_rows)).astype(np.float32)
         x[:] = rng.standard_normal(x.shape)
         x[:, n:] = np.nan

@@ -1,0 +1,60 @@
+"""The keys of a config file, each checked as it is read. Knows no family."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .json_text import shown
+from .model_file import CheckpointError
+
+MAX_SIZE = 2**31 - 1
+
+
+class Values:
+    """The keys of a config file, where a file is silent its family's, each checked as it is read."""
+
+    def __init__(self, path: Path, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self.path = path
+        self._values = {**defaults, **given}
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values.get(key)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def refusal(self, key: str, expected: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {key} is {shown(self[key])}; expected {expected}")
+
+    def whole(self, key: str, most: int = MAX_SIZE) -> int:
+        value = self[key]
+        if type(value) is not int or not 1 <= value <= most:
+            raise self.refusal(key, f"a whole number from 1 to {most}")
+        return value
+
+    def real(self, key: str, least: float, most: float) -> float:
+        value = self[key]
+        if type(value) not in (int, float) or not least <= value <= most:
+            raise self.refusal(key, f"a number from {least:g} to {most:g}")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self[key]
+        if type(value) is not bool:
+            raise self.refusal(key, "true or false")
+        return value
+
+    def with_one_of_lists(self, keys: Iterable[str], n: int) -> "Values":
+        """These, a number that a list has n times in the place of such a list."""
+        lists = {key: value for key in keys if isinstance(value := self[key], list) and value == value[:1] * n}
+        return Values(self.path, {key: value[0] for key, value in lists.items()}, self._values)
+
+    def must_be(self, key: str, *choices: Any) -> None:
+        """Raises CheckpointError for a value that is none of the choices; the error names the first."""
+        if not any(_same(self[key], choice) for choice in choices):
+            raise self.refusal(key, f"{shown(choices[0])}: nothing else is done here")
+
+
+def _same(value: Any, choice: Any) -> bool:
+    """Equality, of 1 and true not."""
+    return value == choice and isinstance(value, bool) == isinstance(choice, bool)
