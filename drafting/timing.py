@@ -15,6 +15,7 @@ from .heads import Head
 # Passes over so many tokens are timed in turns, for about so long: of a slow target over the first two, and twice unless once
 # takes SLOW seconds. Where a second tile begins, a pass costs a step more.
 COSTS_TOKENS, COSTS_SECONDS, SLOW = (TILE_TOKENS, 1, TILE_TOKENS + 1, 2, 4, 2 * TILE_TOKENS, 32), 0.03, 0.1
+SPREAD = 7919  # a prime, by which ids lie apart
 # Of the choice of threads: tokens a trial; all threads unless so much slower
 TRIAL_TOKENS, TRIAL_SECONDS, TRIAL_MARGIN = 4, 0.05, 1.25
 
@@ -23,6 +24,7 @@ def costs_of(target: Transformer, draft: Transformer | None, vocabulary: Vocabul
     """What passes over some tokens take, and a token of the draft, with their draws: the least of several, in turns."""
     sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
     probs = sampler.new_probs()
+    tokens = [i * SPREAD % vocabulary.n_common for i in range(max(COSTS_TOKENS))]  # as many experts as a text's tokens choose
 
     def seconds(model: Transformer, n: int) -> float:
         of = model.target if isinstance(model, Head) else model
@@ -32,7 +34,7 @@ def costs_of(target: Transformer, draft: Transformer | None, vocabulary: Vocabul
                 if n > model.n_positions or not model.drafts_for([0, 0]):  # a proposal is empty, and takes nothing
                     return 0.0
             begin = time.perf_counter()
-            for logits in model.forward([0] * n, n if model is target else 1):
+            for logits in model.forward(tokens[:n], n if model is target else 1):
                 sampler.draw(probs, logits, TARGET_NOISE, n)
             return time.perf_counter() - begin
 

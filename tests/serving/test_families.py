@@ -11,7 +11,7 @@ from specdec.tokenizer import BOS, Tokenizer
 from specdec.transformer import Transformer
 from specdec.weights import INT8, PACKED_BF16
 from tests.checkpoints import write_tokenizer
-from tests.folders import CONFIGS, FIXTURES
+from tests.folders import CONFIGS, FIXTURES, stored
 from tests.serving.test_engine import Heard, assert_same
 
 FAMILIES = list(CONFIGS)
@@ -38,7 +38,8 @@ def write_together(name, kind, draft, rng, tokenizer, n):
     """Of n texts those that nobody cancelled, each compared with the plain one; how many they were."""
     checkpoint = load_checkpoint(FIXTURES / name)
     config, architecture = checkpoint.config, architecture_of(checkpoint.config)
-    weights = architecture.pack(config, checkpoint.tensors, KINDS[kind])
+    is_bf16 = any(dtype == "BF16" for dtype, _ in stored(FIXTURES / name).values())  # others have no 12 bits
+    weights = architecture.pack(config, checkpoint.tensors, KINDS[kind] if is_bf16 or kind == "int8" else None)
     kv = str(rng.choice(["f32", "f16"]))
     plain = SpeculativeDecoder(Transformer(config, weights, 1, kv=kv), None, tokenizer)
     gamma = [3, "auto"][rng.integers(2)]
