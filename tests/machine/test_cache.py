@@ -305,6 +305,7 @@ def interrupted(*args):
 
 setattr(owner, name, interrupted)
 from p.high import high
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job ignores it
 try:
     high(1)
 except KeyboardInterrupt:
