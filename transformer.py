@@ -308,7 +308,7 @@ class Transformer:
         ValueError for MAX_TOKENS nodes or more and for a family that runs no trees, too.
         """
         if not self.runs_trees:
-            raise ValueError(f"a {self._config.architecture} model runs no trees: its state is that of one text")
+            raise ValueError("this model runs no trees: its state is that of one text")
         tokens = tokens if isinstance(tokens, list) else ids("tokens", tokens)
         nodes, parents = ids("nodes", nodes), ids("parents", parents)
         n, most = len(tokens), len(nodes) + 1

@@ -2,26 +2,20 @@
 
 from .config import Config, ConvConfig, DeltaConfig, ExpertsConfig, HeadConfig, RopeScaling, YarnScaling
 from .eagle3 import EAGLE3
-from .gemma import GEMMA
 from .gpt2 import GPT2
-from .lfm2 import LFM2
-from .llama import LLAMA
-from .mixture import MIXTURE
+from .llama import LLAMA, WITH_STATES
 from .mtp import MTP
 from .plan import Architecture, Buffers, Room, Weights
-from .qwen35 import QWEN35
 
-ARCHITECTURES = {
-    "llama": LLAMA, "gpt2": GPT2, "gemma": GEMMA, "lfm2": LFM2, "qwen35": QWEN35, "mixture": MIXTURE,
-    "eagle3": EAGLE3, "mtp": MTP,
-}  # fmt: skip
+ARCHITECTURES = {"llama": LLAMA, "gpt2": GPT2, "eagle3": EAGLE3, "mtp": MTP}
 
 
 def architecture_of(config: Config) -> Architecture:
     """The room of a config's family. Raises ValueError for one that there is not."""
     if config.architecture not in ARCHITECTURES:
         raise ValueError(f"the architecture {config.architecture!r} is not known; known are {', '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[config.architecture]
+    own = ARCHITECTURES[config.architecture]
+    return WITH_STATES if own is LLAMA and (config.conv or config.delta) else own
 
 
 __all__ = [

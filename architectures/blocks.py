@@ -1,11 +1,34 @@
-"""What families share whose layers are attention and an MLP: their buffers, attention, a tree's path in their KV cache."""
+"""What layers are made of: blocks, two a layer, one that mixes positions and one that does not. Knows none of them."""
 
-from ..kernels import MAX_TOKENS, move_slots
-from ..machine.programs import Row
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from ..kernels import MAX_TOKENS, add_bias, add_norm, rms_norm
+from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS, TILE_TOKENS
-from ..machine.vectors import Int64, ceil_div, round_up
+from ..machine.vectors import Float32, ceil_div, round_up
+from ..weights.matrix import Matrix
 from .config import Config
-from .plan import Buffer, Buffers, Room, Weights
+from .plan import Buffer, Buffers, Part, Room, Vector, Weights
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class Block(NamedTuple):
+    """Half a layer, whose program adds what it makes of x to x.
+
+    shapes: of one layer's tensors, norms among them. parts, vectors: of layer i, by names that begin with its number; a tensor is
+    named with its layer. buffers: what its program works in, beside `block_buffers`. n_states: as of an `Architecture`.
+    """
+
+    shapes: Callable[[Config], Shapes]
+    parts: Callable[[Config, int], dict[str, Part]]
+    vectors: Callable[[Config, int], dict[str, Vector]]
+    program: Callable[[Config, Weights, Buffers, int], Program]
+    buffers: Callable[[Config, Weights, Room], dict[str, Buffer]] = lambda config, weights, room: {}
+    n_states: int = 0
 
 
 def block_buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
@@ -16,17 +39,18 @@ def block_buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buf
     normed (threads, T, D padded). scratch (threads, T, words): activations in a form of a kind of weights' own.
     qkv (T, rows of q, of k and of v). scores (threads, TILE_TOKENS, S), mixed (threads, TILE_TOKENS, K padded): one head's scores
     and weighted values. heads (1, T, H K padded): what attention hands on. up (T, rows of the MLP's first matrix).
-    hidden (1, T, F padded).
+    hidden (1, T, F padded). branch (1, T, D padded): what is to be normed and added, where a norm stands behind blocks.
     """
     matrices, n_threads, positions = weights.matrices, room.n_threads, room.n_positions
     qkv = [matrix for name, matrix in matrices.items() if name.endswith(".qkv")]
     n_up = max((matrix.n_rows for name, matrix in matrices.items() if name.endswith(".up")), default=STRIP_ROWS)
     layers, kv_heads, head_strips = len(qkv), config.n_kv_heads, ceil_div(config.head_dim, STRIP_ROWS)
     keys, values = (positions // STRIP_ROWS, config.head_dim, STRIP_ROWS), (head_strips, positions, STRIP_ROWS)
+    padded = round_up(config.dim, STRIP_ROWS)
     return {
         "keys": Buffer((layers, kv_heads, *keys), room.kv.dtype, "cache"),
         "values": Buffer((layers, kv_heads, *values), room.kv.dtype, "cache"),
-        "normed": Buffer((n_threads, MAX_TOKENS, round_up(config.dim, STRIP_ROWS)), whose="token"),
+        "normed": Buffer((n_threads, MAX_TOKENS, padded), whose="token"),
         "scratch": Buffer((n_threads, MAX_TOKENS, max(matrix.scratch_words for matrix in matrices.values())), whose="token"),
         "qkv": Buffer((MAX_TOKENS, qkv[0].n_rows), whose="token"),
         "scores": Buffer((n_threads, TILE_TOKENS, positions)),
@@ -34,16 +58,52 @@ def block_buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buf
         "heads": Buffer((1, MAX_TOKENS, round_up(config.q_dim, STRIP_ROWS)), whose="token"),
         "up": Buffer((MAX_TOKENS, n_up), whose="token"),
         "hidden": Buffer((1, MAX_TOKENS, round_up(config.hidden_dim, STRIP_ROWS)), whose="token"),
-    }
+    } | ({"branch": Buffer((1, MAX_TOKENS, padded), whose="token")} if config.norms != "before" else {})
 
 
-def attention(config: Config, b: Buffers, i: int) -> Row:
-    """heads = what each query head of layer i sees of the text up to its token, or of a window of it."""
-    numbers = config.n_heads, config.n_seen, config.score_scale
-    row: Row = b.kv.attention(b.heads, b.qkv, b.keys[i], b.values[i], b.scores, b.mixed, b.depths, b.paths, *numbers)
-    return row
+def norm_shapes(config: Config, name: str) -> Shapes:
+    """Of the norms around a block: that before it, and that behind it, which is called so too."""
+    names = {"before": [name], "behind": [f"{name}_out"], "around": [name, f"{name}_out"]}[config.norms]
+    return dict.fromkeys(names, (config.dim,))
 
 
-def move_path(buffers: Buffers, path: Int64, n_text: int) -> None:
-    """`Architecture.move`."""
-    move_slots(buffers.keys, buffers.values, path, n_text)
+def norm_vectors(config: Config, i: int, name: str) -> dict[str, Vector]:
+    """The same, of layer i."""
+    return {f"{i}.{each}": Vector(((each, i),), (config.dim,)) for each in norm_shapes(config, name)}
+
+
+def norm(config: Config, weights: Weights, b: Buffers, name: str, of_logits: bool = False) -> Row:
+    """normed = rmsnorm(x), by the weights of that name, which logits take their scale from.
+
+    x is a family's residual stream divided by residual_scale, so that layers add what they compute; eps is by its square.
+    """
+    weight = weights.vectors[name]
+    if of_logits and config.logit_divisor != 1:
+        weight = weight / np.float32(config.logit_divisor)
+    eps = config.norm_eps / (config.residual_scale * config.residual_scale)
+    return rms_norm(b.normed, b.x, weight, config.dim, eps, of_logits, 0)
+
+
+def taken(config: Config, weights: Weights, b: Buffers, name: str) -> tuple[Float32, list[Row]]:
+    """What a block takes: x, normed by the norm of that name where one stands before it, and what makes it."""
+    return (b.x, []) if config.norms == "behind" else (b.normed, [norm(config, weights, b, name)])
+
+
+def added(config: Config, weights: Weights, b: Buffers, matrix: Matrix, source: Float32, bias: str, name: str) -> Program:
+    """x += matrix source, and the bias of that name where there is one; where norms stand behind blocks, normed by that name."""
+    if config.norms == "before":
+        return [[matrix.product(b.x[0], source, b.scratch, adding=True), *biased(weights, b.x[0], bias)]]
+    return [
+        [matrix.product(b.branch[0], source, b.scratch), *biased(weights, b.branch[0], bias)],
+        [add_norm(b.x[0], b.branch, weights.vectors[f"{name}_out"], config.dim, config.norm_eps)],
+    ]
+
+
+def biased(weights: Weights, out: Float32, name: str, unit: int = 1) -> list[Row]:
+    """What adds the bias of that name to a product of that unit, if there is one."""
+    return [add_bias(out, weights.vectors[name], unit)] if name in weights.vectors else []
+
+
+def of_layers(tensors: Mapping[str, object], name: str, i: int | None) -> tuple[str, int | None]:
+    """A layer's tensor: one of all layers' by its number, or that which is called by it."""
+    return (name, i) if i is None or name in tensors or "." in name else (f"{i}.{name}", None)

@@ -170,7 +170,10 @@ class ExpertsConfig:
     """Of layers whose MLP is a mixture of experts.
 
     n: how many there are, n_chosen: that a token goes through, hidden_dim: rows of each one's first matrix; is_normed: whether
-    what the chosen ones count is divided by their sum; dense_layers: those that have an MLP instead.
+    what the chosen ones count is divided by their sum; dense_layers: those that have an MLP instead; is_sigmoid: whether scores
+    count by their sigmoid, else by their softmax; is_biased: whether something is added to what chooses; scale: of what the
+    chosen ones count; shared_dim: rows of the first matrix of one that all tokens go through, 0: there is none; shared_gate:
+    whether that one is gated by a product.
     """
 
     n: int
@@ -178,6 +181,11 @@ class ExpertsConfig:
     hidden_dim: int
     is_normed: bool = True
     dense_layers: tuple[int, ...] = ()
+    is_sigmoid: bool = False
+    is_biased: bool = False
+    scale: float = 1.0
+    shared_dim: int = 0
+    shared_gate: bool = False
 
     def flaw(self, n_layers: int) -> str:
         """As of `Config`."""
@@ -187,6 +195,12 @@ class ExpertsConfig:
             return f"n_chosen is {self.n_chosen}; expected 1 to {self.n}"
         if not all(0 <= layer < n_layers for layer in self.dense_layers) or len({*self.dense_layers}) == n_layers:
             return f"dense_layers are {self.dense_layers}; expected some of {n_layers} layers"
+        if not LEAST_SCALE <= self.scale <= 1 / LEAST_SCALE:
+            return f"scale is {self.scale}; expected {LEAST_SCALE:g} to {1 / LEAST_SCALE:g}"
+        if self.shared_dim < 0 or (self.shared_gate and not self.shared_dim):
+            return f"shared_dim is {self.shared_dim}; expected a number of rows, or 0 and no shared_gate"
+        if self.is_biased and not self.is_sigmoid:
+            return "is_biased, of a softmax; expected of sigmoids"
         return ""
 
 
@@ -201,12 +215,13 @@ class Config:
     rope_scale: what turned rows are multiplied by; query_scale, query_span: a query at position p is multiplied by
     1 + query_scale log(1 + p // query_span) (Llama 4; 0: is not); window: how many positions, its own the last, a token sees (0:
     all); qkv_bias, wo_bias, mlp_bias: which products add a bias; qk_norm: whether queries and keys go through an RMSNorm for each
-    head; embedding_scale: what embeddings are multiplied by, residual_scale: what layers add to the residual stream,
-    attention_scale: scores (0 stands for 1 / sqrt(head_dim)), logit_divisor: what divides logits; no_rope_layers: whose queries
-    and keys are not turned; full_layers: which have no window where others have, local_theta: the base of those others' angles,
-    which nothing scales (Gemma's); conv, delta: the layers that are none of attention; attention_gate: whether what attention
-    mixes is gated; head: what else a head that drafts needs, of whose target vocab_size counts the tokens; experts: of layers
-    whose MLP is a mixture.
+    head, or the "whole" of a token's; embedding_scale: what embeddings are multiplied by, residual_scale: what layers add to the
+    residual stream, attention_scale: scores (0 stands for 1 / sqrt(head_dim)), logit_divisor: what divides logits;
+    no_rope_layers: whose queries and keys are not turned; full_layers: which have no window where others have, local_theta: the
+    base of those others' angles, which nothing scales (0: they are as all); conv, delta: the layers that are none of attention;
+    attention_gate: whether what attention mixes is gated; head: what else a head that drafts needs, of whose target vocab_size
+    counts the tokens; experts: of layers whose MLP is a mixture; norms: where they stand, of what a block takes, of what it
+    makes, or of both; activation: what gates an MLP.
     """
 
     dim: int
@@ -233,19 +248,21 @@ class Config:
     qkv_bias: bool = False
     wo_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool | Literal["whole"] = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     attention_scale: float = 0.0
     logit_divisor: float = 1.0
     no_rope_layers: tuple[int, ...] = ()
     full_layers: tuple[int, ...] = ()
-    local_theta: float = 10000.0
+    local_theta: float = 0.0
     conv: ConvConfig | None = None
     delta: DeltaConfig | None = None
     attention_gate: bool = False
     head: HeadConfig | None = None
     experts: ExpertsConfig | None = None
+    norms: Literal["before", "behind", "around"] = "before"
+    activation: Literal["silu", "gelu"] = "silu"
 
     def __post_init__(self) -> None:
         if self.head_dim == 0 and self.n_heads > 0:
@@ -266,9 +283,9 @@ class Config:
             return f"head_dim {self.head_dim} (dim / n_heads) is odd; RoPE turns pairs"
         if not 0 <= self.norm_eps < math.inf:
             return f"norm_eps is {self.norm_eps}; expected 0 or more"
-        for name in ("rope_theta", "local_theta"):
-            if not 1 <= getattr(self, name) < math.inf:  # no pair turns by more than a radian a position
-                return f"{name} is {getattr(self, name)}; expected 1 or more"
+        for name, theta in (("rope_theta", self.rope_theta), ("local_theta", self.local_theta or 1)):
+            if not 1 <= theta < math.inf:  # no pair turns by more than a radian a position
+                return f"{name} is {theta}; expected 1 or more"
         if self.window < 0:
             return f"window is {self.window}; expected a number of positions, or 0 for all"
         if self.rope_scaling and (flaw := self.rope_scaling.flaw()):
@@ -294,16 +311,15 @@ class Config:
         for name in ("no_rope_layers", "full_layers"):
             if not all(0 <= layer < self.n_layers for layer in getattr(self, name)):
                 return f"{name} are {getattr(self, name)}; expected layers from 0 to {self.n_layers - 1}"
-        if self.architecture == "gemma" and (self.qkv_bias or self.wo_bias or self.mlp_bias):
-            return "a gemma model has biases; expected none"
         if (self.architecture in HEADS) != (self.head is not None):
             return f"the architecture is {self.architecture} and head is {self.head}; expected both of a head, or neither"
-        for family, name in (("lfm2", "conv"), ("qwen35", "delta"), ("mixture", "experts")):
-            part = getattr(self, name)
-            if (self.architecture == family) != (part is not None):
-                return f"the architecture is {self.architecture} and {name} is {part}; expected both of {family}, or neither"
+        for name, part in (("conv", self.conv), ("delta", self.delta), ("experts", self.experts)):
             if part and (flaw := part.flaw(self.n_layers)):
                 return f"{name}'s {flaw}"
+        if self.conv and self.delta:
+            return "there are convolutions and delta nets; expected one of them beside attention"
+        if self.norms != "before" and (self.residual_scale != 1 or self.experts):
+            return f"norms stand {self.norms} blocks; expected before them, of experts and where residual_scale is not 1"
         if self.head and (flaw := self.head.flaw(self.dim, self.vocab_size)):
             return f"head's {flaw}"
         if self.vocab_size < 3:

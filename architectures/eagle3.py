@@ -11,7 +11,9 @@ from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import round_up
 from . import llama
+from .attention import mixing
 from .config import Config, HeadConfig
+from .mlp import MLP
 from .plan import Architecture, Buffer, Buffers, Layers, Part, Room, Vector, Weights
 
 OF_LAYER = ("rms_ffn", "wq", "wk", "wv", "wo", "w1", "w2", "w3", "bq", "bk", "bv", "bo", "b1", "b2", "b3", "q_norm", "k_norm")
@@ -70,7 +72,7 @@ def vectors(config: Config) -> dict[str, Vector]:
 
 
 def of_one_layer(tensors: tuple[tuple[str, int | None], ...]) -> tuple[tuple[str, int | None], ...]:
-    return tuple((name, None) for name, _ in tensors)
+    return tuple((name, layer if "." in name else None) for name, layer in tensors)
 
 
 def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
@@ -113,7 +115,8 @@ def program(config: Config, weights: Weights, b: Buffers) -> Layers:
         rms_norm(b.pairs, x, v[name], dim, config.norm_eps, False, column)
         for x, name, column in ((b.embedded, "rms_emb", 0), (b.x, "rms_hidden", dim))
     ]
-    layer = [list(phase) for phase in llama.layer(config, weights, b, 0, b.pairs, norms)]
+    halves = mixing(config, weights, b, 0, b.pairs, norms), MLP.program(config, weights, b, 0)
+    layer = [list(phase) for half in halves for phase in half]
     if head.norm_before_residual:
         layer[1].append(copy_rows(b.x[0], b.pairs[0], 0, dim, dim, False))  # beside attention: all threads have read x
     output: list[list[Row]] = [[copy_rows(b.outputs, b.x[0], 0, 0, dim, True)]]

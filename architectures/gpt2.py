@@ -4,7 +4,8 @@ from ..kernels import add_bias, add_positions, gelu, layer_norm
 from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
 from ..weights.matrix import n_strips
-from .blocks import attention, block_buffers, move_path
+from .attention import attention, move_path
+from .blocks import block_buffers
 from .config import Config
 from .plan import Architecture, Buffers, Layers, Part, Vector, Weights
 

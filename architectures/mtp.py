@@ -11,10 +11,13 @@ from ..machine.programs import Program
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import round_up
 from . import llama
+from .attention import mixing
+from .blocks import norm
 from .config import Config
-from .eagle3 import OF_LAYER, head_of, of_one_layer
+from .eagle3 import head_of, of_one_layer
 from .plan import TABLES, Architecture, Buffer, Buffers, Layers, Part, Room, Vector, Weights
 
+OUTER = ("tok_emb", "wcls", "rms_final")  # of no layer
 OWN_NORMS = ("rms_emb", "rms_hidden", "rms_final")
 TARGET_NORM = "target_norm"  # the target's own, which a head borrows
 
@@ -22,7 +25,7 @@ TARGET_NORM = "target_norm"  # the target's own, which a head borrows
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Llama's, of one layer; fc, which joins embedding and state, and a norm of each of them."""
     dim, ours = config.dim, llama.shapes(config)
-    tensors = {name: ours[name][1:] for name in (*OF_LAYER, "rms_att", "wg") if name in ours}
+    tensors = {name: shape if "." in name else shape[1:] for name, shape in ours.items() if name not in OUTER}
     return tensors | {"fc": (dim, 2 * dim)} | dict.fromkeys(OWN_NORMS, (dim,))
 
 
@@ -70,11 +73,12 @@ def program(config: Config, weights: Weights, b: Buffers) -> Layers:
         for x, name, column in ((b.embedded, "rms_emb", 0), (b.x, "rms_hidden", dim))
     ]
     joining = [[*norms, weights.matrices["fc"].product(b.joined[0], b.pairs, b.scratch)]]
-    layer = llama.layer(config, weights, inner, 0, b.normed, [llama.norm(config, weights, inner, "0.rms_att")])
-    output = [[llama.norm(config, weights, inner, "rms_final")], [copy_rows(b.outputs, b.normed[0], 0, 0, dim, True)]]
+    layer = mixing(config, weights, inner, 0, b.normed, [norm(config, weights, inner, "0.rms_att")])
+    mlp = llama.blocks_of(config, 0)[1].program(config, weights, inner, 0)
+    output = [[norm(config, weights, inner, "rms_final")], [copy_rows(b.outputs, b.normed[0], 0, 0, dim, True)]]
     return Layers(
         [[weights.matrices["embedding"].embedding(b.embedded[0], b.tokens)]],
-        [[*joining, *layer]],
+        [[*joining, *layer, *mlp]],
         [*output, *llama.classify(config, weights, inner)],
     )
 

@@ -3,11 +3,12 @@
 import os
 from pathlib import Path
 
+from ..families.values import CheckpointError
 from . import eagle3, gguf, huggingface, llama2c
 from .eagle3 import is_head
 from .gguf import read_vocabulary
 from .json_text import read_object, replace_text
-from .model_file import Checkpoint, CheckpointError, telling_os_errors
+from .model_file import Checkpoint, telling_os_errors
 from .strangers import refuse_strangers
 
 

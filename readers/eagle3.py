@@ -14,27 +14,25 @@ from typing import Any
 import numpy as np
 
 from ..architectures import Config, HeadConfig
-from . import config_json
-from .config_defaults import DEFAULTS
-from .config_json import CONFIG, check_neutral, llama_config
-from .heads import are_layers, check_rows, checked_ids
-from .huggingface import HEAD, LLAMA_NAMES, Folder, Names
-from .json_text import read_object, shown
-from .model_file import Checkpoint, CheckpointError, telling_os_errors
-from .places import Place, tensors_of
+from ..families import FOLDERS, folders
+from ..families.eagle3 import OF_LAYER, are_layers
+from ..families.folders import HEAD
+from ..families.places import Place
+from ..families.values import CheckpointError, Values, shown
+from .config_json import CONFIG, check_neutral
+from .heads import check_rows, checked_ids
+from .huggingface import Folder
+from .json_text import read_object
+from .model_file import Checkpoint, telling_os_errors
+from .places import tensors_of
 from .safetensors import INDEX, PICKLE, WEIGHTS
-from .values import Values
 
 SPECULATORS, LAYER, EAGLE = "speculators_model_type", "transformer_layer_config", "eagle_config"
 ROWS, LAYER_IDS, TARGET_DIM = "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "target_hidden_size"
-FAMILIES = ("llama", "qwen3")  # of the layer; where a file is silent, EAGLE's and that of speculators
 IDS, EMBEDDING = "d2t", "embed_tokens.weight"
 LAYERS = ("midlayer", "layers.0")  # a head's only one, in EAGLE's dialect and in that of speculators
-NAMES = Names(
-    re.compile(r"model\."),
-    {},
-    re.compile(r"t2d|((midlayer|layers\.0)\.self_attn\.)?rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight"),
-)
+PREFIX = re.compile(r"model\.")
+HARMLESS = re.compile(r"t2d|((midlayer|layers\.0)\.self_attn\.)?rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight")
 NORMS = {"": {}, "each": {"fc_norm": Place("fc_norm.{}.weight")}, "whole": {"fc_norm": Place("input_norm.weight", alone=True)}}
 OUTER_PLACES = {
     "fc": Place("fc.weight"),
@@ -45,7 +43,7 @@ OUTER_PLACES = {
 LAYER_PLACES = {
     "rms_emb": Place("layers.{}.input_layernorm.weight"),
     "rms_hidden": Place("layers.{}.hidden_norm.weight"),
-    **{name: place for name, place in LLAMA_NAMES.places.items() if "{}" in place.name and name != "rms_att"},
+    **{name: place for name, place in folders.PLACES.items() if "{}" in place.name and name != "rms_att"},
 }
 # what is done where a file says it
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qkv_bias")
@@ -82,7 +80,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
                 f"{path} holds its weights in {PICKLE} alone, which may run code when it is read; write them to {WEIGHTS}: "
                 f"save_file(torch.load('{PICKLE}', weights_only=True), '{WEIGHTS}'), with save_file of safetensors.torch"
             )
-    folder = Folder(path, NAMES)
+    folder = Folder(path, PREFIX, HARMLESS)
     config, head = _config(path / CONFIG, folder)
     ids = None
     if IDS in folder:
@@ -102,12 +100,12 @@ def _config(path: Path, folder: Folder) -> tuple[Config, HeadConfig]:
     own = Values(path, given | eagle, {ROWS: 32000} if SPECULATORS in given else {})
     if SPECULATORS in given:
         own.must_be(SPECULATORS, "eagle3")
-    layer = _layer(path, _object(path, given, LAYER) if SPECULATORS in given else given, FAMILIES[SPECULATORS in given])
+    layer = _layer(path, _object(path, given, LAYER) if SPECULATORS in given else given, OF_LAYER[SPECULATORS in given])
     check_neutral(own, NEUTRAL)
     flags = {key: own[key] is not None and own.flag(key) for key in FLAGS}
     if flags["norm_before_fc"] and flags["fc_norm"]:
         raise own.refusal("fc_norm", "false beside norm_before_fc, which norms the same numbers")
-    config = llama_config(layer, layer["model_type"])
+    config = FOLDERS[layer["model_type"]].config(layer)
     head = HeadConfig(
         target_dim=config.dim if own[TARGET_DIM] is None else own.whole(TARGET_DIM),
         layers=_layers(path, given, eagle),
@@ -131,12 +129,12 @@ def _config(path: Path, folder: Folder) -> tuple[Config, HeadConfig]:
 
 
 def _layer(path: Path, given: Mapping[str, Any], silent: str) -> Values:
-    """The keys of a head's layer, which is one of llama or qwen3; silent: which, where they tell none."""
+    """The keys of a head's layer, which is one of `OF_LAYER`; silent: which, where they tell none."""
     family = given.get("model_type", silent)
-    if family not in FAMILIES:
-        raise CheckpointError(f"{path}: the head's layer is that of {shown(family)}; there are {', '.join(FAMILIES)}")
-    layer = Values(path, given, DEFAULTS[family] | {"model_type": family, "num_hidden_layers": 1})
-    check_neutral(layer, config_json.NEUTRAL)
+    if family not in OF_LAYER:
+        raise CheckpointError(f"{path}: the head's layer is that of {shown(family)}; there are {', '.join(OF_LAYER)}")
+    layer = Values(path, given, dict(FOLDERS[family].defaults) | {"model_type": family, "num_hidden_layers": 1})
+    check_neutral(layer, folders.NEUTRAL)
     layer.must_be("num_hidden_layers", 1)
     return layer
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .model_file import FP16, Bytes, CheckpointError, FileTensor, Heads
+from ..families.values import CheckpointError
+from .model_file import FP16, Bytes, FileTensor, Heads
 
 Float32 = npt.NDArray[np.float32]
 GROUPS = 8  # of 32 weights in a block of 256 of Q4_K and Q5_K

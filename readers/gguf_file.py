@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..families.values import CheckpointError, shown
 from ..machine.vectors import Int64
 from .gguf_blocks import BLOCKS, BlockTensor
-from .json_text import MAX_BYTES, shown
-from .model_file import BF16, BYTE, FP16, FP32, CheckpointError, FileTensor, ModelFile
+from .json_text import MAX_BYTES
+from .model_file import BF16, BYTE, FP16, FP32, FileTensor, ModelFile
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

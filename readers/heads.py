@@ -1,30 +1,13 @@
 """Heads that draft for a model: which rows say which ids, and whether one fits a target. Knows no format."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 
 from ..architectures import Config
 from ..architectures.config import HeadConfig
+from ..families.eagle3 import MADE_FOR, are_layers, family_like
+from ..families.values import CheckpointError, shown
 from ..machine.vectors import Int64
-from .json_text import shown
-from .model_file import Checkpoint, CheckpointError
-from .values import MAX_SIZE
-
-MOST_LAYERS = 64  # of a target, that a head may take the states before
-# of the models that heads are made for, as their config.json names them, those that are read here
-FAMILIES = {
-    "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3",
-    "GPT2LMHeadModel": "gpt2", "Lfm2ForCausalLM": "lfm2", "Qwen3_5ForConditionalGeneration": "qwen35",
-    "Qwen3_5ForCausalLM": "qwen35",
-}  # fmt: skip
-
-
-def are_layers(ids: Sequence[Any]) -> bool:
-    """Whether a head can take its states before those layers: some, and each once."""
-    are_ids = 0 < len(ids) <= MOST_LAYERS and all(type(i) is int and 0 <= i <= MAX_SIZE for i in ids)
-    return are_ids and len({*ids}) == len(ids)
+from .model_file import Checkpoint
 
 
 def checked_ids(ids: Int64, vocab_size: int, told: str) -> Int64:
@@ -62,16 +45,7 @@ def misfit(config: Config, target: Config) -> str:
         return f"it takes the states before the layers {', '.join(map(str, layers))}; the target has {n_layers} layers"
     if config.vocab_size != target.vocab_size:
         return f"it is for {config.vocab_size} ids; the target has {target.vocab_size}"
-    family = _family(target)
-    if FAMILIES.get(head.made_for, family) != family:
+    family = family_like(target)
+    if MADE_FOR.get(head.made_for, family) != family:
         return f"it was made for a {shown(head.made_for)}; the target is like {family}"
     return ""
-
-
-def _family(target: Config) -> str:
-    """By what tells families apart in a config."""
-    if target.architecture != "llama":
-        return target.architecture
-    if target.qk_norm:
-        return "qwen3"
-    return "qwen2" if target.qkv_bias and not target.wo_bias else "llama"

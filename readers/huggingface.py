@@ -4,201 +4,36 @@ The names are those that transformers 5.23 saves (`models/*/modeling_*.py`), tho
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, NamedTuple
+from typing import Any
 
+from ..families.folders import HEAD
+from ..families.places import Place
+from ..families.values import CheckpointError, shown
 from ..machine.vectors import Int64
 from .config_json import CONFIG, GENERATION_CONFIG, read_config
-from .json_text import read_object, shown
-from .model_file import Checkpoint, CheckpointError, FileTensor, advised, telling_os_errors
-from .places import (
-    CONV_IN,
-    CONV_IN_BIASES,
-    EXPERTS_GATED,
-    GATED,
-    ONE_MORE,
-    QKV,
-    QKV_BIASES,
-    RATE,
-    TAPS,
-    Place,
-    are_equal,
-    tensors_of,
-)
+from .json_text import read_object
+from .model_file import Checkpoint, FileTensor, advised, telling_os_errors
+from .places import are_equal, tensors_of
 from .safetensors import INDEX, WEIGHTS, SafetensorsFile
 
-HEAD = "lm_head.weight"
 LONGEST_NAME = 255  # of a file, in letters
 
 
-class Names(NamedTuple):
-    """A family's tensors: what names but the head's begin with, their places, and which others there may be that nobody needs."""
-
-    prefix: re.Pattern[str]
-    places: Mapping[str, Place]
-    harmless: re.Pattern[str]
-
-
-LLAMA_NAMES = Names(
-    re.compile(r"(model\.language_model|language_model\.model|language_model|model)\."),  # the first three of text beside images
-    {
-        "tok_emb": Place("embed_tokens.weight"),
-        "rms_att": Place("layers.{}.input_layernorm.weight"),
-        "wq": Place("layers.{}.self_attn.q_proj.weight", halves=True),
-        "wk": Place("layers.{}.self_attn.k_proj.weight", halves=True),
-        "wv": Place("layers.{}.self_attn.v_proj.weight"),
-        "wo": Place("layers.{}.self_attn.o_proj.weight"),
-        "bq": Place("layers.{}.self_attn.q_proj.bias", halves=True),
-        "bk": Place("layers.{}.self_attn.k_proj.bias", halves=True),
-        "bv": Place("layers.{}.self_attn.v_proj.bias"),
-        "bo": Place("layers.{}.self_attn.o_proj.bias"),
-        "q_norm": Place("layers.{}.self_attn.q_norm.weight", halves=True),
-        "k_norm": Place("layers.{}.self_attn.k_norm.weight", halves=True),
-        "rms_ffn": Place("layers.{}.post_attention_layernorm.weight"),
-        "w1": Place("layers.{}.mlp.gate_proj.weight"),
-        "w2": Place("layers.{}.mlp.down_proj.weight"),
-        "w3": Place("layers.{}.mlp.up_proj.weight"),
-        "b1": Place("layers.{}.mlp.gate_proj.bias"),
-        "b2": Place("layers.{}.mlp.down_proj.bias"),
-        "b3": Place("layers.{}.mlp.up_proj.bias"),
-        "rms_final": Place("norm.weight"),
-        "wcls": Place(HEAD),
-    },
-    re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(vision_tower|multi_modal_projector)\..*"),
-)
-SHARED_MLP = {  # of Granite 4, whose other experts a dense model has not
-    **dict.fromkeys(GATED, Place("layers.{}.shared_mlp.input_linear.weight", among=GATED)),
-    "w2": Place("layers.{}.shared_mlp.output_linear.weight"),
-}
-FUSED = {  # of Phi-3
-    **{name: Place("layers.{}.self_attn.qkv_proj.weight", halves=name != "wv", among=QKV) for name in QKV},
-    **dict.fromkeys(GATED, Place("layers.{}.mlp.gate_up_proj.weight", among=GATED)),
-}
-EXPERTS_IN_ONE = {  # as transformers 5 has them in memory
-    **dict.fromkeys(EXPERTS_GATED, Place("layers.{}.mlp.experts.gate_up_proj", among=EXPERTS_GATED, each=True)),
-    "experts_w2": Place("layers.{}.mlp.experts.down_proj", each=True),
-}
-MIXTURE_NAMES = LLAMA_NAMES._replace(
-    places={
-        **LLAMA_NAMES.places,
-        "router": Place("layers.{}.mlp.gate.weight"),
-        "experts_w1": Place("layers.{}.mlp.experts.{}.gate_proj.weight", each=True),
-        "experts_w2": Place("layers.{}.mlp.experts.{}.down_proj.weight", each=True),
-        "experts_w3": Place("layers.{}.mlp.experts.{}.up_proj.weight", each=True),
-    }
-)
-MIXTRAL = {
-    "router": Place("layers.{}.block_sparse_moe.gate.weight"),
-    **{f"experts_w{n}": Place(f"layers.{{}}.block_sparse_moe.experts.{{}}.w{n}.weight", each=True) for n in (1, 2, 3)},
-}
-GPT2_NAMES = Names(
-    re.compile(r"transformer\."),
-    {
-        "tok_emb": Place("wte.weight"),
-        "pos_emb": Place("wpe.weight"),
-        "ln_att": Place("h.{}.ln_1.weight"),
-        "ln_att_bias": Place("h.{}.ln_1.bias"),
-        **dict.fromkeys(QKV, Place("h.{}.attn.c_attn.weight", conv=True, among=QKV)),
-        **dict.fromkeys(QKV_BIASES, Place("h.{}.attn.c_attn.bias", among=QKV_BIASES)),
-        "wo": Place("h.{}.attn.c_proj.weight", conv=True),
-        "bo": Place("h.{}.attn.c_proj.bias"),
-        "ln_ffn": Place("h.{}.ln_2.weight"),
-        "ln_ffn_bias": Place("h.{}.ln_2.bias"),
-        "w1": Place("h.{}.mlp.c_fc.weight", conv=True),
-        "b1": Place("h.{}.mlp.c_fc.bias"),
-        "w2": Place("h.{}.mlp.c_proj.weight", conv=True),
-        "b2": Place("h.{}.mlp.c_proj.bias"),
-        "ln_final": Place("ln_f.weight"),
-        "ln_final_bias": Place("ln_f.bias"),
-        "wcls": Place(HEAD),
-    },
-    re.compile(r"h\.\d+\.attn\.(masked_)?bias"),  # the causal mask
-)
-GEMMA_NAMES = LLAMA_NAMES._replace(
-    places={
-        **LLAMA_NAMES.places,
-        "rms_att": Place("layers.{}.input_layernorm.weight", made=ONE_MORE),
-        "rms_att_out": Place("layers.{}.post_attention_layernorm.weight", made=ONE_MORE),
-        "rms_ffn": Place("layers.{}.pre_feedforward_layernorm.weight", made=ONE_MORE),
-        "rms_ffn_out": Place("layers.{}.post_feedforward_layernorm.weight", made=ONE_MORE),
-        "q_norm": Place("layers.{}.self_attn.q_norm.weight", halves=True, made=ONE_MORE),
-        "k_norm": Place("layers.{}.self_attn.k_norm.weight", halves=True, made=ONE_MORE),
-        "rms_final": Place("norm.weight", made=ONE_MORE),
-    }
-)
-LFM2_NAMES = LLAMA_NAMES._replace(
-    places={
-        "tok_emb": Place("embed_tokens.weight"),
-        "rms_att": Place("layers.{}.operator_norm.weight"),
-        "wq": Place("layers.{}.self_attn.q_proj.weight", halves=True),
-        "wk": Place("layers.{}.self_attn.k_proj.weight", halves=True),
-        "wv": Place("layers.{}.self_attn.v_proj.weight"),
-        "wo": Place("layers.{}.self_attn.out_proj.weight"),
-        "q_norm": Place("layers.{}.self_attn.q_layernorm.weight", halves=True),
-        "k_norm": Place("layers.{}.self_attn.k_layernorm.weight", halves=True),
-        **dict.fromkeys(CONV_IN, Place("layers.{}.conv.in_proj.weight", among=CONV_IN)),
-        **dict.fromkeys(CONV_IN_BIASES, Place("layers.{}.conv.in_proj.bias", among=CONV_IN_BIASES)),
-        "conv": Place("layers.{}.conv.conv.weight", made=TAPS),
-        "conv_bias": Place("layers.{}.conv.conv.bias"),
-        "conv_out": Place("layers.{}.conv.out_proj.weight"),
-        "conv_out_bias": Place("layers.{}.conv.out_proj.bias"),
-        "rms_ffn": Place("layers.{}.ffn_norm.weight"),
-        "w1": Place("layers.{}.feed_forward.w1.weight"),
-        "w2": Place("layers.{}.feed_forward.w2.weight"),
-        "w3": Place("layers.{}.feed_forward.w3.weight"),
-        "rms_final": Place("embedding_norm.weight"),
-        "wcls": Place(HEAD),
-    }
-)
-ATTENTION_OF_QWEN35 = {  # and its norms, which others of it have too
-    "wq": Place("layers.{}.self_attn.q_proj.weight", halves=True, turn=(0, 2)),
-    "wg": Place("layers.{}.self_attn.q_proj.weight", turn=(1, 2)),
-    "q_norm": Place("layers.{}.self_attn.q_norm.weight", halves=True, made=ONE_MORE),
-    "k_norm": Place("layers.{}.self_attn.k_norm.weight", halves=True, made=ONE_MORE),
-    "rms_att": Place("layers.{}.input_layernorm.weight", made=ONE_MORE),
-    "rms_ffn": Place("layers.{}.post_attention_layernorm.weight", made=ONE_MORE),
-    "rms_final": Place("norm.weight", made=ONE_MORE),
-}
-QWEN35_NAMES = LLAMA_NAMES._replace(
-    places={
-        **LLAMA_NAMES.places,
-        **ATTENTION_OF_QWEN35,
-        "delta_qkv": Place("layers.{}.linear_attn.in_proj_qkv.weight"),
-        "delta_z": Place("layers.{}.linear_attn.in_proj_z.weight"),
-        "delta_b": Place("layers.{}.linear_attn.in_proj_b.weight"),
-        "delta_a": Place("layers.{}.linear_attn.in_proj_a.weight"),
-        "delta_out": Place("layers.{}.linear_attn.out_proj.weight"),
-        "conv": Place("layers.{}.linear_attn.conv1d.weight", made=TAPS),
-        "rate": Place("layers.{}.linear_attn.A_log", made=RATE),
-        "dt": Place("layers.{}.linear_attn.dt_bias"),
-        "delta_norm": Place("layers.{}.linear_attn.norm.weight"),
-    },
-    harmless=re.compile(r"(visual|mtp)\..*"),
-)
-NAMES = {
-    "llama": LLAMA_NAMES,
-    "gpt2": GPT2_NAMES,
-    "gemma": GEMMA_NAMES,
-    "lfm2": LFM2_NAMES,
-    "qwen35": QWEN35_NAMES,
-    "mixture": MIXTURE_NAMES,
-}
-
-
 class Folder:
-    """The tensors of a folder's safetensors files, by name without the family's prefixes."""
+    """The tensors of a folder's safetensors files, by name without what prefix finds at its beginning, but for harmless ones."""
 
-    def __init__(self, path: Path, names: Names) -> None:
+    def __init__(self, path: Path, prefix: re.Pattern[str], harmless: re.Pattern[str]) -> None:
         self.path = path
         files, listed = _open_files(path)
         self._sources: dict[str, tuple[SafetensorsFile, str]] = {}
         self._used: set[str] = set()
         for file in files:
             for full in file.entries:
-                name = full[prefix.end() :] if (prefix := names.prefix.match(full)) else full
-                if names.harmless.fullmatch(name):
+                name = full[found.end() :] if (found := prefix.match(full)) else full
+                if harmless.fullmatch(name):
                     continue
                 if listed is not None and listed.get(full) is not file:
                     raise CheckpointError(f"{file.path} holds {shown(full)}, which {INDEX} does not say")
@@ -256,16 +91,13 @@ def load_checkpoint(path: Path) -> Checkpoint:
     with telling_os_errors(path):
         if not (path / CONFIG).exists():
             raise CheckpointError(f"{path} is a directory without {CONFIG}; {_hint(path)}")
-    config, end_marks, bos, family = read_config(path)
-    names = NAMES[config.architecture]
-    folder = Folder(path, names)
-    places = dict(names.places)
-    for other in (SHARED_MLP, FUSED):
-        if other["w1"].name.format(0) in folder:
-            places |= other
-    for other in (EXPERTS_IN_ONE, MIXTRAL):
-        if any(other["experts_w2"].name.format(i, 0) in folder for i in range(config.n_layers)):
-            places |= other
+    family, config, end_marks, bos = read_config(path)
+    folder = Folder(path, family.prefix, family.harmless)
+    places = dict(family.places)
+    for instead in family.instead:
+        first = next(iter(instead.values())).name
+        if any(first.format(i, 0) in folder for i in range(config.n_layers)):
+            places |= instead
     if config.shared_classifier and HEAD in folder:
         if places["tok_emb"].name not in folder:
             places["tok_emb"] = Place(HEAD)
@@ -279,7 +111,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
     folder.check_all_used()
     values = read_object(told) if (told := path / GENERATION_CONFIG).exists() else {}
     sampling = advised(values, {name: name for name in ("temperature", "top_p", "top_k")})
-    return Checkpoint(path, config, tensors, end_marks, bos, family=family, sampling=sampling)
+    return Checkpoint(
+        path, config, tensors, end_marks, bos, family=family.model_type.removesuffix("_text"), sampling=sampling, mtp=family.mtp
+    )
 
 
 def _open_files(path: Path) -> tuple[list[SafetensorsFile], dict[str, SafetensorsFile] | None]:

@@ -6,7 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .model_file import CheckpointError, ModelFile
+from ..families.values import CheckpointError, shown
+from .model_file import ModelFile
 
 MAX_BYTES = 100_000_000  # of a header, as the safetensors format has it; nothing else comes near
 
@@ -46,15 +47,6 @@ def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
         with suppress(OSError):
             beside.unlink()
         raise
-
-
-def shown(value: object) -> str:
-    """A JSON value on one line, cut short."""
-    try:
-        words = json.dumps(value)
-    except (ValueError, RecursionError):
-        words = "beyond all bounds"
-    return words if len(words) <= 60 else f"{words[:57]}..."
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -14,8 +14,9 @@ import numpy as np
 
 from ..architectures import Config
 from ..architectures.llama import LLAMA
+from ..families.values import CheckpointError
 from ..weights.matrix import Grouped
-from .model_file import FLOAT_BYTES, Checkpoint, CheckpointError, FileTensor, ModelFile
+from .model_file import FLOAT_BYTES, Checkpoint, FileTensor, ModelFile
 
 MAGIC = 0x616B3432  # "ak42"
 V0_HEADER_BYTES, V1_HEADER_BYTES = 28, 256

@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..architectures import Config
+from ..families.places import Place
+from ..families.values import CheckpointError
 from ..machine.memory import all_finite
 from ..machine.vectors import Int64
 
@@ -21,10 +23,6 @@ FP32, FP16, BF16 = np.dtype("<f4"), np.dtype("<f2"), np.dtype("<u2")  # of bf16 
 BYTE = np.dtype("u1")  # of blocks, which are no numbers yet
 PIECE_BYTES = 1 << 26  # read at once: between two reads Ctrl-C is heard
 Bytes = npt.NDArray[np.uint8]
-
-
-class CheckpointError(ValueError):
-    """A file that cannot be used as a model: one line with the file, what is wrong and what would be right."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Checkpoint:
     vocabulary: the keys of the tokenizer that lies in the same file; chat_template: that of conversations, where it does.
     target_ids: of a head's rows (n_rows,), the target's ids, each once; None: row i is id i. A head has no tokenizer.
     family: what the file calls what the model is, where it does. sampling: what it is to be drawn with by its makers, of
-    temperature, top_p and top_k those that the files tell.
+    temperature, top_p and top_k those that the files tell. mtp: where the tensors of the head lie that the files may bring along.
     """
 
     path: Path
@@ -49,6 +47,7 @@ class Checkpoint:
     target_ids: Int64 | None = None
     family: str = ""
     sampling: Mapping[str, float] = field(default_factory=dict)
+    mtp: Mapping[str, Place] = field(default_factory=dict)
 
 
 def advised(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, float]:

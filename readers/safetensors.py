@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..families.values import CheckpointError, shown
 from ..machine.vectors import Int64
-from .json_text import MAX_BYTES, parse_object, shown
-from .model_file import BF16, FP16, FP32, CheckpointError, FileTensor, ModelFile
+from .json_text import MAX_BYTES, parse_object
+from .model_file import BF16, FP16, FP32, FileTensor, ModelFile
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # files of a folder: all its weights, and what names shards
 PICKLE = "pytorch_model.bin"  # what older folders have in their place

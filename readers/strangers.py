@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from .model_file import CheckpointError, ModelFile
+from ..families.values import CheckpointError
+from .model_file import ModelFile
 
 HEAD_BYTES = 64
 FOLDER = "name the folder of a Hugging Face model in safetensors' format, a GGUF file or a llama2.c file"

@@ -29,7 +29,9 @@ PHI3_SCALE = float(np.sqrt(np.float32(7) / np.float32(6)))  # sqrt(1 + log(128 /
 def gemma(dim: int) -> dict[str, Any]:
     """What all of Gemma 3's have."""
     scale = float(np.sqrt(np.float32(dim)))
-    return {"architecture": "gemma", "norm_eps": 1e-6, "rope_theta": 1e6, "qk_norm": True, "embedding_scale": scale}
+    return {
+        "norms": "around", "activation": "gelu", "norm_eps": 1e-6, "rope_theta": 1e6, "qk_norm": True, "embedding_scale": scale,
+    }  # fmt: skip
 
 
 CONFIGS = {
@@ -146,7 +148,7 @@ CONFIGS = {
         long_divisors=(1.0, 3.5, 6.0),
         n_short=17,
     ),
-    "gemma3": Config(18, 21, 7, 3, 1, 70, 128, head_dim=6, window=9, full_layers=(5,), **gemma(18)),
+    "gemma3": Config(18, 21, 7, 3, 1, 70, 128, head_dim=6, window=9, full_layers=(5,), local_theta=1e4, **gemma(18)),
     "gemma3_scaled": Config(
         20,
         26,
@@ -164,34 +166,32 @@ CONFIGS = {
         local_theta=500.0,
         **gemma(20),
     ),
-    "gemma3_half": Config(22, 30, 5, 2, 2, 77, 128, head_dim=8, window=5, full_layers=(2,), **gemma(22)),
-    "lfm2": Config(32, 48, 4, 4, 2, 68, 128, True, "lfm2", rope_theta=1e6, qk_norm=True, conv=ConvConfig((0, 1, 3))),
-    "lfm2_biases": Config(20, 37, 3, 2, 1, 65, 128, False, "lfm2", rope_theta=1e6, qk_norm=True, conv=ConvConfig((1,), 4, True)),
-    "lfm2_odd": Config(
-        36, 55, 3, 3, 3, 70, 128, False, "lfm2", norm_eps=1e-6, rope_theta=1e4, qk_norm=True, conv=ConvConfig((0, 2), 2)
-    ),
+    "gemma3_half": Config(22, 30, 5, 2, 2, 77, 128, head_dim=8, window=5, full_layers=(2,), local_theta=1e4, **gemma(22)),
+    "lfm2": Config(32, 48, 4, 4, 2, 68, 128, True, rope_theta=1e6, qk_norm=True, conv=ConvConfig((0, 1, 3))),
+    "lfm2_biases": Config(20, 37, 3, 2, 1, 65, 128, False, rope_theta=1e6, qk_norm=True, conv=ConvConfig((1,), 4, True)),
+    "lfm2_odd": Config(36, 55, 3, 3, 3, 70, 128, False, norm_eps=1e-6, rope_theta=1e4, qk_norm=True, conv=ConvConfig((0, 2), 2)),
 }
 CONFIGS |= {
     "qwen35": Config(
-        32, 48, 4, 2, 1, 70, 128, True, "qwen35", norm_eps=1e-6, head_dim=16, rope_dim=4, qk_norm=True, attention_gate=True,
+        32, 48, 4, 2, 1, 70, 128, True, norm_eps=1e-6, head_dim=16, rope_dim=4, qk_norm=True, attention_gate=True,
         delta=DeltaConfig((0, 1, 2), 2, 4, 8, 16),
     ),
     "qwen35_odd": Config(
-        36, 40, 3, 3, 1, 65, 128, False, "qwen35", norm_eps=1e-6, rope_theta=1e5, head_dim=20, rope_dim=10, qk_norm=True,
+        36, 40, 3, 3, 1, 65, 128, False, norm_eps=1e-6, rope_theta=1e5, head_dim=20, rope_dim=10, qk_norm=True,
         attention_gate=True, delta=DeltaConfig((1,), 3, 3, 7, 5, 3),
     ),
     "qwen35_images": Config(
-        64, 40, 2, 2, 2, 72, 128, True, "qwen35", norm_eps=1e-6, rope_theta=1e7, head_dim=32, rope_dim=8, qk_norm=True,
+        64, 40, 2, 2, 2, 72, 128, True, norm_eps=1e-6, rope_theta=1e7, head_dim=32, rope_dim=8, qk_norm=True,
         attention_gate=True, delta=DeltaConfig((0,), 1, 2, 32, 40),
     ),
     "qwen2_layers": Config(
         24, 30, 3, 2, 1, 66, 128, False, norm_eps=1e-6, qkv_bias=True, window=9, full_layers=(0,), rope_divisors=(4.0,) * 6
     ),
     "qwen3_moe": Config(
-        32, 40, 3, 4, 2, 70, 128, False, "mixture", norm_eps=1e-6, head_dim=12, qk_norm=True,
+        32, 40, 3, 4, 2, 70, 128, False, norm_eps=1e-6, head_dim=12, qk_norm=True,
         experts=ExpertsConfig(6, 2, 20, True, (1,)),
     ),
-    "mixtral": Config(24, 36, 2, 3, 1, 66, 128, False, "mixture", norm_eps=1e-5, rope_theta=1e6, experts=ExpertsConfig(5, 3, 36)),
+    "mixtral": Config(24, 36, 2, 3, 1, 66, 128, False, norm_eps=1e-5, rope_theta=1e6, experts=ExpertsConfig(5, 3, 36)),
 }  # fmt: skip
 
 
@@ -300,7 +300,7 @@ def message_of(folder: Path, *words: str) -> str:
     message = str(caught.value)
     assert str(folder) in message
     assert "\n" not in message
-    assert len(message) < 300 + len(str(folder))
+    assert len(message) < 420 + len(str(folder))
     for word in words:
         assert word in message.replace(str(folder), ""), message
     message.encode()

@@ -41,11 +41,11 @@ from specdec.drafting.planning import FixedLength
 from specdec.drafting.stages import Account, StagedDrafter
 from specdec.drafting.tree_planning import AutoTree, StaticTree, TreeCosts, new_acceptances
 from specdec.drafting.trees import TreeDrafter
+from specdec.families.ggufs import PAIRS_PLACES
 from specdec.machine.memory import zeros
 from specdec.machine.threads import available_threads
 from specdec.machine.vectors import LANES, round_up
 from specdec.readers import CheckpointError, load_checkpoint
-from specdec.readers.gguf import LLAMA_PLACES
 from specdec.readers.loading import load_model
 from specdec.sampling import Sampler, Sampling, draw, keep_or_redraw, weigh_prefix
 from specdec.text.tokenizer_gguf import gguf_tokenizer
@@ -266,7 +266,7 @@ def kinds(rng):
     config = Config(dim, hidden, layers, heads, groups, vocab, 80, rng.random() < 0.5)
     stored = {}
     for name, shape in LLAMA.shapes(config).items():
-        place = LLAMA_PLACES[name].name
+        place = PAIRS_PLACES[name].name
         for i in range(shape[0] if "{}" in place else 1):
             inner = shape[1:] if "{}" in place else shape
             ones = np.ones(inner, np.float32)

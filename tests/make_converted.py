@@ -1,7 +1,9 @@
-"""Makes tests/fixtures/gguf/granite4.gguf with llama.cpp's own converter: `python tests/make_converted.py LLAMA_CPP`.
+"""Makes GGUF files of tests/fixtures with llama.cpp's own converter: `python tests/make_converted.py LLAMA_CPP [NAME ...]`.
 
-A dense Granite 4 of random weights, as transformers saves it and as its makers name its layers; granite4.npz: `tokens` and what
-transformers says of them in fp32, `logits`. Needs torch, transformers and what the converter needs, which no test does.
+NAME: a folder of tests/fixtures, which becomes gguf/NAME.gguf, without a tokenizer; by default those of `CONVERTED`, and
+granite4: a dense Granite 4 of random weights, as transformers saves it and as its makers name its layers, and in granite4.npz
+`tokens` and what transformers says of them in fp32, `logits`. Needs torch, transformers and what the converter needs, which no
+test does.
 """
 
 import json
@@ -16,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
 
 FIXTURES = Path(__file__).parent / "fixtures"
+CONVERTED = ("qwen3", "lfm2")
 SIZES = {
     "vocab_size": 404, "hidden_size": 32, "intermediate_size": 40, "shared_intermediate_size": 40, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
@@ -46,15 +49,25 @@ def folder(path: Path) -> None:
 
 
 def convert(source: Path, target: Path, llama_cpp: Path) -> None:
+    """With its tokenizer where it has one."""
     sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]
-    import conversion.base as base
+    import conversion
+    from conversion import base
 
+    conversion.load_all_models()
     base.TextModel.get_vocab_base_pre = lambda *_: "dbrx"  # by the sums of published tokenizers, of which this is none
+    if not (source / "tokenizer.json").exists():
+        for kind in {each for kinds in base.ModelBase._model_classes.values() for each in kinds.values()}:
+            kind.set_vocab = lambda self: None
     sys.argv = ["convert", str(source), "--outfile", str(target)]
     runpy.run_path(str(llama_cpp / "convert_hf_to_gguf.py"), run_name="__main__")
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as place:
-        folder(Path(place))
-        convert(Path(place), FIXTURES / "gguf" / "granite4.gguf", Path(sys.argv[1]))
+    llama_cpp, *names = sys.argv[1:]
+    for name in names or ("granite4", *CONVERTED):
+        with tempfile.TemporaryDirectory() as place:
+            if name == "granite4":
+                folder(Path(place))
+            source = Path(place) if name == "granite4" else FIXTURES / name
+            convert(source, FIXTURES / "gguf" / f"{name}.gguf", Path(llama_cpp).resolve())

@@ -146,13 +146,8 @@ def forward(config: Config, tensors: dict, tokens: list[int], window: int | None
     t = {name: tensor.astype(np.float64) if isinstance(tensor, np.ndarray) else tensor for name, tensor in tensors.items()}
     if config.architecture == "gpt2":
         return gpt2_forward(config, t, tokens, kept)
-    if config.conv:
-        t = ByLayer(t)
-    n, eps, is_gemma = len(tokens), config.norm_eps, config.architecture == "gemma"
-    local = replace(config, rope_theta=config.local_theta, rope_divisors=())
-
-    def sees_all(i):
-        return not is_gemma or i in config.full_layers
+    t, n, eps = ByLayer(t), len(tokens), config.norm_eps
+    local = replace(config, rope_theta=config.local_theta or 1, rope_divisors=())
 
     def projected(x, c, i):
         return product(x, t[f"w{c}"][i]) + (t[f"b{c}"][i] if f"b{c}" in t else 0)
@@ -160,14 +155,17 @@ def forward(config: Config, tensors: dict, tokens: list[int], window: int | None
     def mixed(x, i):
         if config.conv and i in config.conv.layers:
             return convolved(x, t, i, config.conv)
-        seen = None if is_gemma and sees_all(i) else window or config.window
+        seen = None if i in config.full_layers else window or config.window
         return projected(attention(*(heads(x, c, i) for c in "qkv"), seen, kept, config.score_scale), "o", i)
 
     def heads(x, c, i):
-        x = projected(x, c, i).reshape(n, -1, config.head_dim)
+        x = projected(x, c, i)
+        if c != "v" and config.qk_norm == "whole":
+            x = rms_norm(x, t[f"{c}_norm"][i], eps)
+        x = x.reshape(n, -1, config.head_dim)
         if c != "v":
-            x = rms_norm(x, t[f"{c}_norm"][i], eps) if f"{c}_norm" in t else x
-            angles = frequencies(config if sees_all(i) else local)
+            x = rms_norm(x, t[f"{c}_norm"][i], eps) if config.qk_norm is True else x
+            angles = frequencies(local if config.local_theta and i not in config.full_layers else config)
             x = np.stack([rope(x[pos], pos * angles, config.rope_scale) for pos in range(n)])
         if c == "q" and config.query_scale:
             x = x * (1 + config.query_scale * np.log(1 + np.arange(n) // config.query_span))[:, None, None]
@@ -179,10 +177,13 @@ def forward(config: Config, tensors: dict, tokens: list[int], window: int | None
     embedding = t["tok_emb"]
     x = (embedding if isinstance(embedding, np.ndarray) else embedding.floats())[tokens] * config.embedding_scale
     for i in range(config.n_layers):
-        x = x + branch(mixed(rms_norm(x, t["rms_att"][i], eps), i), "rms_att_out", i)
-        h = rms_norm(x, t["rms_ffn"][i], eps)
+        x = x + branch(mixed(branch(x, "rms_att", i), i), "rms_att_out", i)
+        h = branch(x, "rms_ffn", i)
+        if config.experts and i not in config.experts.dense_layers:
+            x = x + mixture(h, t, i, config.experts)
+            continue
         gate, up = projected(h, "1", i), projected(h, "3", i)
-        gated = gelu(gate) if is_gemma else gate / (1 + np.exp(-gate))
+        gated = gelu(gate) if config.activation == "gelu" else gate / (1 + np.exp(-gate))
         x = x + branch(projected(gated * up, "2", i), "rms_ffn_out", i)
     return product(rms_norm(x, t["rms_final"], eps), embedding if config.shared_classifier else t["wcls"])
 
@@ -196,6 +197,27 @@ class ByLayer(dict):
             layer, _, own = name.rpartition(".")
             if layer:
                 self.setdefault(own, {})[int(layer)] = tensor
+
+
+def mixture(x, t, i, e):
+    """The weighted sum over each token's experts, and the expert that all share."""
+
+    def mlp(x, w1, w2, w3):
+        gate = product(x, w1)
+        return product(gate / (1 + np.exp(-gate)) * product(x, w3), w2)
+
+    out, scores = np.zeros(x.shape), product(x, t["router"][i])
+    for row, (h, score) in enumerate(zip(x, scores, strict=True)):
+        odds = 1 / (1 + np.exp(-score)) if e.is_sigmoid else np.exp(score - score.max()) / np.exp(score - score.max()).sum()
+        chosen = np.argsort(-(odds + (t["router_bias"][i] if e.is_biased else 0)), kind="stable")[: e.n_chosen]
+        weights = odds[chosen] * e.scale
+        weights = weights / (odds[chosen].sum() + (1e-6 if e.is_sigmoid else 0)) if e.is_normed else weights
+        for expert, weight in zip(chosen, weights, strict=True):
+            out[row] += weight * mlp(h, *(t[f"experts_w{n}"][i][expert] for n in (1, 2, 3)))
+    if e.shared_dim:
+        gate = 1 / (1 + np.exp(-product(x, t["shared_gate"][i]))) if e.shared_gate else 1
+        out += gate * mlp(x, *(t[f"shared_w{n}"][i] for n in (1, 2, 3)))
+    return out
 
 
 def convolved(x, t, i, conv):

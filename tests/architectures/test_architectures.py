@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specdec.architectures import Config, ConvConfig, RopeScaling, YarnScaling, architecture_of
+from specdec.architectures import Config, ConvConfig, ExpertsConfig, RopeScaling, YarnScaling, architecture_of
 from specdec.architectures.rope import fill_tables, positions_a_radian
 from specdec.decoding import CoupledVerifier
 from specdec.drafting.model_drafter import ModelDrafter
@@ -21,7 +21,14 @@ LLAMA_3 = RopeScaling(8.0, 1.0, 4.0, 40)  # of so few positions that pairs of al
 LONGROPE = {"rope_dim": 8, "rope_divisors": (1.0, 1.2, 1.4, 1.6), "long_divisors": (1.0, 3.0, 5.0, 7.0), "n_short": 20}
 YARN = {"rope_theta": 100.0, "rope_scaling": YarnScaling(4.0, 19, 2.0), "query_scale": 0.7, "query_span": 19}
 ALL = {"wo_bias": True, "qkv_bias": True, "mlp_bias": True, "qk_norm": True}
-GEMMA = {"architecture": "gemma", "qk_norm": True, "rope_theta": 1e6, "local_theta": 100.0, "embedding_scale": 6.3}
+GEMMA = {
+    "norms": "around",
+    "activation": "gelu",
+    "qk_norm": True,
+    "rope_theta": 1e6,
+    "local_theta": 100.0,
+    "embedding_scale": 6.3,
+}
 GEMMA |= {"attention_scale": 0.4}
 
 # dim, hidden, layers, heads, kv heads, vocab, seq_len
@@ -37,13 +44,22 @@ FAMILIES = {
     "gemma": Config(40, 50, 4, 4, 2, 105, 400, head_dim=24, window=13, full_layers=(2,), rope_divisors=(8.0,) * 12, **GEMMA),
     "phi 3": Config(40, 50, 2, 4, 2, 105, 400, head_dim=12, rope_scale=1.2, **LONGROPE),
     "ministral 3": Config(40, 50, 2, 4, 2, 105, 400, head_dim=20, rope_scale=1.1, **YARN),
-    "lfm2": Config(64, 96, 3, 4, 2, 105, 400, architecture="lfm2", qk_norm=True, conv=ConvConfig((0, 2))),
+    "lfm2": Config(64, 96, 3, 4, 2, 105, 400, qk_norm=True, conv=ConvConfig((0, 2))),
     "lfm2, odd": Config(
-        40, 50, 3, 5, 1, 105, 400, False, "lfm2", norm_eps=1e-6, head_dim=12, qk_norm=True, conv=ConvConfig((1,), 4, True)
+        40, 50, 3, 5, 1, 105, 400, False, norm_eps=1e-6, head_dim=12, qk_norm=True, conv=ConvConfig((1,), 4, True)
     ),
+    "olmo2": Config(40, 50, 2, 4, 2, 105, 400, False, norms="behind", qk_norm="whole"),
+    "all norms of the whole": Config(40, 50, 2, 5, 1, 105, 400, head_dim=12, norms="around", qk_norm="whole", qkv_bias=True),
+    "experts": Config(40, 50, 3, 4, 2, 105, 400, False, experts=ExpertsConfig(5, 2, 30, False, (1,))),
+    "experts, one shared": Config(48, 1, 2, 4, 4, 105, 400, qk_norm="whole", experts=ExpertsConfig(8, 3, 20, shared_dim=35)),
+    "experts of sigmoids": Config(
+        40, 50, 3, 5, 1, 105, 400, False, head_dim=12, conv=ConvConfig((1,), 4, True),
+        experts=ExpertsConfig(4, 2, 24, True, (0,), True, True, 1.5, 17, True),
+    ),
+    "experts of sigmoids, as they are": Config(40, 1, 1, 5, 1, 105, 400, experts=ExpertsConfig(3, 3, 33, False, (), True)),
     "gpt2": Config(48, 96, 2, 4, 4, 105, 400, architecture="gpt2"),
     "gpt2, odd": Config(40, 50, 2, 5, 5, 64, 400, False, architecture="gpt2", norm_eps=1e-6),
-}
+}  # fmt: skip
 
 
 def random_tensors(config: Config) -> dict[str, np.ndarray]:

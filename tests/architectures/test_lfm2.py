@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.architectures import Config, ConvConfig, architecture_of
+from specdec.architectures import Config, ConvConfig, DeltaConfig, architecture_of
 from specdec.decoding import VERIFIERS, Draft, Step, decode
 from specdec.drafting.ngrams import NgramDrafter
 from specdec.drafting.planning import FixedLength
@@ -18,10 +18,9 @@ from specdec.weights import FP32, INT8
 from tests.architectures.test_architectures import random_tensors
 from tests.models import CONFIGS, THREADS, broken_off, continuation, random_model, tokens_for
 
-CONFIG = Config(40, 50, 4, 5, 1, 105, 700, False, "lfm2", head_dim=12, qk_norm=True, conv=ConvConfig((0, 1, 3), 4, True))
+CONFIG = Config(40, 50, 4, 5, 1, 105, 700, False, head_dim=12, qk_norm=True, conv=ConvConfig((0, 1, 3), 4, True))
 FLAWS = [
-    ({"conv": None}, "conv is None"),
-    ({"architecture": "llama"}, "the architecture is llama"),
+    ({"delta": DeltaConfig((1,), 1, 1, 4, 4)}, "there are convolutions and delta nets"),
     ({"conv": ConvConfig(())}, r"conv's layers are \(\)"),
     ({"conv": ConvConfig((0, 1, 2, 3))}, r"conv's layers are \(0, 1, 2, 3\)"),
     ({"conv": ConvConfig((1, 1))}, r"conv's layers are \(1, 1\)"),
@@ -115,7 +114,7 @@ def test_texts_take_turns():
 
 def test_a_tree_is_refused_and_a_draft_of_another_family_may_draft_for_it():
     target, sampling = model_of(), Sampling(0.8, seed=3)
-    with pytest.raises(ValueError, match=r"^a lfm2 model runs no trees: its state is that of one text$"):
+    with pytest.raises(ValueError, match=r"^this model runs no trees: its state is that of one text$"):
         target.forward_tree([1, 2], [3], [-1])
     plain, _ = continuation(target, None, sampling, max_tokens=60)
     for draft in (random_model(CONFIGS["odd"]), model_of(kind=INT8)):

@@ -110,7 +110,7 @@ def test_what_drafts_changes_no_token_and_a_tree_is_refused(name, monkeypatch):
     verifier = VERIFIERS["coupled"](target.config.vocab_size, sampling)
     events = decode(target, NgramDrafter(()), verifier, PROMPT, 90, FixedLength(5), {})
     assert [token for event in events if isinstance(event, Step) for token in event.tokens] == plain
-    with pytest.raises(ValueError, match=r"^a qwen35 model runs no trees: its state is that of one text$"):
+    with pytest.raises(ValueError, match=r"^this model runs no trees: its state is that of one text$"):
         target.forward_tree([1, 2], [3], [-1])
 
 

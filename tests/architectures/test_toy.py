@@ -201,7 +201,7 @@ def test_what_drafts_for_it_changes_no_token_and_a_tree_is_refused():
     plain, _ = continuation(target, None, sampling, max_tokens=40)
     drafted, statistics = continuation(target, draft, sampling, gamma=4, max_tokens=40)
     assert drafted == plain and 0 < statistics.n_accepted < statistics.n_drafted
-    with pytest.raises(ValueError, match=r"^a toy model runs no trees: its state is that of one text$"):
+    with pytest.raises(ValueError, match=r"^this model runs no trees: its state is that of one text$"):
         target.forward_tree([1, 2], [3], [-1])
 
 

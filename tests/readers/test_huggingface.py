@@ -57,7 +57,7 @@ def llama_oracle(config: Config, t: dict[str, Any], i: int) -> dict[str, Any]:
         q, k, v = np.split(t[fused], [config.q_dim, config.q_dim + config.kv_dim])
         gate, up = np.split(t[mlp + "gate_up_proj.weight"], 2)
         t = t | {names["wq"]: q, names["wk"]: k, names["wv"]: v, names["w1"]: gate, names["w3"]: up}
-    if config.architecture == "gemma":
+    if config.norms == "around":
         stem = f"model.layers.{i}."
         names |= {
             "rms_att_out": stem + "post_attention_layernorm.weight",
@@ -157,6 +157,8 @@ def mixture_oracle(config: Config, t: dict[str, Any]) -> dict[str, Any]:
         same = {layer + f"mlp.{stored}.weight": np.zeros((1, 1)) for stored in of_mixtral}  # which it need not have
         mine = llama_oracle(config, t | same, i)
         layers.append({name: tensor for name, tensor in mine.items() if name not in ("w1", "w2", "w3")})
+    if is_mixtral:
+        own["router"] = np.stack([own.pop(f"{i}.router") for i in range(config.n_layers)])
     outer = {"tok_emb": "model.embed_tokens.weight", "rms_final": "model.norm.weight", "wcls": "lm_head.weight"}
     stacked = {name: np.stack([each[name] for each in layers]) for name in layers[0]}
     return own | stacked | {name: t[full] for name, full in outer.items() if full in t}
@@ -164,12 +166,12 @@ def mixture_oracle(config: Config, t: dict[str, Any]) -> dict[str, Any]:
 
 def oracle(name: str, config: Config) -> dict[str, Any]:
     tensors = {full.removeprefix("language_model."): array for full, (_, array) in folders.stored(FIXTURES / name).items()}
-    if config.architecture == "lfm2":
+    if config.conv:
         found = lfm2_oracle(config, tensors)  # taps are made, which are floats then
         return found | {key: floats(array) for key, array in found.items() if key.endswith(".conv")}
-    if config.architecture == "qwen35":
+    if config.delta:
         return qwen35_oracle(config, tensors)
-    if config.architecture == "mixture":
+    if config.experts:
         return mixture_oracle(config, tensors)
     if config.architecture == "gpt2":
         tensors = {full.removeprefix("transformer."): array for full, array in tensors.items()}
@@ -181,7 +183,7 @@ def oracle(name: str, config: Config) -> dict[str, Any]:
     layers = [layer(config, tensors, i) for i in range(config.n_layers)]
     stacked = {key: np.stack([each[key] for each in layers]) for key in layers[0]}
     result = stacked | {key: tensors[full] for key, full in whole.items() if full in tensors}
-    if config.architecture == "gemma":  # whose norms are stored less one
+    if config.norms == "around":  # whose norms are stored less one
         result |= {key: 1 + floats(array) for key, array in result.items() if key.startswith("rms") or key.endswith("norm")}
     return result
 

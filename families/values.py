@@ -1,13 +1,24 @@
 """The keys of a config file, each checked as it is read. Knows no family."""
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .json_text import shown
-from .model_file import CheckpointError
-
 MAX_SIZE = 2**31 - 1
+
+
+class CheckpointError(ValueError):
+    """A file that cannot be used as a model: one line with the file, what is wrong and what would be right."""
+
+
+def shown(value: object) -> str:
+    """A JSON value on one line, cut short."""
+    try:
+        words = json.dumps(value)
+    except (ValueError, RecursionError):
+        words = "beyond all bounds"
+    return words if len(words) <= 60 else f"{words[:57]}..."
 
 
 class Values:
@@ -42,6 +53,20 @@ class Values:
         value = self[key]
         if type(value) is not bool:
             raise self.refusal(key, "true or false")
+        return value
+
+    def of_layers(self, key: str, n: int, kinds: Iterable[Any], expected: str) -> list[Any]:
+        """A list of one of kinds for each of n layers."""
+        value, known = self[key], [*kinds]
+        if not isinstance(value, list) or len(value) != n or not all(any(_same(each, kind) for kind in known) for each in value):
+            raise self.refusal(key, f"{expected} for each of {n} layers")
+        return value
+
+    def layers(self, key: str, n: int) -> list[int]:
+        """A list of some of n layers."""
+        value = self[key]
+        if not isinstance(value, list) or not all(type(i) is int and 0 <= i < n for i in value):
+            raise self.refusal(key, f"a list of layers from 0 to {n - 1}")
         return value
 
     def with_one_of_lists(self, keys: Iterable[str], n: int) -> "Values":

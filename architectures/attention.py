@@ -1,0 +1,125 @@
+"""A block of attention (Vaswani et al. 2017, arXiv:1706.03762), of grouped heads that RoPE turns, and what families add to it.
+
+Biases of q, k and v (Qwen2) or of all products, norms of each head (Qwen3) or of all heads of a token (OLMo 2), a gate (Qwen3.5),
+windows in all layers (Mistral) or in most (Gemma 3), layers whose heads are not turned (SmolLM3).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..kernels import gate_rows, head_norm, move_slots, rope
+from ..machine.programs import Program, Row
+from ..machine.tiles import STRIP_ROWS
+from ..machine.vectors import Float32, Int64
+from ..weights.matrix import n_strips
+from .blocks import Block, Shapes, added, biased, norm_shapes, norm_vectors, taken
+from .config import Config
+from .plan import Buffers, Part, Vector, Weights
+
+NORM = "rms_att"
+
+
+def shapes(config: Config) -> Shapes:
+    """By llama2.c's names; biases, norms of heads and a gate's product where the config says so."""
+    dim, q_dim, kv_dim = config.dim, config.q_dim, config.kv_dim
+    tensors = norm_shapes(config, NORM) | {"wq": (q_dim, dim), "wk": (kv_dim, dim), "wv": (kv_dim, dim), "wo": (dim, q_dim)}
+    if config.qkv_bias:
+        tensors |= {"bq": (q_dim,), "bk": (kv_dim,), "bv": (kv_dim,)}
+    if config.wo_bias:
+        tensors["bo"] = (dim,)
+    if config.attention_gate:
+        tensors["wg"] = (q_dim, dim)
+    if config.qk_norm:
+        tensors |= {name: (n,) for name, (n, _, _) in _normed_heads(config).items()}
+    return tensors
+
+
+def parts(config: Config, i: int) -> dict[str, Part]:
+    """q, k, v and what gates are one product."""
+    mixed = dict(zip(("wq", "wk", "wv", "wg"), qkv_rows(config), strict=False))
+    return {
+        f"{i}.qkv": Part(tuple((name, i) for name in mixed), (*mixed.values(),), config.dim),
+        f"{i}.wo": Part((("wo", i),), (config.dim,), config.q_dim),
+    }
+
+
+def vectors(config: Config, i: int) -> dict[str, Vector]:
+    """The norms, and the biases as their products lie."""
+    own = norm_vectors(config, i, NORM)
+    if config.qkv_bias:
+        own[f"{i}.bqkv"] = Vector((("bq", i), ("bk", i), ("bv", i)), (config.q_dim, config.kv_dim, config.kv_dim))
+    if config.wo_bias:
+        own[f"{i}.bo"] = Vector((("bo", i),), (config.dim,))
+    if config.qk_norm:
+        own |= {f"{i}.{name}": Vector(((name, i),), (n,)) for name, (n, _, _) in _normed_heads(config).items()}
+    return own
+
+
+def _normed_heads(config: Config) -> dict[str, tuple[int, int, int]]:
+    """Of norms of queries and of keys: how many rows one goes over, where these begin in the product, and how many norms."""
+    base = n_strips(config.q_dim) * STRIP_ROWS
+    if config.qk_norm == "whole":
+        return {"q_norm": (config.q_dim, 0, 1), "k_norm": (config.kv_dim, base, 1)}
+    return {"q_norm": (config.head_dim, 0, config.n_heads), "k_norm": (config.head_dim, base, config.n_kv_heads)}
+
+
+def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
+    """x += wo attention(rope(qkv rmsnorm(x)))."""
+    return mixing(config, weights, b, i, *taken(config, weights, b, f"{i}.{NORM}"))
+
+
+def mixing(config: Config, weights: Weights, b: Buffers, i: int, source: Float32, before: Sequence[Row]) -> Program:
+    """x += wo attention(rope(qkv source)); before: what makes source (threads, T, ...)."""
+    w, v = weights.matrices, weights.vectors
+    k_row = n_strips(config.q_dim) * STRIP_ROWS
+    v_row = k_row + n_strips(config.kv_dim) * STRIP_ROWS
+    gate_row = v_row + n_strips(config.kv_dim) * STRIP_ROWS
+    gated = [[gate_rows(b.heads, b.qkv, gate_row, config.q_dim)]] if config.attention_gate else []
+    is_whole = config.qk_norm == "whole"
+    unit, whole = whole_heads(config) if config.qk_norm and not is_whole else 1, sum(map(n_strips, qkv_rows(config)))
+    is_local = config.local_theta and i not in config.full_layers
+    tables = (b.local_cos, b.local_sin) if is_local else (b.rope_cos, b.rope_sin)
+
+    def turned(unit: int) -> list[Row]:
+        normed = _normed_heads(config).items() if config.qk_norm else ()
+        queries = (b.query_cos, b.query_sin) if config.query_scale else tables
+        sides = [(0, k_row, *queries), (k_row, v_row, *tables)] if i not in config.no_rope_layers else []
+        return [
+            *(head_norm(b.qkv, unit, base, n, n_rows, v[f"{i}.{name}"], config.norm_eps) for name, (n_rows, base, n) in normed),
+            *(rope(b.qkv, unit, base, end - base, *each, b.depths, config.head_dim) for base, end, *each in sides),
+            b.kv.store_keys(b.keys[i], b.qkv, unit, k_row),
+            b.kv.store_values(b.values[i], b.qkv, unit, v_row, config.head_dim),
+        ]
+
+    product = [*before, w[f"{i}.qkv"].product(b.qkv, source, b.scratch, unit=unit), *biased(weights, b.qkv, f"{i}.bqkv", unit)]
+    first = [product, turned(whole)] if is_whole else [[*product, *turned(unit)]]  # all of a token's heads are no thread's own
+    seen = replace(config, window=0) if i in config.full_layers else config
+    return [*first, [attention(seen, b, i)], *gated, *added(config, weights, b, w[f"{i}.wo"], b.heads, f"{i}.bo", f"{i}.{NORM}")]
+
+
+def attention(config: Config, b: Buffers, i: int) -> Row:
+    """heads = what each query head of layer i sees of the text up to its token, or of a window of it."""
+    numbers = config.n_heads, config.n_seen, config.score_scale
+    row: Row = b.kv.attention(b.heads, b.qkv, b.keys[i], b.values[i], b.scores, b.mixed, b.depths, b.paths, *numbers)
+    return row
+
+
+def whole_heads(config: Config) -> int:
+    """How many strips of q, k, v and gates a thread takes at a time, so that no head is two threads'; of odd sizes, all."""
+    unit = config.head_dim // math.gcd(config.head_dim, STRIP_ROWS)
+    strips = [n_strips(rows) for rows in qkv_rows(config)]
+    return unit if all(n % unit == 0 for n in strips) else sum(strips)
+
+
+def qkv_rows(config: Config) -> tuple[int, ...]:
+    """Of q, k and v, and of what gates where there is a gate."""
+    return (config.q_dim, config.kv_dim, config.kv_dim, *[config.q_dim][: config.attention_gate])
+
+
+def move_path(buffers: Buffers, path: Int64, n_text: int) -> None:
+    """`Architecture.move`."""
+    move_slots(buffers.keys, buffers.values, path, n_text)
+
+
+ATTENTION = Block(shapes, parts, vectors, program)

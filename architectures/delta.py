@@ -1,0 +1,90 @@
+"""A block of a gated delta net, in the place of attention (Yang et al. 2025, arXiv:2412.06464; Qwen3.5: Qwen Team 2026)."""
+
+import numpy as np
+
+from ..kernels import MAX_TOKENS
+from ..machine.programs import Program
+from ..machine.tiles import STRIP_ROWS
+from ..machine.vectors import round_up
+from .attention import NORM
+from .blocks import Block, Shapes, added, norm_shapes, norm_vectors, taken
+from .config import Config, DeltaConfig
+from .plan import Buffer, Buffers, Part, Room, Vector, Weights
+from .states import N_KEPT, N_STATES, NO_BIAS, convolve, delta_net, ring
+
+
+def delta_of(config: Config) -> DeltaConfig:
+    """The numbers of the delta net, which `Config.flaw` has asked for."""
+    assert config.delta is not None
+    return config.delta
+
+
+def shapes(config: Config) -> Shapes:
+    """qkv and z, b and a (projections), conv (taps, channels), rate (what the decay's logarithm is multiplied by, negative), dt
+    (what is added to a) and the norm of heads."""
+    d, dim = delta_of(config), config.dim
+    return norm_shapes(config, NORM) | {
+        "delta_qkv": (d.n_mixed, dim), "delta_z": (d.n_values, dim), "delta_b": (d.n_value_heads, dim),
+        "delta_a": (d.n_value_heads, dim), "delta_out": (dim, d.n_values), "conv": (d.n_taps, d.n_mixed),
+        "rate": (d.n_value_heads,), "dt": (d.n_value_heads,), "delta_norm": (d.value_dim,),
+    }  # fmt: skip
+
+
+def parts(config: Config, i: int) -> dict[str, Part]:
+    """All products of its input are one."""
+    d = delta_of(config)
+    inputs = {"delta_qkv": d.n_mixed, "delta_z": d.n_values, "delta_b": d.n_value_heads, "delta_a": d.n_value_heads}
+    return {
+        f"{i}.in": Part(tuple((name, i) for name in inputs), (*inputs.values(),), config.dim),
+        f"{i}.wo": Part((("delta_out", i),), (config.dim,), d.n_values),
+    }
+
+
+def vectors(config: Config, i: int) -> dict[str, Vector]:
+    """What the convolution, decays and norms take."""
+    d = delta_of(config)
+    return norm_vectors(config, i, NORM) | {
+        f"{i}.conv": Vector((("conv", i),), (d.n_mixed,), n_rows=d.n_taps),
+        f"{i}.rates": Vector((("rate", i), ("dt", i)), (d.n_value_heads, d.n_value_heads)),
+        f"{i}.delta_norm": Vector((("delta_norm", i),), (d.value_dim,)),
+    }
+
+
+def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
+    """Of L layers: projected (T, columns): products; inputs (L, N, channels) of convolutions; mixed_values (1, T, values padded):
+    what they hand on; and of each what `DeltaNet` says.
+    """
+    d = delta_of(config)
+    n, width = len(d.layers), round_up(d.value_dim, STRIP_ROWS)
+    columns = [matrix.n_rows for name, matrix in weights.matrices.items() if name.endswith(".in")]
+    strips = d.n_value_heads * (width // STRIP_ROWS)
+    return {
+        "mixed_values": Buffer((1, MAX_TOKENS, round_up(d.n_values, STRIP_ROWS)), whose="token"),
+        "projected": Buffer((MAX_TOKENS, max(columns, default=0)), whose="token"),
+        "inputs": ring(n, d.n_taps, round_up(d.n_mixed, STRIP_ROWS)),
+        "states": Buffer((n, 2, strips, d.key_dim, STRIP_ROWS), whose="cache"),
+        "lengths": Buffer((n, d.n_value_heads, 2), np.int64, "text"),
+        "delta_keys": Buffer((n, d.n_value_heads, N_KEPT, d.key_dim), whose="cache"),
+        "deltas": Buffer((n, d.n_value_heads, N_KEPT, width), whose="cache"),
+        "decays": Buffer((n, d.n_value_heads, N_KEPT), whose="text"),
+        "delta_scratch": Buffer((room.n_threads, MAX_TOKENS, 2 * d.key_dim + width)),
+        "guess": Buffer((room.n_threads, d.key_dim, STRIP_ROWS)),
+    }
+
+
+def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
+    """x += out delta_net(conv(in rmsnorm(x)))."""
+    d, w, v = delta_of(config), weights.matrices, weights.vectors
+    place, (source, before) = d.layers.index(i), taken(config, weights, b, f"{i}.{NORM}")
+    product = w[f"{i}.in"].product(b.projected, source, b.scratch)
+    own = [getattr(b, name)[place] for name in ("states", "lengths", "delta_keys", "deltas", "decays")]
+    numbers = config.norm_eps, d.value_dim, d.n_key_heads, d.in_turns
+    given = b.delta_scratch, b.guess, v[f"{i}.rates"], v[f"{i}.delta_norm"]
+    return [
+        [*before, product, convolve(b.projected, 1, 0, b.inputs[place], v[f"{i}.conv"], NO_BIAS)],
+        [delta_net(b.mixed_values, b.projected, *own, *given, *numbers)],
+        *added(config, weights, b, w[f"{i}.wo"], b.mixed_values, "", f"{i}.{NORM}"),
+    ]
+
+
+DELTA = Block(shapes, parts, vectors, program, buffers, N_STATES)

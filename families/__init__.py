@@ -1,0 +1,23 @@
+"""Families of models, a file each: what their files say, and where their tensors lie. A new one is a file, and a line here."""
+
+from . import eagle3, gemma3, gpt2, granite, lfm2, llama, ministral3, mistral, phi3, qwen, qwen35, smollm3
+from .family import Family, InFolder, InGguf, Keys
+
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    mistral.FAMILY,
+    qwen.FAMILY,
+    granite.FAMILY,
+    smollm3.FAMILY,
+    phi3.FAMILY,
+    gemma3.FAMILY,
+    ministral3.FAMILY,
+    lfm2.FAMILY,
+    qwen35.FAMILY,
+    gpt2.FAMILY,
+    eagle3.FAMILY,
+)
+FOLDERS = {each.model_type: each for family in FAMILIES for each in family.folders}
+GGUFS = {each.architecture: each for family in FAMILIES for each in family.ggufs}
+
+__all__ = ["FAMILIES", "FOLDERS", "GGUFS", "Family", "InFolder", "InGguf", "Keys"]

@@ -1,0 +1,113 @@
+"""What a family says of itself: how a Hugging Face folder writes it, and how a GGUF file does. Knows no family."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from ..architectures import Config
+from .folders import HARMLESS, PREFIX
+from .places import Place
+from .values import Values
+
+Places = Mapping[str, Place]
+
+
+@dataclass(frozen=True)
+class InFolder:
+    """A family in a Hugging Face folder.
+
+    model_type: its name in config.json, and defaults: what its keys are where that file is silent, as transformers 5.23 has it
+    (`models/*/configuration_*.py`); config: its numbers, of keys with those defaults. Raises CheckpointError.
+    places: of its tensors, by ours of names, without what `prefix` finds at their beginnings; instead: places of some that go
+    before, where the file holds one of them; mtp: places of the head that it may bring along; harmless: names that nobody needs.
+    does: which of `folders.NEUTRAL` it does; aliases: other names of keys, which are turned into ours.
+    beside: the model_type of files where it lies in text_config beside others, and whether its classifier is the embedding there.
+    """
+
+    model_type: str
+    defaults: Mapping[str, Any]
+    config: Callable[[Values], Config]
+    places: Places
+    instead: Sequence[Places] = ()
+    mtp: Places = field(default_factory=dict)
+    prefix: re.Pattern[str] = PREFIX
+    harmless: re.Pattern[str] = HARMLESS
+    does: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    beside: Mapping[str, bool] = field(default_factory=dict)
+
+
+class Tensors(Protocol):
+    """Those of a GGUF file."""
+
+    def __contains__(self, name: str, /) -> bool: ...
+
+    def shape(self, name: str, /) -> tuple[int, ...]:
+        """Raises CheckpointError for a tensor that is missing."""
+
+    def tensor(self, name: str, shape: tuple[int, ...], /) -> Any:
+        """Raises CheckpointError for one that is missing or of another shape."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What a GGUF file says of a model: its keys, those of its architecture by a name that begins with that; the numbers that all
+    families have, by `Config`'s names; and its tensors.
+    """
+
+    architecture: str
+    values: Values
+    common: Mapping[str, Any]
+    tensors: Tensors
+
+    def key(self, name: str) -> str:
+        """The whole key of that name."""
+        return f"{self.architecture}.{name}"
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[self.key(name)]
+
+    def __contains__(self, name: object) -> bool:
+        return self.key(str(name)) in self.values
+
+    def whole(self, name: str, otherwise: int | None = None) -> int:
+        """A whole number from 1 on; otherwise: where the file is silent. Raises CheckpointError."""
+        return otherwise if otherwise is not None and name not in self else self.values.whole(self.key(name))
+
+    def real(self, name: str, least: float, most: float, otherwise: float | None = None) -> float:
+        """A number from least to most; otherwise: where the file is silent. Raises CheckpointError."""
+        return otherwise if otherwise is not None and name not in self else self.values.real(self.key(name), least, most)
+
+    def flag(self, name: str, otherwise: bool) -> bool:
+        """true or false; otherwise: where the file is silent. Raises CheckpointError."""
+        return self.values.flag(self.key(name)) if name in self else otherwise
+
+    def must_be(self, name: str, *choices: Any) -> None:
+        """As `Values.must_be`."""
+        self.values.must_be(self.key(name), *choices)
+
+
+@dataclass(frozen=True)
+class InGguf:
+    """A family in a GGUF file.
+
+    architecture: its name there; config: its numbers. Raises CheckpointError. places: of its tensors, by ours of names; mtp:
+    places of the head that it may bring along in the layer behind its last. does: which of `ggufs.NEUTRAL` it does; by_layer:
+    which of `ggufs.BY_LAYER` tell its layers apart; is_head: whether it is a head that drafts, for another file's model.
+    """
+
+    architecture: str
+    config: Callable[[Keys], Config]
+    places: Places
+    mtp: Places = field(default_factory=dict)
+    does: tuple[str, ...] = ()
+    by_layer: tuple[str, ...] = ()
+    is_head: bool = False
+
+
+class Family(NamedTuple):
+    """All ways in which files write a family, or several that differ in little."""
+
+    folders: tuple[InFolder, ...]
+    ggufs: tuple[InGguf, ...] = ()

@@ -1,0 +1,259 @@
+"""What families say alike in a config.json, and the names of Llama's tensors in a folder. Knows no family.
+
+The keys are those of transformers 5.23, `models/*/configuration_*.py`.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..architectures import ExpertsConfig
+from ..architectures.config import LEAST_SCALE, RopeScaling, YarnScaling
+from ..architectures.rope import yarn_scale
+from .places import EXPERTS_GATED, GATED, QKV, Place
+from .values import Values
+
+HEAD = "lm_head.weight"
+MOST_LAYERS = 1 << 16  # where some of them are listed
+MAX_THETA = 1e18
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+SILU, GELU_TANH = ("silu", "swish"), ("gelu_new", "gelu_pytorch_tanh")
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "bos_token_id": 1, "eos_token_id": 2,
+    "sliding_window": None, "rope_theta": 10000.0,
+}  # fmt: skip
+# what other arithmetic than ours is asked for by, in any family, and the values that ask for nothing
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "partial_rotary_factor": (None, 1),
+    "rotary_pct": (None, 1),
+    "rope_interleaved": (None, False),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "query_pre_attn_scalar": (None,),
+    "attention_multiplier": (None,),
+    "embedding_multiplier": (None, 1),
+    "residual_multiplier": (None, 1),
+    "logits_scaling": (None, 1),
+    "logit_scale": (None, 1),
+    "clip_qkv": (None,),
+    "num_experts": (None, 0, 1),
+    "num_local_experts": (None, 0, 1),
+    "n_routed_experts": (None, 0),
+    "use_mrope": (None, False),
+    "use_qk_norm": (None, False),
+    "qk_layernorm": (None, False),
+    "alibi": (None, False),
+    "is_causal": (None, True),
+    "attention_chunk_size": (None,),
+    "no_rope_layers": (None, []),
+    "add_cross_attention": (None, False),
+    "is_encoder_decoder": (None, False),
+    "pruned_heads": (None, {}),
+    "per_layer_config": (None, {}),
+}
+PREFIX = re.compile(r"(model\.language_model|language_model\.model|language_model|model)\.")  # the first three beside images
+HARMLESS = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(vision_tower|multi_modal_projector)\..*")
+PLACES = {
+    "tok_emb": Place("embed_tokens.weight"),
+    "rms_att": Place("layers.{}.input_layernorm.weight"),
+    "wq": Place("layers.{}.self_attn.q_proj.weight", halves=True),
+    "wk": Place("layers.{}.self_attn.k_proj.weight", halves=True),
+    "wv": Place("layers.{}.self_attn.v_proj.weight"),
+    "wo": Place("layers.{}.self_attn.o_proj.weight"),
+    "bq": Place("layers.{}.self_attn.q_proj.bias", halves=True),
+    "bk": Place("layers.{}.self_attn.k_proj.bias", halves=True),
+    "bv": Place("layers.{}.self_attn.v_proj.bias"),
+    "bo": Place("layers.{}.self_attn.o_proj.bias"),
+    "q_norm": Place("layers.{}.self_attn.q_norm.weight", halves=True),
+    "k_norm": Place("layers.{}.self_attn.k_norm.weight", halves=True),
+    "rms_ffn": Place("layers.{}.post_attention_layernorm.weight"),
+    "w1": Place("layers.{}.mlp.gate_proj.weight"),
+    "w2": Place("layers.{}.mlp.down_proj.weight"),
+    "w3": Place("layers.{}.mlp.up_proj.weight"),
+    "b1": Place("layers.{}.mlp.gate_proj.bias"),
+    "b2": Place("layers.{}.mlp.down_proj.bias"),
+    "b3": Place("layers.{}.mlp.up_proj.bias"),
+    "rms_final": Place("norm.weight"),
+    "wcls": Place(HEAD),
+}
+FUSED = {  # some of them in one tensor
+    **{name: Place("layers.{}.self_attn.qkv_proj.weight", halves=name != "wv", among=QKV) for name in QKV},
+    **dict.fromkeys(GATED, Place("layers.{}.mlp.gate_up_proj.weight", among=GATED)),
+}
+EXPERTS = {
+    "router": Place("layers.{}.mlp.gate.weight"),
+    "experts_w1": Place("layers.{}.mlp.experts.{}.gate_proj.weight", each=True),
+    "experts_w2": Place("layers.{}.mlp.experts.{}.down_proj.weight", each=True),
+    "experts_w3": Place("layers.{}.mlp.experts.{}.up_proj.weight", each=True),
+}
+EXPERTS_IN_ONE = {  # as transformers 5 has them in memory
+    **dict.fromkeys(EXPERTS_GATED, Place("layers.{}.mlp.experts.gate_up_proj", among=EXPERTS_GATED, each=True)),
+    "experts_w2": Place("layers.{}.mlp.experts.down_proj", each=True),
+}
+
+
+def numbers(values: Values, activation: str = "hidden_act", choices: Sequence[str] = SILU) -> dict[str, Any]:
+    """The sizes of a family that is like Llama; activation: the key of what gates an MLP. Raises CheckpointError."""
+    values.must_be(activation, *choices)
+    n_heads = values.whole("num_attention_heads")
+    return {
+        "dim": values.whole("hidden_size"),
+        "hidden_dim": values.whole("intermediate_size"),
+        "n_layers": values.whole("num_hidden_layers", MOST_LAYERS),
+        "n_heads": n_heads,
+        "n_kv_heads": n_heads if values["num_key_value_heads"] is None else values.whole("num_key_value_heads"),
+        "vocab_size": values.whole("vocab_size"),
+        "seq_len": values.whole("max_position_embeddings"),
+        "shared_classifier": values.flag("tie_word_embeddings"),
+        "norm_eps": values.real("rms_norm_eps", 0, 1),
+        "head_dim": 0 if values["head_dim"] is None else values.whole("head_dim"),
+    }
+
+
+def biases(values: Values) -> dict[str, Any]:
+    """Of all of attention's products, or of none, and of MLPs."""
+    has = values.flag("attention_bias")
+    return {"qkv_bias": has, "wo_bias": has, "mlp_bias": values.flag("mlp_bias")}
+
+
+def attention_biases(values: Values) -> dict[str, Any]:
+    """The same, where MLPs have none."""
+    values.must_be("mlp_bias", False)
+    return biases(values)
+
+
+def no_biases(values: Values) -> dict[str, Any]:
+    """Raises CheckpointError for any."""
+    values.must_be("attention_bias", False)
+    values.must_be("mlp_bias", False)
+    return {}
+
+
+# Windows
+
+
+def window(values: Values) -> dict[str, Any]:
+    """Of all layers, or of none; a list of layers says the same."""
+    seen, n_layers = 0 if values["sliding_window"] is None else values.whole("sliding_window"), values.whole("num_hidden_layers")
+    expected = SLIDING if seen else FULL
+    if values["layer_types"] is not None and values["layer_types"] != [expected] * n_layers:
+        raise values.refusal("layer_types", f"{expected} in all {n_layers} layers")
+    return {"window": seen}
+
+
+def no_window(values: Values, family: str) -> dict[str, Any]:
+    """Raises CheckpointError for a window that is said where transformers does not look at it."""
+    if values["sliding_window"] is not None and values.whole("sliding_window") < values.whole("max_position_embeddings"):
+        raise values.refusal("sliding_window", f"null in a {family} model")
+    return {}
+
+
+def only_full(values: Values) -> dict[str, Any]:
+    """Raises CheckpointError for a list of layers of which some are not full."""
+    n_layers = values.whole("num_hidden_layers")
+    if values["layer_types"] is not None and values["layer_types"] != [FULL] * n_layers:
+        raise values.refusal("layer_types", f"{FULL} in all {n_layers} layers")
+    return {}
+
+
+def full_layers(values: Values, n_layers: int) -> tuple[int, ...]:
+    """Those of the list of all that have no window."""
+    types = values.of_layers("layer_types", n_layers, (FULL, SLIDING), f"{FULL} or {SLIDING}")
+    return tuple(layer for layer, kind in enumerate(types) if kind == FULL)
+
+
+# RoPE
+
+
+def head_length(values: Values) -> int:
+    """How many rows a head has, or would have if they were whole."""
+    if values["head_dim"] is not None:
+        return values.whole("head_dim")
+    return values.whole("hidden_size") // values.whole("num_attention_heads")
+
+
+def rope_values(values: Values, otherwise: Mapping[str, Any] | None = None) -> Values:
+    """What is said of RoPE: of transformers 5 in rope_parameters, of older ones in rope_scaling; otherwise: where nothing is."""
+    key = "rope_scaling" if values["rope_scaling"] else "rope_parameters"
+    given = otherwise or {} if values[key] is None else values[key]
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        raise values.refusal(key, "an object of numbers, one for all layers")
+    silent = {"rope_theta": values["rope_theta"], "rope_type": given.get("type", "default")}
+    return Values(values.path, given, silent)
+
+
+def partial_rope(rope: Values, values: Values, *sources: Values) -> dict[str, Any]:
+    """The base of the angles, and how many rows of a head are turned, by the share that the last one of sources tells."""
+    partial, head_dim = "partial_rotary_factor", head_length(values)
+    share = 1.0
+    for source in sources:
+        share = source.real(partial, 0, 1) if source[partial] is not None else share
+    n_turned = int(head_dim * share)
+    if n_turned < 2 or n_turned % 2:
+        raise values.refusal(partial, f"what leaves an even number of a head's {head_dim} rows, 2 or more")
+    return {"rope_theta": rope.real("rope_theta", 1, MAX_THETA), "rope_dim": 0 if n_turned == head_dim else n_turned}
+
+
+def rope(values: Values, otherwise: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The base of the angles, and how they are scaled; otherwise: as in `rope_values`. Raises CheckpointError."""
+    said = rope_values(values, otherwise)
+    said.must_be("mrope_section", None)
+    said.must_be("partial_rotary_factor", None, 1)
+    found: dict[str, Any] = {"rope_theta": said.real("rope_theta", 1, MAX_THETA)}
+    if said["rope_type"] == "default":
+        return found
+    if said["rope_type"] == "yarn":
+        return found | _yarn(values, said)
+    if said["rope_type"] == "linear":  # Chen et al. 2023, arXiv:2306.15595
+        return found | {"rope_divisors": (said.real("factor", 1, 1e6),) * (head_length(values) // 2)}
+    if said["rope_type"] == "dynamic" and original_positions(values, said) >= values.whole("max_position_embeddings"):
+        return found  # other angles are for texts beyond those positions alone
+    if said["rope_type"] != "llama3":
+        raise said.refusal("rope_type", "default, linear, dynamic, llama3 or yarn: other kinds of RoPE are not done here")
+    scaling = RopeScaling(
+        factor=said.real("factor", 1, 1e6),
+        low_freq_factor=said.real("low_freq_factor", 1e-6, 1e6),
+        high_freq_factor=said.real("high_freq_factor", 1e-6, 1e6),
+        original_seq_len=original_positions(values, said),
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise said.refusal("high_freq_factor", f"more than low_freq_factor, {scaling.low_freq_factor:g}")
+    return found | {"rope_scaling": scaling}
+
+
+def original_positions(values: Values, said: Values) -> int:
+    """How many positions the model was made for before it was taught more."""
+    key = "original_max_position_embeddings"
+    source = values if key in values else said
+    return source.whole(key) if key in source else values.whole("max_position_embeddings")
+
+
+def _yarn(values: Values, said: Values) -> dict[str, Any]:
+    original, scale = original_positions(values, said), 1.0
+    factor = values.whole("max_position_embeddings") / original if said["factor"] is None else said.real("factor", 1, 1e6)
+    if factor < 1:
+        raise said.refusal("factor", "a number from 1 on")
+    betas = {key: said.real(key, 1e-6, 1e6) for key in ("beta_fast", "beta_slow") if said[key] not in (None, 0)}
+    scaling = YarnScaling(factor, original, **betas, in_whole_pairs="truncate" not in said or said.flag("truncate"))
+    if scaling.beta_fast < scaling.beta_slow:
+        raise said.refusal("beta_fast", f"beta_slow, {scaling.beta_slow:g}, or more")
+    if said["attention_factor"] is not None:
+        scale = said.real("attention_factor", LEAST_SCALE, 1 / LEAST_SCALE)
+    else:
+        shares = [0.0 if said[key] is None else said.real(key, 0, 1e6) for key in ("mscale", "mscale_all_dim")]
+        scale = yarn_scale(factor, shares[0]) / yarn_scale(factor, shares[1]) if all(shares) else yarn_scale(factor)
+    return {"rope_scaling": scaling, "rope_scale": float(np.float32(scale))}
+
+
+# Experts
+
+
+def experts(values: Values, hidden: str, n: str = "num_experts", **more: Any) -> ExpertsConfig:
+    """How many there are, by the key n, and that a token goes through; hidden: the key of their width."""
+    return ExpertsConfig(values.whole(n), values.whole("num_experts_per_tok"), values.whole(hidden), **more)

@@ -1,0 +1,119 @@
+"""Gemma 3 (Gemma Team 2025, arXiv:2503.19786): norms behind blocks too, GELU, heads of queries and keys that are normed.
+
+Most layers see a window and turn heads by angles of their own; only every sixth, of those as published, sees the whole text.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from ..architectures import Config
+from ..architectures.config import LEAST_SCALE
+from . import folders, ggufs
+from .family import Family, InFolder, InGguf, Keys
+from .folders import FULL, MAX_THETA, SLIDING
+from .places import ONE_MORE, Place
+from .values import Values
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_bias": False, "bos_token_id": 2, "eos_token_id": 1,
+    "query_pre_attn_scalar": 256, "sliding_window": 4096, "sliding_window_pattern": 6, "layer_types": None,
+    "rope_theta": 1e6, "rope_local_base_freq": 1e4, "use_bidirectional_attention": False,
+}  # fmt: skip
+PLACES = folders.PLACES | {
+    "rms_att": Place("layers.{}.input_layernorm.weight", made=ONE_MORE),
+    "rms_att_out": Place("layers.{}.post_attention_layernorm.weight", made=ONE_MORE),
+    "rms_ffn": Place("layers.{}.pre_feedforward_layernorm.weight", made=ONE_MORE),
+    "rms_ffn_out": Place("layers.{}.post_feedforward_layernorm.weight", made=ONE_MORE),
+    "q_norm": Place("layers.{}.self_attn.q_norm.weight", halves=True, made=ONE_MORE),
+    "k_norm": Place("layers.{}.self_attn.k_norm.weight", halves=True, made=ONE_MORE),
+    "rms_final": Place("norm.weight", made=ONE_MORE),
+}
+GGUF_PLACES = ggufs.PLACES | {
+    "rms_att_out": Place("blk.{}.post_attention_norm.weight"),
+    "rms_ffn_out": Place("blk.{}.post_ffw_norm.weight"),
+}
+# where a GGUF file is silent; and the model whose scale of scores is not by a head's length
+PATTERN, LOCAL_THETA, LAYERS_OF_27B = 6, 10000.0, 62
+BLOCKS: dict[str, Any] = {"norms": "around", "activation": "gelu", "qk_norm": True}
+
+
+def config(values: Values) -> Config:
+    """The numbers that a config.json says."""
+    values.must_be("attention_bias", False)
+    values.must_be("use_bidirectional_attention", False, None)
+    values.must_be("hidden_activation", *folders.GELU_TANH)
+    silu = Values(
+        values.path, {"hidden_act": "silu"}, {key: values[key] for key in DEFAULTS}
+    )  # what an older key says is nothing
+    sizes, head_dim = folders.numbers(silu), values.whole("head_dim")
+    n_layers = sizes["n_layers"]
+    if values["layer_types"] is None:
+        pattern = values.whole("sliding_window_pattern")
+        full = (*range(pattern - 1, n_layers, pattern),)
+    else:
+        full = folders.full_layers(values, n_layers)
+    window = values.whole("sliding_window") if len(full) < n_layers else 0
+    scales = _scales(sizes["dim"], head_dim, values.real("query_pre_attn_scalar", LEAST_SCALE, 1 / LEAST_SCALE))
+    return Config(**sizes, **_rope(values, head_dim), **scales, **BLOCKS, window=window, full_layers=full)
+
+
+def _scales(dim: int, head_dim: int, query_scalar: float) -> dict[str, Any]:
+    """Of embeddings sqrt(dim), of scores 1 / sqrt(query_scalar), which mostly is a head's length."""
+    attention_scale = 0.0 if query_scalar == head_dim else float(np.float32(1 / np.sqrt(np.float64(query_scalar))))
+    return {"embedding_scale": float(np.sqrt(np.float32(dim))), "attention_scale": attention_scale}
+
+
+def _rope(values: Values, head_dim: int) -> dict[str, Any]:
+    """The base of full layers' angles, all of which may be divided by one number, and that of the others'."""
+    key = "rope_parameters"
+    given = {} if values[key] is None else values[key]
+    if not isinstance(given, dict) or not all(
+        kind in (FULL, SLIDING) and isinstance(part, dict | None) for kind, part in given.items()
+    ):
+        raise values.refusal(key, f"an object of {FULL} and {SLIDING}")
+    scaling = {} if values["rope_scaling"] is None else values["rope_scaling"]
+    if not isinstance(scaling, dict):
+        raise values.refusal("rope_scaling", "an object or null")
+    thetas = []
+    for kind, theta, more in ((SLIDING, "rope_local_base_freq", {}), (FULL, "rope_theta", scaling)):
+        part = (given.get(kind) or {}) | more
+        rope = Values(values.path, part, {"rope_theta": values[theta], "rope_type": part.get("type", "default")})
+        rope.must_be("partial_rotary_factor", None, 1)
+        thetas.append(rope.real("rope_theta", 1, MAX_THETA))
+        rope.must_be("rope_type", "default", *["linear"][: kind == FULL])
+    factor = rope.real("factor", 1, 1e6) if rope["rope_type"] == "linear" else 1.0
+    divisors = (factor,) * (head_dim // 2) if factor != 1 else ()
+    return {"rope_theta": thetas[1], "local_theta": thetas[0], "rope_divisors": divisors}
+
+
+def gguf_config(k: Keys) -> Config:
+    """The numbers that a GGUF file's keys say; of its scales it does not tell."""
+    k.must_be("rope.scaling.type", None, "linear", "none")
+    sizes, pattern = ggufs.numbers(k) | ggufs.NO_BIASES, f"{ggufs.WINDOW}_pattern"
+    dim, n_layers = k.common["dim"], k.common["n_layers"]
+    head_dim, window, full = sizes["head_dim"], 0, (*range(n_layers),)
+    if k[ggufs.WINDOW] not in (None, 0):
+        window = k.whole(ggufs.WINDOW)
+        if isinstance(k[pattern], list):
+            flags = k.values.of_layers(k.key(pattern), n_layers, (True, False), "true or false")
+            full = tuple(layer for layer, flag in enumerate(flags) if not flag)
+        else:
+            every = k.whole(pattern, PATTERN)
+            full = (*range(every - 1, n_layers, every),)
+    scales = _scales(dim, head_dim, dim // k.common["n_heads"] if n_layers == LAYERS_OF_27B else head_dim)
+    theta = k.real("rope.freq_base_swa", 1, MAX_THETA, LOCAL_THETA)
+    return Config(**sizes, **scales, **BLOCKS, window=window, full_layers=full, local_theta=theta)
+
+
+FAMILY = Family(
+    (
+        InFolder(
+            "gemma3_text", DEFAULTS, config, PLACES,
+            does=("query_pre_attn_scalar",), beside={"gemma3": True},
+        ),
+    ),
+    (InGguf("gemma3", gguf_config, GGUF_PLACES, does=(ggufs.WINDOW,)),),
+)  # fmt: skip

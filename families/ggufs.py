@@ -1,0 +1,137 @@
+"""What families say alike in a GGUF file's keys, and the names of Llama's tensors there. Knows no family.
+
+Keys, names and what a silent file means are llama.cpp's (gguf-py's constants.py, src/llama-model.cpp).
+"""
+
+from typing import Any
+
+import numpy as np
+
+from ..architectures import ExpertsConfig
+from ..architectures.config import YarnScaling
+from ..architectures.rope import yarn_scale
+from .family import Keys
+from .folders import MAX_THETA
+from .places import Place
+
+EMBEDDING, HEAD, ROPE_DIVISORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+BY_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # a number, or a list of one a layer
+WINDOW, EXPERTS, QUERY_SCALE = "attention.sliding_window", "expert_count", "attention.temperature_scale"
+ATTENTION_FACTOR, NEXTN = "rope.scaling.attn_factor", "nextn_predict_layers"
+# what other arithmetic than ours is asked for by, behind the architecture's name, and the values that ask for nothing
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    EXPERTS: (0, None),
+    "use_parallel_residual": (False, None),
+    "hidden_activation": ("silu", None),
+    "logit_scale": (1, 0, None),
+    "residual_scale": (1, 0, None),
+    "embedding_scale": (1, 0, None),
+    "attn_logit_softcapping": (0, None),
+    "final_logit_softcapping": (0, None),
+    "attention.causal": (True, None),
+    "attention.scale": (0, None),
+    "attention.clamp_kqv": (0, None),
+    "attention.max_alibi_bias": (0, None),
+    WINDOW: (0, None),
+    QUERY_SCALE: (0, None),
+    ATTENTION_FACTOR: (1, 0, None),
+    "rope.scaling.alpha": (0, None),
+    "rope.scaling.yarn_ext_factor": (1, None),
+    "norm_output": (False, None),
+    NEXTN: (0, None),
+}
+LAYER_NAMES = {
+    "rms_att": "attn_norm.weight", "wq": "attn_q.weight", "wk": "attn_k.weight", "wv": "attn_v.weight",
+    "wo": "attn_output.weight", "bq": "attn_q.bias", "bk": "attn_k.bias", "bv": "attn_v.bias", "bo": "attn_output.bias",
+    "q_norm": "attn_q_norm.weight", "k_norm": "attn_k_norm.weight", "rms_ffn": "ffn_norm.weight", "w1": "ffn_gate.weight",
+    "w2": "ffn_down.weight", "w3": "ffn_up.weight", "b1": "ffn_gate.bias", "b2": "ffn_down.bias", "b3": "ffn_up.bias",
+}  # fmt: skip
+OUTER_PLACES = {"tok_emb": Place(EMBEDDING), "wcls": Place(HEAD)}
+TURNED = ("wq", "wk", "bq", "bk", "q_norm", "k_norm")  # stored in adjacent pairs by llama.cpp's converter for some families
+PAIRS_PLACES = OUTER_PLACES | {
+    "rms_final": Place("output_norm.weight"),
+    **{name: Place(f"blk.{{}}.{stored}") for name, stored in LAYER_NAMES.items()},
+}
+PLACES = PAIRS_PLACES | {name: PAIRS_PLACES[name]._replace(halves=True) for name in TURNED}
+EXPERTS_PLACES = {
+    "router": Place("blk.{}.ffn_gate_inp.weight"),
+    "experts_w1": Place("blk.{}.ffn_gate_exps.weight", each=True),
+    "experts_w2": Place("blk.{}.ffn_down_exps.weight", each=True),
+    "experts_w3": Place("blk.{}.ffn_up_exps.weight", each=True),
+}
+YARN_SCALE, CLOSE = "rope.scaling.yarn_attn_factor", 1e-3  # which llama.cpp computes anew; what rounding moves
+NO_BIASES = dict.fromkeys(("qkv_bias", "wo_bias", "mlp_bias"), False)  # of a family that has none, whatever lies in a file
+BETAS = "beta_fast", "beta_slow"
+
+
+def numbers(k: Keys, is_partial: bool = False, n_kv_heads: int | None = None) -> dict[str, Any]:
+    """The numbers of a family that is like Llama. Raises CheckpointError.
+
+    is_partial: whether RoPE may turn a part of a head; n_kv_heads: where it is told otherwise than in one number.
+    """
+    n_heads = k.common["n_heads"]
+    head_dim = k.whole("attention.key_length", k.common["dim"] // n_heads)
+    for name in ("attention.value_length", "rope.dimension_count")[: 1 if is_partial else 2]:
+        if k.whole(name, head_dim) != head_dim:
+            raise k.values.refusal(k.key(name), f"{head_dim}, a head's length")
+    n_turned = k.whole("rope.dimension_count", head_dim)
+    return {
+        **k.common,
+        **_rope(k, n_turned),
+        "n_kv_heads": n_kv_heads or k.whole("attention.head_count_kv", n_heads),
+        "norm_eps": k.real("attention.layer_norm_rms_epsilon", 0, 1),
+        "rope_theta": k.real("rope.freq_base", 1, MAX_THETA, 10000.0),
+        "head_dim": head_dim,
+        "rope_dim": 0 if n_turned == head_dim else n_turned,
+        "qkv_bias": "blk.0.attn_q.bias" in k.tensors,
+        "wo_bias": "blk.0.attn_output.bias" in k.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in k.tensors,
+        "experts": experts(k) if k[EXPERTS] not in (0, None) else None,
+    }
+
+
+def _rope(k: Keys, n_turned: int) -> dict[str, Any]:
+    """What scales its angles: of each pair, one number for all, or yarn; and its queries."""
+    kind, older, factor = k.key("rope.scaling.type"), "rope.scale_linear", "rope.scaling.factor"
+    if kind in k.values:
+        k.values.must_be(kind, "linear", "yarn", "none")
+    said = factor if factor in k else older
+    common = (k.real(said, 0, 1e6, 0.0) if k.values[kind] != "none" else 0.0) or 1.0  # 0 stands for none, too
+    divisors: tuple[float, ...] = ()
+    if ROPE_DIVISORS in k.tensors:  # as Llama 3.1 has them
+        divisors = tuple(float(x) for x in k.tensors.tensor(ROPE_DIVISORS, (n_turned // 2,))[:])
+    found: dict[str, Any] = {"rope_divisors": divisors}
+    span = k.whole("rope.scaling.original_context_length", k.common["seq_len"])
+    if QUERY_SCALE in k:
+        found |= {"query_scale": float(np.float32(k.real(QUERY_SCALE, 0, 1e6))), "query_span": span}
+    if k.values[kind] != "yarn":
+        if YARN_SCALE in k:
+            k.must_be(YARN_SCALE, 1)
+        scaled = tuple(common * each for each in divisors or (1.0,) * (n_turned // 2))
+        return found if common == 1 else found | {"rope_divisors": scaled}
+    betas: dict[str, Any] = {name: k.real(each, 1e-6, 1e6) for name in BETAS if (each := f"rope.scaling.yarn_{name}") in k}
+    share = k.real("rope.scaling.yarn_log_multiplier", 0, 1e6, 0.0)
+    if common < 1:
+        raise k.values.refusal(k.key(said), "a number from 1 on")
+    rope_scale = yarn_scale(common) / (yarn_scale(common, share) if share else 1.0)
+    if YARN_SCALE in k and k[YARN_SCALE] != 1 and abs(k.real(YARN_SCALE, 0, 1e6) - rope_scale) > CLOSE:
+        raise k.values.refusal(k.key(YARN_SCALE), f"{rope_scale:.4g}, which follows from the factor, or 1")
+    return found | {"rope_scaling": YarnScaling(common, span, **betas), "rope_scale": float(np.float32(rope_scale))}
+
+
+def n_nextn(k: Keys) -> int:
+    """How many layers behind those of the model draft."""
+    return k.whole(NEXTN) if k[NEXTN] not in (0, None) else 0
+
+
+def experts(k: Keys, **more: Any) -> ExpertsConfig:
+    """Layers without experts are told by their tensors; what the chosen ones count is divided by their sum, as in llama.cpp."""
+    k.must_be("expert_weights_scale", None, 0, 1)
+    router, n_layers = EXPERTS_PLACES["router"].name, k.common["n_layers"]
+    return ExpertsConfig(
+        n=k.whole(EXPERTS),
+        n_chosen=k.whole("expert_used_count"),
+        hidden_dim=k.whole("expert_feed_forward_length", k.common["hidden_dim"]),
+        dense_layers=tuple(i for i in range(n_layers) if router.format(i) not in k.tensors),
+        **more,
+    )

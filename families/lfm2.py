@@ -1,0 +1,98 @@
+"""LFM2 (Liquid AI 2025, arXiv:2511.23404): short convolutions in most layers, attention in the others."""
+
+from ..architectures import Config, ConvConfig
+from . import folders, ggufs
+from .family import Family, InFolder, InGguf, Keys
+from .places import CONV_IN, CONV_IN_BIASES, TAPS, TURNED_TAPS, Place
+from .values import MAX_SIZE, Values
+
+DEFAULTS = folders.DEFAULTS | {
+    "vocab_size": 65536, "hidden_size": 2560, "intermediate_size": 12288, "num_key_value_heads": 8,
+    "max_position_embeddings": 128000, "norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 1e6, "conv_bias": False,
+    "conv_L_cache": 3, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
+    "full_attn_idxs": None, "layer_types": None,
+}  # fmt: skip
+ALIASES = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
+KINDS = ("conv", folders.FULL)
+PLACES = {
+    "tok_emb": Place("embed_tokens.weight"),
+    "rms_att": Place("layers.{}.operator_norm.weight"),
+    "wq": Place("layers.{}.self_attn.q_proj.weight", halves=True),
+    "wk": Place("layers.{}.self_attn.k_proj.weight", halves=True),
+    "wv": Place("layers.{}.self_attn.v_proj.weight"),
+    "wo": Place("layers.{}.self_attn.out_proj.weight"),
+    "q_norm": Place("layers.{}.self_attn.q_layernorm.weight", halves=True),
+    "k_norm": Place("layers.{}.self_attn.k_layernorm.weight", halves=True),
+    **dict.fromkeys(CONV_IN, Place("layers.{}.conv.in_proj.weight", among=CONV_IN)),
+    **dict.fromkeys(CONV_IN_BIASES, Place("layers.{}.conv.in_proj.bias", among=CONV_IN_BIASES)),
+    "conv": Place("layers.{}.conv.conv.weight", made=TAPS),
+    "conv_bias": Place("layers.{}.conv.conv.bias"),
+    "conv_out": Place("layers.{}.conv.out_proj.weight"),
+    "conv_out_bias": Place("layers.{}.conv.out_proj.bias"),
+    "rms_ffn": Place("layers.{}.ffn_norm.weight"),
+    "w1": Place("layers.{}.feed_forward.w1.weight"),
+    "w2": Place("layers.{}.feed_forward.w2.weight"),
+    "w3": Place("layers.{}.feed_forward.w3.weight"),
+    "rms_final": Place("embedding_norm.weight"),
+    "wcls": Place(folders.HEAD),
+}
+GGUF_PLACES = ggufs.PLACES | {
+    **dict.fromkeys(CONV_IN, Place("blk.{}.shortconv.in_proj.weight", among=CONV_IN)),
+    "conv": Place("blk.{}.shortconv.conv.weight", made=TURNED_TAPS),
+    "conv_out": Place("blk.{}.shortconv.out_proj.weight"),
+    "rms_final": Place("token_embd_norm.weight"),
+}
+
+
+def config(values: Values) -> Config:
+    """The numbers that a config.json says."""
+    more = folders.no_window(values, "lfm2") | folders.no_biases(values)
+    sizes = folders.numbers(values) | {"hidden_dim": hidden_dim(values), "norm_eps": values.real("norm_eps", 0, 1)}
+    conv = ConvConfig(convolutions(values, sizes["n_layers"]), values.whole("conv_L_cache"), values.flag("conv_bias"))
+    return Config(**sizes, **folders.rope(values), **more, qk_norm=True, conv=conv)
+
+
+def hidden_dim(values: Values) -> int:
+    """How wide an MLP is, by what that is made of."""
+    hidden, multiplier = values.whole("intermediate_size"), values["block_ffn_dim_multiplier"]
+    if values.flag("block_auto_adjust_ff_dim"):
+        hidden = int(2 * hidden / 3)
+        if multiplier is not None:
+            unit = values.whole("block_multiple_of")
+            hidden = int(values.real("block_ffn_dim_multiplier", 0, MAX_SIZE) * hidden)
+            hidden = -(-hidden // unit) * unit
+    if hidden > MAX_SIZE:
+        raise values.refusal("intermediate_size", f"what makes an MLP of at most {MAX_SIZE} rows")
+    return hidden
+
+
+def convolutions(values: Values, n_layers: int) -> tuple[int, ...]:
+    """Layers that are none of attention, by the list of all or by that of the others."""
+    key = "full_attn_idxs" if values["layer_types"] is None else "layer_types"
+    if values["layer_types"] is not None:
+        types = values.of_layers(key, n_layers, KINDS, " or ".join(KINDS))
+        layers = [i for i, kind in enumerate(types) if kind == KINDS[0]]
+    else:
+        attention = values.layers(key, n_layers) if values[key] is not None else [*range(n_layers)]
+        layers = [i for i in range(n_layers) if i not in attention]
+    if not 0 < len(layers) < n_layers:
+        raise values.refusal(key, "layers of both kinds, conv and attention")
+    return (*layers,)
+
+
+def gguf_config(k: Keys) -> Config:
+    """The numbers that a GGUF file's keys say."""
+    heads, key = k["attention.head_count_kv"], k.key("attention.head_count_kv")
+    n_layers = k.common["n_layers"]
+    if not isinstance(heads, list) or len(heads) != n_layers or any(type(n) is not int or n < 0 for n in heads):
+        raise k.values.refusal(key, f"numbers of {n_layers} layers, 0 of convolutions")
+    if 0 not in heads or len({*heads} - {0}) != 1:
+        raise k.values.refusal(key, "layers of both kinds, all attention with as many heads")
+    conv = ConvConfig(tuple(i for i, n in enumerate(heads) if n == 0), k.whole("shortconv.l_cache"))
+    return Config(**ggufs.numbers(k, n_kv_heads=max(heads)), qk_norm=True, conv=conv)
+
+
+FAMILY = Family(
+    (InFolder("lfm2", DEFAULTS, config, PLACES, aliases=ALIASES),),
+    (InGguf("lfm2", gguf_config, GGUF_PLACES, by_layer=("attention.head_count_kv",)),),
+)

@@ -1,0 +1,35 @@
+"""Ministral 3: YaRN (Peng et al. 2023, arXiv:2309.00071), and queries that are scaled by their positions."""
+
+from typing import Any
+
+import numpy as np
+
+from ..architectures import Config
+from . import folders, ggufs
+from .family import Family, InFolder, InGguf
+from .llama import gguf_config
+from .values import Values
+
+DEFAULTS = folders.DEFAULTS | {
+    "vocab_size": 131072, "intermediate_size": 14336, "num_hidden_layers": 34, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 262144, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+ROPE = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
+
+def config(values: Values) -> Config:
+    """The numbers that a config.json says."""
+    said = folders.rope_values(values, ROPE)
+    scale = float(np.float32(said.real("llama_4_scaling_beta", 0, 1e6)))
+    of_queries: dict[str, Any] = {"query_scale": scale, "query_span": folders.original_positions(values, said)}
+    window = folders.window(values) | folders.no_biases(values)
+    return Config(**folders.numbers(values), **folders.rope(values, ROPE), **of_queries, **window)
+
+
+FAMILY = Family(
+    (InFolder("ministral3", DEFAULTS, config, folders.PLACES, beside={"mistral3": True}),),
+    (InGguf("mistral3", gguf_config, ggufs.PAIRS_PLACES, does=(ggufs.QUERY_SCALE,)),),
+)

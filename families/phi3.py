@@ -1,0 +1,91 @@
+"""Phi-3 and Phi-4-mini, which turn a part of each head, by factors of their own (Ding et al. 2024, arXiv:2402.13753)."""
+
+from typing import Any
+
+import numpy as np
+
+from ..architectures import Config
+from ..architectures.config import LEAST_SCALE
+from ..architectures.rope import longrope_scale
+from . import folders, ggufs
+from .family import Family, InFolder, InGguf, Keys
+from .places import GATED, QKV, Place
+from .values import Values
+
+DEFAULTS = folders.DEFAULTS | {
+    "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32000,
+}  # fmt: skip
+LONGROPE = ("longrope", "su", "yarn")  # the last two are older names of it
+SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+GGUF_PLACES = ggufs.PAIRS_PLACES | {
+    **{name: Place("blk.{}.attn_qkv.weight", halves=name != "wv", among=QKV) for name in QKV},
+    **dict.fromkeys(GATED, Place("blk.{}.ffn_up.weight", among=GATED)),
+}
+
+
+def config(values: Values) -> Config:
+    """The numbers that a config.json says. A window that is as long as a text can be is none."""
+    window = folders.window(values) | folders.no_biases(values)
+    if window["window"] >= values.whole("max_position_embeddings"):
+        window = {}
+    return Config(**folders.numbers(values), **_rope(values), **window)
+
+
+def _rope(values: Values) -> dict[str, Any]:
+    rope = folders.rope_values(values)
+    rope.must_be("mrope_section", None)
+    found = folders.partial_rope(rope, values, rope, values)
+    n_turned = found["rope_dim"] or folders.head_length(values)
+    if rope["rope_type"] == "default":
+        return found
+    if rope["rope_type"] not in LONGROPE:
+        raise rope.refusal("rope_type", "default or longrope: other kinds of RoPE are not done here")
+    n_positions, original = values.whole("max_position_embeddings"), values.whole("original_max_position_embeddings")
+    short, long = (_factors(rope, key, n_turned // 2) for key in ("short_factor", "long_factor"))
+    factor = n_positions / original if rope["factor"] is None else rope.real("factor", 0, 1e6)
+    if rope["attention_factor"] is not None:
+        scale = rope.real("attention_factor", LEAST_SCALE, 1 / LEAST_SCALE)
+    elif original == 1 and factor > 1:
+        raise values.refusal("original_max_position_embeddings", "2 or more")
+    else:
+        scale = longrope_scale(factor, original)
+    return found | {"rope_scale": float(np.float32(scale))} | _switching(short, long, n_positions, original)
+
+
+def _factors(rope: Values, key: str, n: int) -> tuple[float, ...]:
+    """A list of so many positive numbers."""
+    given = rope[key]
+    if (
+        not isinstance(given, list)
+        or len(given) != n
+        or not all(type(each) in (int, float) and 1e-6 <= each <= 1e9 for each in given)
+    ):
+        raise rope.refusal(key, f"{n} positive numbers, one a pair")
+    return tuple(float(np.float32(factor)) for factor in given)  # as transformers and GGUF keep them
+
+
+def _switching(short: tuple[float, ...], long: tuple[float, ...], n_positions: int, original: int) -> dict[str, Any]:
+    """Divisors of short texts, and of those of more than the original positions where there may be any."""
+    switches = short != long and n_positions > original
+    return {"rope_divisors": short} | ({"long_divisors": long, "n_short": original} if switches else {})
+
+
+def gguf_config(k: Keys) -> Config:
+    """The numbers that a GGUF file's keys and factors say."""
+    found, n_positions = ggufs.numbers(k, is_partial=True), k.common["seq_len"]
+    if k[ggufs.WINDOW] not in (None, 0) and (window := k.whole(ggufs.WINDOW)) < n_positions:
+        found["window"] = window
+    if k[ggufs.ATTENTION_FACTOR] not in (None, 0):
+        found["rope_scale"] = float(np.float32(k.real(ggufs.ATTENTION_FACTOR, LEAST_SCALE, 1 / LEAST_SCALE)))
+    if SHORT in k.tensors or LONG in k.tensors:
+        n_pairs = (found["rope_dim"] or found["head_dim"]) // 2
+        short, long = (tuple(float(x) for x in k.tensors.tensor(name, (n_pairs,))[:]) for name in (SHORT, LONG))
+        found |= _switching(short, long, n_positions, k.whole("rope.scaling.original_context_length"))
+    return Config(**found)
+
+
+FAMILY = Family(
+    (InFolder("phi3", DEFAULTS, config, folders.PLACES, instead=(folders.FUSED,), does=("partial_rotary_factor",)),),
+    (InGguf("phi3", gguf_config, GGUF_PLACES, does=(ggufs.ATTENTION_FACTOR, ggufs.WINDOW)),),
+)

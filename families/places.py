@@ -1,0 +1,54 @@
+"""Where a family's tensors lie among those of a file, and how they become what blocks take. Knows no format and no family."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..architectures.states import fill_rates
+
+GATED, QKV, QKV_BIASES = ("w1", "w3"), ("wq", "wk", "wv"), ("bq", "bk", "bv")  # what may lie in one tensor
+EXPERTS_GATED, SHARED_GATED = ("experts_w1", "experts_w3"), ("shared_w1", "shared_w3")
+CONV_IN, CONV_IN_BIASES = ("conv_b", "conv_c", "conv_x"), ("conv_b_bias", "conv_c_bias", "conv_x_bias")
+
+
+class Place(NamedTuple):
+    """Where a tensor lies: its name, `{}` for the layer, and in which form.
+
+    halves: in each head all first parts of RoPE's pairs, then all second ones; conv: a matrix (inputs, outputs), not (outputs,
+    inputs); among: the tensors, by our names, that lie there one behind the other along the outputs, itself one of them;
+    alone: of several that there may be, each with its number in its name, it is the only one and has none; turn: of heads that
+    lie in turns with those of other tensors, see `Heads`; made: how a small one is made of what is stored; each: there is one for
+    each expert, by a second `{}` in the name, or all of them are one tensor.
+    """
+
+    name: str
+    halves: bool = False
+    conv: bool = False
+    among: tuple[str, ...] = ()
+    alone: bool = False
+    turn: tuple[int, int] = (0, 1)
+    made: "Making | None" = None
+    each: bool = False
+
+
+class Making(NamedTuple):
+    """What a tensor is made of another by, and which shape that one has."""
+
+    numbers: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
+    stored: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple
+
+
+def _rates(logarithms: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    rates = np.empty(logarithms.shape, logarithms.dtype)
+    fill_rates(rates, logarithms)
+    return rates
+
+
+# a convolution's weights, of each channel in a row, in a folder with a dimension of 1
+TAPS = Making(lambda stored: np.ascontiguousarray(stored.reshape(len(stored), -1).T), lambda own: (own[1], 1, own[0]))
+TURNED_TAPS = TAPS._replace(stored=lambda own: own[::-1])
+ONE_MORE = Making(lambda stored: np.float32(1) + stored)  # of norms of which 1 + w is the weight
+RATE = Making(_rates)  # of a delta net's decays
+ROW = Making(lambda stored: stored.reshape(1, -1), lambda own: own[1:])  # a matrix of one row that is stored as a vector

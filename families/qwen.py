@@ -1,0 +1,94 @@
+"""Qwen2, which adds biases to q, k and v (Yang et al. 2024, arXiv:2407.10671), Qwen3, which norms their heads (Yang et al. 2025,
+arXiv:2505.09388), and Qwen3 with experts.
+"""
+
+from typing import Any
+
+from ..architectures import Config
+from . import folders, ggufs
+from .family import Family, InFolder, InGguf, Keys
+from .llama import gguf_config
+from .values import Values
+
+DEFAULTS = folders.DEFAULTS | {
+    "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768,
+    "bos_token_id": None, "eos_token_id": None, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
+    "layer_types": None,
+}  # fmt: skip
+MOE_DEFAULTS = DEFAULTS | {
+    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4, "sliding_window": None,
+    "max_window_layers": 0, "num_experts": None, "num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "norm_topk_prob": False, "mlp_only_layers": None, "decoder_sparse_step": 1,
+}  # fmt: skip
+
+
+def windows(values: Values) -> dict[str, Any]:
+    """Of the layers behind the first max_window_layers, or of those that a list says."""
+    n_layers, types, before = (
+        values.whole("num_hidden_layers", folders.MOST_LAYERS),
+        values["layer_types"],
+        values["max_window_layers"],
+    )
+    window = 0 if values["sliding_window"] is None else values.whole("sliding_window")
+    if types is not None:
+        full = folders.full_layers(values, n_layers)
+    elif type(before) is int:
+        full = (*range(min(max(before, 0), n_layers)),)
+    else:
+        raise values.refusal("max_window_layers", "a whole number")
+    if window and values.flag("use_sliding_window") and len(full) < n_layers:
+        return {"window": window, "full_layers": full}
+    if types is not None and len(full) < n_layers:
+        raise values.refusal("layer_types", f"{folders.FULL} in all {n_layers} layers, without a window")
+    return {}
+
+
+def qwen2_config(values: Values) -> Config:
+    """The numbers that a config.json says."""
+    values.must_be("mlp_bias", False)
+    return Config(**folders.numbers(values), **folders.rope(values), **windows(values), qkv_bias=True)
+
+
+def qwen3_config(values: Values) -> Config:
+    """The same of a Qwen3."""
+    biases = folders.attention_biases(values)
+    return Config(**folders.numbers(values), **folders.rope(values), **windows(values), **biases, qk_norm=True)
+
+
+def moe_config(values: Values) -> Config:
+    """The same of a Qwen3 with experts in each so many layers, where a list does not say otherwise; windows are all layers'."""
+    n_layers, step = values.whole("num_hidden_layers", folders.MOST_LAYERS), values.whole("decoder_sparse_step")
+    dense = [] if values["mlp_only_layers"] is None else values.layers("mlp_only_layers", n_layers)
+    experts = folders.experts(
+        values, "moe_intermediate_size", "num_local_experts" if values["num_experts"] is None else "num_experts",
+        is_normed=values.flag("norm_topk_prob"), dense_layers=tuple(i for i in range(n_layers) if i in dense or (i + 1) % step),
+    )  # fmt: skip
+    window = 0
+    if values.flag("use_sliding_window") and values["sliding_window"] is not None:
+        window = values.whole("sliding_window")
+    biases = folders.attention_biases(values)
+    return Config(
+        **folders.numbers(values), **folders.rope(values), **biases, window=window, qk_norm=True, experts=experts
+    )  # fmt: skip
+
+
+def normed_gguf_config(k: Keys) -> Config:
+    """The numbers that a GGUF file's keys say of a Qwen3."""
+    return Config(**ggufs.numbers(k), qk_norm=True)
+
+
+FAMILY = Family(
+    (
+        InFolder("qwen2", DEFAULTS, qwen2_config, folders.PLACES),
+        InFolder("qwen3", DEFAULTS | {"head_dim": 128}, qwen3_config, folders.PLACES),
+        InFolder(
+            "qwen3_moe", MOE_DEFAULTS, moe_config, folders.PLACES | folders.EXPERTS, instead=(folders.EXPERTS_IN_ONE,),
+            does=("num_experts", "num_local_experts"),
+        ),
+    ),
+    (
+        InGguf("qwen2", gguf_config, ggufs.PLACES),
+        InGguf("qwen3", normed_gguf_config, ggufs.PLACES),
+        InGguf("qwen3moe", normed_gguf_config, ggufs.PLACES | ggufs.EXPERTS_PLACES, does=(ggufs.EXPERTS,)),
+    ),
+)  # fmt: skip

@@ -1,0 +1,135 @@
+"""Qwen3.5 (Qwen Team 2026): a gated delta net in most layers, in the others attention that is gated; a head that predicts more
+tokens (MTP) comes along in the same files.
+"""
+
+import re
+
+from ..architectures import Config, DeltaConfig
+from . import folders, ggufs
+from .family import Family, InFolder, InGguf, Keys
+from .folders import FULL, LINEAR
+from .places import ONE_MORE, RATE, TAPS, TURNED_TAPS, Place
+from .values import Values
+
+DEFAULTS = folders.DEFAULTS | {
+    "vocab_size": 248320, "intermediate_size": 12288, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
+    "max_position_embeddings": 32768, "bos_token_id": None, "eos_token_id": None, "partial_rotary_factor": 0.25,
+    "layer_types": None, "full_attention_interval": 4, "attn_output_gate": True, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+}  # fmt: skip
+ATTENTION = {  # and norms
+    "wq": Place("layers.{}.self_attn.q_proj.weight", halves=True, turn=(0, 2)),
+    "wg": Place("layers.{}.self_attn.q_proj.weight", turn=(1, 2)),
+    "q_norm": Place("layers.{}.self_attn.q_norm.weight", halves=True, made=ONE_MORE),
+    "k_norm": Place("layers.{}.self_attn.k_norm.weight", halves=True, made=ONE_MORE),
+    "rms_att": Place("layers.{}.input_layernorm.weight", made=ONE_MORE),
+    "rms_ffn": Place("layers.{}.post_attention_layernorm.weight", made=ONE_MORE),
+    "rms_final": Place("norm.weight", made=ONE_MORE),
+}
+PLACES = folders.PLACES | ATTENTION | {
+    "delta_qkv": Place("layers.{}.linear_attn.in_proj_qkv.weight"),
+    "delta_z": Place("layers.{}.linear_attn.in_proj_z.weight"),
+    "delta_b": Place("layers.{}.linear_attn.in_proj_b.weight"),
+    "delta_a": Place("layers.{}.linear_attn.in_proj_a.weight"),
+    "delta_out": Place("layers.{}.linear_attn.out_proj.weight"),
+    "conv": Place("layers.{}.linear_attn.conv1d.weight", made=TAPS),
+    "rate": Place("layers.{}.linear_attn.A_log", made=RATE),
+    "dt": Place("layers.{}.linear_attn.dt_bias"),
+    "delta_norm": Place("layers.{}.linear_attn.norm.weight"),
+}  # fmt: skip
+GGUF_PLACES = ggufs.PLACES | {
+    "wq": Place("blk.{}.attn_q.weight", halves=True, turn=(0, 2)),
+    "wg": Place("blk.{}.attn_q.weight", turn=(1, 2)),
+    "rms_ffn": Place("blk.{}.post_attention_norm.weight"),
+    "delta_qkv": Place("blk.{}.attn_qkv.weight"),
+    "delta_z": Place("blk.{}.attn_gate.weight"),
+    "delta_b": Place("blk.{}.ssm_beta.weight"),
+    "delta_a": Place("blk.{}.ssm_alpha.weight"),
+    "delta_out": Place("blk.{}.ssm_out.weight"),
+    "conv": Place("blk.{}.ssm_conv1d.weight", made=TURNED_TAPS),
+    "rate": Place("blk.{}.ssm_a"),
+    "dt": Place("blk.{}.ssm_dt.bias"),
+    "delta_norm": Place("blk.{}.ssm_norm.weight"),
+}
+LAYER = ("rms_att", "wq", "wk", "wv", "wg", "wo", "q_norm", "k_norm", "rms_ffn", "w1", "w2", "w3")  # of the head
+
+
+def mtp_places(places: dict[str, Place]) -> dict[str, Place]:
+    """Of the head in a folder: its one layer, by names of a model's, and its own."""
+    return {name: place._replace(name="mtp." + place.name) for name, place in places.items()} | {
+        "fc": Place("mtp.fc.weight"),
+        "rms_emb": Place("mtp.pre_fc_norm_embedding.weight", made=ONE_MORE),
+        "rms_hidden": Place("mtp.pre_fc_norm_hidden.weight", made=ONE_MORE),
+        "rms_final": Place("mtp.norm.weight", made=ONE_MORE),
+    }
+
+
+def nextn_places(places: dict[str, Place]) -> dict[str, Place]:
+    """Of the head in a GGUF file."""
+    own = {"fc": "eh_proj", "rms_emb": "enorm", "rms_hidden": "hnorm", "rms_final": "shared_head_norm"}
+    return places | {name: Place(f"blk.{{}}.nextn.{stored}.weight") for name, stored in own.items()}
+
+
+def config(values: Values) -> Config:
+    """The numbers that a config.json says. Sections of pairs that turn by other positions in images turn by one in a text."""
+    values.must_be("attn_output_gate", True)
+    rope = folders.rope_values(values)
+    rope.must_be("rope_type", "default")
+    turned = folders.partial_rope(rope, values, values, rope)
+    more = folders.no_window(values, "qwen3_5_text") | folders.no_biases(values)
+    n_layers, types = values.whole("num_hidden_layers", folders.MOST_LAYERS), values["layer_types"]
+    if types is None:
+        interval = values.whole("full_attention_interval")
+        layers = [i for i in range(n_layers) if (i + 1) % interval]
+    else:
+        kinds = values.of_layers("layer_types", n_layers, (LINEAR, FULL), f"{LINEAR} or {FULL}")
+        layers = [i for i, kind in enumerate(kinds) if kind == LINEAR]
+    delta = DeltaConfig(
+        layers=tuple(layers),
+        n_key_heads=values.whole("linear_num_key_heads"),
+        n_value_heads=values.whole("linear_num_value_heads"),
+        key_dim=values.whole("linear_key_head_dim"),
+        value_dim=values.whole("linear_value_head_dim"),
+        n_taps=values.whole("linear_conv_kernel_dim"),
+    )
+    return Config(**folders.numbers(values), **turned, **more, qk_norm=True, attention_gate=True, delta=delta)
+
+
+def gguf_config(k: Keys) -> Config:
+    """The numbers that a GGUF file's keys say; heads of values that share one of keys lie in turns."""
+    n_layers, recurrent = k.common["n_layers"], "attention.recurrent_layers"
+    interval = 4 if k["full_attention_interval"] is None else k.whole("full_attention_interval")
+    are, n = k[recurrent], n_layers + ggufs.n_nextn(k)
+    if are is None:
+        are = [(i + 1) % interval != 0 for i in range(n_layers)]
+    elif not isinstance(are, list) or len(are) not in (n_layers, n) or not all(type(each) is bool for each in are):
+        raise k.values.refusal(k.key(recurrent), f"true or false for each of {n} layers")
+    n_values, n_value_heads, n_key_heads = (k.whole(f"ssm.{key}") for key in ("inner_size", "time_step_rank", "group_count"))
+    if n_values % n_value_heads:
+        raise k.values.refusal(k.key("ssm.inner_size"), f"a multiple of {n_value_heads}, the heads")
+    delta = DeltaConfig(
+        layers=tuple(i for i in range(n_layers) if are[i]),
+        n_key_heads=n_key_heads,
+        n_value_heads=n_value_heads,
+        key_dim=k.whole("ssm.state_size"),
+        value_dim=n_values // n_value_heads,
+        n_taps=k.whole("ssm.conv_kernel"),
+        in_turns=n_key_heads != n_value_heads,
+    )
+    return Config(**ggufs.numbers(k, is_partial=True), qk_norm=True, attention_gate=True, delta=delta)
+
+
+FAMILY = Family(
+    (
+        InFolder(
+            "qwen3_5_text", DEFAULTS, config, PLACES, harmless=re.compile(r"(visual|mtp)\..*"),
+            mtp=mtp_places({name: PLACES[name] for name in LAYER}), does=("partial_rotary_factor",), beside={"qwen3_5": False},
+        ),
+    ),
+    (
+        InGguf(
+            "qwen35", gguf_config, GGUF_PLACES, mtp=nextn_places({name: GGUF_PLACES[name] for name in LAYER}),
+            does=(ggufs.NEXTN,),
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,41 @@
+"""SmolLM3, some of whose layers do not turn heads (Yang et al. 2025, arXiv:2501.18795)."""
+
+from ..architectures import Config
+from . import folders, ggufs
+from .family import Family, InFolder, InGguf, Keys
+from .values import Values
+
+DEFAULTS = folders.DEFAULTS | {
+    "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 4,
+    "max_position_embeddings": 32768, "tie_word_embeddings": True, "bos_token_id": 128000, "eos_token_id": 128001,
+    "use_sliding_window": False, "no_rope_layers": None, "no_rope_layer_interval": 4, "layer_types": None, "rope_theta": 2e6,
+}  # fmt: skip
+GGUF_INTERVAL = 4  # of which a file does not tell
+
+
+def config(values: Values) -> Config:
+    """The numbers that a config.json says."""
+    n_layers = values.whole("num_hidden_layers", folders.MOST_LAYERS)
+    if values.flag("use_sliding_window") and values["sliding_window"] is not None:
+        raise values.refusal("sliding_window", "null: windows in some layers are not done here")
+    if values["no_rope_layers"] is None:
+        interval = values.whole("no_rope_layer_interval")
+        unturned = (*range(interval - 1, n_layers, interval),)
+    else:
+        flags = values.of_layers("no_rope_layers", n_layers, (0, 1), "0 or 1")
+        unturned = tuple(layer for layer, flag in enumerate(flags) if flag == 0)
+    return Config(
+        **folders.numbers(values), **folders.rope(values), **folders.only_full(values),
+        **folders.biases(values), no_rope_layers=unturned,
+    )  # fmt: skip
+
+
+def gguf_config(k: Keys) -> Config:
+    """The numbers that a GGUF file's keys say."""
+    return Config(**ggufs.numbers(k), no_rope_layers=(*range(GGUF_INTERVAL - 1, k.common["n_layers"], GGUF_INTERVAL),))
+
+
+FAMILY = Family(
+    (InFolder("smollm3", DEFAULTS, config, folders.PLACES, does=("no_rope_layers",)),),
+    (InGguf("smollm3", gguf_config, ggufs.PAIRS_PLACES),),
+)
