@@ -1,6 +1,6 @@
 """Families of models, a file each: what their files say, and where their tensors lie. A new one is a file, and a line here."""
 
-from . import eagle3, gemma3, gpt2, granite, lfm2, llama, ministral3, mistral, phi3, qwen, qwen35, smollm3
+from . import eagle3, gemma3, gpt2, granite, lfm2, llama, ministral3, mistral, olmo2, phi3, qwen, qwen35, smollm3
 from .family import Family, InFolder, InGguf, Keys
 
 FAMILIES: tuple[Family, ...] = (
@@ -14,6 +14,7 @@ FAMILIES: tuple[Family, ...] = (
     ministral3.FAMILY,
     lfm2.FAMILY,
     qwen35.FAMILY,
+    olmo2.FAMILY,
     gpt2.FAMILY,
     eagle3.FAMILY,
 )

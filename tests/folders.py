@@ -192,6 +192,7 @@ CONFIGS |= {
         experts=ExpertsConfig(6, 2, 20, True, (1,)),
     ),
     "mixtral": Config(24, 36, 2, 3, 1, 66, 128, False, norm_eps=1e-5, rope_theta=1e6, experts=ExpertsConfig(5, 3, 36)),
+    "olmo2": Config(40, 36, 3, 5, 1, 69, 128, False, norms="behind", qk_norm="whole"),
 }  # fmt: skip
 
 

@@ -32,6 +32,7 @@ from transformers import (
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     Phi3Config,
     Qwen2Config,
     Qwen3_5Config,
@@ -236,6 +237,7 @@ MODELS = {
         torch.bfloat16,
         {},
     ),
+    "olmo2": (Olmo2Config(**sizes(69, 40, 36, 3, 5, 1)), torch.bfloat16, {}),
     "lfm2": (
         Lfm2Config(**sizes(68, 32, 60, 4, 4, 2, block_multiple_of=16, layer_types=["conv", "conv", "full_attention", "conv"])),
         torch.bfloat16,

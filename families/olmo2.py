@@ -1,0 +1,33 @@
+"""OLMo 2 (Team OLMo 2025, arXiv:2501.00656): norms stand behind blocks alone, and one goes over all heads of a token's queries,
+one over all of its keys.
+"""
+
+from ..architectures import Config
+from . import folders, ggufs
+from .family import Family, InFolder, InGguf, Keys
+from .places import Place
+from .values import Values
+
+DEFAULTS = folders.DEFAULTS | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "bos_token_id": None, "eos_token_id": 50279}
+PLACES = folders.PLACES | {
+    "rms_att_out": Place("layers.{}.post_attention_layernorm.weight"),
+    "rms_ffn_out": Place("layers.{}.post_feedforward_layernorm.weight"),
+}
+GGUF_PLACES = ggufs.PLACES | {
+    "rms_att_out": Place("blk.{}.post_attention_norm.weight"),
+    "rms_ffn_out": Place("blk.{}.post_ffw_norm.weight"),
+}
+
+
+def config(values: Values) -> Config:
+    """The numbers that a config.json says."""
+    more = folders.no_window(values, "olmo2") | folders.attention_biases(values)
+    return Config(**folders.numbers(values), **folders.rope(values), **more, norms="behind", qk_norm="whole")
+
+
+def gguf_config(k: Keys) -> Config:
+    """The numbers that a GGUF file's keys say."""
+    return Config(**ggufs.numbers(k), norms="behind", qk_norm="whole")
+
+
+FAMILY = Family((InFolder("olmo2", DEFAULTS, config, PLACES),), (InGguf("olmo2", gguf_config, GGUF_PLACES),))
