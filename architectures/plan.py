@@ -19,7 +19,7 @@ from ..weights.trial import LEAST_WEIGHTS, pays
 from .config import Config
 
 LONG = "long_"
-ROUTER, EXPERTS = ".router", ".experts_"  # in names of matrices
+CHOOSING, EXPERTS = (".router", ".shared_gate"), ".experts_"  # in names of matrices
 TABLES = ("embedding", "classifier")  # matrices of a row for each token
 
 
@@ -383,10 +383,10 @@ class Architecture:
 
 
 def _kind_in(name: str, kind: Kind) -> Kind | None:
-    """What the matrix of that name becomes where a model becomes that kind. None: what it is, of a router, which chooses."""
+    """What the matrix of that name becomes where a model becomes that kind. None: what it is, of what chooses experts."""
     if name in TABLES:
         return kind.of_tables or kind
-    if name.endswith(ROUTER):
+    if name.endswith(CHOOSING):
         return None
     return kind.of_experts or kind if EXPERTS in name else kind
 

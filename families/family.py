@@ -20,7 +20,8 @@ class InFolder:
     model_type: its name in config.json, and defaults: what its keys are where that file is silent, as transformers 5.23 has it
     (`models/*/configuration_*.py`); config: its numbers, of keys with those defaults. Raises CheckpointError.
     places: of its tensors, by ours of names, without what `prefix` finds at their beginnings; instead: places of some that go
-    before, where the file holds one of them; mtp: places of the head that it may bring along; harmless: names that nobody needs.
+    before, where the file holds one of them; mtp: places of the head that it may bring along, and of what may lie there
+    instead; harmless: names that nobody needs.
     does: which of `folders.NEUTRAL` it does; aliases: other names of keys, which are turned into ours.
     beside: the model_type of files where it lies in text_config beside others, and whether its classifier is the embedding there.
     """
@@ -30,7 +31,7 @@ class InFolder:
     config: Callable[[Values], Config]
     places: Places
     instead: Sequence[Places] = ()
-    mtp: Places = field(default_factory=dict)
+    mtp: Sequence[Places] = ()
     prefix: re.Pattern[str] = PREFIX
     harmless: re.Pattern[str] = HARMLESS
     does: tuple[str, ...] = ()
@@ -38,10 +39,14 @@ class InFolder:
     beside: Mapping[str, bool] = field(default_factory=dict)
 
 
-class Tensors(Protocol):
-    """Those of a GGUF file."""
+class Named(Protocol):
+    """What tells whether it has a tensor of that name."""
 
     def __contains__(self, name: str, /) -> bool: ...
+
+
+class Tensors(Named, Protocol):
+    """Those of a GGUF file."""
 
     def shape(self, name: str, /) -> tuple[int, ...]:
         """Raises CheckpointError for a tensor that is missing."""
@@ -92,18 +97,30 @@ class Keys:
 class InGguf:
     """A family in a GGUF file.
 
-    architecture: its name there; config: its numbers. Raises CheckpointError. places: of its tensors, by ours of names; mtp:
-    places of the head that it may bring along in the layer behind its last. does: which of `ggufs.NEUTRAL` it does; by_layer:
-    which of `ggufs.BY_LAYER` tell its layers apart; is_head: whether it is a head that drafts, for another file's model.
+    architecture: its name there; config: its numbers. Raises CheckpointError. places, instead: as of a folder; mtp: places of the
+    head that it may bring along in the layer behind its last, and of what may lie there instead. does: which of `ggufs.NEUTRAL`
+    it does; by_layer: which of `ggufs.BY_LAYER` tell its layers apart; is_head: whether it is a head that drafts, for another
+    file's model.
     """
 
     architecture: str
     config: Callable[[Keys], Config]
     places: Places
-    mtp: Places = field(default_factory=dict)
+    instead: Sequence[Places] = ()
+    mtp: Sequence[Places] = ()
     does: tuple[str, ...] = ()
     by_layer: tuple[str, ...] = ()
     is_head: bool = False
+
+
+def chosen(places: Places, instead: Sequence[Places], source: Named, n_layers: int) -> dict[str, Place]:
+    """Places in a source of so many layers: of those that go before, such as have their first tensor there."""
+    found = dict(places)
+    for others in instead:
+        first = next(iter(others.values())).name
+        if any(first.format(i, 0) in source for i in range(n_layers)):
+            found |= others
+    return found
 
 
 class Family(NamedTuple):

@@ -92,6 +92,12 @@ EXPERTS = {
     "experts_w2": Place("layers.{}.mlp.experts.{}.down_proj.weight", each=True),
     "experts_w3": Place("layers.{}.mlp.experts.{}.up_proj.weight", each=True),
 }
+SHARED = {  # the expert that all tokens go through
+    "shared_w1": Place("layers.{}.mlp.shared_expert.gate_proj.weight"),
+    "shared_w2": Place("layers.{}.mlp.shared_expert.down_proj.weight"),
+    "shared_w3": Place("layers.{}.mlp.shared_expert.up_proj.weight"),
+    "shared_gate": Place("layers.{}.mlp.shared_expert_gate.weight"),
+}
 EXPERTS_IN_ONE = {  # as transformers 5 has them in memory
     **dict.fromkeys(EXPERTS_GATED, Place("layers.{}.mlp.experts.gate_up_proj", among=EXPERTS_GATED, each=True)),
     "experts_w2": Place("layers.{}.mlp.experts.down_proj", each=True),

@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 
 from ..architectures import ExpertsConfig
-from ..architectures.config import YarnScaling
+from ..architectures.config import LEAST_SCALE, YarnScaling
 from ..architectures.rope import yarn_scale
 from .family import Keys
 from .folders import MAX_THETA
-from .places import Place
+from .places import EXPERTS_GATED, Place
 
 EMBEDDING, HEAD, ROPE_DIVISORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 BY_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # a number, or a list of one a layer
+EXPERT_DIM = "expert_feed_forward_length"
 WINDOW, EXPERTS, QUERY_SCALE = "attention.sliding_window", "expert_count", "attention.temperature_scale"
+GATING, SOFTMAX, SIGMOID = "expert_gating_func", 1, 2
 ATTENTION_FACTOR, NEXTN = "rope.scaling.attn_factor", "nextn_predict_layers"
 # what other arithmetic than ours is asked for by, behind the architecture's name, and the values that ask for nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -39,6 +41,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_ext_factor": (1, None),
     "norm_output": (False, None),
     NEXTN: (0, None),
+    GATING: (SOFTMAX, 0, None),
+    "expert_group_count": (0, 1, None),
 }
 LAYER_NAMES = {
     "rms_att": "attn_norm.weight", "wq": "attn_q.weight", "wk": "attn_k.weight", "wv": "attn_v.weight",
@@ -58,7 +62,13 @@ EXPERTS_PLACES = {
     "experts_w1": Place("blk.{}.ffn_gate_exps.weight", each=True),
     "experts_w2": Place("blk.{}.ffn_down_exps.weight", each=True),
     "experts_w3": Place("blk.{}.ffn_up_exps.weight", each=True),
+    "router_bias": Place("blk.{}.exp_probs_b.bias"),
+    "shared_w1": Place("blk.{}.ffn_gate_shexp.weight"),
+    "shared_w2": Place("blk.{}.ffn_down_shexp.weight"),
+    "shared_w3": Place("blk.{}.ffn_up_shexp.weight"),
+    "shared_gate": Place("blk.{}.ffn_gate_inp_shexp.weight"),
 }
+EXPERTS_IN_ONE = dict.fromkeys(EXPERTS_GATED, Place("blk.{}.ffn_gate_up_exps.weight", among=EXPERTS_GATED, each=True))
 YARN_SCALE, CLOSE = "rope.scaling.yarn_attn_factor", 1e-3  # which llama.cpp computes anew; what rounding moves
 NO_BIASES = dict.fromkeys(("qkv_bias", "wo_bias", "mlp_bias"), False)  # of a family that has none, whatever lies in a file
 BETAS = "beta_fast", "beta_slow"
@@ -126,12 +136,13 @@ def n_nextn(k: Keys) -> int:
 
 def experts(k: Keys, **more: Any) -> ExpertsConfig:
     """Layers without experts are told by their tensors; what the chosen ones count is divided by their sum, as in llama.cpp."""
-    k.must_be("expert_weights_scale", None, 0, 1)
     router, n_layers = EXPERTS_PLACES["router"].name, k.common["n_layers"]
     return ExpertsConfig(
         n=k.whole(EXPERTS),
         n_chosen=k.whole("expert_used_count"),
-        hidden_dim=k.whole("expert_feed_forward_length", k.common["hidden_dim"]),
+        hidden_dim=k.whole(EXPERT_DIM, k.common["hidden_dim"]),
         dense_layers=tuple(i for i in range(n_layers) if router.format(i) not in k.tensors),
+        scale=k.real("expert_weights_scale", 0, 1 / LEAST_SCALE, 1.0) or 1.0,  # 0 stands for none, too
+        shared_dim=k.whole("expert_shared_feed_forward_length", 0) if k["expert_shared_feed_forward_length"] else 0,
         **more,
     )

@@ -1,9 +1,12 @@
-"""LFM2 (Liquid AI 2025, arXiv:2511.23404): short convolutions in most layers, attention in the others."""
+"""LFM2 (Liquid AI 2025, arXiv:2511.23404): short convolutions in most layers, attention in the others; with experts, too."""
+
+from dataclasses import replace
 
 from ..architectures import Config, ConvConfig
+from ..architectures.config import LEAST_SCALE
 from . import folders, ggufs
 from .family import Family, InFolder, InGguf, Keys
-from .places import CONV_IN, CONV_IN_BIASES, TAPS, TURNED_TAPS, Place
+from .places import CONV_IN, CONV_IN_BIASES, EXPERTS_GATED, TAPS, TURNED_TAPS, Place
 from .values import MAX_SIZE, Values
 
 DEFAULTS = folders.DEFAULTS | {
@@ -11,6 +14,11 @@ DEFAULTS = folders.DEFAULTS | {
     "max_position_embeddings": 128000, "norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 1e6, "conv_bias": False,
     "conv_L_cache": 3, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
     "full_attn_idxs": None, "layer_types": None,
+}  # fmt: skip
+MOE_DEFAULTS = DEFAULTS | {
+    "hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792, "num_dense_layers": 2,
+    "num_experts_per_tok": 4, "num_experts": 32, "use_expert_bias": True, "routed_scaling_factor": 1.0, "norm_topk_prob": True,
+    "block_auto_adjust_ff_dim": False,
 }  # fmt: skip
 ALIASES = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
 KINDS = ("conv", folders.FULL)
@@ -36,6 +44,15 @@ PLACES = {
     "rms_final": Place("embedding_norm.weight"),
     "wcls": Place(folders.HEAD),
 }
+EXPERTS = {
+    "router": Place("layers.{}.feed_forward.gate.weight"),
+    "router_bias": Place("layers.{}.feed_forward.expert_bias"),
+    **{f"experts_w{n}": Place(f"layers.{{}}.feed_forward.experts.{{}}.w{n}.weight", each=True) for n in (1, 2, 3)},
+}
+EXPERTS_IN_ONE = {
+    **dict.fromkeys(EXPERTS_GATED, Place("layers.{}.feed_forward.experts.gate_up_proj", among=EXPERTS_GATED, each=True)),
+    "experts_w2": Place("layers.{}.feed_forward.experts.down_proj", each=True),
+}
 GGUF_PLACES = ggufs.PLACES | {
     **dict.fromkeys(CONV_IN, Place("blk.{}.shortconv.in_proj.weight", among=CONV_IN)),
     "conv": Place("blk.{}.shortconv.conv.weight", made=TURNED_TAPS),
@@ -50,6 +67,18 @@ def config(values: Values) -> Config:
     sizes = folders.numbers(values) | {"hidden_dim": hidden_dim(values), "norm_eps": values.real("norm_eps", 0, 1)}
     conv = ConvConfig(convolutions(values, sizes["n_layers"]), values.whole("conv_L_cache"), values.flag("conv_bias"))
     return Config(**sizes, **folders.rope(values), **more, qk_norm=True, conv=conv)
+
+
+def moe_config(values: Values) -> Config:
+    """The same of a model with experts behind its first layers."""
+    dense = values["num_dense_layers"]
+    if type(dense) is not int or not 0 <= dense <= values.whole("num_hidden_layers", folders.MOST_LAYERS):
+        raise values.refusal("num_dense_layers", "a number of layers")
+    experts = folders.experts(
+        values, "moe_intermediate_size", is_normed=values.flag("norm_topk_prob"), dense_layers=(*range(dense),), is_sigmoid=True,
+        is_biased=values.flag("use_expert_bias"), scale=values.real("routed_scaling_factor", LEAST_SCALE, 1 / LEAST_SCALE),
+    )  # fmt: skip
+    return replace(config(values), experts=experts)
 
 
 def hidden_dim(values: Values) -> int:
@@ -92,7 +121,27 @@ def gguf_config(k: Keys) -> Config:
     return Config(**ggufs.numbers(k, n_kv_heads=max(heads)), qk_norm=True, conv=conv)
 
 
+def moe_gguf_config(k: Keys) -> Config:
+    """The same of a model with experts."""
+    k.must_be(ggufs.GATING, ggufs.SIGMOID)
+    bias = ggufs.EXPERTS_PLACES["router_bias"].name
+    is_biased = any(bias.format(i) in k.tensors for i in range(k.common["n_layers"]))
+    return replace(gguf_config(k), experts=ggufs.experts(k, is_sigmoid=True, is_biased=is_biased))
+
+
 FAMILY = Family(
-    (InFolder("lfm2", DEFAULTS, config, PLACES, aliases=ALIASES),),
-    (InGguf("lfm2", gguf_config, GGUF_PLACES, by_layer=("attention.head_count_kv",)),),
-)
+    (
+        InFolder("lfm2", DEFAULTS, config, PLACES, aliases=ALIASES),
+        InFolder(
+            "lfm2_moe", MOE_DEFAULTS, moe_config, PLACES | EXPERTS, instead=(EXPERTS_IN_ONE,), does=("num_experts",),
+            aliases=ALIASES,
+        ),
+    ),
+    (
+        InGguf("lfm2", gguf_config, GGUF_PLACES, by_layer=("attention.head_count_kv",)),
+        InGguf(
+            "lfm2moe", moe_gguf_config, GGUF_PLACES | ggufs.EXPERTS_PLACES, does=(ggufs.EXPERTS, ggufs.GATING),
+            by_layer=("attention.head_count_kv",),
+        ),
+    ),
+)  # fmt: skip

@@ -51,4 +51,3 @@ TAPS = Making(lambda stored: np.ascontiguousarray(stored.reshape(len(stored), -1
 TURNED_TAPS = TAPS._replace(stored=lambda own: own[::-1])
 ONE_MORE = Making(lambda stored: np.float32(1) + stored)  # of norms of which 1 + w is the weight
 RATE = Making(_rates)  # of a delta net's decays
-ROW = Making(lambda stored: stored.reshape(1, -1), lambda own: own[1:])  # a matrix of one row that is stored as a vector

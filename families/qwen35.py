@@ -1,8 +1,9 @@
 """Qwen3.5 (Qwen Team 2026): a gated delta net in most layers, in the others attention that is gated; a head that predicts more
-tokens (MTP) comes along in the same files.
+tokens (MTP) comes along in the same files. Qwen3.5 and 3.6 with experts, of which one is every token's, are the same otherwise.
 """
 
 import re
+from dataclasses import replace
 
 from ..architectures import Config, DeltaConfig
 from . import folders, ggufs
@@ -16,6 +17,10 @@ DEFAULTS = folders.DEFAULTS | {
     "max_position_embeddings": 32768, "bos_token_id": None, "eos_token_id": None, "partial_rotary_factor": 0.25,
     "layer_types": None, "full_attention_interval": 4, "attn_output_gate": True, "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+}  # fmt: skip
+MOE_DEFAULTS = DEFAULTS | {
+    "hidden_size": 2048, "intermediate_size": 512, "num_hidden_layers": 40, "num_key_value_heads": 2,
+    "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts_per_tok": 8, "num_experts": 256,
 }  # fmt: skip
 ATTENTION = {  # and norms
     "wq": Place("layers.{}.self_attn.q_proj.weight", halves=True, turn=(0, 2)),
@@ -51,6 +56,7 @@ GGUF_PLACES = ggufs.PLACES | {
     "dt": Place("blk.{}.ssm_dt.bias"),
     "delta_norm": Place("blk.{}.ssm_norm.weight"),
 }
+HARMLESS = re.compile(r"(visual|mtp)\..*")
 LAYER = ("rms_att", "wq", "wk", "wv", "wg", "wo", "q_norm", "k_norm", "rms_ffn", "w1", "w2", "w3")  # of the head
 
 
@@ -95,6 +101,12 @@ def config(values: Values) -> Config:
     return Config(**folders.numbers(values), **turned, **more, qk_norm=True, attention_gate=True, delta=delta)
 
 
+def moe_config(values: Values) -> Config:
+    """The same with experts."""
+    shared = values.whole("shared_expert_intermediate_size")
+    return replace(config(values), experts=folders.experts(values, "moe_intermediate_size", shared_dim=shared, shared_gate=True))
+
+
 def gguf_config(k: Keys) -> Config:
     """The numbers that a GGUF file's keys say; heads of values that share one of keys lie in turns."""
     n_layers, recurrent = k.common["n_layers"], "attention.recurrent_layers"
@@ -119,17 +131,35 @@ def gguf_config(k: Keys) -> Config:
     return Config(**ggufs.numbers(k, is_partial=True), qk_norm=True, attention_gate=True, delta=delta)
 
 
+def moe_gguf_config(k: Keys) -> Config:
+    """The same with experts."""
+    return replace(gguf_config(k), experts=ggufs.experts(k, shared_gate=True))
+
+
+MOE_PLACES, MOE_GGUF_PLACES = PLACES | folders.EXPERTS | folders.SHARED, GGUF_PLACES | ggufs.EXPERTS_PLACES
+MTP_EXPERTS_IN_ONE = {name: place._replace(name="mtp." + place.name) for name, place in folders.EXPERTS_IN_ONE.items()}
+MOE_LAYER = (*[name for name in LAYER if name not in ("w1", "w2", "w3")], *folders.EXPERTS, *folders.SHARED)
 FAMILY = Family(
     (
         InFolder(
-            "qwen3_5_text", DEFAULTS, config, PLACES, harmless=re.compile(r"(visual|mtp)\..*"),
-            mtp=mtp_places({name: PLACES[name] for name in LAYER}), does=("partial_rotary_factor",), beside={"qwen3_5": False},
+            "qwen3_5_text", DEFAULTS, config, PLACES, harmless=HARMLESS,
+            mtp=(mtp_places({name: PLACES[name] for name in LAYER}),), does=("partial_rotary_factor",), beside={"qwen3_5": False},
+        ),
+        InFolder(
+            "qwen3_5_moe_text", MOE_DEFAULTS, moe_config, MOE_PLACES, instead=(folders.EXPERTS_IN_ONE,), harmless=HARMLESS,
+            mtp=(mtp_places({name: MOE_PLACES[name] for name in MOE_LAYER}), MTP_EXPERTS_IN_ONE),
+            does=("partial_rotary_factor", "num_experts"), beside={"qwen3_5_moe": False},
         ),
     ),
     (
         InGguf(
-            "qwen35", gguf_config, GGUF_PLACES, mtp=nextn_places({name: GGUF_PLACES[name] for name in LAYER}),
+            "qwen35", gguf_config, GGUF_PLACES, mtp=(nextn_places({name: GGUF_PLACES[name] for name in LAYER}),),
             does=(ggufs.NEXTN,),
+        ),
+        InGguf(
+            "qwen35moe", moe_gguf_config, MOE_GGUF_PLACES, instead=(ggufs.EXPERTS_IN_ONE,),
+            mtp=(nextn_places({name: MOE_GGUF_PLACES[name] for name in MOE_LAYER}), ggufs.EXPERTS_IN_ONE),
+            does=(ggufs.NEXTN, ggufs.EXPERTS),
         ),
     ),
 )  # fmt: skip

@@ -12,8 +12,9 @@ from typing import Any
 from ..architectures import Config
 from ..families import GGUFS, Keys
 from ..families.eagle3 import IDS
+from ..families.family import chosen
 from ..families.folders import MOST_LAYERS
-from ..families.ggufs import BY_LAYER, EMBEDDING, HEAD, NEUTRAL, NEXTN
+from ..families.ggufs import BY_LAYER, EMBEDDING, EXPERT_DIM, HEAD, NEUTRAL, NEXTN
 from ..families.values import CheckpointError, Values, shown
 from ..machine.vectors import Int64
 from ..tokenizer import STRIPS
@@ -50,7 +51,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     if model.n_nextn and not any(name.startswith("blk.0.") for name in model):
         raise CheckpointError(f"{path} holds an MTP head without its model; name a file of both, with which it drafts by itself")
     config = config_of(model)
-    tensors = tensors_of(config, model.family.places, model)
+    tensors = tensors_of(config, chosen(model.family.places, model.family.instead, model, config.n_layers), model)
     ids = None
     if config.head and IDS in model:
         ids = checked_ids(model.integers(IDS, config.head.n_rows), config.vocab_size, model.told(IDS))
@@ -184,7 +185,7 @@ def config_of(model: Model) -> Config:
     values = values.with_one_of_lists([f"{a}.{key}" for key in BY_LAYER if key not in model.family.by_layer], n_blocks)
     common: dict[str, Any] = {
         "dim": values.whole(f"{a}.embedding_length"),
-        "hidden_dim": values.whole(f"{a}.feed_forward_length"),
+        "hidden_dim": values.whole(f"{a}.feed_forward_length" if f"{a}.feed_forward_length" in values else f"{a}.{EXPERT_DIM}"),
         "n_layers": n_blocks - model.n_nextn,
         "n_heads": values.whole(f"{a}.attention.head_count"),
         "seq_len": values.whole(f"{a}.context_length"),

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
+from ..families.family import chosen
 from ..families.folders import HEAD
 from ..families.places import Place
 from ..families.values import CheckpointError, shown
@@ -93,11 +94,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
             raise CheckpointError(f"{path} is a directory without {CONFIG}; {_hint(path)}")
     family, config, end_marks, bos = read_config(path)
     folder = Folder(path, family.prefix, family.harmless)
-    places = dict(family.places)
-    for instead in family.instead:
-        first = next(iter(instead.values())).name
-        if any(first.format(i, 0) in folder for i in range(config.n_layers)):
-            places |= instead
+    places = chosen(family.places, family.instead, folder, config.n_layers)
     if config.shared_classifier and HEAD in folder:
         if places["tok_emb"].name not in folder:
             places["tok_emb"] = Place(HEAD)

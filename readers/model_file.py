@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from io import FileIO
@@ -47,7 +47,7 @@ class Checkpoint:
     target_ids: Int64 | None = None
     family: str = ""
     sampling: Mapping[str, float] = field(default_factory=dict)
-    mtp: Mapping[str, Place] = field(default_factory=dict)
+    mtp: Sequence[Mapping[str, Place]] = ()
 
 
 def advised(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, float]:

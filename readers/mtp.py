@@ -8,6 +8,8 @@ import re
 from dataclasses import replace
 
 from ..architectures import Config, HeadConfig
+from ..families.family import Named, chosen
+from ..families.places import Place
 from . import gguf
 from .huggingface import Folder
 from .model_file import Checkpoint
@@ -22,13 +24,12 @@ def head_of(target: Checkpoint) -> Checkpoint | None:
 
 
 def _of_folder(target: Checkpoint) -> Checkpoint | None:
-    places = {name: place._replace(name=place.name.format(0, "{}")) for name, place in target.mtp.items()}
-    beginning = re.escape(next(iter(places.values())).name.partition(".")[0])
+    beginning = re.escape(next(iter(target.mtp[0].values())).name.partition(".")[0])
     folder = Folder(target.path, re.compile(r"(?!)"), re.compile(rf"(?!{beginning}\.).*", re.DOTALL))  # of the folder those alone
     if not any(True for _ in folder):
         return None
     config = head_config(target.config)
-    tensors = tensors_of(config, places, folder)
+    tensors = tensors_of(config, _of_layer(target, 0, folder), folder)
     folder.check_all_used()
     return Checkpoint(target.path, config, tensors)
 
@@ -38,11 +39,20 @@ def _of_gguf(target: Checkpoint) -> Checkpoint | None:
     if not model.n_nextn:
         return None
     config = head_config(target.config)
-    places = {name: place._replace(name=place.name.format(n_layers, "{}")) for name, place in target.mtp.items()}
-    tensors = tensors_of(config, places, model)
+    tensors = tensors_of(config, _of_layer(target, n_layers, model), model)
     model.leave_out(name for name in model if not name.startswith(f"blk.{n_layers}."))
     model.check_all_used()
     return Checkpoint(target.path, config, tensors)
+
+
+def _of_layer(target: Checkpoint, layer: int, source: Named) -> dict[str, Place]:
+    """Places of the head, whose one layer has that number in the file."""
+
+    def placed(place: Place) -> Place:
+        return place._replace(name=place.name.replace("{}", str(layer), 1))
+
+    places, *instead = ({name: placed(place) for name, place in each.items()} for each in target.mtp)
+    return chosen(places, instead, source, 1)
 
 
 def head_config(target: Config) -> Config:

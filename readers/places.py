@@ -48,8 +48,10 @@ def tensors_of(config: Config, places: Mapping[str, Place], source: Source) -> d
     def experts(name: str, layer: str, shape: tuple[int, ...], place: Place) -> list[Any]:
         """One tensor for each: all of one that holds them all, one behind the other, are parts of it."""
         n, n_rows, n_columns = shape
-        if place.name.count("{}") == 2:
-            return [tensor(name, place.name.format(layer, i), shape[1:], place) for i in range(n)]
+        before, brace, behind = place.name.partition("experts.{}")
+        if brace:
+            stored = before.format(layer) + "experts.{}" + behind
+            return [tensor(name, stored.format(i), shape[1:], place) for i in range(n)]
         among = [f"{layer}.{each}" for each in place.among] or [name]
         sizes = [shapes[each][1] for each in among]
         total, first = sum(sizes), sum(sizes[: among.index(name)])

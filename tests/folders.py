@@ -193,6 +193,19 @@ CONFIGS |= {
     ),
     "mixtral": Config(24, 36, 2, 3, 1, 66, 128, False, norm_eps=1e-5, rope_theta=1e6, experts=ExpertsConfig(5, 3, 36)),
     "olmo2": Config(40, 36, 3, 5, 1, 69, 128, False, norms="behind", qk_norm="whole"),
+    "olmoe": Config(36, 20, 2, 3, 1, 67, 128, False, qk_norm="whole", experts=ExpertsConfig(7, 3, 20, False)),
+    "granitemoe": Config(32, 24, 2, 4, 2, 70, 128, False, norm_eps=1e-6, experts=ExpertsConfig(4, 4, 24), **GRANITE),
+    "granitemoe_shared": Config(
+        40, 20, 2, 5, 1, 65, 128, False, norm_eps=1e-6, experts=ExpertsConfig(5, 2, 20, shared_dim=33), **GRANITE
+    ),
+    "lfm2_moe": Config(
+        32, 44, 4, 4, 2, 68, 128, True, rope_theta=1e6, qk_norm=True, conv=ConvConfig((0, 1, 3)),
+        experts=ExpertsConfig(6, 3, 20, True, (0,), True, True),
+    ),
+    "qwen35_moe": Config(
+        32, 48, 4, 2, 1, 70, 128, False, norm_eps=1e-6, head_dim=16, rope_dim=4, qk_norm=True, attention_gate=True,
+        delta=DeltaConfig((0, 1, 2), 2, 2, 16, 16), experts=ExpertsConfig(6, 2, 12, shared_dim=28, shared_gate=True),
+    ),
 }  # fmt: skip
 
 

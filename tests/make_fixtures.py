@@ -25,17 +25,22 @@ from transformers import (
     GenerationConfig,
     GPT2Config,
     GraniteConfig,
+    GraniteMoeConfig,
     GraniteMoeHybridConfig,
+    GraniteMoeSharedConfig,
     Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     Ministral3Config,
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    OlmoeConfig,
     Phi3Config,
     Qwen2Config,
     Qwen3_5Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -43,6 +48,7 @@ from transformers import (
     logging,
 )
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5_moe
 
 FIXTURES = Path(__file__).parent / "fixtures"
 N_TOKENS, N_PROMPT, N_CONTINUATION = 60, 5, 24
@@ -238,6 +244,40 @@ MODELS = {
         {},
     ),
     "olmo2": (Olmo2Config(**sizes(69, 40, 36, 3, 5, 1)), torch.bfloat16, {}),
+    "olmoe": (
+        OlmoeConfig(**sizes(67, 36, 20, 2, 3, 1, num_experts=7, num_experts_per_tok=3)),
+        torch.bfloat16,
+        {},
+    ),
+    "granitemoe": (
+        GraniteMoeConfig(**sizes(70, 32, 24, 2, 4, 2, num_local_experts=4, num_experts_per_tok=4, **GRANITE)),
+        torch.bfloat16,
+        {},
+    ),
+    "granitemoe_shared": (
+        GraniteMoeSharedConfig(
+            **sizes(65, 40, 20, 2, 5, 1, num_local_experts=5, num_experts_per_tok=2, shared_intermediate_size=33, **GRANITE)
+        ),
+        torch.bfloat16,
+        {},
+    ),
+    "lfm2_moe": (
+        Lfm2MoeConfig(
+            **sizes(68, 32, 44, 4, 4, 2, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20, num_dense_layers=1),
+            layer_types=["conv", "conv", "full_attention", "conv"],
+        ),
+        torch.bfloat16,
+        {},
+    ),
+    "qwen35_moe": (
+        Qwen3_5MoeTextConfig(
+            **sizes(70, 32, 48, 4, 2, 1, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12),
+            **delta_net("ddda", 2, 2, 16, 16),
+            shared_expert_intermediate_size=28,
+        ),
+        torch.bfloat16,
+        {},
+    ),
     "lfm2": (
         Lfm2Config(**sizes(68, 32, 60, 4, 4, 2, block_multiple_of=16, layer_types=["conv", "conv", "full_attention", "conv"])),
         torch.bfloat16,
@@ -319,6 +359,9 @@ def random_model(config, dtype, seed):
             else:
                 one = 0 if is_gemma else 1  # which transformers adds
                 parameter.copy_(one + 0.2 * noise if is_norm and name.endswith("weight") else 0.3 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
     return model.to(dtype).eval()
 
 
@@ -330,9 +373,10 @@ class Mtp(torch.nn.Module):
         config = copy.deepcopy(config)
         config.num_hidden_layers, config.layer_types, config._attn_implementation = 1, ["full_attention"], "eager"
         n, norm = config.hidden_size, qwen3_5.Qwen3_5RMSNorm
+        layer = qwen3_5_moe.Qwen3_5MoeDecoderLayer if hasattr(config, "num_experts") else qwen3_5.Qwen3_5DecoderLayer
         self.fc = torch.nn.Linear(2 * n, n, bias=False)
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (norm(n, config.rms_norm_eps) for _ in range(3))
-        self.layers = torch.nn.ModuleList([qwen3_5.Qwen3_5DecoderLayer(config, 0)])
+        self.layers = torch.nn.ModuleList([layer(config, 0)])
         self.rotary = [qwen3_5.Qwen3_5TextRotaryEmbedding(config)]  # without tensors of its own
 
     def forward(self, embedded, states):

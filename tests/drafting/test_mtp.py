@@ -23,7 +23,7 @@ from tests.folders import FIXTURES, copy, read_all, retensor
 from tests.gguf_files import gguf_bytes, with_head
 from tests.models import THREADS, broken_off, continuation, tokens_for
 
-NAMES = ("qwen35", "qwen35_images")
+NAMES = ("qwen35", "qwen35_images", "qwen35_moe")
 N_POSITIONS = 300
 PROMPT = [1, 7, 9]
 
