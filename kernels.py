@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .machine.cache import compiled, inlined, inner
-from .machine.elementary import exp, gelu_tanh, sigmoid, silu, sine_and_cosine
+from .machine.elementary import exp, sine_and_cosine
 from .machine.programs import Floats1, Floats2, Floats3, Floats4, Halves4, Ints1, Ints2, Operation, Pass, operation
 from .machine.threads import share
 from .machine.tiles import PREFETCH_WORDS, STRIP_ROWS, TILE_TOKENS, Strided, Strips, multiply_either
@@ -32,6 +32,7 @@ from .machine.vectors import (
     ceil_div,
     fma,
     item,
+    lane,
     load,
     load_either,
     maximum,
@@ -357,8 +358,11 @@ def cache_values(run, thread, values, x, unit, base, head_dim):
 
 
 @inner
-def softmax(scores, row, start, end, scale):
-    """x = scores[row, start:end] becomes e^(scale (x - max x)) / sum; the rest of the vectors it touches becomes 0."""
+def softmax(scores, row, start, end, scale, sink):
+    """x = scores[row, start:end] becomes e^(scale (x - max x)) / sum; the rest of the vectors it touches becomes 0.
+
+    sink: one x more, which the maximum and the sum go over, too (Xiao et al. 2023, arXiv:2309.17453); -inf: there is none.
+    """
     first = start // LANES * LANES
     last = (end + LANES - 1) // LANES * LANES
     for s in range(first, start):
@@ -366,7 +370,7 @@ def softmax(scores, row, start, end, scale):
     for s in range(end, last):
         scores[row, s] = -np.inf
     base = row * scores.shape[1]
-    top = splat(-np.inf)
+    top = splat(sink)
     for s in range(first, last, LANES):
         top = maximum(load(scores, base + s), top)
     minus_top = splat(-reduce_max(top))
@@ -375,7 +379,8 @@ def softmax(scores, row, start, end, scale):
         e = exp(mul(splat(scale), add(load(scores, base + s), minus_top)))
         store(scores, base + s, e)
         total = add(total, e)
-    inverse = splat(np.float32(1.0) / reduce_add(total))
+    of_sink = lane(exp(mul(splat(scale), add(splat(sink), minus_top))), 0)
+    inverse = splat(np.float32(1.0) / (reduce_add(total) + of_sink))
     for s in range(first, last, LANES):
         store(scores, base + s, mul(load(scores, base + s), inverse))
 
@@ -384,8 +389,8 @@ class Attention(NamedTuple):
     """What attention takes.
 
     heads (1, T, H K padded); qkv (T, rows of q, of k and of v); of a layer keys (G, S / R, K, R) and values (G, K / R, S, R);
-    scores (threads, TILE_TOKENS, S) and mixed (threads, TILE_TOKENS, K padded); window: how many positions a token sees at most;
-    scale: of scores.
+    scores (threads, TILE_TOKENS, S) and mixed (threads, TILE_TOKENS, K padded); sinks (H): of each head one score more, that of
+    no position; window: how many positions a token sees at most; scale: of scores.
     """
 
     heads: Floats3
@@ -396,6 +401,7 @@ class Attention(NamedTuple):
     mixed: Floats3
     depths: Ints1
     paths: Ints2
+    sinks: Floats1
     n_heads: int
     window: int
     scale: float
@@ -473,7 +479,7 @@ def attend(run, thread, p, head, token, n_queries, along_heads):
         start = max(0, end - p.window)
         if has_nodes:
             gather_path(scores, i, max(start, n_text), end, n_text, p.paths[run.pos + t - n_text])
-        softmax(scores, i, start, end, p.scale)
+        softmax(scores, i, start, end, p.scale, p.sinks[head + next_head * i])
         mix_values(mixed, values, scores, i, one, start, min(common_start, end, n_text))
         if has_nodes:
             mix_path(mixed, values, scores, i, max(start, n_text), min(common_start, end), n_text, p.paths[run.pos + t - n_text])
@@ -551,48 +557,3 @@ KV_CACHES = {
     "f32": KVCache(np.float32, store_keys_f32, store_values_f32, attention_f32),
     "f16": KVCache(np.uint16, store_keys_f16, store_values_f16, attention_f16),
 }
-
-
-@inlined
-def gate(run, thread, hidden, up, per_token, activation):
-    """hidden[t] = activation(w1 x) * (w3 x): this thread's strips of up (T per_token, 2 F), those of both in turns."""
-    width = hidden.shape[2]
-    first, last = share(width // STRIP_ROWS, thread, run.n_threads)
-    for t in range(run.n_tokens * per_token):
-        for strip in range(first, last):
-            for i in range(0, STRIP_ROWS, LANES):
-                at = t * up.shape[1] + 2 * strip * STRIP_ROWS + i
-                gated = mul(activation(load(up, at)), load(up, at + STRIP_ROWS))
-                store(hidden, t * width + strip * STRIP_ROWS + i, gated)
-
-
-@operation
-def swiglu(run: Pass, thread: int, hidden: Floats3, up: Floats2, per_token: int) -> None:
-    """hidden[t] = silu(w1 x) * (w3 x)  (Shazeer 2020)."""
-    gate(run, thread, hidden, up, per_token, silu)
-
-
-@operation
-def geglu(run: Pass, thread: int, hidden: Floats3, up: Floats2) -> None:
-    """hidden[t] = gelu(w1 x) * (w3 x)  (Shazeer 2020)."""
-    gate(run, thread, hidden, up, 1, gelu_tanh)
-
-
-@operation
-def gelu(run: Pass, thread: int, hidden: Floats3, up: Floats2) -> None:
-    """hidden[t] = gelu(up[t]): this thread's strips of up (T, F)."""
-    width = hidden.shape[2]
-    first, last = share(width // STRIP_ROWS, thread, run.n_threads)
-    for t in range(run.n_tokens):
-        for i in range(t * width + first * STRIP_ROWS, t * width + last * STRIP_ROWS, LANES):
-            store(hidden, i, gelu_tanh(load(up, i)))
-
-
-@operation
-def gate_rows(run: Pass, thread: int, heads: Floats3, gates: Floats2, base: int, n: int) -> None:
-    """heads[t] *= sigmoid of n columns of gates[t] from `base` on: this thread's vectors of them."""
-    first, last = share(ceil_div(n, LANES), thread, run.n_threads)
-    for t in range(run.n_tokens):
-        for row in range(first * LANES, last * LANES, LANES):
-            at = t * heads.shape[2] + row
-            store(heads, at, mul(load(heads, at), sigmoid(load(gates, t * gates.shape[1] + base + row))))

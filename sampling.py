@@ -267,7 +267,8 @@ def probabilities(probs, logits, temperature, top_k, top_p, keys):
     for token in range(n):
         probs[0, token] = logits[token]
     zero = np.int64(0)  # a literal would have softmax compiled once more
-    softmax(probs, zero, zero, n, np.float32(max(1e-45, min(1.0 / temperature, 3e38))))  # 0 times the padding's infinity is NaN
+    scale = np.float32(max(1e-45, min(1.0 / temperature, 3e38)))  # 0 times the padding's infinity is NaN
+    softmax(probs, zero, zero, n, scale, np.float32(-np.inf))
     limit_k = top_k if 0 < top_k < n else n
     limit_p = top_p if 0.0 < top_p < 1.0 else np.inf
     if (limit_k == n and limit_p == np.inf) or np.isnan(probs[0, 0]):

@@ -1,20 +1,23 @@
 """A block of attention (Vaswani et al. 2017, arXiv:1706.03762), of grouped heads that RoPE turns, and what families add to it.
 
 Biases of q, k and v (Qwen2) or of all products, norms of each head (Qwen3) or of all heads of a token (OLMo 2), a gate (Qwen3.5),
-windows in all layers (Mistral) or in most (Gemma 3), layers whose heads are not turned (SmolLM3).
+windows in all layers (Mistral) or in most (Gemma 3), layers whose heads are not turned (SmolLM3), sinks (gpt-oss).
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..kernels import gate_rows, head_norm, move_slots, rope
+import numpy as np
+
+from ..kernels import head_norm, move_slots, rope
 from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import Float32, Int64
 from ..weights.matrix import n_strips
 from .blocks import Block, Shapes, added, biased, norm_shapes, norm_vectors, taken
 from .config import Config
+from .gates import gate_rows
 from .plan import Buffers, Part, Vector, Weights
 
 NORM = "rms_att"
@@ -32,6 +35,8 @@ def shapes(config: Config) -> Shapes:
         tensors["wg"] = (q_dim, dim)
     if config.qk_norm:
         tensors |= {name: (n,) for name, (n, _, _) in _normed_heads(config).items()}
+    if config.sinks:
+        tensors["sinks"] = (config.n_heads,)
     return tensors
 
 
@@ -53,6 +58,8 @@ def vectors(config: Config, i: int) -> dict[str, Vector]:
         own[f"{i}.bo"] = Vector((("bo", i),), (config.dim,))
     if config.qk_norm:
         own |= {f"{i}.{name}": Vector(((name, i),), (n,)) for name, (n, _, _) in _normed_heads(config).items()}
+    if config.sinks:
+        own[f"{i}.sinks"] = Vector((("sinks", i),), (config.n_heads,))
     return own
 
 
@@ -95,13 +102,20 @@ def mixing(config: Config, weights: Weights, b: Buffers, i: int, source: Float32
     product = [*before, w[f"{i}.qkv"].product(b.qkv, source, b.scratch, unit=unit), *biased(weights, b.qkv, f"{i}.bqkv", unit)]
     first = [product, turned(whole)] if is_whole else [[*product, *turned(unit)]]  # all of a token's heads are no thread's own
     seen = replace(config, window=0) if i in config.full_layers else config
-    return [*first, [attention(seen, b, i)], *gated, *added(config, weights, b, w[f"{i}.wo"], b.heads, f"{i}.bo", f"{i}.{NORM}")]
+    return [
+        *first,
+        [attention(seen, b, i, v.get(f"{i}.sinks"))],
+        *gated,
+        *added(config, weights, b, w[f"{i}.wo"], b.heads, f"{i}.bo", f"{i}.{NORM}"),
+    ]
 
 
-def attention(config: Config, b: Buffers, i: int) -> Row:
-    """heads = what each query head of layer i sees of the text up to its token, or of a window of it."""
-    numbers = config.n_heads, config.n_seen, config.score_scale
-    row: Row = b.kv.attention(b.heads, b.qkv, b.keys[i], b.values[i], b.scores, b.mixed, b.depths, b.paths, *numbers)
+def attention(config: Config, b: Buffers, i: int, sinks: Float32 | None = None) -> Row:
+    """heads = what each query head of layer i sees of the text up to its token, or of a window of it; sinks: see `Attention`."""
+    scale = np.float32(config.score_scale)
+    scores = np.full(config.n_heads, -np.inf, np.float32) if sinks is None else sinks / scale  # before they are scaled
+    given = b.scores, b.mixed, b.depths, b.paths, scores
+    row: Row = b.kv.attention(b.heads, b.qkv, b.keys[i], b.values[i], *given, config.n_heads, config.n_seen, config.score_scale)
     return row
 
 

@@ -171,9 +171,10 @@ class ExpertsConfig:
 
     n: how many there are, n_chosen: that a token goes through, hidden_dim: rows of each one's first matrix; is_normed: whether
     what the chosen ones count is divided by their sum; dense_layers: those that have an MLP instead; is_sigmoid: whether scores
-    count by their sigmoid, else by their softmax; is_biased: whether something is added to what chooses; scale: of what the
-    chosen ones count; shared_dim: rows of the first matrix of one that all tokens go through, 0: there is none; shared_gate:
-    whether that one is gated by a product.
+    count by their sigmoid, else by their softmax; is_biased: whether something is added to what chooses; limit, alpha: of
+    `clamped_swiglu`, which products with biases go through then, and the router has one, too (0: are not, and have none); scale:
+    of what the chosen ones count; shared_dim: rows of the first matrix of one that all tokens go through, 0: there is none;
+    shared_gate: whether that one is gated by a product.
     """
 
     n: int
@@ -183,6 +184,8 @@ class ExpertsConfig:
     dense_layers: tuple[int, ...] = ()
     is_sigmoid: bool = False
     is_biased: bool = False
+    limit: float = 0.0
+    alpha: float = 0.0
     scale: float = 1.0
     shared_dim: int = 0
     shared_gate: bool = False
@@ -199,6 +202,8 @@ class ExpertsConfig:
             return f"scale is {self.scale}; expected {LEAST_SCALE:g} to {1 / LEAST_SCALE:g}"
         if self.shared_dim < 0 or (self.shared_gate and not self.shared_dim):
             return f"shared_dim is {self.shared_dim}; expected a number of rows, or 0 and no shared_gate"
+        if not 0 <= self.limit <= 1 / LEAST_SCALE or not 0 <= self.alpha <= 1 / LEAST_SCALE:
+            return f"limit and alpha are {self.limit} and {self.alpha}; expected 0 to {1 / LEAST_SCALE:g}"
         if self.is_biased and not self.is_sigmoid:
             return "is_biased, of a softmax; expected of sigmoids"
         return ""
@@ -212,16 +217,16 @@ class Config:
     `ARCHITECTURES`; norm_eps: what keeps a norm from dividing by 0; rope_theta: the base of RoPE's angles; head_dim: 0 stands for
     dim / n_heads; rope_dim: how many rows of a head, its first, RoPE turns (0: all); rope_divisors: of each pair's angle, none
     for 1; long_divisors, n_short: a text of more than n_short tokens has those divisors, from its first token on (0: none has);
-    rope_scale: what turned rows are multiplied by; query_scale, query_span: a query at position p is multiplied by
-    1 + query_scale log(1 + p // query_span) (Llama 4; 0: is not); window: how many positions, its own the last, a token sees (0:
+    rope_scale: what turned rows are multiplied by; query_scale, query_span: a query at position p is multiplied by 1 +
+    query_scale log(1 + p // query_span) (Llama 4; 0: is not); window: how many positions, its own the last, a token sees (0:
     all); qkv_bias, wo_bias, mlp_bias: which products add a bias; qk_norm: whether queries and keys go through an RMSNorm for each
     head, or the "whole" of a token's; embedding_scale: what embeddings are multiplied by, residual_scale: what layers add to the
     residual stream, attention_scale: scores (0 stands for 1 / sqrt(head_dim)), logit_divisor: what divides logits;
     no_rope_layers: whose queries and keys are not turned; full_layers: which have no window where others have, local_theta: the
     base of those others' angles, which nothing scales (0: they are as all); conv, delta: the layers that are none of attention;
     attention_gate: whether what attention mixes is gated; head: what else a head that drafts needs, of whose target vocab_size
-    counts the tokens; experts: of layers whose MLP is a mixture; norms: where they stand, of what a block takes, of what it
-    makes, or of both; activation: what gates an MLP.
+    counts the tokens; experts: of layers whose MLP is a mixture; sinks: whether each head has a score that is no position's;
+    norms: where they stand, of what a block takes, of what it makes, or of both; activation: what gates an MLP.
     """
 
     dim: int
@@ -261,6 +266,7 @@ class Config:
     attention_gate: bool = False
     head: HeadConfig | None = None
     experts: ExpertsConfig | None = None
+    sinks: bool = False
     norms: Literal["before", "behind", "around"] = "before"
     activation: Literal["silu", "gelu"] = "silu"
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from ..machine.cache import inner
 from ..machine.elementary import exp, sigmoid
-from ..machine.programs import Floats1, Floats2, Floats3, Ints2, Pass, operation
+from ..machine.programs import Floats1, Floats2, Ints2, Pass, operation
 from ..machine.threads import share
 from ..machine.tiles import STRIP_ROWS
-from ..machine.vectors import LANES, add, fma, load, maximum, mul, reduce_max, splat, store
+from ..machine.vectors import LANES, add, fma, load, maximum, reduce_max, splat, store
 
 OF_CHOSEN, OF_ALL, SIGMOID = range(3)  # what makes weights of a token's scores: softmax of the chosen ones, or of all; sigmoids
 
@@ -124,14 +124,3 @@ def add_experts(run: Pass, thread: int, x: Floats2, branch: Floats2, places: Int
                 at = places[thread, choice] * branch.shape[1] + i
                 total = fma(load(branch, at), splat(weights[thread, choice]), total)
             store(x, t * x.shape[1] + i, add(load(x, t * x.shape[1] + i), total))
-
-
-@operation
-def gate_tokens(run: Pass, thread: int, hidden: Floats3, gates: Floats2) -> None:
-    """hidden[0, t] *= sigmoid(gates[t, 0]): this thread's columns."""
-    first, last = share(hidden.shape[2] // STRIP_ROWS, thread, run.n_threads)
-    for t in range(run.n_tokens):
-        scale = sigmoid(splat(gates[t, 0]))
-        for i in range(first * STRIP_ROWS, last * STRIP_ROWS, LANES):
-            at = t * hidden.shape[2] + i
-            store(hidden, at, mul(load(hidden, at), scale))

@@ -1,12 +1,13 @@
 """GPT-2 (Radford et al. 2019): its tensors, its matrices, its pass."""
 
-from ..kernels import add_bias, add_positions, gelu, layer_norm
+from ..kernels import add_bias, add_positions, layer_norm
 from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
 from ..weights.matrix import n_strips
 from .attention import attention, move_path
 from .blocks import block_buffers
 from .config import Config
+from .gates import gelu
 from .plan import Architecture, Buffers, Layers, Part, Vector, Weights
 
 

@@ -6,7 +6,7 @@ has: what chooses is not rounded, whatever the experts become.
 
 import numpy as np
 
-from ..kernels import MAX_TOKENS, swiglu
+from ..kernels import MAX_TOKENS, add_bias
 from ..machine.memory import zeros
 from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
@@ -14,7 +14,8 @@ from ..machine.vectors import round_up
 from ..weights.matrix import Choice
 from .blocks import Block, Shapes, norm_shapes, norm_vectors, taken
 from .config import Config, ExpertsConfig
-from .experts import OF_ALL, OF_CHOSEN, SIGMOID, add_experts, gate_tokens, route
+from .experts import OF_ALL, OF_CHOSEN, SIGMOID, add_experts, route
+from .gates import add_slot_bias, clamped_swiglu, gate_tokens, swiglu
 from .mlp import NORM
 from .plan import Buffer, Buffers, Part, Room, Vector, Weights
 
@@ -27,7 +28,8 @@ def experts_of(config: Config) -> ExpertsConfig:
 
 def shapes(config: Config) -> Shapes:
     """router (E, D); experts_w1, experts_w3 (E, F, D) and experts_w2 (E, D, F); of what chooses, beside the scores,
-    router_bias (E,); of one that all share shared_w1, shared_w3 and shared_w2, and shared_gate (1, D).
+    router_bias (E,); of products with biases router_b (E,), experts_b1, experts_b3 (E, F) and experts_b2 (E, D); of one that all
+    share shared_w1, shared_w3 and shared_w2, and shared_gate (1, D).
     """
     e, dim = experts_of(config), config.dim
     tensors = norm_shapes(config, NORM) | {"router": (e.n, dim), "experts_w2": (e.n, dim, e.hidden_dim)}
@@ -36,6 +38,13 @@ def shapes(config: Config) -> Shapes:
         tensors["router_bias"] = (e.n,)
     if e.shared_dim:
         tensors |= {"shared_w1": (e.shared_dim, dim), "shared_w2": (dim, e.shared_dim), "shared_w3": (e.shared_dim, dim)}
+    if e.limit:
+        tensors |= {
+            "router_b": (e.n,),
+            "experts_b2": (e.n, dim),
+            "experts_b1": (e.n, e.hidden_dim),
+            "experts_b3": (e.n, e.hidden_dim),
+        }
     return tensors | ({"shared_gate": (1, dim)} if e.shared_gate else {})
 
 
@@ -56,10 +65,18 @@ def parts(config: Config, i: int) -> dict[str, Part]:
 
 
 def vectors(config: Config, i: int) -> dict[str, Vector]:
-    """The norm, and what is added to scores that choose."""
-    e = experts_of(config)
-    own = {f"{i}.router_bias": Vector((("router_bias", i),), (e.n,))} if e.is_biased else {}
-    return norm_vectors(config, i, NORM) | own
+    """The norm, what is added to scores that choose, and tables of biases as their products lie."""
+    e, own = experts_of(config), norm_vectors(config, i, NORM)
+    if e.is_biased:
+        own[f"{i}.router_bias"] = Vector((("router_bias", i),), (e.n,))
+    if e.limit:
+        first = ("experts_b1", i), ("experts_b3", i)
+        own |= {
+            f"{i}.router_b": Vector((("router_b", i),), (e.n,)),
+            f"{i}.experts_b13": Vector(first, (e.hidden_dim, e.hidden_dim), in_turns=True, n_rows=e.n),
+            f"{i}.experts_b2": Vector((("experts_b2", i),), (config.dim,), n_rows=e.n),
+        }
+    return own
 
 
 def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
@@ -112,16 +129,24 @@ def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
     if e.shared_gate:
         shared[0].append(w[f"{i}.shared_gate"].product(b.shared_gates, source, b.scratch))
         shared[1] = [gate_tokens(b.shared_hidden, b.shared_gates)]
+    gate, of_router, of_down = swiglu(b.slot_hidden, b.slot_up, e.n_chosen), list[Row](), list[Row]()
+    if e.limit:
+        gate = clamped_swiglu(b.slot_hidden, b.slot_up, v[f"{i}.experts_b13"], b.starts, e.limit, e.alpha)
+        of_router, of_down = (
+            [add_bias(b.router, v[f"{i}.router_b"], 1)],
+            [add_slot_bias(b.slot_out, v[f"{i}.experts_b2"], b.starts)],
+        )
     return [
-        [*before, w[f"{i}.router"].product(b.router, source, b.scratch), *shared[0]],
+        [*before, w[f"{i}.router"].product(b.router, source, b.scratch), *of_router, *shared[0]],
         [
             route(b.router, bias, b.odds, *routed),
             up.experts(b.slot_up, source, b.scratch, b.gathered, choice, unit=2),
-            swiglu(b.slot_hidden, b.slot_up, e.n_chosen),
+            gate,
             *shared[1],
         ],
         [
             down.experts(b.slot_out, b.slot_hidden, b.slot_scratch, b.gathered, choice, per_token=e.n_chosen),
+            *of_down,
             add_experts(b.x[0], b.slot_out, b.slot_places, b.slot_weights, e.n_chosen),
             *shared[2],
         ],

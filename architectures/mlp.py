@@ -1,9 +1,9 @@
 """A block of an MLP that is gated (Shazeer 2020, arXiv:2002.05202), by SiLU or by GELU."""
 
-from ..kernels import geglu, swiglu
 from ..machine.programs import Program
 from .blocks import Block, Shapes, added, biased, norm_shapes, norm_vectors, taken
 from .config import Config
+from .gates import geglu, swiglu
 from .plan import Buffers, Part, Vector, Weights
 
 NORM = "rms_ffn"

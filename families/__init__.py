@@ -1,6 +1,6 @@
 """Families of models, a file each: what their files say, and where their tensors lie. A new one is a file, and a line here."""
 
-from . import eagle3, gemma3, gpt2, granite, lfm2, llama, ministral3, mistral, olmo2, olmoe, phi3, qwen, qwen35, smollm3
+from . import eagle3, gemma3, gpt2, gpt_oss, granite, lfm2, llama, ministral3, mistral, olmo2, olmoe, phi3, qwen, qwen35, smollm3
 from .family import Family, InFolder, InGguf, Keys
 
 FAMILIES: tuple[Family, ...] = (
@@ -16,6 +16,7 @@ FAMILIES: tuple[Family, ...] = (
     qwen35.FAMILY,
     olmo2.FAMILY,
     olmoe.FAMILY,
+    gpt_oss.FAMILY,
     gpt2.FAMILY,
     eagle3.FAMILY,
 )

@@ -20,7 +20,8 @@ class Place(NamedTuple):
     inputs); among: the tensors, by our names, that lie there one behind the other along the outputs, itself one of them;
     alone: of several that there may be, each with its number in its name, it is the only one and has none; turn: of heads that
     lie in turns with those of other tensors, see `Heads`; made: how a small one is made of what is stored; each: there is one for
-    each expert, by a second `{}` in the name, or all of them are one tensor.
+    each expert, by a second `{}` in the name, or all of them are one tensor; step: of outputs in turns those from the first on,
+    so many apart.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Place(NamedTuple):
     turn: tuple[int, int] = (0, 1)
     made: "Making | None" = None
     each: bool = False
+    step: tuple[int, int] = (0, 1)
 
 
 class Making(NamedTuple):
@@ -49,5 +51,7 @@ def _rates(logarithms: npt.NDArray[Any]) -> npt.NDArray[Any]:
 # a convolution's weights, of each channel in a row, in a folder with a dimension of 1
 TAPS = Making(lambda stored: np.ascontiguousarray(stored.reshape(len(stored), -1).T), lambda own: (own[1], 1, own[0]))
 TURNED_TAPS = TAPS._replace(stored=lambda own: own[::-1])
+# of a table of biases (E, 2 F) those in turns, of which a tensor (E, F) is
+EVEN, ODD = (Making(lambda stored, first=first: stored[:, first::2], lambda own: (own[0], 2 * own[1])) for first in (0, 1))
 ONE_MORE = Making(lambda stored: np.float32(1) + stored)  # of norms of which 1 + w is the weight
 RATE = Making(_rates)  # of a delta net's decays

@@ -46,6 +46,7 @@ SOURCES = (
     *(f"machine/{name}.py" for name in ("cache", "elementary", "linking", "memory", "programs", "threads", "tiles", "vectors")),
     *(f"weights/{name}.py" for name in ("blocks", "fp32", "groups", "half", "int4", "int8", "matrix", "packed", "quads")),
     "architectures/experts.py",
+    "architectures/gates.py",
     "architectures/states.py",
     "kernels.py",
     "sampling.py",

@@ -37,7 +37,7 @@ def tensors_of(config: Config, places: Mapping[str, Place], source: Source) -> d
         for each in itertools.takewhile(lambda each: each != name, rows):
             first += rows[each]
         if place.conv:
-            return Transposed(source.tensor(stored_name, (*others, total)), first, n_rows)
+            return Transposed(source.tensor(stored_name, (*others, total)), n_rows, first)
         whole = (total * place.turn[1], *others)
         stored = source.tensor(stored_name, place.made.stored(whole) if place.made else whole)
         own = stored.part(first, first + n_rows) if place.among else stored
@@ -52,6 +52,10 @@ def tensors_of(config: Config, places: Mapping[str, Place], source: Source) -> d
         if brace:
             stored = before.format(layer) + "experts.{}" + behind
             return [tensor(name, stored.format(i), shape[1:], place) for i in range(n)]
+        if place.conv:
+            columns = n_rows * place.step[1]
+            whole = source.tensor(place.name.format(layer), (n, n_columns, columns)).flat()
+            return [Transposed(whole.part(i * n_columns, (i + 1) * n_columns), n_rows, *place.step) for i in range(n)]
         among = [f"{layer}.{each}" for each in place.among] or [name]
         sizes = [shapes[each][1] for each in among]
         total, first = sum(sizes), sum(sizes[: among.index(name)])
@@ -95,11 +99,12 @@ class Made:
 
 @dataclass(frozen=True)
 class Transposed:
-    """The matrix whose rows are the columns from `first` on, so many, of a stored one, which are read and nothing else."""
+    """The matrix whose rows are the columns from `first` on, so many, each step-th, of a stored one, which are read alone."""
 
     stored: FileTensor
-    first: int
     n_rows: int
+    first: int
+    step: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -111,7 +116,8 @@ class Transposed:
 
     def __getitem__(self, index: slice) -> npt.NDArray[Any]:
         first, last, _ = index.indices(self.n_rows)
-        columns = self.stored.columns(self.first + first, self.first + max(first, last))
+        n, begin = max(last - first, 0), self.first + first * self.step
+        columns = self.stored.columns(begin, begin + n * self.step - (self.step - 1) * (n > 0))[:, :: self.step]
         rows = np.empty(columns.shape[::-1], columns.dtype)
         for i in range(0, len(columns), TURNED_AT_ONCE):
             rows[:, i : i + TURNED_AT_ONCE] = columns[i : i + TURNED_AT_ONCE].T

@@ -206,6 +206,11 @@ CONFIGS |= {
         32, 48, 4, 2, 1, 70, 128, False, norm_eps=1e-6, head_dim=16, rope_dim=4, qk_norm=True, attention_gate=True,
         delta=DeltaConfig((0, 1, 2), 2, 2, 16, 16), experts=ExpertsConfig(6, 2, 12, shared_dim=28, shared_gate=True),
     ),
+    "gpt_oss": Config(
+        32, 32, 3, 4, 2, 70, 128, False, rope_theta=100, head_dim=12, rope_scaling=YarnScaling(8, 16, 4, 1, in_whole_pairs=False),
+        rope_scale=float(np.float32(1 + 0.1 * math.log(8))), window=11, full_layers=(1,), qkv_bias=True, wo_bias=True, sinks=True,
+        experts=ExpertsConfig(6, 3, 32, limit=7.0, alpha=1.702),
+    ),
 }  # fmt: skip
 
 

@@ -115,10 +115,10 @@ def product(x: np.ndarray, w: np.ndarray | Quantized | Seen) -> np.ndarray:
     return seen @ w.floats().T
 
 
-def attention(q, keys, values, window=None, kept=np.float64, scale=None):
+def attention(q, keys, values, window=None, kept=np.float64, scale=None, sinks=None):
     """softmax(scale q keys) values, (T, H, K) of q and (T, G, K) of the others, each token over `window` up to its own.
 
-    kept: the dtype that keys and values are rounded to; scale: by default 1 / sqrt(K).
+    kept: the dtype that keys and values are rounded to; scale: by default 1 / sqrt(K); sinks (H,): a score more, of no value.
     """
     keys, values = (x.astype(kept).astype(np.float64) for x in (keys, values))
     n, heads, k = q.shape
@@ -127,7 +127,8 @@ def attention(q, keys, values, window=None, kept=np.float64, scale=None):
         first = max(0, i + 1 - (window or n))
         for head in range(heads):
             g = head // (heads // keys.shape[1])
-            p = softmax(keys[first : i + 1, g] @ q[i, head] * (scale or 1 / math.sqrt(k)))
+            scores = keys[first : i + 1, g] @ q[i, head] * (scale or 1 / math.sqrt(k))
+            p = softmax(scores) if sinks is None else softmax(np.append(scores, sinks[head]))[:-1]
             mixed[i, head] = p @ values[first : i + 1, g]
     return mixed.reshape(n, -1)
 
@@ -156,7 +157,8 @@ def forward(config: Config, tensors: dict, tokens: list[int], window: int | None
         if config.conv and i in config.conv.layers:
             return convolved(x, t, i, config.conv)
         seen = None if i in config.full_layers else window or config.window
-        return projected(attention(*(heads(x, c, i) for c in "qkv"), seen, kept, config.score_scale), "o", i)
+        sinks = t["sinks"][i] if config.sinks else None
+        return projected(attention(*(heads(x, c, i) for c in "qkv"), seen, kept, config.score_scale, sinks), "o", i)
 
     def heads(x, c, i):
         x = projected(x, c, i)
@@ -206,14 +208,20 @@ def mixture(x, t, i, e):
         gate = product(x, w1)
         return product(gate / (1 + np.exp(-gate)) * product(x, w3), w2)
 
-    out, scores = np.zeros(x.shape), product(x, t["router"][i])
+    def clamped(x, expert):
+        w, b = ([t[f"experts_{kind}{n}"][i][expert] for n in (1, 2, 3)] for kind in "wb")
+        gate, up = np.minimum(product(x, w[0]) + b[0], e.limit), np.clip(product(x, w[2]) + b[2], -e.limit, e.limit)
+        return product((up + 1) * gate / (1 + np.exp(-e.alpha * gate)), w[1]) + b[1]
+
+    out, scores = np.zeros(x.shape), product(x, t["router"][i]) + (t["router_b"][i] if e.limit else 0)
     for row, (h, score) in enumerate(zip(x, scores, strict=True)):
         odds = 1 / (1 + np.exp(-score)) if e.is_sigmoid else np.exp(score - score.max()) / np.exp(score - score.max()).sum()
         chosen = np.argsort(-(odds + (t["router_bias"][i] if e.is_biased else 0)), kind="stable")[: e.n_chosen]
         weights = odds[chosen] * e.scale
         weights = weights / (odds[chosen].sum() + (1e-6 if e.is_sigmoid else 0)) if e.is_normed else weights
         for expert, weight in zip(chosen, weights, strict=True):
-            out[row] += weight * mlp(h, *(t[f"experts_w{n}"][i][expert] for n in (1, 2, 3)))
+            own = clamped(h, expert) if e.limit else mlp(h, *(t[f"experts_w{n}"][i][expert] for n in (1, 2, 3)))
+            out[row] += weight * own
     if e.shared_dim:
         gate = 1 / (1 + np.exp(-product(x, t["shared_gate"][i]))) if e.shared_gate else 1
         out += gate * mlp(x, *(t[f"shared_w{n}"][i] for n in (1, 2, 3)))

@@ -7,7 +7,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from specdec.kernels import add_norm, geglu, gelu, head_norm, layer_norm, swiglu
+from specdec.architectures.gates import geglu, gelu, swiglu
+from specdec.kernels import add_norm, head_norm, layer_norm
 from specdec.machine import limits
 from specdec.machine.memory import lazy_zeros, zeros
 from specdec.machine.programs import Row, Runner

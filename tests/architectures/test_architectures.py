@@ -52,6 +52,10 @@ FAMILIES = {
     "all norms of the whole": Config(40, 50, 2, 5, 1, 105, 400, head_dim=12, norms="around", qk_norm="whole", qkv_bias=True),
     "experts": Config(40, 50, 3, 4, 2, 105, 400, False, experts=ExpertsConfig(5, 2, 30, False, (1,))),
     "experts, one shared": Config(48, 1, 2, 4, 4, 105, 400, qk_norm="whole", experts=ExpertsConfig(8, 3, 20, shared_dim=35)),
+    "gpt-oss": Config(
+        40, 50, 3, 6, 2, 105, 400, False, head_dim=12, window=17, full_layers=(1,), qkv_bias=True, wo_bias=True, sinks=True,
+        experts=ExpertsConfig(5, 3, 20, limit=0.9, alpha=1.702),
+    ),
     "experts of sigmoids": Config(
         40, 50, 3, 5, 1, 105, 400, False, head_dim=12, conv=ConvConfig((1,), 4, True),
         experts=ExpertsConfig(4, 2, 24, True, (0,), True, True, 1.5, 17, True),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specdec.architectures.experts import OF_ALL, OF_CHOSEN, SIGMOID, add_experts, route
-from specdec.kernels import swiglu
+from specdec.architectures.gates import swiglu
 from specdec.machine.memory import zeros
 from specdec.machine.programs import Runner
 from specdec.machine.tiles import STRIP_ROWS

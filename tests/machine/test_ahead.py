@@ -12,7 +12,8 @@ import pytest
 from tests.checkpoints import ROOT
 
 BEGIN = """
-from specdec.kernels import add_bias, rms_norm, swiglu
+from specdec.architectures.gates import swiglu
+from specdec.kernels import add_bias, rms_norm
 from specdec.machine import ahead, cache
 ahead.available_threads = lambda: 2
 ahead.LEAST_MISSING = 3

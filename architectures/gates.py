@@ -1,0 +1,101 @@
+"""What gates and activates: operations. Knows no architecture.
+
+Shapes: T tokens of this pass, F rows of an MLP's first matrix.
+"""
+
+from ..machine.cache import inlined
+from ..machine.elementary import gelu_tanh, sigmoid, silu
+from ..machine.programs import Floats2, Floats3, Ints2, Pass, operation
+from ..machine.threads import share
+from ..machine.tiles import STRIP_ROWS
+from ..machine.vectors import LANES, add, ceil_div, load, maximum, minimum, mul, splat, store
+
+
+@inlined
+def gate(run, thread, hidden, up, per_token, activation):
+    """hidden[t] = activation(w1 x) * (w3 x): this thread's strips of up (T per_token, 2 F), those of both in turns."""
+    width = hidden.shape[2]
+    first, last = share(width // STRIP_ROWS, thread, run.n_threads)
+    for t in range(run.n_tokens * per_token):
+        for strip in range(first, last):
+            for i in range(0, STRIP_ROWS, LANES):
+                at = t * up.shape[1] + 2 * strip * STRIP_ROWS + i
+                gated = mul(activation(load(up, at)), load(up, at + STRIP_ROWS))
+                store(hidden, t * width + strip * STRIP_ROWS + i, gated)
+
+
+@operation
+def swiglu(run: Pass, thread: int, hidden: Floats3, up: Floats2, per_token: int) -> None:
+    """hidden[t] = silu(w1 x) * (w3 x)  (Shazeer 2020)."""
+    gate(run, thread, hidden, up, per_token, silu)
+
+
+@operation
+def geglu(run: Pass, thread: int, hidden: Floats3, up: Floats2) -> None:
+    """hidden[t] = gelu(w1 x) * (w3 x)  (Shazeer 2020)."""
+    gate(run, thread, hidden, up, 1, gelu_tanh)
+
+
+@operation
+def gelu(run: Pass, thread: int, hidden: Floats3, up: Floats2) -> None:
+    """hidden[t] = gelu(up[t]): this thread's strips of up (T, F)."""
+    width = hidden.shape[2]
+    first, last = share(width // STRIP_ROWS, thread, run.n_threads)
+    for t in range(run.n_tokens):
+        for i in range(t * width + first * STRIP_ROWS, t * width + last * STRIP_ROWS, LANES):
+            store(hidden, i, gelu_tanh(load(up, i)))
+
+
+@operation
+def gate_rows(run: Pass, thread: int, heads: Floats3, gates: Floats2, base: int, n: int) -> None:
+    """heads[t] *= sigmoid of n columns of gates[t] from `base` on: this thread's vectors of them."""
+    first, last = share(ceil_div(n, LANES), thread, run.n_threads)
+    for t in range(run.n_tokens):
+        for row in range(first * LANES, last * LANES, LANES):
+            at = t * heads.shape[2] + row
+            store(heads, at, mul(load(heads, at), sigmoid(load(gates, t * gates.shape[1] + base + row))))
+
+
+@operation
+def gate_tokens(run: Pass, thread: int, hidden: Floats3, gates: Floats2) -> None:
+    """hidden[0, t] *= sigmoid(gates[t, 0]): this thread's columns."""
+    first, last = share(hidden.shape[2] // STRIP_ROWS, thread, run.n_threads)
+    for t in range(run.n_tokens):
+        scale = sigmoid(splat(gates[t, 0]))
+        for i in range(first * STRIP_ROWS, last * STRIP_ROWS, LANES):
+            at = t * hidden.shape[2] + i
+            store(hidden, at, mul(load(hidden, at), scale))
+
+
+@operation
+def clamped_swiglu(
+    run: Pass, thread: int, hidden: Floats3, up: Floats2, bias: Floats2, starts: Ints2, limit: float, alpha: float
+) -> None:
+    """hidden[slot] = (u + 1) g sigmoid(alpha g) of g = min(w1 x + b1, limit) and u = w3 x + b3 between -limit and limit (gpt-oss:
+    OpenAI 2025, arXiv:2508.10925): this thread's strips of up (slots, 2 F), those of both in turns, as those of bias (E, 2 F).
+
+    starts (threads, E + 1): at which slot an expert's begin.
+    """
+    width, most, least = hidden.shape[2], splat(limit), splat(-limit)
+    first, last = share(width // STRIP_ROWS, thread, run.n_threads)
+    for expert in range(starts.shape[1] - 1):
+        for slot in range(starts[thread, expert], starts[thread, expert + 1]):
+            for strip in range(first, last):
+                for i in range(0, STRIP_ROWS, LANES):
+                    place = 2 * strip * STRIP_ROWS + i
+                    at, own = slot * up.shape[1] + place, expert * bias.shape[1] + place
+                    g = minimum(most, add(load(up, at), load(bias, own)))
+                    u = maximum(least, minimum(most, add(load(up, at + STRIP_ROWS), load(bias, own + STRIP_ROWS))))
+                    gated = mul(mul(add(u, splat(1.0)), g), sigmoid(mul(splat(alpha), g)))
+                    store(hidden, slot * width + strip * STRIP_ROWS + i, gated)
+
+
+@operation
+def add_slot_bias(run: Pass, thread: int, out: Floats2, bias: Floats2, starts: Ints2) -> None:
+    """out[slot] += bias[its expert]: this thread's strips of the product before; starts: as of `clamped_swiglu`."""
+    first, last = share(out.shape[1] // STRIP_ROWS, thread, run.n_threads)
+    for expert in range(starts.shape[1] - 1):
+        for slot in range(starts[thread, expert], starts[thread, expert + 1]):
+            for i in range(first * STRIP_ROWS, last * STRIP_ROWS, LANES):
+                at = slot * out.shape[1] + i
+                store(out, at, add(load(out, at), load(bias, expert * bias.shape[1] + i)))

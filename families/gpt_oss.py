@@ -1,0 +1,71 @@
+"""gpt-oss (OpenAI 2025, arXiv:2508.10925): experts with biases and a clamped gate, sinks, windows in every other layer, YaRN."""
+
+from dataclasses import replace
+
+from ..architectures import Config
+from ..architectures.config import LEAST_SCALE
+from . import folders, ggufs
+from .family import Family, InFolder, InGguf, Keys
+from .places import EVEN, ODD, Place
+from .values import Values
+
+ROPE = {
+    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
+    "beta_slow": 1.0, "truncate": False,
+}  # fmt: skip
+DEFAULTS = folders.DEFAULTS | {
+    "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "bos_token_id": None, "eos_token_id": None, "attention_bias": True, "num_local_experts": 128, "num_experts_per_tok": 4,
+    "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "layer_types": None, "rope_theta": 150000.0,
+}  # fmt: skip
+GGUF_LIMIT, GGUF_ALPHA = 7.0, 1.702  # of which a file does not tell
+PLACES = folders.PLACES | {
+    "sinks": Place("layers.{}.self_attn.sinks"),
+    "router": Place("layers.{}.mlp.router.weight"),
+    "router_b": Place("layers.{}.mlp.router.bias"),
+    "experts_w1": Place("layers.{}.mlp.experts.gate_up_proj", conv=True, each=True, step=(0, 2)),
+    "experts_w2": Place("layers.{}.mlp.experts.down_proj", conv=True, each=True),
+    "experts_w3": Place("layers.{}.mlp.experts.gate_up_proj", conv=True, each=True, step=(1, 2)),
+    "experts_b1": Place("layers.{}.mlp.experts.gate_up_proj_bias", made=EVEN),
+    "experts_b2": Place("layers.{}.mlp.experts.down_proj_bias"),
+    "experts_b3": Place("layers.{}.mlp.experts.gate_up_proj_bias", made=ODD),
+}
+GGUF_PLACES = ggufs.PLACES | ggufs.EXPERTS_PLACES | {
+    "rms_ffn": Place("blk.{}.post_attention_norm.weight"),
+    "sinks": Place("blk.{}.attn_sinks.weight"),
+    "router_b": Place("blk.{}.ffn_gate_inp.bias"),
+    "experts_b1": Place("blk.{}.ffn_gate_exps.bias"),
+    "experts_b2": Place("blk.{}.ffn_down_exps.bias"),
+    "experts_b3": Place("blk.{}.ffn_up_exps.bias"),
+}  # fmt: skip
+
+
+def config(values: Values) -> Config:
+    """The numbers that a config.json says."""
+    n_layers = values.whole("num_hidden_layers", folders.MOST_LAYERS)
+    full = (*range(1, n_layers, 2),) if values["layer_types"] is None else folders.full_layers(values, n_layers)
+    experts = folders.experts(
+        values, "intermediate_size", "num_local_experts",
+        limit=values.real("swiglu_limit", LEAST_SCALE, 1 / LEAST_SCALE), alpha=values.real("swiglu_alpha", 0, 1 / LEAST_SCALE),
+    )  # fmt: skip
+    window = values.whole("sliding_window") if len(full) < n_layers else 0
+    return Config(
+        **folders.numbers(values), **folders.rope(values, ROPE), **folders.attention_biases(values), sinks=True, window=window,
+        full_layers=full, experts=experts,
+    )  # fmt: skip
+
+
+def gguf_config(k: Keys) -> Config:
+    """The numbers that a GGUF file's keys say. YaRN fades from pair to pair, as in folders: llama.cpp rounds to whole ones."""
+    sizes, n_layers = ggufs.numbers(k), k.common["n_layers"]
+    if sizes.get("rope_scaling"):
+        sizes["rope_scaling"] = replace(sizes["rope_scaling"], in_whole_pairs=False)
+    sizes["experts"] = ggufs.experts(k, limit=GGUF_LIMIT, alpha=GGUF_ALPHA)
+    return Config(**sizes, sinks=True, window=k.whole(ggufs.WINDOW), full_layers=(*range(1, n_layers, 2),))
+
+
+FAMILY = Family(
+    (InFolder("gpt_oss", DEFAULTS, config, PLACES, does=("num_local_experts",)),),
+    (InGguf("gpt-oss", gguf_config, GGUF_PLACES, does=(ggufs.EXPERTS, ggufs.WINDOW, ggufs.GATING)),),
+)
