@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..families.values import CheckpointError
+from ..weights.groups import FP4_CODES
 from .model_file import FP16, Bytes, FileTensor, Heads
 
 Float32 = npt.NDArray[np.float32]
@@ -19,12 +20,14 @@ GROUPS = 8  # of 32 weights in a block of 256 of Q4_K and Q5_K
 
 
 class Block(NamedTuple):
-    """A type of blocks: weights and bytes of each, at which bytes its f16 scales lie, and (n, bytes) to (n, weights)."""
+    """A type of blocks: weights and bytes of each, at which bytes its f16 scales lie, (n, bytes) to (n, weights), and whether
+    blocks (n, bytes) have scales that are done here."""
 
     n_weights: int
     n_bytes: int
     scales: tuple[int, ...]
     floats: Callable[[Bytes], Float32]
+    are_done: Callable[[Bytes], bool] = lambda blocks: True
 
 
 def _scale(blocks: Bytes, at: int) -> Float32:
@@ -100,6 +103,20 @@ def _q6_k(blocks: Bytes) -> Float32:
     return (scales[..., None] * codes).reshape(len(blocks), -1)
 
 
+def _mxfp4(blocks: Bytes) -> Float32:
+    """2^(e - 128) t[q]: the OCP's MX format of 2023, t the doubles of E2M1."""
+    scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
+    floats: Float32 = scales * (FP4_CODES - 16).astype(np.float32)[_nibbles(blocks[:, 1:])]
+    return floats
+
+
+def _fit_fp16(blocks: Bytes) -> bool:
+    """Whether all exponents of MXFP4 are those of fp16, or of zeros."""
+    fits = (blocks[:, 0] >= LEAST_EXPONENT) & (blocks[:, 0] <= MOST_EXPONENT)
+    return bool(fits.all()) or not (blocks[~fits, 1:] & 0x77).any()
+
+
+LEAST_EXPONENT, MOST_EXPONENT = 128 - 24, 128 + 15
 BLOCKS = {
     "Q8_0": Block(32, 34, (0,), _q8_0),
     "Q4_0": Block(32, 18, (0,), _q4_0),
@@ -109,6 +126,7 @@ BLOCKS = {
     "Q4_K": Block(256, 144, (0, 2), _q4_k),
     "Q5_K": Block(256, 176, (0, 2), _q5_k),
     "Q6_K": Block(256, 210, (208,), _q6_k),
+    "MXFP4": Block(32, 17, (), _mxfp4, _fit_fp16),
 }
 
 
@@ -150,6 +168,8 @@ class BlockTensor:
             upper = data.reshape(-1, block.n_bytes)[:, at + 1]
             if ((upper & 0x7C) == 0x7C).any():  # the exponent's bits, all of them
                 raise CheckpointError(f"{self.damaged} holds NaN or infinite scales")
+        if not block.are_done(data.reshape(-1, block.n_bytes)):
+            raise CheckpointError(f"{self.damaged} holds scales below 2^-24 or above 2^15, which are not done here")
         return data
 
     def flat(self) -> "BlockTensor":

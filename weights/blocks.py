@@ -4,14 +4,16 @@ Layouts: ggml-common.h and ggml-quants.c of github.com/ggml-org/ggml. d and m ar
 
     Q4_0  d (q - 8)     Q5_0  d (q - 16)     Q8_0  d q, q signed     Q6_K  d sc (q - 32), in groups of 16
     Q4_1  d q + m       Q5_1  d q + m        Q4_K, Q5_K  d sc q - dmin m, sc and m of 6 bits
+    MXFP4  2^(e - 128) t[q], t[q] the double of an E2M1; here 2^(e - 128) is a fp16, too
 """
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ..machine.cache import inlined
 from ..machine.programs import Bytes2, Halves2, Operation, Pass, Words2, on_all_threads, operation
@@ -21,6 +23,7 @@ from .groups import EACH, NIBBLES, Form, Rows, group_kind, packed, place, unpack
 from .int8 import QUADS
 from .matrix import Blocks, Kind
 
+Octets = npt.NDArray[np.uint8]
 TWO_BITS, SIGNS = 3 * EACH, 128 * EACH
 
 
@@ -188,11 +191,19 @@ def read_q6_k(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: 
 
 
 class BlockType(NamedTuple):
-    """A type: bytes of a block, how its groups lie here, and what reads it."""
+    """A type: bytes of a block, how its groups lie here, and what reads it, of blocks of another type where `made` makes such."""
 
     n_bytes: int
     form: Form
     read: Operation
+    made: Callable[[Octets], Octets] | None = None
+
+
+def with_fp16(octets: Octets) -> Octets:
+    """Blocks of MXFP4 (rows, bytes) with scales of fp16 in the place of exponents, as Q4_0 has them."""
+    blocks = octets.reshape(len(octets), -1, 17)
+    scales = np.ldexp(np.float32(1), blocks[..., :1].astype(np.int32) - 128).astype(np.float16)  # 0 of blocks of zeros alone
+    return np.concatenate([scales.view(np.uint8), blocks[..., 1:]], 2).reshape(len(octets), -1)
 
 
 FOUR, FOUR_AND_MINIMUM = Form(4, 32, 1, False), Form(4, 32, 1, True)
@@ -207,18 +218,20 @@ TYPES = {
     "Q4_K": BlockType(144, Form(4, 32, 8, True), read_q4_k),
     "Q5_K": BlockType(176, Form(5, 32, 8, True), read_q5_k),
     "Q6_K": BlockType(210, Form(6, 16, 16, False), read_q6_k),
+    "MXFP4": BlockType(17, Form(4, 32, 1, False, True), read_q4_0, with_fp16),
 }
 
 
 def rows_of_blocks(blocks: Blocks) -> Rows:
     """The file's bytes as words of strips, row by row, in their type's form."""
-    size, form, read = TYPES[blocks.type]
-    n, n_blocks = len(blocks.octets), blocks.octets.shape[1] // size
+    size, form, read, made = TYPES[blocks.type]
+    octets = made(blocks.octets) if made else blocks.octets
+    n, n_blocks = len(octets), blocks.octets.shape[1] // size
     numbers = np.empty((n, n_blocks, form.n_levels), np.uint16)
     factors = np.empty((n, n_blocks, form.n_levels, form.n_groups * (form.n_groups > 1)), np.int8)
     words = np.empty((n, n_blocks, form.n_groups, form.row_words), np.uint32)
     flat = numbers.reshape(n, -1), factors.view(np.uint8).reshape(n, -1), words.reshape(n, -1)
-    source = np.ascontiguousarray(blocks.octets).view(np.uint16)
+    source = np.ascontiguousarray(octets).view(np.uint16)
     on_all_threads(read(*flat, source))
     return Rows(numbers, factors, words)
 

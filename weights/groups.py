@@ -39,7 +39,7 @@ from ..machine.programs import (
     operation,
 )
 from ..machine.threads import share
-from ..machine.tiles import LINE_WORDS, STRIP_ROWS, Shape, Sweep, Tile, cells, const, make_tile, prefetch
+from ..machine.tiles import FEATURES, LINE_WORDS, STRIP_ROWS, Shape, Sweep, Tile, cells, const, make_tile, prefetch
 from ..machine.vectors import (
     CPU_FEATURES,
     F32,
@@ -59,6 +59,7 @@ from ..machine.vectors import (
 )  # fmt: skip
 from .int8 import GROUP_HEAD, QUADS, Dot4, best_dot4, dot4, multiply, multiply_mixture, scratch_words
 from .matrix import ALL, Kind, Mixture, Product
+from .quads import TABLE, best_lookup, looked_up
 
 PATH = "portable" if os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0") else best_dot4(CPU_FEATURES)
 HALF_WORDS = STRIP_ROWS // 2  # of the rows' fp16 numbers
@@ -67,17 +68,27 @@ EACH = 0x01010101  # of the bytes in a word
 NIBBLES = 15 * EACH
 
 
+FP4_CODES = 16 + np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])  # of each 4 bits
+
+
 class Form(NamedTuple):
     """How groups lie: bits of a code, codes of a group, groups of a block, whether they have minima.
 
     In blocks of several groups scales, and minima, are a fp16 number of the block times an int8 factor of the group. A group of
-    5 bits has 32 codes, one of 6 has 16: their upper bits fill a word.
+    5 bits has 32 codes, one of 6 has 16: their upper bits fill a word. is_fp4: 4 bits are a sign and a float of two bits of
+    exponent and one of mantissa (E2M1 of the OCP's MX formats, 2023), whose double, a whole number, and 16 make the code.
     """
 
     bits: int
     group: int
     n_groups: int
     has_minima: bool
+    is_fp4: bool = False
+
+    @property
+    def code_bits(self) -> int:
+        """Of a code, once it is one."""
+        return 5 if self.is_fp4 else self.bits
 
     @property
     def columns(self) -> int:
@@ -127,7 +138,7 @@ class Form(NamedTuple):
     @property
     def middle(self) -> int:
         """The code of a weight of 0, where there are no minima."""
-        return 0 if self.has_minima else 1 << (self.bits - 1)
+        return 0 if self.has_minima else 1 << (self.code_bits - 1)
 
 
 def group_body(form: Form, dot: Dot4) -> Any:
@@ -161,14 +172,23 @@ def group_body(form: Form, dot: Dot4) -> Any:
 
         def first_sum(correction: Any) -> Any:
             """What a group's integers begin with, so that they end as the sum of (code - middle) x; correction: -128 sum(x)."""
-            sum_of_zeros = builder.ashr(correction, I32(8 - form.bits)) if form.middle else I32(0)
+            sum_of_zeros = builder.ashr(correction, I32(8 - form.code_bits)) if form.middle else I32(0)
             if dot.is_signed:  # which takes codes - 128
                 sum_of_zeros = builder.sub(sum_of_zeros, correction)
             return broadcast(builder, sum_of_zeros, integers)
 
+        def code_of_fp4(nibbles: Any) -> Any:
+            """The bytes of `FP4_CODES`."""
+            octets = ir.VectorType(I8, QUADS * lanes)
+            table = ir.Constant(ir.VectorType(I8, TABLE), FP4_CODES.tolist())
+            found = looked_up(builder, table, builder.bitcast(nibbles, octets), best_lookup(FEATURES, octets.count))
+            return builder.bitcast(found, integers)
+
         def codes_of(quad: int, lower: Any, upper: Any) -> Any:
             """A quad of a vector's rows out of the words of its lower and its upper bits."""
             lower = builder.and_(builder.lshr(lower, every(quad // form.quad_words * 4)), every(NIBBLES))
+            if form.is_fp4:
+                return code_of_fp4(lower)
             if not form.upper_bits:
                 return lower
             left = 4 - quad * form.upper_bits
@@ -251,15 +271,16 @@ def group_body(form: Form, dot: Dot4) -> Any:
 
 def group_tile(form: Form, path: str) -> Any:
     """The tile of the products of weights of that form by that instruction."""
-    name = "_".join(map(str, ("group_tile", form.bits, form.group, form.n_groups, int(form.has_minima), path)))
-    dot = dot4(path, form.bits)
+    own = form.bits, form.group, form.n_groups, int(form.has_minima), *["fp4"] * form.is_fp4
+    name = "_".join(map(str, ("group_tile", *own, path)))
+    dot = dot4(path, form.code_bits)
     return make_tile(name, group_body(form, dot), dot.shape, dot.most_tokens)
 
 
 def group_product(form: Form, path: str) -> Callable[..., None]:
     """The kernel of `Matrix.product` for weights of that form, by that instruction."""
     tile = group_tile(form, path)
-    tokens = dot4(path, form.bits).tokens
+    tokens = dot4(path, form.code_bits).tokens
 
     def product(run: Pass, thread: int, p: Product) -> None:
         multiply(tile, tokens, run, thread, p)
@@ -270,7 +291,7 @@ def group_product(form: Form, path: str) -> Callable[..., None]:
 def group_experts(form: Form, path: str) -> Callable[..., None]:
     """The kernel of `Matrix.experts` for weights of that form, by that instruction."""
     tile = group_tile(form, path)
-    tokens = dot4(path, form.bits).tokens
+    tokens = dot4(path, form.code_bits).tokens
 
     def experts(run: Pass, thread: int, p: Mixture) -> None:
         multiply_mixture(tile, tokens, run, thread, p)
@@ -280,7 +301,7 @@ def group_experts(form: Form, path: str) -> Callable[..., None]:
 
 def group_embed(form: Form) -> Callable[..., None]:
     """The kernel of `Matrix.embedding` for weights of that form."""
-    bits, of_group, n_groups, has_minima = form
+    bits, of_group, n_groups, has_minima, is_fp4 = form
     columns, middle, factors_at, codes_at = form.columns, form.middle, form.factors_at, form.codes_at
     row_words, quad_words, upper_bits = form.row_words, form.quad_words, form.upper_bits
 
@@ -298,6 +319,8 @@ def group_embed(form: Form) -> Callable[..., None]:
                 code = load_byte(w, at + word * STRIP_ROWS * QUADS)
                 if bits < 8:
                     code = (code >> (4 * half)) & 15
+                if is_fp4:
+                    code = FP4_CODES[code]
                 if upper_bits > 0:
                     upper = load_byte(w, at + quad_words * STRIP_ROWS * QUADS) >> (i // QUADS * upper_bits)
                     code |= (upper << 4) & (2**bits - 16)
@@ -336,6 +359,9 @@ def unpacked(form: Form, words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32
     """Quads of codes (A, blocks, groups, quads, ...), of the words (A, blocks, groups, words, ...) that hold them."""
     if form.bits == 8:
         return words
+    if form.is_fp4:
+        octets = FP4_CODES[unpacked(form._replace(is_fp4=False), words)[..., None].view(np.uint8)]
+        return octets.astype(np.uint8).view(np.uint32)[..., 0]
     lower, upper = words[:, :, :, : form.quad_words], words[:, :, :, form.quad_words :]
     quads = np.concatenate([lower & NIBBLES, lower >> 4 & NIBBLES], 3)
     if form.upper_bits:

@@ -35,13 +35,13 @@ TOGETHER = REGISTERS // 8  # vectors that are unpacked before they are multiplie
 Lookup = tuple[str, int]  # an instruction, "" for none, and the bytes that it looks up at a time
 
 
-def best_lookup(features: Sequence[str]) -> Lookup:
-    """What looks bytes up in a table of 16 on a CPU of those LLVM features."""
-    if "+avx512vbmi" in features:
+def best_lookup(features: Sequence[str], most: int = 64) -> Lookup:
+    """What looks bytes up in a table of 16, at most so many at a time, on a CPU of those LLVM features."""
+    if "+avx512vbmi" in features and most >= 64:
         return "llvm.x86.avx512.permvar.qi.512", 64
-    if "+avx512bw" in features:
+    if "+avx512bw" in features and most >= 64:
         return "llvm.x86.avx512.pshuf.b.512", 64
-    if "+avx2" in features:
+    if "+avx2" in features and most >= 32:
         return "llvm.x86.avx2.pshuf.b", 32
     if "+ssse3" in features or "+avx" in features:
         return "llvm.x86.ssse3.pshuf.b.128", 16

@@ -293,6 +293,21 @@ def test_blocks_lie_in_the_order_of_rows_that_their_floats_have(tmp_path: Path, 
     assert len(kinds) > 4
 
 
+def test_exponents_of_mxfp4_that_no_fp16_has_are_refused_unless_all_is_zero(tmp_path: Path) -> None:
+    path, keys, tensors = tmp_path / "model.gguf", model_keys("llama_tied"), model_tensors("llama_tied")
+    cases = (103, 1, False), (144, 1, False), (255, 7, False), (104, 1, True), (143, 9, True), (0, 0x88, True)
+    for exponent, codes, is_done in cases:
+        data = bytearray(random_blocks(np.random.default_rng(0), "MXFP4", 72, 256).data)
+        data[-17:] = bytes([exponent] + [codes] * 16)
+        path.write_bytes(gguf_bytes(keys, tensors | {"x": Raw("MXFP4", (72, 256), bytes(data))}))
+        tensor = GgufFile(path).tensor("x")
+        if is_done:
+            assert np.isfinite(tensor[:]).all()
+        else:
+            with pytest.raises(CheckpointError, match=r'model\.gguf is damaged: "x" holds scales below 2\^-24 or above 2\^15'):
+                tensor[:]
+
+
 def test_infinite_scales_are_refused(tmp_path: Path) -> None:
     rng = np.random.default_rng(4)
     for kind in BLOCK_SIZES:
@@ -380,7 +395,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path, small: tuple[Keys, dict[
 
 def test_every_type_that_is_not_read_is_named(tmp_path: Path, small: tuple[Keys, dict[str, Any]]) -> None:
     path, name = tmp_path / "model.gguf", b"blk.1.attn_q.weight"
-    for number, told in {17: "IQ2_XS", 10: "Q2_K", 39: "MXFP4", 28: "F64", 99: "number 99"}.items():
+    for number, told in {17: "IQ2_XS", 10: "Q2_K", 40: "NVFP4", 28: "F64", 99: "number 99"}.items():
         data = bytearray(gguf_bytes(*small))
         at = data.index(name) + len(name) + 4 + 16
         data[at : at + 4] = struct.pack("<I", number)
