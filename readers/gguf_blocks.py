@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..families.values import CheckpointError
-from ..weights.groups import FP4_CODES
+from ..weights.blocks import powers
+from ..weights.groups import NUMBERS
 from .model_file import FP16, Bytes, FileTensor, Heads
 
 Float32 = npt.NDArray[np.float32]
@@ -105,9 +106,44 @@ def _q6_k(blocks: Bytes) -> Float32:
 
 def _mxfp4(blocks: Bytes) -> Float32:
     """2^(e - 128) t[q]: the OCP's MX format of 2023, t the doubles of E2M1."""
-    scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
-    floats: Float32 = scales * (FP4_CODES - 16).astype(np.float32)[_nibbles(blocks[:, 1:])]
+    floats: Float32 = powers(blocks[:, :1]) * np.float32(NUMBERS["e2m1"])[_nibbles(blocks[:, 1:])]
     return floats
+
+
+def _iq4_nl(blocks: Bytes) -> Float32:
+    """d t[q]."""
+    floats: Float32 = _scale(blocks, 0) * np.float32(NUMBERS["nl"])[_nibbles(blocks[:, 2:])]
+    return floats
+
+
+def _iq4_xs(blocks: Bytes) -> Float32:
+    """d (sc - 32) t[q]: of the 6 bits of sc the upper 2 in a u16, the lower 4 in 4 bytes."""
+    upper = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    lower = blocks[:, 4:8].repeat(2, 1) >> np.array([0, 4] * 4, np.uint8) & 15
+    scales = _scale(blocks, 0) * ((lower | upper << 4).astype(np.int8) - np.int8(32))
+    codes = _nibbles(blocks[:, 8:].reshape(-1, GROUPS, 16))
+    return (scales[..., None] * np.float32(NUMBERS["nl"])[codes]).reshape(len(blocks), -1)
+
+
+def _pairs(blocks: Bytes) -> Bytes:
+    """(n, 16, 16): the codes of 2 bits in 64 bytes (n, 64), four to a byte, of which 32 bytes have 128 in their order."""
+    return (blocks.reshape(-1, 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3).reshape(-1, 16, 16)
+
+
+def _q2_k(blocks: Bytes) -> Float32:
+    """d sc q - dmin m: of 16 bytes each has a scale and a minimum."""
+    scales, minima = _scale(blocks, 80) * (blocks[:, :16] & 15), _scale(blocks, 82) * (blocks[:, :16] >> 4)
+    return (scales[..., None] * _pairs(blocks[:, 16:80]) - minima[..., None]).reshape(len(blocks), -1)
+
+
+def _q3_k(blocks: Bytes) -> Float32:
+    """d (sc - 32) (q - 4): sc of 6 bits in 12 bytes, the third bit of q in the first 32 bytes, bit j of those of each 32."""
+    lower = np.concatenate([blocks[:, 96:104] & 15, blocks[:, 96:104] >> 4], 1)
+    upper = np.concatenate([blocks[:, 104:108] >> np.uint8(by) & 3 for by in (0, 2, 4, 6)], 1)
+    scales = _scale(blocks, 108) * ((lower | upper << 4).view(np.int8) - np.int8(32))
+    thirds = (blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1).reshape(-1, 16, 16)
+    codes = (_pairs(blocks[:, 32:96]) | thirds << 2).view(np.int8) - np.int8(4)
+    return (scales[..., None] * codes).reshape(len(blocks), -1)
 
 
 def _fit_fp16(blocks: Bytes) -> bool:
@@ -126,6 +162,10 @@ BLOCKS = {
     "Q4_K": Block(256, 144, (0, 2), _q4_k),
     "Q5_K": Block(256, 176, (0, 2), _q5_k),
     "Q6_K": Block(256, 210, (208,), _q6_k),
+    "Q2_K": Block(256, 84, (80, 82), _q2_k),
+    "Q3_K": Block(256, 110, (108,), _q3_k),
+    "IQ4_NL": Block(32, 18, (0,), _iq4_nl),
+    "IQ4_XS": Block(256, 136, (0,), _iq4_xs),
     "MXFP4": Block(32, 17, (), _mxfp4, _fit_fp16),
 }
 

@@ -4,6 +4,8 @@ Layouts: ggml-common.h and ggml-quants.c of github.com/ggml-org/ggml. d and m ar
 
     Q4_0  d (q - 8)     Q5_0  d (q - 16)     Q8_0  d q, q signed     Q6_K  d sc (q - 32), in groups of 16
     Q4_1  d q + m       Q5_1  d q + m        Q4_K, Q5_K  d sc q - dmin m, sc and m of 6 bits
+    Q2_K  d sc q - dmin m, in groups of 16     Q3_K  d (sc - 32) (q - 4), in groups of 16
+    IQ4_NL  d t[q]     IQ4_XS  d (sc - 32) t[q], t ggml's table
     MXFP4  2^(e - 128) t[q], t[q] the double of an E2M1; here 2^(e - 128) is a fp16, too
 """
 
@@ -190,6 +192,68 @@ def read_q6_k(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: 
                 words[row, 48 * block + 3 * g + 2] = two_bits
 
 
+@inlined
+def put_quads_of_16(words, row, at, source, lower, shift, high, bit):
+    """Codes of a group of 16: 2 bits of 16 bytes from that half word on, less 4 and plus 8 where `high` has no bit, else plus 8;
+    high: the half word of 16 bytes with a bit of each, or -1: codes are as they are."""
+    for k in range(2):
+        word = np.int64(0)
+        for half in range(2):
+            place = lower + 2 * k + 4 * half
+            quad = word_at(source, row, place) >> shift & 3 * EACH
+            if high >= 0:
+                quad += (word_at(source, row, high + 2 * k + 4 * half) >> bit & EACH) * 4 + 4 * EACH
+            word |= quad << 4 * half
+        words[row, at + k] = word
+
+
+@operation
+def read_q2_k(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
+    """Blocks of 16 scales and minima of 4 bits, 64 bytes of four codes, d, dmin: of each 128 codes 32 bytes."""
+    first, last = share(source.shape[0], thread, run.n_threads)
+    for row in range(first, last):
+        for block in range(numbers.shape[1] // 2):
+            at = 42 * block
+            numbers[row, 2 * block] = source[row, at + 40]
+            numbers[row, 2 * block + 1] = source[row, at + 41] ^ 0x8000  # - dmin
+            for g in range(16):
+                both = byte_at(source, row, 2 * at + g)
+                factors[row, 32 * block + g], factors[row, 32 * block + 16 + g] = both & 15, both >> 4
+                place, shift = at + 8 + 16 * (g // 8) + 8 * (g % 2), 2 * (g % 8 // 2)
+                put_quads_of_16(words, row, 32 * block + 2 * g, source, place, shift, -1, 0)
+
+
+@operation
+def read_q3_k(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
+    """Blocks of 32 bytes of third bits, 64 of four codes of 2 bits, 12 of scales of 6 bits, d."""
+    first, last = share(source.shape[0], thread, run.n_threads)
+    for row in range(first, last):
+        for block in range(numbers.shape[1]):
+            at = 55 * block
+            numbers[row, block] = source[row, at + 54]
+            for g in range(16):
+                low = byte_at(source, row, 2 * (at + 48) + g % 8) >> 4 * (g // 8) & 15
+                high = byte_at(source, row, 2 * (at + 52) + g % 4) >> 2 * (g // 4) & 3
+                factors[row, 16 * block + g] = ((low | high << 4) - 32) & 255
+                place, shift = at + 16 + 16 * (g // 8) + 8 * (g % 2), 2 * (g % 8 // 2)
+                put_quads_of_16(words, row, 32 * block + 2 * g, source, place, shift, at + 8 * (g % 2), g // 2)
+
+
+@operation
+def read_iq4_xs(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
+    """Blocks of d, upper 2 bits of 8 scales, lower 4 of them, for each group 16 bytes of two codes."""
+    first, last = share(source.shape[0], thread, run.n_threads)
+    for row in range(first, last):
+        for block in range(numbers.shape[1]):
+            at = 68 * block
+            numbers[row, block] = source[row, at]
+            for g in range(8):
+                low = byte_at(source, row, 2 * (at + 2) + g // 2) >> 4 * (g % 2) & 15
+                factors[row, 8 * block + g] = ((low | (source[row, at + 1] >> 2 * g & 3) << 4) - 32) & 255
+                for k in range(4):
+                    words[row, 32 * block + 4 * g + k] = word_at(source, row, at + 4 + 8 * g + 2 * k)
+
+
 class BlockType(NamedTuple):
     """A type: bytes of a block, how its groups lie here, and what reads it, of blocks of another type where `made` makes such."""
 
@@ -202,8 +266,14 @@ class BlockType(NamedTuple):
 def with_fp16(octets: Octets) -> Octets:
     """Blocks of MXFP4 (rows, bytes) with scales of fp16 in the place of exponents, as Q4_0 has them."""
     blocks = octets.reshape(len(octets), -1, 17)
-    scales = np.ldexp(np.float32(1), blocks[..., :1].astype(np.int32) - 128).astype(np.float16)  # 0 of blocks of zeros alone
+    scales = powers(blocks[..., :1]).astype(np.float16)
     return np.concatenate([scales.view(np.uint8), blocks[..., 1:]], 2).reshape(len(octets), -1)
+
+
+def powers(exponents: Octets) -> Float32:
+    """2^(e - 128); 0 for 0 and 1, which blocks of zeros alone have here."""
+    bits = (np.maximum(exponents, np.uint8(1)) - np.uint8(1)).astype(np.uint32) << np.uint32(23)
+    return bits.view(np.float32)
 
 
 FOUR, FOUR_AND_MINIMUM = Form(4, 32, 1, False), Form(4, 32, 1, True)
@@ -218,7 +288,11 @@ TYPES = {
     "Q4_K": BlockType(144, Form(4, 32, 8, True), read_q4_k),
     "Q5_K": BlockType(176, Form(5, 32, 8, True), read_q5_k),
     "Q6_K": BlockType(210, Form(6, 16, 16, False), read_q6_k),
-    "MXFP4": BlockType(17, Form(4, 32, 1, False, True), read_q4_0, with_fp16),
+    "Q2_K": BlockType(84, Form(4, 16, 16, True), read_q2_k),
+    "Q3_K": BlockType(110, Form(4, 16, 16, False), read_q3_k),
+    "IQ4_NL": BlockType(18, Form(4, 32, 1, False, "nl"), read_q4_0),
+    "IQ4_XS": BlockType(136, Form(4, 32, 8, False, "nl"), read_iq4_xs),
+    "MXFP4": BlockType(17, Form(4, 32, 1, False, "e2m1"), read_q4_0, with_fp16),
 }
 
 

@@ -68,27 +68,34 @@ EACH = 0x01010101  # of the bytes in a word
 NIBBLES = 15 * EACH
 
 
-FP4_CODES = 16 + np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])  # of each 4 bits
+# what 4 bits stand for: doubles of floats of a sign, two bits of exponent and one of mantissa (E2M1 of MX, OCP 2023), and
+# kvalues_iq4nl of ggml
+NUMBERS = {
+    "e2m1": [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12],
+    "nl": [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],
+}
+CODE_BITS = {"e2m1": 5, "nl": 8}
+CODES = {name: np.array(numbers) + (1 << (CODE_BITS[name] - 1)) for name, numbers in NUMBERS.items()}
 
 
 class Form(NamedTuple):
     """How groups lie: bits of a code, codes of a group, groups of a block, whether they have minima.
 
     In blocks of several groups scales, and minima, are a fp16 number of the block times an int8 factor of the group. A group of
-    5 bits has 32 codes, one of 6 has 16: their upper bits fill a word. is_fp4: 4 bits are a sign and a float of two bits of
-    exponent and one of mantissa (E2M1 of the OCP's MX formats, 2023), whose double, a whole number, and 16 make the code.
+    5 bits has 32 codes, one of 6 has 16: their upper bits fill a word. table: the name of that in which 4
+    bits are looked up, one of `CODES`; what is found there is the code.
     """
 
     bits: int
     group: int
     n_groups: int
     has_minima: bool
-    is_fp4: bool = False
+    table: str = ""
 
     @property
     def code_bits(self) -> int:
         """Of a code, once it is one."""
-        return 5 if self.is_fp4 else self.bits
+        return CODE_BITS[self.table] if self.table else self.bits
 
     @property
     def columns(self) -> int:
@@ -177,18 +184,18 @@ def group_body(form: Form, dot: Dot4) -> Any:
                 sum_of_zeros = builder.sub(sum_of_zeros, correction)
             return broadcast(builder, sum_of_zeros, integers)
 
-        def code_of_fp4(nibbles: Any) -> Any:
-            """The bytes of `FP4_CODES`."""
+        def found(nibbles: Any) -> Any:
+            """What the form's table has for each byte."""
             octets = ir.VectorType(I8, QUADS * lanes)
-            table = ir.Constant(ir.VectorType(I8, TABLE), FP4_CODES.tolist())
-            found = looked_up(builder, table, builder.bitcast(nibbles, octets), best_lookup(FEATURES, octets.count))
-            return builder.bitcast(found, integers)
+            table = ir.Constant(ir.VectorType(I8, TABLE), CODES[form.table].tolist())
+            lookup = best_lookup(FEATURES, octets.count)
+            return builder.bitcast(looked_up(builder, table, builder.bitcast(nibbles, octets), lookup), integers)
 
         def codes_of(quad: int, lower: Any, upper: Any) -> Any:
             """A quad of a vector's rows out of the words of its lower and its upper bits."""
             lower = builder.and_(builder.lshr(lower, every(quad // form.quad_words * 4)), every(NIBBLES))
-            if form.is_fp4:
-                return code_of_fp4(lower)
+            if form.table:
+                return found(lower)
             if not form.upper_bits:
                 return lower
             left = 4 - quad * form.upper_bits
@@ -271,7 +278,7 @@ def group_body(form: Form, dot: Dot4) -> Any:
 
 def group_tile(form: Form, path: str) -> Any:
     """The tile of the products of weights of that form by that instruction."""
-    own = form.bits, form.group, form.n_groups, int(form.has_minima), *["fp4"] * form.is_fp4
+    own = form.bits, form.group, form.n_groups, int(form.has_minima), *[form.table] * bool(form.table)
     name = "_".join(map(str, ("group_tile", *own, path)))
     dot = dot4(path, form.code_bits)
     return make_tile(name, group_body(form, dot), dot.shape, dot.most_tokens)
@@ -301,9 +308,10 @@ def group_experts(form: Form, path: str) -> Callable[..., None]:
 
 def group_embed(form: Form) -> Callable[..., None]:
     """The kernel of `Matrix.embedding` for weights of that form."""
-    bits, of_group, n_groups, has_minima, is_fp4 = form
+    bits, of_group, n_groups, has_minima, table = form
     columns, middle, factors_at, codes_at = form.columns, form.middle, form.factors_at, form.codes_at
     row_words, quad_words, upper_bits = form.row_words, form.quad_words, form.upper_bits
+    is_looked_up, codes = bool(table), CODES.get(table, np.zeros(1, np.int64))
 
     def embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: int, group: int) -> None:
         first, last = share(n, thread, run.n_threads)
@@ -319,8 +327,8 @@ def group_embed(form: Form) -> Callable[..., None]:
                 code = load_byte(w, at + word * STRIP_ROWS * QUADS)
                 if bits < 8:
                     code = (code >> (4 * half)) & 15
-                if is_fp4:
-                    code = FP4_CODES[code]
+                if is_looked_up:
+                    code = codes[code]
                 if upper_bits > 0:
                     upper = load_byte(w, at + quad_words * STRIP_ROWS * QUADS) >> (i // QUADS * upper_bits)
                     code |= (upper << 4) & (2**bits - 16)
@@ -359,8 +367,8 @@ def unpacked(form: Form, words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32
     """Quads of codes (A, blocks, groups, quads, ...), of the words (A, blocks, groups, words, ...) that hold them."""
     if form.bits == 8:
         return words
-    if form.is_fp4:
-        octets = FP4_CODES[unpacked(form._replace(is_fp4=False), words)[..., None].view(np.uint8)]
+    if form.table:
+        octets = CODES[form.table][unpacked(form._replace(table=""), words)[..., None].view(np.uint8)]
         return octets.astype(np.uint8).view(np.uint32)[..., 0]
     lower, upper = words[:, :, :, : form.quad_words], words[:, :, :, form.quad_words :]
     quads = np.concatenate([lower & NIBBLES, lower >> 4 & NIBBLES], 3)

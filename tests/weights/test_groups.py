@@ -37,6 +37,8 @@ MIXES = {
     ("Q5_0", "Q4_1", "Q4_0"): "Q5_1",
     ("Q4_1", "Q4_0"): "Q4_1",
     ("MXFP4", "Q8_0"): "fp32",
+    ("Q2_K", "Q6_K", "Q3_K"): "mixed K",
+    ("IQ4_XS", "Q6_K"): "fp32",
 }
 
 
@@ -50,7 +52,8 @@ class Given:
         octets = rng.integers(0, 256, (rows, n // TYPES[type_].form.columns, size), np.uint8)
         numbers = (rng.random((*octets.shape[:2], 2)) * 0.01).astype(np.float16)
         numbers[0, 0], numbers[1, 0], numbers[2, 0] = 0, 6e-8, -0.01
-        at = slice(size - 2, size) if type_ == "Q6_K" else slice(0, 4 if TYPES[type_].form.has_minima else 2)
+        at = slice(size - 2, size) if type_ in ("Q6_K", "Q3_K") else slice(0, 4 if TYPES[type_].form.has_minima else 2)
+        at = slice(size - 4, size) if type_ == "Q2_K" else at
         octets[:, :, at] = numbers.view(np.uint8)[:, :, : at.stop - at.start]
         if type_ == "MXFP4":
             octets[:, :, 0] = rng.integers(104, 124, octets.shape[:2])
@@ -110,11 +113,12 @@ def test_block_types_keep_their_numbers_and_multiply_as_floats_do(types):
 def test_a_type_takes_no_more_memory_than_its_file_but_for_a_k_types_factors(name):
     n_bytes, form, *_ = TYPES[name]
     taken = 4 * form.block_words / STRIP_ROWS
-    more = {"Q4_K": 1.03, "Q5_K": 1.03, "MXFP4": 18 / 17}  # factors of 6 bits lie in bytes, exponents in fp16
+    # factors of 4 and 6 bits lie in bytes, exponents in fp16, codes of 2 and 3 bits in 4
+    more = {"Q4_K": 1.03, "Q5_K": 1.03, "IQ4_XS": 1.03, "MXFP4": 18 / 17, "Q3_K": 1.33, "Q2_K": 1.96}
     assert taken <= more.get(name, 1) * n_bytes
 
 
-@pytest.mark.parametrize("name", ["Q4_1", "Q5_0", "Q4_K", "Q6_K", "MXFP4"])
+@pytest.mark.parametrize("name", ["Q4_1", "Q5_0", "Q4_K", "Q6_K", "MXFP4", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"])
 def test_a_product_is_exact_in_a_group_and_one_chain_over_the_groups(name):
     """Against exact arithmetic rounded after every step of the chain."""
     form, tensor = TYPES[name].form, Given(name, ROWS, N)
