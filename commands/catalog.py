@@ -45,7 +45,20 @@ class Entry:
 
     @property
     def n_parameters(self) -> int:
-        return sum(map(math.prod, architecture_of(self.config).shapes(self.config).values())) if self.config else 0
+        return sum(self._sizes().values())
+
+    @property
+    def n_read(self) -> int:
+        """Of the parameters those that a token goes through: of experts as many as it chooses."""
+        experts = self.config and self.config.experts
+        sizes = self._sizes()
+        unread = sum(size for name, size in sizes.items() if ".experts_" in name) if experts else 0
+        return sum(sizes.values()) - (unread // experts.n * (experts.n - experts.n_chosen) if experts else 0)
+
+    def _sizes(self) -> dict[str, int]:
+        """Of tensors, by name."""
+        shapes = architecture_of(self.config).shapes(self.config) if self.config else {}
+        return {name: math.prod(shape) for name, shape in shapes.items()}
 
 
 def entries(place: Path | None = None) -> list[Entry]:
@@ -74,6 +87,7 @@ def row_of(entry: Entry, found: Sequence[Entry]) -> dict[str, Any]:
         "layers": config.n_layers,
         "dim": config.dim,
         "parameters": entry.n_parameters,
+        "parameters_read": entry.n_read,
         "bytes": entry.n_bytes,
         "vocabulary": config.vocab_size,
         "context": config.seq_len,

@@ -34,6 +34,7 @@ def run(request: ListRequest) -> None:
     """List the models in models/ and in the hub's cache, or in a folder: shapes, sizes, vocabularies and drafts.
 
     A draft fits a target of the same vocabulary that is at least twice as large; a head, the models of its width and vocabulary.
+    Of a model with experts it is told, too, how many weights a token reads.
     """
     from .catalog import entries, row_of  # which nothing else needs
 
@@ -60,7 +61,7 @@ def run(request: ListRequest) -> None:
             table.add_row(
                 told(row["name"]),
                 f"{row['family']} {row['layers']} x {row['dim']}",
-                _count(row["parameters"]),
+                _count(row["parameters"]) + (f", {_count(row['parameters_read'])} read" if _has_experts(row) else ""),
                 f"{_count(row['bytes'])}B",
                 str(row["vocabulary"]),
                 _of_head(row["head"], told) if row["head"] else told(*(row["drafts"] or ("self", "ngram"))),
@@ -71,6 +72,11 @@ def run(request: ListRequest) -> None:
             console.print(table)
         for entry in broken:
             console.print(Text(on_one_line(f"not to be read: {entry.flaw}")), soft_wrap=True)
+
+
+def _has_experts(row: Mapping[str, Any]) -> bool:
+    """Whether a token goes through a part of the weights alone."""
+    return bool(row["parameters_read"] < row["parameters"])
 
 
 def _of_head(head: Mapping[str, Any], told: Callable[..., Text]) -> Text:

@@ -52,6 +52,7 @@ def _rates(logarithms: npt.NDArray[Any]) -> npt.NDArray[Any]:
 TAPS = Making(lambda stored: np.ascontiguousarray(stored.reshape(len(stored), -1).T), lambda own: (own[1], 1, own[0]))
 TURNED_TAPS = TAPS._replace(stored=lambda own: own[::-1])
 # of a table of biases (E, 2 F) those in turns, of which a tensor (E, F) is
-EVEN, ODD = (Making(lambda stored, first=first: stored[:, first::2], lambda own: (own[0], 2 * own[1])) for first in (0, 1))
+EVEN = Making(lambda stored: stored[:, 0::2], lambda own: (own[0], 2 * own[1]))
+ODD = EVEN._replace(numbers=lambda stored: stored[:, 1::2])
 ONE_MORE = Making(lambda stored: np.float32(1) + stored)  # of norms of which 1 + w is the weight
 RATE = Making(_rates)  # of a delta net's decays

@@ -104,15 +104,18 @@ def _q6_k(blocks: Bytes) -> Float32:
     return (scales[..., None] * codes).reshape(len(blocks), -1)
 
 
+_TABLES: dict[str, Float32] = {name: np.array(numbers, np.float32) for name, numbers in NUMBERS.items()}
+
+
 def _mxfp4(blocks: Bytes) -> Float32:
     """2^(e - 128) t[q]: the OCP's MX format of 2023, t the doubles of E2M1."""
-    floats: Float32 = powers(blocks[:, :1]) * np.float32(NUMBERS["e2m1"])[_nibbles(blocks[:, 1:])]
+    floats: Float32 = powers(blocks[:, :1]) * _TABLES["e2m1"][_nibbles(blocks[:, 1:])]
     return floats
 
 
 def _iq4_nl(blocks: Bytes) -> Float32:
     """d t[q]."""
-    floats: Float32 = _scale(blocks, 0) * np.float32(NUMBERS["nl"])[_nibbles(blocks[:, 2:])]
+    floats: Float32 = _scale(blocks, 0) * _TABLES["nl"][_nibbles(blocks[:, 2:])]
     return floats
 
 
@@ -122,18 +125,21 @@ def _iq4_xs(blocks: Bytes) -> Float32:
     lower = blocks[:, 4:8].repeat(2, 1) >> np.array([0, 4] * 4, np.uint8) & 15
     scales = _scale(blocks, 0) * ((lower | upper << 4).astype(np.int8) - np.int8(32))
     codes = _nibbles(blocks[:, 8:].reshape(-1, GROUPS, 16))
-    return (scales[..., None] * np.float32(NUMBERS["nl"])[codes]).reshape(len(blocks), -1)
+    floats: Float32 = (scales[..., None] * _TABLES["nl"][codes]).reshape(len(blocks), -1)
+    return floats
 
 
 def _pairs(blocks: Bytes) -> Bytes:
     """(n, 16, 16): the codes of 2 bits in 64 bytes (n, 64), four to a byte, of which 32 bytes have 128 in their order."""
-    return (blocks.reshape(-1, 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3).reshape(-1, 16, 16)
+    pairs: Bytes = (blocks.reshape(-1, 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & np.uint8(3)).reshape(-1, 16, 16)
+    return pairs
 
 
 def _q2_k(blocks: Bytes) -> Float32:
     """d sc q - dmin m: of 16 bytes each has a scale and a minimum."""
-    scales, minima = _scale(blocks, 80) * (blocks[:, :16] & 15), _scale(blocks, 82) * (blocks[:, :16] >> 4)
-    return (scales[..., None] * _pairs(blocks[:, 16:80]) - minima[..., None]).reshape(len(blocks), -1)
+    scales, minima = _scale(blocks, 80) * (blocks[:, :16] & np.uint8(15)), _scale(blocks, 82) * (blocks[:, :16] >> np.uint8(4))
+    floats = scales[..., None] * _pairs(blocks[:, 16:80]) - minima[..., None]
+    return np.asarray(floats.reshape(len(blocks), -1), np.float32)
 
 
 def _q3_k(blocks: Bytes) -> Float32:
@@ -143,7 +149,8 @@ def _q3_k(blocks: Bytes) -> Float32:
     scales = _scale(blocks, 108) * ((lower | upper << 4).view(np.int8) - np.int8(32))
     thirds = (blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1).reshape(-1, 16, 16)
     codes = (_pairs(blocks[:, 32:96]) | thirds << 2).view(np.int8) - np.int8(4)
-    return (scales[..., None] * codes).reshape(len(blocks), -1)
+    floats: Float32 = (scales[..., None] * codes).reshape(len(blocks), -1)
+    return floats
 
 
 def _fit_fp16(blocks: Bytes) -> bool:

@@ -372,6 +372,16 @@ def test_models_are_listed_by_the_families_that_their_files_name(run: Run, tmp_p
     assert "gemma3 7 x 18" in run("models", tmp_path)[1]
 
 
+def test_of_a_model_with_experts_it_is_told_how_many_weights_a_token_reads(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    """Qwen3-MoE's fixture: of 3 layers 2 have 6 experts of 3 x 20 x 32 weights, of which a token goes through 2."""
+    shutil.copytree(FIXTURES / "qwen3_moe", tmp_path / "qwen3_moe")
+    (row,) = from_json(run("models", tmp_path / "qwen3_moe", "--json"))["models"]
+    assert row["parameters"] - row["parameters_read"] == 2 * 4 * 3 * 20 * 32
+    assert "46 k, 31 k read" in run("models", tmp_path)[1]
+    (dense,) = from_json(run("models", FIXTURES / "llama", "--json"))["models"]
+    assert dense["parameters"] == dense["parameters_read"]
+
+
 def test_heads_are_listed_with_the_models_that_they_fit(run: Run, tmp_path: Path) -> None:  # noqa: F811
     folder = tmp_path / "some"
     shutil.copytree(FIXTURES / "llama3", folder / "target")
