@@ -193,9 +193,10 @@ def checkpoints(rng):
 
 def ggufs(rng):
     """A GGUF file with some harm done is refused in one line that names it, or is a model with its tokenizer."""
-    name = rng.choice(made_gguf.NAMES)
-    keys, tensors = made_gguf.model_keys(name), made_gguf.model_tensors(name)
-    if rng.random() < 0.5:
+    name = rng.choice([*made_gguf.NAMES, *made_gguf.CONVERTED])
+    is_written = name in made_gguf.NAMES
+    keys, tensors = (made_gguf.model_keys(name), made_gguf.model_tensors(name)) if is_written else made_gguf.converted(name)
+    if is_written and rng.random() < 0.5:
         keys |= made_gguf.tokenizer_keys(rng.choice(["gpt2", "llama2", "llama3"]))
         keys.pop(f"{keys['general.architecture']}.vocab_size", None)
         rows = len(keys["tokenizer.ggml.tokens"]) + rng.choice([0, 0, 0, 1])

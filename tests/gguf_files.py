@@ -11,6 +11,7 @@ import numpy as np
 
 from specdec.architectures import Config, RopeScaling, YarnScaling
 from specdec.architectures.states import fill_rates
+from specdec.readers.gguf_file import GgufFile
 from tests import folders
 from tests.folders import CONFIGS, FIXTURES
 
@@ -416,3 +417,10 @@ def with_tokenizer(name: str, folder: Path) -> tuple[Keys, dict[str, Any]]:
         turned = adjacent(array, head_dim) if stored.split(".")[-2] in ("attn_q", "attn_k") else array
         tensors[stored] = (turned.astype(np.uint32) << 16).view(np.float32) if array.ndim == 1 else turned
     return keys | tokenizer_keys(name), tensors
+
+
+def converted(name: str) -> tuple[Keys, dict[str, Any]]:
+    """The keys and the tensors of a file that llama.cpp's converter wrote."""
+    file = GgufFile(FIXTURES / "gguf" / f"{name}.gguf")
+    entries = {each: Raw(entry.type, entry.shape, file.stored(each)[:].tobytes()) for each, entry in file.entries.items()}
+    return {key: value for key, value in file.keys.items() if value != []}, entries
