@@ -28,11 +28,12 @@ def read_config(folder: Path) -> tuple[InFolder, Config, dict[int, str], int | N
     """
     path = folder / CONFIG
     given = _of_text(path, read_object(path))
-    name, known = given.get("model_type"), ", ".join((*FOLDERS, *BESIDE))
+    name, all_names = given.get("model_type"), (*FOLDERS, *BESIDE)
+    known = ", ".join(each for each in all_names if not any(each != other and each.startswith(other) for other in all_names))
     if name is None:
         raise CheckpointError(f"{path} names no model_type; expected one of {known}")
     if not isinstance(name, str) or name not in FOLDERS:
-        close = difflib.get_close_matches(str(name), (*FOLDERS, *BESIDE), 4, 0.65)
+        close = difflib.get_close_matches(str(name), all_names, 4, 0.65)
         others = f"like it are {', '.join(close)}" if close else f"those are {known}"
         raise CheckpointError(f"{path}: the model_type {shown(name)} is not read; {others}")
     family = FOLDERS[name]

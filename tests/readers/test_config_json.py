@@ -222,7 +222,7 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"model_type": "bloom"},
-        '"bloom" is not read; those are llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, granite, ',
+        '"bloom" is not read; those are llama, mistral, mixtral, qwen2, qwen3, granite, ',
     ),
     ("llama", {"model_type": GONE}, "model_type"),
     ("llama", {"model_type": ["llama"]}, "model_type"),
