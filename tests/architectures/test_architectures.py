@@ -155,7 +155,7 @@ POISON = 7  # the token whose values are not finite somewhere inside
 @pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
 @pytest.mark.parametrize("name", ["everything", "gemma", "lfm2, odd", "gpt2, odd", "olmo2", "gpt-oss", "experts of sigmoids"])
 def test_what_is_not_finite_goes_through_every_operation(name: str, value: float) -> None:
-    """Of whichever tensor, in logits that the oracle has no number for: all of experts' where a token goes through what is lost."""
+    """Of whichever tensor, in logits that the oracle has no number for; of experts those that tokens go through."""
     config = FAMILIES[name]
     text = [1] * POISON + [POISON] * 3  # the token at the position of its number
     sound = random_tensors(config)
