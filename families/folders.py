@@ -146,7 +146,8 @@ def no_biases(values: Values) -> dict[str, Any]:
 
 def window(values: Values) -> dict[str, Any]:
     """Of all layers, or of none; a list of layers says the same."""
-    seen, n_layers = 0 if values["sliding_window"] is None else values.whole("sliding_window"), values.whole("num_hidden_layers")
+    seen = 0 if values["sliding_window"] is None else values.whole("sliding_window")
+    n_layers = values.whole("num_hidden_layers", MOST_LAYERS)
     expected = SLIDING if seen else FULL
     if values["layer_types"] is not None and values["layer_types"] != [expected] * n_layers:
         raise values.refusal("layer_types", f"{expected} in all {n_layers} layers")
@@ -162,7 +163,7 @@ def no_window(values: Values, family: str) -> dict[str, Any]:
 
 def only_full(values: Values) -> dict[str, Any]:
     """Raises CheckpointError for a list of layers of which some are not full."""
-    n_layers = values.whole("num_hidden_layers")
+    n_layers = values.whole("num_hidden_layers", MOST_LAYERS)
     if values["layer_types"] is not None and values["layer_types"] != [FULL] * n_layers:
         raise values.refusal("layer_types", f"{FULL} in all {n_layers} layers")
     return {}

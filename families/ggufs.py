@@ -15,8 +15,8 @@ from .folders import MAX_THETA
 from .places import EXPERTS_GATED, Place
 
 EMBEDDING, HEAD, ROPE_DIVISORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
-BY_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # a number, or a list of one a layer
 EXPERT_DIM = "expert_feed_forward_length"
+BY_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length", EXPERT_DIM)  # one, or a list of one a layer
 WINDOW, EXPERTS, QUERY_SCALE = "attention.sliding_window", "expert_count", "attention.temperature_scale"
 GATING, SOFTMAX, SIGMOID = "expert_gating_func", 1, 2
 ATTENTION_FACTOR, NEXTN = "rope.scaling.attn_factor", "nextn_predict_layers"
