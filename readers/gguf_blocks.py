@@ -139,7 +139,7 @@ def _q2_k(blocks: Bytes) -> Float32:
     """d sc q - dmin m: of 16 bytes each has a scale and a minimum."""
     scales, minima = _scale(blocks, 80) * (blocks[:, :16] & np.uint8(15)), _scale(blocks, 82) * (blocks[:, :16] >> np.uint8(4))
     floats = scales[..., None] * _pairs(blocks[:, 16:80]) - minima[..., None]
-    return np.asarray(floats.reshape(len(blocks), -1), np.float32)
+    return np.ascontiguousarray(floats.reshape(len(blocks), -1), np.float32)
 
 
 def _q3_k(blocks: Bytes) -> Float32:
