@@ -31,6 +31,12 @@ PLACES = folders.PLACES | {
     "experts_b2": Place("layers.{}.mlp.experts.down_proj_bias"),
     "experts_b3": Place("layers.{}.mlp.experts.gate_up_proj_bias", made=ODD),
 }
+EXPERT = "layers.{}.mlp.experts."
+BLOCKS = {  # as published, not as transformers saves what it has in memory
+    "experts_w1": Place(EXPERT + "gate_up_proj_blocks", each=True, step=(0, 2), scales=EXPERT + "gate_up_proj_scales"),
+    "experts_w2": Place(EXPERT + "down_proj_blocks", each=True, scales=EXPERT + "down_proj_scales"),
+    "experts_w3": Place(EXPERT + "gate_up_proj_blocks", each=True, step=(1, 2), scales=EXPERT + "gate_up_proj_scales"),
+}
 GGUF_PLACES = ggufs.PLACES | ggufs.EXPERTS_PLACES | {
     "rms_ffn": Place("blk.{}.post_attention_norm.weight"),
     "sinks": Place("blk.{}.attn_sinks.weight"),
@@ -43,6 +49,9 @@ GGUF_PLACES = ggufs.PLACES | ggufs.EXPERTS_PLACES | {
 
 def config(values: Values) -> Config:
     """The numbers that a config.json says."""
+    quantization = values["quantization_config"]
+    if quantization is not None and (not isinstance(quantization, dict) or quantization.get("quant_method") != "mxfp4"):
+        raise values.refusal("quantization_config", "none, or one whose quant_method is mxfp4")
     n_layers = values.whole("num_hidden_layers", folders.MOST_LAYERS)
     full = (*range(1, n_layers, 2),) if values["layer_types"] is None else folders.full_layers(values, n_layers)
     experts = folders.experts(
@@ -66,6 +75,6 @@ def gguf_config(k: Keys) -> Config:
 
 
 FAMILY = Family(
-    (InFolder("gpt_oss", DEFAULTS, config, PLACES, does=("num_local_experts",)),),
+    (InFolder("gpt_oss", DEFAULTS, config, PLACES, (BLOCKS,), does=("num_local_experts", "quantization_config")),),
     (InGguf("gpt-oss", gguf_config, GGUF_PLACES, does=(ggufs.EXPERTS, ggufs.WINDOW, ggufs.GATING)),),
 )

@@ -21,7 +21,7 @@ class Place(NamedTuple):
     alone: of several that there may be, each with its number in its name, it is the only one and has none; turn: of heads that
     lie in turns with those of other tensors, see `Heads`; made: how a small one is made of what is stored; each: there is one for
     each expert, by a second `{}` in the name, or all of them are one tensor; step: of outputs in turns those from the first on,
-    so many apart.
+    so many apart; scales: the name of the exponents of such blocks of MXFP4 as lie there.
     """
 
     name: str
@@ -33,6 +33,7 @@ class Place(NamedTuple):
     made: "Making | None" = None
     each: bool = False
     step: tuple[int, int] = (0, 1)
+    scales: str = ""
 
 
 class Making(NamedTuple):

@@ -6,7 +6,7 @@ floats are those of the python package gguf, bit for bit: each product and sum i
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ..families.values import CheckpointError
 from ..weights.blocks import powers
 from ..weights.groups import NUMBERS
-from .model_file import FP16, Bytes, FileTensor, Heads
+from .model_file import FP16, Bytes, FileTensor
 
 Float32 = npt.NDArray[np.float32]
 GROUPS = 8  # of 32 weights in a block of 256 of Q4_K and Q5_K
@@ -185,12 +185,13 @@ def dequantized(kind: str, rows: Bytes) -> Float32:
 
 @dataclass(frozen=True)
 class BlockTensor:
-    """A matrix whose rows are blocks. stored: its bytes (rows, bytes); type: in `BLOCKS`; damaged: its file and name, for people.
+    """A matrix whose rows are blocks.
 
+    stored: its bytes (rows, bytes), to be sliced by rows; type: in `BLOCKS`; damaged: its file and name, for people.
     What is asked for is read then. Raises CheckpointError for scales that are not finite.
     """
 
-    stored: FileTensor | Heads
+    stored: Any
     type: str
     damaged: str
 

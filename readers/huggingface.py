@@ -62,6 +62,11 @@ class Folder:
         file, full = self._source(name, shape)
         return file.tensor(full)
 
+    def octets(self, name: str, shape: tuple[int, ...]) -> FileTensor:
+        """As `tensor`, of bytes."""
+        file, full = self._source(name, shape)
+        return file.octets(full)
+
     def integers(self, name: str, n: int) -> Int64:
         """As `tensor`, of n whole numbers, which are read."""
         file, full = self._source(name, (n,))

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ..architectures import Config, architecture_of
 from ..families.places import Place
 from ..weights.matrix import floats
+from .microscaled import microscaled
 from .model_file import FileTensor
 
 TURNED_AT_ONCE = 16  # inputs of a stored matrix: a cache line of each output; GPT-2 large in fp32 at 2.7 GB/s, all at once 0.7
@@ -48,6 +49,8 @@ def tensors_of(config: Config, places: Mapping[str, Place], source: Source) -> d
     def experts(name: str, layer: str, shape: tuple[int, ...], place: Place) -> list[Any]:
         """One tensor for each: all of one that holds them all, one behind the other, are parts of it."""
         n, n_rows, n_columns = shape
+        if place.scales:
+            return microscaled(source, (place.name.format(layer), place.scales.format(layer)), shape, *place.step)
         before, brace, behind = place.name.partition("experts.{}")
         if brace:
             stored = before.format(layer) + "experts.{}" + behind

@@ -13,7 +13,7 @@ import numpy as np
 from ..families.values import CheckpointError, shown
 from ..machine.vectors import Int64
 from .json_text import MAX_BYTES, parse_object
-from .model_file import BF16, FP16, FP32, FileTensor, ModelFile
+from .model_file import BF16, BYTE, FP16, FP32, FileTensor, ModelFile
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # files of a folder: all its weights, and what names shards
 PICKLE = "pytorch_model.bin"  # what older folders have in their place
@@ -22,7 +22,7 @@ MAX_DIMENSIONS = 64
 METADATA = "__metadata__"
 LFS_POINTER = b"version https://git-lfs"  # what a clone without git-lfs holds in the place of a large file
 DTYPES: dict[str, np.dtype[Any]] = {"F32": FP32, "F16": FP16, "BF16": BF16}  # that are read
-INTEGERS = "I64"
+INTEGERS, OCTETS = "I64", "U8"
 BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32,
@@ -53,6 +53,13 @@ class SafetensorsFile:
         if entry.dtype not in DTYPES:
             raise CheckpointError(f"{self.path}: {shown(name)} is {shown(entry.dtype)}; expected {', '.join(DTYPES)}")
         return FileTensor(self._file, name, entry.shape, entry.first, dtype=DTYPES[entry.dtype])
+
+    def octets(self, name: str) -> FileTensor:
+        """Bytes that are no numbers by themselves. Raises CheckpointError for what are not U8."""
+        entry = self.entries[name]
+        if entry.dtype != OCTETS:
+            raise CheckpointError(f"{self.path}: {shown(name)} is {shown(entry.dtype)}; expected {OCTETS}")
+        return FileTensor(self._file, name, entry.shape, entry.first, dtype=BYTE)
 
     def integers(self, name: str) -> Int64:
         """The whole numbers of a tensor, in a row. Raises CheckpointError for what are not I64."""

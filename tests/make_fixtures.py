@@ -295,6 +295,14 @@ MODELS = {
         torch.bfloat16,
         {},
     ),
+    "gpt_oss_mxfp4": (
+        GptOssConfig(
+            **sizes(70, 64, 32, 3, 4, 2, head_dim=12, num_local_experts=6, num_experts_per_tok=3, sliding_window=11),
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        ),
+        torch.bfloat16,
+        {"microscaled": True},
+    ),
     "lfm2": (
         Lfm2Config(**sizes(68, 32, 60, 4, 4, 2, block_multiple_of=16, layer_types=["conv", "conv", "full_attention", "conv"])),
         torch.bfloat16,
@@ -441,11 +449,28 @@ def expected_of_mtp(folder, tokens):
     return logits.numpy()
 
 
-def save(model, folder, shards="1GB", ends=None, as_base=False):
+def microscale(folder):
+    """Random blocks of MXFP4 in the place of experts' matrices, under the names and in the order of gpt-oss as published."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        n_experts, n_inputs, n_outputs = tensors.pop(name).shape
+        shape = (n_experts, n_outputs, n_inputs // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(121, 124, shape, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    values["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+
+
+def save(model, folder, shards="1GB", ends=None, as_base=False, microscaled=False):
     model.generation_config = GenerationConfig.from_model_config(model.config)
     if ends:
         model.generation_config.eos_token_id = ends
     model.save_pretrained(folder, max_shard_size=shards)
+    if microscaled:
+        microscale(folder)
     if as_base:  # as openai-community/gpt2: no prefix, and the buffers of older versions
         path = folder / "model.safetensors"
         tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}

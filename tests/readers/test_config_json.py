@@ -320,7 +320,9 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
     ("qwen35_moe", {"moe_intermediate_size": 13}, "has the shape"),
     ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit"),
     ("gpt_oss", {"swiglu_alpha": None}, "swiglu_alpha"),
-    ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, '"mxfp4"'),
+    ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "expected none, or one whose quant_method is mxfp4"),
+    ("gpt_oss", {"quantization_config": "mxfp4"}, "quantization_config"),
+    ("qwen3_moe", {"quantization_config": {"quant_method": "mxfp4"}}, '"mxfp4"'),
     ("gpt_oss", {"attention_bias": False}, "no place"),
     ("olmo2", {"hidden_act": "gelu"}, "hidden_act"),
     *(

@@ -15,12 +15,26 @@ from specdec.architectures import Config, DeltaConfig, architecture_of
 from specdec.architectures.config import RopeScaling, YarnScaling
 from specdec.architectures.states import fill_rates
 from specdec.readers import CheckpointError, load_checkpoint
+from specdec.readers.loading import load_model
 from specdec.readers.model_file import Heads
 from specdec.readers.places import Transposed
 from specdec.transformer import Transformer
 from specdec.weights.matrix import floats
 from tests import folders
-from tests.folders import CONFIGS, FIXTURES, INDEX, WEIGHTS, beside_images, copy, joined, message_of, read_all, retensor, split
+from tests.folders import (
+    CONFIGS,
+    FIXTURES,
+    INDEX,
+    MICROSCALED,
+    WEIGHTS,
+    beside_images,
+    copy,
+    joined,
+    message_of,
+    read_all,
+    retensor,
+    split,
+)
 from tests.gguf_files import CONVERTED
 
 LLAMAS = [name for name in folders.NAMES if not name.startswith("gpt2")]
@@ -303,6 +317,40 @@ FEATURES: list[tuple[str, dict[str, Any]]] = [
     ("qwen35_images", {"norm_eps": 0.1}),
     ("qwen35", {"delta": DeltaConfig((0, 1, 2), 2, 4, 8, 16, in_turns=True)}),
 ]
+
+
+def test_blocks_of_mxfp4_are_the_numbers_that_transformers_makes_of_them() -> None:
+    """Both matrices that lie in turns, too; as floats, since the product of blocks rounds what it multiplies to bytes."""
+    checkpoint, expected = load_checkpoint(FIXTURES / MICROSCALED), folders.expected(MICROSCALED)
+    numbers = {
+        name: [tensor[0 : tensor.shape[0]] for tensor in tensors] if "experts_w" in name else tensors
+        for name, tensors in checkpoint.tensors.items()
+    }
+    model = Transformer(checkpoint.config, architecture_of(checkpoint.config).pack(checkpoint.config, numbers), kv="f32")
+    assert error_of(model, expected) < 3e-5
+    assert load_model(FIXTURES / MICROSCALED).weights.kind == "MXFP4 and bf16", "4 bits stay 4 bits"
+
+
+def test_any_rows_of_blocks_that_lie_in_turns_are_those_of_the_whole() -> None:
+    for tensors in (load_checkpoint(FIXTURES / MICROSCALED).tensors[f"1.experts_w{i}"] for i in (1, 2, 3)):
+        whole = tensors[2].blocks(0, tensors[2].shape[0])
+        for first, last in ((0, 1), (3, 20), (30, 32), (5, 5)):
+            np.testing.assert_array_equal(tensors[2].blocks(first, last), whole[first:last])
+
+
+def test_damaged_blocks_of_mxfp4_are_told_by_name(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+
+    def with_blocks(change: Callable[[dict[str, tuple[str, Any]]], Any], *words: str) -> None:
+        folder = copy(tmp_path / str(len([*tmp_path.iterdir()])), MICROSCALED)
+        message_of(retensor(folder, change), *words)
+
+    with_blocks(lambda t: t.pop(f"{name}_scales"), "holds no tensor", "gate_up_proj_scales")
+    with_blocks(lambda t: t.update({f"{name}_scales": ("I8", t[f"{name}_scales"][1])}), '"I8"', "expected U8")
+    with_blocks(lambda t: t.update({f"{name}_scales": ("U8", t[f"{name}_scales"][1][:, 1:])}), "has the shape")
+    with_blocks(lambda t: t.update({f"{name}_blocks": ("U8", t[f"{name}_blocks"][1][:5])}), "has the shape")
+    with_blocks(lambda t: t.update({f"{name}_scales": ("U8", t[f"{name}_scales"][1] | 255)}), "scales below 2^-24 or above 2^15")
+    message_of(copy(tmp_path / "odd", MICROSCALED, hidden_size=65), "")
 
 
 @pytest.mark.parametrize(("name", "changes"), FEATURES, ids=str)

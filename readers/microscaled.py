@@ -1,0 +1,61 @@
+"""Blocks of MXFP4 as safetensors have them, codes and exponents apart, as the blocks of GGUF that hold the same.
+
+The OCP's MX format of 2023, as gpt-oss is published in: of 32 weights 16 bytes of two codes each, the lower half first, and a
+byte that is the exponent of their scale plus 127. A block of GGUF begins with that byte, and its lower halves are the first 16.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..families.values import CheckpointError
+from .gguf_blocks import BLOCKS, BlockTensor
+from .model_file import Bytes, FileTensor
+
+TYPE = "MXFP4"
+N_WEIGHTS, N_BYTES, *_ = BLOCKS[TYPE]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Rows (n_rows, bytes) of blocks as GGUF has them: of codes and of exponents each step-th row from the first on."""
+
+    codes: FileTensor
+    exponents: FileTensor
+    n_rows: int
+    first: int
+    step: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.n_rows, self.exponents.shape[1] * N_BYTES
+
+    def __getitem__(self, index: slice) -> Bytes:
+        first, last, _ = index.indices(self.n_rows)
+        lines = slice(self.first + first * self.step, self.first + last * self.step)
+        codes, exponents = self.codes[lines][:: self.step], self.exponents[lines][:: self.step]
+        halves = np.stack([codes & 15, codes >> 4], -1).reshape(*exponents.shape, 2, N_WEIGHTS // 2)
+        blocks = np.concatenate([exponents[..., None], halves[..., 0, :] | halves[..., 1, :] << 4], -1)
+        return blocks.reshape(len(exponents), self.shape[1])
+
+
+def microscaled(source: Any, names: tuple[str, str], shape: tuple[int, ...], first: int, step: int) -> list[BlockTensor]:
+    """A matrix for each expert, of shape (experts, rows, n), out of a folder's tensors of all.
+
+    names: of the codes and of the exponents. Raises CheckpointError.
+    """
+    (codes, exponents), (n, n_rows, n_columns) = names, shape
+    lines, groups = n_rows * step, n_columns // N_WEIGHTS
+    if n_columns % N_WEIGHTS:
+        raise CheckpointError(f"{source.path}: {codes} has rows of {n_columns} weights; blocks have {N_WEIGHTS} each")
+
+    def flat(name: str, *row: int) -> FileTensor:
+        stored: FileTensor = source.octets(name, (n, lines, *row))
+        return replace(stored, shape=(n * lines, math.prod(row)))
+
+    both = flat(codes, groups, N_WEIGHTS // 2), flat(exponents, groups)
+    rows = ([each.part(i * lines, (i + 1) * lines) for each in both] for i in range(n))
+    joined = (Joined(own_codes, own_exponents, n_rows, first, step) for own_codes, own_exponents in rows)
+    return [BlockTensor(each, TYPE, f"{source.path} is damaged: {codes}") for each in joined]
