@@ -23,8 +23,8 @@ import numpy as np
 
 from .machine.cache import compiled, inlined, inner
 from .machine.elementary import exp, sine_and_cosine
+from .machine.parts import share
 from .machine.programs import Floats1, Floats2, Floats3, Floats4, Halves4, Ints1, Ints2, Operation, Pass, operation
-from .machine.threads import share
 from .machine.tiles import PREFETCH_WORDS, STRIP_ROWS, TILE_TOKENS, Strided, Strips, multiply_either
 from .machine.vectors import (
     LANES,
@@ -98,6 +98,8 @@ def rms_norm(run: Pass, thread: int, p: RMSNorm) -> None:
 
     Each thread fills an out of its own, which spares a barrier. of_logits: of the last n_logits tokens, from out[0] on.
     """
+    if run.begins == 0:
+        return
     out, x, weight, dim, eps, of_logits, column = p
     n_tokens = run.n_logits if of_logits else run.n_tokens
     first, width = run.n_tokens - n_tokens, x.shape[2]
@@ -112,7 +114,7 @@ def rms_norm(run: Pass, thread: int, p: RMSNorm) -> None:
 def add_norm(run: Pass, thread: int, x: Floats2, branch: Floats3, weight: Floats1, dim: int, eps: float) -> None:
     """x[t] += rms_norm(branch[t]) of branch (1, T, D padded), which all threads have written: this thread's strips."""
     width = x.shape[1]
-    first, last = share(width // STRIP_ROWS, thread, run.n_threads)
+    first, last = share(width // STRIP_ROWS, run.part, run.n_parts)
     for t in range(run.n_tokens):
         scale = splat(norm_scale(branch, t * width, width, dim, eps))
         for i in range(first * STRIP_ROWS, last * STRIP_ROWS, LANES):
@@ -135,6 +137,8 @@ class LayerNorm(NamedTuple):
 @operation
 def layer_norm(run: Pass, thread: int, p: LayerNorm) -> None:
     """out[t] = weight * (x[t] - mean) / sqrt(variance + eps) + bias  (Ba et al. 2016); in all else as `rms_norm`."""
+    if run.begins == 0:
+        return
     out, x, weight, bias, dim, eps, of_logits = p
     n_tokens = run.n_logits if of_logits else run.n_tokens
     first, width = run.n_tokens - n_tokens, x.shape[2]
@@ -167,7 +171,7 @@ def position_of(run, depths, t):
 @operation
 def copy_rows(run: Pass, thread: int, out: Floats2, x: Floats2, to: int, start: int, n: int, by_slot: int) -> None:
     """n columns of x[t], from `start` on, to column `to` of out[t]: this thread's. by_slot: of out[slot of t] instead."""
-    first, last = share(n, thread, run.n_threads)
+    first, last = share(n, run.part, run.n_parts)
     row = run.pos if by_slot else 0
     for t in range(run.n_tokens):
         for k in range(first, last):
@@ -206,19 +210,19 @@ def move_slots(keys, values, path, n_text):
 
 
 @inlined
-def own_rows(width, unit, thread, n_threads, base, n_rows):
-    """Which of n_rows, the first of them row `base` of a product of that width, a thread has computed, counted from base.
+def own_rows(run, width, unit, base, n_rows):
+    """Which of n_rows, the first of them row `base` of a product of that width, this part has computed, counted from base.
 
     Its share of the product's strips, `unit` of them at a time: see `Matrix.product`.
     """
-    first, last = share(width // (unit * STRIP_ROWS), thread, n_threads)
+    first, last = share(width // (unit * STRIP_ROWS), run.part, run.n_parts)
     return max(first * unit * STRIP_ROWS - base, 0), min(last * unit * STRIP_ROWS - base, n_rows)
 
 
 @operation
 def add_bias(run: Pass, thread: int, out: Floats2, bias: Floats1, unit: int) -> None:
     """out[t] += bias: this thread's rows of the product before."""
-    first, last = own_rows(out.shape[1], unit, thread, run.n_threads, 0, out.shape[1])
+    first, last = own_rows(run, out.shape[1], unit, 0, out.shape[1])
     for t in range(run.n_tokens):
         for row in range(first, last, LANES):
             at = t * out.shape[1] + row
@@ -228,7 +232,7 @@ def add_bias(run: Pass, thread: int, out: Floats2, bias: Floats1, unit: int) -> 
 @operation
 def add_positions(run: Pass, thread: int, x: Floats2, positions: Floats2, depths: Ints1, dim: int) -> None:
     """x[t] += positions[the position of t]: the columns that this thread's embedding filled."""
-    first, last = share(dim, thread, run.n_threads)
+    first, last = share(dim, run.part, run.n_parts)
     for t in range(run.n_tokens):
         position = position_of(run, depths, t)
         for k in range(first, last):
@@ -238,7 +242,7 @@ def add_positions(run: Pass, thread: int, x: Floats2, positions: Floats2, depths
 @operation
 def scale_rows(run: Pass, thread: int, x: Floats2, factor: float, dim: int) -> None:
     """x[t] *= factor: the columns that this thread's embedding filled."""
-    first, last = share(dim, thread, run.n_threads)
+    first, last = share(dim, run.part, run.n_parts)
     for t in range(run.n_tokens):
         for k in range(first, last):
             x[t, k] *= factor
@@ -260,7 +264,7 @@ class HeadNorm(NamedTuple):
 def head_norm(run: Pass, thread: int, p: HeadNorm) -> None:
     """`rms_norm` of each of n_heads by one weight: this thread's, which are whole."""
     x, unit, base, n_heads, head_dim, weight, eps = p
-    first, last = own_rows(x.shape[1], unit, thread, run.n_threads, base, n_heads * head_dim)
+    first, last = own_rows(run, x.shape[1], unit, base, n_heads * head_dim)
     whole = head_dim // LANES * LANES
     for t in range(run.n_tokens):
         for head in range(first, last, head_dim):
@@ -310,7 +314,7 @@ def rope(run: Pass, thread: int, p: Rope) -> None:
     The pair (2i, 2i + 1) of a head turns by the position times its frequency: x * cos + swapped x * signed sin.
     """
     x, unit, base, n_rows, cos, sin, depths, head_dim = p
-    first, last = own_rows(x.shape[1], unit, thread, run.n_threads, base, n_rows)
+    first, last = own_rows(run, x.shape[1], unit, base, n_rows)
     for t in range(run.n_tokens):
         angles, place = position_of(run, depths, t) * cos.shape[1], first % head_dim
         for row in range(first, last, LANES):
@@ -326,7 +330,7 @@ def rope(run: Pass, thread: int, p: Rope) -> None:
 def cache_keys(run, thread, keys, x, unit, base):
     """Put the heads that begin at row `base` of x at pos.. of keys (G, S / R, K, R): this thread's rows of them."""
     head_dim = keys.shape[2]
-    first, last = own_rows(x.shape[1], unit, thread, run.n_threads, base, keys.shape[0] * head_dim)
+    first, last = own_rows(run, x.shape[1], unit, base, keys.shape[0] * head_dim)
     if first >= last:
         return
     for head in range(first // head_dim, (last - 1) // head_dim + 1):
@@ -341,7 +345,7 @@ def cache_keys(run, thread, keys, x, unit, base):
 @inlined
 def cache_values(run, thread, values, x, unit, base, head_dim):
     """Put the heads that begin at row `base` of x at pos.. of values (G, K / R, S, R): this thread's rows of them."""
-    first, last = own_rows(x.shape[1], unit, thread, run.n_threads, base, values.shape[0] * head_dim)
+    first, last = own_rows(run, x.shape[1], unit, base, values.shape[0] * head_dim)
     row = first
     while row < last:
         head, k = divmod(row, head_dim)
@@ -505,7 +509,11 @@ def attend_all(run, thread, p):
     n_sharing = p.n_heads // kv_heads
     along_heads = n_sharing > run.n_tokens
     length = n_sharing if along_heads else run.n_tokens
-    first, last = share(run.n_tokens * p.n_heads, thread, run.n_threads)
+    first, last = share(run.n_tokens * p.n_heads, run.part, run.n_parts)
+    if run.n_parts > run.n_threads:  # whole chunks
+        per_line = ceil_div(length, TILE_TOKENS)
+        begin, end = share(run.n_tokens * p.n_heads // length * per_line, run.part, run.n_parts)
+        first, last = begin * length // per_line, end * length // per_line
     for line in range(first // length, ceil_div(last, length)):
         begin, end = max(first - line * length, 0), min(last - line * length, length)
         token, head = (line // kv_heads, line % kv_heads * n_sharing) if along_heads else (0, line)

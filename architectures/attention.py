@@ -116,7 +116,7 @@ def attention(config: Config, b: Buffers, i: int, sinks: Float32 | None = None) 
     scores = np.full(config.n_heads, -np.inf, np.float32) if sinks is None else sinks / scale  # before they are scaled
     given = b.scores, b.mixed, b.depths, b.paths, scores
     row: Row = b.kv.attention(b.heads, b.qkv, b.keys[i], b.values[i], *given, config.n_heads, config.n_seen, config.score_scale)
-    return row
+    return row._replace(slot_work=(b.keys[i].nbytes + b.values[i].nbytes) // b.values[i].shape[2])
 
 
 def whole_heads(config: Config) -> int:

@@ -82,7 +82,7 @@ def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
     given = b.delta_scratch, b.guess, v[f"{i}.rates"], v[f"{i}.delta_norm"]
     return [
         [*before, product, convolve(b.projected, 1, 0, b.inputs[place], v[f"{i}.conv"], NO_BIAS)],
-        [delta_net(b.mixed_values, b.projected, *own, *given, *numbers)],
+        [delta_net(b.mixed_values, b.projected, *own, *given, *numbers)._replace(work=b.states[place].nbytes)],
         *added(config, weights, b, w[f"{i}.wo"], b.mixed_values, "", f"{i}.{NORM}"),
     ]
 

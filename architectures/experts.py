@@ -15,8 +15,8 @@ import numpy as np
 
 from ..machine.cache import inner
 from ..machine.elementary import exp, sigmoid
+from ..machine.parts import share
 from ..machine.programs import Floats1, Floats2, Ints2, Pass, operation
-from ..machine.threads import share
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import LANES, add, fma, load, maximum, reduce_max, splat, store
 
@@ -66,6 +66,8 @@ def choose(odds, row, n_experts, chosen, at, n_chosen):
 @operation
 def route(run: Pass, thread: int, p: Routing) -> None:
     """Which experts each token goes through, what each counts, and in which slots they lie; see `Routing`."""
+    if run.begins == 0:
+        return
     n_experts, n_chosen, width = p.starts.shape[1] - 1, p.n_chosen, p.scores.shape[1]
     weights, chosen = p.weights[thread], p.places  # of experts, until they are slots
     for t in range(run.n_tokens):
@@ -116,7 +118,7 @@ def place_slots(p, thread, n):
 @operation
 def add_experts(run: Pass, thread: int, x: Floats2, branch: Floats2, places: Ints2, weights: Floats2, n_chosen: int) -> None:
     """x[t] += the sum of weight * branch[slot] over the token's choices, by rank: this thread's strips of the product before."""
-    first, last = share(branch.shape[1] // STRIP_ROWS, thread, run.n_threads)
+    first, last = share(branch.shape[1] // STRIP_ROWS, run.part, run.n_parts)
     for t in range(run.n_tokens):
         for i in range(first * STRIP_ROWS, last * STRIP_ROWS, LANES):
             total = splat(0.0)

@@ -5,8 +5,8 @@ Shapes: T tokens of this pass, F rows of an MLP's first matrix.
 
 from ..machine.cache import inlined
 from ..machine.elementary import gelu_tanh, sigmoid, silu
+from ..machine.parts import share
 from ..machine.programs import Floats2, Floats3, Ints2, Pass, operation
-from ..machine.threads import share
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import LANES, add, ceil_div, load, maximum, minimum, mul, splat, store
 
@@ -15,7 +15,7 @@ from ..machine.vectors import LANES, add, ceil_div, load, maximum, minimum, mul,
 def gate(run, thread, hidden, up, per_token, activation):
     """hidden[t] = activation(w1 x) * (w3 x): this thread's strips of up (T per_token, 2 F), those of both in turns."""
     width = hidden.shape[2]
-    first, last = share(width // STRIP_ROWS, thread, run.n_threads)
+    first, last = share(width // STRIP_ROWS, run.part, run.n_parts)
     for t in range(run.n_tokens * per_token):
         for strip in range(first, last):
             for i in range(0, STRIP_ROWS, LANES):
@@ -40,7 +40,7 @@ def geglu(run: Pass, thread: int, hidden: Floats3, up: Floats2) -> None:
 def gelu(run: Pass, thread: int, hidden: Floats3, up: Floats2) -> None:
     """hidden[t] = gelu(up[t]): this thread's strips of up (T, F)."""
     width = hidden.shape[2]
-    first, last = share(width // STRIP_ROWS, thread, run.n_threads)
+    first, last = share(width // STRIP_ROWS, run.part, run.n_parts)
     for t in range(run.n_tokens):
         for i in range(t * width + first * STRIP_ROWS, t * width + last * STRIP_ROWS, LANES):
             store(hidden, i, gelu_tanh(load(up, i)))
@@ -49,7 +49,7 @@ def gelu(run: Pass, thread: int, hidden: Floats3, up: Floats2) -> None:
 @operation
 def gate_rows(run: Pass, thread: int, heads: Floats3, gates: Floats2, base: int, n: int) -> None:
     """heads[t] *= sigmoid of n columns of gates[t] from `base` on: this thread's vectors of them."""
-    first, last = share(ceil_div(n, LANES), thread, run.n_threads)
+    first, last = share(ceil_div(n, LANES), run.part, run.n_parts)
     for t in range(run.n_tokens):
         for row in range(first * LANES, last * LANES, LANES):
             at = t * heads.shape[2] + row
@@ -59,7 +59,7 @@ def gate_rows(run: Pass, thread: int, heads: Floats3, gates: Floats2, base: int,
 @operation
 def gate_tokens(run: Pass, thread: int, hidden: Floats3, gates: Floats2) -> None:
     """hidden[0, t] *= sigmoid(gates[t, 0]): this thread's columns."""
-    first, last = share(hidden.shape[2] // STRIP_ROWS, thread, run.n_threads)
+    first, last = share(hidden.shape[2] // STRIP_ROWS, run.part, run.n_parts)
     for t in range(run.n_tokens):
         scale = sigmoid(splat(gates[t, 0]))
         for i in range(first * STRIP_ROWS, last * STRIP_ROWS, LANES):
@@ -77,7 +77,7 @@ def clamped_swiglu(
     starts (threads, E + 1): at which slot an expert's begin.
     """
     width, most, least = hidden.shape[2], splat(limit), splat(-limit)
-    first, last = share(width // STRIP_ROWS, thread, run.n_threads)
+    first, last = share(width // STRIP_ROWS, run.part, run.n_parts)
     for expert in range(starts.shape[1] - 1):
         for slot in range(starts[thread, expert], starts[thread, expert + 1]):
             for strip in range(first, last):
@@ -93,7 +93,7 @@ def clamped_swiglu(
 @operation
 def add_slot_bias(run: Pass, thread: int, out: Floats2, bias: Floats2, starts: Ints2) -> None:
     """out[slot] += bias[its expert]: this thread's strips of the product before; starts: as of `clamped_swiglu`."""
-    first, last = share(out.shape[1] // STRIP_ROWS, thread, run.n_threads)
+    first, last = share(out.shape[1] // STRIP_ROWS, run.part, run.n_parts)
     for expert in range(starts.shape[1] - 1):
         for slot in range(starts[thread, expert], starts[thread, expert + 1]):
             for i in range(first * STRIP_ROWS, last * STRIP_ROWS, LANES):

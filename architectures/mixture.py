@@ -85,19 +85,27 @@ def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
     router (T, E padded); odds (threads, E padded); slot_tokens, slot_places (threads, T k), starts (threads, E + 1),
     slot_weights (threads, T k): see `Routing`. slot_up (T k, 2 F padded), slot_hidden (1, T k, F padded), slot_out (T k, D
     padded); slot_scratch (threads, T k, words), gathered (threads, T, words or D padded). shared_up (T, 2 S padded),
-    shared_hidden (1, T, S padded), shared_gates (T, R): of the expert that all share.
+    shared_hidden (1, T, S padded), shared_gates (T, R): of the expert that all share. gate_scratch, router_scratch: as scratch.
     """
     e, threads = experts_of(config), room.n_threads
     n_slots, width, hidden = MAX_TOKENS * e.n_chosen, round_up(e.n, STRIP_ROWS), round_up(e.hidden_dim, STRIP_ROWS)
     words = max(matrix.scratch_words for name, matrix in weights.matrices.items() if name.endswith(".experts_down"))
     widest = max(round_up(config.dim, STRIP_ROWS), *(matrix.scratch_words for matrix in weights.matrices.values()))
+
+    def scratch(matrix: str) -> Buffer:
+        """Of each product of a phase its own: what it puts there is for all parts that a thread does."""
+        words = max((m.scratch_words for name, m in weights.matrices.items() if name.endswith(matrix)), default=1)
+        return Buffer((threads, MAX_TOKENS, words), whose="token")
+
     shared = {
         "shared_up": Buffer((MAX_TOKENS, 2 * round_up(e.shared_dim, STRIP_ROWS)), whose="token"),
         "shared_hidden": Buffer((1, MAX_TOKENS, round_up(e.shared_dim, STRIP_ROWS)), whose="token"),
         "shared_gates": Buffer((MAX_TOKENS, STRIP_ROWS), whose="token"),
+        "gate_scratch": scratch(".shared_gate"),
     }
     return (shared if e.shared_dim else {}) | {
         "router": Buffer((MAX_TOKENS, width)),
+        "router_scratch": scratch(".router"),
         "odds": Buffer((threads, width)),
         "slot_tokens": Buffer((threads, n_slots), np.int64),
         "slot_places": Buffer((threads, n_slots), np.int64),
@@ -113,7 +121,8 @@ def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
 
 def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
     """x += the weighted sum over a token's experts of w2 swiglu(w13 rmsnorm(x)): by rank, the likeliest first."""
-    e, w, v, choice = experts_of(config), weights.matrices, weights.vectors, Choice(b.slot_tokens, b.starts)
+    e, w, v = experts_of(config), weights.matrices, weights.vectors
+    choice = Choice(b.slot_tokens, b.starts, e.n_chosen)
     source, before = taken(config, weights, b, f"{i}.{NORM}")
     bias = v.get(f"{i}.router_bias", zeros(b.router.shape[1]))
     way = SIGMOID if e.is_sigmoid else OF_CHOSEN if e.is_normed else OF_ALL
@@ -127,7 +136,7 @@ def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
         ]
         shared[2] = [w[f"{i}.shared_down"].product(b.x[0], b.shared_hidden, b.scratch, adding=True)]
     if e.shared_gate:
-        shared[0].append(w[f"{i}.shared_gate"].product(b.shared_gates, source, b.scratch))
+        shared[0].append(w[f"{i}.shared_gate"].product(b.shared_gates, source, b.gate_scratch))
         shared[1] = [gate_tokens(b.shared_hidden, b.shared_gates)]
     gate, of_router, of_down = swiglu(b.slot_hidden, b.slot_up, e.n_chosen), list[Row](), list[Row]()
     if e.limit:
@@ -137,7 +146,7 @@ def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
             [add_slot_bias(b.slot_out, v[f"{i}.experts_b2"], b.starts)],
         )
     return [
-        [*before, w[f"{i}.router"].product(b.router, source, b.scratch), *of_router, *shared[0]],
+        [*before, w[f"{i}.router"].product(b.router, source, b.router_scratch), *of_router, *shared[0]],
         [
             route(b.router, bias, b.odds, *routed),
             up.experts(b.slot_up, source, b.scratch, b.gathered, choice, unit=2),

@@ -15,8 +15,8 @@ import numpy as np
 from ..kernels import MAX_TOKENS, norm_scale, own_rows, sum_of_squares
 from ..machine.cache import compiled, inlined, inner
 from ..machine.elementary import exp, log, sigmoid, silu
+from ..machine.parts import share
 from ..machine.programs import Floats1, Floats2, Floats3, Floats4, Ints2, Pass, operation
-from ..machine.threads import share
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import LANES, Float32, add, fma, item, lane, load, mul, round_up, splat, sqrt, store
 from .plan import Buffer
@@ -63,7 +63,7 @@ def convolve(run: Pass, thread: int, p: Convolution) -> None:
     """x[t] = silu(convolved x)[t], channel by channel: this thread's rows of the product before."""
     x, unit, base, inputs, weight, bias = p
     n_channels = weight.shape[1]
-    first, last = own_rows(x.shape[1], unit, thread, run.n_threads, base, n_channels)
+    first, last = own_rows(run, x.shape[1], unit, base, n_channels)
     for t in range(run.n_tokens):
         position = run.pos + t
         row = position % inputs.shape[0] * n_channels
@@ -89,7 +89,7 @@ def gated_convolution(run: Pass, thread: int, p: GatedConvolution) -> None:
     """out[t] = c[t] * convolved(b x)[t], channel by channel: this thread's strips of the product before, of unit 3."""
     out, x, inputs, weight, bias = p
     n_channels = weight.shape[1]
-    first, last = share(n_channels // STRIP_ROWS, thread, run.n_threads)
+    first, last = share(n_channels // STRIP_ROWS, run.part, run.n_parts)
     for t in range(run.n_tokens):
         position = run.pos + t
         row = position % inputs.shape[0] * n_channels
@@ -359,7 +359,7 @@ def delta_net(run: Pass, thread: int, p: DeltaNet) -> None:
     gates = round_up(2 * p.n_key_heads * p.keys.shape[2] + n_heads * n, STRIP_ROWS)
     betas = gates + round_up(n_heads * n, STRIP_ROWS)
     stands, guess = run.pos + run.n_tokens - max(run.n_logits - 1, 0), thread * strip_items
-    first, last = share(n_heads, thread, run.n_threads)
+    first, last = share(n_heads, run.part, run.n_parts)
     for head in range(first, last):
         base = catch_up(run, p, head)
         take_in(run, thread, p, head, betas + padded)

@@ -43,7 +43,10 @@ from .linking import link_late
 HOME = Path(__file__).resolve().parents[1]
 # Whatever compiled functions are written in, or take constants from.
 SOURCES = (
-    *(f"machine/{name}.py" for name in ("cache", "elementary", "linking", "memory", "programs", "threads", "tiles", "vectors")),
+    *(
+        f"machine/{name}.py"
+        for name in ("cache", "elementary", "linking", "memory", "parts", "programs", "threads", "tiles", "vectors")
+    ),
     *(f"weights/{name}.py" for name in ("blocks", "fp32", "groups", "half", "int4", "int8", "matrix", "packed", "quads")),
     "architectures/experts.py",
     "architectures/gates.py",

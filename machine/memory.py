@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .parts import share
 from .programs import Floats1, Halves1, Pass, on_all_threads, operation
-from .threads import available_threads, share
+from .threads import available_threads
 from .vectors import LANES, Float32, add, ceil_div, fma, load, load_bf16, load_fp16, reduce_add, splat
 
 SMALL_PAGE_WORDS, LARGE_PAGE_WORDS = 4096 // 4, (1 << 21) // 4  # the least that systems have, and what most call huge
@@ -38,7 +39,7 @@ def zeros(*shape: int) -> Float32:
 def touch_words(run: Pass, thread: int, words: Floats1, lead: int) -> None:
     """A zero into each small page of words (n,), which are zeros; the large page before them has `lead` words."""
     end = words.size + lead
-    first, last = share(ceil_div(end, LARGE_PAGE_WORDS), thread, run.n_threads)
+    first, last = share(ceil_div(end, LARGE_PAGE_WORDS), run.part, run.n_parts)
     for at in range(first * LARGE_PAGE_WORDS, min(last * LARGE_PAGE_WORDS, end), SMALL_PAGE_WORDS):
         words[max(at - lead, 0)] = 0.0
 
@@ -105,7 +106,7 @@ def physical_memory_bytes() -> float:
 def read_all(run: Pass, thread: int, sums: Floats1, array: Floats1) -> None:
     """sums[thread] = the sum of 0 x over that thread's share of the array (n,): NaN if and only if it holds NaN or infinity."""
     zero = np.float32(0.0)
-    first, last = share(array.size, thread, run.n_threads)
+    first, last = share(array.size, run.part, run.n_parts)
     a, b, c, d = splat(zero), splat(zero), splat(zero), splat(zero)
     whole = first + (last - first) // (4 * LANES) * (4 * LANES)
     for at in range(first, whole, 4 * LANES):
@@ -120,7 +121,7 @@ def read_all(run: Pass, thread: int, sums: Floats1, array: Floats1) -> None:
 @operation
 def read_halves(run: Pass, thread: int, sums: Floats1, bits: Halves1, are_fp16: int) -> None:
     """The same for the bits (n,) of fp16 or bf16, n at least LANES: the last vector ends where they end."""
-    first, last = share(ceil_div(bits.size, LANES), thread, run.n_threads)
+    first, last = share(ceil_div(bits.size, LANES), run.part, run.n_parts)
     a, b = splat(0.0), splat(0.0)
     for place in range(first, last, 2):
         at = min(place * LANES, bits.size - LANES)

@@ -1,8 +1,8 @@
 """A program: what a pass runs, as rows of an operation and its arguments, and the threads that run it. Knows no operation.
 
 A row reaches the threads as numbers: the address of the operation, then the address and shape of each array, and each number.
-So one parallel region runs any program, and an operation is compiled when a program that holds it first runs. The rows of a
-phase follow each other on each thread by itself; between phases all threads meet at a barrier.
+So one parallel region runs any program, and an operation is compiled when a program that holds it first runs. A phase is cut in
+parts (`parts`); its rows follow each other in each part by itself, and between phases all threads meet at a barrier.
 
 A pass may hold the tokens of several texts. Rows that take nothing of a text's own run once, over all tokens. A row that does,
 as attention does with a cache, runs once for each text: with that text's arrays, from its first token on, as if it were alone.
@@ -11,6 +11,7 @@ as attention does with a cache, runs once for each text: with that text's arrays
 import bisect
 import copy
 import functools
+import itertools
 import struct
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from numba.extending import intrinsic
 from numba.np.numpy_support import as_dtype
 
 from .cache import MachineCode, callback, counted, inlined, inner
+from .parts import NOBODY, NOTHING, farthest_behind, n_parts_each, take_part
 from .threads import FOREVER, PATIENCE, available_threads, run_on_threads, wait_for
 from .vectors import F32, I32, I64, Float32, Int64, UInt16, atomic_add, call, load_word
 
@@ -50,7 +52,8 @@ class Pass(NamedTuple):
     """What every operation of a pass knows.
 
     n_tokens, the first of them in the cache's slot pos, and logits asked for at the last n_logits. The first n_text slots hold a
-    text, each at the position of its number; those behind them the nodes of a tree.
+    text, each at the position of its number; those behind them the nodes of a tree. An operation does what is this part's of
+    n_parts; what each thread needs for itself it does where its thread `begins` with the phase, which all do.
     """
 
     n_tokens: int
@@ -58,13 +61,21 @@ class Pass(NamedTuple):
     n_logits: int
     n_threads: int
     n_text: int
+    part: int
+    n_parts: int
+    begins: int
 
 
 class Row(NamedTuple):
-    """An operation and its arguments, as `Operation.words` puts them into numbers."""
+    """An operation and its arguments, as `Operation.words` puts them into numbers.
+
+    work: how many bytes it goes over for a token, and slot_work, for each slot of a text: of what takes long enough to be shared.
+    """
 
     operation: "Operation"
     arguments: tuple[Any, ...]
+    work: int = 0
+    slot_work: int = 0
 
 
 class TextPart(NamedTuple):
@@ -82,25 +93,31 @@ class TextPart(NamedTuple):
 Program = Sequence[Sequence[Row]]  # phases of rows
 
 WORD_BYTES = 8
-N_THREADS = Pass._fields.index("n_threads")
+POS, N_THREADS = (Pass._fields.index(name) for name in ("pos", "n_threads"))
+N_NUMBERS = Pass._fields.index("part")  # of a pass, before a part's own
 # behind the numbers of a pass, or of a text's part of it: where its own rows lie, and how many texts there are, and where
-OWN_ROWS, N_TEXTS, TEXTS, TEXT_WORDS = range(len(Pass._fields), len(Pass._fields) + 4)
-ARRIVALS = 16  # at a pass's barriers are counted that far behind its numbers, in a cache line that nobody else reads
-PASS_WORDS = ARRIVALS + 1
+OWN_ROWS, N_TEXTS, TEXTS, TEXT_WORDS = range(N_NUMBERS, N_NUMBERS + 4)
+LINE = 16  # words, so far apart that no two threads write what lies in one, or what is fetched with it
+ARRIVALS, CLAIMS = LINE, 2 * LINE  # behind a pass's numbers: a count of those at a barrier, then each thread's parts
 NUMBERS = struct.Struct(f"={TEXT_WORDS}q")  # numpy takes 1 us for them
-OPERATION, ENDS_PHASE, PLACE, ROW_HEAD = range(4)  # the words of a row in front of the arguments; place among a text's own, or -1
-ROW_WORDS = 48
+# The words of a row in front of the arguments: how many rows the phase has that it begins, and what they have to do; its place
+# among a text's own, or -1
+OPERATION, N_ROWS, WORK, SLOT_WORK, PLACE, ROW_HEAD = range(6)
+ROW_WORDS = 56
 
 
 @inlined
-def pass_at(address):
-    """The `Pass` at an address."""
+def pass_at(address, part, n_parts, begins):
+    """The `Pass` at an address, of that part."""
     return Pass(
         load_word(address),
         load_word(address + WORD_BYTES),
         load_word(address + 2 * WORD_BYTES),
         load_word(address + 3 * WORD_BYTES),
         load_word(address + 4 * WORD_BYTES),
+        part,
+        n_parts,
+        begins,
     )
 
 
@@ -172,11 +189,11 @@ class Operation:
         body, kinds = inner(self.function), [*self._kinds.values()]
         unpack = _unpacker(types.BaseTuple.from_types(kinds, self._record))
 
-        def entry(run, row, thread):
-            body(pass_at(run), thread, *unpack(row))
+        def entry(run, row, thread, part, n_parts, begins):
+            body(pass_at(run, part, n_parts, begins), thread, *unpack(row))
 
-        def entry_of_record(run, row, thread):
-            body(pass_at(run), thread, unpack(row))
+        def entry_of_record(run, row, thread, part, n_parts, begins):
+            body(pass_at(run, part, n_parts, begins), thread, unpack(row))
 
         return callback(ENTRY, entry_of_record if self._record else entry, self.function if self._kept else None)
 
@@ -230,8 +247,56 @@ def _kind_of(hint: Any) -> Any:
     return types.Array(dtype, n_dimensions, "C")
 
 
+@inner
+def work_of(run, row):
+    """What the phase that begins with the row at an address has to do for a token."""
+    work, slot_work = load_word(row + WORK * WORD_BYTES), load_word(row + SLOT_WORK * WORD_BYTES)
+    if slot_work > 0:
+        texts = load_word(run + TEXTS * WORD_BYTES)
+        for text in range(load_word(run + N_TEXTS * WORD_BYTES)):
+            part = texts + text * TEXT_WORDS * WORD_BYTES
+            work += slot_work * (load_word(part) + load_word(part + POS * WORD_BYTES))
+    return work
+
+
+@inner
+def run_part(run, rows, first, last, thread, part, n_parts, begins):
+    """That part of a phase, rows first to last of a program."""
+    for i in range(first, last):
+        row = rows + i * ROW_WORDS * WORD_BYTES
+        entry, place = load_word(row + OPERATION * WORD_BYTES), load_word(row + PLACE * WORD_BYTES)
+        if place < 0:
+            call(entry, (run, row, thread, part, n_parts, begins))
+        else:
+            texts = load_word(run + TEXTS * WORD_BYTES)
+            for text in range(load_word(run + N_TEXTS * WORD_BYTES)):
+                own = texts + text * TEXT_WORDS * WORD_BYTES
+                own_row = load_word(own + OWN_ROWS * WORD_BYTES) + place * ROW_WORDS * WORD_BYTES
+                call(entry, (own, own_row, thread, part, n_parts, begins))
+
+
+@inner
+def run_phase(run, rows, first, last, thread):
+    """A phase, as one of its threads, which does at least what it needs for itself."""
+    n_tokens, n_threads = load_word(run), load_word(run + N_THREADS * WORD_BYTES)
+    n = n_parts_each(work_of(run, rows + first * ROW_WORDS * WORD_BYTES), n_tokens, n_threads) if n_threads > 1 else 1
+    if n == 1:
+        run_part(run, rows, first, last, thread, thread, n_threads, 1)
+        return
+    lines, stride, phase, whose, begins = run + CLAIMS * WORD_BYTES, LINE * WORD_BYTES, first + 1, thread, 1
+    while whose != NOBODY:
+        place = take_part(lines + whose * stride, phase, n, whose == thread)
+        if place != NOBODY:
+            run_part(run, rows, first, last, thread, whose * n + place, n * n_threads, begins)
+            begins = 0
+        if place == NOBODY or whose != thread:
+            whose = farthest_behind(lines, stride, phase, n, n_threads)
+    if begins:
+        run_part(run, rows, first, last, thread, 0, NOTHING, 1)
+
+
 def run_rows(run, rows, first, last, thread):
-    """Rows first to last of a program, as one of its threads.
+    """Rows first to last of a program, whole phases, as one of its threads.
 
     With no rows, a roll call: a thread that meets all others before it loses patience adds n_threads to the arrivals.
     """
@@ -239,23 +304,16 @@ def run_rows(run, rows, first, last, thread):
     if first == last and wait_for(arrivals, n_threads, PATIENCE):
         atomic_add(arrivals, n_threads)
     n_expected = n_threads
-    for i in range(first, last):
-        row = rows + i * ROW_WORDS * WORD_BYTES
-        entry, place = load_word(row + OPERATION * WORD_BYTES), load_word(row + PLACE * WORD_BYTES)
-        if place < 0:
-            call(entry, (run, row, thread))
-        else:
-            texts = load_word(run + TEXTS * WORD_BYTES)
-            for text in range(load_word(run + N_TEXTS * WORD_BYTES)):
-                part = texts + text * TEXT_WORDS * WORD_BYTES
-                own = load_word(part + OWN_ROWS * WORD_BYTES) + place * ROW_WORDS * WORD_BYTES
-                call(entry, (part, own, thread))
-        if load_word(row + ENDS_PHASE * WORD_BYTES) != 0 and i + 1 < last:
+    while first < last:
+        end = first + load_word(rows + (first * ROW_WORDS + N_ROWS) * WORD_BYTES)
+        run_phase(run, rows, first, end, thread)
+        if end < last:
             wait_for(arrivals, n_expected, FOREVER)
             n_expected += n_threads
+        first = end
 
 
-ENTRY = types.void(types.int64, types.int64, types.int64)
+ENTRY = types.void(*[types.int64] * 6)
 RUN_ROWS = types.void(*[types.int64] * 5)
 
 
@@ -265,11 +323,17 @@ def _runner() -> int:
     return callback(RUN_ROWS, run_rows)
 
 
+def numbers_of_pass() -> Int64:
+    """Room for them, and for what its threads count in lines of their own."""
+    words = np.zeros(CLAIMS + LINE * (available_threads() + 1), np.int64)
+    return words[-words.ctypes.data % (LINE * WORD_BYTES) // WORD_BYTES :]
+
+
 @functools.cache
 def threads_meet(n_threads: int) -> bool:
     """Whether barriers inside one parallel region are safe: TBB may run its tasks one after another, and limits from outside
     (OMP_THREAD_LIMIT) may leave fewer threads than asked for. A roll call of the threads tells."""
-    run = np.zeros(PASS_WORDS, np.int64)
+    run = numbers_of_pass()
     run[N_THREADS] = n_threads
     run_on_threads(_runner(), run.ctypes.data, 0, 0, 0, n_threads)
     return bool((n_threads == 1 or numba.threading_layer() != "tbb") and run[ARRIVALS] == n_threads * (n_threads + 1))
@@ -283,14 +347,18 @@ class Runner:
     """
 
     def __init__(self, program: Program, own: Sequence[Any] = (), by_token: Sequence[tuple[Any, int]] = ()) -> None:
-        rows = [(row, row is phase[-1]) for phase in program for row in phase]
-        compile_all(dict.fromkeys(row.operation for row, _ in rows))
+        rows = [row for phase in program for row in phase]
+        compile_all(dict.fromkeys(row.operation for row in rows))
         self._rows = np.zeros((len(rows), ROW_WORDS), np.int64)
-        self._kept: list[Any] = [row.operation for row, _ in rows]  # what rows name by address, beside a text's own
+        self._ends = [*itertools.accumulate(map(len, program))]
+        for phase, end in zip(program, self._ends, strict=True):
+            work = sum(row.work for row in phase), sum(row.slot_work for row in phase)
+            self._rows[end - len(phase), [N_ROWS, WORK, SLOT_WORK]] = len(phase), *work
+        self._kept: list[Any] = [row.operation for row in rows]  # what rows name by address, beside a text's own
         owned, of_tokens = _Places([(array, i + 1) for i, array in enumerate(own)]), _Places(by_token)
         texts = dict[int, list[int]]()
-        for i, (words, (row, is_last)) in enumerate(zip(self._rows, rows, strict=True)):
-            numbers = [row.operation.address, is_last, -1, *row.operation.words(row.arguments)]
+        for i, (words, row) in enumerate(zip(self._rows, rows, strict=True)):
+            numbers = [row.operation.address, *words[N_ROWS:PLACE].tolist(), -1, *row.operation.words(row.arguments)]
             arrays, at = list[int](), ROW_HEAD  # where the addresses of its arrays stand
             for argument in row.arguments:
                 if n_dimensions := getattr(argument, "ndim", 0):
@@ -307,14 +375,13 @@ class Runner:
         for words, moves, owners, arrays in zip(self._own_rows, self._token_bytes, self._owners, texts.values(), strict=True):
             for place in arrays:
                 moves[place], owners[place] = of_tokens.at(int(words[place])), owned.at(int(words[place]))
-        self._ends = [i + 1 for i, (_, is_last) in enumerate(rows) if is_last]
         self.in_one_region: bool | None = None
         self._own, self._bases = own, np.array([0, *(array.ctypes.data for array in own)])
         self._get_ready()
 
     def _get_ready(self) -> None:
         """The numbers of a pass, and where all numbers lie."""
-        self._run = np.zeros(PASS_WORDS, np.int64)
+        self._run = numbers_of_pass()
         self._addresses = self._run.ctypes.data, self._rows.ctypes.data
         self._alone = self._own_rows.ctypes.data, 1, self._run.ctypes.data
 
@@ -358,7 +425,7 @@ class Runner:
         first = 0
         for last in self._ends[-1:] if in_one else self._ends:
             NUMBERS.pack_into(self._run.data, 0, *numbers)
-            self._run[ARRIVALS] = 0
+            self._run[ARRIVALS:] = 0
             run_on_threads(_runner(), *self._addresses, first, last, n_threads)
             first = last
 

@@ -28,12 +28,6 @@ llvmlite.binding.add_symbol("specdec_sleep", ctypes.cast(_sleep, ctypes.c_void_p
 sleep = types.ExternalFunction("specdec_sleep", types.int32(types.uint32))  # the shortest there is, for 1
 
 
-@inlined
-def share(n, part, n_parts):
-    """The range of n units that is a part's, or a thread's."""
-    return part * n // n_parts, (part + 1) * n // n_parts
-
-
 @inner
 def wait_for(arrivals, n_arrivals, n_sleeps):
     """Arrive at a barrier, a counter at an address, and wait for n_arrivals; whether they came within so many sleeps."""

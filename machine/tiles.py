@@ -14,7 +14,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .cache import inlined, inner
-from .threads import share
+from .parts import share
 from .vectors import (
     CPU_FEATURES,
     F32,

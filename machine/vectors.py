@@ -469,6 +469,17 @@ def atomic_add(typingctx, address, value):
 
 
 @intrinsic
+def atomic_exchange(typingctx, address, expected, value):
+    """Put a value in the place of the int64 at an address, if that is what is expected; what was there."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pair = builder.cmpxchg(_word_pointer(builder, args[0]), args[1], args[2], "seq_cst", "seq_cst")
+        return builder.extract_value(pair, 0)
+
+    return types.int64(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
 def atomic_load(typingctx, address):
     """The int64 at an address, with everything that was written before it was."""
 

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
 
 FIXTURES = Path(__file__).parent / "fixtures"
-CONVERTED = ("gpt_oss", "granitemoe", "granitemoe_shared", "lfm2_moe", "olmo2", "olmoe", "qwen35_moe")
+CONVERTED = ("gpt_oss", "gpt_oss_mxfp4", "granitemoe", "granitemoe_shared", "lfm2_moe", "olmo2", "olmoe", "qwen35_moe")
 SIZES = {
     "vocab_size": 404, "hidden_size": 32, "intermediate_size": 40, "shared_intermediate_size": 40, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..machine.cache import inlined
+from ..machine.parts import share
 from ..machine.programs import Bytes2, Halves2, Operation, Pass, Words2, on_all_threads, operation
-from ..machine.threads import share
 from ..machine.vectors import Float32
 from .groups import EACH, NIBBLES, Form, Rows, group_kind, packed, place, unpacked
 from .int8 import QUADS
@@ -74,7 +74,7 @@ def put_lower_bits(words, row, at, row_words, source, half):
 @operation
 def read_q4_0(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
     """Blocks (rows, halves) of d, 16 bytes of two codes."""
-    first, last = share(source.shape[0], thread, run.n_threads)
+    first, last = share(source.shape[0], run.part, run.n_parts)
     for row in range(first, last):
         for block in range(numbers.shape[1]):
             at = 9 * block
@@ -86,7 +86,7 @@ def read_q4_0(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: 
 @operation
 def read_q4_1(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
     """Blocks of d, m, 16 bytes of two codes."""
-    first, last = share(source.shape[0], thread, run.n_threads)
+    first, last = share(source.shape[0], run.part, run.n_parts)
     for row in range(first, last):
         for block in range(numbers.shape[1] // 2):
             at = 10 * block
@@ -99,7 +99,7 @@ def read_q4_1(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: 
 @operation
 def read_q5_0(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
     """Blocks of d, 32 fifth bits, 16 bytes of two codes."""
-    first, last = share(source.shape[0], thread, run.n_threads)
+    first, last = share(source.shape[0], run.part, run.n_parts)
     for row in range(first, last):
         for block in range(numbers.shape[1]):
             at = 11 * block
@@ -112,7 +112,7 @@ def read_q5_0(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: 
 @operation
 def read_q5_1(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
     """Blocks of d, m, 32 fifth bits, 16 bytes of two codes."""
-    first, last = share(source.shape[0], thread, run.n_threads)
+    first, last = share(source.shape[0], run.part, run.n_parts)
     for row in range(first, last):
         for block in range(numbers.shape[1] // 2):
             at = 12 * block
@@ -126,7 +126,7 @@ def read_q5_1(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: 
 @operation
 def read_q8_0(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
     """Blocks of d, 32 signed codes."""
-    first, last = share(source.shape[0], thread, run.n_threads)
+    first, last = share(source.shape[0], run.part, run.n_parts)
     for row in range(first, last):
         for block in range(numbers.shape[1]):
             at = 17 * block
@@ -138,7 +138,7 @@ def read_q8_0(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: 
 @operation
 def read_q4_k(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
     """Blocks of d, dmin, 12 bytes of scales and minima, for each 2 of 8 groups 32 bytes of a code of the one and the other."""
-    first, last = share(source.shape[0], thread, run.n_threads)
+    first, last = share(source.shape[0], run.part, run.n_parts)
     for row in range(first, last):
         for block in range(numbers.shape[1] // 2):
             at = 72 * block
@@ -152,7 +152,7 @@ def read_q4_k(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: 
 @operation
 def read_q5_k(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
     """The same with 32 bytes in front of the codes, of each one fifth bit of each group."""
-    first, last = share(source.shape[0], thread, run.n_threads)
+    first, last = share(source.shape[0], run.part, run.n_parts)
     for row in range(first, last):
         for block in range(numbers.shape[1] // 2):
             at = 88 * block
@@ -172,7 +172,7 @@ def read_q5_k(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: 
 def read_q6_k(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
     """Blocks of 128 bytes of lower, 64 of upper bits, 16 signed scales, d. Of each 128 codes 2 x 32 lower bytes hold two codes,
     32 upper ones four."""
-    first, last = share(source.shape[0], thread, run.n_threads)
+    first, last = share(source.shape[0], run.part, run.n_parts)
     for row in range(first, last):
         for block in range(numbers.shape[1]):
             at = 105 * block
@@ -210,7 +210,7 @@ def put_quads_of_16(words, row, at, source, lower, shift, high, bit):
 @operation
 def read_q2_k(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
     """Blocks of 16 scales and minima of 4 bits, 64 bytes of four codes, d, dmin: of each 128 codes 32 bytes."""
-    first, last = share(source.shape[0], thread, run.n_threads)
+    first, last = share(source.shape[0], run.part, run.n_parts)
     for row in range(first, last):
         for block in range(numbers.shape[1] // 2):
             at = 42 * block
@@ -226,7 +226,7 @@ def read_q2_k(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: 
 @operation
 def read_q3_k(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
     """Blocks of 32 bytes of third bits, 64 of four codes of 2 bits, 12 of scales of 6 bits, d."""
-    first, last = share(source.shape[0], thread, run.n_threads)
+    first, last = share(source.shape[0], run.part, run.n_parts)
     for row in range(first, last):
         for block in range(numbers.shape[1]):
             at = 55 * block
@@ -242,7 +242,7 @@ def read_q3_k(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: 
 @operation
 def read_iq4_xs(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
     """Blocks of d, upper 2 bits of 8 scales, lower 4 of them, for each group 16 bytes of two codes."""
-    first, last = share(source.shape[0], thread, run.n_threads)
+    first, last = share(source.shape[0], run.part, run.n_parts)
     for row in range(first, last):
         for block in range(numbers.shape[1]):
             at = 68 * block

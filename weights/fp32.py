@@ -3,8 +3,8 @@
 import numpy as np
 
 from ..machine.cache import inlined
+from ..machine.parts import share
 from ..machine.programs import Floats2, Floats3, Halves2, Halves3, Ints1, Pass, on_all_threads, operation
-from ..machine.threads import share
 from ..machine.tiles import FLOAT_TOKENS, STRIP_ROWS, Work, multiply_strips, strip_tile
 from ..machine.vectors import LANES, Float32, ceil_div, lane, load
 from .matrix import ALL, Floats, Kind, Mixture, Product, floats, multiply_experts
@@ -15,7 +15,7 @@ BLOCK = 32  # columns of a block that is turned, a number that the compiler sees
 @inlined
 def multiply(tile, run, thread, p):
     """out[t] (+)= W x[t] by a tile over floats: this thread's strips; see `Matrix.product`."""
-    first, last = share(p.w.shape[0] // p.unit, thread, run.n_threads)
+    first, last = share(p.w.shape[0] // p.unit, run.part, run.n_parts)
     work = Work(p.unit * first, p.unit * last, run.n_logits if p.of_logits else run.n_tokens)
     multiply_strips(tile, FLOAT_TOKENS, p.out, p.w, p.x[thread if p.x.shape[0] > 1 else 0], 0, work, p.adding)
 
@@ -29,7 +29,7 @@ def multiply_mixture(tile, run, thread, p):
 @inlined
 def gather(load_weights, run, thread, out, w, tokens, n):
     """out[t] = W[tokens[t]]: this thread's columns; see `Matrix.embedding`."""
-    first, last = share(n, thread, run.n_threads)
+    first, last = share(n, run.part, run.n_parts)
     for t in range(run.n_tokens):
         strip, row = divmod(tokens[t], STRIP_ROWS)
         out[t, n:] = 0.0  # what an earlier pass left there may be NaN
@@ -73,7 +73,7 @@ def turn_rows(out, source):
 @inlined
 def turn(run, thread, strips, first, stride, matrix):
     """strips[first + stride * i, k, r] = matrix[R i + r, k]: rows (rows, n) into every stride-th of strips (P, n, R)."""
-    begin, end = share(ceil_div(matrix.shape[0], STRIP_ROWS), thread, run.n_threads)
+    begin, end = share(ceil_div(matrix.shape[0], STRIP_ROWS), run.part, run.n_parts)
     for strip in range(begin, end):
         turn_rows(strips[first + stride * strip], matrix[strip * STRIP_ROWS : (strip + 1) * STRIP_ROWS])
 
@@ -83,7 +83,7 @@ def turn_back(run, thread, matrix, strips):
     """matrix[R i + r, k] = strips[i, k, r]."""
     n = matrix.shape[1]
     whole = n // BLOCK * BLOCK
-    begin, end = share(strips.shape[0], thread, run.n_threads)
+    begin, end = share(strips.shape[0], run.part, run.n_parts)
     for strip in range(begin, end):
         out, source = matrix[strip * STRIP_ROWS : (strip + 1) * STRIP_ROWS], strips[strip]
         for k in range(0, whole, BLOCK):

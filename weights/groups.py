@@ -23,6 +23,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from ..machine.cache import inlined
+from ..machine.parts import share
 from ..machine.programs import (
     Bytes2,
     Bytes3,
@@ -38,7 +39,6 @@ from ..machine.programs import (
     on_all_threads,
     operation,
 )
-from ..machine.threads import share
 from ..machine.tiles import FEATURES, LINE_BYTES, LINE_WORDS, STRIP_ROWS, Shape, Sweep, Tile, cells, const, make_tile, prefetch
 from ..machine.vectors import (
     CPU_FEATURES,
@@ -322,7 +322,7 @@ def group_embed(form: Form) -> Callable[..., None]:
     is_looked_up, codes = bool(table), CODES.get(table, np.zeros(1, np.int64))
 
     def embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: int, group: int) -> None:
-        first, last = share(n, thread, run.n_threads)
+        first, last = share(n, run.part, run.n_parts)
         for t in range(run.n_tokens):
             strip, row = divmod(tokens[t], STRIP_ROWS)
             out[t, n:] = 0.0  # what an earlier pass left there may be NaN
@@ -420,7 +420,7 @@ def place_rows(run: Pass, thread: int, p: Placing) -> None:
     of_words = p.words.shape[1] // n_blocks
     factors_at = 2 * of_numbers * STRIP_ROWS
     codes_at = (factors_at + of_factors * STRIP_ROWS) // QUADS
-    begin, end = share(ceil_div(rows, STRIP_ROWS), thread, run.n_threads)
+    begin, end = share(ceil_div(rows, STRIP_ROWS), run.part, run.n_parts)
     for part in range(begin, end):
         strip = p.first + p.stride * part
         for block in range(n_blocks):

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from ..machine.cache import inlined
+from ..machine.parts import share
 from ..machine.programs import Floats2, Pass, on_all_threads, operation
-from ..machine.threads import share
 from ..machine.vectors import (
     LANES,
     Float32,
@@ -50,7 +50,7 @@ def codes_for(weights, inverse, bias):
 @operation
 def fit_groups(run: Pass, thread: int, scales: Floats2, minima: Floats2, rows: Floats2) -> None:
     """scales and minima (rows, groups) of rows (rows, 32 * groups), NaN where a weight is not finite."""
-    first, last = share(rows.shape[0], thread, run.n_threads)
+    first, last = share(rows.shape[0], run.part, run.n_parts)
     for row in range(first, last):
         for g in range(scales.shape[1]):
             at = row * rows.shape[1] + g * 2 * LANES
@@ -87,7 +87,7 @@ def fit_groups(run: Pass, thread: int, scales: Floats2, minima: Floats2, rows: F
 @operation
 def code_groups(run: Pass, thread: int, words: Floats2, scales: Floats2, minima: Floats2, rows: Floats2) -> None:
     """The codes of rows in groups of those scales and minima, 4 words of each."""
-    first, last = share(rows.shape[0], thread, run.n_threads)
+    first, last = share(rows.shape[0], run.part, run.n_parts)
     for row in range(first, last):
         for g in range(scales.shape[1]):
             at = row * rows.shape[1] + g * 2 * LANES

@@ -19,8 +19,8 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from ..machine.cache import compiled, inlined, inner
+from ..machine.parts import share
 from ..machine.programs import Codes3, Floats2, Floats3, Ints1, Pass, Words2, Words3, Words4, on_all_threads, operation
-from ..machine.threads import share
 from ..machine.tiles import (
     LINE_WORDS,
     REGISTER_LANES,
@@ -390,10 +390,11 @@ def quantize(codes, x, n, group, n_tokens):
 @inlined
 def multiply(tile, tokens, run, thread, p):
     """out[t] (+)= W x[t]: this thread's strips, x quantized first; see `Matrix.product` and, for the tile, `multiply_strips`."""
-    first, last = share(p.w.shape[0] // p.unit, thread, run.n_threads)
+    first, last = share(p.w.shape[0] // p.unit, run.part, run.n_parts)
     work = Work(p.unit * first, p.unit * last, run.n_logits if p.of_logits else run.n_tokens)
     codes, n_quads = p.scratch[thread], p.w.shape[2] // STRIP_ROWS - 1
-    quantize(codes, p.x[thread if p.x.shape[0] > 1 else 0], p.n, p.group, work.n_tokens)
+    if run.begins:
+        quantize(codes, p.x[thread if p.x.shape[0] > 1 else 0], p.n, p.group, work.n_tokens)
     multiply_strips(tile, tokens, p.out, p.w, codes, n_quads, work, p.adding)
 
 
@@ -401,7 +402,8 @@ def multiply(tile, tokens, run, thread, p):
 def multiply_mixture(tile, tokens, run, thread, p):
     """`multiply_experts` of quantized rows."""
     codes, n_quads = p.scratch[thread], p.w.shape[2] // STRIP_ROWS - 1
-    quantize(codes, p.x[thread if p.x.shape[0] > 1 else 0], p.n, p.group, run.n_tokens * p.per_token)
+    if run.begins:
+        quantize(codes, p.x[thread if p.x.shape[0] > 1 else 0], p.n, p.group, run.n_tokens * p.per_token)
     multiply_experts(tile, tokens, n_quads, codes, run, thread, p)
 
 
@@ -432,7 +434,7 @@ def portable_experts(run: Pass, thread: int, p: Mixture) -> None:
 @operation
 def embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: int, group: int) -> None:
     """out[t] = W[tokens[t]]: this thread's columns; see `Matrix.embedding`."""
-    first, last = share(n, thread, run.n_threads)
+    first, last = share(n, run.part, run.n_parts)
     for t in range(run.n_tokens):
         strip, row = divmod(tokens[t], STRIP_ROWS)
         out[t, n:] = 0.0  # what an earlier pass left there may be NaN
@@ -472,7 +474,7 @@ def quantize_group(values, scales, rows, row, g, group):
 @operation
 def quantize_all(run: Pass, thread: int, values: Codes3, scales: Floats2, rows: Floats2, group: int) -> None:
     """Every group of rows (rows, n); see `quantize_group`."""
-    first, last = share(rows.shape[0], thread, run.n_threads)
+    first, last = share(rows.shape[0], run.part, run.n_parts)
     for row in range(first, last):
         for g in range(scales.shape[1]):
             quantize_group(values, scales, rows, row, g, group)
@@ -490,7 +492,7 @@ def quantize_rows(rows: Float32, group: int) -> Grouped:
 def fill_words(run: Pass, thread: int, words: Words4, first: int, stride: int, codes: Words3, scales: Words2) -> None:
     """Codes (rows, groups, quads), 4 to a word, and scales (rows, groups) into every stride-th of strips of words."""
     rows, n_groups, n_quads = codes.shape
-    begin, end = share(ceil_div(rows, STRIP_ROWS), thread, run.n_threads)
+    begin, end = share(ceil_div(rows, STRIP_ROWS), run.part, run.n_parts)
     for strip in range(begin, end):
         out = words[first + stride * strip]
         for g in range(n_groups):

@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from ..machine.cache import inlined
 from ..machine.memory import aligned, bits_of, zeros
+from ..machine.parts import share
 from ..machine.programs import Floats1, Floats2, Floats3, Halves1, Ints2, Operation, Pass, Row, on_all_threads, operation
-from ..machine.threads import available_threads, share
+from ..machine.threads import available_threads
 from ..machine.tiles import STRIP_ROWS, Work, multiply_strips
 from ..machine.vectors import LANES, Float32, Int64, ceil_div, load_bf16, load_fp16, round_up, store
 
@@ -40,7 +41,7 @@ class Tensor(Protocol):
 @operation
 def widen(run: Pass, thread: int, out: Floats1, bits: Halves1, are_fp16: int) -> None:
     """out = the float32 of bits (n,) of fp16 or bf16, n at least LANES: the last vector ends where they end."""
-    first, last = share(ceil_div(bits.size, LANES), thread, run.n_threads)
+    first, last = share(ceil_div(bits.size, LANES), run.part, run.n_parts)
     for place in range(first, last):
         at = min(place * LANES, bits.size - LANES)
         store(out, at, load_fp16(bits, at) if are_fp16 else load_bf16(bits, at))
@@ -91,7 +92,7 @@ class Product(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """What the operation of `Matrix.experts` takes; per_token: how many rows of x a token has; see `kernels.route`."""
+    """What the operation of `Matrix.experts` takes; per_token: how many rows of x a token has; see `experts.route`."""
 
     out: Floats2
     w: Floats3
@@ -107,10 +108,11 @@ class Mixture(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Which expert each slot of a pass is for, every thread's own: see `kernels.route`."""
+    """Which expert each slot of a pass is for, every thread's own: see `experts.route`; n_chosen: how many a token has."""
 
     tokens: Int64
     starts: Int64
+    n_chosen: int
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,8 @@ class Matrix:
         out (T, rows); x (threads or 1, T, n or more): each thread's own or everybody's; scratch (threads, T, words);
         of_logits: of the first n_logits of out and x, instead of all tokens.
         """
-        return self.kind.product(out, self.strips, x, scratch, self.n, self.group, adding, unit, of_logits)
+        row = self.kind.product(out, self.strips, x, scratch, self.n, self.group, adding, unit, of_logits)
+        return row._replace(work=self.strips.nbytes)
 
     def experts(
         self, out: Float32, x: Float32, scratch: Float32, gathered: Float32, choice: Choice, *, per_token: int = 1, unit: int = 1
@@ -178,8 +181,9 @@ class Matrix:
         an expert); x (threads or 1, T or T k, n or more): of several rows for a token, slot by slot; gathered (threads, T, words
         or n): room for the rows of one expert.
         """
-        numbers = self.n, self.group, per_token, unit
-        return self.kind.experts(out, self.strips, x, scratch, gathered, choice.tokens, choice.starts, *numbers)
+        numbers, share_read = (self.n, self.group, per_token, unit), choice.n_chosen / (choice.starts.shape[1] - 1)
+        row = self.kind.experts(out, self.strips, x, scratch, gathered, choice.tokens, choice.starts, *numbers)
+        return row._replace(work=int(share_read * self.strips.nbytes))
 
     def embedding(self, out: Float32, tokens: Int64) -> Row:
         """A row of a program: out[t] = W[tokens[t]], zeros behind it."""
@@ -198,7 +202,7 @@ def multiply_experts(tile, tokens, n_quads, rows, run, thread, p):
     """
     starts, of_slot, gathered = p.starts[thread], p.tokens[thread], p.gathered[thread]
     strips = p.w.shape[0] // (starts.size - 1)
-    first, last = share(strips // p.unit, thread, run.n_threads)
+    first, last = share(strips // p.unit, run.part, run.n_parts)
     for expert in range(starts.size - 1):
         start, end = starts[expert], starts[expert + 1]
         n = end - start

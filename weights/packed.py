@@ -19,8 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..machine.cache import inlined, inner
+from ..machine.parts import share
 from ..machine.programs import Bytes2, Floats2, Floats3, Halves2, Halves3, Ints1, Pass, Words3, on_all_threads, operation
-from ..machine.threads import available_threads, share
+from ..machine.threads import available_threads
 from ..machine.tiles import (
     FEATURES,
     FLOAT_TOKENS,
@@ -95,7 +96,7 @@ WHOLE_TOKENS = whole_tokens(packed_shape, MOST_TOKENS)
 @inlined
 def multiply_by(tile, run, thread, p):
     """out[t] (+)= W x[t] by a tile over packed weights: this thread's strips; see `Matrix.product` and `multiply_strips`."""
-    first, last = share(p.w.shape[0] // p.unit, thread, run.n_threads)
+    first, last = share(p.w.shape[0] // p.unit, run.part, run.n_parts)
     n_tokens = run.n_logits if p.of_logits else run.n_tokens
     x, n, n_parts = p.x[thread if p.x.shape[0] > 1 else 0], p.n // QUAD, ceil_div(n_tokens, MOST_TOKENS)
     words = quads_of(p.w, n, 1)[0] - quads_of(p.w, n, 0)[0]
@@ -114,7 +115,7 @@ def multiply_by(tile, run, thread, p):
 @inlined
 def multiply_parts(run, thread, p):
     """The same for many tokens, by the tile over floats, which a part of a strip becomes once for all of them."""
-    first, last = share(p.w.shape[0] // p.unit, thread, run.n_threads)
+    first, last = share(p.w.shape[0] // p.unit, run.part, run.n_parts)
     n_tokens = run.n_logits if p.of_logits else run.n_tokens
     x, n, n_parts = p.x[thread if p.x.shape[0] > 1 else 0], p.n // QUAD, ceil_div(n_tokens, FLOAT_TOKENS.most)
     floats, step = p.scratch[thread], PART // QUAD
@@ -146,7 +147,7 @@ def product(run: Pass, thread: int, p: Product) -> None:
 @operation
 def embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: int, group: int) -> None:
     """out[t] = W[tokens[t]]: this thread's columns, those that it goes on with; see `Matrix.embedding`."""
-    first, last = share(n, thread, run.n_threads)
+    first, last = share(n, run.part, run.n_parts)
     for t in range(run.n_tokens):
         strip, row = divmod(tokens[t], STRIP_ROWS)
         out[t, n:] = 0.0  # what an earlier pass left there may be NaN
@@ -208,7 +209,7 @@ def fill_quads(run: Pass, thread: int, p: Filling) -> None:
     """Rows into strips, but for the pool."""
     n = p.rows.shape[1] // QUAD
     columns, first_column = p.columns[thread], thread * p.columns.shape[1] * STRIP_ROWS
-    begin, end = share(p.needed.size, thread, run.n_threads)
+    begin, end = share(p.needed.size, run.part, run.n_parts)
     for strip in range(begin, end):
         rows = p.rows[strip * STRIP_ROWS : (strip + 1) * STRIP_ROWS]
         turn_rows(columns, rows)
@@ -235,7 +236,7 @@ class Pooling(NamedTuple):
 def fill_pool(run: Pass, thread: int, p: Pooling) -> None:
     """The upper bytes of quads that need a slot into the pool."""
     n = p.rows.shape[1] // QUAD
-    begin, end = share(p.slots.size, thread, run.n_threads)
+    begin, end = share(p.slots.size, run.part, run.n_parts)
     for strip in range(begin, end):
         at, to_end = quads_of(p.strips, n, p.first + p.stride * strip)
         rows, slot = p.rows[strip * STRIP_ROWS : (strip + 1) * STRIP_ROWS], p.slots[strip]
@@ -254,7 +255,7 @@ def fill_pool(run: Pass, thread: int, p: Pooling) -> None:
 def unpack_strips(run: Pass, thread: int, out: Floats3, strips: Floats3, strip: int) -> None:
     """The floats (P, n, R) of strips from one of them on."""
     n, first_slot = out.shape[1] // QUAD, np.int64(0)
-    begin, end = share(out.shape[0], thread, run.n_threads)
+    begin, end = share(out.shape[0], run.part, run.n_parts)
     for i in range(begin, end):
         at, to_end = quads_of(strips, n, strip + i)
         unpack(out, i * out.shape[1] * STRIP_ROWS, Quads(strips, at, n, to_end), 0, n, first_slot)

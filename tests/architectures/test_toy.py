@@ -8,8 +8,8 @@ import pytest
 from specdec import kernels
 from specdec.architectures import ARCHITECTURES, Config, llama
 from specdec.architectures.plan import Architecture, Buffer, Layers, Vector
+from specdec.machine.parts import share
 from specdec.machine.programs import Floats1, Floats2, Floats3, Operation, Pass
-from specdec.machine.threads import share
 from specdec.machine.tiles import STRIP_ROWS
 from specdec.sampling import Sampling
 from specdec.transformer import FIRST_POSITIONS, Transformer

@@ -10,8 +10,9 @@ from specdec.architectures import plan
 from specdec.architectures.llama import LLAMA
 from specdec.machine import programs
 from specdec.machine.memory import Block, zeros
+from specdec.machine.parts import share
 from specdec.machine.programs import NUMBERS, Operation, Pass, Runner
-from specdec.machine.threads import run_alone, share
+from specdec.machine.threads import run_alone
 from specdec.machine.tiles import STRIP_ROWS, make_tile
 from specdec.machine.vectors import ceil_div, round_up
 from specdec.transformer import Transformer

@@ -1,0 +1,67 @@
+"""Parts of a phase: how many there are, and who does which. Knows no operation.
+
+A phase is cut in as many parts for each thread, which are small where it is long. A thread takes its own from the front, so that
+what it reads lies where it has read before; when it has none left it takes one from the back of whoever has the most left (work
+stealing: Blumofe and Leiserson 1999). So slow threads do fewer, and one that has lost its core before it began does none. Nobody
+can tell from the numbers who did a part: a part's sums are its own.
+"""
+
+from .cache import inlined, inner
+from .vectors import atomic_exchange, atomic_load
+
+PART_BYTES = 1 << 17  # of weights or of the cache that a part goes over, for one token: some 10 us
+TOKENS = 8  # so many tokens more take as long as reading does
+MOST_PARTS = 32  # of a thread
+# A thread's parts are a word: the phase, then the first of them that is free and the first behind them that is not
+PHASE, FIRST, PLACE = 32, 16, (1 << 16) - 1
+NOBODY = -1
+NOTHING = 1 << 40  # parts of which the first one is empty
+
+
+@inlined
+def share(n, part, n_parts):
+    """The range of n units that is a part's."""
+    return part * n // n_parts, (part + 1) * n // n_parts
+
+
+@inner
+def n_parts_each(work, n_tokens, n_threads):
+    """How many parts a thread has of a phase that goes over so many bytes for a token."""
+    return max(1, min(work * (TOKENS - 1 + n_tokens) // (TOKENS * PART_BYTES * n_threads), MOST_PARTS))
+
+
+@inner
+def parts_at(line, phase, n):
+    """The word at the address of a thread's parts, n of that phase before anybody has taken one."""
+    word = atomic_load(line)
+    if word >> PHASE != phase:
+        begun = phase << PHASE | n
+        seen = atomic_exchange(line, word, begun)
+        word = begun if seen == word else seen
+    return word
+
+
+@inner
+def take_part(line, phase, n, is_own):
+    """A thread's next part, of its own the first one that is free, of another's the last; NOBODY's if there is none."""
+    word = parts_at(line, phase, n)
+    while True:
+        first, end = word >> FIRST & PLACE, word & PLACE
+        if first >= end:
+            return NOBODY
+        seen = atomic_exchange(line, word, word + (1 << FIRST) if is_own else word - 1)
+        if seen == word:
+            return first if is_own else end - 1
+        word = seen
+
+
+@inner
+def farthest_behind(lines, stride, phase, n, n_threads):
+    """The thread that has the most parts left, whose words lie so many bytes apart; NOBODY if none has any."""
+    whose, most = NOBODY, 0
+    for thread in range(n_threads):
+        word = parts_at(lines + thread * stride, phase, n)
+        left = (word & PLACE) - (word >> FIRST & PLACE)
+        if left > most:
+            whose, most = thread, left
+    return whose
