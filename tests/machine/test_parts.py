@@ -1,0 +1,135 @@
+"""machine/parts.py, and programs.py by it: a phase's parts are all done once, by whoever comes, with the bits of one thread."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from specdec.machine.parts import NOBODY, farthest_behind, share, take_part
+from specdec.machine.programs import (
+    LINE,
+    N_ROWS,
+    WORK,
+    Ints1,
+    Operation,
+    Pass,
+    Runner,
+)
+from specdec.machine.vectors import atomic_add, atomic_load
+from specdec.readers.loading import load_model
+from tests.checkpoints import ROOT
+from tests.folders import FIXTURES, expected
+
+MUCH = 1 << 40  # work that is cut in as many parts as there may be
+SPINS = 1 << 31  # some seconds, after which nobody comes any more
+UNITS = 500
+
+
+def begin(run: Pass, thread: int, begun: Ints1, done: Ints1, waits: int) -> None:
+    """begun[thread] counts how often it begins; one of them waits there until others have done all there is."""
+    if run.begins == 0:
+        return
+    begun[thread] += 1
+    spins = 0
+    while thread == 1 and waits == 1 and atomic_load(done.ctypes.data) < UNITS and spins < SPINS:
+        spins += 1
+
+
+def count(run: Pass, thread: int, units: Ints1, took: Ints1, done: Ints1, waits: int) -> None:
+    """units[i] counts how often a unit was done, took[thread] by whom; one thread's first part waits for all others."""
+    first, last = share(units.size, run.part, run.n_parts)
+    spins = 0
+    while thread == 1 and waits == 2 and atomic_load(done.ctypes.data) < UNITS - (last - first) and spins < SPINS:
+        spins += 1
+    for i in range(first, last):
+        units[i] += 1
+    took[thread] += last - first
+    atomic_add(done.ctypes.data, last - first)
+
+
+def take(run: Pass, thread: int, taken: Ints1, words: Ints1) -> None:
+    """What two threads' parts of phases 7 to 9 come to, taken as the test says."""
+    lines, stride = words.ctypes.data, LINE * 8
+    for i in range(7):
+        taken[i] = take_part(lines, 7, 5, i in (0, 2, 5))
+    taken[7] = take_part(lines + stride, 7, 3, True)
+    taken[8] = farthest_behind(lines, stride, 7, 3, 2)
+    taken[9] = farthest_behind(lines, stride, 8, 3, 2)
+    taken[10] = take_part(lines + stride, 9, 1, False)
+    taken[11] = take_part(lines + stride, 9, 1, True)
+
+
+BEGIN, COUNT, TAKE = (Operation(function, kept=False) for function in (begin, count, take))
+
+
+@pytest.mark.parametrize(("work", "waits"), [(0, 0), (1 << 20, 0), (MUCH, 0), (MUCH, 1), (MUCH, 2)])
+def test_every_part_is_done_once_and_every_thread_begins_once(work: int, waits: int) -> None:
+    """Where one thread waits, in front of its parts or in the first of them, for those of all others: others do the rest."""
+    units, begun, took, done = (np.zeros(n, np.int64) for n in (UNITS, 2, 2, 1))
+    for _ in range(3):
+        for array in (units, begun, took, done):
+            array[:] = 0
+        Runner([[BEGIN(begun, done, waits), COUNT(units, took, done, waits)._replace(work=work)]])(1, 0, 0, 2)
+        assert (units == 1).all()
+        assert begun.tolist() == [1, 1]
+        assert took.sum() == UNITS
+        assert not waits or took[1] <= UNITS // 32
+
+
+def test_a_threads_parts_go_from_the_front_and_to_others_from_the_back() -> None:
+    taken, words = np.zeros(12, np.int64), np.zeros(2 * LINE, np.int64)
+    Runner([[TAKE(taken, words)]])(1, 0, 0, 1)
+    assert taken[:7].tolist() == [0, 4, 1, 3, 2, NOBODY, NOBODY]
+    assert taken[7:9].tolist() == [0, 1]
+    assert taken[9] == 0, "of a phase in which nobody has begun"
+    assert taken[10:].tolist() == [0, NOBODY]
+
+
+NAMES = ["llama", "gpt2", "gemma3", "qwen35", "lfm2", "qwen3_moe", "qwen35_moe", "granitemoe_shared", "gpt_oss", "lfm2_moe"]
+
+
+def cut(model: object, work: int = MUCH) -> None:
+    """Every phase of a model's program in as many parts as there may be."""
+    rows = model._runner._rows  # type: ignore[attr-defined]
+    rows[rows[:, N_ROWS] > 0, WORK] = work
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["as they are", "int8"])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_one_thread_however_phases_are_cut(name: str, int8: bool) -> None:
+    tokens = expected(name).tokens
+    alone = load_model(FIXTURES / name, int8, n_threads=1)
+    model = load_model(FIXTURES / name, int8, n_threads=2)
+    model.forward(tokens[:1])
+    for work in (MUCH, 1 << 20):
+        for n in (60, 1, 7):
+            cut(model, work)
+            model.forward([], 0)
+            np.testing.assert_array_equal(model.forward(tokens[:n], n), alone.forward(tokens[:n], n))
+            np.testing.assert_array_equal(model.forward(tokens[: n + 1]), alone.forward(tokens[: n + 1]))
+
+
+def test_logits_are_the_same_on_more_threads_than_there_are_cores() -> None:
+    program = """
+        import tests  # noqa: F401
+        from specdec.readers.loading import load_model
+        from tests.machine.test_parts import FIXTURES, cut, expected
+        for name in ("llama", "qwen35_moe"):
+            tokens = expected(name).tokens
+            bits = set()
+            for n_threads in (1, 3, 5):
+                model = load_model(FIXTURES / name, n_threads=n_threads)
+                model.forward(tokens[:1])
+                if n_threads > 1:
+                    cut(model)
+                bits.add(model.forward(tokens, 60).tobytes() + model.forward(tokens + tokens[:1]).tobytes())
+            print(len(bits))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=os.environ | {"NUMBA_NUM_THREADS": "5"}, cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.stdout.split() == ["1", "1"], done.stderr
