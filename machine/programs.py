@@ -26,7 +26,7 @@ from numba.np.numpy_support import as_dtype
 
 from .cache import MachineCode, callback, counted, inlined, inner
 from .parts import NOBODY, NOTHING, farthest_behind, n_parts_each, take_part
-from .threads import FOREVER, PATIENCE, available_threads, run_on_threads, wait_for
+from .threads import FOREVER, PATIENCE, available_threads, meet, run_on_threads
 from .vectors import F32, I32, I64, Float32, Int64, UInt16, atomic_add, call, load_word
 
 # What an operation may take, told by its annotations: C-contiguous arrays of so many dimensions, and whole numbers and floats.
@@ -97,8 +97,9 @@ POS, N_THREADS = (Pass._fields.index(name) for name in ("pos", "n_threads"))
 N_NUMBERS = Pass._fields.index("part")  # of a pass, before a part's own
 # behind the numbers of a pass, or of a text's part of it: where its own rows lie, and how many texts there are, and where
 OWN_ROWS, N_TEXTS, TEXTS, TEXT_WORDS = range(N_NUMBERS, N_NUMBERS + 4)
-LINE = 16  # words, so far apart that no two threads write what lies in one, or what is fetched with it
-ARRIVALS, CLAIMS = LINE, 2 * LINE  # behind a pass's numbers: a count of those at a barrier, then each thread's parts
+# behind them, in lines of words of their own: how many threads have met; then of each how often it has met, and its parts
+LINE = 8
+N_MET, ARRIVALS, CLAIMS, THREAD_LINES = 2 * LINE, 3 * LINE, 4 * LINE, 2 * LINE
 NUMBERS = struct.Struct(f"={TEXT_WORDS}q")  # numpy takes 1 us for them
 # The words of a row in front of the arguments: how many rows the phase has that it begins, and what they have to do; its place
 # among a text's own, or -1
@@ -283,7 +284,7 @@ def run_phase(run, rows, first, last, thread):
     if n == 1:
         run_part(run, rows, first, last, thread, thread, n_threads, 1)
         return
-    lines, stride, phase, whose, begins = run + CLAIMS * WORD_BYTES, LINE * WORD_BYTES, first + 1, thread, 1
+    lines, stride, phase, whose, begins = run + CLAIMS * WORD_BYTES, THREAD_LINES * WORD_BYTES, first + 1, thread, 1
     while whose != NOBODY:
         place = take_part(lines + whose * stride, phase, n, whose == thread)
         if place != NOBODY:
@@ -298,18 +299,18 @@ def run_phase(run, rows, first, last, thread):
 def run_rows(run, rows, first, last, thread):
     """Rows first to last of a program, whole phases, as one of its threads.
 
-    With no rows, a roll call: a thread that meets all others before it loses patience adds n_threads to the arrivals.
+    With no rows, a roll call: who meets all others before losing patience is counted.
     """
-    arrivals, n_threads = run + ARRIVALS * WORD_BYTES, load_word(run + N_THREADS * WORD_BYTES)
-    if first == last and wait_for(arrivals, n_threads, PATIENCE):
-        atomic_add(arrivals, n_threads)
-    n_expected = n_threads
+    arrivals, stride, n_threads = run + ARRIVALS * WORD_BYTES, THREAD_LINES * WORD_BYTES, load_word(run + N_THREADS * WORD_BYTES)
+    if first == last and meet(arrivals, stride, thread, n_threads, 1, PATIENCE):
+        atomic_add(run + N_MET * WORD_BYTES, 1)
+    n_met = 1
     while first < last:
         end = first + load_word(rows + (first * ROW_WORDS + N_ROWS) * WORD_BYTES)
         run_phase(run, rows, first, end, thread)
         if end < last:
-            wait_for(arrivals, n_expected, FOREVER)
-            n_expected += n_threads
+            meet(arrivals, stride, thread, n_threads, n_met, FOREVER)
+            n_met += 1
         first = end
 
 
@@ -325,7 +326,7 @@ def _runner() -> int:
 
 def numbers_of_pass() -> Int64:
     """Room for them, and for what its threads count in lines of their own."""
-    words = np.zeros(CLAIMS + LINE * (available_threads() + 1), np.int64)
+    words = np.zeros(ARRIVALS + THREAD_LINES * available_threads() + LINE, np.int64)
     return words[-words.ctypes.data % (LINE * WORD_BYTES) // WORD_BYTES :]
 
 
@@ -336,7 +337,7 @@ def threads_meet(n_threads: int) -> bool:
     run = numbers_of_pass()
     run[N_THREADS] = n_threads
     run_on_threads(_runner(), run.ctypes.data, 0, 0, 0, n_threads)
-    return bool((n_threads == 1 or numba.threading_layer() != "tbb") and run[ARRIVALS] == n_threads * (n_threads + 1))
+    return bool((n_threads == 1 or numba.threading_layer() != "tbb") and run[N_MET] == n_threads)
 
 
 class Runner:

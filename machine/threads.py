@@ -13,7 +13,7 @@ import numpy as np
 from numba import prange, types
 
 from .cache import compiled, inlined, inner, parallel
-from .vectors import atomic_add, atomic_load, call
+from .vectors import atomic_load, atomic_store, call
 
 # A barrier spins for about 0.15 ms, then sleeps in turns: a thread that wakes up is scheduled at once, one that spins or yields
 # on a busy machine waits for its time slice. Two busy loops beside stories3M + 260K: 3300 tok/s, sched_yield 11 to 76.
@@ -29,16 +29,21 @@ sleep = types.ExternalFunction("specdec_sleep", types.int32(types.uint32))  # th
 
 
 @inner
-def wait_for(arrivals, n_arrivals, n_sleeps):
-    """Arrive at a barrier, a counter at an address, and wait for n_arrivals; whether they came within so many sleeps."""
-    atomic_add(arrivals, 1)
+def meet(arrivals, stride, thread, n_threads, n_met, n_sleeps):
+    """Meet all threads for the n_met-th time; whether they came within so many sleeps.
+
+    Each writes how often it has come into a word of its own, so many bytes from the next one's, and reads all others': a counter
+    for all would be handed from core to core by as many additions as there are threads.
+    """
+    atomic_store(arrivals + thread * stride, n_met)
     spins = 0
-    while atomic_load(arrivals) < n_arrivals:
-        spins += 1
-        if spins > SPINS:
-            sleep(1)
-            if spins == SPINS + n_sleeps:
-                return False
+    for other in range(n_threads):
+        while atomic_load(arrivals + other * stride) < n_met:
+            spins += 1
+            if spins > SPINS:
+                sleep(1)
+                if spins == SPINS + n_sleeps:
+                    return False
     return True
 
 

@@ -480,6 +480,17 @@ def atomic_exchange(typingctx, address, expected, value):
 
 
 @intrinsic
+def atomic_store(typingctx, address, value):
+    """Write the int64 at an address, behind everything that was written before."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store_atomic(args[1], _word_pointer(builder, args[0]), "seq_cst", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
 def atomic_load(typingctx, address):
     """The int64 at an address, with everything that was written before it was."""
 

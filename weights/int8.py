@@ -403,7 +403,7 @@ def multiply_mixture(tile, tokens, run, thread, p):
     """`multiply_experts` of quantized rows."""
     codes, n_quads = p.scratch[thread], p.w.shape[2] // STRIP_ROWS - 1
     if run.begins:
-        quantize(codes, p.x[thread if p.x.shape[0] > 1 else 0], p.n, p.group, run.n_tokens * p.per_token)
+        quantize(codes, p.x[thread if p.x.shape[0] > 1 else 0], p.n, p.group, run.n_tokens * max(p.per_token, 1))
     multiply_experts(tile, tokens, n_quads, codes, run, thread, p)
 
 

@@ -92,7 +92,7 @@ class Product(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """What the operation of `Matrix.experts` takes; per_token: how many rows of x a token has; see `experts.route`."""
+    """What the operation of `Matrix.experts` takes; per_token: as of `Matrix.experts`."""
 
     out: Floats2
     w: Floats3
@@ -173,12 +173,12 @@ class Matrix:
         return row._replace(work=self.strips.nbytes)
 
     def experts(
-        self, out: Float32, x: Float32, scratch: Float32, gathered: Float32, choice: Choice, *, per_token: int = 1, unit: int = 1
+        self, out: Float32, x: Float32, scratch: Float32, gathered: Float32, choice: Choice, *, per_token: int = 0, unit: int = 1
     ) -> Row:
         """A row of a program: out[slot] = W_e x[row of the slot], e its expert, whose rows lie one expert's behind the other's.
 
         Each thread takes its share of every expert's strips, and each expert that a token chose is read once. out (T k, rows of
-        an expert); x (threads or 1, T or T k, n or more): of several rows for a token, slot by slot; gathered (threads, T, words
+        an expert); x (threads or 1, T or T k, n or more): of per_token rows for a token, slot by slot, or of one for all its slots (0); gathered (threads, T, words
         or n): room for the rows of one expert.
         """
         numbers, share_read = (self.n, self.group, per_token, unit), choice.n_chosen / (choice.starts.shape[1] - 1)
@@ -208,9 +208,9 @@ def multiply_experts(tile, tokens, n_quads, rows, run, thread, p):
         n = end - start
         if n == 0:
             continue
-        at = start if p.per_token > 1 else of_slot[start]
+        at = start if p.per_token > 0 else of_slot[start]
         here = rows[at : at + n]
-        if p.per_token == 1 and of_slot[end - 1] != at + n - 1:  # tokens ascend, so these are not neighbours
+        if p.per_token == 0 and of_slot[end - 1] != at + n - 1:  # tokens ascend, so these are not neighbours
             for i in range(n):
                 token = of_slot[start + i]
                 for k in range(rows.shape[1]):

@@ -137,10 +137,12 @@ def numbers(kind, matrices):
     return np.stack([kind.rows(m.strips, m.n, m.group, ALL)[:rows, : m.n] for m, rows in packed]).astype(np.float64)
 
 
+@pytest.mark.parametrize("n_chosen", [1, 3, 6])
 @pytest.mark.parametrize("name", KINDS)
-def test_experts_are_their_weighted_sum(name):
+def test_experts_are_their_weighted_sum(name, n_chosen):
+    """Of one, of some and of all; where each token has one, slots are no tokens either."""
     kind = KINDS[name]
-    mixture = Mixture(kind)
+    mixture = Mixture(kind, n_chosen=n_chosen)
     x, scores = random(T, mixture.dim, seed=5), random(T, 6, seed=6)
     got = mixture(x, scores)
     experts, weights = mixture.router.choose(scores)
