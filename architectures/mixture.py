@@ -121,8 +121,7 @@ def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
 
 def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
     """x += the weighted sum over a token's experts of w2 swiglu(w13 rmsnorm(x)): by rank, the likeliest first."""
-    e, w, v = experts_of(config), weights.matrices, weights.vectors
-    choice = Choice(b.slot_tokens, b.starts, e.n_chosen)
+    e, w, v, choice = experts_of(config), weights.matrices, weights.vectors, Choice(b.slot_tokens, b.starts)
     source, before = taken(config, weights, b, f"{i}.{NORM}")
     bias = v.get(f"{i}.router_bias", zeros(b.router.shape[1]))
     way = SIGMOID if e.is_sigmoid else OF_CHOSEN if e.is_normed else OF_ALL

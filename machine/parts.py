@@ -9,8 +9,8 @@ can tell from the numbers who did a part: a part's sums are its own.
 from .cache import inlined, inner
 from .vectors import atomic_exchange, atomic_load
 
-PART_BYTES = 1 << 17  # of weights or of the cache that a part goes over, for one token: some 10 us
-TOKENS = 8  # so many tokens more take as long as reading does
+PART_SHIFT = 17  # of the bytes of weights or of the cache that a part goes over, for one token: some 10 us
+TOKENS_SHIFT = 3  # of the number of tokens that take as long again as one does, which reads
 MOST_PARTS = 32  # of a thread
 # A thread's parts are a word: the phase, then the first of them that is free and the first behind them that is not
 PHASE, FIRST, PLACE = 32, 16, (1 << 16) - 1
@@ -27,7 +27,7 @@ def share(n, part, n_parts):
 @inner
 def n_parts_each(work, n_tokens, n_threads):
     """How many parts a thread has of a phase that goes over so many bytes for a token."""
-    return max(1, min(work * (TOKENS - 1 + n_tokens) // (TOKENS * PART_BYTES * n_threads), MOST_PARTS))
+    return max(1, min((work * ((1 << TOKENS_SHIFT) - 1 + n_tokens) >> TOKENS_SHIFT + PART_SHIFT) // n_threads, MOST_PARTS))
 
 
 @inner

@@ -484,7 +484,7 @@ def atomic_store(typingctx, address, value):
     """Write the int64 at an address, behind everything that was written before."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store_atomic(args[1], _word_pointer(builder, args[0]), "seq_cst", 8)
+        builder.store_atomic(args[1], _word_pointer(builder, args[0]), "release", 8)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen

@@ -108,11 +108,10 @@ class Mixture(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Which expert each slot of a pass is for, every thread's own: see `experts.route`; n_chosen: how many a token has."""
+    """Which expert each slot of a pass is for, every thread's own: see `experts.route`."""
 
     tokens: Int64
     starts: Int64
-    n_chosen: int
 
 
 @dataclass(frozen=True)
@@ -178,12 +177,12 @@ class Matrix:
         """A row of a program: out[slot] = W_e x[row of the slot], e its expert, whose rows lie one expert's behind the other's.
 
         Each thread takes its share of every expert's strips, and each expert that a token chose is read once. out (T k, rows of
-        an expert); x (threads or 1, T or T k, n or more): of per_token rows for a token, slot by slot, or of one for all its slots (0); gathered (threads, T, words
-        or n): room for the rows of one expert.
+        an expert); x (threads or 1, T or T k, n or more): of per_token rows for a token, slot by slot, or of one for all of its
+        slots (0); gathered (threads, T, words or n): room for the rows of one expert.
         """
-        numbers, share_read = (self.n, self.group, per_token, unit), choice.n_chosen / (choice.starts.shape[1] - 1)
+        numbers = self.n, self.group, per_token, unit
         row = self.kind.experts(out, self.strips, x, scratch, gathered, choice.tokens, choice.starts, *numbers)
-        return row._replace(work=int(share_read * self.strips.nbytes))
+        return row._replace(work=self.strips.nbytes // (choice.starts.shape[1] - 1))  # of one expert: parts are of each
 
     def embedding(self, out: Float32, tokens: Int64) -> Row:
         """A row of a program: out[t] = W[tokens[t]], zeros behind it."""

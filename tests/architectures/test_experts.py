@@ -98,7 +98,7 @@ class Mixture:
         self.x, self.normed = zeros(1, T, round_up(dim, STRIP_ROWS)), zeros(1, T, round_up(dim, STRIP_ROWS))
         r = self.router
         self.ups, self.hidden = zeros(slots, 2 * width), zeros(1, slots, width)
-        self.branch, choice = zeros(slots, round_up(dim, STRIP_ROWS)), Choice(r.tokens, r.starts, r.n_chosen)
+        self.branch, choice = zeros(slots, round_up(dim, STRIP_ROWS)), Choice(r.tokens, r.starts)
         room = self.gathered[:, :, : self.up.scratch_words if self.up.scratch_words > 1 else self.normed.shape[2]].copy()
         scratch = [self.scratch[:, :, : matrix.scratch_words].copy() for matrix in (self.up, self.down)]
         up = self.up.experts(self.ups, self.normed, scratch[0], room, choice, unit=2)
