@@ -112,7 +112,7 @@ def rms_norm(run: Pass, thread: int, p: RMSNorm) -> None:
 
 @operation
 def add_norm(run: Pass, thread: int, x: Floats2, branch: Floats3, weight: Floats1, dim: int, eps: float) -> None:
-    """x[t] += rms_norm(branch[t]) of branch (1, T, D padded), which all threads have written: this thread's strips."""
+    """x[t] += rms_norm(branch[t]) of branch (1, T, D padded), which all threads have written: this part's strips."""
     width = x.shape[1]
     first, last = share(width // STRIP_ROWS, run.part, run.n_parts)
     for t in range(run.n_tokens):
@@ -169,13 +169,16 @@ def position_of(run, depths, t):
 
 
 @operation
-def copy_rows(run: Pass, thread: int, out: Floats2, x: Floats2, to: int, start: int, n: int, by_slot: int) -> None:
-    """n columns of x[t], from `start` on, to column `to` of out[t]: this thread's. by_slot: of out[slot of t] instead."""
+def copy_rows(run: Pass, thread: int, out: Floats2, x: Floats3, to: int, start: int, n: int, by_slot: int) -> None:
+    """n columns of x[t], from `start` on, to column `to` of out[t]: this part's. by_slot: of out[slot of t] instead.
+
+    x (threads or 1, T, columns): each thread's own or everybody's.
+    """
     first, last = share(n, run.part, run.n_parts)
-    row = run.pos if by_slot else 0
+    row, source = run.pos if by_slot else 0, thread if x.shape[0] > 1 else 0
     for t in range(run.n_tokens):
         for k in range(first, last):
-            out[row + t, to + k] = x[t, start + k]
+            out[row + t, to + k] = x[source, t, start + k]
 
 
 @compiled
@@ -221,7 +224,7 @@ def own_rows(run, width, unit, base, n_rows):
 
 @operation
 def add_bias(run: Pass, thread: int, out: Floats2, bias: Floats1, unit: int) -> None:
-    """out[t] += bias: this thread's rows of the product before."""
+    """out[t] += bias: this part's rows of the product before."""
     first, last = own_rows(run, out.shape[1], unit, 0, out.shape[1])
     for t in range(run.n_tokens):
         for row in range(first, last, LANES):
@@ -231,7 +234,7 @@ def add_bias(run: Pass, thread: int, out: Floats2, bias: Floats1, unit: int) -> 
 
 @operation
 def add_positions(run: Pass, thread: int, x: Floats2, positions: Floats2, depths: Ints1, dim: int) -> None:
-    """x[t] += positions[the position of t]: the columns that this thread's embedding filled."""
+    """x[t] += positions[the position of t]: the columns that this part's embedding filled."""
     first, last = share(dim, run.part, run.n_parts)
     for t in range(run.n_tokens):
         position = position_of(run, depths, t)
@@ -241,7 +244,7 @@ def add_positions(run: Pass, thread: int, x: Floats2, positions: Floats2, depths
 
 @operation
 def scale_rows(run: Pass, thread: int, x: Floats2, factor: float, dim: int) -> None:
-    """x[t] *= factor: the columns that this thread's embedding filled."""
+    """x[t] *= factor: the columns that this part's embedding filled."""
     first, last = share(dim, run.part, run.n_parts)
     for t in range(run.n_tokens):
         for k in range(first, last):
@@ -262,7 +265,7 @@ class HeadNorm(NamedTuple):
 
 @operation
 def head_norm(run: Pass, thread: int, p: HeadNorm) -> None:
-    """`rms_norm` of each of n_heads by one weight: this thread's, which are whole."""
+    """`rms_norm` of each of n_heads by one weight: this part's, which are whole."""
     x, unit, base, n_heads, head_dim, weight, eps = p
     first, last = own_rows(run, x.shape[1], unit, base, n_heads * head_dim)
     whole = head_dim // LANES * LANES
@@ -328,7 +331,7 @@ def rope(run: Pass, thread: int, p: Rope) -> None:
 
 @inlined
 def cache_keys(run, thread, keys, x, unit, base):
-    """Put the heads that begin at row `base` of x at pos.. of keys (G, S / R, K, R): this thread's rows of them."""
+    """Put the heads that begin at row `base` of x at pos.. of keys (G, S / R, K, R): this part's rows of them."""
     head_dim = keys.shape[2]
     first, last = own_rows(run, x.shape[1], unit, base, keys.shape[0] * head_dim)
     if first >= last:
@@ -344,7 +347,7 @@ def cache_keys(run, thread, keys, x, unit, base):
 
 @inlined
 def cache_values(run, thread, values, x, unit, base, head_dim):
-    """Put the heads that begin at row `base` of x at pos.. of values (G, K / R, S, R): this thread's rows of them."""
+    """Put the heads that begin at row `base` of x at pos.. of values (G, K / R, S, R): this part's rows of them."""
     first, last = own_rows(run, x.shape[1], unit, base, values.shape[0] * head_dim)
     row = first
     while row < last:
@@ -501,7 +504,7 @@ def attend(run, thread, p, head, token, n_queries, along_heads):
 
 @inlined
 def attend_all(run, thread, p):
-    """Every head of every token, this thread's share of them; query head h reads kv head h G / H.
+    """Every head of every token, this part's share of them; query head h reads kv head h G / H.
 
     In chunks of up to TILE_TOKENS queries of the same keys and values: a head's tokens, or a token's heads where those are more.
     """

@@ -77,13 +77,14 @@ def of_one_layer(tensors: tuple[tuple[str, int | None], ...]) -> tuple[tuple[str
 
 def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
     """Llama's; taps: the target's hidden states of a pass's pairs, (1, T, N H padded), or (N, T, H padded) where each is normed;
-    tapped (threads, T, N H and more): the same, normed; embedded (1, T, h padded): the tokens; pairs (threads, T, 2 h and more):
-    embedding and feature, normed; outputs (S, h): what may be fed back.
+    tapped (threads, T, N H and more): the same, normed; embedded, residual (1, T, h padded): the tokens, and what a layer adds to
+    where that is normed; pairs (threads, T, 2 h and more): embedding and feature, normed; outputs (S, h): what may be fed back.
     """
     head, (n_taps, width), padded = head_of(config), taps(config), round_up(config.dim, STRIP_ROWS)
     own = {
         "taps": Buffer((n_taps, MAX_TOKENS, round_up(width, STRIP_ROWS)), whose="token"),
         "embedded": Buffer((1, MAX_TOKENS, padded), whose="token"),
+        "residual": Buffer((1, MAX_TOKENS, padded), whose="token"),
         "pairs": Buffer((room.n_threads, MAX_TOKENS, round_up(config.dim + padded, STRIP_ROWS)), whose="token"),
         "outputs": Buffer((room.n_positions, config.dim), whose="cache"),
     }
@@ -118,11 +119,12 @@ def program(config: Config, weights: Weights, b: Buffers) -> Layers:
     halves = mixing(config, weights, b, 0, b.pairs, norms), MLP.program(config, weights, b, 0)
     layer = [list(phase) for half in halves for phase in half]
     if head.norm_before_residual:
-        layer[1].append(copy_rows(b.x[0], b.pairs[0], 0, dim, dim, False))  # beside attention: all threads have read x
-    output: list[list[Row]] = [[copy_rows(b.outputs, b.x[0], 0, 0, dim, True)]]
+        layer[0].append(copy_rows(b.residual[0], b.pairs, 0, dim, dim, False))
+        layer[1].append(copy_rows(b.x[0], b.residual, 0, 0, dim, False))  # beside attention: all threads have read x
+    output = [[copy_rows(b.outputs, b.x, 0, 0, dim, True)]]
     if head.norm_output:
         normed = rms_norm(b.normed, b.x, v["rms_final"], dim, config.norm_eps, False, 0)
-        output = [[normed], [copy_rows(b.outputs, b.normed[0], 0, 0, dim, True)]]
+        output = [[normed, copy_rows(b.outputs, b.normed, 0, 0, dim, True)]]
     return Layers(
         [[weights.matrices["embedding"].embedding(b.embedded[0], b.tokens)]],
         [layer],

@@ -6,7 +6,8 @@ expert by expert, in each by ascending token. So an expert's tokens are neighbou
 A token's text depends on nothing else in the pass: which experts it goes through is told by its own row of the router's product,
 each of its slots is the product that it would be alone, and they are added up by rank, the likeliest first.
 
-Every thread routes for itself: choosing takes less than the barrier that would hand it on.
+Every thread routes for itself, in each phase anew: choosing takes less than the barrier that would hand it on, and a thread may
+have come late.
 """
 
 from typing import NamedTuple
@@ -117,7 +118,7 @@ def place_slots(p, thread, n):
 
 @operation
 def add_experts(run: Pass, thread: int, x: Floats2, branch: Floats2, places: Ints2, weights: Floats2, n_chosen: int) -> None:
-    """x[t] += the sum of weight * branch[slot] over the token's choices, by rank: this thread's strips of the product before."""
+    """x[t] += the sum of weight * branch[slot] over the token's choices, by rank: this part's strips of the product before."""
     first, last = share(branch.shape[1] // STRIP_ROWS, run.part, run.n_parts)
     for t in range(run.n_tokens):
         for i in range(first * STRIP_ROWS, last * STRIP_ROWS, LANES):

@@ -13,7 +13,7 @@ from ..machine.vectors import LANES, add, ceil_div, load, maximum, minimum, mul,
 
 @inlined
 def gate(run, thread, hidden, up, per_token, activation):
-    """hidden[t] = activation(w1 x) * (w3 x): this thread's strips of up (T per_token, 2 F), those of both in turns."""
+    """hidden[t] = activation(w1 x) * (w3 x): this part's strips of up (T per_token, 2 F), those of both in turns."""
     width = hidden.shape[2]
     first, last = share(width // STRIP_ROWS, run.part, run.n_parts)
     for t in range(run.n_tokens * per_token):
@@ -38,7 +38,7 @@ def geglu(run: Pass, thread: int, hidden: Floats3, up: Floats2) -> None:
 
 @operation
 def gelu(run: Pass, thread: int, hidden: Floats3, up: Floats2) -> None:
-    """hidden[t] = gelu(up[t]): this thread's strips of up (T, F)."""
+    """hidden[t] = gelu(up[t]): this part's strips of up (T, F)."""
     width = hidden.shape[2]
     first, last = share(width // STRIP_ROWS, run.part, run.n_parts)
     for t in range(run.n_tokens):
@@ -48,7 +48,7 @@ def gelu(run: Pass, thread: int, hidden: Floats3, up: Floats2) -> None:
 
 @operation
 def gate_rows(run: Pass, thread: int, heads: Floats3, gates: Floats2, base: int, n: int) -> None:
-    """heads[t] *= sigmoid of n columns of gates[t] from `base` on: this thread's vectors of them."""
+    """heads[t] *= sigmoid of n columns of gates[t] from `base` on: this part's vectors of them."""
     first, last = share(ceil_div(n, LANES), run.part, run.n_parts)
     for t in range(run.n_tokens):
         for row in range(first * LANES, last * LANES, LANES):
@@ -58,7 +58,7 @@ def gate_rows(run: Pass, thread: int, heads: Floats3, gates: Floats2, base: int,
 
 @operation
 def gate_tokens(run: Pass, thread: int, hidden: Floats3, gates: Floats2) -> None:
-    """hidden[0, t] *= sigmoid(gates[t, 0]): this thread's columns."""
+    """hidden[0, t] *= sigmoid(gates[t, 0]): this part's columns."""
     first, last = share(hidden.shape[2] // STRIP_ROWS, run.part, run.n_parts)
     for t in range(run.n_tokens):
         scale = sigmoid(splat(gates[t, 0]))
@@ -72,7 +72,7 @@ def clamped_swiglu(
     run: Pass, thread: int, hidden: Floats3, up: Floats2, bias: Floats2, starts: Ints2, limit: float, alpha: float
 ) -> None:
     """hidden[slot] = (u + 1) g sigmoid(alpha g) of g = min(w1 x + b1, limit) and u = w3 x + b3 between -limit and limit (gpt-oss:
-    OpenAI 2025, arXiv:2508.10925): this thread's strips of up (slots, 2 F), those of both in turns, as those of bias (E, 2 F).
+    OpenAI 2025, arXiv:2508.10925): this part's strips of up (slots, 2 F), those of both in turns, as those of bias (E, 2 F).
 
     starts (threads, E + 1): at which slot an expert's begin.
     """
@@ -92,7 +92,7 @@ def clamped_swiglu(
 
 @operation
 def add_slot_bias(run: Pass, thread: int, out: Floats2, bias: Floats2, starts: Ints2) -> None:
-    """out[slot] += bias[its expert]: this thread's strips of the product before; starts: as of `clamped_swiglu`."""
+    """out[slot] += bias[its expert]: this part's strips of the product before; starts: as of `clamped_swiglu`."""
     first, last = share(out.shape[1] // STRIP_ROWS, run.part, run.n_parts)
     for expert in range(starts.shape[1] - 1):
         for slot in range(starts[thread, expert], starts[thread, expert + 1]):

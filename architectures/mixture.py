@@ -144,15 +144,18 @@ def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
             [add_bias(b.router, v[f"{i}.router_b"], 1)],
             [add_slot_bias(b.slot_out, v[f"{i}.experts_b2"], b.starts)],
         )
+    routing = route(b.router, bias, b.odds, *routed)
     return [
         [*before, w[f"{i}.router"].product(b.router, source, b.router_scratch), *of_router, *shared[0]],
         [
-            route(b.router, bias, b.odds, *routed),
+            *before,
+            routing,
             up.experts(b.slot_up, source, b.scratch, b.gathered, choice, unit=2),
             gate,
             *shared[1],
         ],
         [
+            routing,
             down.experts(b.slot_out, b.slot_hidden, b.slot_scratch, b.gathered, choice, per_token=e.n_chosen),
             *of_down,
             add_experts(b.x[0], b.slot_out, b.slot_places, b.slot_weights, e.n_chosen),

@@ -62,7 +62,7 @@ def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
 def features(config: Config, weights: Weights, b: Buffers) -> Program:
     """x = norm(taps), by the target's last norm."""
     normed = rms_norm(b.normed, b.taps, weights.vectors[TARGET_NORM], config.dim, config.norm_eps, False, 0)
-    return [[normed], [copy_rows(b.x[0], b.normed[0], 0, 0, config.dim, False)]]
+    return [[normed, copy_rows(b.x[0], b.normed, 0, 0, config.dim, False)]]
 
 
 def program(config: Config, weights: Weights, b: Buffers) -> Layers:
@@ -75,7 +75,7 @@ def program(config: Config, weights: Weights, b: Buffers) -> Layers:
     joining = [[*norms, weights.matrices["fc"].product(b.joined[0], b.pairs, b.scratch)]]
     layer = mixing(config, weights, inner, 0, b.normed, [norm(config, weights, inner, "0.rms_att")])
     mlp = llama.blocks_of(config, 0)[1].program(config, weights, inner, 0)
-    output = [[norm(config, weights, inner, "rms_final")], [copy_rows(b.outputs, b.normed[0], 0, 0, dim, True)]]
+    output = [[norm(config, weights, inner, "rms_final"), copy_rows(b.outputs, b.normed, 0, 0, dim, True)]]
     return Layers(
         [[weights.matrices["embedding"].embedding(b.embedded[0], b.tokens)]],
         [[*joining, *layer, *mlp]],

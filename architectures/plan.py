@@ -287,7 +287,7 @@ class Architecture:
             return [runner.over(own) for runner in written]
         by_token = [(array, buffer.token_bytes) for array, buffer in declared if buffer.token_bytes]
         before = {
-            layer: copy_rows(buffers.hidden_states, buffers.x[0], i * config.dim, 0, config.dim, True)
+            layer: copy_rows(buffers.hidden_states, buffers.x, i * config.dim, 0, config.dim, True)
             for i, layer in enumerate(layers)
         }
         of_both = [buffers, buffers.of_long_texts()][: 1 + (config.n_short > 0)]

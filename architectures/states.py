@@ -60,7 +60,7 @@ class Convolution(NamedTuple):
 
 @operation
 def convolve(run: Pass, thread: int, p: Convolution) -> None:
-    """x[t] = silu(convolved x)[t], channel by channel: this thread's rows of the product before."""
+    """x[t] = silu(convolved x)[t], channel by channel: this part's rows of the product before."""
     x, unit, base, inputs, weight, bias = p
     n_channels = weight.shape[1]
     first, last = own_rows(run, x.shape[1], unit, base, n_channels)
@@ -86,7 +86,7 @@ class GatedConvolution(NamedTuple):
 
 @operation
 def gated_convolution(run: Pass, thread: int, p: GatedConvolution) -> None:
-    """out[t] = c[t] * convolved(b x)[t], channel by channel: this thread's strips of the product before, of unit 3."""
+    """out[t] = c[t] * convolved(b x)[t], channel by channel: this part's strips of the product before, of unit 3."""
     out, x, inputs, weight, bias = p
     n_channels = weight.shape[1]
     first, last = share(n_channels // STRIP_ROWS, run.part, run.n_parts)
@@ -347,7 +347,7 @@ def take_in(run, thread, p, head, decay_column):
 
 @operation
 def delta_net(run: Pass, thread: int, p: DeltaNet) -> None:
-    """The gated delta rule (Yang et al. 2025, arXiv:2412.06464) token by token, and the gated norm of its outputs: this thread's
+    """The gated delta rule (Yang et al. 2025, arXiv:2412.06464) token by token, and the gated norm of its outputs: this part's
     heads.
 
     The tip's state becomes that of all tokens but those that may be guesses, behind the first whose logits are asked for; a pass

@@ -104,7 +104,7 @@ def physical_memory_bytes() -> float:
 
 @operation
 def read_all(run: Pass, thread: int, sums: Floats1, array: Floats1) -> None:
-    """sums[thread] = the sum of 0 x over that thread's share of the array (n,): NaN if and only if it holds NaN or infinity."""
+    """sums[thread] += the sum of 0 x over this part of the array (n,): NaN if and only if it holds NaN or infinity."""
     zero = np.float32(0.0)
     first, last = share(array.size, run.part, run.n_parts)
     a, b, c, d = splat(zero), splat(zero), splat(zero), splat(zero)
@@ -115,7 +115,7 @@ def read_all(run: Pass, thread: int, sums: Floats1, array: Floats1) -> None:
     total = reduce_add(add(add(a, b), add(c, d)))
     for at in range(whole, last):
         total += zero * array[at]
-    sums[thread] = total
+    sums[thread] += total
 
 
 @operation
@@ -130,7 +130,7 @@ def read_halves(run: Pass, thread: int, sums: Floats1, bits: Halves1, are_fp16: 
             a, b = fma(load_fp16(bits, at), splat(0.0), a), fma(load_fp16(bits, behind), splat(0.0), b)
         else:
             a, b = fma(load_bf16(bits, at), splat(0.0), a), fma(load_bf16(bits, behind), splat(0.0), b)
-    sums[thread] = reduce_add(add(a, b))
+    sums[thread] += reduce_add(add(a, b))
 
 
 def bits_of(halves: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:

@@ -2,8 +2,9 @@
 
 A phase is cut in as many parts for each thread, which are small where it is long. A thread takes its own from the front, so that
 what it reads lies where it has read before; when it has none left it takes one from the back of whoever has the most left (work
-stealing: Blumofe and Leiserson 1999). So slow threads do fewer, and one that has lost its core before it began does none. Nobody
-can tell from the numbers who did a part: a part's sums are its own.
+stealing: Blumofe and Leiserson 1999). A phase is over when its parts are done, not when all threads have come: slow ones do
+fewer, and one that has lost its core, or never began, does none and goes on where the others are. Who did a part leaves no trace:
+its sums are its own.
 """
 
 from .cache import inlined, inner
@@ -15,7 +16,6 @@ MOST_PARTS = 32  # of a thread
 # A thread's parts are a word: the phase, then the first of them that is free and the first behind them that is not
 PHASE, FIRST, PLACE = 32, 16, (1 << 16) - 1
 NOBODY = -1
-NOTHING = 1 << 40  # parts of which the first one is empty
 
 
 @inlined
@@ -32,9 +32,9 @@ def n_parts_each(work, n_tokens, n_threads):
 
 @inner
 def parts_at(line, phase, n):
-    """The word at the address of a thread's parts, n of that phase before anybody has taken one."""
+    """The word of a thread's parts at an address, n of that phase where nobody has taken one yet; a later phase's stays."""
     word = atomic_load(line)
-    if word >> PHASE != phase:
+    if word >> PHASE < phase:
         begun = phase << PHASE | n
         seen = atomic_exchange(line, word, begun)
         word = begun if seen == word else seen
@@ -43,11 +43,11 @@ def parts_at(line, phase, n):
 
 @inner
 def take_part(line, phase, n, is_own):
-    """A thread's next part, of its own the first one that is free, of another's the last; NOBODY's if there is none."""
+    """A thread's next part, of its own the first one that is free, of another's the last; NOBODY's if there is none any more."""
     word = parts_at(line, phase, n)
     while True:
         first, end = word >> FIRST & PLACE, word & PLACE
-        if first >= end:
+        if first >= end or word >> PHASE != phase:
             return NOBODY
         seen = atomic_exchange(line, word, word + (1 << FIRST) if is_own else word - 1)
         if seen == word:
@@ -62,6 +62,19 @@ def farthest_behind(lines, stride, phase, n, n_threads):
     for thread in range(n_threads):
         word = parts_at(lines + thread * stride, phase, n)
         left = (word & PLACE) - (word >> FIRST & PLACE)
-        if left > most:
+        if left > most and word >> PHASE == phase:
             whose, most = thread, left
     return whose
+
+
+@inner
+def is_over(done, stride, phase, n_threads, n_parts):
+    """Whether all parts of a phase are done, by how many each thread did, or somebody has gone on to the next one."""
+    total = 0
+    for thread in range(n_threads):
+        word = atomic_load(done + thread * stride)
+        if word >> PHASE > phase:
+            return True
+        if word >> PHASE == phase:
+            total += word & PLACE
+    return total == n_parts

@@ -2,7 +2,8 @@
 
 A row reaches the threads as numbers: the address of the operation, then the address and shape of each array, and each number.
 So one parallel region runs any program, and an operation is compiled when a program that holds it first runs. A phase is cut in
-parts (`parts`); its rows follow each other in each part by itself, and between phases all threads meet at a barrier.
+parts (`parts`); its rows follow each other in each part by itself, and no thread goes on to a phase before all parts of the
+last one are done.
 
 A pass may hold the tokens of several texts. Rows that take nothing of a text's own run once, over all tokens. A row that does,
 as attention does with a cache, runs once for each text: with that text's arrays, from its first token on, as if it were alone.
@@ -17,7 +18,6 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
-import numba
 import numpy as np
 import numpy.typing as npt
 from numba import types
@@ -25,9 +25,9 @@ from numba.extending import intrinsic
 from numba.np.numpy_support import as_dtype
 
 from .cache import MachineCode, callback, counted, inlined, inner
-from .parts import NOBODY, NOTHING, farthest_behind, n_parts_each, take_part
-from .threads import FOREVER, PATIENCE, available_threads, meet, run_on_threads
-from .vectors import F32, I32, I64, Float32, Int64, UInt16, atomic_add, call, load_word
+from .parts import NOBODY, PHASE, farthest_behind, is_over, n_parts_each, take_part
+from .threads import available_threads, pause, run_on_threads
+from .vectors import F32, I32, I64, Float32, Int64, UInt16, atomic_store, call, load_word
 
 # What an operation may take, told by its annotations: C-contiguous arrays of so many dimensions, and whole numbers and floats.
 Floats1 = Annotated[Float32, types.float32, 1]
@@ -53,7 +53,7 @@ class Pass(NamedTuple):
 
     n_tokens, the first of them in the cache's slot pos, and logits asked for at the last n_logits. The first n_text slots hold a
     text, each at the position of its number; those behind them the nodes of a tree. An operation does what is this part's of
-    n_parts; what each thread needs for itself it does where its thread `begins` with the phase, which all do.
+    n_parts; what each thread needs for itself in this phase it does where its thread `begins` with it.
     """
 
     n_tokens: int
@@ -97,9 +97,9 @@ POS, N_THREADS = (Pass._fields.index(name) for name in ("pos", "n_threads"))
 N_NUMBERS = Pass._fields.index("part")  # of a pass, before a part's own
 # behind the numbers of a pass, or of a text's part of it: where its own rows lie, and how many texts there are, and where
 OWN_ROWS, N_TEXTS, TEXTS, TEXT_WORDS = range(N_NUMBERS, N_NUMBERS + 4)
-# behind them, in lines of words of their own: how many threads have met; then of each how often it has met, and its parts
+# behind them, in lines of words that are each thread's own: how many parts of a phase it did, and those that it has left
 LINE = 8
-N_MET, ARRIVALS, CLAIMS, THREAD_LINES = 2 * LINE, 3 * LINE, 4 * LINE, 2 * LINE
+DONE, CLAIMS, THREAD_LINES = 2 * LINE, 3 * LINE, 2 * LINE
 NUMBERS = struct.Struct(f"={TEXT_WORDS}q")  # numpy takes 1 us for them
 # The words of a row in front of the arguments: how many rows the phase has that it begins, and what they have to do; its place
 # among a text's own, or -1
@@ -277,40 +277,33 @@ def run_part(run, rows, first, last, thread, part, n_parts, begins):
 
 
 @inner
-def run_phase(run, rows, first, last, thread):
-    """A phase, as one of its threads, which does at least what it needs for itself."""
-    n_tokens, n_threads = load_word(run), load_word(run + N_THREADS * WORD_BYTES)
-    n = n_parts_each(work_of(run, rows + first * ROW_WORDS * WORD_BYTES), n_tokens, n_threads) if n_threads > 1 else 1
-    if n == 1:
-        run_part(run, rows, first, last, thread, thread, n_threads, 1)
-        return
-    lines, stride, phase, whose, begins = run + CLAIMS * WORD_BYTES, THREAD_LINES * WORD_BYTES, first + 1, thread, 1
+def run_phase(run, rows, first, last, thread, n_threads):
+    """A phase, as one of its threads: parts of it, until all are done."""
+    phase, stride, own, claims = first + 1, THREAD_LINES * WORD_BYTES, run + DONE * WORD_BYTES, run + CLAIMS * WORD_BYTES
+    n = n_parts_each(work_of(run, rows + first * ROW_WORDS * WORD_BYTES), load_word(run), n_threads)
+    whose, n_done, n_waits = thread, 0, 0
     while whose != NOBODY:
-        place = take_part(lines + whose * stride, phase, n, whose == thread)
+        place = take_part(claims + whose * stride, phase, n, whose == thread)
         if place != NOBODY:
-            run_part(run, rows, first, last, thread, whose * n + place, n * n_threads, begins)
-            begins = 0
+            run_part(run, rows, first, last, thread, whose * n + place, n * n_threads, 1 if n_done == 0 else 0)
+            n_done += 1
+            atomic_store(own + thread * stride, phase << PHASE | n_done)
         if place == NOBODY or whose != thread:
-            whose = farthest_behind(lines, stride, phase, n, n_threads)
-    if begins:
-        run_part(run, rows, first, last, thread, 0, NOTHING, 1)
+            whose = farthest_behind(claims, stride, phase, n, n_threads)
+    while not is_over(own, stride, phase, n_threads, n * n_threads):
+        n_waits += 1
+        pause(n_waits)
 
 
 def run_rows(run, rows, first, last, thread):
-    """Rows first to last of a program, whole phases, as one of its threads.
-
-    With no rows, a roll call: who meets all others before losing patience is counted.
-    """
-    arrivals, stride, n_threads = run + ARRIVALS * WORD_BYTES, THREAD_LINES * WORD_BYTES, load_word(run + N_THREADS * WORD_BYTES)
-    if first == last and meet(arrivals, stride, thread, n_threads, 1, PATIENCE):
-        atomic_add(run + N_MET * WORD_BYTES, 1)
-    n_met = 1
+    """Rows first to last of a program, whole phases, as one of its threads."""
+    n_threads = load_word(run + N_THREADS * WORD_BYTES)
     while first < last:
         end = first + load_word(rows + (first * ROW_WORDS + N_ROWS) * WORD_BYTES)
-        run_phase(run, rows, first, end, thread)
-        if end < last:
-            meet(arrivals, stride, thread, n_threads, n_met, FOREVER)
-            n_met += 1
+        if n_threads > 1:
+            run_phase(run, rows, first, end, thread, n_threads)
+        else:
+            run_part(run, rows, first, end, 0, 0, 1, 1)
         first = end
 
 
@@ -326,22 +319,12 @@ def _runner() -> int:
 
 def numbers_of_pass() -> Int64:
     """Room for them, and for what its threads count in lines of their own."""
-    words = np.zeros(ARRIVALS + THREAD_LINES * available_threads() + LINE, np.int64)
+    words = np.zeros(DONE + THREAD_LINES * available_threads() + LINE, np.int64)
     return words[-words.ctypes.data % (LINE * WORD_BYTES) // WORD_BYTES :]
 
 
-@functools.cache
-def threads_meet(n_threads: int) -> bool:
-    """Whether barriers inside one parallel region are safe: TBB may run its tasks one after another, and limits from outside
-    (OMP_THREAD_LIMIT) may leave fewer threads than asked for. A roll call of the threads tells."""
-    run = numbers_of_pass()
-    run[N_THREADS] = n_threads
-    run_on_threads(_runner(), run.ctypes.data, 0, 0, 0, n_threads)
-    return bool((n_threads == 1 or numba.threading_layer() != "tbb") and run[N_MET] == n_threads)
-
-
 class Runner:
-    """A program in numbers. in_one_region: whether its phases share a parallel region; by default, where threads meet.
+    """A program in numbers.
 
     own: arrays of the text's own, which several texts do not share; by_token: those of a row for each token of a pass, and how
     many bytes such a row takes. Both as they lie: a row of the program may take a part of one.
@@ -351,8 +334,7 @@ class Runner:
         rows = [row for phase in program for row in phase]
         compile_all(dict.fromkeys(row.operation for row in rows))
         self._rows = np.zeros((len(rows), ROW_WORDS), np.int64)
-        self._ends = [*itertools.accumulate(map(len, program))]
-        for phase, end in zip(program, self._ends, strict=True):
+        for phase, end in zip(program, itertools.accumulate(map(len, program)), strict=True):
             work = sum(row.work for row in phase), sum(row.slot_work for row in phase)
             self._rows[end - len(phase), [N_ROWS, WORK, SLOT_WORK]] = len(phase), *work
         self._kept: list[Any] = [row.operation for row in rows]  # what rows name by address, beside a text's own
@@ -376,7 +358,6 @@ class Runner:
         for words, moves, owners, arrays in zip(self._own_rows, self._token_bytes, self._owners, texts.values(), strict=True):
             for place in arrays:
                 moves[place], owners[place] = of_tokens.at(int(words[place])), owned.at(int(words[place]))
-        self.in_one_region: bool | None = None
         self._own, self._bases = own, np.array([0, *(array.ctypes.data for array in own)])
         self._get_ready()
 
@@ -421,14 +402,9 @@ class Runner:
         self._run_phases(n_tokens, 0, n_logits, n_threads, n_tokens, 0, len(parts), records.ctypes.data)
 
     def _run_phases(self, *numbers: int) -> None:
-        n_threads = numbers[N_THREADS]
-        in_one = threads_meet(n_threads) if self.in_one_region is None else self.in_one_region
-        first = 0
-        for last in self._ends[-1:] if in_one else self._ends:
-            NUMBERS.pack_into(self._run.data, 0, *numbers)
-            self._run[ARRIVALS:] = 0
-            run_on_threads(_runner(), *self._addresses, first, last, n_threads)
-            first = last
+        NUMBERS.pack_into(self._run.data, 0, *numbers)
+        self._run[DONE:] = 0
+        run_on_threads(_runner(), *self._addresses, 0, len(self._rows), numbers[N_THREADS])
 
 
 class _Places:

@@ -1,4 +1,4 @@
-"""Threads: one parallel region for a whole pass, the barriers inside it, and whose share of the work is whose."""
+"""Threads: one parallel region for a whole pass, and how they wait in it."""
 
 import ctypes
 import os
@@ -13,15 +13,13 @@ import numpy as np
 from numba import prange, types
 
 from .cache import compiled, inlined, inner, parallel
-from .vectors import atomic_load, atomic_store, call
+from .vectors import call
 
-# A barrier spins for about 0.15 ms, then sleeps in turns: a thread that wakes up is scheduled at once, one that spins or yields
+# Who waits spins for some 0.05 ms, then sleeps in turns: a thread that wakes up is scheduled at once, one that spins or yields
 # on a busy machine waits for its time slice. Two busy loops beside stories3M + 260K: 3300 tok/s, sched_yield 11 to 76.
-SPINS = 200_000
+SPINS = 20_000
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # likewise between regions, before libgomp starts: 2200 tok/s, else 75
-PATIENCE = 2_000  # sleeps of a microsecond or more, before a thread is given up
-FOREVER = -1
 
 _sleep: Any = getattr(ctypes, "windll").kernel32.Sleep if sys.platform == "win32" else ctypes.CDLL(None).usleep  # noqa: B009
 llvmlite.binding.add_symbol("specdec_sleep", ctypes.cast(_sleep, ctypes.c_void_p).value)
@@ -29,22 +27,10 @@ sleep = types.ExternalFunction("specdec_sleep", types.int32(types.uint32))  # th
 
 
 @inner
-def meet(arrivals, stride, thread, n_threads, n_met, n_sleeps):
-    """Meet all threads for the n_met-th time; whether they came within so many sleeps.
-
-    Each writes how often it has come into a word of its own, so many bytes from the next one's, and reads all others': a counter
-    for all would be handed from core to core by as many additions as there are threads.
-    """
-    atomic_store(arrivals + thread * stride, n_met)
-    spins = 0
-    for other in range(n_threads):
-        while atomic_load(arrivals + other * stride) < n_met:
-            spins += 1
-            if spins > SPINS:
-                sleep(1)
-                if spins == SPINS + n_sleeps:
-                    return False
-    return True
+def pause(n):
+    """Wait a little, for the n-th time: spinning at first, then asleep."""
+    if n > SPINS:
+        sleep(1)
 
 
 # numba's own, by the names that its regions call them by: from Python they take 2 us, and its compiled face cannot be kept

@@ -58,14 +58,6 @@ def test_real_logits_do_not_depend_on_the_batch_or_the_threads_bit_for_bit():
                 np.testing.assert_array_equal(run_in_blocks(transformer, tokens, block).view(np.int32), alone.view(np.int32))
 
 
-def test_separate_regions_give_the_same_bits_as_one_region_with_barriers():
-    config = CONFIGS["gqa"]
-    tokens = tokens_for(config, 50)
-    one, many = random_model(config, n_threads=max(THREADS)), random_model(config, n_threads=max(THREADS))
-    many._runner.in_one_region = False
-    np.testing.assert_array_equal(run_in_blocks(one, tokens, 9), run_in_blocks(many, tokens, 9))
-
-
 def test_a_long_prompt_goes_in_blocks_and_keeps_its_last_logits():
     config = Config(64, 172, 2, 8, 4, 512, 300)
     tokens = tokens_for(config, 200)

@@ -14,7 +14,7 @@ BLOCK = 32  # columns of a block that is turned, a number that the compiler sees
 
 @inlined
 def multiply(tile, run, thread, p):
-    """out[t] (+)= W x[t] by a tile over floats: this thread's strips; see `Matrix.product`."""
+    """out[t] (+)= W x[t] by a tile over floats: this part's strips; see `Matrix.product`."""
     first, last = share(p.w.shape[0] // p.unit, run.part, run.n_parts)
     work = Work(p.unit * first, p.unit * last, run.n_logits if p.of_logits else run.n_tokens)
     multiply_strips(tile, FLOAT_TOKENS, p.out, p.w, p.x[thread if p.x.shape[0] > 1 else 0], 0, work, p.adding)
@@ -28,7 +28,7 @@ def multiply_mixture(tile, run, thread, p):
 
 @inlined
 def gather(load_weights, run, thread, out, w, tokens, n):
-    """out[t] = W[tokens[t]]: this thread's columns; see `Matrix.embedding`."""
+    """out[t] = W[tokens[t]]: this part's columns; see `Matrix.embedding`."""
     first, last = share(n, run.part, run.n_parts)
     for t in range(run.n_tokens):
         strip, row = divmod(tokens[t], STRIP_ROWS)

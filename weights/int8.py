@@ -389,7 +389,7 @@ def quantize(codes, x, n, group, n_tokens):
 
 @inlined
 def multiply(tile, tokens, run, thread, p):
-    """out[t] (+)= W x[t]: this thread's strips, x quantized first; see `Matrix.product` and, for the tile, `multiply_strips`."""
+    """out[t] (+)= W x[t]: this part's strips, x quantized first; see `Matrix.product` and, for the tile, `multiply_strips`."""
     first, last = share(p.w.shape[0] // p.unit, run.part, run.n_parts)
     work = Work(p.unit * first, p.unit * last, run.n_logits if p.of_logits else run.n_tokens)
     codes, n_quads = p.scratch[thread], p.w.shape[2] // STRIP_ROWS - 1
@@ -433,7 +433,7 @@ def portable_experts(run: Pass, thread: int, p: Mixture) -> None:
 
 @operation
 def embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: int, group: int) -> None:
-    """out[t] = W[tokens[t]]: this thread's columns; see `Matrix.embedding`."""
+    """out[t] = W[tokens[t]]: this part's columns; see `Matrix.embedding`."""
     first, last = share(n, run.part, run.n_parts)
     for t in range(run.n_tokens):
         strip, row = divmod(tokens[t], STRIP_ROWS)

@@ -195,7 +195,7 @@ class Matrix:
 
 @inlined
 def multiply_experts(tile, tokens, n_quads, rows, run, thread, p):
-    """out[slot] = W_e rows[row of the slot] by a tile, which takes `Tokens`: this thread's strips of every expert.
+    """out[slot] = W_e rows[row of the slot] by a tile, which takes `Tokens`: this part's strips of every expert.
 
     rows are those of x as the tile takes them. Those of one expert's tokens have to lie one behind the other: slots do.
     """

@@ -95,7 +95,7 @@ WHOLE_TOKENS = whole_tokens(packed_shape, MOST_TOKENS)
 
 @inlined
 def multiply_by(tile, run, thread, p):
-    """out[t] (+)= W x[t] by a tile over packed weights: this thread's strips; see `Matrix.product` and `multiply_strips`."""
+    """out[t] (+)= W x[t] by a tile over packed weights: this part's strips; see `Matrix.product` and `multiply_strips`."""
     first, last = share(p.w.shape[0] // p.unit, run.part, run.n_parts)
     n_tokens = run.n_logits if p.of_logits else run.n_tokens
     x, n, n_parts = p.x[thread if p.x.shape[0] > 1 else 0], p.n // QUAD, ceil_div(n_tokens, MOST_TOKENS)
@@ -146,7 +146,7 @@ def product(run: Pass, thread: int, p: Product) -> None:
 
 @operation
 def embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: int, group: int) -> None:
-    """out[t] = W[tokens[t]]: this thread's columns, those that it goes on with; see `Matrix.embedding`."""
+    """out[t] = W[tokens[t]]: this part's columns, those that it goes on with; see `Matrix.embedding`."""
     first, last = share(n, run.part, run.n_parts)
     for t in range(run.n_tokens):
         strip, row = divmod(tokens[t], STRIP_ROWS)
