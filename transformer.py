@@ -14,6 +14,7 @@ from .architectures.plan import Common
 from .checks import ids, one_of, short, whole
 from .kernels import KV_CACHES, MAX_TOKENS, trace
 from .machine.ahead import compile_ahead
+from .machine.cores import thread_choices
 from .machine.memory import zeros
 from .machine.programs import Operation, Runner, TextPart
 from .machine.threads import available_threads, give_lock
@@ -98,8 +99,8 @@ class Transformer:
         self._config, self._weights = config, weights.aligned()
         self._kv: KV = kv_of(weights, one_of("kv", kv, get_args(KV)))
         self._most_threads = available_threads()
-        self.n_threads = self._most_threads if n_threads is None else n_threads
-        self._most_threads = self.n_threads
+        self.n_threads = thread_choices()[0] if n_threads is None else n_threads
+        self._most_threads = self._most_threads if n_threads is None else self.n_threads
         self._n_positions = config.seq_len if n_positions is None else whole("n_positions", n_positions, 1)
         if self._architecture.learned_positions:
             self._n_positions = min(self._n_positions, config.seq_len)

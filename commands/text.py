@@ -192,7 +192,7 @@ class Writer:
         note, is_coupled = advice(decoder, statistics), decoder.verify == "coupled"
         print_result(errors, statistics, roles, is_coupled, note, more)
         if self.request.stats:
-            told = {"seed": seed, "threads": decoder.target.n_threads, **self.models.made_with}
+            told = {"seed": seed, "threads": decoder.tuning.threads, **self.models.made_with}
             if decoder.has_draft:  # which has no part in it
                 told["text" if is_coupled else "distribution"] = f"the {decoder.target.weights.kind} target's own"
             print_summary(errors, statistics, **told)

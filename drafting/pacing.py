@@ -1,31 +1,32 @@
 """How many threads a text is written on, while it is: fewer where another program has taken a core. Knows no models.
 
-Threads wait for each other five times a layer, and one that has lost its core holds up all of them: the embedded pair and
-a busy loop, on two cores, write 250 tokens a second on two threads and 2,000 on one. No token depends on the number of threads.
+Threads wait for each other five times a layer, and one that loses its core in the middle of a part holds up all of them: so fewer
+may be faster beside a busy loop. No token depends on the number of threads.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from ..decoding import Event, Step
 
 WINDOW_SECONDS = 0.02  # of steps that are judged together: a program's time slice lasts some milliseconds
 SLOW = 1.5  # times the least that such steps took: other numbers of threads are tried
-MARGIN = 1.1  # a number of threads has to be so much faster than all of them
+MARGIN = 1.1  # a number of threads has to be so much faster than the likeliest
 LOST_SHARE = 0.02  # of the time: what trials may lose
 LEAST_WAIT = 0.25  # seconds between two trials
 DRIFT = 1.0005  # what is known as the least rises by so much a step: steps take longer as a text grows
 
 
 class Pace:
-    """Chooses the number of threads, at most `most`, by what steps take.
+    """Chooses the number of threads by what steps take.
 
-    n_threads: those in use; use: makes all models run on so many. A trial writes some steps on each number that is likely, and
-    keeps the fastest. It begins where steps have become slow and, while not all threads are in use, from time to time.
+    choices: numbers that may be best, the likeliest first; n_threads: those in use; use: makes all models run on so many. A trial
+    writes some steps on each, and keeps the fastest. It begins where steps have become slow and, while another number than the
+    likeliest is in use, from time to time.
     """
 
-    def __init__(self, most: int, n_threads: int, use: Callable[[int], None]) -> None:
-        self.n_threads, self._most, self._use = n_threads, most, use
+    def __init__(self, choices: Sequence[int], n_threads: int, use: Callable[[int], None]) -> None:
+        self.n_threads, self._choices, self._first, self._use = n_threads, choices, choices[0], use
         self._least: dict[int, float] = {}  # seconds of a step, by how many tokens were proposed
         self._took = self._expected = 0.0  # seconds of the steps of this window, and the least that such steps took
         self._to_try: list[int] = []  # numbers of threads, in a trial
@@ -67,20 +68,19 @@ class Pace:
         if self._to_try:
             self._tried[self._to_try[0]] = times, seconds  # then taken off: an interrupt in between loses none
             del self._to_try[0]
-        elif self._wait <= 0 and (self._n_slow > 1 or self.n_threads < self._most):  # one may be a single stall
+        elif self._wait <= 0 and (self._n_slow > 1 or self.n_threads != self._first):  # one may be a single stall
             self._tried = {self.n_threads: (times, seconds)}
-            likely = dict.fromkeys([self._most, self._most - 1, self._most // 2, 1])
-            self._to_try = [n for n in likely if n != self.n_threads]
+            self._to_try = [n for n in self._choices if n != self.n_threads]
         else:
             return
         if self._to_try:
             self._set(self._to_try[0])
             return
         best = min(self._tried, key=lambda n: self._tried[n][0])
-        fastest, of_all = self._tried[best][0], self._tried[self._most][0]
+        fastest, of_first = self._tried[best][0], self._tried[self._first][0]
         lost = sum(seconds * (1 - fastest / times) for times, seconds in self._tried.values())
         self._wait = max(LEAST_WAIT, lost / LOST_SHARE)
-        self._set(best if MARGIN * fastest < of_all else self._most)
+        self._set(best if MARGIN * fastest < of_first else self._first)
 
     def _set(self, n: int) -> None:
         self.n_threads = n

@@ -145,7 +145,7 @@ class Finder:
 
 @dataclass(frozen=True)
 class Team:
-    """source: the target's file, without its tensors, of one that was named; most_threads: how many it may choose from, else 1.
+    """source: the target's file, without its tensors, of one that was named; may_choose: whether the number of threads is free.
 
     compiling: processes that compile what passes will run.
     """
@@ -155,7 +155,7 @@ class Team:
     stage: Origin
     tokenizer: AnyTokenizer
     source: Checkpoint | None = None
-    most_threads: int = 1
+    may_choose: bool = False
     compiling: Sequence[Popen[bytes]] = ()
 
     @property
@@ -239,8 +239,8 @@ def team_of(
     drafting = finder.origin("draft", draft)
     if stage is not None and isinstance(drafting.model, Head):
         raise ValueError("a head drafts from its target's passes, and nothing can draft for it; leave out the stage")
-    most_threads = 1 if loaded or loader.n_threads is not None else target.n_threads
-    return Team(target, drafting, finder.origin("stage", stage), shared, source, most_threads, compiling)
+    may_choose = not loaded and loader.n_threads is None
+    return Team(target, drafting, finder.origin("stage", stage), shared, source, may_choose, compiling)
 
 
 def is_word(draft: object, *words: str) -> bool:

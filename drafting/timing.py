@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..machine.tiles import TILE_TOKENS
 from ..sampling import TARGET_NOISE, Sampler, Sampling
@@ -16,7 +16,7 @@ from .heads import Head
 # takes SLOW seconds. Where a second tile begins, a pass costs a step more.
 COSTS_TOKENS, COSTS_SECONDS, SLOW = (TILE_TOKENS, 1, TILE_TOKENS + 1, 2, 4, 2 * TILE_TOKENS, 32), 0.03, 0.1
 SPREAD = 7919  # a prime, by which ids lie apart
-# Of the choice of threads: tokens a trial; all threads unless so much slower
+# Of the choice of threads: tokens a trial; the first number unless so much slower
 TRIAL_TOKENS, TRIAL_SECONDS, TRIAL_MARGIN = 4, 0.05, 1.25
 
 
@@ -57,12 +57,13 @@ def costs_of(target: Transformer, draft: Transformer | None, vocabulary: Vocabul
     return Costs(passes, token, max(0.0, first - token))
 
 
-def choose_threads(use: Callable[[int], None], most: int, trial: Callable[[int], float]) -> None:
-    """All threads, or 1, 2, 4, ... if clearly faster; each is tried in turn until the trials have taken TRIAL_SECONDS.
+def choose_threads(use: Callable[[int], None], choices: Sequence[int], trial: Callable[[int], float]) -> dict[int, float]:
+    """The first of those numbers of threads, or another that is clearly faster; each is tried in turn until the trials have taken
+    TRIAL_SECONDS. What each took, as so many times what the first did.
 
     use: makes all models run on so many; trial: tells what so many tokens take.
     """
-    seconds = {min(2**i, most): 0.0 for i in range(most.bit_length() + 1)}
+    first, seconds = choices[0], dict.fromkeys(choices, 0.0)
     use(1)
     trial(1)  # one thread runs code of its own, which may be yet to be compiled, or loaded
     while sum(seconds.values()) < TRIAL_SECONDS:
@@ -70,4 +71,5 @@ def choose_threads(use: Callable[[int], None], most: int, trial: Callable[[int],
             use(n)
             seconds[n] += trial(TRIAL_TOKENS)
     best = min(seconds, key=seconds.__getitem__)
-    use(best if TRIAL_MARGIN * seconds[best] < seconds[most] else most)
+    use(best if TRIAL_MARGIN * seconds[best] < seconds[first] else first)
+    return {n: taken / seconds[first] for n, taken in seconds.items()}

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from ..decoding import VERIFIERS, Draft, Drafter, Event, Plan, Shape, Step, Text, Verifier, decode
 from ..machine.ahead import end
+from ..machine.cores import known, thread_choices
 from ..machine.memory import zeros
 from ..sampling import Sampler, Sampling
 from .estimates import ODDS_RATES, Acceptance, Costs
@@ -27,12 +28,14 @@ NGRAM_SECONDS = 3e-4  # what a target's token has to take for n-grams to be look
 class Tuning:
     """What is known of a team, over texts. costs: what passes take, from when they were measured, where something drafts.
 
-    most_threads: how many to choose from. Trees and a stage are imported, compiled and measured where they are asked for alone.
+    choices: numbers of threads to choose from; took: what steps take on each, as so many times what they take on the first.
+    Trees and a stage are imported, compiled and measured where they are asked for alone.
     """
 
     def __init__(self, team: Team) -> None:
         self.costs: Costs | None = None
-        self.most_threads = team.most_threads
+        self.choices = thread_choices() if team.may_choose else [team.target.n_threads]
+        self.took: dict[int, float] = {}
         self._team, self._models = team, [*team.models.values()]
         self._end_marks, self._vocabulary = team.tokenizer.end_marks, team.draft.vocabulary
         self._acceptance = Acceptance(team.draft.rates)
@@ -69,6 +72,13 @@ class Tuning:
         plan, drafter = self._planned(seat, sampling, verifier.draft_noise, settings, plan)
         target = seat.target
         return Text([*tokens], max_tokens, target.n_positions, drafter, verifier, plan, self._end_marks, shape, target.n_short)
+
+    @property
+    def threads(self) -> str:
+        """How many are in use, of which cores, and what others took when they were tried."""
+        n = self._team.target.n_threads
+        tried = [f"{each} took {taken:.2g} times as long" for each, taken in self.took.items() if each != self.choices[0]]
+        return f"{n} on {known().words}" + f"; beside {self.choices[0]}, {' and '.join(tried)}" * bool(tried)
 
     def sharing(self) -> Sharing:
         """What passes that texts share cost, and what proposals in them bring."""
@@ -154,9 +164,9 @@ class Tuning:
         """Choose the threads, and time passes on them, once nothing is compiled any more: here, or in processes beside."""
         draft = self._team.draft
         end(self._team.compiling)
-        if self.most_threads > 1:
-            choose_threads(self._use, self.most_threads, lambda n_tokens: self._seconds(n_tokens, settings))
-            self._pace = Pace(self.most_threads, self._team.target.n_threads, self._use)
+        if len(self.choices) > 1:
+            self.took = choose_threads(self._use, self.choices, lambda n_tokens: self._seconds(n_tokens, settings))
+            self._pace = Pace(self.choices, self._team.target.n_threads, self._use)
         costs = costs_of(self._team.target, draft.model, self._vocabulary) if draft.source else None
         if self._stage:
             self._stage.measure()

@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .threads import available_threads
+
 SYSTEM, CGROUP = Path("/sys/devices/system"), Path("/sys/fs/cgroup/cpu.max")
 SLOW_SHARE = 0.7  # of the fastest core's capacity: cores below are slow
 MAC_LEVELS = "hw.perflevel{}.physicalcpu"  # 0: the fast ones
@@ -72,7 +74,7 @@ def of_linux(allowed: Collection[int], system: Path = SYSTEM, cgroup: Path = CGR
 
 def _quota(cgroup: Path) -> int:
     """How many cores' time a container may take, rounded up; 0: all."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, ZeroDivisionError):
         quota, period = cgroup.read_text().split()
         return max(-(-int(quota) // int(period)), 1)
     return 0
@@ -129,6 +131,11 @@ def known() -> Cores:
             return of_mac(_sysctl)
         return of_windows(_records()) if sys.platform == "win32" else of_linux(allowed)
     return Cores(len(allowed), 0, len(allowed))
+
+
+def thread_choices() -> list[int]:
+    """Numbers of threads that may be best on this machine, the likeliest first."""
+    return known().choices(available_threads())
 
 
 def keep_threads_by_their_memory() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .cores import known
 from .parts import share
 from .programs import Floats1, Halves1, Pass, on_all_threads, operation
 from .threads import available_threads
@@ -68,7 +69,8 @@ class Block:
         """The next array, of zeros; it begins at a cache line if those before it fill theirs."""
         start, self._used = self._used, self._used + math.prod(shape)
         if self._used > self._touched:
-            end = max(min(self._used + TOUCHED_AHEAD, self._n), self._used)
+            ahead = TOUCHED_AHEAD if known().nodes == 1 else 0  # else each array by itself, as threads will share it
+            end = max(min(self._used + ahead, self._n), self._used)
             touch(self._floats[self._touched : end])
             self._touched = end
         return self._floats[start : self._used].reshape(shape)

@@ -56,15 +56,24 @@ def take_part(line, phase, n, is_own):
 
 
 @inner
-def farthest_behind(lines, stride, phase, n, n_threads):
-    """The thread that has the most parts left, whose words lie so many bytes apart; NOBODY if none has any."""
+def farthest_behind(lines, stride, phase, n, first, last):
+    """Of threads first to last, whose words lie so many bytes apart, who has the most parts left; NOBODY: none has any."""
     whose, most = NOBODY, 0
-    for thread in range(n_threads):
+    for thread in range(first, last):
         word = parts_at(lines + thread * stride, phase, n)
         left = (word & PLACE) - (word >> FIRST & PLACE)
         if left > most and word >> PHASE == phase:
             whose, most = thread, left
     return whose
+
+
+@inner
+def victim(lines, stride, phase, n, thread, n_threads, n_nodes):
+    """Whom a thread that has none left takes a part from: of its own node of memory, as long as anybody has one there."""
+    node = thread * n_nodes // n_threads
+    first, last = -(-node * n_threads // n_nodes), -(-(node + 1) * n_threads // n_nodes)
+    whose = farthest_behind(lines, stride, phase, n, first, last)
+    return whose if whose != NOBODY or n_nodes == 1 else farthest_behind(lines, stride, phase, n, 0, n_threads)
 
 
 @inner

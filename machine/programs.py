@@ -25,7 +25,8 @@ from numba.extending import intrinsic
 from numba.np.numpy_support import as_dtype
 
 from .cache import MachineCode, callback, counted, inlined, inner
-from .parts import NOBODY, PHASE, farthest_behind, is_over, n_parts_each, take_part
+from .cores import keep_threads_by_their_memory, known
+from .parts import NOBODY, PHASE, is_over, n_parts_each, take_part, victim
 from .threads import available_threads, pause, run_on_threads
 from .vectors import F32, I32, I64, Float32, Int64, UInt16, atomic_store, call, load_word
 
@@ -92,6 +93,7 @@ class TextPart(NamedTuple):
 
 Program = Sequence[Sequence[Row]]  # phases of rows
 
+keep_threads_by_their_memory()  # which begin with the first region
 WORD_BYTES = 8
 POS, N_THREADS = (Pass._fields.index(name) for name in ("pos", "n_threads"))
 N_NUMBERS = Pass._fields.index("part")  # of a pass, before a part's own
@@ -99,6 +101,7 @@ N_NUMBERS = Pass._fields.index("part")  # of a pass, before a part's own
 OWN_ROWS, N_TEXTS, TEXTS, TEXT_WORDS = range(N_NUMBERS, N_NUMBERS + 4)
 # behind them, in lines of words that are each thread's own: how many parts of a phase it did, and those that it has left
 LINE = 8
+NODES = 2 * LINE - 1  # in front of these: of how many nodes the memory is
 DONE, CLAIMS, THREAD_LINES = 2 * LINE, 3 * LINE, 2 * LINE
 NUMBERS = struct.Struct(f"={TEXT_WORDS}q")  # numpy takes 1 us for them
 # The words of a row in front of the arguments: how many rows the phase has that it begins, and what they have to do; its place
@@ -289,7 +292,7 @@ def run_phase(run, rows, first, last, thread, n_threads):
             n_done += 1
             atomic_store(own + thread * stride, phase << PHASE | n_done)
         if place == NOBODY or whose != thread:
-            whose = farthest_behind(claims, stride, phase, n, n_threads)
+            whose = victim(claims, stride, phase, n, thread, n_threads, load_word(run + NODES * WORD_BYTES))
     while not is_over(own, stride, phase, n_threads, n * n_threads):
         n_waits += 1
         pause(n_waits)
@@ -364,6 +367,7 @@ class Runner:
     def _get_ready(self) -> None:
         """The numbers of a pass, and where all numbers lie."""
         self._run = numbers_of_pass()
+        self._run[NODES] = known().nodes
         self._addresses = self._run.ctypes.data, self._rows.ctypes.data
         self._alone = self._own_rows.ctypes.data, 1, self._run.ctypes.data
 

@@ -560,7 +560,7 @@ def test_threads_that_are_clearly_slower_are_left_out(pair, monkeypatch, alone, 
     monkeypatch.setattr("specdec.drafting.tuning.decode", trial)
     for draft in (None, pair.draft):
         decoder = SpeculativeDecoder(pair.target, draft)
-        decoder._tuning.most_threads = 2  # whatever the machine has
+        decoder._tuning.choices = [2, 1]  # whatever the machine has
         for model in filter(None, (decoder.target, decoder.draft)):
             model.n_threads = 2
         trial.tried.clear()

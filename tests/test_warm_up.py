@@ -154,7 +154,7 @@ INTERRUPTED = {
 @pytest.mark.parametrize("where", INTERRUPTED)
 def test_an_interrupted_warm_up_is_made_up_for(pair: Pair, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     decoder = SpeculativeDecoder(pair.target, pair.draft, tree="on", n_threads=1)
-    decoder._tuning.most_threads = 2 if where == "choose_threads" else 1  # of one that is free to choose
+    decoder._tuning.choices = [2, 1] if where == "choose_threads" else [2]  # of one that is free to choose
     original, calls = getattr(INTERRUPTED[where], where), list[bool]()
 
     def interrupted(*args: object) -> object:

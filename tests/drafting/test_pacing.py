@@ -15,7 +15,7 @@ class Machine:
 
     def __init__(self, step: float, most: int = 4) -> None:
         self.step, self.used = step, [most]
-        self.pace = Pace(most, most, self.used.append)
+        self.pace = Pace([*range(most, 0, -1)], most, self.used.append)
         self.seconds = 0.0
 
     def write(self, takes: dict[int, float], seconds: float, n_proposed: int = 3) -> float:

@@ -74,10 +74,10 @@ def test_one_object_cannot_be_two_models(pair: Pair) -> None:
 
 def test_a_team_of_names_may_choose_its_threads_and_one_of_models_may_not(pair: Pair) -> None:
     named = team_of(pair.target, pair.draft, "ngram", pair.tokenizer, "none", Loader())
-    assert named.most_threads == named.target.n_threads and list(named.models) == ["target", "draft"]
+    assert named.may_choose and list(named.models) == ["target", "draft"]
     assert named.source and not named.source.tensors  # whose memory is free again
     for target, loader in ((pair.target, Loader(1)), (load_model(pair.target), Loader())):
-        assert team_of(target, None, None, pair.tokenizer, "none", loader).most_threads == 1
+        assert not team_of(target, None, None, pair.tokenizer, "none", loader).may_choose
 
 
 def test_a_draft_draws_no_id_that_the_target_does_not_know(pair: Pair) -> None:

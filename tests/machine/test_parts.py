@@ -13,7 +13,7 @@ import pytest
 from specdec import transformer
 from specdec.architectures import architecture_of
 from specdec.machine import programs
-from specdec.machine.parts import NOBODY, farthest_behind, share, take_part
+from specdec.machine.parts import NOBODY, farthest_behind, share, take_part, victim
 from specdec.machine.programs import (
     LINE,
     N_ROWS,
@@ -63,13 +63,28 @@ def take(run: Pass, thread: int, taken: Ints1, words: Ints1) -> None:
     for i in range(7):
         taken[i] = take_part(lines, 7, 5, i in (0, 2, 5))
     taken[7] = take_part(lines + stride, 7, 3, True)
-    taken[8] = farthest_behind(lines, stride, 7, 3, 2)
-    taken[9] = farthest_behind(lines, stride, 8, 3, 2)
+    taken[8] = farthest_behind(lines, stride, 7, 3, 0, 2)
+    taken[9] = farthest_behind(lines, stride, 8, 3, 0, 2)
     taken[10] = take_part(lines + stride, 9, 1, False)
     taken[11] = take_part(lines + stride, 9, 1, True)
 
 
-BEGIN, COUNT, TAKE = (Operation(function, kept=False) for function in (begin, count, take))
+def rob(run: Pass, thread: int, victims: Ints1, words: Ints1) -> None:
+    """Of whom each of five threads on two nodes takes, before anybody has taken a part, and when their own node has none."""
+    lines, stride = words.ctypes.data, LINE * 8
+    for phase in range(1, 4):
+        for i in range(min(phase, 3)):  # the first three threads are on the first node
+            take_part(lines + i * stride, phase, 1, True)
+        victims[phase - 1] = victim(lines, stride, phase, 1, 0, 5, 2)
+    for i in range(3, 5):
+        take_part(lines + i * stride, 6, 1, True)
+    victims[3] = victim(lines, stride, 6, 1, 4, 5, 2)
+    for i in range(3):
+        take_part(lines + i * stride, 6, 1, True)
+    victims[4] = victim(lines, stride, 6, 1, 4, 5, 2)
+
+
+BEGIN, COUNT, TAKE, ROB = (Operation(function, kept=False) for function in (begin, count, take, rob))
 
 
 @pytest.mark.parametrize(("work", "waits"), [(0, 0), (1 << 20, 0), (MUCH, 0), (MUCH, 1), (MUCH, 2)])
@@ -93,6 +108,12 @@ def test_a_threads_parts_go_from_the_front_and_to_others_from_the_back() -> None
     assert taken[7:9].tolist() == [0, 1]
     assert taken[9] == 0, "of a phase in which nobody has begun"
     assert taken[10:].tolist() == [0, NOBODY]
+
+
+def test_parts_are_taken_within_a_node_of_memory_while_there_are_any() -> None:
+    victims, words = np.zeros(5, np.int64), np.zeros(5 * LINE, np.int64)
+    Runner([[ROB(victims, words)]])(1, 0, 0, 1)
+    assert victims.tolist() == [1, 2, 3, 0, NOBODY]
 
 
 NAMES = ["llama", "gpt2", "gemma3", "qwen35", "lfm2", "qwen3_moe", "qwen35_moe", "granitemoe_shared", "gpt_oss", "lfm2_moe"]
