@@ -1,32 +1,89 @@
-"""`specdec bench`: times passes of a model with random weights. Knows no arrays and no formats."""
+"""`specdec bench`: times a model of one's own, or passes of one with random weights. Knows no arrays and no formats."""
 
 from dataclasses import dataclass
+from typing import cast
 
 from rich.console import Console
 
-from ..screens.progress import loading, telling
+from ..drafting.settings import AUTO
+from ..machine.cores import thread_choices
+from ..machine.threads import available_threads
+from ..readers.files import find, telling_how_to_restore
+from ..readers.loading import Loader, opened
+from ..screens.progress import LOADING, TIMING, Bar, loading, telling
+from ..transformer import KV
 from . import options
-from .endings import writing
+from .endings import say, writing
+from .parsing import several
 from .request import Request
+
+MOST_TOKENS = 1 << 20
+OF_A_FILE, OF_A_SHAPE = ("prompts", "counts", "depths", "kv"), ("shape", "int8")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRequest(Request):
     """Of `specdec bench`."""
 
+    model: options.ModelFile = None
+    prompts: options.PromptLengths = "512"
+    counts: options.TextLengths = "128"
+    depths: options.Depths = "0"
+    thread_counts: options.ThreadCounts = "0"
+    kv: options.KVOption = AUTO
     shape: options.Shape = "42M"
-    threads: options.Threads = 0
     int8: options.Int8 = False
     as_json: options.AsJson = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.threads_to_time, self.tokens("--n-prompt", self.prompts), self.tokens("--n-gen", self.counts)
+        if not any((*self.tokens("--n-prompt", self.prompts), *self.tokens("--n-gen", self.counts))):
+            raise ValueError("-p and -n are 0: nothing is left to time")
+
+    @property
+    def threads_to_time(self) -> list[int]:
+        """Numbers of threads, those that may be best where none is named."""
+        most = available_threads()
+        named = several("threads", self.thread_counts, int, lambda n: 0 <= n <= most, f"numbers up to this machine's {most}")
+        return [*dict.fromkeys(n for each in named for n in ([each] if each else thread_choices()))]
+
+    def tokens(self, option: str, told: str) -> list[int]:
+        """Of a list of numbers of tokens. Raises ValueError."""
+        return several(option, told, int, lambda n: 0 <= n <= MOST_TOKENS, f"numbers of tokens up to {MOST_TOKENS}")
+
 
 def run(request: BenchRequest) -> None:
-    """Time passes over T tokens of a model with random weights, beside the memory bandwidth they are up against."""
+    """Time a model of your own, as llama-bench does, or passes of one with random weights.
+
+    specdec bench -m model.gguf -p 512 -n 128
+    """
+    idle = [request.given[name] for name in (OF_A_SHAPE if request.model else OF_A_FILE) if name in request.given]
+    if idle:
+        say(f"{', '.join(idle)}: no effect with{'' if request.model else 'out'} -m")
+    if request.model:
+        _time_own(request, request.model)
+        return
     from ..measuring import bench  # which nothing else needs
 
     config = bench.parse_shape(request.shape)
     with loading("making weights") as show:
         kind = "int8" if request.int8 else "fp32"
-        result = bench.run(config, request.threads or None, kind, lambda doing: telling(show, doing))
+        threads = request.threads_to_time[0]
+        result = bench.run(config, threads, kind, lambda doing: telling(show, doing))
     with writing():
         print(bench.to_json(result)) if request.as_json else Console().print(bench.to_table(result, request.shape))
+
+
+def _time_own(request: BenchRequest, name: str) -> None:
+    from ..measuring import own
+
+    prompts, counts = request.tokens("--n-prompt", request.prompts), request.tokens("--n-gen", request.counts)
+    threads, depths = request.threads_to_time, request.tokens("--depth", request.depths)
+    with loading() as show, telling_how_to_restore():
+        checkpoint = opened("target", find(name))
+        cells = own.cells_of(prompts, counts, depths, threads, checkpoint.config.seq_len)
+        loader = Loader(max(threads), cast(KV, request.kv), lambda name, share: show(Bar(f"{LOADING} {name}", share)))
+        report = own.run(name, loader.load(checkpoint, None), cells, telling(show, TIMING))
+    with writing():
+        print(own.to_json(report)) if request.as_json else Console().print(own.to_table(report))

@@ -220,6 +220,22 @@ Shape = Annotated[
         "--shape", group="Model", metavar="SHAPE", help="Of the model: 15M, 42M, 110M, or dim,hidden,layers,heads,kv,vocab,seq."
     ),
 ]
+PromptLengths = Annotated[
+    str, option("-p", "--n-prompt", group="Measuring", metavar="LIST", help="Tokens of prompts to time; 0: none.")
+]
+TextLengths = Annotated[
+    str, option("-n", "--n-gen", group="Measuring", metavar="LIST", help="Tokens to write one by one; 0: none.")
+]
+Depths = Annotated[
+    str, option("-d", "--depth", group="Measuring", metavar="LIST", help="How many tokens stand before what is timed.")
+]
+ThreadCounts = Annotated[
+    str,
+    option(
+        "-j", "--threads", group="Machine", metavar="LIST",
+        help="Numbers of CPU threads. 0: one for each core, and others that may be faster.",
+    ),
+]  # fmt: skip
 Int8 = Annotated[bool, flag("--int8", group="Model", help="Quantize the weights to int8, as --quantize does.")]
 
 # Of sweep

@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Callable
 from inspect import Parameter, Signature, get_annotations
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -12,6 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from ..readers.files import is_model_name
 from .request import Asked
 
+T = TypeVar("T")
 LIKE_A_COMMAND = 0.75  # of the letters: rather a slip than a prompt
 Command: Any = next(kind for kind in TyperGroup.__mro__ if kind.__name__ == "Command")
 ELSEWHERE = {"list": "models", "ls": "models", "run": "chat"}  # what other programs call commands
@@ -118,3 +119,14 @@ def _seen_to(params: list[Any]) -> list[Any]:
         if hasattr(param, "type_descriptor") and not isinstance(param.process_value, AsItStands):  # older Typers have Click judge
             param.process_value = AsItStands(param)
     return params
+
+
+def several(option: str, told: str, read: Callable[[str], T], fits: Callable[[T], bool], right: str) -> list[T]:
+    """The values of a list that are parted by commas, each once. Raises ValueError."""
+    try:
+        values = list(dict.fromkeys(read(part.strip()) for part in told.split(",")))
+        if all(map(fits, values)):
+            return values
+    except ValueError:
+        pass
+    raise ValueError(f"{option} is {told!r}; expected {right}, parted by commas")

@@ -1,10 +1,10 @@
 """`specdec sweep`: which options are fastest for these models and prompts. Knows no arrays and no formats."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -16,10 +16,9 @@ from ..screens.progress import loading, telling
 from . import options
 from .endings import say, writing
 from .loading import Loaded, models_of
+from .parsing import several
 from .prompts import text_in
 from .request import Request, gamma_of, with_models
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +55,16 @@ class SweepRequest(Request):
     def lengths(self) -> list[int]:
         """New tokens of the texts."""
         text = self.tokens or ("50,100,200,500" if self.full else "50,200")
-        return _several("--max-tokens", text, int, lambda n: n > 0, "whole numbers from 1 on")
+        return several("--max-tokens", text, int, lambda n: n > 0, "whole numbers from 1 on")
 
     @cached_property
     def degrees(self) -> list[float]:
         """Temperatures."""
-        return _several("--temperatures", self.temperatures, float, lambda t: 0 <= t < math.inf, "numbers from 0 (greedy) on")
+        return several("--temperatures", self.temperatures, float, lambda t: 0 <= t < math.inf, "numbers from 0 (greedy) on")
 
     @cached_property
     def draft_lengths(self) -> list[Gamma]:
-        return _several("--gammas", self.gammas, gamma_of, lambda _: True, f"1 to {MAX_GAMMA} or {AUTO}")
+        return several("--gammas", self.gammas, gamma_of, lambda _: True, f"1 to {MAX_GAMMA} or {AUTO}")
 
     @property
     def n_rounds(self) -> int:
@@ -104,17 +103,6 @@ class SweepRequest(Request):
             "seeds": self.n_seeds,
             "top_p": self.top_p,
         }
-
-
-def _several(option: str, told: str, read: Callable[[str], T], fits: Callable[[T], bool], right: str) -> list[T]:
-    """The values of a list that are parted by commas, each once. Raises ValueError."""
-    try:
-        values = list(dict.fromkeys(read(part.strip()) for part in told.split(",")))
-        if all(map(fits, values)):
-            return values
-    except ValueError:
-        pass
-    raise ValueError(f"{option} is {told!r}; expected {right}, parted by commas")
 
 
 def run(request: SweepRequest) -> None:

@@ -1,5 +1,7 @@
 """Models and passes for the tests: shapes, random weights, and the ways to run them."""
 
+import ctypes
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any
@@ -117,3 +119,13 @@ def broken_off(model, work="_runner"):
         patched.setattr(owner, work, run)
         with pytest.raises(KeyboardInterrupt):
             yield
+
+
+def in_turn(which: Sequence[int]) -> Callable[..., None]:
+    """`run_on_threads` of those threads alone, one behind the other."""
+
+    def run(function: int, a: int, b: int, first: int, last: int, n_threads: int) -> None:
+        for thread in which:
+            ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(function)(a, b, first, last, thread)
+
+    return run

@@ -1,12 +1,14 @@
 """Mixtures of experts: routing against sorting, products against float64, and the same bits whatever else is in the pass."""
 
 from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from specdec.architectures.experts import OF_ALL, OF_CHOSEN, SIGMOID, add_experts, route
 from specdec.architectures.gates import swiglu
+from specdec.machine import programs
 from specdec.machine.memory import zeros
 from specdec.machine.programs import Runner
 from specdec.machine.tiles import STRIP_ROWS
@@ -14,6 +16,7 @@ from specdec.machine.vectors import round_up
 from specdec.weights import BF16, FP16, FP32, INT4, INT8
 from specdec.weights.blocks import KINDS as BLOCK_KINDS
 from specdec.weights.matrix import ALL, Choice, pack
+from tests.models import in_turn
 from tests.weights.test_groups import Given
 
 T, THREADS = 64, 2
@@ -38,7 +41,9 @@ class Router:
     def choose(self, scores):
         """Of each thread and token the experts (threads, T, k) by rank, and their weights."""
         self.scores[: len(scores), : self.n_experts] = scores
-        Runner([[self.row]])(len(scores), 0, 0, self.n_threads)
+        for thread in range(self.n_threads):  # none of the others comes
+            with mock.patch.object(programs, "run_on_threads", in_turn((thread,))):
+                Runner([[self.row]])(len(scores), 0, 0, self.n_threads)
         n = len(scores) * self.n_chosen
         experts = np.empty((self.n_threads, n), np.int64)
         for thread, (starts, places, tokens) in enumerate(zip(self.starts, self.places[:, :n], self.tokens, strict=True)):

@@ -23,8 +23,8 @@ OF_LAYERS = ("rms_att_out", "rms_ffn_out", "decay", "gain")
 
 
 def run_state(run: Pass, thread: int, x: Floats2, states: Floats2, decay: Floats1, gain: Floats1) -> None:
-    """state = decay * state + x[t]; x[t] += gain * state: this thread's columns; states (N, D) of the last N lengths."""
-    first, last = share(decay.size, thread, run.n_threads)
+    """state = decay * state + x[t]; x[t] += gain * state: this part's columns; states (N, D) of the last N lengths."""
+    first, last = share(decay.size, run.part, run.n_parts)
     n = states.shape[0]
     for k in range(first, last):
         state = states[run.pos % n, k] if run.pos > 0 else np.float32(0.0)
@@ -35,8 +35,8 @@ def run_state(run: Pass, thread: int, x: Floats2, states: Floats2, decay: Floats
 
 
 def add_normed(run: Pass, thread: int, x: Floats2, normed: Floats3) -> None:
-    """x[t] += this thread's columns of what it has normed."""
-    first, last = share(x.shape[1], thread, run.n_threads)
+    """x[t] += this part's columns of what its thread has normed."""
+    first, last = share(x.shape[1], run.part, run.n_parts)
     for t in range(run.n_tokens):
         for k in range(first, last):
             x[t, k] += normed[thread, t, k]

@@ -22,6 +22,7 @@ from specdec.commands.request import Request
 from specdec.commands.serve import ServeRequest
 from specdec.commands.text import TextRequest
 from specdec.drafting.estimates import Costs
+from specdec.machine.cores import thread_choices
 from specdec.readers import files, load_checkpoint
 from specdec.screens import interrupts
 from specdec.tokenizer import Tokenizer
@@ -262,6 +263,19 @@ def test_a_bad_shape_to_measure_is_refused(run: Run, shape: str) -> None:
     assert_refused(run("bench", "--shape", shape), "--shape")
 
 
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["-p", "x"], "--n-prompt is 'x'"), (["-p", "0", "-n", "0"], "nothing is left to time"),
+        (["-d", "-1"], "--depth is '-1'"), (["-j", "9999"], "--threads is '9999'"), (["-n", "1.5"], "--n-gen is '1.5'"),
+        (["-p", "9999"], "do not fit the model's"), (["--kv", "q8"], "--kv"),
+        (["-p", "8", "-n", "0", "-d", "9992"], "texts of 10000 tokens"),
+    ],
+)  # fmt: skip
+def test_a_model_of_ones_own_is_not_timed_by_what_cannot_be(run: Run, pair: Pair, options: list[str], word: str) -> None:
+    assert_refused(run("bench", "-m", pair.target, *options), word)
+
+
 # What a good run says
 
 
@@ -442,6 +456,22 @@ def test_an_empty_prompt_is_a_story_from_nothing(run: Run, pair: Pair) -> None:
     result = from_json(run(*with_pair(pair, "-i", "", "-n", 20, "--json")))
     assert (result["n_prompt"], result["n_generated"]) == (1, 20)
     assert result["text"] == Tokenizer(pair.tokenizer).decode([1, *result["tokens"]])
+
+
+def test_a_model_of_ones_own_is_timed_as_llama_bench_does(run: Run, pair: Pair) -> None:
+    code, out, err = run("bench", "-m", pair.target, "-p", "8,70", "-n", 3, "-d", "0,20", "-j", 1, "--shape", "15M", "--json")
+    result = from_json((code, out, ""))
+    assert "--shape: no effect with -m" in err
+    tests = ["pp8", "pp70", "tg3", "pp8 @ d20", "pp70 @ d20", "tg3 @ d20"]
+    assert [(each["threads"], each["test"]) for each in result["timed"]] == [(1, test) for test in tests]
+    assert all(0 < each["least"] <= each["tokens_per_s"] <= each["most"] for each in result["timed"])
+    assert {result["weights"], result["kv"]} == {"fp32", "f32"}
+    assert all(result[name] for name in ("cores", "instructions", "system"))
+
+
+def test_threads_to_time_are_those_that_may_be_best_where_none_are_named() -> None:
+    assert BenchRequest(model="x", thread_counts="0").threads_to_time == thread_choices()
+    assert BenchRequest(model="x", thread_counts="1,0,1").threads_to_time == [*dict.fromkeys([1, *thread_choices()])]
 
 
 @pytest.mark.parametrize("more", [[], ["--int8"]])

@@ -1,11 +1,9 @@
 """machine/parts.py, and programs.py by it: a phase's parts are all done once, by whoever comes, with the bits of one thread."""
 
-import ctypes
 import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -29,6 +27,7 @@ from specdec.readers.loading import load_model
 from specdec.transformer import Transformer
 from tests.checkpoints import ROOT
 from tests.folders import FIXTURES, expected
+from tests.models import in_turn
 
 MUCH = 1 << 40  # work that is cut in as many parts as there may be
 SPINS = 1 << 31  # some seconds, after which nobody comes any more
@@ -141,16 +140,6 @@ def test_threads_that_never_come_are_not_waited_for(name: str, monkeypatch: pyte
             model.forward([], 0)
             for n in (40, 41, 60):
                 np.testing.assert_array_equal(model.forward(tokens[:n], 1), alone.forward(tokens[:n], 1))
-
-
-def in_turn(which: Sequence[int]) -> Callable[..., None]:
-    """`run_on_threads` of those threads alone, one behind the other."""
-
-    def run(function: int, a: int, b: int, first: int, last: int, n_threads: int) -> None:
-        for thread in which:
-            ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(function)(a, b, first, last, thread)
-
-    return run
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["as they are", "int8"])

@@ -1,5 +1,6 @@
 """bf16 in 12 bits: every weight comes back to the bit, products and models are those of bf16, nothing outside is read."""
 
+import ctypes
 import pickle
 from dataclasses import replace
 
@@ -8,11 +9,9 @@ import pytest
 
 from specdec.architectures import plan
 from specdec.architectures.llama import LLAMA
-from specdec.machine import programs
 from specdec.machine.memory import Block, zeros
 from specdec.machine.parts import share
 from specdec.machine.programs import NUMBERS, Operation, Pass, Runner
-from specdec.machine.threads import run_alone
 from specdec.machine.tiles import STRIP_ROWS, make_tile
 from specdec.machine.vectors import ceil_div, round_up
 from specdec.transformer import Transformer
@@ -91,17 +90,18 @@ def test_every_weight_of_50_matrices_comes_back_whatever_it_is(room_for_all: Non
         assert_same_bits(embedded(matrix, tokens, n_threads=1 + seed % 2), exact(below[tokens]))
 
 
-def test_a_thread_fills_the_columns_that_it_goes_on_with(room_for_all: None) -> None:
+def test_a_part_fills_the_columns_that_it_goes_on_with(room_for_all: None) -> None:
     """As any kind does: what scales rows, or adds to them, waits for nobody."""
     matrix, tokens, out = pack([normal(70, 68)], PACKED_BF16), np.array([3, 69]), zeros(2, 96)
     whole = embedded(matrix, [3, 69])
-    runner = Runner([[matrix.embedding(out, tokens)]])
-    for n_threads in (1, 2, 3, 5):
+    row = matrix.embedding(out, tokens)
+    runner, entry = Runner([[row]]), ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 6)(row.operation.address)
+    for n_parts in (1, 2, 3, 5):
         first = np.zeros_like(whole)
-        first[:, : share(68, 0, n_threads)[1]] = whole[:, : share(68, 0, n_threads)[1]]
+        first[:, : share(68, 0, n_parts)[1]] = whole[:, : share(68, 0, n_parts)[1]]
         out[:] = 0
-        NUMBERS.pack_into(runner._run.data, 0, 2, 0, 0, n_threads, 2, *runner._alone)
-        run_alone(programs._runner(), *runner._addresses, 0, 1)  # the first of so many threads
+        NUMBERS.pack_into(runner._run.data, 0, 2, 0, 0, 1, 2, *runner._alone)
+        entry(*runner._addresses, 0, 0, n_parts, 1)  # the first of so many
         np.testing.assert_array_equal(out[:, :68], first)
 
 
