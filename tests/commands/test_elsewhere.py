@@ -1,0 +1,51 @@
+"""The commands on a system that is not POSIX, played by tests/elsewhere.py: no test of ours has run on Windows or macOS."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.checkpoints import ROOT
+
+TEXT = "Once upon a time, there was a little girl named Lily."
+RUNS = {
+    "text": (["-t", "0", "-n", "20", "--plain"], TEXT),
+    "json": (["-t", "0", "-n", "20", "--json"], TEXT),
+    "chat": (["chat", "-m", "models/stories6M.bin", "--template", "llama2", "--max-tokens", "5"], "5 tokens"),
+    "race": (["race", "-n", "20"], "same text, letter for letter"),
+    "models": (["models"], "stories650K.bin"),
+    "bench": (["bench", "-m", "models/stories6M.bin", "-p", "8", "-n", "2"], "pp8"),
+}
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where machine code is kept, none yet."""
+    return str(tmp_path_factory.mktemp("code"))
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("encoding", ["utf-8", "cp1252"])
+def test_what_windows_has_not_is_not_needed(code: str, name: str, encoding: str) -> None:
+    """Modules, functions, signals, /proc, /sys; files that cannot be replaced; other letters; one threading layer."""
+    arguments, word = RUNS[name]
+    environment = {"NUMBA_CACHE_DIR": code, "PYTHONIOENCODING": encoding, "NUMBA_THREADING_LAYER": "workqueue"}
+    done = subprocess.run(
+        [sys.executable, "tests/elsewhere.py", "specdec.py", *arguments],
+        env=os.environ | environment, cwd=ROOT, input="hello\n" * (name == "chat"), capture_output=True, encoding=encoding,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert word in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["C:\\models\\x.gguf", "C:/models/x.gguf", "D:x", "\\\\server\\share\\x.bin"])
+def test_paths_of_windows_are_told_as_they_are(name: str) -> None:
+    """And are no names on the hub."""
+    done = subprocess.run(
+        [sys.executable, "specdec.py", "-m", name, "-i", "x"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"specdec: there is no {name} here")
