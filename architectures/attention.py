@@ -15,7 +15,7 @@ from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import Float32, Int64
 from ..weights.matrix import n_strips
-from .blocks import Block, Shapes, added, biased, norm_shapes, norm_vectors, taken
+from .blocks import Block, Shapes, added, biased, norm_shapes, norm_vectors, scratches, taken
 from .config import Config
 from .gates import gate_rows
 from .plan import Buffers, Part, Vector, Weights
@@ -99,7 +99,8 @@ def mixing(config: Config, weights: Weights, b: Buffers, i: int, source: Float32
             b.kv.store_values(b.values[i], b.qkv, unit, v_row, config.head_dim),
         ]
 
-    product = [*before, w[f"{i}.qkv"].product(b.qkv, source, b.scratch, unit=unit), *biased(weights, b.qkv, f"{i}.bqkv", unit)]
+    product = [*before, *weights.product(f"{i}.qkv", b.qkv, source, scratches(b), unit=unit)]
+    product += biased(weights, b.qkv, f"{i}.bqkv", unit)
     first = [product, turned(whole)] if is_whole else [[*product, *turned(unit)]]  # all of a token's heads are no thread's own
     seen = replace(config, window=0) if i in config.full_layers else config
     return [

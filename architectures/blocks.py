@@ -11,7 +11,7 @@ from ..machine.tiles import STRIP_ROWS, TILE_TOKENS
 from ..machine.vectors import Float32, ceil_div, round_up
 from ..weights.matrix import Matrix
 from .config import Config
-from .plan import Buffer, Buffers, Part, Room, Vector, Weights
+from .plan import PIECE, Buffer, Buffers, Part, Room, Vector, Weights
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -39,26 +39,36 @@ def block_buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buf
     normed (threads, T, D padded). scratch (threads, T, words): activations in a form of a kind of weights' own.
     qkv (T, rows of q, of k and of v). scores (threads, TILE_TOKENS, S), mixed (threads, TILE_TOKENS, K padded): one head's scores
     and weighted values. heads (1, T, H K padded): what attention hands on. up (T, rows of the MLP's first matrix).
-    hidden (1, T, F padded). branch (1, T, D padded): what is to be normed and added, where a norm stands behind blocks.
+    hidden (1, T, F padded). more_scratch (N, threads, T, words): for pieces of matrices. branch (1, T, D padded): what is to be
+    normed and added, where a norm stands behind blocks.
     """
     matrices, n_threads, positions = weights.matrices, room.n_threads, room.n_positions
     qkv = [matrix for name, matrix in matrices.items() if name.endswith(".qkv")]
     n_up = max((matrix.n_rows for name, matrix in matrices.items() if name.endswith(".up")), default=STRIP_ROWS)
     layers, kv_heads, head_strips = len(qkv), config.n_kv_heads, ceil_div(config.head_dim, STRIP_ROWS)
     keys, values = (positions // STRIP_ROWS, config.head_dim, STRIP_ROWS), (head_strips, positions, STRIP_ROWS)
-    padded = round_up(config.dim, STRIP_ROWS)
-    return {
+    padded, words = round_up(config.dim, STRIP_ROWS), max(matrix.scratch_words for matrix in matrices.values())
+    n_pieces = max(int(name.partition(PIECE)[2] or 0) for name in matrices)  # beside the first of a matrix
+    more = {"more_scratch": Buffer((n_pieces, n_threads, MAX_TOKENS, words), whose="token")} if n_pieces else {}
+    if config.norms != "before":
+        more["branch"] = Buffer((1, MAX_TOKENS, padded), whose="token")
+    return more | {
         "keys": Buffer((layers, kv_heads, *keys), room.kv.dtype, "cache"),
         "values": Buffer((layers, kv_heads, *values), room.kv.dtype, "cache"),
         "normed": Buffer((n_threads, MAX_TOKENS, padded), whose="token"),
-        "scratch": Buffer((n_threads, MAX_TOKENS, max(matrix.scratch_words for matrix in matrices.values())), whose="token"),
-        "qkv": Buffer((MAX_TOKENS, qkv[0].n_rows), whose="token"),
+        "scratch": Buffer((n_threads, MAX_TOKENS, words), whose="token"),
+        "qkv": Buffer((MAX_TOKENS, qkv[0].whole_rows), whose="token"),
         "scores": Buffer((n_threads, TILE_TOKENS, positions)),
         "mixed": Buffer((n_threads, TILE_TOKENS, head_strips * STRIP_ROWS)),
         "heads": Buffer((1, MAX_TOKENS, round_up(config.q_dim, STRIP_ROWS)), whose="token"),
         "up": Buffer((MAX_TOKENS, n_up), whose="token"),
         "hidden": Buffer((1, MAX_TOKENS, round_up(config.hidden_dim, STRIP_ROWS)), whose="token"),
-    } | ({"branch": Buffer((1, MAX_TOKENS, padded), whose="token")} if config.norms != "before" else {})
+    }
+
+
+def scratches(b: Buffers) -> list[Float32]:
+    """For each piece of a matrix one."""
+    return [b.scratch, *getattr(b, "more_scratch", ())]
 
 
 def norm_shapes(config: Config, name: str) -> Shapes:

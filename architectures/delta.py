@@ -7,7 +7,7 @@ from ..machine.programs import Program
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import round_up
 from .attention import NORM
-from .blocks import Block, Shapes, added, norm_shapes, norm_vectors, taken
+from .blocks import Block, Shapes, added, norm_shapes, norm_vectors, scratches, taken
 from .config import Config, DeltaConfig
 from .plan import Buffer, Buffers, Part, Room, Vector, Weights
 from .states import N_KEPT, N_STATES, NO_BIAS, convolve, delta_net, ring
@@ -56,7 +56,7 @@ def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
     """
     d = delta_of(config)
     n, width = len(d.layers), round_up(d.value_dim, STRIP_ROWS)
-    columns = [matrix.n_rows for name, matrix in weights.matrices.items() if name.endswith(".in")]
+    columns = [matrix.whole_rows for name, matrix in weights.matrices.items() if name.endswith(".in")]
     strips = d.n_value_heads * (width // STRIP_ROWS)
     return {
         "mixed_values": Buffer((1, MAX_TOKENS, round_up(d.n_values, STRIP_ROWS)), whose="token"),
@@ -76,12 +76,12 @@ def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
     """x += out delta_net(conv(in rmsnorm(x)))."""
     d, w, v = delta_of(config), weights.matrices, weights.vectors
     place, (source, before) = d.layers.index(i), taken(config, weights, b, f"{i}.{NORM}")
-    product = w[f"{i}.in"].product(b.projected, source, b.scratch)
+    product = weights.product(f"{i}.in", b.projected, source, scratches(b))
     own = [getattr(b, name)[place] for name in ("states", "lengths", "delta_keys", "deltas", "decays")]
     numbers = config.norm_eps, d.value_dim, d.n_key_heads, d.in_turns
     given = b.delta_scratch, b.guess, v[f"{i}.rates"], v[f"{i}.delta_norm"]
     return [
-        [*before, product, convolve(b.projected, 1, 0, b.inputs[place], v[f"{i}.conv"], NO_BIAS)],
+        [*before, *product, convolve(b.projected, 1, 0, b.inputs[place], v[f"{i}.conv"], NO_BIAS)],
         [delta_net(b.mixed_values, b.projected, *own, *given, *numbers)._replace(work=b.states[place].nbytes)],
         *added(config, weights, b, w[f"{i}.wo"], b.mixed_values, "", f"{i}.{NORM}"),
     ]

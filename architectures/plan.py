@@ -1,8 +1,9 @@
 """What an architecture is: the tensors it takes, the matrices they become, the buffers it works in, the program of its pass."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +20,7 @@ from ..weights.trial import LEAST_WEIGHTS, pays
 from .config import Config
 
 LONG = "long_"
+PIECE = ":"  # in front of the number of a matrix's piece, from 1 on
 CHOOSING, EXPERTS = (".router", ".shared_gate"), ".experts_"  # in names of matrices
 TABLES = ("embedding", "classifier")  # matrices of a row for each token
 
@@ -41,6 +43,15 @@ class Part(NamedTuple):
     @property
     def n_strips(self) -> int:
         return sum(map(n_strips, self.rows))
+
+
+class Piece(NamedTuple):
+    """A part, or those of its tensors that become one kind of weights, the others having others; first, total: as of `Matrix`."""
+
+    part: Part
+    kind: Kind
+    first: int = 0
+    total: int = 0
 
 
 class Vector(NamedTuple):
@@ -66,6 +77,16 @@ class Weights:
 
     matrices: dict[str, Matrix]
     vectors: dict[str, Float32]
+
+    def pieces(self, name: str) -> list[Matrix]:
+        """A matrix, in as many as its rows are of several kinds."""
+        names = itertools.chain([name], (f"{name}{PIECE}{i}" for i in itertools.count(1)))
+        return [*itertools.takewhile(bool, map(self.matrices.get, names))]  # type: ignore[list-item]
+
+    def product(self, name: str, out: Float32, x: Float32, scratches: Sequence[Float32], *, unit: int = 1) -> list[Row]:
+        """`Matrix.product` of all its pieces; scratches: one for each, at least."""
+        pieces = zip(self.pieces(name), scratches, strict=False)
+        return [piece.product(out, x, scratch, unit=unit) for piece, scratch in pieces]
 
     @property
     def kind(self) -> str:
@@ -295,12 +316,23 @@ class Architecture:
         common.runners[room.n_positions, layers] = [runner.without_texts() for runner in runners]
         return runners
 
+    def pieces(self, config: Config, tensors: Mapping[str, Any], kind: Kind | None) -> dict[str, Piece]:
+        """What each matrix becomes, of block types that differ each what it is; see `pack`."""
+        pieces = {}
+        for name, part in self.parts(config).items():
+            ts, own_kind = [_at(tensors, *place) for place in part.tensors], kind and _kind_in(name, kind)
+            types = [getattr(tensor, "type", "") for tensor in ts]
+            if part.turns > 1 or len({*types}) == 1:
+                pieces[name] = Piece(part, kind_for(ts, own_kind))
+                continue
+            for i, own in enumerate(_runs(types)):
+                piece, above = Part(part.tensors[own], part.rows[own], part.n), sum(map(n_strips, part.rows[: own.start]))
+                pieces[name + f"{PIECE}{i}" * (i > 0)] = Piece(piece, kind_for(ts[own], own_kind), above, part.n_strips)
+        return pieces
+
     def kinds(self, config: Config, tensors: Mapping[str, Any], kind: Kind | None) -> dict[Part, Kind]:
-        """What each matrix becomes; see `pack`."""
-        return {
-            part: kind_for([_at(tensors, *place) for place in part.tensors], kind and _kind_in(name, kind))
-            for name, part in self.parts(config).items()
-        }
+        """The same, by parts alone."""
+        return {piece.part: piece.kind for piece in self.pieces(config, tensors, kind).values()}
 
     def packing_may_pay(self, config: Config, tensors: Mapping[str, Any]) -> bool:
         """Whether it has so many weights of bf16 that a trial may find 12 bits faster."""
@@ -316,10 +348,9 @@ class Architecture:
 
     def outline(self, config: Config, tensors: Mapping[str, Any], kind: Kind | None = None) -> Weights:
         """The weights that `pack` makes, of their kinds and numbers of rows, without a number: enough to write the program."""
-        kinds = self.kinds(config, tensors, kind)
         matrices = {
-            name: Matrix(kinds[part], np.empty((part.n_strips, 0, 0), np.float32), part.n, kinds[part].group(part.n, 0))
-            for name, part in self.parts(config).items()
+            name: Matrix(kind, np.empty((part.n_strips, 0, 0), np.float32), part.n, kind.group(part.n, 0), *place)
+            for name, (part, kind, *place) in self.pieces(config, tensors, kind).items()
         }
         return Weights(matrices, {name: np.empty(vector.shape, np.float32) for name, vector in self.vectors(config).items()})
 
@@ -336,13 +367,13 @@ class Architecture:
         indexed by layer, then by a slice of rows, a block at a time: they may lie in a file. Raises ValueError for a matrix of
         another shape, MemoryError for weights that the machine cannot hold.
         """
-        parts, vectors = self.parts(config), self.vectors(config)
-        sources = {part: [_at(tensors, *place) for place in part.tensors] for part in parts.values()}
+        pieces, vectors = self.pieces(config, tensors, kind), self.vectors(config)
+        kinds = {piece.part: piece.kind for piece in pieces.values()}
+        sources = {part: [_at(tensors, *place) for place in part.tensors] for part in kinds}
         for part, ts in sources.items():
             for (name, _), rows, tensor in zip(part.tensors, part.rows, ts, strict=True):
                 if tuple(tensor.shape) != (rows, part.n):  # compiled code would write where nothing is
                     raise ValueError(f"{name} has the shape {tuple(tensor.shape)}; this config needs {(rows, part.n)}")
-        kinds = self.kinds(config, tensors, kind)
         needed = 4 * sum(
             _n_floats(part.n_strips, part.n, getattr(tensors[0], "group", 0), kinds[part]) for part, tensors in sources.items()
         )
@@ -360,7 +391,7 @@ class Architecture:
                 packed[part] = pack(ts, instead, part.turns, block.take)
             progress(block.share_taken)
         return Weights(
-            {name: packed[part] for name, part in parts.items()},
+            {name: _placed(packed[part], *place) for name, (part, _, *place) in pieces.items()},
             {
                 name: _pack_vector(vector, [_at(tensors, *place)[:] for place in vector.tensors])
                 for name, vector in vectors.items()
@@ -370,15 +401,14 @@ class Architecture:
     def check(self, config: Config, weights: Weights) -> None:
         """Raises ValueError for weights that are not of that config's shape, or more than it needs."""
         for name, part in self.parts(config).items():
-            matrix = weights.matrices.get(name)
-            expected = (part.n_strips * STRIP_ROWS, part.n)
-            if matrix is None or (matrix.n_rows, matrix.n) != expected:
+            pieces, expected = weights.pieces(name), (part.n_strips * STRIP_ROWS, part.n)
+            if sum(piece.n_rows for piece in pieces) != expected[0] or {piece.n for piece in pieces} != {part.n}:
                 raise ValueError(f"the weights' {name} has not the shape {expected} that the config needs")
         for name, vector in self.vectors(config).items():
             if name not in weights.vectors or weights.vectors[name].shape != vector.shape:
                 raise ValueError(f"the weights' {name} has not the shape {vector.shape} that the config needs")
         known = {*self.parts(config), *self.vectors(config)}
-        if more := {*weights.matrices, *weights.vectors} - known:
+        if more := {name for name in (*weights.matrices, *weights.vectors) if name.partition(PIECE)[0] not in known}:
             raise ValueError(f"the weights' {min(more)} is none of the config's")
 
 
@@ -389,6 +419,17 @@ def _kind_in(name: str, kind: Kind) -> Kind | None:
     if name.endswith(CHOOSING):
         return None
     return kind.of_experts or kind if EXPERTS in name else kind
+
+
+def _runs(types: Sequence[str]) -> list[slice]:
+    """Which of them follow each other and are alike."""
+    edges = [0, *(i for i in range(1, len(types)) if types[i] != types[i - 1]), len(types)]
+    return [slice(*edge) for edge in itertools.pairwise(edges)]
+
+
+def _placed(matrix: Matrix, first: int, total: int) -> Matrix:
+    """A matrix as a piece; one that is whole stays the same."""
+    return replace(matrix, first=first, total=total) if total else matrix
 
 
 def _at(tensors: Mapping[str, Any], name: str, layer: int | None) -> Any:

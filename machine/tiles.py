@@ -134,11 +134,12 @@ class Tokens(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a thread computes of a product: strips first to last, for so many tokens."""
+    """What is computed of a product: strips first to last, for so many tokens; above: strips of what is computed above them."""
 
     first: int
     last: int
     n_tokens: int
+    above: int
 
 
 class Tile(NamedTuple):
@@ -416,6 +417,7 @@ def multiply_strips(tile, tokens, out, w, x, n_quads, work, accumulate):
             t, end = share(work.n_tokens, part, n_parts)
             ahead = here + (PREFETCH_WORDS if work.n_tokens <= tokens.whole else words + part * words // n_parts)
             tile(
-                Strided(out, t * out.shape[1] + strip * STRIP_ROWS, out.shape[1]), Strip(w, here, ahead, ahead_stride),
+                Strided(out, t * out.shape[1] + (work.above + strip) * STRIP_ROWS, out.shape[1]),
+                Strip(w, here, ahead, ahead_stride),
                 Strided(x, t * x.shape[1], x.shape[1]), w.shape[1], n_quads, end - t, accumulate != 0,
             )  # fmt: skip

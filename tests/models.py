@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specdec import transformer
 from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
 from specdec.decoding import VERIFIERS, Statistics, Step, Text, decode
+from specdec.drafting import heads
 from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.planning import FixedLength
+from specdec.machine import programs
 from specdec.machine.memory import zeros
-from specdec.machine.programs import Runner
+from specdec.machine.programs import N_ROWS, ROW_WORDS, Runner
 from specdec.machine.threads import available_threads
 from specdec.machine.vectors import Float32
 from specdec.sampling import Sampler
@@ -129,3 +132,23 @@ def in_turn(which: Sequence[int]) -> Callable[..., None]:
             ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(function)(a, b, first, last, thread)
 
     return run
+
+
+def scattered(seed: int) -> Callable[..., None]:
+    """`run_on_threads` that gives each phase to one thread, now this, now that: what one keeps for itself is not the next's."""
+    rng = np.random.default_rng(seed)
+
+    def run(function: int, numbers: int, rows: int, first: int, last: int, n_threads: int) -> None:
+        call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(function)
+        while first < last:
+            end = first + ctypes.c_int64.from_address(rows + 8 * (first * ROW_WORDS + N_ROWS)).value
+            call(numbers, rows, first, end, int(rng.integers(n_threads)))
+            first = end
+
+    return run
+
+
+def three_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that has so many, which `in_turn` and `scattered` run one at a time."""
+    for module in (transformer, programs, heads):
+        monkeypatch.setattr(module, "available_threads", lambda: 3)

@@ -7,7 +7,7 @@ from ..machine.parts import share
 from ..machine.programs import Floats2, Floats3, Halves2, Halves3, Ints1, Pass, on_all_threads, operation
 from ..machine.tiles import FLOAT_TOKENS, STRIP_ROWS, Work, multiply_strips, strip_tile
 from ..machine.vectors import LANES, Float32, ceil_div, lane, load
-from .matrix import ALL, Floats, Kind, Mixture, Product, floats, multiply_experts
+from .matrix import ALL, Floats, Kind, Mixture, Product, floats, multiply_experts, own_strips
 
 BLOCK = 32  # columns of a block that is turned, a number that the compiler sees: 135M weights on two threads 0.04 s, else 0.1
 
@@ -15,8 +15,8 @@ BLOCK = 32  # columns of a block that is turned, a number that the compiler sees
 @inlined
 def multiply(tile, run, thread, p):
     """out[t] (+)= W x[t] by a tile over floats: this part's strips; see `Matrix.product`."""
-    first, last = share(p.w.shape[0] // p.unit, run.part, run.n_parts)
-    work = Work(p.unit * first, p.unit * last, run.n_logits if p.of_logits else run.n_tokens)
+    first, last = own_strips(run, p)
+    work = Work(first, last, run.n_logits if p.of_logits else run.n_tokens, p.first)
     multiply_strips(tile, FLOAT_TOKENS, p.out, p.w, p.x[thread if p.x.shape[0] > 1 else 0], 0, work, p.adding)
 
 

@@ -71,7 +71,7 @@ from ..machine.vectors import (
     store_bytes,
     store_int,
 )  # fmt: skip
-from .matrix import ALL, Floats, Grouped, Kind, Mixture, Product, floats, multiply_experts
+from .matrix import ALL, Floats, Grouped, Kind, Mixture, Product, floats, multiply_experts, own_strips
 
 Int8 = npt.NDArray[np.int8]
 QUADS = 4  # bytes in a word
@@ -390,8 +390,8 @@ def quantize(codes, x, n, group, n_tokens):
 @inlined
 def multiply(tile, tokens, run, thread, p):
     """out[t] (+)= W x[t]: this part's strips, x quantized first; see `Matrix.product` and, for the tile, `multiply_strips`."""
-    first, last = share(p.w.shape[0] // p.unit, run.part, run.n_parts)
-    work = Work(p.unit * first, p.unit * last, run.n_logits if p.of_logits else run.n_tokens)
+    first, last = own_strips(run, p)
+    work = Work(first, last, run.n_logits if p.of_logits else run.n_tokens, p.first)
     codes, n_quads = p.scratch[thread], p.w.shape[2] // STRIP_ROWS - 1
     if run.begins:
         quantize(codes, p.x[thread if p.x.shape[0] > 1 else 0], p.n, p.group, work.n_tokens)

@@ -4,7 +4,7 @@ Shapes: rows and n columns; P strips of R = STRIP_ROWS rows.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -78,7 +78,7 @@ class NoRoom(Exception):
 
 
 class Product(NamedTuple):
-    """What the operation of `Matrix.product` takes; adding and of_logits are 0 or 1."""
+    """What the operation of `Matrix.product` takes; adding and of_logits are 0 or 1; first, total: as of `Matrix`."""
 
     out: Floats2
     w: Floats3
@@ -89,6 +89,8 @@ class Product(NamedTuple):
     adding: int
     unit: int
     of_logits: int
+    first: int
+    total: int
 
 
 class Mixture(NamedTuple):
@@ -144,17 +146,28 @@ class Kind:
 
 @dataclass(frozen=True)
 class Matrix:
-    """W (rows, n), packed: strips (P, ...) as its kind lays them out; group: how many weights share a scale, or 0."""
+    """W (rows, n), packed: strips (P, ...) as its kind lays them out; group: how many weights share a scale, or 0.
+
+    first, total: of a piece of a matrix whose rows are of several kinds, how many strips lie above it, and how many there are in
+    all; 0: it is whole.
+    """
 
     kind: Kind
     strips: Float32
     n: int
     group: int
+    first: int = 0
+    total: int = 0
 
     @property
     def n_rows(self) -> int:
         """Rows, those that fill up strips among them."""
         return len(self.strips) * STRIP_ROWS
+
+    @property
+    def whole_rows(self) -> int:
+        """The same of the whole that it is a piece of."""
+        return self.total * STRIP_ROWS or self.n_rows
 
     @property
     def scratch_words(self) -> int:
@@ -168,7 +181,8 @@ class Matrix:
         out (T, rows); x (threads or 1, T, n or more): each thread's own or everybody's; scratch (threads, T, words);
         of_logits: of the first n_logits of out and x, instead of all tokens.
         """
-        row = self.kind.product(out, self.strips, x, scratch, self.n, self.group, adding, unit, of_logits)
+        place = self.first, self.total or len(self.strips)
+        row = self.kind.product(out, self.strips, x, scratch, self.n, self.group, adding, unit, of_logits, *place)
         return row._replace(work=self.strips.nbytes)
 
     def experts(
@@ -190,7 +204,14 @@ class Matrix:
 
     def aligned(self) -> "Matrix":
         """The same, whose strips begin at a cache line, as tiles need: those that were pickled may not."""
-        return Matrix(self.kind, aligned(self.strips), self.n, self.group)
+        return replace(self, strips=aligned(self.strips))
+
+
+@inlined
+def own_strips(run, p):
+    """Of the strips of `Product.w` those that are this part's of the whole, `unit` at a time."""
+    first, last = share(p.total // p.unit, run.part, run.n_parts)
+    return max(p.unit * first - p.first, 0), min(p.unit * last - p.first, p.w.shape[0])
 
 
 @inlined
@@ -215,7 +236,7 @@ def multiply_experts(tile, tokens, n_quads, rows, run, thread, p):
                 for k in range(rows.shape[1]):
                     gathered[i, k] = rows[token, k]
             here = gathered[:n]
-        w, work = p.w[expert * strips : (expert + 1) * strips], Work(p.unit * first, p.unit * last, n)
+        w, work = p.w[expert * strips : (expert + 1) * strips], Work(p.unit * first, p.unit * last, n, 0)
         multiply_strips(tile, tokens, p.out[start:end], w, here, n_quads, work, False)
 
 
@@ -252,7 +273,7 @@ def converted(matrix: Matrix, kind: Kind, room: Callable[..., Float32] = zeros) 
     strips = room(len(matrix.strips), *kind.strip_shape(matrix.n, group))
     for block in blocks(len(strips), matrix.n):
         kind.fill(strips, block.start, 1, matrix.kind.rows(matrix.strips, matrix.n, matrix.group, block), group)
-    return Matrix(kind, strips, matrix.n, group)
+    return replace(matrix, kind=kind, strips=strips, group=group)
 
 
 def blocks(size: int, n: int) -> Iterable[slice]:

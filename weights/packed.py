@@ -38,7 +38,7 @@ from ..machine.tiles import (
 from ..machine.vectors import Float32, ceil_div, load_byte
 from .fp32 import turn_rows, unpack_rows
 from .half import BF16
-from .matrix import ALL, Floats, NoRoom, Product
+from .matrix import ALL, Floats, NoRoom, Product, own_strips
 from .quads import (
     FIRST_SLOT,
     FLAGS_END,
@@ -96,17 +96,17 @@ WHOLE_TOKENS = whole_tokens(packed_shape, MOST_TOKENS)
 @inlined
 def multiply_by(tile, run, thread, p):
     """out[t] (+)= W x[t] by a tile over packed weights: this part's strips; see `Matrix.product` and `multiply_strips`."""
-    first, last = share(p.w.shape[0] // p.unit, run.part, run.n_parts)
+    first, last = own_strips(run, p)
     n_tokens = run.n_logits if p.of_logits else run.n_tokens
     x, n, n_parts = p.x[thread if p.x.shape[0] > 1 else 0], p.n // QUAD, ceil_div(n_tokens, MOST_TOKENS)
     words = quads_of(p.w, n, 1)[0] - quads_of(p.w, n, 0)[0]
-    for strip in range(p.unit * first, p.unit * last):
+    for strip in range(first, last):
         at, to_end = quads_of(p.w, n, strip)
         for part in range(n_parts):
             t, end = share(n_tokens, part, n_parts)
             ahead = at + (PREFETCH_WORDS if n_tokens <= WHOLE_TOKENS else words + part * words // n_parts)
             tile(
-                Strided(p.out, t * p.out.shape[1] + strip * STRIP_ROWS, p.out.shape[1]),
+                Strided(p.out, t * p.out.shape[1] + (p.first + strip) * STRIP_ROWS, p.out.shape[1]),
                 Strip(p.w, at, ahead, ceil_div(LINE_WORDS, n_parts)),
                 Strided(x, t * x.shape[1], x.shape[1]), n, to_end, end - t, p.adding != 0,
             )  # fmt: skip
@@ -115,12 +115,12 @@ def multiply_by(tile, run, thread, p):
 @inlined
 def multiply_parts(run, thread, p):
     """The same for many tokens, by the tile over floats, which a part of a strip becomes once for all of them."""
-    first, last = share(p.w.shape[0] // p.unit, run.part, run.n_parts)
+    first, last = own_strips(run, p)
     n_tokens = run.n_logits if p.of_logits else run.n_tokens
     x, n, n_parts = p.x[thread if p.x.shape[0] > 1 else 0], p.n // QUAD, ceil_div(n_tokens, FLOAT_TOKENS.most)
     floats, step = p.scratch[thread], PART // QUAD
     away, slot = words_between(floats, p.w), np.int64(0)
-    for strip in range(p.unit * first, p.unit * last):
+    for strip in range(first, last):
         at, to_end = quads_of(p.w, n, strip)
         for q in range(0, n, step):
             q_end = min(q + step, n)
@@ -129,7 +129,7 @@ def multiply_parts(run, thread, p):
                 t, end = share(n_tokens, part, n_parts)
                 ahead = away + at + q_end * LINE_WORDS + part * (step * LINE_WORDS) // n_parts
                 strip_tile(
-                    Strided(p.out, t * p.out.shape[1] + strip * STRIP_ROWS, p.out.shape[1]),
+                    Strided(p.out, t * p.out.shape[1] + (p.first + strip) * STRIP_ROWS, p.out.shape[1]),
                     Strip(floats, 0, ahead, ceil_div(LINE_WORDS // QUAD, n_parts)),
                     Strided(x, t * x.shape[1] + q * QUAD, x.shape[1]), (q_end - q) * QUAD, 0, end - t, p.adding != 0 or q > 0,
                 )  # fmt: skip

@@ -110,6 +110,7 @@ class Mixture:
         self.program = [
             [r.row, up, swiglu(self.hidden, self.ups, n_chosen)],
             [
+                r.row,
                 self.down.experts(self.branch, self.hidden, scratch[1], room, choice, per_token=n_chosen),
                 add_experts(self.x[0], self.branch, r.places, r.weights, n_chosen),
             ],

@@ -1,6 +1,7 @@
 """A head as a model: the hidden states it takes, its pass, and what it runs again once its target knows better."""
 
 import copy
+import itertools
 import json
 import pickle
 import threading
@@ -13,6 +14,7 @@ from specdec.architectures import Config, HeadConfig, architecture_of
 from specdec.architectures.eagle3 import EAGLE3
 from specdec.drafting.heads import Head
 from specdec.kernels import MAX_TOKENS
+from specdec.machine import programs
 from specdec.readers import load_checkpoint
 from specdec.transformer import FIRST_POSITIONS, Transformer
 from specdec.weights import FP32, INT4, INT8
@@ -20,7 +22,7 @@ from specdec.weights.matrix import floats
 from tests.checkpoints import random_tensors
 from tests.folders import FIXTURES
 from tests.heads import head_of, oracle, random_head
-from tests.models import CONFIGS, THREADS, broken_off, random_model, tokens_for
+from tests.models import CONFIGS, THREADS, broken_off, random_model, scattered, three_threads, tokens_for
 
 N_GUESSED = 5
 TOLD = sorted(path.stem for path in FIXTURES.glob("heads/*.npz"))
@@ -156,6 +158,23 @@ def test_logits_do_not_depend_on_the_batch_or_the_threads_or_the_order_bit_for_b
         assert [*head.read(tokens[:50])][-1] == 0 and head.n_held == 49
         np.testing.assert_array_equal(head.forward(tokens[:75], 3), alone[71:74])
         np.testing.assert_array_equal(head.forward(tokens[:9], 8), alone[:8])
+
+
+@pytest.mark.parametrize("flags", [*itertools.product((False, True), repeat=2)])
+def test_no_phase_of_a_head_needs_what_its_thread_made_in_another_one(monkeypatch, flags):
+    numbers = dict(zip(("norm_output", "norm_before_residual"), flags, strict=True)) | {"n_rows": 50, "fc_norm": "each"}
+    tokens, logits = tokens_for(CONFIGS["odd"], 40), []
+    target = random_model(CONFIGS["odd"])
+    three_threads(monkeypatch)
+    for n_threads in (1, 3):
+        head = head_of(target, n_threads=n_threads, **numbers)
+        target.forward(tokens[:30])
+        with monkeypatch.context() as context:
+            if n_threads > 1:
+                context.setattr(programs, "run_on_threads", scattered(3))
+            logits.append([head.forward(tokens[:end], n).copy() for end, n in ((20, 5), (31, 1), (34, 3))])
+    for a, b in zip(*logits, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_a_text_that_outgrows_its_buffers_keeps_its_pairs():

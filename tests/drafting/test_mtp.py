@@ -11,6 +11,7 @@ from specdec.decoding import VERIFIERS, Statistics, Step, decode
 from specdec.drafting.heads import Head
 from specdec.drafting.model_drafter import HeadDrafter
 from specdec.drafting.planning import FixedLength
+from specdec.machine import programs
 from specdec.readers import CheckpointError, load_checkpoint
 from specdec.readers.mtp import head_of
 from specdec.sampling import Sampler, Sampling
@@ -21,7 +22,7 @@ from tests import models
 from tests.checkpoints import write_tokenizer
 from tests.folders import FIXTURES, copy, read_all, retensor
 from tests.gguf_files import gguf_bytes, with_head
-from tests.models import THREADS, broken_off, continuation, tokens_for
+from tests.models import THREADS, broken_off, continuation, scattered, three_threads, tokens_for
 
 NAMES = ("qwen35", "qwen35_images", "qwen35_moe")
 N_POSITIONS = 300
@@ -70,6 +71,21 @@ def test_bits_do_not_depend_on_the_batch_or_the_threads_and_a_broken_pass_leaves
             with broken_off(head, broken):
                 head.forward([*tokens[:20], *tokens[:30]])
             np.testing.assert_array_equal(head.forward(tokens, 64), alone[-64:])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_phase_of_a_head_needs_what_its_thread_made_in_another_one(name, monkeypatch):
+    tokens = tokens_for(pair_of(name)[0].config, 40)
+    three_threads(monkeypatch)
+    logits = []
+    for n_threads in (1, 3):
+        target, head = pair_of(name, n_threads)
+        if n_threads > 1:
+            monkeypatch.setattr(programs, "run_on_threads", scattered(7))
+        target.forward(tokens[:30])
+        logits.append([head.forward(tokens[:end], n).copy() for end, n in ((20, 5), (31, 1), (33, 2))])
+    for a, b in zip(*logits, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_a_gguf_file_has_the_same_head_and_a_target_without_one_has_none(tmp_path):

@@ -8,7 +8,6 @@ import textwrap
 import numpy as np
 import pytest
 
-from specdec import transformer
 from specdec.architectures import architecture_of
 from specdec.machine import programs
 from specdec.machine.parts import NOBODY, farthest_behind, share, take_part, victim
@@ -25,9 +24,11 @@ from specdec.machine.vectors import atomic_add, atomic_load
 from specdec.readers import load_checkpoint
 from specdec.readers.loading import load_model
 from specdec.transformer import Transformer
+from specdec.weights import INT8
+from tests import folders
 from tests.checkpoints import ROOT
 from tests.folders import FIXTURES, expected
-from tests.models import in_turn
+from tests.models import in_turn, scattered, three_threads
 
 MUCH = 1 << 40  # work that is cut in as many parts as there may be
 SPINS = 1 << 31  # some seconds, after which nobody comes any more
@@ -131,8 +132,7 @@ def test_threads_that_never_come_are_not_waited_for(name: str, monkeypatch: pyte
     checkpoint = load_checkpoint(FIXTURES / name)
     weights = architecture_of(checkpoint.config).pack(checkpoint.config, checkpoint.tensors)
     alone = Transformer(checkpoint.config, weights, n_threads=1)
-    monkeypatch.setattr(transformer, "available_threads", lambda: 3)
-    monkeypatch.setattr(programs, "available_threads", lambda: 3)
+    three_threads(monkeypatch)
     model = Transformer(checkpoint.config, weights, n_threads=3)
     for which in ((0,), (2,), (1, 0, 2)):
         with monkeypatch.context() as context:
@@ -140,6 +140,20 @@ def test_threads_that_never_come_are_not_waited_for(name: str, monkeypatch: pyte
             model.forward([], 0)
             for n in (40, 41, 60):
                 np.testing.assert_array_equal(model.forward(tokens[:n], 1), alone.forward(tokens[:n], 1))
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["as they are", "int8"])
+@pytest.mark.parametrize("name", folders.NAMES)
+def test_no_phase_needs_what_its_thread_made_in_another_one(name: str, int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each phase is another thread's, which may not have been there before."""
+    tokens, checkpoint = expected(name).tokens, load_checkpoint(FIXTURES / name)
+    weights = architecture_of(checkpoint.config).pack(checkpoint.config, checkpoint.tensors, INT8 if int8 else None)
+    three_threads(monkeypatch)
+    alone, model = (Transformer(checkpoint.config, weights, n_threads) for n_threads in (1, 3))
+    logits = [alone.forward(tokens[:n], 1).copy() for n in (1, 30, 37, 60)]
+    monkeypatch.setattr(programs, "run_on_threads", scattered(len(name)))
+    for n, each in zip((1, 30, 37, 60), logits, strict=True):
+        np.testing.assert_array_equal(model.forward(tokens[:n], 1), each)
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["as they are", "int8"])
