@@ -280,11 +280,12 @@ def kinds(rng):
     keys = {"general.architecture": "llama"} | {f"llama.{key}": number for key, number in numbers.items()}
     path.write_bytes(made_gguf.gguf_bytes(keys, stored))
     checkpoint = load_checkpoint(path)
-    weights = LLAMA.pack(checkpoint.config, checkpoint.tensors, rng.choice([None, INT8, INT4]))
+    kind = rng.choice([None, INT8, INT4])
+    weights = LLAMA.pack(checkpoint.config, checkpoint.tensors, kind)
     first = Transformer(checkpoint.config, weights, 1, kv="f32")  # of half precision a logit says less about products
     tokens = [rng.randrange(vocab) for _ in range(rng.randint(1, 40))]
     expected = np.concatenate([first.forward(tokens[: i + 1]).copy() for i in range(len(tokens))])
-    oracle = reference.forward(checkpoint.config, numbers_of(checkpoint, weights), tokens)
+    oracle = reference.forward(checkpoint.config, numbers_of(checkpoint, weights, kind), tokens)
     off = np.abs(expected - oracle).max() / np.abs(oracle).max()
     # 1e-7 where the same activations are rounded up; one that is not, as float64 has it nearer to the other side, makes 0.02
     assert off < 0.05, f"logits are off by {off:.4f} of the largest"
@@ -297,14 +298,14 @@ def kinds(rng):
     return FINE
 
 
-def numbers_of(checkpoint, weights):
+def numbers_of(checkpoint, weights, kind):
     """What the oracle takes: the file's numbers, or those that floats become, and in which groups activations are seen."""
     tensors = {
         name: [t[:] for t in tensor] if isinstance(tensor, list) else tensor[:] for name, tensor in checkpoint.tensors.items()
     }
-    for name, part in LLAMA.parts(checkpoint.config).items():
+    for name, piece in LLAMA.pieces(checkpoint.config, checkpoint.tensors, kind).items():
         matrix = weights.matrices[name]
-        for key, layer in part.tensors:
+        for key, layer in piece.part.tensors:
             tensor = checkpoint.tensors[key] if layer is None else checkpoint.tensors[key][layer]
             array = tensor[:]
             if not hasattr(tensor, "type"):
