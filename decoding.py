@@ -89,7 +89,7 @@ class Step:
     stood; of a tree the path that stood, and on from there by first choices; seconds of the whole step; draft_seconds of it;
     stop_reason of the last step; n_nodes: how many tokens were proposed in all, the branches that were not taken too; text:
     what can be read of the tokens now, whole characters: those of all steps, in order, are the text. logprobs: of each token,
-    where they are asked for.
+    where they are asked for. experts: of a mixture, how many a layer read in the pass, and reads for one token alone.
     """
 
     tokens: list[int]
@@ -101,6 +101,7 @@ class Step:
     n_nodes: int = 0
     text: str = ""
     logprobs: list[TokenLogprob] | None = None
+    experts: tuple[float, int] = (0.0, 0)
 
 
 Event = Prompt | Proposal | Step
@@ -123,6 +124,8 @@ class Statistics:
     accepted_histogram: list[int] = field(default_factory=list)  # passes by how many proposals they accepted
     drafted_histogram: list[int] = field(default_factory=list)  # passes by how many they had to judge
     plain_seconds: float = 0.0  # that a token takes the target alone, measured in this run; 0: it was not
+    experts_read: float = 0.0  # by a layer of a mixture, in all passes
+    experts_alone: int = 0  # that it reads for one token; 0: it is none
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     stop_reason: StopReason | None = "max_tokens"  # of a text of no steps
@@ -140,6 +143,7 @@ class Statistics:
         self.n_accepted += step.n_accepted
         self.n_nodes += step.n_nodes
         self.target_passes += 1
+        self.experts_read, self.experts_alone = self.experts_read + step.experts[0], step.experts[1]
         for histogram, n in ((self.accepted_histogram, step.n_accepted), (self.drafted_histogram, len(step.draft_tokens))):
             histogram += [0] * (n + 1 - len(histogram))
             histogram[n] += 1
@@ -156,6 +160,11 @@ class Statistics:
         """Accepted / drafted of the first proposals of all passes, of the second ones, ..."""
         drafted = [sum(self.drafted_histogram[i:]) for i in range(1, len(self.drafted_histogram))]
         return [sum(self.accepted_histogram[i:]) / n for i, n in enumerate(drafted, 1)]
+
+    @property
+    def experts_per_token(self) -> float:
+        """How many a layer read for each token that was written; 0 of a model without experts."""
+        return self.experts_read / self.n_generated if self.n_generated else 0.0
 
     @property
     def seconds_per_token(self) -> float:
@@ -429,6 +438,8 @@ class Target(Protocol):
     def n_short(self) -> int: ...
     @property
     def n_passes(self) -> int: ...
+    @property
+    def experts_read(self) -> tuple[float, int]: ...
     def forward(self, tokens: list[int], n_logits: int = 1) -> Float32: ...
     def forward_tree(self, tokens: list[int], nodes: list[int], parents: list[int]) -> Float32: ...
 
@@ -584,5 +595,6 @@ def decode(
         begin = time.perf_counter()
         new, n_accepted = run(target, text)
         step = text.takes(new, n_accepted, time.perf_counter() - begin)
-        yield replace(step, seconds=step.seconds + reading) if reading else step
+        experts = target.experts_read
+        yield replace(step, seconds=step.seconds + reading, experts=experts) if reading or experts[1] else step
         reading = 0.0

@@ -143,6 +143,14 @@ class Transformer:
         return self._turn.n_passes
 
     @property
+    def experts_read(self) -> tuple[float, int]:
+        """How many experts a layer read in the last pass, the mean of those that have some, and for a token alone; or 0, 0."""
+        if not self._config.experts:
+            return 0.0, 0
+        read = [n for n in self._buffers.experts_read.tolist() if n]
+        return sum(read) / max(len(read), 1), self._config.experts.n_chosen
+
+    @property
     def kv(self) -> KV:
         """What keys and values are kept in: f32 or f16."""
         return self._kv

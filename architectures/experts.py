@@ -17,7 +17,7 @@ import numpy as np
 from ..machine.cache import inner
 from ..machine.elementary import exp, sigmoid
 from ..machine.parts import share
-from ..machine.programs import Floats1, Floats2, Ints2, Pass, operation
+from ..machine.programs import Floats1, Floats2, Ints1, Ints2, Pass, operation
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import LANES, add, fma, load, maximum, reduce_max, splat, store
 
@@ -97,6 +97,29 @@ def route(run: Pass, thread: int, p: Routing) -> None:
     place_slots(p, thread, run.n_tokens * n_chosen)
 
 
+class Sum(NamedTuple):
+    """What `add_experts` takes: x (T, D padded), branch (slots, D padded) and `Routing`'s tables. n_read (1,): becomes how many
+    experts the pass has read.
+    """
+
+    x: Floats2
+    branch: Floats2
+    places: Ints2
+    weights: Floats2
+    starts: Ints2
+    n_read: Ints1
+    n_chosen: int
+
+
+@inner
+def n_with_tokens(starts):
+    """How many experts have a slot."""
+    n = 0
+    for expert in range(starts.size - 1):
+        n += starts[expert + 1] > starts[expert]
+    return n
+
+
 @inner
 def place_slots(p, thread, n):
     """The n choices of places[thread] become slots, expert by expert."""
@@ -117,8 +140,11 @@ def place_slots(p, thread, n):
 
 
 @operation
-def add_experts(run: Pass, thread: int, x: Floats2, branch: Floats2, places: Ints2, weights: Floats2, n_chosen: int) -> None:
+def add_experts(run: Pass, thread: int, p: Sum) -> None:
     """x[t] += the sum of weight * branch[slot] over the token's choices, by rank: this part's strips of the product before."""
+    x, branch, places, weights, n_chosen = p.x, p.branch, p.places, p.weights, p.n_chosen
+    if run.part == 0:
+        p.n_read[0] = n_with_tokens(p.starts[thread])
     first, last = share(branch.shape[1] // STRIP_ROWS, run.part, run.n_parts)
     for t in range(run.n_tokens):
         for i in range(first * STRIP_ROWS, last * STRIP_ROWS, LANES):

@@ -83,9 +83,10 @@ def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
     """What `experts` says: a slot is one token's use of one expert, of which a pass has T k.
 
     router (T, E padded); odds (threads, E padded); slot_tokens, slot_places (threads, T k), starts (threads, E + 1),
-    slot_weights (threads, T k): see `Routing`. slot_up (T k, 2 F padded), slot_hidden (1, T k, F padded), slot_out (T k, D
-    padded); slot_scratch (threads, T k, words), gathered (threads, T, words or D padded). shared_up (T, 2 S padded),
-    shared_hidden (1, T, S padded), shared_gates (T, R): of the expert that all share. gate_scratch, router_scratch: as scratch.
+    slot_weights (threads, T k): see `Routing`. experts_read (L,): how many the last pass has read in each layer. slot_up (T k, 2
+    F padded), slot_hidden (1, T k, F padded), slot_out (T k, D padded); slot_scratch (threads, T k, words), gathered (threads,
+    T, words or D padded). shared_up (T, 2 S padded), shared_hidden (1, T, S padded), shared_gates (T, R): of the expert that all
+    share. gate_scratch, router_scratch: as scratch.
     """
     e, threads = experts_of(config), room.n_threads
     n_slots, width, hidden = MAX_TOKENS * e.n_chosen, round_up(e.n, STRIP_ROWS), round_up(e.hidden_dim, STRIP_ROWS)
@@ -111,6 +112,7 @@ def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
         "slot_places": Buffer((threads, n_slots), np.int64),
         "slot_weights": Buffer((threads, n_slots)),
         "starts": Buffer((threads, e.n + 1), np.int64),
+        "experts_read": Buffer((config.n_layers,), np.int64),
         "slot_up": Buffer((n_slots, 2 * hidden)),
         "slot_hidden": Buffer((1, n_slots, hidden)),
         "slot_out": Buffer((n_slots, round_up(config.dim, STRIP_ROWS))),
@@ -158,7 +160,7 @@ def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
             routing,
             down.experts(b.slot_out, b.slot_hidden, b.slot_scratch, b.gathered, choice, per_token=e.n_chosen),
             *of_down,
-            add_experts(b.x[0], b.slot_out, b.slot_places, b.slot_weights, e.n_chosen),
+            add_experts(b.x[0], b.slot_out, b.slot_places, b.slot_weights, b.starts, b.experts_read[i : i + 1], e.n_chosen),
             *shared[2],
         ],
     ]

@@ -1,11 +1,12 @@
 """What passes and drafts take, and how often proposals stand: first guesses, kept up with what steps tell. Knows no models."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from ..kernels import MAX_TOKENS
-from ..machine.vectors import Float64
 
 MAX_GAMMA = MAX_TOKENS - 1
 BUCKETS = 12  # of confidence: below 1/8, 1/4, 1/2, 1, 2, ...
@@ -15,16 +16,18 @@ PRIOR_RATE, PRIOR_WEIGHT = 0.8, 2.0
 MARGIN_RATES = (0.45, 0.45, 0.5, 0.6, 0.75, 0.9, *[0.95] * 6)
 ODDS_RATES = tuple(1 / (1 + 2 ** (3.5 - bucket)) for bucket in range(BUCKETS))
 MEMORY = 0.98  # what an observation weighs after the next one
-# How many tokens more are considered at once, since c has steps; behind each number of them, how many there are then
-AHEAD = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32])
-PROPOSALS = np.arange(MAX_GAMMA + 1)
-AFTER = np.minimum(PROPOSALS[:, None] + AHEAD, MAX_GAMMA)
+AHEAD = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # how many tokens more are considered at once, since c has steps
+KNOWN_WEIGHT = 10.0  # of what other processes have seen, in observations
 MOVED = 0.1  # by so much, costs are other costs
 CATCH_UP = 0.1  # of a draft token's time, that a token takes in a prompt's way, before one was seen
+FEW_MISSED = 8  # such tokens
 FAR, DRIFT = 1.5, 1.1  # times as much is far off; and so much that it has to be looked at
 SHARE_OF_NEW = 0.1  # of a level is what was seen last
+CURVE_SHARE = 0.02  # of what a pass took beside what was expected, in what is known of passes over so many tokens
+REPEATS_SHARE = 0.2  # of how much experts repeat is what the last pass showed
 LEAST = 1e-9  # that a clock tells, and times as much as expected
 MANY = 8  # steps
+SURE_CREDIT = 6.0  # behind which there is no doubt that drafting pays
 FIRST_CREDIT = 3.0  # tokens of the target alone that drafting may lose before it has gained any
 
 
@@ -53,22 +56,79 @@ class Level:
             self.value = old + max(share, 1 / (self.n + 1)) * (min(max(new, least), most) - old)
 
 
+class Experts:
+    """What a mixture of experts adds to passes over several tokens: those that the tokens behind the first choose, too.
+
+    Such a pass reads u times the k experts of one token, which layers count. If each expert that a token chooses is with the
+    chance `repeats` one of those that the pass reads already, and else any of all E, n tokens choose together u(n) =
+    E / k - (E / k - 1) (1 - (1 - repeats) k / E)^(n - 1) times as many as one; with repeats = 0 that is what independent tokens
+    choose (MoESD, arXiv:2505.19645). How much they repeat is what this text's passes show. seconds: that u = 1 takes; read:
+    tells how many experts a layer read in the last pass.
+    """
+
+    def __init__(self, n: int, n_chosen: int, seconds: float, repeats: float, read: Callable[[], float]) -> None:
+        self.seconds, self.repeats = seconds, repeats
+        self._n, self._n_chosen, self._read = n, n_chosen, read
+        self.more = [0.0] * (MAX_TOKENS + 1)  # seconds that passes over so many tokens are expected to take more than if u = 1
+        self._tell()
+
+    @property
+    def beside(self) -> "Experts":
+        """The same, to be kept up by other passes."""
+        return Experts(self._n, self._n_chosen, self.seconds, self.repeats, self._read)
+
+    @property
+    def of_last(self) -> float:
+        """Seconds that the last pass took more than if u = 1."""
+        return self.more_of(self._read())
+
+    def more_of(self, n_read: float) -> float:
+        """The same of a pass whose layers read so many experts."""
+        return max(n_read / self._n_chosen - 1.0, 0.0) * self.seconds
+
+    def saw(self, n: int, ratio: float, share: float) -> None:
+        """The last pass was over n tokens and took so many times what was expected, by u; share: of that what experts took."""
+        if n < 2:
+            return
+        self.seconds *= min(max(ratio, 0.5), 2.0) ** (CURVE_SHARE * share)
+        self.repeats += REPEATS_SHARE * (self.repeats_of(n, self._read()) - self.repeats)
+        self._tell()
+
+    def repeats_of(self, n: int, n_read: float) -> float:
+        """What tokens repeat of which n > 1 choose so many experts."""
+        left = max(self._n - n_read, 0.0) / max(self._n - self._n_chosen, LEAST)
+        new: float = (1.0 - left ** (1 / (n - 1))) * self._n / self._n_chosen
+        return min(max(1.0 - new, 0.0), 1.0)
+
+    def _tell(self) -> None:
+        most = self._n / self._n_chosen
+        left, ratio = most - 1.0, 1.0 - (1.0 - self.repeats) / most
+        for n in range(1, MAX_TOKENS + 1):
+            self.more[n] = self.seconds * (most - 1.0 - left)
+            left *= ratio
+
+
 class Costs:
     """Seconds of a target's pass over T tokens, measured at some T, and of a draft: of its start and of each token.
+
+    passes: of a mixture of experts such as read no more of them than one token does; experts: what is more.
 
     What was measured at the start is a first guess: all are kept up with what steps take. A pass over one token has a level of
     its own, those over more share one. The machine's speed changes for all at once, so that either moves the other until that
     is seen itself; then it is known whether it was the machine or the curve.
 
-    credit: tokens of the target alone that drafting may still lose, see `AutoLength`.
+    credit: tokens of the target alone that drafting may still lose, see `AutoLength`. is_new: whether no step without a draft
+    was seen yet, of this process or of another.
     """
 
-    def __init__(self, passes: Mapping[int, float], draft: float, start: float = 0.0) -> None:
+    def __init__(self, passes: Mapping[int, float], draft: float, start: float = 0.0, experts: Experts | None = None) -> None:
         measured = sorted(passes)
         curve = np.interp(np.arange(MAX_TOKENS + 1), measured, [passes[n] for n in measured])
         beyond = np.arange(measured[-1] + 1, MAX_TOKENS + 1)
         curve[beyond] *= beyond / measured[-1]  # arithmetic alone
         self._curve: list[float] = curve.tolist()  # Python's numbers: a step of a small model has no microsecond to lose
+        self.experts = experts
+        self._more = experts.more if experts else [0.0] * (MAX_TOKENS + 1)
         self._token, self._scale = Level(self._curve[1]), Level(1.0)
         self._scale_then = 1.0  # when a pass over one token was last seen
         self._n_plain, self._n_more = MAX_TOKENS, 0  # such passes since the last one over more, and the other way round
@@ -80,9 +140,9 @@ class Costs:
         self._draft_ratio = 1.0  # of the last draft's seconds to those that were expected
         self._first_draft = 0.0  # a draft of one token as it was measured, in tokens of the target alone
         self._sums = [0.0] * 5  # of the last drafts: how many, their n, n^2, seconds, n seconds
-        self._needed: list[float] = []
+        self._needed: Needed | None = None
         self._needed_of: list[float] = []
-        self.credit = FIRST_CREDIT
+        self.credit, self.is_new = FIRST_CREDIT, True
         self.unread: list[float] = []  # seconds of steps without a draft that nobody has looked at yet: see `read`
         self.begin_text()
 
@@ -108,7 +168,7 @@ class Costs:
             most = FAR * sorted(first)[len(first) // 2]
             mean = max(sum([min(seconds, most) for seconds in first]) / len(first), LEAST)
             self._n_plain = min(self._n_plain + len(first), MAX_TOKENS)
-            token.value = self._one = mean
+            token.value, self._one, self.is_new = mean, mean, False
             self._follow()
             self.brought(len(first), sum(first), len(first) * mean)
         for seconds in unread:
@@ -132,49 +192,52 @@ class Costs:
         self._believed += believed
 
     def believed(self, n_drafted: int, seconds: float, n_missed: int = 0) -> float:
-        """A step's seconds, as far as they can be believed."""
-        return max(min(seconds, 2 * (self.of(n_drafted + 1) + self.of_draft(n_drafted, n_missed))), LEAST)
+        """The last step's seconds, as far as they can be believed."""
+        return max(min(seconds, 2 * (self.of_last(n_drafted + 1) + self.of_draft(n_drafted, n_missed))), LEAST)
 
     def of(self, n: int) -> float:
         """Seconds of a pass over n tokens."""
-        return self._curve[n] * self._scale.value if n > 1 else self._one
+        return (self._curve[n] + self._more[n]) * self._scale.value if n > 1 else self._one
+
+    def of_last(self, n: int) -> float:
+        """The same of the last pass, which was over so many: with the experts that it has read."""
+        if not self.experts or n == 1:
+            return self.of(n)
+        return (self._curve[n] + self.experts.of_last) * self._scale.value
 
     def of_draft(self, n: int, n_missed: int = 0) -> float:
         """Seconds of a draft of n tokens that has not run so many tokens of the text yet."""
         return self.start + (n + n_missed * self.catch_up) * self.draft if n else 0.0
 
     @property
-    def passes(self) -> Float64:
+    def passes(self) -> list[float]:
         """Seconds of passes over 0 to MAX_TOKENS tokens; more tokens never take less, whatever the noise has it."""
-        curve = np.array(self._curve) * self._scale.value
-        curve[:2] = self._one
-        rising: Float64 = (np.maximum.accumulate(curve) + np.minimum.accumulate(curve[::-1])[::-1]) / 2
-        return rising
+        scale, one = self._scale.value, self._one
+        seconds = [one, one, *(scale * (each + more) for each, more in zip(self._curve[2:], self._more[2:], strict=True))]
+        most, least = itertools.accumulate(seconds, max), [*itertools.accumulate(reversed(seconds), min)]
+        return [(high + low) / 2 for high, low in zip(most, reversed(least), strict=True)]
 
     @property
-    def is_new(self) -> bool:
-        """Whether no step without a draft was seen yet."""
-        return not self._token.n
+    def curve(self) -> list[float]:
+        """Seconds of passes over 0 to MAX_TOKENS tokens, without what experts add."""
+        return [self._one if n < 2 else seconds * self._scale.value for n, seconds in enumerate(self._curve)]
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether it takes such a step to know what a token of the target alone costs."""
-        return self._is_asked or self._token.is_doubted or not 1 / DRIFT < self._scale.value / self._scale_then < DRIFT
+        """Whether it takes such a step to know what a token of the target alone costs, as far as that decides anything."""
+        drift = DRIFT if self.credit < SURE_CREDIT else FAR
+        return self._is_asked or self._token.is_doubted or not 1 / drift < self._scale.value / self._scale_then < drift
 
     def look(self) -> None:
         """Ask for such a step."""
         self._is_asked = True
 
-    def needed_survivals(self, rate: float) -> list[float]:
-        """What the chance that the first k proposals stand has to exceed for more of them to pay, for k = 0 to MAX_GAMMA.
-
-        Each token behind them stands at `rate`. Computed anew where that or the costs' ratios have moved: it takes as long as a
-        small model's token.
-        """
+    def needed_survivals(self, rate: float) -> "Needed":
+        """Of proposals whose each token stands at `rate`; anew where that or the costs' ratios have moved."""
         token = self.of(1)
         now = [rate, (self.start + 2 * self.draft) / token, self.of(4) / token, self.of(8) / token]
         if not self._needed or any(abs(new - old) > MOVED * old for new, old in zip(now, self._needed_of, strict=True)):
-            self._needed, self._needed_of = _needed_survivals(self, rate), now
+            self._needed, self._needed_of = Needed(self, rate), now
         return self._needed
 
     def saw(self, n_drafted: int, pass_seconds: float, draft_seconds: float, n_missed: int = 0) -> None:
@@ -184,7 +247,7 @@ class Costs:
             self._is_behind_draft = False
             return
         if not n_drafted:
-            self._is_asked = False
+            self._is_asked = self.is_new = False
             if abs(pass_seconds - self._one) < abs(pass_seconds - token.value):  # it was the machine that moved, not the curve
                 token.value = self._one
             token.saw(pass_seconds, min(SHARE_OF_NEW * (1 + self._n_more / 2), 0.5))
@@ -193,14 +256,17 @@ class Costs:
             self._follow()
             return
         n = n_drafted + 1
-        ratio = pass_seconds / self.of(n)
-        scale.saw(pass_seconds / self._curve[n])
+        expected = self.of_last(n)
+        ratio, share = pass_seconds / expected, self._curve[n] * scale.value / expected
+        scale.saw(pass_seconds / (expected / scale.value))
         self._one = token.value * scale.value / self._scale_then
-        self._curve[n] *= min(max(ratio, 0.5), 2.0) ** 0.02
+        self._curve[n] *= min(max(ratio, 0.5), 2.0) ** (CURVE_SHARE * share)
+        if self.experts:
+            self.experts.saw(n, ratio, 1.0 - share)
         self._n_plain, self._n_more, self._is_behind_draft = 0, self._n_more + 1, self.draft > 0.0
         self._before = scale.value, self._one
-        if self.draft:
-            self._saw_draft(n_drafted, n_missed, draft_seconds)
+        if self.draft:  # what slows a pass down for once has mostly slowed its draft down
+            self._saw_draft(n_drafted, n_missed, draft_seconds / min(max(ratio, 1.0), 2 * FAR))
 
     def _follow(self) -> None:
         """Passes over more tokens are taken to move with those over one, the more the longer they were not seen; none is less."""
@@ -210,6 +276,8 @@ class Costs:
 
     def _saw_draft(self, n: int, n_missed: int, seconds: float) -> None:
         """A line through the last drafts, start + n draft: the first token finds the draft's weights out of the cache."""
+        if 0 < n_missed < FEW_MISSED:  # what they take is lost in what drafts differ by
+            return
         if n_missed:
             catch_up = (seconds - self.of_draft(n)) / (n_missed * self.draft)
             self.catch_up += 0.5 * (min(max(catch_up, 0.0), 1.0) - self.catch_up)
@@ -235,6 +303,28 @@ class Costs:
             self.draft = s / n1
 
 
+class Needed:
+    """What the chance that the first k proposals stand has to exceed for more of them to pay, for k = 0 to MAX_GAMMA.
+
+    It is asked between two passes, which a small model's take hardly longer than: what is not asked is not computed.
+    """
+
+    def __init__(self, costs: Costs, rate: float) -> None:
+        self._seconds = [taken + k * costs.draft + (costs.start if k else 0.0) for k, taken in enumerate(costs.passes[1:])]
+        self._gains = [*itertools.accumulate(itertools.repeat(rate, MAX_GAMMA), lambda gain, each: (1.0 + gain) * each)]
+        farthest = AHEAD[-1]  # what is farther is never considered at once: a rate that it alone has cannot be had
+        self._best = max((1.0 + gain) / taken for gain, taken in zip([0.0, *self._gains[:farthest]], self._seconds, strict=False))
+        self._found: dict[int, float] = {MAX_GAMMA: math.inf}
+
+    def __getitem__(self, k: int) -> float:
+        found = self._found.get(k)
+        if found is None:
+            seconds, gains = self._seconds, self._gains
+            then = [min(k + more, MAX_GAMMA) for more in AHEAD]
+            found = self._found[k] = self._best * max(min([(seconds[n] - seconds[k]) / gains[n - k - 1] for n in then]), 0.0)
+        return found
+
+
 class Acceptance:
     """How often proposals stood, by their confidence, the latest weighing most. prior: by bucket, before any was seen."""
 
@@ -247,6 +337,18 @@ class Acceptance:
     def rate(self) -> float:
         """Of all confidences."""
         return self._stood[-1] / self._seen[-1]
+
+    @property
+    def counts(self) -> tuple[list[float], list[float]]:
+        """Of each confidence and of all, how many stood, and how many were seen, the latest weighing most."""
+        return [*self._stood], [*self._seen]
+
+    def begin_with(self, stood: Sequence[float], seen: Sequence[float]) -> None:
+        """What another one has counted, as far as this text's own count soon more."""
+        weights = [min(1.0, KNOWN_WEIGHT / each) for each in seen]
+        self._stood = [weight * each for weight, each in zip(weights, stood, strict=True)]
+        self._seen = [weight * each for weight, each in zip(weights, seen, strict=True)]
+        self.rates = [each / of for each, of in zip(self._stood[:BUCKETS], self._seen, strict=False)]
 
     def saw(self, bucket: int, stood: bool) -> None:
         """A proposal that the target judged."""
@@ -266,17 +368,3 @@ def _agreed(last: float, new: float) -> float:
 def bucket_of(confidence: float) -> int:
     """The bucket of a confidence >= 0, by its power of two."""
     return min(int(8.0 * min(confidence, 1e6)).bit_length(), BUCKETS - 1)
-
-
-def _needed_survivals(costs: Costs, rate: float) -> list[float]:
-    """See `Costs.needed_survivals`."""
-    gains: Float64 = np.cumsum(rate ** PROPOSALS[1:])  # of 1, 2, ... tokens
-    passes = costs.passes[1:]
-    seconds = passes + PROPOSALS * costs.draft
-    seconds[1:] += costs.start
-    best = max(1.0 / seconds[0], np.max((1.0 + gains) / seconds[1:]))
-    more = seconds[AFTER] - seconds[:, None]
-    needed = best * np.maximum(more, 0.0) / gains[np.maximum(AFTER - PROPOSALS[:, None], 1) - 1]
-    needed[-1] = np.inf
-    result: list[float] = needed.min(axis=1).tolist()
-    return result

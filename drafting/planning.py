@@ -9,7 +9,7 @@ have had.
 
 from bisect import bisect_right
 
-from .estimates import FAR, FIRST_CREDIT, MAX_GAMMA, MEMORY, Acceptance, Costs, bucket_of
+from .estimates import FAR, FIRST_CREDIT, MAX_GAMMA, MEMORY, Acceptance, Costs, Needed, bucket_of
 
 TRIAL_SHARE = 0.01  # of the time goes into drafts that do not seem to pay, to look again
 TRIAL_TOKENS, TRIAL_ROUNDS = 2, 2  # of such a draft, and the rounds that a text begins with it
@@ -20,7 +20,7 @@ LOOK = 3  # such rounds where it is in question whether drafts pay
 RECENT = 0.6  # what a round's seconds weigh after the next one, where rounds are settled anew
 # Tokens of the target alone that drafting may lose at the begin of a later text, and of what it has gained; the share of that
 # a round may lose
-LEAST_CREDIT, MOST_CREDIT, RISK = 1.0, 12.0, 0.5
+LEAST_CREDIT, KNOWN_CREDIT, MOST_CREDIT, RISK = 2.0, 6.0, 12.0, 0.5
 
 
 class FixedLength:
@@ -65,14 +65,14 @@ class AutoLength:
         self._tokens = self._spent = 1.0  # tokens of the last rounds, and those that a target alone had had
         self._survival, self._budget = 1.0, 0.0
         self._buckets: list[int] = []
-        self._needed: list[float] = []  # what survival k tokens need to have, for another to be worth it
+        self._needed: Needed  # what survival k tokens need to have, for another to be worth it
         self._since_draft = 0  # tokens that the draft has not run yet
         self._is_trial, self._n_trials = False, 0
         self.affordable, self._credit = 0, 0.0  # tokens that may be lost at once, and the credit below which those are fewer
         self._rest = self._rested = 0  # rounds until drafts are looked at again, and since
         self._recent = 0.0  # seconds of the last rounds with a draft
         self._excess, self._beyond = 0.0, 1.0  # of the last one, seconds beyond belief, and times as many as are believed
-        costs.credit = min(max(costs.credit, LEAST_CREDIT), FIRST_CREDIT)
+        costs.credit = min(max(costs.credit, LEAST_CREDIT), KNOWN_CREDIT)
         costs.begin_text()
 
     def begins(self, most: int) -> bool:

@@ -3,18 +3,22 @@
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 from ..machine.tiles import TILE_TOKENS
 from ..sampling import TARGET_NOISE, Sampler, Sampling
 from ..text.vocabulary import Vocabulary
 from ..transformer import Transformer
-from .estimates import Costs
+from .estimates import LEAST, Costs, Experts
 from .heads import Head
 
 # Passes over so many tokens are timed in turns, for about so long: of a slow target over the first two, and twice unless once
-# takes SLOW seconds. Where a second tile begins, a pass costs a step more.
+# takes SLOW seconds, with what else is needed. Where a second tile begins, a pass costs a step more.
 COSTS_TOKENS, COSTS_SECONDS, SLOW = (TILE_TOKENS, 1, TILE_TOKENS + 1, 2, 4, 2 * TILE_TOKENS, 32), 0.03, 0.1
+Pass = int | str  # which is timed: over so many tokens of the target, or one of these
+ALIKE, FIRST, NEXT = "alike", "first", "next"  # of the target over equal tokens; of a draft, behind others and behind itself
+LEAST_APART = 0.25  # times the experts of a token, by which two passes have to differ to tell what experts take
 SPREAD = 7919  # a prime, by which ids lie apart
 # Of the choice of threads: tokens a trial; the first number unless so much slower
 TRIAL_TOKENS, TRIAL_SECONDS, TRIAL_MARGIN = 4, 0.05, 1.25
@@ -23,38 +27,64 @@ TRIAL_TOKENS, TRIAL_SECONDS, TRIAL_MARGIN = 4, 0.05, 1.25
 def costs_of(target: Transformer, draft: Transformer | None, vocabulary: Vocabulary) -> Costs:
     """What passes over some tokens take, and a token of the draft, with their draws: the least of several, in turns."""
     sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
-    probs = sampler.new_probs()
-    tokens = [i * SPREAD % vocabulary.n_common for i in range(max(COSTS_TOKENS))]  # as many experts as a text's tokens choose
+    probs, read = sampler.new_probs(), dict[Pass, float]()  # of experts, by a layer
 
-    def seconds(model: Transformer, n: int) -> float:
+    def seconds(name: Pass, model: Transformer, tokens: list[int]) -> float:
         of = model.target if isinstance(model, Head) else model
         with model.lock, of.lock:
             if isinstance(model, Head):  # behind which a head drafts: another text may have had its turn
                 of.forward([0], 0)
-                if n > model.n_positions or not model.drafts_for([0, 0]):  # a proposal is empty, and takes nothing
+                if len(tokens) > model.n_positions or not model.drafts_for([0, 0]):  # a proposal is empty, and takes nothing
                     return 0.0
             begin = time.perf_counter()
-            for logits in model.forward(tokens[:n], n if model is target else 1):
-                sampler.draw(probs, logits, TARGET_NOISE, n)
-            return time.perf_counter() - begin
+            for logits in model.forward(tokens, len(tokens) if model is target else 1):
+                sampler.draw(probs, logits, TARGET_NOISE, len(tokens))
+            taken = time.perf_counter() - begin
+            read[name] = model.experts_read[0]
+            return taken
 
-    jobs = [(target, n) for n in COSTS_TOKENS if n <= target.n_positions]
-    # as in a step, a draft comes behind a pass of few tokens, which has put it out of the cache; its second finds it there
-    texts = (2, 3) if isinstance(draft, Head) else (1, 1)  # a head's first is by what that pass has computed, its second a guess
-    at = min(2, len(jobs))
-    jobs[at:at] = [(draft, n) for n in texts] if draft else []
-    least = [math.inf] * len(jobs)
+    apart = [i * SPREAD % vocabulary.n_common for i in range(max(COSTS_TOKENS))]  # as many experts as a text's tokens choose
+    passes: dict[Pass, tuple[Transformer, list[int]]] = {n: (target, apart[:n]) for n in COSTS_TOKENS if n <= target.n_positions}
+    needed: dict[Pass, tuple[Transformer, list[int]]] = {n: passes.pop(n) for n in COSTS_TOKENS[:2] if n in passes}
+    if target.config.experts and TILE_TOKENS in needed:
+        needed[ALIKE] = target, apart[:1] * TILE_TOKENS
+    if draft:
+        # as in a step, it comes behind a pass of few tokens, which has put it out of the cache; its second finds it there; a
+        # head's first is by what that pass has computed, its second a guess
+        n_first, n_next = (2, 3) if isinstance(draft, Head) else (1, 1)
+        needed |= {FIRST: (draft, apart[:n_first]), NEXT: (draft, apart[:n_next])}
+    least = _least(needed | passes, max(4, len(needed)), seconds)
+    token, first = least.pop(NEXT, 0.0), least.pop(FIRST, 0.0)
+    experts = _experts(target, least, read)
+    base = {n: max(taken - (experts.more_of(read[n]) if experts else 0.0), LEAST) for n, taken in least.items() if n != ALIKE}
+    return Costs(cast(dict[int, float], base), token, max(0.0, first - token), experts)
+
+
+def _least(
+    jobs: Mapping[Pass, tuple[Transformer, list[int]]], n_needed: int, seconds: Callable[[Pass, Transformer, list[int]], float]
+) -> dict[Pass, float]:
+    """The least that each took of those that time was left for, the first ones' at least."""
+    least: dict[Pass, float] = {}
     begin = time.perf_counter()
     for cycle in itertools.count(1):
-        for i, (model, n) in enumerate(jobs):
-            if i < 4 or time.perf_counter() < begin + COSTS_SECONDS:
-                least[i] = min(least[i], seconds(model, n))
+        for i, (name, job) in enumerate(jobs.items()):
+            if i < n_needed or time.perf_counter() < begin + COSTS_SECONDS:
+                least[name] = min(least.get(name, math.inf), seconds(name, *job))
         if time.perf_counter() > begin + (COSTS_SECONDS if cycle > 1 else SLOW):
             break
-    first, token = (least.pop(at), least.pop(at)) if draft else (0.0, 0.0)
-    n_tokens = [n for model, n in jobs if model is target]
-    passes = {n: taken for n, taken in zip(n_tokens, least, strict=True) if taken < math.inf}
-    return Costs(passes, token, max(0.0, first - token))
+    return least
+
+
+def _experts(target: Transformer, least: Mapping[Pass, float], read: Mapping[Pass, float]) -> Experts | None:
+    """What experts add to passes, by two over as many tokens that choose more and fewer; None: the target has none."""
+    if ALIKE not in least or not target.config.experts:
+        return None
+    n, n_chosen = target.config.experts.n, target.config.experts.n_chosen
+    times, fewer = read[TILE_TOKENS] / n_chosen, read[ALIKE] / n_chosen
+    each = (least[TILE_TOKENS] - least[ALIKE]) / (times - fewer) if times > fewer + LEAST_APART else 0.0
+    experts = Experts(n, n_chosen, min(max(each, 0.0), least[TILE_TOKENS] / times), 0.0, lambda: target.experts_read[0])
+    experts.repeats = experts.repeats_of(TILE_TOKENS, read[TILE_TOKENS])
+    return experts.beside
 
 
 def choose_threads(use: Callable[[int], None], choices: Sequence[int], trial: Callable[[int], float]) -> dict[int, float]:

@@ -277,7 +277,7 @@ class AutoTree(AutoLength):
         costs, branching = self.costs, 0.0
         if self._branches:
             branching = self._tree_costs.branching
-            self._tree_costs.saw(pass_seconds - costs.of(n_drafted + 1), costs.of(1))
+            self._tree_costs.saw(pass_seconds - costs.of_last(n_drafted + 1), costs.of(1))
         as_a_chain = costs.of_draft(n_drafted, self._since_draft)  # which tells the costs of chains nothing new
         self._saw_round(n_drafted, n_accepted, pass_seconds + draft_seconds)
         self._saw_costs(n_drafted, pass_seconds - branching, as_a_chain)
@@ -292,7 +292,7 @@ def prices(costs: Costs) -> tuple[list[float], list[float]]:
 
     The latter as a share of those of a few nodes more, since passes get dearer in steps.
     """
-    passes = costs.passes
+    passes = np.array(costs.passes)
     after = np.minimum(np.arange(MAX_GAMMA)[:, None] + STEPS, MAX_GAMMA)
     before = np.arange(MAX_GAMMA)[:, None]
     another = ((passes[after + 1] - passes[before + 1]) / (after - before)).min(axis=1)

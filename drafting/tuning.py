@@ -14,9 +14,10 @@ from .model_drafter import HeadDrafter, ModelDrafter
 from .ngrams import NgramDrafter
 from .pacing import Pace
 from .planning import AutoLength, FixedLength
+from .remembered import LEAST_STEPS, Remembered
 from .settings import AUTO, Settings
 from .sharing import Sharing
-from .team import Team
+from .team import NGRAM, Team
 from .timing import choose_threads, costs_of
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Tuning:
         self._end_marks, self._vocabulary = team.tokenizer.end_marks, team.draft.vocabulary
         self._acceptance = Acceptance(team.draft.rates)
         self._done = set[str]()  # of what `warm_up` does
+        self._remembered: Remembered | None = None  # where something drafts
         self._pace: Pace | None = None  # where the number of threads is free
         self._trees: trees.Trees | None = None
         self._stage: stages.Stage | None = None
@@ -55,7 +57,19 @@ class Tuning:
         verifier = self._verifier(sampling, settings)
         plan, drafter = self._planned(self._team, sampling, verifier.draft_noise, settings)
         events = decode(self._team.target, drafter, verifier, tokens, max_tokens, plan, self._end_marks, shape)
-        return self._pace.over(events) if self._pace else events
+        events = self._pace.over(events) if self._pace else events
+        return self._remembering(events) if self.costs and settings.follows_clock else events
+
+    def _remembering(self, events: Iterator[Event]) -> Iterator[Event]:
+        """The events; what they show is for the next process, too."""
+        n_steps = 0
+        try:
+            for event in events:
+                n_steps += isinstance(event, Step)
+                yield event
+        finally:
+            if n_steps >= LEAST_STEPS and self._remembered and self.costs:
+                self._remembered.write(self.costs, self._acceptance)
 
     def text(
         self,
@@ -167,7 +181,10 @@ class Tuning:
         if len(self.choices) > 1:
             self.took = choose_threads(self._use, self.choices, lambda n_tokens: self._seconds(n_tokens, settings))
             self._pace = Pace(self.choices, self._team.target.n_threads, self._use)
-        costs = costs_of(self._team.target, draft.model, self._vocabulary) if draft.source else None
+        costs: Costs | None = None
+        if draft.source:
+            self._remembered = Remembered(self._models[: 1 + bool(draft.model)], "" if draft.model else NGRAM)
+            costs = self._remembered.read(self._acceptance) or costs_of(self._team.target, draft.model, self._vocabulary)
         if self._stage:
             self._stage.measure()
         self.costs = costs

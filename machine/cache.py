@@ -129,11 +129,8 @@ class MachineCode(caching.NullCache):
         _lend_runtime()
         try:
             path = self._path(signature, target_context.codegen())
-            data = Path(path).read_bytes()
-            content = data[CHECKSUM_BYTES:]
-            if _checksum(path, content) != data[:CHECKSUM_BYTES]:
-                return None
-            return CompileResult._rebuild(target_context, *pickle.loads(content))
+            content = kept(path)
+            return CompileResult._rebuild(target_context, *pickle.loads(content)) if content else None
         except Exception:  # whatever is wrong with a file, compiling mends it
             return None
 
@@ -145,7 +142,7 @@ class MachineCode(caching.NullCache):
             if not library.has_dynamic_globals and library.asks_for(RUNTIME) <= _lent().keys():
                 content = dumps((library.to_keep(), *compiled._reduce()[1:]))
                 with suppress(OSError):
-                    _write(path, _checksum(path, content) + content)
+                    keep(path, content)
             claims.give(path)
         self._is_compiled()
 
@@ -237,9 +234,16 @@ def _checksum(path: str, content: bytes) -> bytes:
     return hashlib.sha256(os.path.basename(path).encode() + content).digest()
 
 
-def _write(path: str, data: bytes) -> None:
+def kept(path: str) -> bytes:
+    """What `keep` put there; nothing where it is damaged. Raises OSError."""
+    data = Path(path).read_bytes()
+    content = data[CHECKSUM_BYTES:]
+    return content if _checksum(path, content) == data[:CHECKSUM_BYTES] else b""
+
+
+def keep(path: str, content: bytes) -> None:
     """A whole file or none; what has other stamps and was long not used goes."""
-    place = os.path.dirname(path)
+    place, data = os.path.dirname(path), _checksum(path, content) + content
     os.makedirs(place, exist_ok=True)
     unfinished = f"{path}.{os.urandom(8).hex()}"
     try:

@@ -88,7 +88,8 @@ class Figures:
     """Of one setting at one temperature, over texts of up to max_tokens (None: of any length).
 
     speedup: over the target alone, a text's being the median of its rounds; tokens_per_second: the median of the texts';
-    acceptance_by_position: accepted / drafted at each position of a proposal; one that was not drafted does not count.
+    acceptance_by_position: accepted / drafted at each position of a proposal; one that was not drafted does not count. experts:
+    that a layer of a mixture reads for a token alone, and read for each that was written; else 0.
     """
 
     setting: str
@@ -106,6 +107,8 @@ class Figures:
     acceptance_rate: float
     tokens_per_pass: float
     acceptance_by_position: list[float]
+    experts_alone: int
+    experts_per_token: float
 
 
 @dataclass
@@ -156,6 +159,8 @@ class Measured:
             acceptance_rate=total.acceptance_rate,
             tokens_per_pass=total.tokens_per_pass,
             acceptance_by_position=total.acceptance_by_position,
+            experts_alone=total.experts_alone,
+            experts_per_token=total.experts_per_token,
         )
 
 
@@ -171,6 +176,7 @@ def _sum(runs: Iterable[Statistics]) -> Statistics:
         total.n_drafted += run.n_drafted
         total.n_accepted += run.n_accepted
         total.target_passes += run.target_passes
+        total.experts_read, total.experts_alone = total.experts_read + run.experts_read, run.experts_alone
         for sums, histogram in (
             (total.drafted_histogram, run.drafted_histogram),
             (total.accepted_histogram, run.accepted_histogram),

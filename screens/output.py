@@ -171,6 +171,8 @@ def print_summary(console: Console, statistics: Statistics, **more: object) -> N
         ]
         if s.speed_up:
             rows.append(("speed-up over the target alone", f"{s.speed_up:.2f}"))
+    if s.experts_alone:
+        rows.append(("experts a token", f"{s.experts_alone} alone, {s.experts_per_token:.1f} in these passes"))
     rows += [
         ("prefill", f"{s.prefill_seconds:.3f} s"),
         ("decode", f"{s.decode_seconds:.3f} s"),
@@ -213,6 +215,8 @@ def to_json(statistics: Statistics, text: str, tokens: list[int], **extra: Any) 
             "tokens_per_second": s.tokens_per_second,
             "acceptance_by_position": s.acceptance_by_position,
             "speed_up": s.speed_up,
+            "experts_alone": s.experts_alone or None,
+            "experts_per_token": s.experts_per_token or None,
             "stop_reason": s.stop_reason,
         }
         | extra

@@ -369,7 +369,9 @@ class LivePanel:
         forms = [f"{done} tokens", done]
         if self._roles.guessed:
             share = f"{s.acceptance_rate:.0%}"
+            experts = f"   {s.experts_per_token:.1f} experts a token instead of {s.experts_alone}"
             forms = [
+                *[f"{done} tokens   {share} of the guesses right   {times} tokens a pass{experts}"] * bool(s.experts_alone),
                 f"{done} tokens   {share} of the guesses right   {times} tokens a pass instead of 1",
                 f"{done} tokens   {share} of the guesses right   {times} tokens a pass",
                 f"{done}   {share} right   {times} tokens a pass",

@@ -52,6 +52,11 @@ class Report:
         told = [f"{f.speedup_mean:.1f} ({self.name(f.temperature)})" for f in self.totals if f.kind == "draft"]
         return f"The draft alone, with texts of its own: {', '.join(told)}." if told else ""
 
+    def experts_in_words(self) -> str:
+        """Of a mixture, what the settings read."""
+        told = [f"{f.experts_per_token:.1f} ({f.setting}, {self.name(f.temperature)})" for f in self.totals if f.experts_alone]
+        return f"Experts that a layer reads for a token: {', '.join(told)}." if told else ""
+
     @property
     def temperatures(self) -> list[float]:
         return list(dict.fromkeys(figures.temperature for figures in self.totals))
@@ -80,7 +85,8 @@ def show(report: Report, console: Console) -> None:
         title = Text("mean speed-up, all lengths", style="bold")
         parts = [to_table(report, console.width), Text(), title, to_bars(report, console), Text()]
     parts += [Text(on_one_line(note), style="dim") for note in report.notes]
-    parts += [Text(line) for line in (report.draft_alone_in_words(), report.overall_in_words()) if line]
+    words = (report.draft_alone_in_words(), report.experts_in_words(), report.overall_in_words())
+    parts += [Text(line) for line in words if line]
     console.print(Group(*parts, Text(report.conclusion, style="bold")))
 
 

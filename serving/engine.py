@@ -449,8 +449,8 @@ class Engine:
         if not pieces:
             self._decoder.tuning.saw(n_tokens, seconds)
         n_written = sum([self._goes_on(writing, one, seconds) for writing, one in zip(stepping, judged, strict=True)])
-        if stepping:
-            self._sharing.brought(n_tokens, n_written)
+        if stepping and not pieces:
+            self._sharing.brought(n_tokens, n_written, seconds)
 
     def _one_by_one(self, stepping: list[Writing], pieces: list[tuple[Writing, int]]) -> None:
         """A pass that failed is made of each text alone, so that it ends the one that is to blame for it."""

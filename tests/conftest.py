@@ -25,6 +25,12 @@ class Pair(NamedTuple):
     tokenizer: Path
 
 
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test depends on what a text of another one took."""
+    monkeypatch.setattr("specdec.drafting.remembered.folder", lambda: "")
+
+
 @pytest.fixture(scope="session")
 def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "small.bin", small_pieces())

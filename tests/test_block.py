@@ -25,6 +25,7 @@ class Table:
     """A model of a few tokens whose next one hangs on the last one alone."""
 
     lock, n_passes, n_positions, n_short = contextlib.nullcontext(), 0, 100, 0
+    experts_read = 0.0, 0
 
     def __init__(self, probs):
         self.probs = np.array(probs)

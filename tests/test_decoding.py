@@ -73,6 +73,7 @@ class Script:
     """A target that is sure of each next token of a text, and holds no model."""
 
     lock, n_passes, n_short = contextlib.nullcontext(), 0, 0
+    experts_read = 0.0, 0
 
     def __init__(self, text, vocab_size=20, n_positions=100):
         self.text, self.vocab_size, self.n_positions, self.passes = text, vocab_size, n_positions, []
@@ -518,7 +519,7 @@ class Interrupted:
 
     def __init__(self, model):
         self._model, self.lock, self.n_positions, self.n_short = model, model.lock, model.n_positions, 0
-        self.n_interrupts = 0
+        self.n_interrupts, self.experts_read = 0, (0.0, 0)
 
     @property
     def n_passes(self):

@@ -133,6 +133,7 @@ def test_a_text_may_not_end_before_its_shape_is_complete():
 
     class Ending:
         lock, n_positions, n_short = target.lock, target.n_positions, 0
+        experts_read = 0.0, 0
 
         @property
         def n_passes(self):

@@ -102,6 +102,7 @@ class Mixture:
         self.scratch, self.gathered = zeros(n_threads, slots, columns), zeros(n_threads, T, columns)
         self.x, self.normed = zeros(1, T, round_up(dim, STRIP_ROWS)), zeros(1, T, round_up(dim, STRIP_ROWS))
         r = self.router
+        self.n_read = np.zeros(1, np.int64)
         self.ups, self.hidden = zeros(slots, 2 * width), zeros(1, slots, width)
         self.branch, choice = zeros(slots, round_up(dim, STRIP_ROWS)), Choice(r.tokens, r.starts)
         room = self.gathered[:, :, : self.up.scratch_words if self.up.scratch_words > 1 else self.normed.shape[2]].copy()
@@ -112,7 +113,7 @@ class Mixture:
             [
                 r.row,
                 self.down.experts(self.branch, self.hidden, scratch[1], room, choice, per_token=n_chosen),
-                add_experts(self.x[0], self.branch, r.places, r.weights, n_chosen),
+                add_experts(self.x[0], self.branch, r.places, r.weights, r.starts, self.n_read, n_chosen),
             ],
         ]  # fmt: skip
 
@@ -170,6 +171,8 @@ def test_a_token_has_the_same_bits_alone_and_beside_others_on_any_threads(name):
     whole = Mixture(KINDS[name])(x, scores)
     assert np.array_equal(Mixture(KINDS[name], n_threads=THREADS)(x, scores), whole)
     few = Mixture(KINDS[name])
+    few(x[20:40], scores[20:40])
+    assert few.n_read[0] == 3
     for t in (0, 21, 63):
         assert np.array_equal(few(x[t : t + 1], scores[t : t + 1]), whole[t : t + 1])
     for first, last in ((0, 7), (15, 32), (20, 40)):

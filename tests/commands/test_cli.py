@@ -45,7 +45,8 @@ from tests.terminal import COMMAND, LONGEST, PROMPT, Screen, endless, in_termina
 JSON_FIELDS = {
     "text", "tokens", "n_prompt", "n_generated", "n_drafted", "n_accepted", "n_nodes", "acceptance_rate", "target_passes",
     "tokens_per_pass", "accepted_histogram", "load_seconds", "warmup_seconds", "prefill_seconds", "decode_seconds",
-    "tokens_per_second", "acceptance_by_position", "speed_up", "stop_reason", "seed", "settings",
+    "tokens_per_second", "acceptance_by_position", "speed_up", "stop_reason", "seed", "settings", "experts_alone",
+    "experts_per_token",
 }  # fmt: skip
 
 Run = Callable[..., tuple[int, str, str]]

@@ -193,7 +193,7 @@ def test_who_is_asked_to_stop_keeps_the_texts_that_all_have_written() -> None:
 def figures(options: str, temperature: float, speed: float, kind: sweep.Kind = "pair", n: int | None = None) -> Figures:
     name = options.replace("-g", "γ") or "target alone"
     return Figures(
-        name, options, kind, temperature, n, 12, speed * 0.8, speed, speed * 1.2, 1000 * speed, 8, 6, 0.75, 3.0, [0.75]
+        name, options, kind, temperature, n, 12, speed * 0.8, speed, speed * 1.2, 1000 * speed, 8, 6, 0.75, 3.0, [0.75], 0, 0.0
     )
 
 
@@ -273,6 +273,16 @@ def report(temperatures: tuple[float, ...] = (0.0, 1.0), speed: float = 2.0, tit
     cells = [dataclasses.replace(f, max_tokens=n, acceptance_by_position=[0.9] * 20) for n in (50, 200) for f in of]
     of += [figures("draft alone", t, 30.0, "draft") for t in temperatures]
     return sweep_chart.Report(title, cells, of, sweep.overall(cells), sweep.conclusion(of), ["a note"], True)
+
+
+def test_what_a_mixture_reads_is_told_by_setting() -> None:
+    assert report().experts_in_words() == ""
+    one, *_ = (dataclasses.replace(f, experts_alone=8, experts_per_token=5.25) for f in report().totals)
+    of = dataclasses.replace(report(), totals=[one])
+    assert of.experts_in_words() == "Experts that a layer reads for a token: 5.2 (target alone, greedy)."
+    out = io.StringIO()
+    sweep_chart.show(of, Console(file=out, width=80))
+    assert of.experts_in_words() in " ".join(out.getvalue().split())
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])

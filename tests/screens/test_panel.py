@@ -927,6 +927,26 @@ def test_the_summary_has_every_figure_and_fits(width: int) -> None:
     }  # fmt: skip
 
 
+def test_of_a_mixture_it_is_told_what_a_token_reads_alone_and_in_passes(tokenizer: Tokenizer) -> None:
+    """Of two passes, over three tokens and over one: 18 and 8 experts for four tokens."""
+    steps = [Step([5, 6, 7], [5, 6, 8], 2, 0.5, 0.1, experts=(18.0, 8)), Step([5], [], 0, 0.25, 0.1, experts=(8.0, 8))]
+    statistics, console = Statistics(), Console(file=io.StringIO(), width=80)
+    for step in steps:
+        statistics.add(step)
+    assert (statistics.experts_alone, statistics.experts_per_token) == (8, 6.5)
+    print_summary(console, statistics)
+    assert "experts a token  8 alone, 6.5 in these passes" in re.sub(" {2,}", "  ", console.file.getvalue())  # type: ignore
+    figures = json.loads(to_json(statistics, "", []))
+    assert (figures["experts_alone"], figures["experts_per_token"]) == (8, 6.5)
+    with Stage(tokenizer, 120, 24) as stage:
+        stage.begin()
+        for step in steps:
+            stage.clock.now += 1
+            stage.statistics.add(step)
+            stage.panel.show(step)
+        assert "6.5 experts a token instead of 8" in stage.screen()
+
+
 def test_the_right_edges_of_the_summary_are_one() -> None:
     console = Console(file=io.StringIO(), width=80)
     print_summary(console, some_statistics(), seed=17, weights="target fp32")
