@@ -25,15 +25,15 @@ def whole(name: str, value: object, least: int, most: int | None = None) -> int:
     return n
 
 
-def real(name: str, value: object, most: float, hint: str) -> float:
-    """A number from 0 to most, finite; hint: what it means at its ends. Raises TypeError or ValueError."""
+def real(name: str, value: object, most: float, hint: str, least: float = 0.0) -> float:
+    """A number from least to most, finite; hint: what it means at its ends. Raises TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {short(value, repr)}; expected a number")
     try:
         x = float(value)
     except OverflowError:
         x = math.inf
-    if not (0 <= x <= most and math.isfinite(x)):
+    if not (least <= x <= most and math.isfinite(x)):
         raise ValueError(f"{name} is {short(value)}; expected {hint}")
     return x
 

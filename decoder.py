@@ -154,7 +154,7 @@ class SpeculativeDecoder:
 
     @property
     def advised_sampling(self) -> Mapping[str, float]:
-        """What the target's files advise to draw with: of temperature, top_p and top_k those that they tell."""
+        """What the target's files advise to draw with: by the names of `Sampling`, those that they tell."""
         return self._team.source.sampling if self._team.source else {}
 
     @property
@@ -225,6 +225,8 @@ class SpeculativeDecoder:
         check_memory(self.target, len(tokens) + max_tokens - 1)  # the last one is never run
         if not isinstance(sampling, Sampling):
             raise TypeError(f"sampling is {short(sampling, repr)}; expected Sampling(temperature=..., seed=...)")
+        if sampling.biases and (wrong := sampling.biases[-1][0]) >= self.n_ids:
+            raise ValueError(f"logit_bias holds the id {wrong}; expected ids from 0 to {self.n_ids - 1}")
         shapes.check_shape(shape, self.tokenizer)
         return tokens, max_tokens, stops
 

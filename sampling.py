@@ -4,13 +4,15 @@ The noise is computed, never consumed from a stream: a counter-based generator k
 proposal drawn with the target's noise agrees with the target as often as it can (Daliri et al. 2024, arXiv:2408.07978).
 """
 
+import functools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from .checks import real, whole
+from .checks import real, short, whole
 from .kernels import softmax
 from .machine.cache import compiled, inner
 from .machine.elementary import log
@@ -26,11 +28,17 @@ def round_noise(position: int) -> tuple[int, int]:
     return FIRST_ROUND_NOISE + 2 * position, FIRST_ROUND_NOISE + 2 * position + 1
 
 
+LEAST_REPETITION, MOST_PENALTY = 0.01, 100.0
+REPETITION, SIGNED = "a number from 0.01 to 100 (1: off)", "a number from -100 to 100 (0: off)"
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How a token is drawn: temperature, then softmax, then top_k, then the smallest set whose mass exceeds top_p.
 
-    temperature 0 is greedy; top_k 0 and top_p 0 or 1 are off; seed is 0 to 2^63 - 1.
+    temperature 0 is greedy; top_k 0 and top_p 0 or 1 are off; seed is 0 to 2^63 - 1. Before that, in this order, and by what
+    the text has so far (`text.adjusting` has the formulas): logit_bias, by id, is added; repetition_penalty, 1 for none, counts
+    for the prompt too; frequency_penalty and presence_penalty; and of the softmax, before top_k, min_p, 0 for none.
     Raises ValueError for a value out of range, TypeError for what is no number.
     """
 
@@ -38,6 +46,11 @@ class Sampling:
     top_k: int = 0
     top_p: float = 0.9
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
 
     def __post_init__(self) -> None:
         numbers = {
@@ -45,9 +58,46 @@ class Sampling:
             "top_k": whole("top_k", self.top_k, 0),
             "top_p": real("top_p", self.top_p, 1, "a number from 0 to 1 (0 and 1: off)"),
             "seed": whole("seed", self.seed, 0, 2**63 - 1),
+            "min_p": real("min_p", self.min_p, 1, "a number from 0 (off) to 1"),
+            "repetition_penalty": real("repetition_penalty", self.repetition_penalty, MOST_PENALTY, REPETITION, LEAST_REPETITION),
+            "presence_penalty": real("presence_penalty", self.presence_penalty, MOST_PENALTY, SIGNED, -MOST_PENALTY),
+            "frequency_penalty": real("frequency_penalty", self.frequency_penalty, MOST_PENALTY, SIGNED, -MOST_PENALTY),
+            "logit_bias": _biases(self.logit_bias),
         }
         for name, number in numbers.items():  # Python's own: the kernels are compiled for those
             object.__setattr__(self, name, number)
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits are adjusted before temperature, or by `min_p`."""
+        return self.repetition_penalty != 1.0 or bool(
+            self.presence_penalty or self.frequency_penalty or self.logit_bias or self.least_log
+        )
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """What is added to logits, by rising id, each once: what logit_bias has become."""
+        return cast(tuple[tuple[int, float], ...], self.logit_bias)
+
+    @functools.cached_property
+    def least_log(self) -> float:
+        """By how much a logit may be less than the largest, where min_p says, below 0; else 0. The same on all machines."""
+        if not self.min_p:
+            return 0.0
+        from decimal import Decimal  # whose logarithm is rounded correctly
+
+        return self.temperature * float(Decimal(self.min_p).ln())
+
+
+def _biases(given: Any) -> tuple[tuple[int, float], ...]:
+    """What is added to logits, by rising id, each once."""
+    try:
+        pairs = [(token, bias) for token, bias in (given.items() if isinstance(given, Mapping) else given)]
+    except (TypeError, ValueError):
+        raise TypeError(f"logit_bias is {short(given, repr)}; expected numbers by token ids") from None
+    ids = [whole("an id of logit_bias", token, 0) for token, _ in pairs]
+    biases = [real(f"logit_bias of {short(token)}", bias, MOST_PENALTY, SIGNED, -MOST_PENALTY) for token, bias in pairs]
+    return tuple(sorted(dict(zip(ids, biases, strict=True)).items()))
 
 
 def sampling_with(sampling: Sampling, **fields: Any) -> Sampling:

@@ -1,7 +1,7 @@
 """`specdec chat`: a conversation at the terminal, or an answer to a pipe. Knows no arrays and no formats."""
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from ..checks import text
@@ -10,7 +10,7 @@ from ..readers import is_llama2c
 from ..text.templates import LLAMA2_NAME, RENDERING
 from . import options
 from .endings import say, writing
-from .loading import found, models_of, shaping
+from .loading import drawn_as_advised, found, models_of, shaping
 from .prompts import message_of
 from .request import Request, with_models
 
@@ -38,6 +38,10 @@ class ChatRequest(Request):
     temperature: options.Temperature = 0.7
     top_p: options.TopP = 0.9
     top_k: options.TopK = 0
+    min_p: options.MinP = 0.0
+    repetition_penalty: options.RepeatPenalty = 1.0
+    presence_penalty: options.PresencePenalty = 0.0
+    frequency_penalty: options.FrequencyPenalty = 0.0
     seed: options.Seed = 0
     threads: options.Threads = 0
     plain: options.PlainChat = False
@@ -83,8 +87,9 @@ def run(request: ChatRequest) -> None:
     if is_guess:
         say(f"{request.titles[0]} names no chat template; that of Llama 2 is used, which a story model was not taught")
     request = models.drafted(request)
-    drawn = request.sampling
-    settings = Settings(drawn.temperature, drawn.top_p, drawn.top_k, drawn.seed, request.max_tokens)
+    names = [each.name for each in fields(Settings) if each.name != "seed"]
+    drawn = {name: getattr(request, name) for name in names} | drawn_as_advised(request, models.decoder)
+    settings = Settings(**drawn, seed=request.sampling.seed)
     conversation = Conversation(models.decoder, request.system, settings, str(request.model), models.made_with, shape)
     told = {"model": request.model, "draft": request.draft or None}
     talk = screen.Chat(models.decoder, conversation, screen.Showing(request.roles, request.plain, request.as_json, told))

@@ -20,6 +20,7 @@ from ..readers.loading import Pack
 from ..screens.progress import LOADING, TIMING, Bar, loading
 from ..text import shapes
 from ..transformer import KV
+from . import options
 from .endings import say
 from .request import WORDS, Asked, Request
 
@@ -122,3 +123,15 @@ def room_of(request: Request, decoder: SpeculativeDecoder, n_prompt: int) -> int
     if decoder.n_positions < n_positions:
         say(f"this machine's memory has room for {decoder.n_positions} of the {n_positions} tokens of the target's context")
     return max(decoder.n_positions + 1 - n_prompt, 1)  # of a prompt that is too long for it the decoder tells
+
+
+def drawn_as_advised(request: Request, decoder: SpeculativeDecoder) -> dict[str, Any]:
+    """How the model's files advise to draw, by the names of `Sampling`, where no option says otherwise; a line tells it."""
+    given = {name.removeprefix("served_") for name in request.given}
+    advised: dict[str, Any] = {name: value for name, value in decoder.advised_sampling.items() if name not in given}
+    if "top_k" in advised:
+        advised["top_k"] = int(advised["top_k"])
+    if advised:
+        told = ", ".join(f"{options.OF_PARAMETERS[name]} {value:g}" for name, value in advised.items())
+        say(f"drawn as {request.titles[0]}'s files advise: {told}")
+    return advised

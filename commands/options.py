@@ -14,6 +14,8 @@ OF_PARAMETERS = {
     "kv": "--kv", "pack": "--pack", "gamma": "--gamma", "verify": "--verify", "tree": "--tree", "threads": "--threads",
     "prompt": "--prompt", "stop": "--stop", "max_tokens": "--max-tokens", "temperature": "--temperature", "top_p": "--top-p",
     "top_k": "--top-k", "seed": "--seed", "prompts": "--prompts", "shape": "--shape", "system": "--system",
+    "min_p": "--min-p", "repetition_penalty": "--repeat-penalty", "presence_penalty": "--presence-penalty",
+    "frequency_penalty": "--frequency-penalty", "logit_bias": "--logit-bias",
 }  # fmt: skip
 _PARAMETER = "|".join(OF_PARAMETERS)
 _TOLD = re.compile(rf"\b({_PARAMETER})=(?:\.\.\.|'([^']*)')|(?:^|(?<=, and ))({_PARAMETER})(?= (?:is|holds) )")
@@ -162,6 +164,42 @@ ServedTopP = Annotated[
 ]
 ServedTopK = Annotated[
     int | None, option("-k", "--top-k", group="Sampling", metavar="N", min=0, help=f"Top-k {_UNSAID} 0. 0: off.")
+]
+MinP = Annotated[
+    float,
+    option(
+        "--min-p",
+        group="Sampling",
+        metavar="X",
+        min=0.0,
+        max=1.0,
+        help="Leave out what is less likely than X times the likeliest.",
+    ),
+]
+RepeatPenalty = Annotated[
+    float,
+    option(
+        "--repeat-penalty", group="Sampling", metavar="X", min=0.01, max=100.0,
+        help="Make tokens of the prompt and the text less likely, above 1.",
+    ),
+]  # fmt: skip
+PresencePenalty = Annotated[
+    float,
+    option(
+        "--presence-penalty", group="Sampling", metavar="X", min=-100.0, max=100.0,
+        help="Take X from the logits of tokens that the text has.",
+    ),
+]  # fmt: skip
+FrequencyPenalty = Annotated[
+    float,
+    option(
+        "--frequency-penalty", group="Sampling", metavar="X", min=-100.0, max=100.0,
+        help="Take X from the logits of tokens for each time that the text has them.",
+    ),
+]  # fmt: skip
+LogitBias = Annotated[
+    list[str] | None,
+    option("--logit-bias", group="Sampling", metavar="ID=X", help="Add X, -100 to 100, to a token's logit. Can be repeated."),
 ]
 Seed = Annotated[
     int,

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar, cast, get_args
 
-from ..checks import one_of, text
+from ..checks import one_of, short, text
 from ..decoding import VerifyMode
 from ..drafting.copies import kinds_to_make
 from ..drafting.estimates import MAX_GAMMA
@@ -52,6 +52,11 @@ class Request:
     top_p: float = 0.9
     top_k: int = 0
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: list[str] | None = None
     gamma: str = AUTO
     verify: str = "coupled"
     tree: str = "off"
@@ -81,7 +86,20 @@ class Request:
     def sampling(self) -> Sampling:
         """How tokens are drawn; the seed 0 is a new one each time."""
         seed = self.seed or int.from_bytes(os.urandom(4), "little") or 1
-        return Sampling(self.temperature, self.top_k, self.top_p, seed)
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return Sampling(self.temperature, self.top_k, self.top_p, seed, self.min_p, *penalties, self.biases)
+
+    @property
+    def biases(self) -> list[tuple[int, float]]:
+        """What is added to logits, by id. Raises ValueError."""
+        biases = []
+        for each in self.logit_bias or []:
+            token, _, bias = each.partition("=")
+            try:
+                biases.append((int(token), float(bias)))
+            except ValueError:
+                raise ValueError(f"logit_bias is {short(each, repr)}; expected ID=X, such as 42=-100") from None
+        return biases
 
     @property
     def titles(self) -> list[str]:

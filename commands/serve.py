@@ -24,7 +24,7 @@ from ..text.conversation import Settings as ChatSettings
 from ..text.templates import TemplateError
 from . import options
 from .endings import say, writing
-from .loading import Loaded, found, models_of
+from .loading import Loaded, drawn_as_advised, found, models_of
 from .prompts import text_in
 from .request import Request, with_models
 
@@ -94,12 +94,13 @@ class ServeRequest(Request):
             )
         return keys
 
-    def sampling_of(self, advised: Mapping[str, float]) -> Sampling:
+    def sampling_of(self, advised: Mapping[str, Any]) -> Sampling:
         """For who says nothing: by options, else as the model's files advise, else as in a chat."""
-        chat = ChatSettings()
-        drawn: dict[str, Any] = {"temperature": chat.temperature, "top_p": chat.top_p, "top_k": chat.top_k, **advised}
-        drawn |= {name: value for name in drawn if (value := getattr(self, f"served_{name}")) is not None}
-        return Sampling(float(drawn["temperature"]), int(drawn["top_k"]), float(drawn["top_p"]))
+        named: dict[str, Any] = {
+            "temperature": self.served_temperature, "top_p": self.served_top_p, "top_k": self.served_top_k,
+        }  # fmt: skip
+        chat = replace(ChatSettings(), **advised)
+        return replace(chat.sampling(0), **{name: value for name, value in named.items() if value is not None})
 
     @property
     def name(self) -> str:
@@ -139,7 +140,7 @@ def serve(request: ServeRequest, models: Loaded, sock: socket.socket, keys: list
     cache_bytes = request.cache * 10**6 or int(CACHE_SHARE * room_beside(decoder.target))
     engine = Engine(decoder, request.slots, request.queue, cache_bytes)
     fingerprint = f"specdec-{specdec.__version__}-{specdec.__arithmetic__}"
-    model = Model(request.name, decoder, template, request.sampling_of(decoder.advised_sampling))
+    model = Model(request.name, decoder, template, request.sampling_of(drawn_as_advised(request, decoder)))
     service = Service(model, engine, fingerprint, int(time.time()))
     app = Guard(app_of(service), keys, {"localhost", request.host, socket.gethostname()}, log)
     listener = Listener(app, sock, request.grace, log)

@@ -50,6 +50,11 @@ class TextRequest(Request):
     tokenizer: options.TokenizerFile = ""
     top_p: options.TopP = 0.9
     top_k: options.TopK = 0
+    min_p: options.MinP = 0.0
+    repetition_penalty: options.RepeatPenalty = 1.0
+    presence_penalty: options.PresencePenalty = 0.0
+    frequency_penalty: options.FrequencyPenalty = 0.0
+    logit_bias: options.LogitBias = None
     seed: options.Seed = 0
     gamma: options.Gamma = AUTO
     verify: options.VerifyOption = "coupled"
@@ -90,14 +95,15 @@ class TextRequest(Request):
             ("without a draft that is a model", self.draft in ("", NGRAM), ("tree",)),
             ("with --json", self.as_json, ("pace", "plain", "stats")),
             ("with --plain", self.plain and not self.as_json, ("pace",)),
-            ("at temperature 0", self.temperature == 0, ("top_p", "top_k")),
+            ("at temperature 0", self.temperature == 0, ("top_p", "top_k", "min_p")),
         )
         idle = [(why, [self.given[name] for name in names if name in self.given]) for why, holds, names in reasons if holds]
         return "; ".join(f"{', '.join(names)}: no effect {why}" for why, names in idle if names)
 
     def settings(self, models: Loaded) -> dict[str, Any]:
         """For JSON: all that a text depends on but its seed."""
-        drawn = ("temperature", "top_p", "top_k", "verify", "tree", "quantize")
+        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+        drawn = ("temperature", "top_p", "top_k", "min_p", *penalties, "verify", "tree", "quantize")
         names = ("prompt", "steps", "max_tokens", "schema", "regex", *drawn)
         return {
             **self.named,

@@ -8,6 +8,7 @@ from ..architectures import Config
 from ..decoding import Draft, Plan
 from ..machine.vectors import Float32, ceil_div
 from ..sampling import Sampler
+from ..text.adjusting import Adjusting
 from ..transformer import known, room_behind
 
 
@@ -44,8 +45,15 @@ class ModelDrafter:
         self._model, self._sampler, self._noise, self._end_marks = model, sampler, noise, end_marks
         self._n_rows = model.config.vocab_size  # the target may know more tokens
         self._q: list[Float32] = []
+        self._adjusting = Adjusting(sampler.sampling) if sampler.sampling.adjusts else None
+
+    def begins(self, prompt: list[int]) -> None:
+        """A text, where it was not told of yet."""
+        if self._adjusting and not self._adjusting.has_begun:
+            self._adjusting.follow(prompt)
 
     def get_ready(self, tokens: list[int]) -> None:
+        self.begins(tokens)
         with self._model.lock:
             self._model.forward(self._seen(tokens, self._start(len(tokens)))[:-1], n_logits=0)
 
@@ -53,11 +61,15 @@ class ModelDrafter:
         """tail: what may follow tokens: a proposal for that draft whose round it is (see `stages`)."""
         start = self._start(len(tokens) + len(tail) + min(plan.most, self._model.n_positions // 2))
         stream, text, n = self._noise(len(tokens)), self._seen([*tokens, *tail] if tail else tokens, start), 0
-        most = len(text) + room_behind(len(text), self._model.n_positions, self._model.n_short)
+        most, first = len(text) + room_behind(len(text), self._model.n_positions, self._model.n_short), len(text) - len(tail)
+        if self._adjusting:
+            self._adjusting.follow(tokens)
         with self._model.lock:
             while len(text) <= most:
-                q = self._draw_room(n + 1)[n]
-                token, margin = self._sampler.draw_surely(q, self._model.forward(text)[0], stream, start + len(text))
+                q, logits = self._draw_room(n + 1)[n], self._model.forward(text)[0]
+                if self._adjusting:
+                    logits = self._adjusting.adjusted(logits, text[first:])
+                token, margin = self._sampler.draw_surely(q, logits, stream, start + len(text))
                 if token < 0:
                     break
                 text.append(token)

@@ -151,6 +151,7 @@ class StagedDrafter:
 
     def get_ready(self, tokens: list[int]) -> None:
         self._alone.get_ready(tokens)
+        self._staged.begins(tokens)
         self._guesser.get_ready(tokens)
 
     def propose(self, tokens: list[int], plan: Plan) -> Draft:

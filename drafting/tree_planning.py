@@ -87,6 +87,14 @@ class CandidateTree:
         self._clear()
         self._begins_at = len(text)
 
+    def path(self, node: int) -> list[int]:
+        """The tokens from the text to a node; -1 is the text's end."""
+        path = list[int]()
+        while node >= 0:
+            path.append(self.tokens[node])
+            node = self.parents[node]
+        return path[::-1]
+
     def add(self, parent: int, tokens: list[int], scores: list[float], most: int, least: float = 0.0) -> None:
         """Up to `most` candidates behind a node: the first, and others as long as their survival exceeds `least`."""
         self._offers[parent] = tokens, scores, len(self.tokens)

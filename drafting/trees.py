@@ -37,6 +37,8 @@ class TreeDrafter(ModelDrafter):
         if tail or not growing.is_tree:
             return super().propose(tokens, plan, tail)
         growing.tree.plant(tokens)
+        if self._adjusting:
+            self._adjusting.follow(tokens)
         start, stream = self._start(len(tokens) + min(plan.most, model.n_positions // 2)), self._noise(len(tokens))
         text = self._seen(tokens, start)
         first_room = room_behind(len(text), model.n_positions, model.n_short)
@@ -58,6 +60,8 @@ class TreeDrafter(ModelDrafter):
                     logits = model.forward(text)
                 room = self._draw_room(len(rows) + len(level))[len(rows) :]
                 for node, row, q in zip(level, logits, room, strict=False):
+                    if self._adjusting:
+                        row = self._adjusting.adjusted(row, growing.tree.path(node))
                     found, scores = self._sampler.draw_few(q, row, stream, len(tokens) + depth)
                     rows[node] = q
                     growing.offers(node, found, scores)

@@ -8,6 +8,7 @@ from ..machine.ahead import end
 from ..machine.cores import known, thread_choices
 from ..machine.memory import zeros
 from ..sampling import Sampler, Sampling
+from ..text.adjusting import adjusted
 from .estimates import ODDS_RATES, Acceptance, Costs
 from .heads import Head
 from .model_drafter import HeadDrafter, ModelDrafter
@@ -56,6 +57,7 @@ class Tuning:
         """A text's, of whatever is warm."""
         verifier = self._verifier(sampling, settings)
         plan, drafter = self._planned(self._team, sampling, verifier.draft_noise, settings)
+        shape = adjusted(shape, sampling)
         events = decode(self._team.target, drafter, verifier, tokens, max_tokens, plan, self._end_marks, shape)
         events = self._pace.over(events) if self._pace else events
         return self._remembering(events) if self.costs and settings.follows_clock else events
@@ -84,7 +86,7 @@ class Tuning:
         """One that shares passes with others, on a seat of the team; plan: where the clock decides how long proposals get."""
         verifier = self._verifier(sampling, settings)
         plan, drafter = self._planned(seat, sampling, verifier.draft_noise, settings, plan)
-        target = seat.target
+        target, shape = seat.target, adjusted(shape, sampling)
         return Text([*tokens], max_tokens, target.n_positions, drafter, verifier, plan, self._end_marks, shape, target.n_short)
 
     @property

@@ -28,7 +28,10 @@ VOCABULARY, TOKENS, CHAT_TEMPLATE = "tokenizer.ggml.", "tokenizer.ggml.tokens", 
 SPLIT_NUMBER, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
 MOST_PARTS = 99999
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.ASCII | re.DOTALL)
-SAMPLING = {"temperature": "general.sampling.temp", "top_p": "general.sampling.top_p", "top_k": "general.sampling.top_k"}
+SAMPLING = {
+    "temperature": "general.sampling.temp", "top_p": "general.sampling.top_p", "top_k": "general.sampling.top_k",
+    "min_p": "general.sampling.min_p", "repetition_penalty": "general.sampling.penalty_repeat",
+}  # fmt: skip
 
 
 def is_gguf(path: Path) -> bool:

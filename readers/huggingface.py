@@ -16,7 +16,7 @@ from ..families.values import CheckpointError, shown
 from ..machine.vectors import Int64
 from .config_json import CONFIG, GENERATION_CONFIG, read_config
 from .json_text import read_object
-from .model_file import Checkpoint, FileTensor, advised, telling_os_errors
+from .model_file import MOST_ADVISED, Checkpoint, FileTensor, advised, telling_os_errors
 from .places import are_equal, tensors_of
 from .safetensors import INDEX, WEIGHTS, SafetensorsFile
 
@@ -112,7 +112,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     tensors = tensors_of(config, places, folder)
     folder.check_all_used()
     values = read_object(told) if (told := path / GENERATION_CONFIG).exists() else {}
-    sampling = advised(values, {name: name for name in ("temperature", "top_p", "top_k")})
+    sampling = advised(values, {name: name for name in MOST_ADVISED})
     return Checkpoint(
         path, config, tensors, end_marks, bos, family=family.model_type.removesuffix("_text"), sampling=sampling, mtp=family.mtp
     )

@@ -33,8 +33,8 @@ class Checkpoint:
     a tensor is read then. end_marks: names of the ids that end a text, bos: the id that begins one, where the files tell.
     vocabulary: the keys of the tokenizer that lies in the same file; chat_template: that of conversations, where it does.
     target_ids: of a head's rows (n_rows,), the target's ids, each once; None: row i is id i. A head has no tokenizer.
-    family: what the file calls what the model is, where it does. sampling: what it is to be drawn with by its makers, of
-    temperature, top_p and top_k those that the files tell. mtp: where the tensors of the head lie that the files may bring along.
+    family: what the file calls what the model is, where it does. sampling: what it is to be drawn with by its makers, by the
+    names of `sampling.Sampling`, as far as the files tell. mtp: where the tensors of the head lie that they may bring along.
     """
 
     path: Path
@@ -50,11 +50,21 @@ class Checkpoint:
     mtp: Sequence[Mapping[str, Place]] = ()
 
 
+MOST_ADVISED = {
+    "temperature": 100.0, "top_p": 1.0, "top_k": 1e9, "min_p": 1.0, "repetition_penalty": 100.0, "presence_penalty": 100.0,
+    "frequency_penalty": 100.0,
+}  # fmt: skip
+
+
 def advised(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, float]:
     """Numbers of sampling, by ours of names, under which values have them; what is none is left out: no text depends on it."""
-    most = {"temperature": 100.0, "top_p": 1.0, "top_k": 1e9}
     found = ((ours, values.get(key)) for ours, key in names.items())
-    return {name: value for name, value in found if isinstance(value, int | float) and 0 <= value <= most[name]}
+    least = {"repetition_penalty": 0.01}
+    return {
+        name: value
+        for name, value in found
+        if isinstance(value, int | float) and not isinstance(value, bool) and least.get(name, 0) <= value <= MOST_ADVISED[name]
+    }
 
 
 class ModelFile:

@@ -35,7 +35,7 @@ HELP = {
     "/clear": "begin anew; the system prompt stays",
     "/regen": "another answer to the last question",
     "/system TEXT": 'another system prompt; "" for none, alone to see it',
-    "/set NAME VALUE": "temperature, top_p, top_k, seed, max_tokens; alone to see all",
+    "/set NAME VALUE": "temperature, top_p, min_p, seed and others; alone to see all",
     "/stats": "all figures of the last answer",
     "/panel": "answers in the panel that shows every guess, or no longer",
     "/save FILE": "keep the conversation, and all that its answers depend on",

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -26,6 +26,7 @@ from .building import Builder, Busy, Turns
 from .engine import Client, Closed, Engine, Failed, Full, Job, Ticket
 from .guard import FAILED, App, Receive, Scope, Send, refusal
 from .metrics import exposition
+from .tokens import detokenized, tokenized
 
 PAGE = Path(__file__).with_name("page.html")
 MOST_BYTES, MOST_OF_ALL_BYTES = 4 << 20, 64 << 20  # of a body; of all that are being read, without what is small of each
@@ -36,6 +37,7 @@ PIECE_BYTES = 64 << 10  # of an answer that is sent at once: each has a reader's
 SIGN_OF_LIFE_SECONDS = 5.0  # between comments in a stream that has nothing to say
 DONE = b"data: [DONE]\n\n"
 Read = Callable[[Mapping[str, Any], Model], Asked]
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -74,22 +76,23 @@ def app_of(service: Service) -> App:
             raise Refused(f"there is no such model here; there is {model.name}", "model", "model_not_found", 404)
         return JSONResponse(told_of(service))
 
+    async def read_by(read: Callable[[Mapping[str, Any], Model], Value], request: Request) -> Value:
+        async with body_of_bytes(request, room) as data:
+            reading = large.of(request.scope["who"].name) if len(data) > SMALL_BYTES else nullcontext()
+            async with reading:  # what makes tokens of large ones would keep small ones waiting
+                return await asyncio.to_thread(lambda: read(body_of(data), model))
+
     def writing(read: Read) -> Callable[[Request], Awaitable[Any]]:
         async def write(request: Request) -> Any:
-            async with body_of_bytes(request, room) as data:
-                reading = large.of(request.scope["who"].name) if len(data) > SMALL_BYTES else nullcontext()
-                async with reading:  # what makes tokens of large ones would keep small ones waiting
-                    return Writing(service, building, await asyncio.to_thread(lambda: read(body_of(data), model)))
+            return Writing(service, building, await read_by(read, request))
 
         return write
 
-    async def wrong(request: Request, error: Exception) -> Response:
-        if isinstance(error, HTTPException):
-            words = {404: "there is nothing at this path", 405: "this path does not take this method"}
-            error = Refused(words.get(error.status_code, error.detail), None, None, error.status_code)
-        if isinstance(error, Refused):
-            request.scope["notes"].append(error.note)
-        return refusal(error if isinstance(error, Refused) else FAILED())
+    def telling(read: Callable[[Mapping[str, Any], Model], Any]) -> Callable[[Request], Awaitable[Response]]:
+        async def tell(request: Request) -> Response:
+            return JSONResponse(await read_by(read, request))
+
+        return tell
 
     routes = [
         Route("/", show_page),
@@ -99,6 +102,8 @@ def app_of(service: Service) -> App:
         Route("/v1/models/{name:path}", one_model),
         Route("/v1/chat/completions", writing(chat_asked), methods=["POST"]),
         Route("/v1/completions", writing(completion_asked), methods=["POST"]),
+        Route("/tokenize", telling(tokenized), methods=["POST"]),
+        Route("/detokenize", telling(detokenized), methods=["POST"]),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: wrong, Refused: wrong, Exception: wrong})
 
@@ -107,6 +112,16 @@ def app_of(service: Service) -> App:
         await app({**scope, "path": scope["path"].rstrip("/") or "/"}, receive, send)
 
     return without_slash
+
+
+async def wrong(request: Request, error: Exception) -> Response:
+    """What an error is told as."""
+    if isinstance(error, HTTPException):
+        words = {404: "there is nothing at this path", 405: "this path does not take this method"}
+        error = Refused(words.get(error.status_code, error.detail), None, None, error.status_code)
+    if isinstance(error, Refused):
+        request.scope["notes"].append(error.note)
+    return refusal(error if isinstance(error, Refused) else FAILED())
 
 
 # made anew each time: an exception holds on to the frames that raised it, and so to what is in them

@@ -32,12 +32,11 @@ SEEDS = 2**63
 Value = TypeVar("Value")
 # what asks for nothing that is not done anyway
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens", "mirostat", "n_probs"), (0,)),
-    **dict.fromkeys(("repetition_penalty", "repeat_penalty", "typical_p", "length_penalty", "best_of"), (1,)),
+    **dict.fromkeys(("min_tokens", "mirostat", "n_probs"), (0,)),
+    **dict.fromkeys(("typical_p", "length_penalty", "best_of"), (1,)),
     **dict.fromkeys(("add_generation_prompt", "skip_special_tokens", "spaces_between_special_tokens"), (True,)),
     **dict.fromkeys(("store", "echo", "ignore_eos", "use_beam_search", "include_stop_str_in_output"), (False,)),
     "cache_prompt": (True, False),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "suffix": ("",),
     **dict.fromkeys(("functions", "function_call", "audio", "web_search_options"), ()),
@@ -184,6 +183,14 @@ def an_object(name: str, value: Any) -> dict[str, Any]:
     return value
 
 
+def _biases(name: str, value: Any) -> dict[int, float]:
+    """By token id, which a key of JSON writes in digits."""
+    for key in an_object(name, value):
+        if not (key.isascii() and key.isdecimal() and len(key) < 10):
+            raise ValueError(f"{name} holds the key {short(key, repr)}; expected token ids")
+    return {int(key): bias for key, bias in value.items()}
+
+
 def a_list(name: str, value: Any) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise TypeError(f"{name} is {short(value, repr)}; expected a list of one or more")
@@ -276,7 +283,13 @@ class _Rest:
         default = model.sampling.temperature
         temperature = fields.take("temperature", lambda name, value: real(name, value, math.inf, "0 or more"), default)
         seed = fields.take("seed", between(-SEEDS, SEEDS - 1), secrets.randbits(31))
-        self._sampling = Sampling(temperature, top_k if top_p else 1, top_p, seed % SEEDS)
+        self._sampling = replace(
+            model.sampling, temperature=temperature, top_k=top_k if top_p else 1, top_p=top_p, seed=seed % SEEDS
+        )
+        for name in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            self._set(fields, name, name)
+        self._set(fields, "repeat_penalty", "repetition_penalty")  # llama.cpp's name
+        self._set(fields, "logit_bias", "logit_bias")
         self._stops = fields.take("stop", _stops, list[str]())
         self._n = fields.take("n", between(1, MOST_CHOICES), 1)
         self._is_stream = fields.take("stream", yes_or_no, False)
@@ -290,6 +303,15 @@ class _Rest:
         for name in OF_NO_EFFECT:
             fields.take(name, text, "")
         fields.end()
+
+    def _set(self, fields: Fields, name: str, ours: str) -> None:
+        """One of the numbers of `Sampling`, which checks them."""
+
+        def checked(_: str, value: Any) -> Sampling:
+            given: dict[str, Any] = {ours: _biases(name, value) if ours == "logit_bias" else value}
+            return replace(self._sampling, **given)
+
+        self._sampling = fields.take(name, checked, self._sampling)
 
     def of(
         self,

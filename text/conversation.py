@@ -30,6 +30,10 @@ class Settings:
     top_k: int = 0
     seed: int = 1
     max_tokens: int = 1024
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         self.sampling(0)
@@ -37,7 +41,8 @@ class Settings:
 
     def sampling(self, attempt: int) -> Sampling:
         """Of an answer's first attempt, or of a later one, which has a seed of its own."""
-        return Sampling(self.temperature, self.top_k, self.top_p, self.seed if not attempt else (self.seed + attempt) % 2**63)
+        drawn = {name: value for name, value in asdict(self).items() if name != "max_tokens"}
+        return Sampling(**drawn | {"seed": self.seed if not attempt else (self.seed + attempt) % 2**63})
 
     def changed(self, name: str, value: str) -> "Settings":
         """With one of them as a person wrote it. Raises ValueError for a name or a value that is none."""

@@ -288,9 +288,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, int, str]] = [
         (path, {name: value}, name, 400, "unsupported_parameter")
         for path in (CHAT, TEXT)
         for name, value in (
-            ("frequency_penalty", 0.5), ("presence_penalty", -1), ("logit_bias", {"1": 2}), ("store", True), ("suffix", "x"),
-            ("functions", [{}]), ("echo", True), ("min_p", 0.1),
-            ("ignore_eos", True), ("best_of", 2), ("frequency_penalty", False),
+            ("store", True), ("suffix", "x"), ("functions", [{}]), ("echo", True), ("typical_p", 0.5), ("mirostat", 2),
+            ("ignore_eos", True), ("best_of", 2),
         )
     ],
     *[
@@ -303,6 +302,9 @@ REFUSED: list[tuple[str, dict[str, Any], str, int, str]] = [
             ("messages", [1]), ("messages", [{"role": "robin", "content": "x"}]), ("messages", [{"role": "user"}]),
             ("messages", [{"role": "tool", "content": "x"}]), ("tools", {}), ("tools", [1]), ("tools", [{"type": "function"}]),
             ("tools", [{"type": "function", "function": {"name": "a b"}}]), ("specdec", 1), ("prediction", "x"),
+            ("min_p", 2), ("min_p", "x"), ("repetition_penalty", 0), ("repeat_penalty", 1000), ("presence_penalty", True),
+            ("frequency_penalty", -101), ("frequency_penalty", False), ("logit_bias", {"a": 1}), ("logit_bias", {"-1": 1}),
+            ("logit_bias", {"1": 101}), ("logit_bias", [1]), ("logit_bias", {"1" * 5000: 1}),
             ("prediction", {"type": "other"}), ("response_format", {"type": "xml"}), ("response_format", "json"),
         )
     ],
@@ -335,6 +337,22 @@ def test_what_is_not_done_is_refused_by_name(app: Any, path: str, body: Any, par
     reply = ask(app, path, ({"messages": TALK} if path == CHAT else {}) | body)
     assert (reply.status, reply.error["param"], reply.error["code"]) == (status, param, code), reply.body
     assert reply.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_samplers_are_those_of_the_library(app: Any, path: str) -> None:
+    """By both names of the repetition penalty; a bias may leave one token alone."""
+    body: dict[str, Any] = {"seed": 5, "temperature": 1, "max_tokens": 12} | ({"messages": TALK} if path == CHAT else {})
+
+    def said(**more: Any) -> str:
+        choice = ask(app, path, body | more).json["choices"][0]
+        return str(choice["message"]["content"] if path == CHAT else choice["text"])
+
+    assert said() == said(min_p=0, repetition_penalty=1, presence_penalty=0, frequency_penalty=0, logit_bias={})
+    penalties: dict[str, Any] = {"min_p": 0.02, "presence_penalty": 1.5, "frequency_penalty": 0.5}
+    assert said(**penalties, repetition_penalty=1.4) == said(**penalties, repeat_penalty=1.4) != said()
+    assert len({*said(logit_bias={"70": 100}).split()}) <= 1
+    assert ask(app, path, body | {"logit_bias": {"999999": 1}}).status == 400
 
 
 def test_what_asks_for_nothing_special_is_taken(app: Any) -> None:
@@ -779,3 +797,21 @@ def test_a_line_of_the_log_says_nothing_of_what_was_said(serving: Callable[..., 
     assert len(log) == 2 and "canary" not in log[0] and re.search(r"200 \d+\.\d\d s \d+\+2 tokens \(req_\w{16}\)$", log[0])
     assert "\x1b" not in log[1] and "\n" not in log[1]
     assert json.loads(json.dumps(log)) == log and isinstance(ask(app, "/health"), Reply)
+
+
+@pytest.mark.parametrize("text", ["", "robin", "a \u00e9\u65e5 \U0001f642 b", "<|im_end|>"])
+def test_a_text_becomes_tokens_and_is_itself_again(app: Any, text: str) -> None:
+    tokens = ask(app, "/tokenize", {"content": text}).json["tokens"]
+    behind = ask(app, "/tokenize", {"content": text, "add_special": True}).json["tokens"]
+    assert behind[len(behind) - len(tokens) :] == tokens and len(behind) - len(tokens) in (0, 1)
+    assert ask(app, "/detokenize", {"tokens": tokens}).json == {"content": text}
+
+
+def test_what_are_no_tokens_and_no_texts_is_refused(app: Any) -> None:
+    for path, body in (
+        ("/tokenize", {"content": 5}), ("/tokenize", {"content": "a", "add_special": 1}), ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": "abc"}), ("/detokenize", {"tokens": [-1]}), ("/detokenize", {"tokens": [10**9]}),
+        ("/detokenize", {"tokens": [1.5]}), ("/detokenize", {"tokens": [True]}), ("/detokenize", {"tokens": {"1": 2}}),
+    ):  # fmt: skip
+        reply = ask(app, path, body)
+        assert reply.status == 400 and reply.error["type"] == "invalid_request_error", (path, body, reply.body)

@@ -78,6 +78,25 @@ def job_of(decoder, rng, most=60):
     return Job(decoder.encode(prompt), int(rng.integers(0, most)), sampling, stops)
 
 
+def test_every_sampler_has_the_same_text_beside_others(engines, pair):
+    """Of penalties, biases and shares of the likeliest, mixed in one pass, with drafts that are drawn alike."""
+    rng = np.random.default_rng(3)
+    asked = [
+        {}, {"min_p": 0.1}, {"repetition_penalty": 1.5}, {"presence_penalty": 2.0}, {"frequency_penalty": 1.0},
+        {"logit_bias": {270: 4.0, 280: -100.0}}, {"min_p": 0.02, "repetition_penalty": 0.8, "frequency_penalty": -0.3},
+    ]  # fmt: skip
+    for name in ("draft", "ngram", "plain"):
+        decoder = decoder_of(name, pair)
+        engine, jobs, heard = engines(decoder), [], []
+        for i in range(21):
+            job = job_of(decoder, rng)
+            jobs.append(replace(job, sampling=replace(job.sampling, **asked[i % len(asked)])))
+            heard.append(Heard())
+            engine.submit(jobs[-1], heard[-1])
+        for job, told in zip(jobs, heard, strict=True):
+            assert_same(decoder, job, told)
+
+
 def of_the_library(decoder, job):
     """Text, tokens and the reason to stop."""
     events = [*decoder.stream(job.prompt, job.max_tokens, job.sampling, stop=list(job.stops), shape=job.shape)]

@@ -245,7 +245,7 @@ def test_names_of_no_file_are_told_and_settings_shown_whole(
     for command, told in {
         "/save ~nobody-here/x": "no home ~nobody-here/x", "/load ~nobody-here/x": "no home ~nobody-here/x",
         f"/save {'x' * 300}": "File name too long", f"/load {'x' * 300}": "File name too long",
-        "/set": "temperature 0.7, top_p 0.9, top_k 0, seed 9223372036854775807, max_tokens 12",
+        "/set": "temperature 0.7, top_p 0.9, top_k 0, seed 9223372036854775807, max_tokens 12, min_p 0.0",
     }.items():  # fmt: skip
         chat._obey(command)
         assert told in capsys.readouterr().err

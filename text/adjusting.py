@@ -1,0 +1,151 @@
+"""What a text's own tokens, and what was asked of some, do to the logits of the next one. Knows no models.
+
+In vLLM's order: a bias is added; tokens of the prompt and of the text so far have their logits divided by the repetition penalty
+where they are positive, else multiplied (Keskar et al. 2019, arXiv:1909.05858); those of the text so far lose the frequency
+penalty for each time that they stand there, and the presence penalty once (OpenAI's); then temperature; then tokens go that are
+less likely than min_p times the likeliest (Nguyen et al. 2024, arXiv:2407.01082); then top_k and top_p. All but the last two are
+functions of the logits and of the text, so a text stays the target's own, whatever drafts: drafts are drawn alike.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from ..decoding import Draft, Shape, Walk
+from ..sampling import Sampling
+
+FIRST_ROOM = 1024  # tokens
+
+
+class Adjusting:
+    """Of one text: what it holds so far, and what that does to logits. Its prompt is what it follows first."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._places: dict[int, int] = {}  # of the tokens of prompt and text, among
+        self._ids, self._times = np.zeros(FIRST_ROOM, np.int64), np.zeros(FIRST_ROOM, np.float32)  # how often the text has each
+        self._n_read = -1  # tokens of prompt and text that are counted
+        self._biased = np.array([token for token, _ in sampling.biases], np.int64)
+        self._bias = np.array([bias for _, bias in sampling.biases], np.float32)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has a prompt."""
+        return self._n_read >= 0
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """The text has grown to these, the prompt's among them."""
+        if self._n_read < 0:
+            for token in tokens:
+                self._count(token, 0.0)
+        else:
+            for token in tokens[self._n_read :]:
+                self._count(token, 1.0)
+        self._n_read = len(tokens)
+
+    def _count(self, token: int, times: float) -> bool:
+        """A token stands so many times more often; whether it had not stood there."""
+        place = self._places.setdefault(token, n := len(self._places))
+        if place == len(self._ids):
+            self._ids, self._times = (np.concatenate([array, np.zeros_like(array)]) for array in (self._ids, self._times))
+        if place == n:
+            self._ids[n], self._times[n] = token, 0.0
+        self._times[place] += np.float32(times)
+        return place == n
+
+    @contextmanager
+    def behind(self, path: Sequence[int]) -> Iterator[None]:
+        """As if the text had grown by those."""
+        new = [(token, self._count(token, 1.0)) for token in path]
+        try:
+            yield
+        finally:
+            for token, is_new in reversed(new):
+                if is_new:
+                    del self._places[token]
+                else:
+                    self._times[self._places[token]] -= np.float32(1.0)
+
+    def adjust(self, row: Any) -> None:
+        """The logits (V,) of the next token, in place; those that are not finite stay so."""
+        s, n = self._sampling, len(self._places)
+        if len(self._biased):
+            here = self._biased < len(row)
+            row[self._biased[here]] += self._bias[here]
+        if s.repetition_penalty != 1.0 or s.frequency_penalty or s.presence_penalty:
+            here = self._ids[:n] < len(row)
+            ids, times = self._ids[:n][here], self._times[:n][here]
+            logits = row[ids]
+            if s.repetition_penalty != 1.0:
+                penalty = np.float32(s.repetition_penalty)
+                logits = np.where(logits > 0, logits / penalty, logits * penalty)
+            if s.frequency_penalty or s.presence_penalty:
+                logits -= times * np.float32(s.frequency_penalty) + (times > 0) * np.float32(s.presence_penalty)
+            row[ids] = logits
+        if s.least_log and np.isfinite(top := row.max()):
+            np.copyto(row, -np.inf, where=row < np.float32(float(top) + s.least_log))
+
+    def adjusted(self, row: Any, path: Sequence[int]) -> Any:
+        """A copy of the logits (V,) of the token behind the text and a path, adjusted."""
+        row = row.copy()
+        with self.behind(path):
+            self.adjust(row)
+        return row
+
+
+class AdjustedWalk:
+    """A text's walk in its shape, or in none, whose masked logits are adjusted; see `decoding.Walk`."""
+
+    def __init__(self, walk: Walk | None, sampling: Sampling, prompt: list[int]) -> None:
+        self._walk, self._adjusting, self._tokens = walk, Adjusting(sampling), [*prompt]
+        self._adjusting.follow(prompt)
+
+    @property
+    def trouble(self) -> Exception | None:
+        return self._walk.trouble if self._walk else None
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self._walk and self._walk.is_over)
+
+    def forced(self, most: int) -> list[int]:
+        return self._walk.forced(most) if self._walk else []
+
+    def n_allowed(self, tokens: list[int]) -> int:
+        return self._walk.n_allowed(tokens) if self._walk else len(tokens)
+
+    def mask(self, logits: Any, draft: Draft) -> None:
+        if self._walk:
+            self._walk.mask(logits, draft)
+        self._adjust_behind(logits, draft, -1)
+
+    def _adjust_behind(self, logits: Any, draft: Draft, node: int) -> None:
+        """The row of a proposed token, or, of -1, that behind the text; then those of what is proposed behind it."""
+        self._adjusting.adjust(logits[node + 1])
+        for child in draft.children(node):
+            if child + 1 < len(logits):
+                with self._adjusting.behind(draft.tokens[child : child + 1]):
+                    self._adjust_behind(logits, draft, child)
+
+    def takes(self, tokens: list[int]) -> None:
+        if self._walk:
+            self._walk.takes(tokens)
+        self._tokens += tokens
+        self._adjusting.follow(self._tokens)
+
+
+class Adjusted:
+    """A shape, or none, whose logits are adjusted as a sampling asks."""
+
+    def __init__(self, shape: Shape | None, sampling: Sampling) -> None:
+        self._shape, self._sampling = shape, sampling
+
+    def begin(self, prompt: list[int]) -> Walk:
+        return AdjustedWalk(self._shape.begin(prompt) if self._shape else None, self._sampling, prompt)
+
+
+def adjusted(shape: Shape | None, sampling: Sampling) -> Shape | None:
+    """The shape of a text that is drawn so: itself where nothing is asked for that the text has a say in."""
+    return Adjusted(shape, sampling) if sampling.adjusts else shape
