@@ -275,7 +275,7 @@ class Writing:
             building.cancel()
             raise ConnectionResetError
         try:
-            with encoding(self._service.model, "response_format"):
+            with encoding(self._service.model, self._asked.grammar.param):
                 shape: Shape = building.result()
                 return shape
         except Busy:
@@ -322,7 +322,7 @@ class Writing:
             index, event = told
             if isinstance(event, Failed):
                 if isinstance(event.error, ShapeError):
-                    raise Refused(str(event.error), "response_format")
+                    raise Refused(str(event.error), self._asked.grammar.param if self._asked.grammar else "response_format")
                 raise event.error
             delta = self._answer.choices[index].takes(event)
             left -= delta.finish is not None

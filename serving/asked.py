@@ -18,6 +18,7 @@ from ..text.workers import Lost
 from ..tokenizer import Part, TokenizerError
 from .calls import Calls, calls_of
 from .engine import Job
+from .forcing import can_force, grammar_of_calls
 
 MOST_NESTED, MOST_VALUES = 64, 50_000  # lists and objects of a body: within each other, and in all
 MOST_CHOICES = 16  # texts of a request
@@ -225,7 +226,8 @@ def chat_asked(body: Mapping[str, Any], model: Model) -> Asked:
             "this model has no chat template: it goes on with texts, at /v1/completions", "messages", "unsupported_model"
         )
     tools = fields.take("tools", _tools, list[dict[str, Any]]())
-    choice = fields.take("tool_choice", _tool_choice, "auto")
+    is_strict = True in [tool.pop("strict") for tool in tools]
+    choice, named = fields.take("tool_choice", lambda name, value: _tool_choice(name, value, tools), ("auto", tools))
     one_call = not fields.take("parallel_tool_calls", yes_or_no, True)
     if tools and not model.template.takes_tools:
         raise Refused("the model's chat template takes no tools", "tools", NOT_DONE)
@@ -237,11 +239,17 @@ def chat_asked(body: Mapping[str, Any], model: Model) -> Asked:
     if top and not told:
         raise Refused("top_logprobs is for logprobs, which is not true", "top_logprobs")
     grammar = fields.take("response_format", lambda _, value: _grammar(value, model), None)
-    given = tools if choice == "auto" else []
+    given, source = tools if choice != "none" else [], model.template.source
     if grammar is not None and given:
         raise Refused(
             "response_format together with tools is not done here; leave one of the two out", "response_format", NOT_DONE
         )
+    if given and (choice == "required" or is_strict):
+        if not can_force(source):
+            raise Refused("the model's template calls tools in a way that cannot be forced here", "tool_choice", NOT_DONE)
+        functions = [tool["function"] for tool in named]
+        with encoding(model, "tools"):
+            grammar = grammar_of_calls(model.decoder.tokenizer, source, functions, choice == "required", one_call)
     most = fields.take("max_completion_tokens", between(1), None)
     other = fields.take("max_tokens", between(1), None)
     options = _options(fields, model.template)
@@ -249,7 +257,6 @@ def chat_asked(body: Mapping[str, Any], model: Model) -> Asked:
     with encoding(model, "messages"):
         prompt = model.decoder.encode_chat(messages, given or None, options)
     names = {tool["function"]["name"] for tool in given}
-    source = model.template.source
     return asked.of(model, [prompt], True, one_call, lambda: calls_of(source, names) if names else None)
 
 
@@ -429,10 +436,18 @@ def _prediction(name: str, value: Any) -> str:
     return words(f"content of {name}", value.get("content"))
 
 
-def _tool_choice(name: str, value: Any) -> str:
-    if value not in ("auto", "none"):
-        raise Refused(f"{name} is {short(value, repr)}, which is not done here; expected auto or none", name, NOT_DONE)
-    return str(value)
+def _tool_choice(name: str, value: Any, tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """Whether one has to be called, and of which."""
+    if isinstance(value, dict):
+        one_of(f"type of {name}", value.get("type"), ["function"])
+        wanted = an_object(f"function of {name}", value.get("function")).get("name")
+        if not (named := [tool for tool in tools if tool["function"]["name"] == wanted]):
+            raise ValueError(f"{name} names {short(wanted, repr)}, which is none of the tools")
+        return "required", named[:1]
+    choice = one_of(name, value, ["auto", "none", "required"])
+    if choice == "required" and not tools:
+        raise ValueError(f"{name} is required, and there are no tools")
+    return choice, tools
 
 
 def _tools(name: str, value: Any) -> list[dict[str, Any]]:
@@ -449,10 +464,10 @@ def _tool(name: str, value: Any) -> dict[str, Any]:
         raise ValueError(f"name of {name} is {short(function['name'], repr)}; expected 1 to 64 letters, digits, _, . and -")
     text(f"description of {name}", function.get("description") or "")
     an_object(f"parameters of {name}", function.get("parameters") or {})
-    if function.get("strict") not in (None, False):
-        raise Refused(f"strict of {name} is not done here; leave it out", "tools", NOT_DONE)
+    is_strict = yes_or_no(f"strict of {name}", function.get("strict") or False)
     told = ("name", "description", "parameters")
-    return {"type": "function", "function": {key: function[key] for key in told if function.get(key) is not None}}
+    known = {key: function[key] for key in told if function.get(key) is not None}
+    return {"type": "function", "function": known, "strict": is_strict}
 
 
 def _messages(name: str, value: Any) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+IN_TAGS, ALONE = "in tags", "alone"  # ways to write calls
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"  # of Llama 3's templates
 ARGUMENTS = ("arguments", "parameters")  # what they are called
@@ -45,9 +46,15 @@ class Calls(Protocol):
 
 def calls_of(template: str, tools: Collection[str]) -> Calls | None:
     """How a model of that template writes calls of tools of those names; None where nobody knows: they are text then."""
+    way = way_of(template)
+    return InTags(tools) if way == IN_TAGS else Alone(tools) if way == ALONE else None
+
+
+def way_of(template: str) -> str:
+    """How a model of that template writes calls; "" where nobody knows."""
     if OPEN in template:
-        return InTags(tools)
-    return Alone(tools) if PYTHON_TAG in template or "ipython" in template else None
+        return IN_TAGS
+    return ALONE if PYTHON_TAG in template or "ipython" in template else ""
 
 
 def call_of(text: str, tools: Collection[str]) -> Call | None:

@@ -49,7 +49,7 @@ class Adjusting:
         """A token stands so many times more often; whether it had not stood there."""
         place = self._places.setdefault(token, n := len(self._places))
         if place == len(self._ids):
-            self._ids, self._times = (np.concatenate([array, np.zeros_like(array)]) for array in (self._ids, self._times))
+            self._ids, self._times = (np.concatenate([array, array]) for array in (self._ids, self._times))
         if place == n:
             self._ids[n], self._times[n] = token, 0.0
         self._times[place] += np.float32(times)

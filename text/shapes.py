@@ -252,11 +252,17 @@ def check_shape(shape: Shape | None, tokenizer: AnyTokenizer) -> None:
 
 
 class Grammar(NamedTuple):
-    """What a shape is built from. kind: "schema" or "regex", of which `said` is the text."""
+    """What a shape is built from. kind: "regex", of which `said` is the text, or "schema" or "tools", in words of
+    llguidance."""
 
     tokenizer: AnyTokenizer
     kind: str
     said: str
+
+    @property
+    def param(self) -> str:
+        """The parameter of a request that asks for it."""
+        return "tools" if self.kind == "tools" else "response_format"
 
     def kept(self) -> GuidedShape | None:
         """The shape, if somebody has built it. Raises ValueError where it was refused."""
@@ -289,7 +295,7 @@ class Grammar(NamedTuple):
     def _new(self) -> GuidedShape:
         import llguidance
 
-        grammar = self.said if self.kind == "schema" else llguidance.LLMatcher.grammar_from_regex(self.said)
+        grammar = self.said if self.kind != "regex" else llguidance.LLMatcher.grammar_from_regex(self.said)
         worker = _BUILDERS.get()
         try:
             trouble = worker.ask({"grammar": grammar}, BUILDING_SECONDS).get("error")
@@ -322,6 +328,11 @@ def json_object(tokenizer: AnyTokenizer) -> GuidedShape:
 
 def grammar_of(tokenizer: AnyTokenizer, schema: Mapping[str, Any]) -> Grammar:
     """That of a schema, not built yet. Raises ValueError, in a line, for one that is none."""
+    return Grammar(tokenizer, "schema", f'{{"grammars": [{{"json_schema": {checked_schema(schema)}}}]}}')
+
+
+def checked_schema(schema: Mapping[str, Any]) -> str:
+    """A schema as llguidance takes it, in JSON. Raises ValueError and TypeError for what is none."""
     if not isinstance(schema, Mapping):
         raise TypeError(f"the schema is {checks.short(schema, repr)}; expected an object")
     if "x-guidance" in schema:
@@ -337,7 +348,7 @@ def grammar_of(tokenizer: AnyTokenizer, schema: Mapping[str, Any]) -> Grammar:
         raise ValueError(f"the schema has {len(text)} characters; at most {MOST_SCHEMA} are read")
     for pattern in _patterns(schema):
         _check_repeats(f"the schema's pattern {checks.short(pattern, repr)}", pattern)
-    return Grammar(tokenizer, "schema", f'{{"grammars": [{{"json_schema": {text}}}]}}')
+    return text
 
 
 def regex(tokenizer: AnyTokenizer, pattern: str) -> GuidedShape:
