@@ -11,7 +11,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -22,6 +22,7 @@ UNKNOWN, BOS, EOS = 0, 1, 2
 FIRST_BYTE = 3  # id of <0x00>
 STRIPS = "special_tokens_strip"  # a key beside those of a GGUF file: its special tokens take the white space behind them
 WHITE_SPACE = " \t\n\v\f\r"
+NOTHING: Mapping[int, str] = {}
 NO_TEXT_YET = -1  # what a text begins with, of which `piece` is told
 
 
@@ -230,10 +231,13 @@ class Tokenizer:
 
 
 class TextStream:
-    """Tokens to text as they come; the bytes of an unfinished character wait for the next token."""
+    """Tokens to text as they come; the bytes of an unfinished character wait for the next token.
 
-    def __init__(self, tokenizer: AnyTokenizer) -> None:
-        self._tokenizer = tokenizer
+    shown: marks that are text nevertheless, by what they are there.
+    """
+
+    def __init__(self, tokenizer: AnyTokenizer, shown: Mapping[int, str] = NOTHING) -> None:
+        self._tokenizer, self._shown = tokenizer, shown
         self._before = NO_TEXT_YET
         self._utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.broken_characters)
 
@@ -241,7 +245,7 @@ class TextStream:
         """The text that this token completes; marks are not text. Raises ValueError for a token out of range."""
         whole("a token", token, 0, self._tokenizer.vocab_size - 1)
         piece, self._before = self._tokenizer.piece(token, self._before)
-        return self._utf8.decode(piece)
+        return self._utf8.decode(self._shown[token].encode() if token in self._shown else piece)
 
     def peek(self, tokens: Iterable[int]) -> list[str]:
         """The text of each of the tokens that may come next, the stream left as it is."""

@@ -11,11 +11,12 @@ from ..decoding import Event, Prompt, Proposal, Statistics, Step, TokenLogprob
 from ..text.wording import Until
 from ..tokenizer import AnyTokenizer, TextStream
 from .asked import Asked, Model
-from .calls import Call, More, Said
+from .calls import Call, More, Said, Thought
 from .engine import Job
 
 # of decoding's reasons, those that are no end of the model's own
 CUT = ("max_tokens", "seq_len", "interrupted")
+CALL_ID = 9  # letters of a call's id: as many as Mistral's templates take, and no others
 LEAST_LOGPROB = -9999.0  # OpenAI's number, in the place of the infinity that JSON has none for
 
 
@@ -23,20 +24,22 @@ LEAST_LOGPROB = -9999.0  # OpenAI's number, in the place of the infinity that JS
 class Delta:
     """What a text grows by: words, calls of tools, log probabilities, and how it ends, None before that.
 
-    details: which of the words were guessed, for who asks.
+    thought: words that come before the answer's own. details: which of the words were guessed, for who asks.
     """
 
     words: str = ""
+    thought: str = ""
     calls: list[Call | More] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: str | None = None
     details: dict[str, Any] | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.words or self.calls or self.logprobs or self.finish or self.details)
+        return bool(self.words or self.thought or self.calls or self.logprobs or self.finish or self.details)
 
     def add(self, other: "Delta") -> None:
         self.words += other.words
+        self.thought += other.thought
         for each in other.calls:
             self._add_call(each)
         self.logprobs += other.logprobs
@@ -45,6 +48,8 @@ class Delta:
     def says(self, said: Said) -> None:
         if isinstance(said, str):
             self.words += said
+        elif isinstance(said, Thought):
+            self.thought += said.words
         else:
             self._add_call(said)
 
@@ -79,7 +84,7 @@ class Choice:
         delta = Delta(logprobs=list(event.logprobs or ()))
         for each in said:
             self.n_calls += isinstance(each, Call)
-            if isinstance(each, str) or not self._one_call or self.n_calls == 1:
+            if isinstance(each, str | Thought) or not self._one_call or self.n_calls == 1:
                 delta.says(each)
         if event.stop_reason:
             delta.finish = "length" if event.stop_reason in CUT else "tool_calls" if self.n_calls else "stop"
@@ -144,7 +149,7 @@ class Answer:
         finish = {"logprobs": self._logprobs(index, delta), "finish_reason": delta.finish}
         if not self._asked.is_chat:
             return self._chunk([self._choice(index, text=delta.words, **finish)], delta.details)
-        told: dict[str, Any] = {"content": delta.words} if delta.words else {}
+        told: dict[str, Any] = _words(delta)
         if delta.calls:
             told["tool_calls"] = []
             for call in delta.calls:
@@ -162,7 +167,7 @@ class Answer:
         for index, delta in enumerate(deltas):
             finish = {"logprobs": self._logprobs(index, delta), "finish_reason": delta.finish}
             if self._asked.is_chat:
-                message: dict[str, Any] = {"role": "assistant", "content": delta.words, "refusal": None}
+                message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None} | _words(delta)
                 if delta.calls:
                     message |= {"content": delta.words or None, "tool_calls": [_call(call) for call in delta.calls]}
                 choices.append(self._choice(index, message=message, **finish))
@@ -244,8 +249,13 @@ class Answer:
         return next((name for name, each in specials.items() if each == token), f"<{token}>"), None
 
 
+def _words(delta: Delta) -> dict[str, Any]:
+    """By the names that most clients know."""
+    return {name: said for name, said in (("reasoning_content", delta.thought), ("content", delta.words)) if said}
+
+
 def _call(call: Call | More) -> dict[str, Any]:
     if isinstance(call, More):
         return {"function": {"arguments": call.arguments}}
     named = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": named}
+    return {"id": secrets.token_hex(5)[:CALL_ID], "type": "function", "function": named}

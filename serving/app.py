@@ -21,9 +21,10 @@ from starlette.routing import Route
 from ..decoding import Event, Shape
 from ..text.shapes import ShapeError
 from .answers import Answer, Delta
-from .asked import Asked, Model, Refused, body_of, chat_asked, completion_asked, encoding
+from .asked import Asked, Model, chat_asked, completion_asked, encoding
 from .building import Builder, Busy, Turns
 from .engine import Client, Closed, Engine, Failed, Full, Job, Ticket
+from .fields import Refused, body_of
 from .guard import FAILED, App, Receive, Scope, Send, refusal
 from .metrics import exposition
 from .tokens import detokenized, tokenized

@@ -1,72 +1,50 @@
 """What a client asks for: bodies of OpenAI's interface, checked; whatever is not done is refused by name. Knows no server."""
 
-import json
 import math
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
-from ..checks import one_of, real, short, strings, text, whole
+from ..checks import one_of, real, short, strings, text
 from ..decoder import SpeculativeDecoder
 from ..sampling import Sampling
-from ..text.shapes import ANY_OBJECT, Grammar, grammar_of
+from ..text.shapes import ANY_OBJECT, Grammar, checked_schema, grammar_of, is_installed
 from ..text.templates import ChatTemplate, ChatTokenizer, Options, TemplateError, TooLong
 from ..text.workers import Lost
 from ..tokenizer import Part, TokenizerError
-from .calls import Calls, calls_of
+from .calls import Calls
 from .engine import Job
-from .forcing import can_force, grammar_of_calls
+from .fields import (
+    INVALID,
+    NOT_DONE,
+    TOO_LONG,
+    Fields,
+    Refused,
+    a_list,
+    an_object,
+    between,
+    body_of,
+    words,
+    yes_or_no,
+)  # fmt: skip
+from .forcing import grammar_of_calls
+from .ways import Way, way_of
 
-MOST_NESTED, MOST_VALUES = 64, 50_000  # lists and objects of a body: within each other, and in all
 MOST_CHOICES = 16  # texts of a request
 MOST_STOPS, LONGEST_STOP = 16, 1000  # strings; characters
-MOST_TOOLS = 128
+MOST_TOOLS = 512
 MOST_TOP = 20  # log probabilities of a token
 COMPLETION_TOKENS = 16  # that a completion has where nothing is said: OpenAI's number
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-INVALID, NOT_DONE, UNKNOWN, TOO_LONG = "invalid_value", "unsupported_parameter", "unknown_parameter", "context_length_exceeded"
-STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # of JSON; one that never ends is looked through once
 SEEDS = 2**63
-Value = TypeVar("Value")
-# what asks for nothing that is not done anyway
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("min_tokens", "mirostat", "n_probs"), (0,)),
-    **dict.fromkeys(("typical_p", "length_penalty", "best_of"), (1,)),
-    **dict.fromkeys(("add_generation_prompt", "skip_special_tokens", "spaces_between_special_tokens"), (True,)),
-    **dict.fromkeys(("store", "echo", "ignore_eos", "use_beam_search", "include_stop_str_in_output"), (False,)),
-    "cache_prompt": (True, False),
-    "modalities": (["text"],),
-    "suffix": ("",),
-    **dict.fromkeys(("functions", "function_call", "audio", "web_search_options"), ()),
-}
 OF_NO_EFFECT = ("user", "safety_identifier", "prompt_cache_key", "service_tier", "verbosity")  # texts that are taken
 OF_A_MESSAGE = {"refusal", "audio", "function_call", "annotations"}  # what answers have that come back
 THINKING = "enable_thinking"  # what most templates ask for that let a model think
 OPTION = re.compile(r"[a-zA-Z_][\w-]{0,63}", re.ASCII)  # a template's name for an option, or a word as its value
 OF_TEMPLATES = {"messages", "tools", "xml_tools", "documents", "add_generation_prompt"}  # what no option may replace
-
-
-class Refused(Exception):
-    """What a client is told instead of an answer: a message, its status and, in OpenAI's words, the parameter and a code."""
-
-    def __init__(
-        self, message: str, param: str | None = None, code: str | None = INVALID, status: int = 400, kind: str = ""
-    ) -> None:
-        super().__init__(message)
-        self.param, self.code, self.status = param, code, status
-        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
-
-    @property
-    def note(self) -> str:
-        """For the log."""
-        return f"{self.code or ''} {self.param or ''}".strip()
-
-    @property
-    def body(self) -> dict[str, Any]:
-        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True)
@@ -99,89 +77,12 @@ class Asked:
     grammar: Grammar | None = None
 
 
-def body_of(data: bytes) -> dict[str, Any]:
-    """The object that a body is. Raises Refused for JSON that is none, is nested too deep or holds half characters."""
-    if data.count(b"[") + data.count(b"{") > MOST_VALUES:
-        bare = STRING.sub(b"", data)
-        if bare.count(b"[") + bare.count(b"{") > MOST_VALUES:
-            raise Refused(f"the body holds more than {MOST_VALUES} lists and objects", None)
-    try:
-        value = json.loads(data.decode(), parse_constant=_no_number)
-    except RecursionError:
-        raise Refused(f"the body is nested too deep; at most {MOST_NESTED} values within values are read", None) from None
-    except ValueError as error:
-        raise Refused(f"the body is no JSON: {short(error)}; expected an object", None) from None
-    if not isinstance(value, dict):
-        raise Refused(f"the body is a {type(value).__name__}; expected an object", None)
-    level, depth = list[Any]([value]), 0
-    while level:
-        depth += 1
-        if depth > MOST_NESTED:
-            raise Refused(f"the body is nested too deep; at most {MOST_NESTED} values within values are read", None)
-        level = [each for several in level for each in _values(several)]
-    return value
+@dataclass(frozen=True)
+class Said:
+    """How an answer is read. calls: makes what finds calls of tools in a text; shown: special tokens that it is to see."""
 
-
-def _values(value: Any) -> Iterator[Any]:
-    """What is in a list or an object that may hold more."""
-    for each in [*value, *value.values()] if isinstance(value, dict) else value:
-        if isinstance(each, dict | list):
-            yield each
-        elif isinstance(each, str) and not each.isascii():
-            with refusing(None):
-                text("a string of the body", each)
-
-
-def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
-
-
-@contextmanager
-def refusing(param: str | None) -> Iterator[None]:
-    """What is wrong within is that parameter's."""
-    try:
-        yield
-    except Refused as error:
-        error.param = param
-        raise
-    except (TypeError, ValueError) as error:
-        raise Refused(str(error), param) from None
-
-
-class Fields:
-    """A body's fields, each of which is to be taken once; null is as good as none."""
-
-    def __init__(self, body: Mapping[str, Any]) -> None:
-        self._body = {name: value for name, value in body.items() if value is not None}
-
-    def take(self, name: str, check: Callable[[str, Any], Value], default: Value) -> Value:
-        """The value as checked, or the default. Raises Refused."""
-        if name not in self._body:
-            return default
-        with refusing(name):
-            return check(name, self._body.pop(name))
-
-    def end(self) -> None:
-        """Raises Refused where something is left."""
-        for name, value in self._body.items():
-            if name not in NEUTRAL:
-                raise Refused(f"there is no parameter {short(name)}", short(name), UNKNOWN)
-            if not any((value == neutral and type(value) is not bool) or value is neutral for neutral in NEUTRAL[name]):
-                told = " or ".join(json.dumps(neutral) for neutral in NEUTRAL[name])
-                instead = f"; expected {told}, or nothing" if told else "; leave it out"
-                raise Refused(f"{name} is not done here{instead}", name, NOT_DONE)
-
-
-def yes_or_no(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is {short(value, repr)}; expected true or false")
-    return value
-
-
-def an_object(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{name} is {short(value, repr)}; expected an object")
-    return value
+    calls: Callable[[], Calls | None] = field(default=lambda: None)
+    shown: Mapping[int, str] = field(default_factory=dict)
 
 
 def _biases(name: str, value: Any) -> dict[int, float]:
@@ -192,31 +93,6 @@ def _biases(name: str, value: Any) -> dict[int, float]:
     return {int(key): bias for key, bias in value.items()}
 
 
-def a_list(name: str, value: Any) -> list[Any]:
-    if not isinstance(value, list) or not value:
-        raise TypeError(f"{name} is {short(value, repr)}; expected a list of one or more")
-    return value
-
-
-def between(least: int, most: int | None = None) -> Callable[[str, Any], int]:
-    return lambda name, value: whole(name, value, least, most)
-
-
-def words(name: str, value: Any) -> str:
-    """A text, or the texts of several parts. Raises TypeError, and Refused for parts that are none."""
-    if not isinstance(value, list):
-        return text(name, value)
-    said = ""
-    for i, part in enumerate(value):
-        kind = an_object(f"{name}[{i}]", part).get("type")
-        if kind != "text":
-            raise Refused(
-                f"{name}[{i}] is of the type {short(kind, repr)}, which is not done here; expected text", name, NOT_DONE
-            )
-        said += text(f"text of {name}[{i}]", part.get("text"))
-    return said
-
-
 def chat_asked(body: Mapping[str, Any], model: Model) -> Asked:
     """A body of /v1/chat/completions. Raises Refused."""
     fields = Fields(body)
@@ -225,8 +101,9 @@ def chat_asked(body: Mapping[str, Any], model: Model) -> Asked:
         raise Refused(
             "this model has no chat template: it goes on with texts, at /v1/completions", "messages", "unsupported_model"
         )
+    way, shown = way_of(model.template.source), dict[int, str]()
     tools = fields.take("tools", _tools, list[dict[str, Any]]())
-    is_strict = True in [tool.pop("strict") for tool in tools]
+    strict = {tool["function"]["name"] for tool in tools if tool.pop("strict")}
     choice, named = fields.take("tool_choice", lambda name, value: _tool_choice(name, value, tools), ("auto", tools))
     one_call = not fields.take("parallel_tool_calls", yes_or_no, True)
     if tools and not model.template.takes_tools:
@@ -238,26 +115,40 @@ def chat_asked(body: Mapping[str, Any], model: Model) -> Asked:
     top = fields.take("top_logprobs", between(0, MOST_TOP), 0)
     if top and not told:
         raise Refused("top_logprobs is for logprobs, which is not true", "top_logprobs")
-    grammar = fields.take("response_format", lambda _, value: _grammar(value, model), None)
-    given, source = tools if choice != "none" else [], model.template.source
-    if grammar is not None and given:
-        raise Refused(
-            "response_format together with tools is not done here; leave one of the two out", "response_format", NOT_DONE
-        )
-    if given and (choice == "required" or is_strict):
-        if not can_force(source):
-            raise Refused("the model's template calls tools in a way that cannot be forced here", "tool_choice", NOT_DONE)
-        functions = [tool["function"] for tool in named]
-        with encoding(model, "tools"):
-            grammar = grammar_of_calls(model.decoder.tokenizer, source, functions, choice == "required", one_call)
+    answer = fields.take("response_format", _answer_schema, None)
+    given = tools if choice != "none" else []
+    with encoding(model, "tools" if given else "response_format"):
+        if given:
+            functions = [tool["function"] | {"strict": tool["function"]["name"] in strict} for tool in named]
+            why = "required" if choice == "required" else "strict" * bool(strict)
+            grammar = _forced(model, way, functions, why, one_call, answer)
+        else:
+            grammar = None if answer is None else grammar_of(model.decoder.tokenizer, answer)
     most = fields.take("max_completion_tokens", between(1), None)
     other = fields.take("max_tokens", between(1), None)
     options = _options(fields, model.template)
     asked = _Rest(fields, model, most or other, top if told else None, grammar)
     with encoding(model, "messages"):
         prompt = model.decoder.encode_chat(messages, given or None, options)
-    names = {tool["function"]["name"] for tool in given}
-    return asked.of(model, [prompt], True, one_call, lambda: calls_of(source, names) if names else None)
+    read = way if way and (given or way.is_always_read) else None
+    if read:
+        specials = getattr(model.decoder.tokenizer, "specials", {})
+        shown = {token: name for name, token in specials.items() if name in read.shown}
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in given}
+    return asked.of(model, [prompt], one_call, Said(lambda: read.reads(schemas) if read else None, shown))
+
+
+def _forced(
+    model: Model, way: Way | None, functions: list[dict[str, Any]], why: str, one_call: bool, answer: Mapping[str, Any] | None
+) -> Grammar | None:
+    """What holds calls to the tools: always, from their mark on, where it can be had. why: what wants it in any case."""
+    why = why or ("response_format" if answer is not None else "")
+    if way and (why or is_installed()):
+        return grammar_of_calls(model.decoder.tokenizer, way, functions, why == "required", one_call, answer)
+    if why:
+        param = {"required": "tool_choice", "strict": "tools"}.get(why, why)
+        raise Refused("the model's template has no way to call tools that is known here", param, NOT_DONE)
+    return None
 
 
 def completion_asked(body: Mapping[str, Any], model: Model) -> Asked:
@@ -266,7 +157,9 @@ def completion_asked(body: Mapping[str, Any], model: Model) -> Asked:
     _check_model(fields, model)
     prompts = fields.take("prompt", _prompts, list[str | list[int]]([""]))
     top = fields.take("logprobs", between(0, MOST_TOP), None)
-    grammar = fields.take("response_format", lambda _, value: _grammar(value, model), None)
+    answer = fields.take("response_format", _answer_schema, None)
+    with encoding(model, "response_format"):
+        grammar = None if answer is None else grammar_of(model.decoder.tokenizer, answer)
     asked = _Rest(fields, model, fields.take("max_tokens", between(1), COMPLETION_TOKENS), top, grammar)
     for prompt in prompts:
         longest, unit = (_longest(model), "characters") if isinstance(prompt, str) else (model.decoder.n_positions, "tokens")
@@ -275,7 +168,7 @@ def completion_asked(body: Mapping[str, Any], model: Model) -> Asked:
     with encoding(model, "prompt"):
         encode = model.decoder.tokenizer.encode
         encoded = [encode(prompt) if isinstance(prompt, str) else model.decoder.encode(prompt) for prompt in prompts]
-    return asked.of(model, encoded, False)
+    return asked.of(model, encoded)
 
 
 class _Rest:
@@ -324,12 +217,12 @@ class _Rest:
         self,
         model: Model,
         prompts: list[list[int]],
-        is_chat: bool,
         one_call: bool = False,
-        calls: Callable[[], Calls | None] = lambda: None,
+        said: "Said | None" = None,
     ) -> Asked:
         """The request of those prompts. Raises Refused for what does not fit."""
         decoder = model.decoder
+        is_chat, said = said is not None, said or Said()
         name = "messages" if is_chat else "prompt"
         most = decoder.n_positions
         if self._n * len(prompts) > MOST_CHOICES:
@@ -348,11 +241,12 @@ class _Rest:
                 self._stops,
                 self._top,
                 predicted[:most],
+                shown=said.shown,
             )
             for prompt in prompts
             for i in range(self._n)
         ]
-        return Asked(jobs, is_chat, self._is_stream, self._has_usage, self._details, one_call, calls, self._grammar)
+        return Asked(jobs, is_chat, self._is_stream, self._has_usage, self._details, one_call, said.calls, self._grammar)
 
 
 def _check_model(fields: Fields, model: Model) -> None:
@@ -511,13 +405,13 @@ def _call(name: str, value: Any) -> dict[str, Any]:
     return {"id": text(f"id of {name}", value.get("id")), "type": "function", "function": called}
 
 
-def _grammar(value: Any, model: Model) -> Grammar | None:
+def _answer_schema(name: str, value: Any) -> Mapping[str, Any] | None:
     """What a response_format asks for; None for a text. Raises ValueError for what is no schema."""
-    kinds = ["text", "json_object", "json_schema"]
-    kind = one_of("type of response_format", an_object("response_format", value).get("type"), kinds)
+    kind = one_of(f"type of {name}", an_object(name, value).get("type"), ["text", "json_object", "json_schema"])
     if kind == "text":
         return None
     if kind == "json_object":
-        return grammar_of(model.decoder.tokenizer, ANY_OBJECT)
-    schema = an_object("json_schema of response_format", value.get("json_schema")).get("schema")
-    return grammar_of(model.decoder.tokenizer, an_object("schema of response_format", schema))
+        return ANY_OBJECT
+    schema = an_object(f"json_schema of {name}", value.get("json_schema")).get("schema")
+    checked_schema(an_object(f"schema of {name}", schema))
+    return schema

@@ -1,4 +1,4 @@
-"""Calls of tools in what a model writes: JSON in tags, as of Qwen and SmolLM, or alone, as of Llama 3. Knows no requests."""
+"""Calls of tools in what a model writes as JSON: in tags, as Qwen and SmolLM do, or alone, as Llama 3. Knows no requests."""
 
 import json
 import re
@@ -6,9 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-IN_TAGS, ALONE = "in tags", "alone"  # ways to write calls
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-PYTHON_TAG = "<|python_tag|>"  # of Llama 3's templates
 ARGUMENTS = ("arguments", "parameters")  # what they are called
 KEYS = ("name", *ARGUMENTS, "id", "type")  # an object that has others is no call
 SPACE = " \t\n\r"  # of JSON
@@ -34,7 +32,14 @@ class More:
     arguments: str
 
 
-Said = str | Call | More
+@dataclass(frozen=True)
+class Thought:
+    """What a model thinks before it answers, where its way to write tells that apart."""
+
+    words: str
+
+
+Said = str | Thought | Call | More
 
 
 class Calls(Protocol):
@@ -42,19 +47,6 @@ class Calls(Protocol):
 
     def push(self, piece: str) -> list[Said]: ...
     def end(self) -> list[Said]: ...
-
-
-def calls_of(template: str, tools: Collection[str]) -> Calls | None:
-    """How a model of that template writes calls of tools of those names; None where nobody knows: they are text then."""
-    way = way_of(template)
-    return InTags(tools) if way == IN_TAGS else Alone(tools) if way == ALONE else None
-
-
-def way_of(template: str) -> str:
-    """How a model of that template writes calls; "" where nobody knows."""
-    if OPEN in template:
-        return IN_TAGS
-    return ALONE if PYTHON_TAG in template or "ipython" in template else ""
 
 
 def call_of(text: str, tools: Collection[str]) -> Call | None:
@@ -67,6 +59,11 @@ def call_of(text: str, tools: Collection[str]) -> Call | None:
         return None
     arguments: Any = next((value[key] for key in ARGUMENTS if key in value), {})
     return Call(name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+
+
+def n_begun(text: str, mark: str) -> int:
+    """How much of a text's end may become the mark."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
 
 
 class Json:
@@ -234,7 +231,7 @@ class InTags:
         if self._held == OPEN:
             self._held, self._reading = "", Reading(self._tools)
             return []
-        n = next((n for n in range(min(len(OPEN), len(self._held)), 0, -1) if self._held.endswith(OPEN[:n])), 0)
+        n = n_begun(self._held, OPEN)
         words, self._held = self._held[: len(self._held) - n], self._held[len(self._held) - n :]
         return self._text(words)
 

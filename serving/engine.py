@@ -7,8 +7,8 @@ at a time. Logits at a position depend on that text's tokens alone, so each text
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -57,7 +57,7 @@ class Job:
 
     prompt: ids, BOS first. top_logprobs: None for no log probabilities; else of how many of the likeliest tokens beside the
     text's own, before temperature. prediction: tokens that the client expects, proposed as long as they stand. shape: what the
-    text may say.
+    text may say. shown: special tokens that stand in the text, by the names that they have there.
     """
 
     prompt: list[int]
@@ -67,6 +67,7 @@ class Job:
     top_logprobs: int | None = None
     prediction: Sequence[int] = ()
     shape: Shape | None = None
+    shown: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -266,7 +267,7 @@ class Engine:
             if ticket.is_cancelled:
                 self.figures.cancelled += 1
             else:
-                self._cut(ticket, Wording(self._decoder.tokenizer, ticket.job.stops), False)
+                self._cut(ticket, Wording(self._decoder.tokenizer, ticket.job.stops, ticket.job.shown), False)
                 self.figures.done += 1
 
     def _cut(self, ticket: Ticket, wording: Wording, has_begun: bool) -> None:
@@ -328,7 +329,7 @@ class Engine:
             text.drafter = PredictionDrafter(decoder.tokenizer.end_marks, len(job.prompt), job.prediction)
             if isinstance(text.plan, SharedLength):
                 text.plan = SharedLength(sharing, True, sharing.acceptance if is_free else Acceptance(ODDS_RATES))
-        return Writing(ticket, text, seat, Wording(decoder.tokenizer, job.stops))
+        return Writing(ticket, text, seat, Wording(decoder.tokenizer, job.stops, job.shown))
 
     def _pass(self) -> None:
         """Let all texts that may go on do so, and prompts with what is left of the pass."""

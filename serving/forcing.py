@@ -1,50 +1,261 @@
 """Calls of tools that cannot break: a grammar of the model's way to write them and of the tools' schemas. Knows no requests."""
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from ..checks import short
 from ..text.shapes import Grammar, checked_schema
 from ..tokenizer import AnyTokenizer
-from .calls import ALONE, ARGUMENTS, CLOSE, IN_TAGS, OPEN, way_of
+from .calls import ARGUMENTS
+from .spelled import END_OF_FUNCTION, END_OF_PARAMETER, is_text, kinds_of, resolved, values_of
+from .ways import ARGS, CHANNEL, CONSTRAIN, ENDS, MESSAGE, START, Way
 
-XML = "<function="  # of templates whose calls are no JSON
-# texts that begin no call, in Lark's words: without the tag, or not with a brace
-TEXT_BESIDE = {IN_TAGS: f"/(?s:.+)/ & ~/(?s:.*){OPEN}(?s:.*)/", ALONE: r"/[^{](?s:.*)/"}
-
-
-def can_force(template: str) -> bool:
-    """Whether the way is known in which a model of that template calls tools."""
-    return way_of(template) == ALONE or (way_of(template) == IN_TAGS and XML not in template)
+PLAIN_KEYS = {"type", "properties", "required", "description", "title", "$defs", "$schema", "definitions"}
+WORD = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)  # what Python's and Gemma's ways can write as a name
+ANYTHING = "/(?s:.+)/"
+NO_QUOTE = "/[^<]+/"  # where the quotes are no special tokens
+OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
+MOST_LEVELS = 6  # of objects and lists whose schemas are followed where no schema of llguidance's does it
 
 
 def grammar_of_calls(
-    tokenizer: AnyTokenizer, template: str, tools: Sequence[Mapping[str, Any]], is_needed: bool, one_call: bool
+    tokenizer: AnyTokenizer,
+    way: Way,
+    tools: Sequence[Mapping[str, Any]],
+    is_needed: bool,
+    one_call: bool,
+    answer: Mapping[str, Any] | None = None,
 ) -> Grammar:
-    """Texts that are calls of those tools, as the model's template has them written; not built yet.
+    """Texts that are calls of those tools, written in that way; not built yet. Of schemas that are not `strict`, what llguidance
+    does not know is not held.
 
-    is_needed: whether a text has to call one; else it may be any that begins no call, which in tags may also stand before one.
-    Raises ValueError and TypeError for parameters that are no schema.
+    is_needed: whether a text has to call one; else it may be any that begins no call, which may also stand before one. answer:
+    the schema of a text that calls none. Raises ValueError and TypeError for parameters that are no schema.
     """
-    way = way_of(template)
-    rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
-    for i, tool in enumerate(tools):
-        begin = json.dumps(f'{{"name": "{tool["name"]}", "{ARGUMENTS[way == ALONE]}": ')
-        rules += [f'call_{i}: {begin} arguments_{i} "}}"', f"arguments_{i}: %json {checked_schema(_parameters(tool))}"]
-    more = "" if one_call else f' ("\\n{OPEN}\\n" call "\\n{CLOSE}")*'
-    if way == ALONE:
-        rules.append("start: call" + " | other" * (not is_needed))
-    elif is_needed:
-        rules.append(f'start: "{OPEN}\\n" call "\\n{CLOSE}"{more}')
-    else:
-        rules += [f'start: other | opening "\\n" call "\\n{CLOSE}"{more}', f'opening[suffix="{OPEN}"]: /(?s:.*)/']
-    rules += [f"other: OTHER\nOTHER: {TEXT_BESIDE[way]}"] * (not is_needed)
-    return Grammar(tokenizer, "tools", json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}]}))
+    return _Rules(tokenizer, way, one_call).grammar(tools, is_needed, answer)
 
 
-def _parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+class _Rules:
+    """Lark's rules, a line each; of whom a line is, errors tell."""
+
+    def __init__(self, tokenizer: AnyTokenizer, way: Way, one_call: bool) -> None:
+        self._tokenizer, self._way, self._one_call = tokenizer, way, one_call
+        self._specials: Mapping[str, int] = getattr(tokenizer, "specials", {})
+        self._lines, self._of = list[str](), list[str]()
+        self._tool, self._is_strict, self._has_any = "", False, False
+
+    def grammar(self, tools: Sequence[Mapping[str, Any]], is_needed: bool, answer: Mapping[str, Any] | None) -> Grammar:
+        several = []
+        for tool in tools:
+            self._tool, self._is_strict = f"the tool {tool['name']}: ", bool(tool.get("strict"))
+            several.append(self._rule(self._call(tool)))
+        self._tool = ""
+        call = self._rule(" | ".join(several))
+        if answer is not None:
+            other = self._rule("%json " + checked_schema(answer).replace("\x7f", "\\u007f"))
+            start = f"{other} | {self._calls(call, '')}"
+        else:
+            start = self._calls(call) if is_needed else self._beside(call)
+        self._lines.append(f"start: {start}")
+        said = json.dumps({"grammars": [{"lark_grammar": "\n".join(self._lines)}]}, ensure_ascii=False)
+        return Grammar(self._tokenizer, "tools", said, tuple(self._of))
+
+    def _rule(self, said: str, more: str = "") -> str:
+        """The name of a rule of its own."""
+        name = f"r{len(self._lines)}"
+        self._lines.append(f"{name}{more}: {said}")
+        self._of.append(self._tool)
+        return name
+
+    def _mark(self, name: str) -> str:
+        """A special token, or what spells it where the tokenizer has none."""
+        return f"<[{self._specials[name]}]>" if name in self._specials else _said(name)
+
+    def _calls(self, call: str, opens: str = "") -> str:
+        """One call or several. opens: a rule that ends with the first one's mark."""
+        way = self._way
+        mark, close = (self._mark(each) if each else "" for each in (way.opens, way.closes))
+        first = opens or mark
+        match way.name:
+            case "tags" | "xml":
+                more = f' ("\\n" {mark} "\\n" {call} "\\n" {close})*'
+                return f'{first} "\\n" {call} "\\n" {close}{self._several(more)}'
+            case "listed" | "python":
+                more = self._several(f' (", " {call})*')
+                return f'{first} "[" {call}{more} "]" {close}'
+            case "named" | "gemma":
+                more = self._several(f" ({mark} {call} {close})*")
+                return f"{first} {call} {close}{more}"
+            case "harmony":
+                return f"{self._thought()}? {call}"
+        return call
+
+    def _several(self, more: str) -> str:
+        return "" if self._one_call else more
+
+    def _beside(self, call: str) -> str:
+        """Calls, and texts that begin none."""
+        way = self._way
+        if way.name == "harmony":
+            words, bare = self._rule(ANYTHING), CHANNEL in self._specials  # else it would be of any text
+            answer = f'{self._mark(CHANNEL)} ("final" | "commentary") {self._mark(MESSAGE)} {words}?'
+            return f"{self._thought()}? ({call} | {answer})" + f" | {words}" * bare
+        if not way.opens:
+            return f"{call} | {self._rule('/[^{](?s:.*)/')}"
+        if way.opens in self._specials:
+            words = self._rule(ANYTHING)
+            return f"{words} | {words}? {self._calls(call)}"
+        self._lines.append(f"OTHER: {ANYTHING} & ~/(?s:.*){re.escape(way.opens)}(?s:.*)/")
+        self._of.append("")
+        opening = self._rule("/(?s:.*)/", f"[suffix={_said(way.opens)}]")
+        return f"OTHER | {self._calls(call, opening)}"
+
+    def _thought(self) -> str:
+        words, end = self._rule(ANYTHING), self._mark(ENDS[0])
+        start = f'{self._mark(START)} "assistant"'
+        return f'({self._mark(CHANNEL)} "analysis" {self._mark(MESSAGE)} {words} {end} {start})'
+
+    def _call(self, tool: Mapping[str, Any]) -> str:
+        """One of that tool, without the marks around it."""
+        way, name, schema = self._way, tool["name"], parameters_of(tool)
+        with self._telling():
+            checked_schema(schema, not self._is_strict)
+            if schema.get("type") != "object":
+                raise ValueError(f"its parameters are of the type {short(schema.get('type'), repr)}; expected object")
+        if way.name in ("python", "gemma"):
+            self._check_words([name, *(key for key, *_ in _properties(schema))])
+        match way.name:
+            case "tags" | "alone" | "listed":
+                begin = f'{{"name": "{name}", "{ARGUMENTS[way.name == "alone"]}": '
+                return f'{_said(begin)} {self._json(schema)} "}}"'
+            case "named":
+                return f"{_said(name)} {self._mark(ARGS)} {self._json(schema)}"
+            case "harmony":
+                head = _said(f"commentary to=functions.{name} ")
+                return f'{self._mark(CHANNEL)} {head} {self._mark(CONSTRAIN)} "json" {self._mark(MESSAGE)} {self._json(schema)}'
+            case "xml":
+                given = [f"{'' if is_needed else '('}{self._parameter(key, each, schema)}{'' if is_needed else ')?'}"
+                         for key, each, is_needed in _properties(schema)]  # fmt: skip
+                return f"{_said(f'<function={name}>')} {' '.join(given)} {_said(chr(10) + END_OF_FUNCTION)}"
+            case "python":
+                items = [(f"{_said(f'{key}=')} {self._json(_whole(each, schema))}", is_needed)
+                         for key, each, is_needed in _properties(schema)]  # fmt: skip
+                return f'{_said(f"{name}(")} {self._listed(items, ", ")} ")"'
+        return f'{_said(f"call:{name}{{")} {self._fields(schema, schema, 0)} "}}"'
+
+    def _json(self, schema: Mapping[str, Any]) -> str:
+        with self._telling():
+            return self._rule("%json " + checked_schema(schema, not self._is_strict).replace("\x7f", "\\u007f"))
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Around what may be wrong with the tool."""
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self._tool}{error}") from None
+
+    def _check_plain(self, schema: Mapping[str, Any]) -> None:
+        """Raises ValueError for a string that has to be more than a text, which no way but JSON's can hold."""
+        if more := [key for key in OF_STRINGS if key in schema and self._is_strict]:
+            raise ValueError(f"{self._tool}it uses {', '.join(more)} of a string, which this model's calls cannot hold")
+
+    def _parameter(self, key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+        """One of XML: a string as it is, anything else as JSON."""
+        if ">" in key or "\n" in key:
+            raise ValueError(f"{self._tool}{short(key, repr)} is no name that this model's calls can hold")
+        begin, end = _said(f"\n<parameter={key}>\n"), f"\n{END_OF_PARAMETER}"
+        if not is_text(schema, root):
+            return f"{begin} {self._json(_whole(schema, root))} {_said(end)}"
+        if values := _words(resolved(schema, root)):
+            return f"{begin} ({' | '.join(map(_said, values))}) {_said(end)}"
+        self._check_plain(resolved(schema, root))
+        return f"{begin} {self._rule('/(?s:.*)/', f'[suffix={_said(end)}]')}"
+
+    def _listed(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
+        """Items in their order, separated; those that are not needed may be missing."""
+        tail, head = self._rule('""'), self._rule('""')
+        for item, is_needed in reversed(items):
+            one = self._rule(item)
+            behind = f"{_said(separator)} {one} {tail}"
+            head = self._rule(f"{one} {tail}" + ("" if is_needed else f" | {head}"))
+            tail = self._rule(behind if is_needed else f"{behind} | {tail}")
+        return head
+
+    def _fields(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
+        """Keys and values of an object as Gemma writes it."""
+        given = _properties(schema)
+        self._check_words([key for key, *_ in given])
+        items = [(f"{_said(f'{key}:')} {self._value(each, root, depth)}", is_needed) for key, each, is_needed in given]
+        return self._listed(items, ",")
+
+    def _value(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
+        """A value as Gemma writes it: strings in its own quotes, keys without. Of what refers to itself, a few levels."""
+        schema, kinds, quote = resolved(schema, root), kinds_of(schema, root), self._mark(self._way.marks[0])
+        if kinds == {"string"} and (values := _words(schema)):
+            return f"{quote} ({' | '.join(map(_said, values))}) {quote}"
+        if kinds == {"array"} and isinstance(items := schema.get("items"), Mapping) and depth < MOST_LEVELS:
+            item = self._rule(self._value(items, root, depth + 1))
+            return f'"[" ({item} ("," {item})*)? "]"'
+        if kinds == {"object"} and _properties(schema) and depth < MOST_LEVELS:
+            return f'"{{" {self._fields(schema, root, depth + 1)} "}}"'
+        if kinds and kinds <= {"integer", "number", "boolean", "null"}:
+            return self._json(_whole(schema, root))
+        self._check_plain(schema)
+        return self._any("string" if kinds == {"string"} else "")
+
+    def _any(self, kind: str) -> str:
+        """Any string, or any value, as Gemma writes it."""
+        if not self._has_any:
+            quote = self._mark(self._way.marks[0])
+            self._has_any = True
+            simple = self._json({"type": ["number", "boolean", "null"]})
+            self._lines += [
+                f"any_string: {quote} {self._rule(ANYTHING if quote[0] == '<' else NO_QUOTE)}? {quote}",
+                "KEY: /[A-Za-z_][A-Za-z0-9_.-]*/",
+                'any_list: "[" (any ("," any)*)? "]"',
+                'any_object: "{" (KEY ":" any ("," KEY ":" any)*)? "}"',
+                f"any: any_string | any_list | any_object | {simple}",
+            ]
+            self._of += [""] * 5
+        return "any_string" if kind else "any"
+
+    def _check_words(self, names: Sequence[str]) -> None:
+        for name in names:
+            if not WORD.fullmatch(name):
+                raise ValueError(f"{self._tool}{short(name, repr)} is no word; this model's calls hold no other names")
+
+
+def parameters_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     """A schema of arguments: an object, of no others than are named where some are or none is, unless it says so."""
     parameters = tool.get("parameters") or {"type": "object"}
-    if parameters.keys() <= {"type", "properties", "required", "description", "title", "$defs", "$schema", "definitions"}:
+    if parameters.keys() <= PLAIN_KEYS:
         return {"type": "object", "properties": {}, "additionalProperties": False, **parameters}
     return parameters
+
+
+def _said(text: str) -> str:
+    """As Lark writes a string."""
+    return json.dumps(text).replace("\x7f", "\\u007f")
+
+
+def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], bool]]:
+    """Names, schemas, and whether they are needed."""
+    properties, needed = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, Mapping):
+        return []
+    needed = needed if isinstance(needed, list) else []
+    return [(key, each if isinstance(each, Mapping) else {}, key in needed) for key, each in properties.items()]
+
+
+def _whole(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A part of a schema with what it may refer to."""
+    return {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema}
+
+
+def _words(schema: Mapping[str, Any]) -> list[str]:
+    """The strings that one may be, where they are told."""
+    return [value for value in values_of(schema) if isinstance(value, str)]

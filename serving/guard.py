@@ -17,8 +17,8 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from .asked import Refused
 from .engine import Client
+from .fields import Refused
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -11,7 +11,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .asked import Refused
+from .fields import Refused
 from .guard import App, Receive, Scope, Send, refusal
 
 HEADER_SECONDS = 10.0  # that a client may take for a request's head

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..checks import ids, short, text
-from .asked import Fields, Model, encoding, yes_or_no
+from .asked import Model, encoding
+from .fields import Fields, yes_or_no
 
 
 def tokenized(body: Mapping[str, Any], model: Model) -> dict[str, Any]:

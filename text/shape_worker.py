@@ -3,6 +3,7 @@
 A schema of a few kilobytes can take minutes to build. Here is what both sides do; nothing is imported before it is needed.
 """
 
+import functools
 from typing import Any
 
 MOST_BYTES = 2 << 30
@@ -23,21 +24,28 @@ def matcher_of(vocabulary: Any, grammar: str) -> Any:
 
 
 class _Bytes:
-    """A vocabulary of all bytes, as llguidance takes one: by these names."""
+    """A vocabulary of all bytes and n ids in all, as llguidance takes one: by these names."""
 
     is_tokenizer_wrapper, bos_token_id, eos_token_id, special_token_ids = True, None, 256, ()
-    tokens = (*(bytes([byte]) for byte in range(256)), b"")
+
+    def __init__(self, n: int) -> None:
+        self.tokens = [*(bytes([byte]) for byte in range(256)), *[b""] * max(n - 256, 1)]
 
     def __call__(self, text: str) -> list[int]:
         return list(text.encode())
 
 
-def answer(request: dict[str, Any], data: bytes) -> dict[str, Any]:
-    """What is wrong with a "grammar"; nothing where it can be used."""
+@functools.lru_cache(4)
+def _vocabulary(n: int) -> Any:
     import llguidance
 
+    return llguidance.LLTokenizer(_Bytes(n))
+
+
+def answer(request: dict[str, Any], data: bytes) -> dict[str, Any]:
+    """What is wrong with a "grammar" of tokens below "n"; nothing where it can be used."""
     try:
-        matcher_of(llguidance.LLTokenizer(_Bytes()), request["grammar"])
+        matcher_of(_vocabulary(request["n"]), request["grammar"])
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of the library is no Exception

@@ -253,11 +253,12 @@ def check_shape(shape: Shape | None, tokenizer: AnyTokenizer) -> None:
 
 class Grammar(NamedTuple):
     """What a shape is built from. kind: "regex", of which `said` is the text, or "schema" or "tools", in words of
-    llguidance."""
+    llguidance. of: whom each of its lines is of, for errors."""
 
     tokenizer: AnyTokenizer
     kind: str
     said: str
+    of: tuple[str, ...] = ()
 
     @property
     def param(self) -> str:
@@ -285,12 +286,17 @@ class Grammar(NamedTuple):
         except Lost:
             raise
         except ValueError as error:
-            refused = f"the {self.kind} cannot be used: {_reason(str(error))}"
+            refused = f"the {self.kind} cannot be used: {self._blamed(str(error))}{_reason(str(error))}"
             with _KEEPING:
                 _keep(_REFUSALS, self, refused, KEPT_REFUSALS)
             raise ValueError(refused) from None
         with _KEEPING:
             return _keep(_SHAPES, self, shape, KEPT_SHAPES)
+
+    def _blamed(self, error: str) -> str:
+        """Whom the line is of that an error names."""
+        found = re.match(r"(?:at )?(\d{1,9})\(", error)
+        return self.of[int(found[1]) - 1] if found and 0 < int(found[1]) <= len(self.of) else ""
 
     def _new(self) -> GuidedShape:
         import llguidance
@@ -298,7 +304,7 @@ class Grammar(NamedTuple):
         grammar = self.said if self.kind != "regex" else llguidance.LLMatcher.grammar_from_regex(self.said)
         worker = _BUILDERS.get()
         try:
-            trouble = worker.ask({"grammar": grammar}, BUILDING_SECONDS).get("error")
+            trouble = worker.ask({"grammar": grammar, "n": self.tokenizer.vocab_size}, BUILDING_SECONDS).get("error")
         except Unanswered as error:
             raise ValueError("it takes too long to build" if error.is_late else "it needs too much memory") from None
         finally:
@@ -331,14 +337,22 @@ def grammar_of(tokenizer: AnyTokenizer, schema: Mapping[str, Any]) -> Grammar:
     return Grammar(tokenizer, "schema", f'{{"grammars": [{{"json_schema": {checked_schema(schema)}}}]}}')
 
 
-def checked_schema(schema: Mapping[str, Any]) -> str:
-    """A schema as llguidance takes it, in JSON. Raises ValueError and TypeError for what is none."""
+def is_installed() -> bool:
+    """Whether shapes can be built."""
+    return not extras.missing(NEEDS)
+
+
+def checked_schema(schema: Mapping[str, Any], is_lenient: bool = False) -> str:
+    """A schema as llguidance takes it, in JSON. is_lenient: what it does not know is passed over.
+
+    Raises ValueError and TypeError for what is none.
+    """
     if not isinstance(schema, Mapping):
         raise TypeError(f"the schema is {checks.short(schema, repr)}; expected an object")
     if "x-guidance" in schema:
         raise ValueError("the schema uses x-guidance, which is not done here")
     try:
-        text = json.dumps({**schema, "x-guidance": STYLE}, allow_nan=False, ensure_ascii=False)
+        text = json.dumps({**schema, "x-guidance": {**STYLE, "lenient": is_lenient}}, allow_nan=False, ensure_ascii=False)
         text.encode()
     except (RecursionError, TypeError, ValueError) as error:
         nested = "it is nested beyond all bounds"
@@ -386,7 +400,8 @@ def _reason(words: str) -> str:
     if "NoExtension" in words:
         return "nothing fits it"
     line = next((line for line in reversed(words.split("\n")) if line.startswith("error: ")), words.split("\n")[0])
-    line = " ".join(line.removeprefix("error: ").split())
+    line = re.sub(r"^(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: )?", "", line.removeprefix("error: "))
+    line = " ".join(line.split())
     return line if len(line) <= 160 else f"{line[:157]}..."
 
 

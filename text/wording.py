@@ -1,10 +1,10 @@
 """Events of tokens get their text: whole characters, and nothing from a stop string on. Knows no models."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from ..decoding import Event, Prompt, Step
-from ..tokenizer import AnyTokenizer, TextStream
+from ..tokenizer import NOTHING, AnyTokenizer, TextStream
 
 
 class Until:
@@ -45,11 +45,11 @@ class Wording:
 
     The last step is the one in which a stop string is complete. It keeps the tokens up to the one that completes the string, so
     that neither they nor the text depend on what was a step. A character, or what may become a stop string, that one step begins
-    is of the text of the step in which it is settled.
+    is of the text of the step in which it is settled. shown: as `TextStream` says.
     """
 
-    def __init__(self, tokenizer: AnyTokenizer, stops: Collection[str] = ()) -> None:
-        self._stream, self._until = TextStream(tokenizer), Until(stops)
+    def __init__(self, tokenizer: AnyTokenizer, stops: Collection[str] = (), shown: Mapping[int, str] = NOTHING) -> None:
+        self._stream, self._until = TextStream(tokenizer, shown), Until(stops)
 
     def of(self, event: Event) -> Event:
         stream, until = self._stream, self._until

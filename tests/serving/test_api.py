@@ -21,11 +21,13 @@ from specdec.decoding import TokenLogprob
 from specdec.serving import app as server
 from specdec.serving import guard
 from specdec.serving.app import Service, app_of
-from specdec.serving.asked import MOST_NESTED, Model, body_of
-from specdec.serving.calls import Call, Json, More, calls_of
+from specdec.serving.asked import Model
+from specdec.serving.calls import Call, Json, More
 from specdec.serving.engine import Client, Closed, Engine, Failed, Full, Hear, Job
+from specdec.serving.fields import MOST_NESTED, body_of
 from specdec.serving.guard import Guard
 from specdec.serving.metrics import BOUNDS, Figures, exposition
+from specdec.serving.ways import way_of
 from specdec.text.shapes import ShapeError
 from specdec.text.workers import Lost
 from tests.folders import FIXTURES
@@ -58,6 +60,11 @@ class Script:
 
     def cancel(self) -> None:
         self.n_cancelled += 1
+
+
+def reads(template: str) -> Any:
+    way = way_of(template)
+    return way and way.reads({"weather": {}})
 
 
 def step(text: str, end: str | None = None, **more: Any) -> Step:
@@ -279,8 +286,6 @@ def test_an_answer_in_a_shape_is_the_masked_targets_own(app: Any, decoder: Specu
     for wrong in ({"type": "nonsense"}, {"pattern": "("}, {"$ref": "http://x/y"}):
         shape = {"type": "json_schema", "json_schema": {"schema": wrong}}
         assert ask(app, CHAT, {"messages": TALK, "response_format": shape}).error["param"] == "response_format"
-    both = ask(app, CHAT, {"messages": TALK, "response_format": {"type": "json_object"}, "tools": [TOOL]})
-    assert both.error["code"] == "unsupported_parameter"
 
 
 REFUSED: list[tuple[str, dict[str, Any], str, int, str]] = [
@@ -615,7 +620,7 @@ def merged_of(found: list[Any]) -> list[Any]:
 )  # fmt: skip
 def test_calls_in_tags_are_found_however_the_text_comes(text: str, said: list[Any]) -> None:
     for size in (1, 2, 7, len(text) or 1) if len(text) < 1000 else (1000,):
-        calls = calls_of("<tool_call>", ["weather"])
+        calls = reads("<tool_call>")
         assert calls
         found = [each for at in range(0, len(text), size) for each in calls.push(text[at : at + size])] + calls.end()
         merged = merged_of(found)
@@ -633,19 +638,19 @@ def test_a_call_alone_is_found_and_all_else_is_text() -> None:
         (f"{NONE}?", [Call("weather", "{}"), "?"]),
         ("", []),
     ):
-        calls = calls_of("<|python_tag|>", ["weather"])
+        calls = reads("<|python_tag|>")
         assert calls and merged_of([each for letter in text for each in calls.push(letter)] + calls.end()) == said
-    assert calls_of("{{ messages }}", ["weather"]) is None
+    assert way_of("{{ messages }}") is None
 
 
 @pytest.mark.parametrize(("template", "tag"), [("<tool_call>", "<tool_call>"), ("<|python_tag|>", "")])
 def test_arguments_come_as_they_are_written_and_what_can_be_no_call_is_text_at_once(template: str, tag: str) -> None:
-    calls = calls_of(template, ["weather"])
+    calls = reads(template)
     assert calls and not calls.push(tag + '{"name": "weather", "arguments": ')
     assert merged_of(calls.push('{"city": "Os')) == [Call("weather", '{"city": "Os')]
     assert calls.push("l") == [More("l")]
     for begin in ('{"name": "rain"', '{"list"', '{"name": "weather", }', '{"name": "weather", "arguments": 1, nothing'):
-        calls = calls_of(template, ["weather"])
+        calls = reads(template)
         assert calls and merged_of(calls.push(tag + begin)) == [tag + begin], begin
         assert merged_of(calls.push(" a")) in ([" a"], ["a"])
 

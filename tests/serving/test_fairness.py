@@ -20,9 +20,9 @@ from starlette.requests import Request
 from specdec.serving import app as server
 from specdec.serving import building, engine, listening
 from specdec.serving.app import Room, body_of_bytes
-from specdec.serving.asked import Refused
 from specdec.serving.building import Builder, Busy, Turns
 from specdec.serving.engine import Client, Full
+from specdec.serving.fields import Refused
 from specdec.serving.metrics import Figures, exposition
 from tests.serving.test_engine import Heard, a_job, assert_same, endless, engines  # noqa: F401  (fixtures)
 from tests.serving.test_listening import asked, hello, listener

@@ -6,13 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from specdec import SpeculativeDecoder
 from specdec.readers import extras
 from specdec.serving.app import Service, app_of
 from specdec.serving.asked import Model
-from specdec.serving.calls import calls_of
-from specdec.serving.forcing import can_force, grammar_of_calls
+from specdec.serving.engine import Engine
+from specdec.serving.forcing import grammar_of_calls
 from specdec.serving.guard import Guard
-from tests.serving.test_api import CALLING, CHAT, TALK, ask, decoder, engine, serving  # noqa: F401
+from specdec.serving.ways import WAYS as ALL
+from specdec.serving.ways import way_of
+from tests.folders import FIXTURES
+from tests.serving.test_api import CALLING, CHAT, TALK, ask, decoder, engine  # noqa: F401
+from tests.test_real_models import folder
 
 pytestmark = pytest.mark.skipif(not extras.has(extras.GUIDANCE), reason="needs llguidance")
 CITY = {
@@ -21,18 +26,46 @@ CITY = {
 }  # fmt: skip
 WEATHER = {"name": "get.weather-1", "description": 'of "a city"', "parameters": CITY}
 TIME = {"name": "time"}
-WAYS = {"in tags": CALLING, "alone": "{% if tools %}{# ipython #}{% endif %}"}
+WAYS = {
+    f"{way.name} {i}": "{% if tools %}{% set signs = " + json.dumps(way.signs) + " %}{% endif %}" for i, way in enumerate(ALL)
+}
 
 
 def tools_of(*functions, **more):
     return [{"type": "function", "function": function | more} for function in functions]
 
 
-@pytest.fixture(params=WAYS)
-def talker(request, decoder, serving, monkeypatch):  # noqa: F811
+WRONG = {"type": "object", "properties": {"x": {"type": "string", "format": "zork"}}, "required": ["x"]}
+MARKS = sorted({name for way in ALL for name in way.shown})
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory):
+    """A model whose tokenizer has the marks of all ways as special tokens."""
+    path = folder(tmp_path_factory.mktemp("forcing") / "talker", positions=320, padding=40)
+    holds = json.loads((path / "tokenizer.json").read_text())
+    of = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    holds["added_tokens"] += [{"id": 400 + i, "content": name, **of} for i, name in enumerate(MARKS)]
+    (path / "tokenizer.json").write_text(json.dumps(holds))
+    (path / "chat_template.jinja").write_text(CALLING + (FIXTURES / "chat" / "smollm2.jinja").read_text())
+    (path / "tokenizer_config.json").write_text('{"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}')
+    decoder = SpeculativeDecoder(path, "ngram", n_threads=1, gamma=4)  # noqa: F811
+    engine = Engine(decoder, 4, 32, 10**8)  # noqa: F811
+    yield decoder, engine
+    engine.close(0.0)
+
+
+# of harmony's without marks a random model ends no thought
+@pytest.fixture(params=[(way, marks) for way in WAYS for marks in (False, True) if marks or "harmony" not in way], ids=str)
+def talker(request, decoder, engine, marked, monkeypatch):  # noqa: F811
+    way, has_marks = request.param
+    decoder, engine = marked if has_marks else (decoder, engine)
     source = decoder.chat_template.source.removeprefix(CALLING)
-    monkeypatch.setattr(decoder.chat_template, "source", WAYS[request.param] + source)
-    return serving()
+    monkeypatch.setattr(decoder.chat_template, "source", WAYS[way] + source)
+    service = Service(Model("talker", decoder, decoder.chat_template), engine, "print", 1)
+    app = Guard(app_of(service), (), {"localhost"}, print)
+    app.is_harmony = "harmony" in way
+    return app
 
 
 def sound(call):
@@ -46,6 +79,8 @@ def sound(call):
 
 def asked(app, seed=1, **more):
     body = {"messages": TALK, "tools": tools_of(WEATHER, TIME), "max_tokens": 120, "temperature": 1, "seed": seed} | more
+    if app.is_harmony:
+        body["logit_bias"] = {str(400 + MARKS.index("<|end|>")): 50}
     reply = ask(app, CHAT, body)
     assert reply.status == 200, reply.body
     return reply
@@ -74,19 +109,17 @@ def test_a_tool_that_is_named_is_called_whole_and_in_a_stream(talker, name):
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_several_calls_are_each_whole(talker, decoder):  # noqa: F811
+def test_several_calls_are_each_whole(talker, request):
     """A text is cut by its length in one of them, or not at all; all that are whole are sound."""
     n_calls = []
-    for seed in range(5):
-        (choice,) = asked(talker, seed, tool_choice="required", max_tokens=200).json["choices"]
+    for seed in range(12):
+        (choice,) = asked(talker, seed, tool_choice="required", max_tokens=200, temperature=5).json["choices"]
         calls = choice["message"]["tool_calls"]
         whole = calls if choice["finish_reason"] == "tool_calls" else calls[:-1]
         assert all(map(sound, whole))
         n_calls.append(len(calls))
-    if "<tool_call>" in decoder.chat_template.source:
-        assert max(n_calls) > 1
-    else:
-        assert set(n_calls) == {1}
+    name = request.node.callspec.params["talker"][0].split()[0]
+    assert max(n_calls) > 1 if name not in ("alone", "harmony") else set(n_calls) == {1}
 
 
 def test_a_call_that_is_cut_says_so_and_is_not_dropped(talker):
@@ -96,7 +129,7 @@ def test_a_call_that_is_cut_says_so_and_is_not_dropped(talker):
             return
         assert choice["finish_reason"] == "length"
         message = choice["message"]
-        assert message["content"] or message["tool_calls"]
+        assert talker.is_harmony or message["content"] or message.get("tool_calls") or message.get("reasoning_content")
     pytest.fail("no call was whole after 140 tokens")
 
 
@@ -113,24 +146,47 @@ def test_what_is_strict_is_forced_from_the_marker_on(talker):
 
 
 TEXTS = {
-    "in tags": {
+    "tags": {
         "hi": True, "": True, 'hi <tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>': True,
         '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>': False, "<tool_call>\n{": True, "<tool_call> x": False,
         'a<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "time"': True,
         '<tool_call>\n{"name": "get.weather-1", "arguments": {"city": "Paris"': False,
     },
     "alone": {"hi {": True, '{"name": "time", "parameters": {}}': True, "{x": False, '{"name": "other"': False},
+    "xml": {
+        "<tool_call>\n<function=time>\n</function>\n</tool_call>": True, "a <tool_call>\n<function=rain>": False,
+        "<tool_call>\n<function=get.weather-1>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>": True,
+        "<tool_call>\n<function=get.weather-1>\n<parameter=city>\nParis": False, "<function=time>": True,
+        "<tool_call>\n<function=get.weather-1>\n<parameter=days>": False,
+    },
+    "listed": {
+        "a [TOOL_CALLS": True, '[TOOL_CALLS][{"name": "time", "arguments": {}}, {"name": "time", "arguments": {}}]': True,
+        "[TOOL_CALLS][]": False, "[TOOL_CALLS]time": False,
+    },
+    "named": {"[TOOL_CALLS]time[ARGS]{}[TOOL_CALLS]get.weather-1[ARGS]{": True, "[TOOL_CALLS]rain": False, "[": True},
+    "harmony": {
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.time <|constrain|>json"
+        "<|message|>{}": True,
+        "<|channel|>final<|message|>Hi.": True, "<|channel|>commentary to=functions.rain": False,
+    },
+    "gemma": {
+        "<|tool_call>call:get.weather": False, "Hm <|tool_call>call:time{}<tool_call|>": True, "<|tool_call>call:rain": False,
+    },
+    "python": {
+        "<|tool_call_start|>[time(), time()]<|tool_call_end|>": True, "<|tool_call_start|>[time(x=1)": False, "[time()]": True,
+    },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_grammar_of_what_is_strict_is_that_of_the_parser(way, decoder):  # noqa: F811
-    grammar = grammar_of_calls(decoder.tokenizer, WAYS[way], [WEATHER, TIME], False, False)
-    for text, may_be in TEXTS[way].items():
+@pytest.mark.parametrize("name", TEXTS)
+def test_the_grammar_of_what_is_strict_is_that_of_the_parser(name, decoder):  # noqa: F811
+    way = next(way for way in ALL if way.name == name)
+    tools = [WEATHER, TIME] if name not in ("gemma", "python") else [TIME]
+    grammar = grammar_of_calls(decoder.tokenizer, way, tools, False, False)
+    for text, may_be in TEXTS[name].items():
         tokens = decoder.tokenizer.encode(text) if text else []
         walk = grammar.built().begin([1])
         assert (walk.n_allowed(tokens) == len(tokens)) == may_be, text
-    assert calls_of(WAYS[way], {"time"})
 
 
 def test_what_cannot_be_forced_is_refused_by_name(talker):
@@ -139,17 +195,39 @@ def test_what_cannot_be_forced_is_refused_by_name(talker):
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"), ({"tool_choice": {}}, "tool_choice"),
         ({"tool_choice": "required", "tools": tools_of({"name": "a", "parameters": {"type": "nonsense"}})}, "tools"),
         ({"tool_choice": "required", "tools": tools_of({"name": "a", "parameters": {"pattern": "a{99999}{99999}"}})}, "tools"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": tools_of({"name": "a", "parameters": {"type": "array"}})}, "tools"),
+        ({"tools": tools_of({"name": "a", "parameters": WRONG}, strict=True)}, "tools"),
         ({"tools": tools_of(TIME, strict=1)}, "tools"),
     ):  # fmt: skip
         reply = ask(talker, CHAT, {"messages": TALK, "tools": tools_of(WEATHER)} | more)
         assert (reply.status, reply.error["param"]) == (400, param), (more, reply.body)
+        if (tool := more.get("tools")) and tool[0]["function"]["name"] == "a":
+            assert "the tool a: " in reply.error["message"], reply.body
 
 
-def test_ways_that_are_no_json_are_not_forced(decoder, engine, monkeypatch):  # noqa: F811
-    assert not can_force("<tool_call><function=name>") and not can_force("tools") and can_force("<tool_call>")
+def test_ways_that_nobody_knows_are_not_forced(decoder, engine):  # noqa: F811
+    assert way_of("tools") is None
     template = SimpleNamespace(source="{{ tools }}", takes_tools=True, place="", asks_for=lambda name: False)
     service = Service(Model("talker", decoder, template), engine, "print", 1)
     app = Guard(app_of(service), (), {"localhost"}, lambda line: None)
-    reply = ask(app, CHAT, {"messages": TALK, "tools": tools_of(TIME), "tool_choice": "required"})
-    assert reply.status == 400 and re.search("cannot be forced", reply.error["message"])
+    for more, param in (
+        ({"tool_choice": "required"}, "tool_choice"), ({"tools": tools_of(TIME, strict=True)}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ):  # fmt: skip
+        reply = ask(app, CHAT, {"messages": TALK, "tools": tools_of(TIME)} | more)
+        assert reply.status == 400 and reply.error["param"] == param and re.search("is known here", reply.error["message"])
+
+
+def test_an_answer_by_a_schema_or_a_call(talker):
+    """Both at once: whatever comes is one of them."""
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "array", "items": {"const": 7}, "maxItems": 3}}}
+    kinds = set()
+    for seed in range(6):
+        (choice,) = asked(talker, seed, response_format=form).json["choices"]
+        message = choice["message"]
+        if calls := message.get("tool_calls"):
+            assert all(map(sound, calls if choice["finish_reason"] != "length" else calls[:-1]))
+        elif choice["finish_reason"] == "stop":
+            assert json.loads(message["content"]) in ([], [7], [7, 7], [7, 7, 7])
+        kinds.add(bool(calls))
+    assert kinds

@@ -17,7 +17,7 @@ pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 from specdec.commands.serve import ServeRequest
 from specdec.serving import listening
-from specdec.serving.asked import Refused
+from specdec.serving.fields import Refused
 from specdec.serving.guard import Guard
 from specdec.serving.listening import Listener, bound
 from tests.conftest import Pair

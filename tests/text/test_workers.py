@@ -13,7 +13,7 @@ import pytest
 from specdec.text import workers
 from specdec.text.workers import Lost, Unanswered, Worker
 
-GRAMMAR = {"grammar": '{"grammars": [{"json_schema": {"type": "object"}}]}'}
+GRAMMAR = {"grammar": '{"grammars": [{"json_schema": {"type": "object"}}]}', "n": 300}
 pytest.importorskip("llguidance", reason="the extra [shape] is not installed")
 
 
@@ -68,7 +68,8 @@ def test_who_asks_while_a_process_is_busy_asks_another_one() -> None:
     worker, answers = Worker("shape_worker"), list[dict[str, Any]]()
     assert worker.ask(GRAMMAR, 10.0) == {}
     slow = {
-        "grammar": json.dumps({"grammars": [{"json_schema": {"patternProperties": {f"^p{k}x{k}$": {} for k in range(300)}}}]})
+        "n": 300,
+        "grammar": json.dumps({"grammars": [{"json_schema": {"patternProperties": {f"^p{k}x{k}$": {} for k in range(300)}}}]}),
     }
 
     def wait_for_the_slow() -> None:

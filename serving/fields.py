@@ -1,0 +1,155 @@
+"""Bodies of requests and their fields, checked; whatever is not done is refused by name. Knows no models and no server."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from ..checks import short, text, whole
+
+MOST_NESTED, MOST_VALUES = 64, 50_000  # lists and objects of a body: within each other, and in all
+INVALID, NOT_DONE, UNKNOWN, TOO_LONG = "invalid_value", "unsupported_parameter", "unknown_parameter", "context_length_exceeded"
+STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # of JSON; one that never ends is looked through once
+Value = TypeVar("Value")
+# what asks for nothing that is not done anyway
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("min_tokens", "mirostat", "n_probs"), (0,)),
+    **dict.fromkeys(("typical_p", "length_penalty", "best_of"), (1,)),
+    **dict.fromkeys(("add_generation_prompt", "skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+    **dict.fromkeys(("store", "echo", "ignore_eos", "use_beam_search", "include_stop_str_in_output"), (False,)),
+    "cache_prompt": (True, False),
+    "modalities": (["text"],),
+    "suffix": ("",),
+    **dict.fromkeys(("functions", "function_call", "audio", "web_search_options"), ()),
+}
+
+
+class Refused(Exception):
+    """What a client is told instead of an answer: a message, its status and, in OpenAI's words, the parameter and a code."""
+
+    def __init__(
+        self, message: str, param: str | None = None, code: str | None = INVALID, status: int = 400, kind: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.param, self.code, self.status = param, code, status
+        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+
+    @property
+    def note(self) -> str:
+        """For the log."""
+        return f"{self.code or ''} {self.param or ''}".strip()
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def body_of(data: bytes) -> dict[str, Any]:
+    """The object that a body is. Raises Refused for JSON that is none, is nested too deep or holds half characters."""
+    if data.count(b"[") + data.count(b"{") > MOST_VALUES:
+        bare = STRING.sub(b"", data)
+        if bare.count(b"[") + bare.count(b"{") > MOST_VALUES:
+            raise Refused(f"the body holds more than {MOST_VALUES} lists and objects", None)
+    try:
+        value = json.loads(data.decode(), parse_constant=_no_number)
+    except RecursionError:
+        raise Refused(f"the body is nested too deep; at most {MOST_NESTED} values within values are read", None) from None
+    except ValueError as error:
+        raise Refused(f"the body is no JSON: {short(error)}; expected an object", None) from None
+    if not isinstance(value, dict):
+        raise Refused(f"the body is a {type(value).__name__}; expected an object", None)
+    level, depth = list[Any]([value]), 0
+    while level:
+        depth += 1
+        if depth > MOST_NESTED:
+            raise Refused(f"the body is nested too deep; at most {MOST_NESTED} values within values are read", None)
+        level = [each for several in level for each in _values(several)]
+    return value
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """What is in a list or an object that may hold more."""
+    for each in [*value, *value.values()] if isinstance(value, dict) else value:
+        if isinstance(each, dict | list):
+            yield each
+        elif isinstance(each, str) and not each.isascii():
+            with refusing(None):
+                text("a string of the body", each)
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
+
+
+@contextmanager
+def refusing(param: str | None) -> Iterator[None]:
+    """What is wrong within is that parameter's."""
+    try:
+        yield
+    except Refused as error:
+        error.param = param
+        raise
+    except (TypeError, ValueError) as error:
+        raise Refused(str(error), param) from None
+
+
+class Fields:
+    """A body's fields, each of which is to be taken once; null is as good as none."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._body = {name: value for name, value in body.items() if value is not None}
+
+    def take(self, name: str, check: Callable[[str, Any], Value], default: Value) -> Value:
+        """The value as checked, or the default. Raises Refused."""
+        if name not in self._body:
+            return default
+        with refusing(name):
+            return check(name, self._body.pop(name))
+
+    def end(self) -> None:
+        """Raises Refused where something is left."""
+        for name, value in self._body.items():
+            if name not in NEUTRAL:
+                raise Refused(f"there is no parameter {short(name)}", short(name), UNKNOWN)
+            if not any((value == neutral and type(value) is not bool) or value is neutral for neutral in NEUTRAL[name]):
+                told = " or ".join(json.dumps(neutral) for neutral in NEUTRAL[name])
+                instead = f"; expected {told}, or nothing" if told else "; leave it out"
+                raise Refused(f"{name} is not done here{instead}", name, NOT_DONE)
+
+
+def yes_or_no(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {short(value, repr)}; expected true or false")
+    return value
+
+
+def an_object(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} is {short(value, repr)}; expected an object")
+    return value
+
+
+def a_list(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise TypeError(f"{name} is {short(value, repr)}; expected a list of one or more")
+    return value
+
+
+def between(least: int, most: int | None = None) -> Callable[[str, Any], int]:
+    return lambda name, value: whole(name, value, least, most)
+
+
+def words(name: str, value: Any) -> str:
+    """A text, or the texts of several parts. Raises TypeError, and Refused for parts that are none."""
+    if not isinstance(value, list):
+        return text(name, value)
+    said = ""
+    for i, part in enumerate(value):
+        kind = an_object(f"{name}[{i}]", part).get("type")
+        if kind != "text":
+            raise Refused(
+                f"{name}[{i}] is of the type {short(kind, repr)}, which is not done here; expected text", name, NOT_DONE
+            )
+        said += text(f"text of {name}[{i}]", part.get("text"))
+    return said
