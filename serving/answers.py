@@ -1,9 +1,10 @@
 """Events of texts become OpenAI's answers, in chunks or whole. Knows no requests and no server."""
 
 import itertools
+import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,51 +14,57 @@ from ..tokenizer import AnyTokenizer, TextStream
 from .asked import Asked, Model
 from .calls import Call, More, Said, Thought
 from .engine import Job
+from .fields import Refused
 
 # of decoding's reasons, those that are no end of the model's own
 CUT = ("max_tokens", "seq_len", "interrupted")
-CALL_ID = 9  # letters of a call's id: as many as Mistral's templates take, and no others
+DONE = b"data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0  # OpenAI's number, in the place of the infinity that JSON has none for
 
 
 @dataclass
 class Delta:
-    """What a text grows by: words, calls of tools, log probabilities, and how it ends, None before that.
-
-    thought: words that come before the answer's own. details: which of the words were guessed, for who asks.
+    """What a text grows by: thoughts, words and calls of tools in their order, log probabilities, and how it ends, None before
+    that. details: which of the words were guessed, for who asks.
     """
 
-    words: str = ""
-    thought: str = ""
-    calls: list[Call | More] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: str | None = None
     details: dict[str, Any] | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.words or self.thought or self.calls or self.logprobs or self.finish or self.details)
+        return bool(self.said or self.logprobs or self.finish or self.details)
+
+    @property
+    def words(self) -> str:
+        return "".join([each for each in self.said if isinstance(each, str)])
+
+    @property
+    def thought(self) -> str:
+        return "".join([each.words for each in self.said if isinstance(each, Thought)])
+
+    @property
+    def calls(self) -> list[Call | More]:
+        return [each for each in self.said if isinstance(each, Call | More)]
 
     def add(self, other: "Delta") -> None:
-        self.words += other.words
-        self.thought += other.thought
-        for each in other.calls:
-            self._add_call(each)
+        for each in other.said:
+            self.says(each)
         self.logprobs += other.logprobs
         self.finish, self.details = other.finish, other.details
 
     def says(self, said: Said) -> None:
-        if isinstance(said, str):
-            self.words += said
-        elif isinstance(said, Thought):
-            self.thought += said.words
+        """What goes on with the last becomes one with it."""
+        last = self.said[-1] if self.said else None
+        if isinstance(said, More) and isinstance(last, Call | More):
+            self.said[-1] = replace(last, arguments=last.arguments + said.arguments)
+        elif isinstance(said, str) and isinstance(last, str):
+            self.said[-1] = last + said
+        elif isinstance(said, Thought) and isinstance(last, Thought):
+            self.said[-1] = Thought(last.words + said.words)
         else:
-            self._add_call(said)
-
-    def _add_call(self, call: Call | More) -> None:
-        if self.calls and isinstance(call, More):
-            self.calls[-1] = replace(self.calls[-1], arguments=self.calls[-1].arguments + call.arguments)
-        else:
-            self.calls.append(call)
+            self.said.append(said)
 
 
 class Choice:
@@ -66,12 +73,15 @@ class Choice:
     def __init__(self, asked: Asked, job: Job, model: Model) -> None:
         self._model, self._calls, self._one_call = model, asked.calls(), asked.one_call
         self.statistics, self.n_calls = Statistics(), 0
+        self.stop = Stop(model.decoder.tokenizer, job) if job.stops else None
         self._reading = Reading(model.decoder.tokenizer, job.stops) if asked.details else None
 
     def takes(self, event: Event) -> Delta:
         self.statistics.add(event)
         if isinstance(event, Proposal):
             return Delta()
+        if self.stop:
+            self.stop.sees(event)
         if isinstance(event, Prompt):
             if self._reading:
                 self._reading.begin(event.tokens)
@@ -93,6 +103,24 @@ class Choice:
             if event.stop_reason:
                 delta.details |= figures(self.statistics)
         return delta
+
+
+class Stop:
+    """Which of its stop strings a text has ended at: `string`, None for none."""
+
+    def __init__(self, tokenizer: AnyTokenizer, job: Job) -> None:
+        self._stream, self._stops, self._tail = TextStream(tokenizer, job.shown), job.stops, ""
+        self._longest = 2 * max(map(len, job.stops))
+        self.string: str | None = None
+
+    def sees(self, event: Prompt | Step) -> None:
+        words = "".join([self._stream.push(token) for token in event.tokens])
+        if isinstance(event, Step):
+            self._tail = self._tail + words
+            if event.stop_reason == "stop":
+                found = [(at, stop) for stop in self._stops if (at := (self._tail + self._stream.end()).find(stop)) >= 0]
+                self.string = min(found)[1] if found else None
+            self._tail = self._tail[-self._longest :]
 
 
 def figures(statistics: Statistics) -> dict[str, Any]:
@@ -129,65 +157,148 @@ class Reading:
         return "".join([self._until.push(self._stream.push(token)) for token in tokens])
 
 
-class Answer:
-    """An answer's chunks and its whole. choices: its texts."""
+class Form:
+    """How a request's texts are told, in events and whole: as OpenAI does here, as others do in files of their own.
+
+    choices: the texts. What is told of one text alone is told of the first.
+    """
 
     def __init__(self, asked: Asked, model: Model, fingerprint: str) -> None:
-        self._asked, self._model, self._fingerprint = asked, model, fingerprint
-        self._id = f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
-        self._created = int(time.time())
+        self.asked, self.model, self.fingerprint = asked, model, fingerprint
+        self.created = int(time.time())
         self.choices = [Choice(asked, job, model) for job in asked.jobs]
+
+    @property
+    def n_prompt(self) -> int:
+        """Tokens of all prompts; one that several texts share is counted once."""
+        return sum({id(job.prompt): len(job.prompt) for job in self.asked.jobs}.values())
+
+    @property
+    def n_text(self) -> int:
+        return sum(choice.statistics.n_generated for choice in self.choices)
+
+    def begins(self) -> bytes:
+        """The first events of a stream."""
+        return b""
+
+    def grows(self, index: int, delta: Delta) -> bytes:
+        """What a choice grows by."""
+        raise NotImplementedError
+
+    def ends(self) -> bytes:
+        """The last events."""
+        raise NotImplementedError
+
+    def fails(self, error: Refused) -> bytes:
+        """In the place of the last events."""
+        return event(error.body) + DONE
+
+    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """The answer of what all choices came to."""
+        raise NotImplementedError
+
+
+def event(value: Mapping[str, Any], name: str = "") -> bytes:
+    """One of a stream of server-sent events."""
+    told = f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return (f"event: {name}\n{told}" if name else told).encode()
+
+
+@dataclass
+class Part:
+    """Of an answer: a thought, words or a call. kind: the type of what it says; text: so far."""
+
+    kind: type
+    index: int
+    id: str
+    name: str = ""
+    text: str = ""
+
+
+class Parts:
+    """What an answer says, in parts that follow each other."""
+
+    def __init__(self) -> None:
+        self.all = list[Part]()
+
+    def take(self, said: Sequence[Said]) -> Iterator[tuple[str, Part, str]]:
+        """What becomes of them: "ends", "begins" and "grows" by some text."""
+        for each in said:
+            last = self.all[-1] if self.all else None
+            kind = Call if isinstance(each, More) else type(each)
+            if last is None or last.kind is not kind or isinstance(each, Call):
+                if last:
+                    yield "ends", last, ""
+                self.all.append(Part(kind, len(self.all), new_id(), each.name if isinstance(each, Call) else ""))
+                yield "begins", self.all[-1], ""
+            text = each if isinstance(each, str) else each.words if isinstance(each, Thought) else each.arguments
+            self.all[-1].text += text
+            if text:
+                yield "grows", self.all[-1], text
+
+
+def new_id() -> str:
+    """Nine letters and digits: as many as Mistral's templates take of a call's id, and no others."""
+    return secrets.token_hex(5)[:9]
+
+
+class Answer(Form):
+    """OpenAI's chunks, and its whole."""
+
+    def __init__(self, asked: Asked, model: Model, fingerprint: str) -> None:
+        super().__init__(asked, model, fingerprint)
+        self._id = f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._n_calls = [0] * len(self.choices)
         self._offsets = [0] * len(self.choices)
 
-    def opening(self, index: int) -> dict[str, Any]:
-        """The first chunk of a chat's choice."""
-        return self._chunk([self._choice(index, delta={"role": "assistant", "content": ""}, logprobs=None, finish_reason=None)])
+    def begins(self) -> bytes:
+        """Of a chat, each choice's role."""
+        n = len(self.choices) * self.asked.is_chat
+        said = {"role": "assistant", "content": ""}
+        return b"".join(
+            event(self._chunk([{"index": i, "delta": said, "logprobs": None, "finish_reason": None}])) for i in range(n)
+        )
 
-    def chunk(self, index: int, delta: Delta) -> dict[str, Any]:
-        """What a choice grows by."""
+    def grows(self, index: int, delta: Delta) -> bytes:
         finish = {"logprobs": self._logprobs(index, delta), "finish_reason": delta.finish}
-        if not self._asked.is_chat:
-            return self._chunk([self._choice(index, text=delta.words, **finish)], delta.details)
+        if not self.asked.is_chat:
+            return event(self._chunk([{"index": index, "text": delta.words, **finish}], delta.details))
         told: dict[str, Any] = _words(delta)
         if delta.calls:
             told["tool_calls"] = []
             for call in delta.calls:
                 self._n_calls[index] += isinstance(call, Call)
                 told["tool_calls"].append({"index": self._n_calls[index] - 1, **_call(call)})
-        return self._chunk([self._choice(index, delta=told, **finish)], delta.details)
+        return event(self._chunk([{"index": index, "delta": told, **finish}], delta.details))
 
-    def last_chunk(self) -> dict[str, Any] | None:
-        """That of the usage, where it is asked for."""
-        return self._chunk([]) | {"usage": self.usage} if self._asked.has_usage else None
+    def ends(self) -> bytes:
+        """With the usage, where it is asked for."""
+        return (event(self._chunk([]) | {"usage": self.usage}) if self.asked.has_usage else b"") + DONE
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """The answer of what all choices came to."""
         choices = list[dict[str, Any]]()
         for index, delta in enumerate(deltas):
             finish = {"logprobs": self._logprobs(index, delta), "finish_reason": delta.finish}
-            if self._asked.is_chat:
+            if self.asked.is_chat:
                 message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None} | _words(delta)
                 if delta.calls:
                     message |= {"content": delta.words or None, "tool_calls": [_call(call) for call in delta.calls]}
-                choices.append(self._choice(index, message=message, **finish))
+                choices.append({"index": index, "message": message, **finish})
             else:
-                choices.append(self._choice(index, text=delta.words, **finish))
-        kind = "chat.completion" if self._asked.is_chat else "text_completion"
+                choices.append({"index": index, "text": delta.words, **finish})
+        kind = "chat.completion" if self.asked.is_chat else "text_completion"
         details = next((delta.details for delta in deltas if delta.details), None)
         return self._head(kind, choices) | {"usage": self.usage} | ({"specdec": details} if details else {})
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Tokens of all choices; a prompt that several share is counted once."""
+        """Of all choices."""
         parts = [choice.statistics for choice in self.choices]
-        prompts = {id(job.prompt): len(job.prompt) for job in self._asked.jobs}
-        n_prompt, n_text = sum(prompts.values()), sum(part.n_generated for part in parts)
         accepted, drafted = sum(part.n_accepted for part in parts), sum(part.n_drafted for part in parts)
         return {
-            "prompt_tokens": n_prompt,
-            "completion_tokens": n_text,
-            "total_tokens": n_prompt + n_text,
+            "prompt_tokens": self.n_prompt,
+            "completion_tokens": self.n_text,
+            "total_tokens": self.n_prompt + self.n_text,
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,
@@ -195,29 +306,25 @@ class Answer:
         }
 
     def _chunk(self, choices: list[dict[str, Any]], details: dict[str, Any] | None = None) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self._asked.is_chat else "text_completion"
-        chunk = self._head(kind, choices) | ({"usage": None} if self._asked.has_usage else {})
+        kind = "chat.completion.chunk" if self.asked.is_chat else "text_completion"
+        chunk = self._head(kind, choices) | ({"usage": None} if self.asked.has_usage else {})
         return chunk | ({"specdec": details} if details else {})
 
     def _head(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self._id,
             "object": kind,
-            "created": self._created,
-            "model": self._model.name,
-            "system_fingerprint": self._fingerprint,
+            "created": self.created,
+            "model": self.model.name,
+            "system_fingerprint": self.fingerprint,
             "choices": choices,
         }
-
-    @staticmethod
-    def _choice(index: int, **more: Any) -> dict[str, Any]:
-        return {"index": index, **more}
 
     def _logprobs(self, index: int, delta: Delta) -> dict[str, Any] | None:
         """As the kind of request has them; None where none are asked for."""
         if not delta.logprobs:
             return None
-        if self._asked.is_chat:
+        if self.asked.is_chat:
             told = [
                 self._told(one.token, one.logprob) | {"top_logprobs": [self._told(*top) for top in one.top]}
                 for one in delta.logprobs
@@ -241,7 +348,7 @@ class Answer:
 
     def _name(self, token: int) -> tuple[str, list[int] | None]:
         """What a token says, and its bytes; of one that is no text how the file spells it."""
-        tokenizer = self._model.decoder.tokenizer
+        tokenizer = self.model.decoder.tokenizer
         said = tokenizer.says(token)
         if said is not None:
             return said.decode(errors="replace"), list(said)
@@ -258,4 +365,4 @@ def _call(call: Call | More) -> dict[str, Any]:
     if isinstance(call, More):
         return {"function": {"arguments": call.arguments}}
     named = {"name": call.name, "arguments": call.arguments}
-    return {"id": secrets.token_hex(5)[:CALL_ID], "type": "function", "function": named}
+    return {"id": new_id(), "type": "function", "function": named}

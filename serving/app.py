@@ -26,7 +26,9 @@ from .building import Builder, Busy, Turns
 from .engine import Client, Closed, Engine, Failed, Full, Job, Ticket
 from .fields import Refused, body_of
 from .guard import FAILED, App, Receive, Scope, Send, refusal
+from .messages import messages_asked, tokens_counted
 from .metrics import exposition
+from .responses import response_asked
 from .tokens import detokenized, tokenized
 
 PAGE = Path(__file__).with_name("page.html")
@@ -36,7 +38,6 @@ LARGE_AT_ONCE = 1  # other bodies of which tokens are made: small ones have anot
 BODY_SECONDS = 10.0  # that a client may take for so much of a body
 PIECE_BYTES = 64 << 10  # of an answer that is sent at once: each has a reader's seconds
 SIGN_OF_LIFE_SECONDS = 5.0  # between comments in a stream that has nothing to say
-DONE = b"data: [DONE]\n\n"
 Read = Callable[[Mapping[str, Any], Model], Asked]
 Value = TypeVar("Value")
 
@@ -103,6 +104,9 @@ def app_of(service: Service) -> App:
         Route("/v1/models/{name:path}", one_model),
         Route("/v1/chat/completions", writing(chat_asked), methods=["POST"]),
         Route("/v1/completions", writing(completion_asked), methods=["POST"]),
+        Route("/v1/messages", writing(messages_asked), methods=["POST"]),
+        Route("/v1/messages/count_tokens", telling(tokens_counted), methods=["POST"]),
+        Route("/v1/responses", writing(response_asked), methods=["POST"]),
         Route("/tokenize", telling(tokenized), methods=["POST"]),
         Route("/detokenize", telling(detokenized), methods=["POST"]),
     ]
@@ -244,7 +248,7 @@ class Writing:
 
     def __init__(self, service: Service, building: Builder, asked: Asked) -> None:
         self._service, self._building, self._asked = service, building, asked
-        self._answer = Answer(asked, service.model, service.fingerprint)
+        self._answer = (asked.form or Answer)(asked, service.model, service.fingerprint)
         self._events: asyncio.Queue[tuple[int, Event | Failed] | None] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._tickets: Sequence[Ticket] = ()
@@ -259,8 +263,7 @@ class Writing:
                 await self._stream(send)
             else:
                 await self._whole(send)
-            usage = self._answer.usage
-            notes.append(f"{usage['prompt_tokens']}+{usage['completion_tokens']} tokens")
+            notes.append(f"{self._answer.n_prompt}+{self._answer.n_text} tokens")
         finally:
             watching.cancel()
             for ticket in self._tickets:
@@ -345,40 +348,34 @@ class Writing:
         """Begins with what the prompt's end shows, so that what cannot be written is refused by a status."""
         has_begun, last_sent = False, self._loop.time()
 
-        async def out(data: bytes, is_last: bool = False) -> None:
+        async def out(told: Callable[[], bytes], is_last: bool = False) -> None:
             nonlocal has_begun, last_sent
-            last_sent = self._loop.time()
+            last_sent, first = self._loop.time(), b""
             if not has_begun:
-                has_begun = True
+                has_begun, first = True, self._answer.begins()
                 headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
-                if self._asked.is_chat:
-                    data = b"".join(_event(self._answer.opening(i)) for i in range(len(self._asked.jobs))) + data
-            await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+            await send({"type": "http.response.body", "body": first + told(), "more_body": not is_last})
 
         try:
             async for told in self._deltas():
                 if told and told[1]:
-                    await out(_event(self._answer.chunk(*told)))
+                    await out(partial(self._answer.grows, *told))
                 elif self._loop.time() - last_sent > SIGN_OF_LIFE_SECONDS:
-                    await out(b": waiting\n\n")
+                    await out(lambda: b": waiting\n\n")
         except OSError:
             raise
         except Exception as error:
             if has_begun:
-                await out(_event((error if isinstance(error, Refused) else FAILED()).body) + DONE, True)
+                told_error = error if isinstance(error, Refused) else FAILED()
+                await out(lambda: self._answer.fails(told_error), True)
             raise
-        last = self._answer.last_chunk()
-        await out((_event(last) if last else b"") + DONE, True)
+        await out(self._answer.ends, True)
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:
     for first in range(0, len(data), PIECE_BYTES):
         yield data[first : first + PIECE_BYTES]
-
-
-def _event(value: Mapping[str, Any]) -> bytes:
-    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
 def json_of(value: Any) -> bytes:

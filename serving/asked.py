@@ -40,6 +40,11 @@ MOST_TOP = 20  # log probabilities of a token
 COMPLETION_TOKENS = 16  # that a completion has where nothing is said: OpenAI's number
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 SEEDS = 2**63
+# what bodies of all interfaces have by these names
+COMMON = (
+    "model", "temperature", "top_p", "top_k", "stream", "seed", "min_p", "repetition_penalty", "repeat_penalty",
+    "presence_penalty", "frequency_penalty", "logit_bias", "chat_template_kwargs", "service_tier", "specdec",
+)  # fmt: skip
 OF_NO_EFFECT = ("user", "safety_identifier", "prompt_cache_key", "service_tier", "verbosity")  # texts that are taken
 OF_A_MESSAGE = {"refusal", "audio", "function_call", "annotations"}  # what answers have that come back
 THINKING = "enable_thinking"  # what most templates ask for that let a model think
@@ -65,6 +70,7 @@ class Asked:
     """A request. jobs: the texts that it wants; calls: makes what finds calls of tools in one of them.
 
     details: whether each chunk tells which tokens were guessed. grammar: of the shape of all texts, which is yet to be built.
+    form: what tells the answer, of the request, the model and a fingerprint; by default OpenAI's.
     """
 
     jobs: list[Job]
@@ -75,6 +81,7 @@ class Asked:
     one_call: bool = False
     calls: Callable[[], Calls | None] = field(default=lambda: None)
     grammar: Grammar | None = None
+    form: Callable[["Asked", Model, str], Any] | None = None
 
 
 @dataclass(frozen=True)

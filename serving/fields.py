@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ from ..checks import short, text, whole
 MOST_NESTED, MOST_VALUES = 64, 50_000  # lists and objects of a body: within each other, and in all
 INVALID, NOT_DONE, UNKNOWN, TOO_LONG = "invalid_value", "unsupported_parameter", "unknown_parameter", "context_length_exceeded"
 STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # of JSON; one that never ends is looked through once
+NOTHING: dict[str, Any] = {}
 Value = TypeVar("Value")
 # what asks for nothing that is not done anyway
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -42,7 +43,8 @@ class Refused(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+        """As OpenAI tells it, and Anthropic."""
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}, "type": "error"}
 
 
 def body_of(data: bytes) -> dict[str, Any]:
@@ -107,10 +109,10 @@ class Fields:
         with refusing(name):
             return check(name, self._body.pop(name))
 
-    def end(self) -> None:
-        """Raises Refused where something is left."""
+    def end(self, neutral: Mapping[str, tuple[Any, ...]] | tuple[()] = NEUTRAL) -> None:
+        """Raises Refused where something is left that asks for anything."""
         for name, value in self._body.items():
-            if name not in NEUTRAL:
+            if name not in neutral:
                 raise Refused(f"there is no parameter {short(name)}", short(name), UNKNOWN)
             if not any((value == neutral and type(value) is not bool) or value is neutral for neutral in NEUTRAL[name]):
                 told = " or ".join(json.dumps(neutral) for neutral in NEUTRAL[name])
@@ -140,16 +142,14 @@ def between(least: int, most: int | None = None) -> Callable[[str, Any], int]:
     return lambda name, value: whole(name, value, least, most)
 
 
-def words(name: str, value: Any) -> str:
+def words(name: str, value: Any, kinds: Collection[str] = ("text",), between: str = "") -> str:
     """A text, or the texts of several parts. Raises TypeError, and Refused for parts that are none."""
     if not isinstance(value, list):
         return text(name, value)
-    said = ""
+    said = list[str]()
     for i, part in enumerate(value):
-        kind = an_object(f"{name}[{i}]", part).get("type")
-        if kind != "text":
-            raise Refused(
-                f"{name}[{i}] is of the type {short(kind, repr)}, which is not done here; expected text", name, NOT_DONE
-            )
-        said += text(f"text of {name}[{i}]", part.get("text"))
-    return said
+        told = f"{name}[{i}]"
+        if (kind := an_object(told, part).get("type")) not in kinds:
+            raise Refused(f"{told} is of the type {short(kind, repr)}, which is not done here; expected text", name, NOT_DONE)
+        said.append(text(f"text of {told}", part.get("text")))
+    return between.join(said)

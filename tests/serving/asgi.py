@@ -30,6 +30,11 @@ class Reply:
     def events(self) -> list[Any]:
         """Of a stream that has come to its end."""
         *parts, done, rest = self.body.decode().split("\n\n")
+        if parts and parts[0].startswith("event: "):  # by their names, of which the last ends it
+            named = [part.partition("\ndata: ") for part in (*parts, done)]
+            events = [json.loads(data) for _, _, data in named]
+            assert [name for name, _, _ in named] == [f"event: {event['type']}" for event in events] and not rest
+            return events
         assert (done, rest) == ("data: [DONE]", "")
         return [json.loads(part.removeprefix("data: ")) for part in parts]
 

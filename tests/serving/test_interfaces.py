@@ -1,0 +1,278 @@
+"""Anthropic's interface and OpenAI's newer one: the same texts as a chat's, in events and whole."""
+
+import json
+import random
+from itertools import pairwise
+
+import pytest
+
+from specdec.readers import extras
+from specdec.serving.app import Service, app_of
+from specdec.serving.asked import Model
+from specdec.serving.guard import Guard
+from specdec.text.shapes import ShapeError
+from tests.serving.test_api import (  # noqa: F401
+    CHAT,
+    DRAWN,
+    TAGS,
+    TALK,
+    TOOL,
+    Failed,
+    Prompt,
+    Script,
+    app,
+    ask,
+    decoder,
+    engine,
+    serving,
+    step,
+)  # fmt: skip
+
+MESSAGES, RESPONSES, COUNT = "/v1/messages", "/v1/responses", "/v1/messages/count_tokens"
+BODIES = {
+    MESSAGES: {"messages": TALK, "max_tokens": 12, "temperature": 0.8, "top_p": 0.9, "seed": 5},
+    RESPONSES: {"input": "Where did the robin go?", "max_output_tokens": 12, "temperature": 0.8, "top_p": 0.9, "seed": 5},
+}  # fmt: skip
+FORCED = {
+    MESSAGES: {"tools": [{"name": "weather", "input_schema": {"type": "object"}}]},
+    RESPONSES: {"tools": [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]},
+}  # fmt: skip
+
+
+def text_in(path, answer):
+    if path == MESSAGES:
+        return "".join(block["text"] for block in answer["content"] if block["type"] == "text")
+    return "".join(part["text"] for item in answer["output"] if item["type"] == "message" for part in item["content"])
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_text_is_that_of_a_chat_whole_and_in_a_stream(app, path):  # noqa: F811
+    own = ask(app, CHAT, {"messages": TALK, **DRAWN}).json
+    whole = ask(app, path, BODIES[path])
+    assert whole.status == 200, whole.body
+    words = own["choices"][0]["message"]["content"]
+    assert text_in(path, whole.json) == words and whole.json["model"] == "talker"
+    usage = whole.json["usage"]
+    assert (usage["input_tokens"], usage["output_tokens"]) == (own["usage"]["prompt_tokens"], own["usage"]["completion_tokens"])
+    events = ask(app, path, BODIES[path] | {"stream": True}).events
+    kinds = [each["type"] for each in events]
+    if path == MESSAGES:
+        assert whole.json["stop_reason"] == "max_tokens" and whole.json["role"] == "assistant"
+        assert kinds[:2] == ["message_start", "content_block_start"] and kinds[-2:] == ["message_delta", "message_stop"]
+        assert "".join(each["delta"]["text"] for each in events if each["type"] == "content_block_delta") == words
+        assert events[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+        assert events[-2]["usage"]["output_tokens"] == usage["output_tokens"]
+    else:
+        assert whole.json["status"] == "incomplete" and whole.json["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
+        assert kinds[-1] == "response.incomplete" and text_in(path, events[-1]["response"]) == words
+        assert "".join(each["delta"] for each in events if each["type"] == "response.output_text.delta") == words
+        assert [each["sequence_number"] for each in events] == list(range(len(events)))
+        assert events[-1]["response"]["usage"] == usage
+
+
+def told(serving, path, *events, stream=False, **more):  # noqa: F811
+    body = BODIES[path] | FORCED[path] | {"stream": stream} | more
+    return ask(serving(Script(Prompt([1], 0.0), *events)), path, body)
+
+
+CALLING = [step("Let me "), step("see.\n\n"), step(TAGS[:30]), step(TAGS[30:50]), step(TAGS[50:], "eos")]
+
+
+def test_calls_are_blocks_and_items_with_their_arguments_as_they_come(serving):  # noqa: F811
+    answer = told(serving, MESSAGES, *CALLING).json
+    words, call = answer["content"]
+    assert words == {"type": "text", "text": "Let me see."} and answer["stop_reason"] == "tool_use"
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "weather", {"city": "Oslo"})
+    events = told(serving, MESSAGES, *CALLING, stream=True).events
+    starts = [each for each in events if each["type"] == "content_block_start"]
+    assert [(each["index"], each["content_block"]["type"]) for each in starts] == [(0, "text"), (1, "tool_use")]
+    stops = [each["index"] for each in events if each["type"] == "content_block_stop"]
+    assert stops == [0, 1]
+    grown = [each["delta"]["partial_json"] for each in events if each.get("delta", {}).get("type") == "input_json_delta"]
+    assert len(grown) > 1 and json.loads("".join(grown)) == {"city": "Oslo"}
+    answer = told(serving, RESPONSES, *CALLING).json
+    message, call = answer["output"]
+    assert message["content"][0]["text"] == "Let me see." and answer["status"] == "completed"
+    assert (call["type"], call["name"], json.loads(call["arguments"])) == ("function_call", "weather", {"city": "Oslo"})
+    events = told(serving, RESPONSES, *CALLING, stream=True).events
+    kinds = [each["type"].removeprefix("response.") for each in events]
+    assert "".join(dict.fromkeys([kind[0] for kind in kinds])) == "cifo" or len(kinds) > 8
+    assert kinds[-3:] == ["function_call_arguments.done", "output_item.done", "completed"]
+    assert "".join(each["delta"] for each in events if each["type"].endswith("arguments.delta")) == call["arguments"]
+    done = [each["item"] for each in events if each["type"].endswith("item.done")]
+    assert [each["status"] for each in done] == ["completed"] * 2
+    assert [each["name"] for each in done if each["type"] == "function_call"] == ["weather"]
+    for one, two in pairwise([each["output_index"] for each in events if "output_index" in each]):
+        assert two in (one, one + 1)
+
+
+def test_a_call_that_is_cut_is_told(serving):  # noqa: F811
+    cut = [step(TAGS[:58], "max_tokens")]
+    answer = told(serving, MESSAGES, *cut).json
+    assert answer["stop_reason"] == "max_tokens" and "weather" in answer["content"][0]["text"]
+    answer = told(serving, RESPONSES, *cut).json
+    assert answer["status"] == "incomplete"
+    assert answer["output"][0]["status"] == "incomplete" and answer["output"][0]["arguments"].startswith('{"ci')
+
+
+def test_the_stop_string_is_named(app, decoder):  # noqa: F811
+    own = ask(app, CHAT, {"messages": TALK, **DRAWN, "max_tokens": 40}).json["choices"][0]["message"]["content"]
+    middle = len(own) // 2
+    stop = own[middle : middle + 3]
+    body = BODIES[MESSAGES] | {"max_tokens": 40}
+    whole = ask(app, MESSAGES, body | {"stop_sequences": ["never there", stop, "nor this"]}).json
+    assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", stop)
+    assert text_in(MESSAGES, whole) == own[: own.index(stop)]
+    assert ask(app, MESSAGES, body | {"stop_sequences": ["never there"]}).json["stop_reason"] in ("end_turn", "max_tokens")
+
+
+def test_what_went_before_reaches_the_template(app, decoder, monkeypatch):  # noqa: F811
+    seen, encode = [], decoder.encode_chat
+    monkeypatch.setattr(
+        decoder, "encode_chat", lambda messages, tools, options: seen.append((messages, tools)) or encode(messages, tools)
+    )
+    talk = [
+        {"role": "user", "content": [{"type": "text", "text": "Weather?", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "hm", "signature": "x"}, {"type": "text", "text": "I look."},
+            {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Oslo"}}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "rain"}], "is_error": True},
+            {"type": "text", "text": "So?"}]},
+    ]  # fmt: skip
+    system = [{"type": "text", "text": "Be short."}, {"type": "text", "text": "Be kind."}]
+    body = {"messages": talk, "system": system, "max_tokens": 1, **FORCED[MESSAGES], "metadata": {"user_id": "a"}}
+    assert ask(app, MESSAGES, body).status == 200
+    items = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be kind."}]},
+        {"role": "user", "content": "Weather?"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look.", "annotations": []}]},
+        {"type": "function_call", "call_id": "toolu_1", "name": "weather", "arguments": '{"city": "Oslo"}', "id": "fc_1"},
+        {"type": "function_call_output", "call_id": "toolu_1", "output": "Error: rain"}, {"role": "user", "content": "So?"},
+    ]  # fmt: skip
+    more = {"instructions": "Be short.", "store": False, "include": ["reasoning.encrypted_content"], "reasoning": None}
+    assert ask(app, RESPONSES, {"input": items, "max_output_tokens": 1, **FORCED[RESPONSES], **more}).status == 200
+    (one, tools), (two, same) = seen
+    assert one == two and tools == same == [TOOL | {"function": {"name": "weather", "parameters": {"type": "object"}}}]
+    assert one[0] == {"role": "system", "content": "Be short.\n\nBe kind."}
+    assert one[2]["reasoning_content"] == "hm" and one[2]["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo"}
+    assert one[3] == {"role": "tool", "tool_call_id": "toolu_1", "name": "weather", "content": "Error: rain"}
+
+
+def test_tokens_are_counted(app):  # noqa: F811
+    body = {"messages": TALK, "model": "talker"}
+    assert ask(app, COUNT, body).json == {
+        "input_tokens": ask(app, MESSAGES, body | {"max_tokens": 1}).json["usage"]["input_tokens"]
+    }
+    assert ask(app, COUNT, {"messages": []}).status == 400
+
+
+REFUSED = [
+    (MESSAGES, {"max_tokens": None}, "max_tokens"), (MESSAGES, {"max_tokens": 0}, "max_tokens"), (MESSAGES, {"n": 2}, "n"),
+    (MESSAGES, {"messages": None}, "messages"), (MESSAGES, {"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages"),
+    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": 1}]}]}, "messages"),
+    (MESSAGES, {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b"}]}]}, "messages"),
+    (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"), (MESSAGES, {"tools": {}}, "tools"),
+    (MESSAGES, {"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"), (MESSAGES, {"tool_choice": "auto"}, "tool_choice"),
+    (MESSAGES, {"thinking": {"type": "maybe"}}, "thinking"), (MESSAGES, {"system": 5}, "system"),
+    (MESSAGES, {"mcp_servers": [{}]}, "mcp_servers"), (MESSAGES, {"stop_sequences": [1]}, "stop"),
+    (MESSAGES, {"chat_template_kwargs": 5, "thinking": {"type": "enabled"}}, "chat_template_kwargs"),
+    (MESSAGES, {"output_config": {"x": 1}}, "output_config"), (MESSAGES, {"model": "claude"}, "model"),
+    (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id"), (RESPONSES, {"conversation": "c"}, "conversation"),
+    (RESPONSES, {"background": True}, "background"), (RESPONSES, {"input": []}, "input"),
+    (RESPONSES, {"input": None}, "messages"),
+    (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input"), (RESPONSES, {"n": 2}, "n"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+    (RESPONSES, {"input": [{"type": "function_call", "call_id": "a", "name": "b", "arguments": "{"}]}, "messages"),
+    (RESPONSES, {"tools": [{"type": "custom", "name": "a"}]}, "tools"),
+    (RESPONSES, {"tool_choice": {"type": "x"}}, "tool_choice"),
+    (RESPONSES, {"text": {"format": {"type": "grammar"}}}, "response_format"), (RESPONSES, {"truncation": "all"}, "truncation"),
+    (RESPONSES, {"reasoning": {"depth": 1}}, "reasoning"), (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)))
+def test_what_is_not_done_is_refused_by_name(app, case):  # noqa: F811
+    path, more, param = REFUSED[case]
+    reply = ask(app, path, BODIES[path] | more)
+    assert reply.status in (400, 404) and reply.json["type"] == "error", reply.body
+    assert reply.error["param"] == param and "\n" not in reply.error["message"]
+
+
+@pytest.mark.skipif(not extras.has(extras.GUIDANCE), reason="needs llguidance")
+def test_tools_are_forced_and_answers_shaped(app):  # noqa: F811
+    wants = {
+        MESSAGES: {"tool_choice": {"type": "any"}, "max_tokens": 120},
+        RESPONSES: {"tool_choice": "required", "max_output_tokens": 120},
+    }
+    for path, more in wants.items():
+        answer = ask(app, path, BODIES[path] | FORCED[path] | more).json
+        called = answer["content"] if path == MESSAGES else answer["output"]
+        assert called[0]["name"] == "weather"
+    schema = {"type": "array", "items": {"const": 7}, "maxItems": 3}
+    shape = {"type": "json_schema", "schema": schema, "name": "x"}
+    for path, more in ((MESSAGES, {"output_config": {"format": shape}}), (RESPONSES, {"text": {"format": shape}})):
+        answer = ask(app, path, BODIES[path] | more).json
+        assert json.loads(text_in(path, answer)) in ([], [7], [7, 7], [7, 7, 7])
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_stream_that_fails_says_so(serving, path):  # noqa: F811
+    events = told(serving, path, step("a"), Failed(ShapeError("the shape cannot go on")), stream=True).events
+    assert events[-1]["type"] == {"/v1/messages": "error", "/v1/responses": "response.failed"}[path]
+    assert "the shape cannot go on" in json.dumps(events[-1])
+
+
+@pytest.mark.parametrize("path", [CHAT, *BODIES, COUNT])
+def test_no_body_is_answered_by_a_failure(app, path):  # noqa: F811
+    """Any value in any field: an answer, or a refusal in a line that names a parameter or says what is wrong."""
+    rng = random.Random(path)
+    body = BODIES.get(path) or BODIES[MESSAGES]
+    names = [*body, "system", "tools", "tool_choice", "thinking", "output_config", "instructions", "text", "reasoning", "stop",
+             "stop_sequences", "response_format", "logit_bias", "min_p", "repetition_penalty", "chat_template_kwargs", "metadata",
+             "include", "n", "stream", "parallel_tool_calls"]  # fmt: skip
+    statuses = set()
+    for _ in range(2500):
+        one = json.loads(json.dumps(body | (FORCED.get(path, {}) if rng.random() < 0.5 else {})))
+        for _ in range(rng.randrange(1, 3)):
+            one[rng.choice(names)] = some(rng, 0)
+        one["max_output_tokens" if path == RESPONSES else "max_tokens"] = 1
+        reply = ask(app, path, one)
+        statuses.add(reply.status)
+        assert reply.status in (200, 400, 404), (one, reply.body)
+        if reply.status != 200:
+            assert reply.error["message"] and "\n" not in reply.error["message"] and len(reply.error["message"]) < 400, reply.body
+    assert {200, 400} <= statuses
+
+
+WORDS = [
+    "auto", "required", "any", "tool", "none", "text", "json_object", "json_schema", "user", "assistant", "function", "weather",
+    "", "input_text", "tool_use", "tool_result", "thinking", "message", "function_call", "function_call_output", "reasoning",
+    "{}",    "\u00e9\U0001f600", "enabled", "high",
+]  # fmt: skip
+KEYS = [
+    "type", "name", "role", "content", "text", "function", "format", "schema", "parameters", "input_schema", "arguments",
+    "call_id", "id", "tool_use_id", "input", "output", "effort", "properties", "5", "summary", "strict",
+    "json_schema", "description",
+]  # fmt: skip
+
+
+def some(rng, depth):
+    kind = rng.randrange(8 if depth < 4 else 5)
+    if kind < 2:
+        return rng.choice(WORDS)
+    if kind < 5:
+        return rng.choice([None, True, False, 0, 1, -1, 0.5, 1e300, 2**70])
+    if kind < 6:
+        return [some(rng, depth + 1) for _ in range(rng.randrange(3))]
+    return {rng.choice(KEYS): some(rng, depth + 1) for _ in range(rng.randrange(4))}
+
+
+def test_an_anthropic_client_brings_its_key_its_own_way(serving, decoder, engine):  # noqa: F811
+    service = Service(Model("talker", decoder, decoder.chat_template), engine, "print", 1)
+    guarded = Guard(app_of(service), ["secret"], {"localhost"}, lambda line: None)
+    for headers, status in (({"x-api-key": "secret"}, 200), ({"x-api-key": "other"}, 401), ({}, 401)):
+        assert ask(guarded, MESSAGES, BODIES[MESSAGES], headers=headers).status == status
