@@ -158,6 +158,11 @@ class SpeculativeDecoder:
         return self._team.source.sampling if self._team.source else {}
 
     @property
+    def pooling(self) -> str:
+        """Which hidden states its files say are a text's embedding: "mean", "last", "cls", or "" where they do not."""
+        return self._team.source.pooling if self._team.source else ""
+
+    @property
     def n_ids(self) -> int:
         """How many ids the target may say; rows of its vocabulary behind them have no token."""
         return self._team.draft.vocabulary.n_target

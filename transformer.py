@@ -120,9 +120,8 @@ class Transformer:
         return f"<{c.architecture} of {c.n_layers} layers x {c.dim}, {c.vocab_size} tokens, {self._weights.kind}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (
-            self._config, self._weights, self._most_threads, self._n_positions, self._kv, self.hidden_layers,
-        )  # fmt: skip
+        made_of = self._config, self._weights, self._most_threads, self._n_positions, self._kv, self.hidden_layers
+        return _rebuilt, made_of
 
     @property
     def config(self) -> Config:
@@ -190,7 +189,8 @@ class Transformer:
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """Before which layers the hidden states are kept, n_layers for behind the last; none by default, which costs nothing.
+        """Before which layers the hidden states are kept, n_layers for behind the last and n_layers + 1 for behind the last norm
+        too; none by default, which costs nothing.
 
         Others empty the cache, which has not kept them. Raises ValueError and TypeError for what are no layers, RuntimeError as
         `forward` does.
@@ -227,14 +227,12 @@ class Transformer:
         model.n_threads = self._n_threads
         return model
 
-    def seat(self) -> "Transformer":
-        """The same model with a cache of its own, for another text: the two may share passes (`forward_together`).
-
-        They take turns in all else, and logits of one are valid until the next call of either.
+    def seat(self, hidden_layers: Sequence[int] | None = None) -> "Transformer":
+        """The same model with a cache of its own, for another text: the two may share passes (`forward_together`), and take turns
+        in all else; logits of one are valid until the next call of either. With other hidden_layers it runs alone.
         """
-        return Transformer(
-            self._config, self._weights, self._most_threads, self._n_positions, self._kv, self._hidden_layers, beside=self
-        )
+        layers = self._hidden_layers if hidden_layers is None else hidden_layers
+        return Transformer(self._config, self._weights, self._most_threads, self._n_positions, self._kv, layers, beside=self)
 
     def take_over(self, other: "Transformer", tokens: list[int]) -> None:
         """Let the cache hold what another one's holds of a text whose last token is yet to run: a `seat`'s or `with_positions`'.
@@ -540,7 +538,8 @@ class Transformer:
         return Room(KV_CACHES[self._kv], n_slots, self._most_threads, n_hidden)
 
     def _layers(self, layers: Sequence[int]) -> tuple[int, ...]:
-        layers = (*(whole(f"hidden_layers[{i}]", layer, 0, self._config.n_layers) for i, layer in enumerate(layers)),)
+        most = self._config.n_layers + (self._architecture.outcome is not None)
+        layers = (*(whole(f"hidden_layers[{i}]", layer, 0, most) for i, layer in enumerate(layers)),)
         if len({*layers}) < len(layers):
             raise ValueError(f"hidden_layers are {short(layers)}; expected each once")
         return layers

@@ -58,7 +58,7 @@ def program(config: Config, weights: Weights, b: Buffers) -> Layers:
     k_row = n_strips(config.dim) * STRIP_ROWS
 
     def norm(name: str, of_logits: bool = False) -> Row:
-        return layer_norm(b.normed, b.x, v[name], v[f"{name}_bias"], config.dim, config.norm_eps, of_logits)
+        return normed(config, weights, b, name, of_logits)
 
     def layer(i: int) -> Program:
         return [
@@ -87,4 +87,10 @@ def program(config: Config, weights: Weights, b: Buffers) -> Layers:
     )
 
 
-GPT2 = Architecture(shapes, parts, vectors, block_buffers, program, learned_positions=True, move=move_path)
+def normed(config: Config, weights: Weights, b: Buffers, name: str = "ln_final", of_logits: bool = False) -> Row:
+    """normed = layernorm(x), by the weights of that name."""
+    weight, bias = (weights.vectors[each] for each in (name, f"{name}_bias"))
+    return layer_norm(b.normed, b.x, weight, bias, config.dim, config.norm_eps, of_logits)
+
+
+GPT2 = Architecture(shapes, parts, vectors, block_buffers, program, learned_positions=True, move=move_path, outcome=normed)

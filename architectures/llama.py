@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..kernels import scale_rows
-from ..machine.programs import Program
+from ..machine.programs import Program, Row
 from ..machine.vectors import LANES
 from .attention import ATTENTION, move_path
 from .blocks import Block, Shapes, block_buffers, norm, of_layers
@@ -107,6 +107,11 @@ def classify(config: Config, weights: Weights, b: Buffers) -> Program:
     return [[norm(config, weights, b, "rms_final", of_logits=True), product]]
 
 
+def outcome(config: Config, weights: Weights, b: Buffers) -> Row:
+    """normed = rmsnorm(x), as the classifier takes it, but for a divisor of logits."""
+    return norm(config, weights, b, "rms_final")
+
+
 def program(config: Config, weights: Weights, b: Buffers) -> Layers:
     """x = embedding; of each layer its two blocks; wcls rmsnorm(x)."""
     cached = [i for i in range(config.n_layers) if blocks_of(config, i)[0] is ATTENTION]
@@ -120,5 +125,5 @@ def program(config: Config, weights: Weights, b: Buffers) -> Layers:
     return Layers(embed(config, weights, b), layers, classify(config, weights, b))
 
 
-LLAMA = Architecture(shapes, parts, vectors, buffers, program, fill, move=move_path)
+LLAMA = Architecture(shapes, parts, vectors, buffers, program, fill, move=move_path, outcome=outcome)
 WITH_STATES = replace(LLAMA, move=None, n_states=max(CONVOLUTION.n_states, DELTA.n_states))  # which is that of one text

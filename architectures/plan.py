@@ -214,12 +214,13 @@ class Layers(NamedTuple):
     layers: Sequence[Program]
     last: Program
 
-    def program(self, before: Mapping[int, Row]) -> Program:
-        """All of it; before: what else runs before layers, by their numbers, that of no layer behind the last one."""
+    def program(self, before: Mapping[int, Program]) -> Program:
+        """All of it; before: what else runs before layers, by their numbers, and those behind the last one before logits."""
         phases = [*self.first]
-        for i, layer in enumerate((*self.layers, self.last)):
-            phases += [[before[i]], *layer] if i in before else layer
-        return phases
+        for i, layer in enumerate(self.layers):
+            phases += [*before.get(i, []), *layer]
+        n = len(self.layers)
+        return [*phases, *before.get(n, []), *before.get(n + 1, []), *self.last]
 
 
 def no_tables(config: Config, buffers: Buffers, start: int) -> None:
@@ -239,6 +240,7 @@ class Architecture:
     move: puts what buffers hold of a tree's path, nodes from depth 0 on, where it follows a text of so many tokens. None: the
     family runs no trees.
     features: of a head that drafts, what makes x of the target's hidden states, which lie in the buffer taps.
+    outcome: puts what the last norm makes of x into normed, of all tokens. None: that is no hidden state that is asked for.
     n_states: where there is a running state beside the cache's slots, of how many last lengths of a text buffers hold it: a text
     may go back by one less, and one that goes back farther is run again. The pass at position 0 takes none. 0: there is none.
     """
@@ -253,6 +255,7 @@ class Architecture:
     move: Callable[[Buffers, Int64, int], None] | None = None
     n_states: int = 0
     features: Callable[[Config, Weights, Buffers], Program] | None = None
+    outcome: Callable[[Config, Weights, Buffers], Row] | None = None
 
     def all_buffers(self, config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
         """The family's, and those of every program."""
@@ -307,10 +310,11 @@ class Architecture:
         if written := common.runners.get((room.n_positions, layers)):
             return [runner.over(own) for runner in written]
         by_token = [(array, buffer.token_bytes) for array, buffer in declared if buffer.token_bytes]
-        before = {
-            layer: copy_rows(buffers.hidden_states, buffers.x, i * config.dim, 0, config.dim, True)
-            for i, layer in enumerate(layers)
-        }
+        before = dict[int, Program]()
+        for i, layer in enumerate(layers):
+            normed = [[self.outcome(config, weights, buffers)]] if layer > config.n_layers and self.outcome else []
+            kept = buffers.normed if normed else buffers.x
+            before[layer] = [*normed, [copy_rows(buffers.hidden_states, kept, i * config.dim, 0, config.dim, True)]]
         of_both = [buffers, buffers.of_long_texts()][: 1 + (config.n_short > 0)]
         runners = [Runner(self.program(config, weights, each).program(before), own, by_token) for each in of_both]
         common.runners[room.n_positions, layers] = [runner.without_texts() for runner in runners]

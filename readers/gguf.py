@@ -28,6 +28,7 @@ VOCABULARY, TOKENS, CHAT_TEMPLATE = "tokenizer.ggml.", "tokenizer.ggml.tokens", 
 SPLIT_NUMBER, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
 MOST_PARTS = 99999
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.ASCII | re.DOTALL)
+POOLINGS = {"1": "mean", "2": "cls", "3": "last"}
 SAMPLING = {
     "temperature": "general.sampling.temp", "top_p": "general.sampling.top_p", "top_k": "general.sampling.top_k",
     "min_p": "general.sampling.min_p", "repetition_penalty": "general.sampling.penalty_repeat",
@@ -66,6 +67,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(
         path, config, tensors, vocabulary=_vocabulary(model.first), family=model.family.architecture, mtp=model.family.mtp,
         chat_template=template if isinstance(template, str) else None, sampling=advised(model.keys, SAMPLING),
+        pooling=POOLINGS.get(str(model.keys.get(f"{model.family.architecture}.pooling_type")), ""),
     )  # fmt: skip
 
 

@@ -25,7 +25,10 @@ from .safetensors import INDEX, PICKLE, WEIGHTS
 
 GGUF = ".gguf"
 DEFAULT_BITS = ("Q4_K_M", "Q8_0")  # of GGUF files the first that there is, as llama.cpp's -hf has it; else the first file
-SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+SMALL_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    "1_Pooling/config.json",
+)  # fmt: skip
 PATIENCE = 10  # seconds that a hub may take to say what it has: the library would wait forever
 TRIES = 2  # without a byte that came, of several by the library each
 NO_ROOM = (errno.ENOSPC, errno.EFBIG, *([errno.EDQUOT] if hasattr(errno, "EDQUOT") else []))

@@ -23,6 +23,10 @@ from .safetensors import INDEX, WEIGHTS, SafetensorsFile
 LONGEST_NAME = 255  # of a file, in letters
 
 
+POOLING = "1_Pooling/config.json"
+POOLINGS = {"last": "pooling_mode_lasttoken", "cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens"}
+
+
 class Folder:
     """The tensors of a folder's safetensors files, by name without what prefix finds at its beginning, but for harmless ones."""
 
@@ -114,8 +118,15 @@ def load_checkpoint(path: Path) -> Checkpoint:
     values = read_object(told) if (told := path / GENERATION_CONFIG).exists() else {}
     sampling = advised(values, {name: name for name in MOST_ADVISED})
     return Checkpoint(
-        path, config, tensors, end_marks, bos, family=family.model_type.removesuffix("_text"), sampling=sampling, mtp=family.mtp
-    )
+        path, config, tensors, end_marks, bos, family=family.model_type.removesuffix("_text"), sampling=sampling, mtp=family.mtp,
+        pooling=_pooling(path),
+    )  # fmt: skip
+
+
+def _pooling(path: Path) -> str:
+    """As sentence-transformers writes it beside a model that embeds texts."""
+    values = read_object(told) if (told := path / POOLING).exists() else {}
+    return next((ours for ours, key in POOLINGS.items() if values.get(key) is True), "")
 
 
 def _open_files(path: Path) -> tuple[list[SafetensorsFile], dict[str, SafetensorsFile] | None]:

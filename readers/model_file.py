@@ -35,6 +35,7 @@ class Checkpoint:
     target_ids: of a head's rows (n_rows,), the target's ids, each once; None: row i is id i. A head has no tokenizer.
     family: what the file calls what the model is, where it does. sampling: what it is to be drawn with by its makers, by the
     names of `sampling.Sampling`, as far as the files tell. mtp: where the tensors of the head lie that they may bring along.
+    pooling: which hidden states are a text's embedding: "mean", "last", "cls" (the first), or "" where the files do not tell.
     """
 
     path: Path
@@ -48,6 +49,7 @@ class Checkpoint:
     family: str = ""
     sampling: Mapping[str, float] = field(default_factory=dict)
     mtp: Sequence[Mapping[str, Place]] = ()
+    pooling: str = ""
 
 
 MOST_ADVISED = {

@@ -23,6 +23,7 @@ from ..text.shapes import ShapeError
 from .answers import Answer, Delta
 from .asked import Asked, Model, chat_asked, completion_asked, encoding
 from .building import Builder, Busy, Turns
+from .embeddings import embeddings_asked
 from .engine import Client, Closed, Engine, Failed, Full, Job, Ticket
 from .fields import Refused, body_of
 from .guard import FAILED, App, Receive, Scope, Send, refusal
@@ -96,6 +97,17 @@ def app_of(service: Service) -> App:
 
         return tell
 
+    async def embed(request: Request) -> Response:
+        asked, who = await read_by(embeddings_asked, request), request.scope["who"]
+        try:
+            vectors = await leaving(request, asyncio.gather(*map(asyncio.wrap_future, service.engine.beside(asked.work, who))))
+        except Full:
+            raise FULL() from None
+        except Closed:
+            raise CLOSING() from None
+        answer = await asyncio.to_thread(lambda: json_of(asked.answer(vectors, model.name)))
+        return Response(answer, media_type="application/json")
+
     routes = [
         Route("/", show_page),
         Route("/health", health),
@@ -104,6 +116,7 @@ def app_of(service: Service) -> App:
         Route("/v1/models/{name:path}", one_model),
         Route("/v1/chat/completions", writing(chat_asked), methods=["POST"]),
         Route("/v1/completions", writing(completion_asked), methods=["POST"]),
+        Route("/v1/embeddings", embed, methods=["POST"]),
         Route("/v1/messages", writing(messages_asked), methods=["POST"]),
         Route("/v1/messages/count_tokens", telling(tokens_counted), methods=["POST"]),
         Route("/v1/responses", writing(response_asked), methods=["POST"]),
@@ -151,6 +164,19 @@ SLOW_SHAPES = partial(
     429,
     "rate_limit_error",
 )
+
+
+async def leaving(request: Request, working: "asyncio.Future[Value]") -> Value:
+    """What work comes to, unless the client leaves, which ends it. Raises ConnectionResetError then."""
+    gone: asyncio.Future[Any] = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ConnectionResetError
+        return working.result()
+    finally:
+        gone.cancel()
+        working.cancel()
 
 
 def told_of(service: Service) -> dict[str, Any]:

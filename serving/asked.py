@@ -64,6 +64,12 @@ class Model:
     template: ChatTemplate | None
     sampling: Sampling = Sampling()  # noqa: RUF009 (it cannot be changed)
 
+    def check(self, fields: Fields) -> None:
+        """Raises Refused where a body names another model."""
+        name = fields.take("model", text, self.name)
+        if name != self.name:
+            raise Refused(f"there is no model {short(name, repr)} here; there is {self.name}", "model", "model_not_found", 404)
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -103,7 +109,7 @@ def _biases(name: str, value: Any) -> dict[int, float]:
 def chat_asked(body: Mapping[str, Any], model: Model) -> Asked:
     """A body of /v1/chat/completions. Raises Refused."""
     fields = Fields(body)
-    _check_model(fields, model)
+    model.check(fields)
     if not model.template:
         raise Refused(
             "this model has no chat template: it goes on with texts, at /v1/completions", "messages", "unsupported_model"
@@ -161,7 +167,7 @@ def _forced(
 def completion_asked(body: Mapping[str, Any], model: Model) -> Asked:
     """A body of /v1/completions. Raises Refused."""
     fields = Fields(body)
-    _check_model(fields, model)
+    model.check(fields)
     prompts = fields.take("prompt", _prompts, list[str | list[int]]([""]))
     top = fields.take("logprobs", between(0, MOST_TOP), None)
     answer = fields.take("response_format", _answer_schema, None)
@@ -254,12 +260,6 @@ class _Rest:
             for i in range(self._n)
         ]
         return Asked(jobs, is_chat, self._is_stream, self._has_usage, self._details, one_call, said.calls, self._grammar)
-
-
-def _check_model(fields: Fields, model: Model) -> None:
-    name = fields.take("model", text, model.name)
-    if name != model.name:
-        raise Refused(f"there is no model {short(name, repr)} here; there is {model.name}", "model", "model_not_found", 404)
 
 
 def _longest(model: Model) -> int:

@@ -8,8 +8,10 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from ..machine.vectors import Float32
 from ..sampling import Sampling
 from ..text.wording import Wording
 from ..transformer import Transformer, known, n_common
+from .beside import Beside, Steps
 from .metrics import Figures
 from .seats import LEAST_SHARED, Seat, Seats
 
@@ -178,6 +181,7 @@ class Engine:
         self._decoder, self._n_slots, self._n_queue = decoder, n_slots, n_queue
         self._waiting, self._running = deque[Ticket](), deque[Writing]()
         self._seats = Seats(decoder.seat, cache_bytes, IDLE_SEATS * n_slots)
+        self._beside = Beside()
         self._changed = threading.Condition()
         self._is_closed = self._is_cut = False
         self._is_prompts_turn = False  # for want of room in the last pass
@@ -207,6 +211,16 @@ class Engine:
             self._changed.notify()
         return tickets
 
+    def beside(self, work: Sequence[Callable[[Transformer], Steps]], who: Client = ANYBODY) -> "list[Future[Any]]":
+        """Other work with the target, a step at a time between passes; see `Beside`. Raises Full and Closed."""
+        with self._changed:
+            if self._is_closed:
+                raise Closed
+            if not (futures := self._beside.add([partial(each, self._decoder.target) for each in work], who.name)):
+                raise Full
+            self._changed.notify()
+        return futures
+
     def _checked(self, job: Job) -> Job:
         prompt, max_tokens, stops = self._decoder.checked(job.prompt, job.max_tokens, job.sampling, list(job.stops), job.shape)
         prediction = self._decoder.encode(list(job.prediction)) if job.prediction else []
@@ -235,8 +249,13 @@ class Engine:
             trouble = error
         while self._waits_for_work():
             if trouble:
-                self._fails(self._taken(self._waiting[0]), trouble)
+                for ticket in [*self._waiting]:
+                    self._fails(self._taken(ticket), trouble)
+                self._beside.fail(trouble)
                 continue
+            if self._is_cut:
+                self._beside.fail(Closed())
+            self._beside.step()
             self._sweep()
             self._admit()
             try:
@@ -248,9 +267,9 @@ class Engine:
     def _waits_for_work(self) -> bool:
         """False: there will be none."""
         with self._changed:
-            while not (self._waiting or self._running or self._is_closed):
+            while not (self._waiting or self._running or self._beside or self._is_closed):
                 self._changed.wait()
-            return bool(self._waiting or self._running)
+            return bool(self._waiting or self._running or self._beside)
 
     def _sweep(self) -> None:
         """Those that were cancelled leave; those that are cut off end."""

@@ -277,7 +277,22 @@ def test_hidden_states_are_those_of_the_text_that_is_asked_for_whatever_ran_sinc
     assert len(model.hidden(other, 0)) == 40
 
 
-@pytest.mark.parametrize("layers", [[3], [-1], [1, 1], [1.0], "1"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_behind_the_last_norm_are_the_hidden_states_that_logits_are_made_of(name):
+    config = CONFIGS[name]
+    tokens, model, tensors = tokens_for(config, 40), random_model(config), random_tensors(config, 0)
+    logits, n_rows = model.forward(tokens, 40).copy(), len(model._runner._rows)
+    twin = model.seat([config.n_layers + 1])
+    assert len(twin._runner._rows) == n_rows + 2
+    for n in (3, 30, 40):
+        np.testing.assert_array_equal(twin.forward(tokens[:n], 1), logits[n - 1 : n])
+    states = twin.hidden(tokens, 0)
+    classifier = tensors["tok_emb" if config.shared_classifier or "wcls" not in tensors else "wcls"].astype(np.float64)
+    expected = states.astype(np.float64) @ classifier.T / config.logit_divisor
+    assert np.abs(expected - logits).max() < 3e-5 * np.abs(logits).max()
+
+
+@pytest.mark.parametrize("layers", [[4], [-1], [1, 1], [1.0], "1"])
 def test_hidden_layers_that_there_are_not_are_refused(layers):
     with pytest.raises((ValueError, TypeError), match="hidden_layers"):
         random_model(CONFIGS["gqa"]).hidden_layers = layers

@@ -1,14 +1,18 @@
 """Anthropic's interface and OpenAI's newer one: the same texts as a chat's, in events and whole."""
 
+import base64
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from specdec.readers import extras
 from specdec.serving.app import Service, app_of
 from specdec.serving.asked import Model
+from specdec.serving.engine import Client
 from specdec.serving.guard import Guard
 from specdec.text.shapes import ShapeError
 from tests.serving.test_api import (  # noqa: F401
@@ -28,6 +32,7 @@ from tests.serving.test_api import (  # noqa: F401
     step,
 )  # fmt: skip
 
+EMBEDDINGS = "/v1/embeddings"
 MESSAGES, RESPONSES, COUNT = "/v1/messages", "/v1/responses", "/v1/messages/count_tokens"
 BODIES = {
     MESSAGES: {"messages": TALK, "max_tokens": 12, "temperature": 0.8, "top_p": 0.9, "seed": 5},
@@ -169,7 +174,58 @@ def test_tokens_are_counted(app):  # noqa: F811
     assert ask(app, COUNT, {"messages": []}).status == 400
 
 
+@pytest.mark.parametrize("pooling", ["", "mean", "last", "cls"])
+def test_embeddings_are_the_models_last_hidden_states(app, decoder, monkeypatch, pooling):  # noqa: F811
+    monkeypatch.setattr(type(decoder), "pooling", pooling)
+    texts = ["The robin flew away. " * 12, "One", "One, two, three"]
+    model = decoder.target.seat([decoder.target.config.n_layers + 1])
+    expected = []
+    for text in texts:
+        tokens = decoder.encode(text)
+        model.forward(tokens, 1)
+        states = model.hidden(tokens, 0).astype(np.float64)
+        vector = {"": states.mean(0), "mean": states.mean(0), "last": states[-1], "cls": states[0]}[pooling]
+        expected.append(vector / np.linalg.norm(vector))
+    reply = ask(app, EMBEDDINGS, {"input": texts, "model": "talker", "user": "x"}).json
+    assert [each["index"] for each in reply["data"]] == [0, 1, 2] and reply["object"] == "list"
+    vectors = np.array([each["embedding"] for each in reply["data"]])
+    np.testing.assert_allclose(vectors, expected, atol=1e-6)
+    assert reply["usage"] == {key: sum(len(decoder.encode(text)) for text in texts) for key in ("prompt_tokens", "total_tokens")}
+    told = ask(app, EMBEDDINGS, {"input": [decoder.encode(text) for text in texts], "encoding_format": "base64"}).json["data"]
+    again = np.array([np.frombuffer(base64.b64decode(each["embedding"]), "<f4") for each in told])
+    np.testing.assert_array_equal(again, vectors.astype(np.float32))
+    (short,) = ask(app, EMBEDDINGS, {"input": texts[0], "dimensions": 8}).json["data"]
+    np.testing.assert_allclose(short["embedding"], vectors[0, :8] / np.linalg.norm(vectors[0, :8]), atol=1e-6)
+
+
+def test_embeddings_are_made_between_others_passes_and_end_with_their_client(app, decoder, engine):  # noqa: F811
+    """Beside answers, which stay what they are; and a client that leaves waits for nobody."""
+    own = ask(app, CHAT, {"messages": TALK, **DRAWN, "max_tokens": 60}).json["choices"][0]["message"]["content"]
+    with ThreadPoolExecutor(8) as pool:
+        bodies = [(CHAT, {"messages": TALK, **DRAWN, "max_tokens": 60}), (EMBEDDINGS, {"input": ["The robin " * 40] * 9})] * 4
+        replies = list(pool.map(lambda each: ask(app, *each), bodies))
+    assert {reply.json["choices"][0]["message"]["content"] for reply in replies[::2]} == {own}
+    assert len({reply.body for reply in replies[1::2]}) == 1
+    with pytest.raises(ConnectionResetError):
+        embeddings = app_of(Service(Model("talker", decoder, None), engine, "print", 1))
+        ask(bare(embeddings), EMBEDDINGS, {"input": ["The robin " * 60] * 500}, leaves_after=0)
+    assert ask(app, EMBEDDINGS, {"input": "x"}).status == 200
+
+
+def bare(inner):
+    """An app whose errors are seen."""
+
+    async def outer(scope, receive, send):
+        await inner({**scope, "who": Client(), "notes": []}, receive, send)
+
+    return outer
+
+
 REFUSED = [
+    (EMBEDDINGS, {"input": []}, "input"), (EMBEDDINGS, {"input": None}, "input"), (EMBEDDINGS, {"input": [[]]}, "input"),
+    (EMBEDDINGS, {"input": [1, "a"]}, "input"), (EMBEDDINGS, {"input": [[10**9]]}, "input"), (EMBEDDINGS, {"n": 1}, "n"),
+    (EMBEDDINGS, {"input": "a " * 4000}, "input"), (EMBEDDINGS, {"dimensions": 10**6}, "dimensions"),
+    (EMBEDDINGS, {"encoding_format": "int8"}, "encoding_format"), (EMBEDDINGS, {"input": ["a"] * 3000}, "input"),
     (MESSAGES, {"max_tokens": None}, "max_tokens"), (MESSAGES, {"max_tokens": 0}, "max_tokens"), (MESSAGES, {"n": 2}, "n"),
     (MESSAGES, {"messages": None}, "messages"), (MESSAGES, {"messages": [{"role": "tool", "content": "x"}]}, "messages"),
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages"),
@@ -197,7 +253,7 @@ REFUSED = [
 @pytest.mark.parametrize("case", range(len(REFUSED)))
 def test_what_is_not_done_is_refused_by_name(app, case):  # noqa: F811
     path, more, param = REFUSED[case]
-    reply = ask(app, path, BODIES[path] | more)
+    reply = ask(app, path, BODIES.get(path, {"input": "a"}) | more)
     assert reply.status in (400, 404) and reply.json["type"] == "error", reply.body
     assert reply.error["param"] == param and "\n" not in reply.error["message"]
 
@@ -226,11 +282,11 @@ def test_a_stream_that_fails_says_so(serving, path):  # noqa: F811
     assert "the shape cannot go on" in json.dumps(events[-1])
 
 
-@pytest.mark.parametrize("path", [CHAT, *BODIES, COUNT])
+@pytest.mark.parametrize("path", [CHAT, *BODIES, COUNT, EMBEDDINGS])
 def test_no_body_is_answered_by_a_failure(app, path):  # noqa: F811
     """Any value in any field: an answer, or a refusal in a line that names a parameter or says what is wrong."""
     rng = random.Random(path)
-    body = BODIES.get(path) or BODIES[MESSAGES]
+    body = {"input": "a", "dimensions": 3} if path == EMBEDDINGS else BODIES.get(path) or BODIES[MESSAGES]
     names = [*body, "system", "tools", "tool_choice", "thinking", "output_config", "instructions", "text", "reasoning", "stop",
              "stop_sequences", "response_format", "logit_bias", "min_p", "repetition_penalty", "chat_template_kwargs", "metadata",
              "include", "n", "stream", "parallel_tool_calls"]  # fmt: skip
@@ -239,7 +295,8 @@ def test_no_body_is_answered_by_a_failure(app, path):  # noqa: F811
         one = json.loads(json.dumps(body | (FORCED.get(path, {}) if rng.random() < 0.5 else {})))
         for _ in range(rng.randrange(1, 3)):
             one[rng.choice(names)] = some(rng, 0)
-        one["max_output_tokens" if path == RESPONSES else "max_tokens"] = 1
+        if path != EMBEDDINGS:
+            one["max_output_tokens" if path == RESPONSES else "max_tokens"] = 1
         reply = ask(app, path, one)
         statuses.add(reply.status)
         assert reply.status in (200, 400, 404), (one, reply.body)
