@@ -64,7 +64,7 @@ class Entry:
 def entries(place: Path | None = None) -> list[Entry]:
     """All that are found, each once, those of models/ first; or those of a folder, or a model alone. Raises CheckpointError."""
     found: dict[Path, str] = {}
-    for name, path in _places_in(place) if place else _places():
+    for name, path in _places_in(place) if place else places():
         if name not in found.values():  # -m takes the first of a name
             found.setdefault(path.resolve(), name)
     return [_entry(name, path) for path, name in found.items()]
@@ -119,7 +119,8 @@ def _are_alike(one: Entry, other: Entry) -> bool:
     return is_near and all(one.words[token] == other.words[token] for token in one.words.keys() & other.words.keys())
 
 
-def _places() -> Iterator[tuple[str, Path]]:
+def places() -> Iterator[tuple[str, Path]]:
+    """The names of what is there, and where; of several of a name -m takes the first."""
     for folder in model_folders():
         with suppress(OSError):
             yield from ((path.name, path) for path in models_in(folder))

@@ -1,7 +1,7 @@
 """A request becomes models: found, loaded and warm, with what is being done in a line of the terminal."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -54,20 +54,7 @@ def models_of(request: Request, places: list[str | Path] | None = None) -> Itera
     target, draft, stage = places or found(request)
     with loading() as show:
         begin = time.perf_counter()
-        with telling_how_to_restore():
-            decoder = SpeculativeDecoder(
-                target,
-                draft or None,
-                request.tokenizer or None,
-                stage=stage or None,
-                **asdict(request.drafting),
-                n_threads=request.threads or None,
-                quantize=request.quantize,
-                template=request.template or None,
-                kv=cast(KV, request.kv),
-                pack=cast(Pack, request.pack),
-                progress=lambda name, share: show(Bar(f"{LOADING} {name}", share)),
-            )
+        decoder = decoder_of(request, (target, draft, stage), lambda name, share: show(Bar(f"{LOADING} {name}", share)))
         show(LOADING)
         models = Loaded(decoder)
         yield models
@@ -78,6 +65,25 @@ def models_of(request: Request, places: list[str | Path] | None = None) -> Itera
     for name, n in decoder.shared.items():
         if name != HEAD:  # which was made so
             say(f"the {name} has another vocabulary, with {n:,} of the target's {decoder.n_ids:,} tokens: it guesses those alone")
+
+
+def decoder_of(request: Request, places: Sequence[str | Path], tell: Callable[[str, float], None]) -> SpeculativeDecoder:
+    """The models that are in those places, not warm yet; tells the share of one that is loaded."""
+    target, draft, stage = places
+    with telling_how_to_restore():
+        return SpeculativeDecoder(
+            target,
+            draft or None,
+            request.tokenizer or None,
+            stage=stage or None,
+            **asdict(request.drafting),
+            n_threads=request.threads or None,
+            quantize=request.quantize,
+            template=request.template or None,
+            kv=cast(KV, request.kv),
+            pack=cast(Pack, request.pack),
+            progress=tell,
+        )
 
 
 def found(request: Request, more: Mapping[str, str] = NOTHING) -> list[str | Path]:

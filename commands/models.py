@@ -7,17 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..readers import CheckpointError, extras
+from ..readers.files import find, needs
+from ..readers.names import name_model, short_names
+from ..readers.removing import files_of, remove, size_of
 from ..screens.output import on_one_line
 from ..screens.progress import loading
 from . import options
 from .endings import writing
 from .request import Request
 
-NONE_THERE = "no models in models/ or in the hub's cache; -m org/name downloads one"
+NONE_THERE = "no models in models/ or in the hub's cache; specdec models pull org/name downloads one"
 
 WIDEST = 10_000  # of a table that goes into a pipe, where names are not to be cut
 
@@ -26,52 +31,113 @@ WIDEST = 10_000  # of a table that goes into a pipe, where names are not to be c
 class ListRequest(Request):
     """Of `specdec models`."""
 
-    folder: options.Folder = ""
+    what: options.WhatOfModels = None
+    yes: options.Yes = False
     as_json: options.AsJson = False
 
 
 def run(request: ListRequest) -> None:
     """List the models in models/ and in the hub's cache, or in a folder: shapes, sizes, vocabularies and drafts.
 
+    specdec models pull org/name:Q4_K_M downloads one, and rm NAME removes one.
+
+    specdec models name SHORT NAME lets a short name stand for one, wherever a model is named; rm SHORT ends that.
+
     A draft fits a target of the same vocabulary that is at least twice as large; a head, the models of its width and vocabulary.
     Of a model with experts it is told, too, how many weights a token reads.
     """
+    what, *names = request.what or [""]
+    with writing():
+        if what in DEEDS:
+            DEEDS[what](request, names)
+        elif names:
+            raise ValueError(f"{names[0]!r} is one word too many; expected FOLDER, or pull NAME, rm NAME, name SHORT NAME")
+        else:
+            list_all(request, what)
+
+
+def pull(request: ListRequest, names: list[str]) -> None:
+    """Download models that are not there yet."""
+    if not names:
+        raise ValueError("pull what? expected a name on the hub: pull org/name, or org/name:Q4_K_M")
+    if lacking := extras.missing(needs(names)):
+        raise CheckpointError(lacking)
+    for name in names:
+        path = find(name)
+        print(f"{on_one_line(name)} is in {on_one_line(str(path))} ({_count(size_of([path]))}B)")
+
+
+def rm(request: ListRequest, names: list[str]) -> None:
+    """Remove models, or short names, once the person at the keys has said so."""
+    from .catalog import places
+
+    if not names:
+        raise ValueError("rm what? expected a name that specdec models lists")
+    there = dict(reversed([*places()]))
+    for name in names:
+        if name in short_names():
+            print(f"{on_one_line(name)} stands for nothing any more ({name_model(name, '')})")
+            continue
+        if name not in there:
+            raise CheckpointError(f"there is no {on_one_line(name)} here; specdec models lists what there is")
+        files = files_of(there[name])
+        told = f"{on_one_line(name)} ({_count(size_of(files))}B, {on_one_line(str(files[0]))})"
+        if not request.yes and not typer.confirm(f"remove {told}?", err=True):
+            raise typer.Exit(1)
+        remove(files)
+        print(f"removed {told}")
+
+
+def name(request: ListRequest, names: list[str]) -> None:
+    """Let a short name stand for a model."""
+    if len(names) != 2:
+        raise ValueError("name takes a short name and the model that it is: name small org/name:Q4_K_M")
+    print(f"{names[0]} stands for {on_one_line(names[1])} ({name_model(*names)})")
+
+
+def list_all(request: ListRequest, folder: str) -> None:
+    """What is there."""
     from .catalog import entries, row_of  # which nothing else needs
 
-    folder = request.folder
     with loading("looking at models"):
         found = entries(Path(folder) if folder else None)
         rows = [row_of(entry, found) for entry in found if entry.config]
     broken = [entry for entry in found if entry.flaw]
-    with writing():
-        if request.as_json:
-            print(json.dumps({"models": rows, "unreadable": [{"name": entry.name, "flaw": entry.flaw} for entry in broken]}))
-            return
-        if not (rows or broken):
-            print(f"no models in {on_one_line(folder)}" if folder else NONE_THERE)
-        table = Table("model", "shape", "weights", "size", "vocabulary", "drafts that fit", box=None, pad_edge=False)
-        for column in table.columns:
-            column.overflow = "fold"  # a name is to be copied
+    short = {} if folder else short_names()
+    if request.as_json:
+        unreadable = [{"name": entry.name, "flaw": entry.flaw} for entry in broken]
+        print(json.dumps({"models": rows, "unreadable": unreadable, "names": short}))
+        return
+    if not (rows or broken):
+        print(f"no models in {on_one_line(folder)}" if folder else NONE_THERE)
+    table = Table("model", "shape", "weights", "size", "vocabulary", "drafts that fit", box=None, pad_edge=False)
+    for column in table.columns:
+        column.overflow = "fold"  # a name is to be copied
 
-        def told(*names: str) -> Text:
-            """Without the folder, which whoever asked knows."""
-            return Text(on_one_line(", ".join(name.removeprefix(f"{Path(folder)}{os.sep}") for name in names)))
+    def told(*names: str) -> Text:
+        """Without the folder, which whoever asked knows."""
+        return Text(on_one_line(", ".join(name.removeprefix(f"{Path(folder)}{os.sep}") for name in names)))
 
-        for row in rows:
-            table.add_row(
-                told(row["name"]),
-                f"{row['family']} {row['layers']} x {row['dim']}",
-                _count(row["parameters"]) + (f", {_count(row['parameters_read'])} read" if _has_experts(row) else ""),
-                f"{_count(row['bytes'])}B",
-                str(row["vocabulary"]),
-                _of_head(row["head"], told) if row["head"] else told(*(row["drafts"] or ("self", "ngram"))),
-            )
-        console = Console()
-        console = console if console.is_terminal else Console(width=WIDEST)
-        if rows:
-            console.print(table)
-        for entry in broken:
-            console.print(Text(on_one_line(f"not to be read: {entry.flaw}")), soft_wrap=True)
+    for row in rows:
+        table.add_row(
+            told(row["name"]),
+            f"{row['family']} {row['layers']} x {row['dim']}",
+            _count(row["parameters"]) + (f", {_count(row['parameters_read'])} read" if _has_experts(row) else ""),
+            f"{_count(row['bytes'])}B",
+            str(row["vocabulary"]),
+            _of_head(row["head"], told) if row["head"] else told(*(row["drafts"] or ("self", "ngram"))),
+        )
+    console = Console()
+    console = console if console.is_terminal else Console(width=WIDEST)
+    if rows:
+        console.print(table)
+    for entry in broken:
+        console.print(Text(on_one_line(f"not to be read: {entry.flaw}")), soft_wrap=True)
+    for each, meant in short.items():
+        console.print(Text(on_one_line(f"{each} stands for {meant}")), soft_wrap=True)
+
+
+DEEDS = {"pull": pull, "rm": rm, "name": name}
 
 
 def _has_experts(row: Mapping[str, Any]) -> bool:

@@ -306,7 +306,14 @@ SvgFile = Annotated[str, option("--svg", group="Output", metavar="FILE", help="D
 
 # Of models
 
-Folder = Annotated[str, typer.Argument(metavar="FOLDER", show_default=False, help="Where to look instead, or one model.")]
+WhatOfModels = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="WHAT", show_default=False,
+        help="A folder to look into instead, or a model. Or what to do: pull NAME, rm NAME, name SHORT NAME.",
+    ),
+]  # fmt: skip
+Yes = Annotated[bool, flag("-y", "--yes", group="Output", help="Remove without a question.")]
 
 # Of chat
 
@@ -344,6 +351,13 @@ Grace = Annotated[
     float,
     option("--grace", group="Server", metavar="S", min=0.0, max=3600.0, help="Seconds that answers have to end after SIGTERM."),
 ]
+KeepAlive = Annotated[
+    float,
+    option(
+        "--keep-alive", group="Server", metavar="S", min=0.0, max=1e9,
+        help="Without -m: seconds that a model stays which nobody asks. It goes earlier where another one needs its memory.",
+    ),
+]  # fmt: skip
 CacheSize = Annotated[
     int,
     option(

@@ -15,7 +15,9 @@ from .request import Asked
 T = TypeVar("T")
 LIKE_A_COMMAND = 0.75  # of the letters: rather a slip than a prompt
 Command: Any = next(kind for kind in TyperGroup.__mro__ if kind.__name__ == "Command")
-ELSEWHERE = {"list": "models", "ls": "models", "run": "chat"}  # what other programs call commands
+# what other programs call commands, and of these those that take a name
+ELSEWHERE = {"list": "models", "ls": "models", "run": "chat", "pull": "models pull", "rm": "models rm"}
+TAKING_A_NAME = ("pull", "rm")
 NUMERALS = {int: re.compile("[0-9]{1,18}"), float: re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")}
 
 
@@ -89,7 +91,7 @@ class Commands(TyperGroup):
         if not words or words[0] in self.commands:
             return list(super().parse_args(ctx, args))
         if not is_model_name(words[0]) and " " not in words[0] and not ctx.resilient_parsing:
-            self._check_is_no_command(words[0], len(words) == 1)
+            self._check_is_no_command(words[0], len(words) <= 1 + (words[0] in TAKING_A_NAME))
         ctx.allow_interspersed_args = True
         return list(Command.parse_args(self, ctx, args))
 

@@ -7,16 +7,19 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import specdec
 
+from ..decoder import SpeculativeDecoder
 from ..drafting.settings import AUTO
+from ..machine.memory import physical_memory_bytes
 from ..readers import extras
 from ..readers.loading import room_beside
+from ..readers.names import short_names
 from ..sampling import Sampling
 from ..screens.interrupts import signals
 from ..screens.output import on_one_line
@@ -24,14 +27,18 @@ from ..text.conversation import Settings as ChatSettings
 from ..text.templates import TemplateError
 from . import options
 from .endings import say, writing
-from .loading import Loaded, drawn_as_advised, found, models_of
+from .loading import Loaded, decoder_of, drawn_as_advised, found, models_of
 from .prompts import text_in
 from .request import Request, with_models
+
+if TYPE_CHECKING:
+    from ..serving.shelf import Served
 
 SERVING = {extras.STARLETTE: "to answer requests", extras.UVICORN: "to listen"}
 LAST_WORDS_SECONDS = 10.0  # behind the grace; then the process ends as it stands
 LONGEST_KEY = 1000
 MOST_LINES = 1000  # of the log, that wait for who reads them
+OF_ONE = ("tokenizer", "template", "stage")  # options that no other model can have
 CACHE_SHARE = 0.5  # of the memory beside the weights, that caches may take
 
 
@@ -61,6 +68,7 @@ class ServeRequest(Request):
     slots: options.Slots = 8
     queue: options.Queue = 64
     cache: options.CacheSize = 0
+    keep_alive: options.KeepAlive = 300.0
     grace: options.Grace = 10.0
 
     def settled(self) -> "ServeRequest":
@@ -73,7 +81,12 @@ class ServeRequest(Request):
             raise ValueError(
                 f"--host {self.host} lets other machines ask; --api-key-file FILE names their keys, --no-key lets everybody"
             )
-        return with_models(replace(self, model=self.word or self.model), AUTO)
+        model = self.word or self.model
+        if model and "keep_alive" in self.given:
+            raise ValueError("--keep-alive is for a server without -m, which loads models as they are asked for")
+        if not model and (fixed := [option for field, option in self.given.items() if field in OF_ONE]):
+            raise ValueError(f"{fixed[0]} is of one model; name it with -m")
+        return with_models(replace(self, model=model), AUTO) if model else self
 
     @property
     def is_local(self) -> bool:
@@ -109,56 +122,108 @@ class ServeRequest(Request):
 
 
 def run(request: ServeRequest) -> None:
-    """Serve OpenAI's interface over HTTP, and a page to talk at.
+    """Serve OpenAI's and Anthropic's interfaces over HTTP, and a page to talk at.
 
     specdec serve -m HuggingFaceTB/SmolLM2-135M-Instruct
+
+    Without -m: every model that `specdec models` lists, each loaded when it is asked for.
     """
     request = request.settled()
-    places, keys = found(request, SERVING), request.keys
+    places, keys = found(request, SERVING) if request.model else [], request.keys
+    if lacking := extras.missing(SERVING):
+        raise ValueError(lacking)
     from ..serving.listening import bound  # which nothing else needs
 
     with bound(request.host, request.port) as sock:
+        if not request.model:
+            with writing():
+                serve(request, None, sock, keys)
+            return
         with models_of(request, places) as models:
             pass
         with writing():
             serve(models.drafted(request), models, sock, keys)
 
 
-def serve(request: ServeRequest, models: Loaded, sock: socket.socket, keys: list[str]) -> None:
+def serve(request: ServeRequest, models: Loaded | None, sock: socket.socket, keys: list[str]) -> None:
     """Answer until a signal asks for the end."""
     from ..serving.app import Service, app_of
-    from ..serving.asked import Model
-    from ..serving.engine import Engine
     from ..serving.guard import Guard
     from ..serving.listening import Listener
+    from ..serving.shelf import Shelf, only
 
-    decoder, template, log = models.decoder, None, Log().tell
+    log = Log().tell
+    if models:
+        shelf = only(served(request, models.decoder))
+        guessed = f"; tokens are guessed {request.roles.guessed}" if request.roles.guessed else ""
+        what = f"{request.name} ({models.decoder.weights}){guessed}"
+    else:
+        shelf = Shelf(Source(request), request.keep_alive, log)
+        n = len(shelf.sizes())
+        if not n:
+            raise ValueError("there is no model to serve; specdec models pull org/name downloads one, -m names one")
+        what = f"{n} models, each loaded when it is asked for; specdec models lists them"
+    service = Service(shelf, f"specdec-{specdec.__version__}-{specdec.__arithmetic__}")
+    app = Guard(app_of(service), keys, {"localhost", request.host, socket.gethostname()}, log)
+    listener = Listener(app, sock, request.grace, log)
+    signals.text_begins(request.grace + LAST_WORDS_SECONDS)
+    host, port = sock.getsockname()[:2]
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    sock.listen()  # so that what the line says is true
+    print(f"{address} serves {what}", flush=True)
+    listener.begin()
+    while listener.is_alive and not signals.asked:
+        signals.sleep(1.0)
+        shelf.sweep()
+    if not signals.asked:
+        raise ValueError("the server ended by itself")
+    listener.stop_listening()
+    shelf.close(request.grace)
+    listener.join()
+    signals.granted()
+
+
+def served(request: ServeRequest, decoder: SpeculativeDecoder) -> "Served":
+    """A model that is loaded, and what writes its texts."""
+    from ..serving.asked import Model
+    from ..serving.engine import Engine
+    from ..serving.shelf import Served
+
+    template = None
     try:
         template = decoder.chat_template
     except TemplateError as error:
         say(f"/v1/completions alone: {options.in_options(str(error))}")
     cache_bytes = request.cache * 10**6 or int(CACHE_SHARE * room_beside(decoder.target))
     engine = Engine(decoder, request.slots, request.queue, cache_bytes)
-    fingerprint = f"specdec-{specdec.__version__}-{specdec.__arithmetic__}"
     model = Model(request.name, decoder, template, request.sampling_of(drawn_as_advised(request, decoder)))
-    service = Service(model, engine, fingerprint, int(time.time()))
-    app = Guard(app_of(service), keys, {"localhost", request.host, socket.gethostname()}, log)
-    listener = Listener(app, sock, request.grace, log)
-    signals.text_begins(request.grace + LAST_WORDS_SECONDS)
-    host, port = sock.getsockname()[:2]
-    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    guessed = f"; tokens are guessed {request.roles.guessed}" if request.roles.guessed else ""
-    sock.listen()  # so that what the line says is true
-    print(f"{address} serves {request.name} ({decoder.weights}){guessed}", flush=True)
-    listener.begin()
-    while listener.is_alive and not signals.asked:
-        signals.sleep(1.0)
-    if not signals.asked:
-        raise ValueError("the server ended by itself")
-    listener.stop_listening()
-    engine.close(request.grace)
-    listener.join()
-    signals.granted()
+    return Served(model, engine, int(time.time()))
+
+
+class Source:
+    """The models that `specdec models` lists, as the options of a server have them."""
+
+    def __init__(self, request: ServeRequest) -> None:
+        self._request, self.n_bytes = request, physical_memory_bytes()
+
+    def sizes(self) -> dict[str, int]:
+        from .catalog import entries  # which nothing else needs
+
+        sizes = {entry.name: entry.n_bytes for entry in entries() if entry.config and not entry.is_head}
+        return sizes | {short: sizes[meant] for short, meant in short_names().items() if meant in sizes}
+
+    def load(self, name: str, tell: Callable[[float], None]) -> "Served":
+        """On the thread that loads."""
+        request = with_models(replace(self._request, model=name), AUTO)
+        decoder = decoder_of(request, found(request), lambda _, share: tell(share))
+        return served(request, decoder)
+
+    def limit(self, served: list["Served"]) -> None:
+        """What memory the weights leave is half their caches', shared alike."""
+        if served and not self._request.cache:
+            beside = self.n_bytes - sum(each.model.decoder.target.weights.n_bytes for each in served)
+            for each in served:
+                each.engine.limit(int(CACHE_SHARE * beside / len(served)))
 
 
 class Log:

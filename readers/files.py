@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..tokenizer import TokenizerError
 from . import CheckpointError, extras, hub, is_head, read_vocabulary
+from .names import short_names
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
 DEFAULT_TARGET, DEFAULT_DRAFT = MODELS / "stories6M.bin", MODELS / "stories650K.bin"
@@ -27,7 +28,8 @@ RESTORE = "restore it with 'git checkout models' or by installing again"
 
 
 def find(name: str | os.PathLike[str], source: str = MODELS_SOURCE, words: Sequence[str] = ()) -> Path:
-    """The file or folder of that path, else of that name in models/, else on the hub: a repository, or one of `hub.FILES`.
+    """The file or folder of that path, else of that name in models/, else of a short name, else on the hub: a repository, or one
+    of `hub.FILES`.
 
     words: what might have been said in the place of a name. Raises CheckpointError, which tells what is like it, or the source.
     """
@@ -36,6 +38,8 @@ def find(name: str | os.PathLike[str], source: str = MODELS_SOURCE, words: Seque
     path, name = Path(name), os.fspath(name)
     if found := _first(_places(path)):
         return found
+    if (meant := short_names().get(name)) and meant != name:
+        return find(meant, source, words)
     if published := _published(name):
         return hub.fetch_file(published)
     hint = _did_you_mean(path, words)
@@ -57,7 +61,8 @@ def needs(names: Sequence[str], tokenizer: str = "") -> dict[str, str]:
     """
     needed = dict[str, str]()
     for name in filter(None, [*names, tokenizer]):
-        if not _cached(name) and (_published(name) or hub.is_repository(name)):
+        meant = _short_names().get(name, name)
+        if not _cached(name) and (_published(meant) or hub.is_repository(meant)):
             needed.setdefault(extras.HUB, hub.purpose_of_fetching(name))
     if not extras.has(extras.TOKENIZERS):  # or it costs a look into files
         for name in filter(_has_json_tokenizer, filter(None, [tokenizer or names[0], *names[1:]])):
@@ -82,7 +87,7 @@ def is_model_name(word: str) -> bool:
         return False
     if found := _first(_places(Path(word))):
         return found.is_file() or (found / "config.json").exists()
-    is_name = word in hub.FILES or word.endswith(ENDINGS) or hub.is_repository(word)
+    is_name = word in hub.FILES or word in _short_names() or word.endswith(ENDINGS) or hub.is_repository(word)
     return is_name and not any(map(str.isspace, word))
 
 
@@ -137,6 +142,13 @@ def model_folders() -> tuple[Path, Path]:
     return Path("models"), MODELS
 
 
+def _short_names() -> dict[str, str]:
+    """Those that can be read."""
+    with suppress(CheckpointError):
+        return short_names()
+    return {}
+
+
 def _published(name: str) -> str:
     """Which of `hub.FILES` has that name, its ending left out or not; "" for none."""
     return next((file for file in (name, f"{name}.bin") if file in hub.FILES), "")
@@ -146,6 +158,8 @@ def _cached(name: str) -> Path | None:
     """What `find` finds without the network."""
     if found := _first(_places(Path(name))):
         return found
+    if meant := _short_names().get(name):
+        return _first(_places(Path(meant))) or (hub.cached(meant, will_do=True) if hub.is_repository(meant) else None)
     if published := _published(name):
         return hub.cached_file(published)
     return hub.cached(name, will_do=True) if hub.is_repository(name) else None
@@ -165,7 +179,7 @@ def _did_you_mean(path: Path, words: Sequence[str]) -> str:
     """A hint at what is most like a name that nobody has: a model beside it, one that is known, or a word; "" for none."""
     folders = [path.parent] if len(path.parts) > 1 else [Path(), *model_folders()]
     fetched = [name if ":" in path.name else name.partition(":")[0] for name, _ in hub.cached_models()]
-    known = [*words, *(hub.FILES if len(path.parts) == 1 else fetched)]
+    known = [*words, *_short_names(), *(hub.FILES if len(path.parts) == 1 else fetched)]
     for folder in folders:
         with suppress(OSError):
             known += [str(path.parent / model.name) for model in models_in(folder)]

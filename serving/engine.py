@@ -226,6 +226,10 @@ class Engine:
         prediction = self._decoder.encode(list(job.prediction)) if job.prediction else []
         return replace(job, prompt=prompt, max_tokens=max_tokens, stops=stops, prediction=prediction)
 
+    def limit(self, cache_bytes: int) -> None:
+        """Caches may take so much from now on, of texts that begin."""
+        self._seats.most_bytes = cache_bytes
+
     def close(self, grace: float) -> None:
         """No new texts; those that were asked for end, or are cut after so many seconds."""
         with self._changed:

@@ -1,7 +1,7 @@
 """What a server counts, and Prometheus' text of it. Knows no requests and no models."""
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 COARSE = 1000  # tokens: a finer number would tell one client how another one's prompts begin
@@ -36,6 +36,14 @@ class Figures:
     accepted_tokens: int = 0
     passes: int = 0
     first_token: Histogram = field(default_factory=Histogram)
+
+
+def merged(several: Sequence[Figures]) -> Figures:
+    """The sums of several."""
+    total = Figures(**{name: sum(getattr(each, name) for each in several) for name in TOLD})
+    counts = zip(*(each.first_token.counts for each in several), strict=True)
+    total.first_token = Histogram([sum(each) for each in counts], sum(each.first_token.total for each in several))
+    return total
 
 
 # what a figure is called there, its kind, and what it counts

@@ -59,7 +59,7 @@ class Seats:
     """
 
     def __init__(self, new: Callable[[], Team], n_bytes: int, n_idle: int) -> None:
-        self._new, self._most, self._most_idle = new, n_bytes, n_idle
+        self._new, self.most_bytes, self._most_idle = new, n_bytes, n_idle
         self._bytes: dict[int, int] = {}  # of a seat, by tokens
         self._idle, self._taken = list[Seat](), list[Seat]()  # the first has been idle longest
 
@@ -118,4 +118,4 @@ class Seats:
         for n in {*sizes} - {*self._bytes}:
             if seats:
                 self._bytes[n] = seats[0].n_bytes(n)
-        return not seats or sum(self._bytes[n] for n in sizes) <= self._most
+        return not seats or sum(self._bytes[n] for n in sizes) <= self.most_bytes

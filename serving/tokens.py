@@ -11,6 +11,7 @@ from .fields import Fields, yes_or_no
 def tokenized(body: Mapping[str, Any], model: Model) -> dict[str, Any]:
     """A body of /tokenize: the ids of `content`, behind BOS where `add_special` asks for it. Raises Refused."""
     fields = Fields(body)
+    fields.take("model", text, "")
     content = fields.take("content", text, "")
     is_special = fields.take("add_special", yes_or_no, False)
     fields.end()
@@ -22,6 +23,7 @@ def tokenized(body: Mapping[str, Any], model: Model) -> dict[str, Any]:
 def detokenized(body: Mapping[str, Any], model: Model) -> dict[str, Any]:
     """A body of /detokenize: the text of `tokens`. Raises Refused."""
     fields = Fields(body)
+    fields.take("model", text, "")
     tokens = fields.take("tokens", lambda name, value: _known(name, value, model), list[int]())
     fields.end()
     return {"content": model.decoder.tokenizer.decode(tokens)}

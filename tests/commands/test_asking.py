@@ -318,7 +318,7 @@ def test_models_that_are_there_are_listed_with_the_drafts_that_fit(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert run("models")[:2] == (0, "no models in models/ or in the hub's cache; -m org/name downloads one\n")
+    assert run("models")[:2] == (0, "no models in models/ or in the hub's cache; specdec models pull org/name downloads one\n")
     for name in ("target", "draft"):
         (tmp_path / "models" / f"{name}.bin").write_bytes(getattr(pair, name).read_bytes())
     (tmp_path / "models" / "tok300.bin").write_bytes(pair.tokenizer.read_bytes())

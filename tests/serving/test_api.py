@@ -19,7 +19,7 @@ pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec import Prompt, Sampling, SpeculativeDecoder, Step
 from specdec.decoding import TokenLogprob
 from specdec.serving import app as server
-from specdec.serving import guard
+from specdec.serving import bodies, guard, writing
 from specdec.serving.app import Service, app_of
 from specdec.serving.asked import Model
 from specdec.serving.calls import Call, Json, More
@@ -27,6 +27,7 @@ from specdec.serving.engine import Client, Closed, Engine, Failed, Full, Hear, J
 from specdec.serving.fields import MOST_NESTED, body_of
 from specdec.serving.guard import Guard
 from specdec.serving.metrics import BOUNDS, Figures, exposition
+from specdec.serving.shelf import Served, only
 from specdec.serving.ways import way_of
 from specdec.text.shapes import ShapeError
 from specdec.text.workers import Lost
@@ -62,6 +63,10 @@ class Script:
         self.n_cancelled += 1
 
 
+def service_of(model: Model, engine: Any) -> Service:
+    return Service(only(Served(model, engine, 1)), "print")
+
+
 def reads(template: str) -> Any:
     way = way_of(template)
     return way and way.reads({"weather": {}})
@@ -90,7 +95,7 @@ def engine(decoder: SpeculativeDecoder) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def serving(decoder: SpeculativeDecoder, engine: Engine) -> Callable[..., Any]:
     def app(engine: Any = engine, keys: tuple[str, ...] = (), log: list[str] | None = None) -> Any:
-        service = Service(Model("talker", decoder, decoder.chat_template), engine, "print", 1)
+        service = service_of(Model("talker", decoder, decoder.chat_template), engine)
         return Guard(app_of(service), keys, {"localhost"}, (log if log is not None else []).append)
 
     return app
@@ -151,7 +156,7 @@ def test_where_a_request_says_nothing_the_servers_own_sampling_holds(
 ) -> None:
     script = Script(Prompt([1], 0.0), step("a", "eos"))
     own = Model("talker", decoder, decoder.chat_template, Sampling(0.6, 20, 0.8))
-    app = Guard(app_of(Service(own, script, "print", 1)), (), {"localhost"}, [].append)  # type: ignore[arg-type]
+    app = Guard(app_of(service_of(own, script)), (), {"localhost"}, [].append)  # type: ignore[arg-type]
     for body in ({}, {"temperature": 0.1}, {"top_p": 0.5, "top_k": 3}, {"top_p": 0}):
         assert ask(app, TEXT, {"seed": 1, **body}).status == 200
     drawn = [(job.sampling.temperature, job.sampling.top_k, job.sampling.top_p) for job in script.jobs]
@@ -216,7 +221,7 @@ def test_a_shape_that_cannot_go_on_is_told_by_its_own_words(serving: Callable[..
 def test_a_stream_that_has_nothing_to_say_gives_signs_of_life(
     serving: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "SIGN_OF_LIFE_SECONDS", 0.0)
+    monkeypatch.setattr(writing, "SIGN_OF_LIFE_SECONDS", 0.0)
     held = [step(piece) for piece in ("<tool_call>", '{"name": ', '"weather"')]
     app = serving(Script(Prompt([1], 0.0), *held, step("", "eos")))
     reply = ask(app, CHAT, {"messages": TALK, "tools": [TOOL], "stream": True})
@@ -236,8 +241,8 @@ def test_every_answer_has_an_id_that_the_log_tells_and_a_slash_sends_nobody_else
 
 def test_a_large_answer_becomes_json_beside_others() -> None:
     value = {"choices": [{"logprobs": [{"token": "a", "top": [["b", -1.5]] * 20} for _ in range(3000)]}]}
-    assert json.loads(server.json_of(value)) == value and server.json_of({"\u00e9": 1}) == '{"\u00e9":1}'.encode()
-    assert [len(piece) for piece in server._pieces(bytes(150_000))] == [65536, 65536, 18928]
+    assert json.loads(writing.json_of(value)) == value and writing.json_of({"\u00e9": 1}) == '{"\u00e9":1}'.encode()
+    assert [len(piece) for piece in writing._pieces(bytes(150_000))] == [65536, 65536, 18928]
 
 
 def test_a_stop_string_ends_the_text_before_it(app: Any, decoder: SpeculativeDecoder) -> None:
@@ -447,10 +452,10 @@ def test_a_body_that_is_too_large_or_too_slow_or_of_another_kind_is_not_read(app
         assert ask(app, TEXT, {}, {"content-type": kind}).status == 415
     assert ask(app, TEXT, {"max_tokens": 1}, {"content-type": "application/json; charset=utf-8"}).status == 200
     with monkeypatch.context() as patch:
-        patch.setattr(server, "MOST_OF_ALL_BYTES", 3 << 20)
+        patch.setattr(bodies, "MOST_OF_ALL_BYTES", 3 << 20)
         assert ask(app, TEXT, pieces=[piece] * 4).status == 429
         assert ask(app, TEXT, pieces=[piece, b"{}"]).status == 200, "what was refused has left its room"
-    monkeypatch.setattr(server, "BODY_SECONDS", 0.01)
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.01)
     assert ask(app, TEXT, pieces=[], method="POST").status == 408
 
 
@@ -461,7 +466,7 @@ def test_brackets_in_a_text_are_no_lists(app: Any) -> None:
 
 
 def test_a_path_or_a_method_that_is_not_there_is_told_in_openais_shape(app: Any) -> None:
-    assert (ask(app, "/v1/embeddings", {}).status, ask(app, "/v1/embeddings", {}).error["code"]) == (404, None)
+    assert (ask(app, "/v1/rerank", {}).status, ask(app, "/v1/rerank", {}).error["code"]) == (404, None)
     assert ask(app, CHAT).status == 405 and ask(app, CHAT).error
     assert ask(app, "/v1/models/gpt-4").error["code"] == "model_not_found"
     assert ask(app, "/v1/models/talker").json == ask(app, "/v1/models").json["data"][0]
@@ -567,7 +572,7 @@ def test_a_text_that_was_cut_ends_in_a_proper_last_event(serving: Callable[..., 
 
 
 def test_a_model_without_a_template_cannot_chat_and_says_where_it_writes(decoder: SpeculativeDecoder) -> None:
-    app = Guard(app_of(Service(Model("stories", decoder, None), Script(), "print", 1)), (), {"localhost"}, [].append)  # type: ignore[arg-type]
+    app = Guard(app_of(service_of(Model("stories", decoder, None), Script())), (), {"localhost"}, [].append)  # type: ignore[arg-type]
     assert "/v1/completions" in ask(app, CHAT, {"messages": TALK}).error["message"]
     assert ask(app, "/v1/models").json["data"][0]["specdec"]["can_chat"] is False
 

@@ -17,9 +17,8 @@ pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 from starlette.requests import Request
 
-from specdec.serving import app as server
-from specdec.serving import building, engine, listening
-from specdec.serving.app import Room, body_of_bytes
+from specdec.serving import bodies, building, engine, listening
+from specdec.serving.bodies import Room, body_of_bytes
 from specdec.serving.building import Builder, Busy, Turns
 from specdec.serving.engine import Client, Full
 from specdec.serving.fields import Refused
@@ -145,8 +144,8 @@ class Sender:
 
 def test_unfinished_bodies_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that has stood still for longest gives way, and small ones always get in."""
-    monkeypatch.setattr(server, "MOST_OF_ALL_BYTES", 1 << 20)
-    monkeypatch.setattr(server, "SMALL_BYTES", 1000)
+    monkeypatch.setattr(bodies, "MOST_OF_ALL_BYTES", 1 << 20)
+    monkeypatch.setattr(bodies, "SMALL_BYTES", 1000)
 
     async def run() -> None:
         room = Room()
@@ -169,8 +168,8 @@ def test_unfinished_bodies_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_body_has_to_come_at_a_least_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "BODY_SECONDS", 0.5)
-    monkeypatch.setattr(server, "SMALL_BYTES", 1000)
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.5)
+    monkeypatch.setattr(bodies, "SMALL_BYTES", 1000)
 
     async def run() -> None:
         room, drips, flows = Room(), Sender(), Sender()

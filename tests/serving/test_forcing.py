@@ -8,7 +8,7 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.readers import extras
-from specdec.serving.app import Service, app_of
+from specdec.serving.app import app_of
 from specdec.serving.asked import Model
 from specdec.serving.engine import Engine
 from specdec.serving.forcing import grammar_of_calls
@@ -16,7 +16,7 @@ from specdec.serving.guard import Guard
 from specdec.serving.ways import WAYS as ALL
 from specdec.serving.ways import way_of
 from tests.folders import FIXTURES
-from tests.serving.test_api import CALLING, CHAT, TALK, ask, decoder, engine  # noqa: F401
+from tests.serving.test_api import CALLING, CHAT, TALK, ask, decoder, engine, service_of  # noqa: F401
 from tests.test_real_models import folder
 
 pytestmark = pytest.mark.skipif(not extras.has(extras.GUIDANCE), reason="needs llguidance")
@@ -62,7 +62,7 @@ def talker(request, decoder, engine, marked, monkeypatch):  # noqa: F811
     decoder, engine = marked if has_marks else (decoder, engine)
     source = decoder.chat_template.source.removeprefix(CALLING)
     monkeypatch.setattr(decoder.chat_template, "source", WAYS[way] + source)
-    service = Service(Model("talker", decoder, decoder.chat_template), engine, "print", 1)
+    service = service_of(Model("talker", decoder, decoder.chat_template), engine)
     app = Guard(app_of(service), (), {"localhost"}, print)
     app.is_harmony = "harmony" in way
     return app
@@ -208,7 +208,7 @@ def test_what_cannot_be_forced_is_refused_by_name(talker):
 def test_ways_that_nobody_knows_are_not_forced(decoder, engine):  # noqa: F811
     assert way_of("tools") is None
     template = SimpleNamespace(source="{{ tools }}", takes_tools=True, place="", asks_for=lambda name: False)
-    service = Service(Model("talker", decoder, template), engine, "print", 1)
+    service = service_of(Model("talker", decoder, template), engine)
     app = Guard(app_of(service), (), {"localhost"}, lambda line: None)
     for more, param in (
         ({"tool_choice": "required"}, "tool_choice"), ({"tools": tools_of(TIME, strict=True)}, "tools"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specdec.readers import extras
-from specdec.serving.app import Service, app_of
+from specdec.serving.app import app_of
 from specdec.serving.asked import Model
 from specdec.serving.engine import Client
 from specdec.serving.guard import Guard
@@ -28,6 +28,7 @@ from tests.serving.test_api import (  # noqa: F401
     ask,
     decoder,
     engine,
+    service_of,
     serving,
     step,
 )  # fmt: skip
@@ -207,7 +208,7 @@ def test_embeddings_are_made_between_others_passes_and_end_with_their_client(app
     assert {reply.json["choices"][0]["message"]["content"] for reply in replies[::2]} == {own}
     assert len({reply.body for reply in replies[1::2]}) == 1
     with pytest.raises(ConnectionResetError):
-        embeddings = app_of(Service(Model("talker", decoder, None), engine, "print", 1))
+        embeddings = app_of(service_of(Model("talker", decoder, None), engine))
         ask(bare(embeddings), EMBEDDINGS, {"input": ["The robin " * 60] * 500}, leaves_after=0)
     assert ask(app, EMBEDDINGS, {"input": "x"}).status == 200
 
@@ -329,7 +330,7 @@ def some(rng, depth):
 
 
 def test_an_anthropic_client_brings_its_key_its_own_way(serving, decoder, engine):  # noqa: F811
-    service = Service(Model("talker", decoder, decoder.chat_template), engine, "print", 1)
+    service = service_of(Model("talker", decoder, decoder.chat_template), engine)
     guarded = Guard(app_of(service), ["secret"], {"localhost"}, lambda line: None)
     for headers, status in (({"x-api-key": "secret"}, 200), ({"x-api-key": "other"}, 401), ({}, 401)):
         assert ask(guarded, MESSAGES, BODIES[MESSAGES], headers=headers).status == status

@@ -1,0 +1,93 @@
+"""`specdec models`: short names, and models that go."""
+
+from pathlib import Path
+
+import pytest
+import typer
+
+from specdec.commands.main import app
+from specdec.readers import files, removing
+from tests.commands.test_cli import Run, from_json, run  # noqa: F401  (a fixture)
+from tests.conftest import Pair
+from tests.gguf_files import CONFIGS, gguf_bytes, model_keys, model_tensors
+from tests.terminal import PROMPT
+
+
+@pytest.fixture
+def own_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "config" / "specdec" / "names"
+
+
+def test_a_short_name_stands_for_a_model_wherever_one_is_named(run: Run, pair: Pair, tmp_path: Path, own_names: Path) -> None:  # noqa: F811
+    there = str(pair.target)
+    assert run("models", "name", "big", there)[0] == 0
+    assert run("models", "name", "little", str(pair.draft))[0] == 0
+    own_names.write_text(f"# mine\n\n{own_names.read_text()}")
+    wanted = run("-m", there, "-d", str(pair.draft), "-z", str(pair.tokenizer), "-t", "0", "-i", PROMPT, "-n", "30")
+    assert run("-m", "big", "-d", "little", "-z", str(pair.tokenizer), "-t", "0", "-i", PROMPT, "-n", "30")[:2] == wanted[:2]
+    assert run("big", PROMPT, "-d", "none", "-z", str(pair.tokenizer), "-t", "0", "-n", "30")[:2] == wanted[:2]
+    assert "big stands for" in run("models")[1]
+    assert from_json(run("models", "--json"))["names"] == {"big": there, "little": str(pair.draft)}
+    assert run("models", "name", "big", "org/other")[0] == 0 and run("models", "rm", "little")[0] == 0
+    assert from_json(run("models", "--json"))["names"] == {"big": "org/other"}
+    assert own_names.read_text().startswith("# mine\n")
+    assert "did you mean 'big'" in run("-m", "bigg", "-i", "x")[2]
+    for wrong in (["a/b", "x"], ["a", "x", "y"], ["a"], [], ["a b", "x"]):
+        code, out, err = run("models", "name", *wrong)
+        assert (code, out) == (2, "") and len(err.splitlines()) == 1
+    for damaged in (b"big\n", b"\xff\xfe x\n"):
+        own_names.write_bytes(damaged)
+        code, _, err = run("-m", "other", "-i", "x")
+        assert code == 2 and str(own_names) in err and len(err.splitlines()) == 1
+        assert run("-m", there, "-d", "none", "-z", str(pair.tokenizer), "-i", PROMPT, "-n", "20")[0] == 0, "which needs none"
+
+
+def test_models_are_removed_once_somebody_has_said_so(
+    run: Run,  # noqa: F811
+    pair: Pair,
+    tmp_path: Path,
+    own_names: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(removing, "MODELS", files.MODELS)
+    installed = tmp_path / "installed"
+    installed.mkdir()
+    monkeypatch.setattr(files, "MODELS", installed)
+    (tmp_path / "models" / "target.bin").write_bytes(pair.target.read_bytes())
+    snapshot, blobs = (tmp_path / "hub" / "models--org--name" / part for part in ("snapshots/abc", "blobs"))
+    for folder in (snapshot, blobs, snapshot.parents[1] / "refs"):
+        folder.mkdir(parents=True)
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    name = next(iter(CONFIGS))
+    for bits in ("Q8_0", "Q4_0"):
+        (blobs / bits).write_bytes(gguf_bytes(model_keys(name), model_tensors(name)))
+        (snapshot / f"tiny-{bits}.gguf").symlink_to(blobs / bits)
+    monkeypatch.setattr(typer, "confirm", lambda *_, **more: False)
+    code, out, _ = run("models", "rm", "org/name:Q4_0")
+    assert (code, out) == (1, "") and (blobs / "Q4_0").exists()
+    size = (blobs / "Q4_0").stat().st_size
+    asked = []
+    monkeypatch.setattr(typer, "confirm", lambda words, **more: asked.append(words) or True)
+    assert run("models", "rm", "org/name:Q4_0")[0] == 0
+    assert "org/name:Q4_0" in asked[0] and f"{size // 1000} kB" in asked[0].replace("  ", " ")
+    assert not (blobs / "Q4_0").exists() and (blobs / "Q8_0").exists()
+    assert [row["name"] for row in from_json(run("models", "--json"))["models"]] == ["target.bin", "org/name:Q8_0"]
+    assert run("models", "rm", "-y", "org/name:Q8_0")[0] == 0 and not snapshot.parents[1].exists()
+    monkeypatch.setattr(removing, "MODELS", tmp_path / "models")
+    for wrong in ("target.bin", "nobody", "../x"):
+        code, out, err = run("models", "rm", "-y", wrong)
+        assert (code, out) == (2, "") and len(err.splitlines()) == 1
+    monkeypatch.setattr(removing, "MODELS", installed)
+    assert run("models", "rm", "-y", "target.bin")[0] == 0 and not (tmp_path / "models" / "target.bin").exists()
+    for wrong in (["rm"], ["pull"], ["a", "b"]):
+        code, out, err = run("models", *wrong)
+        assert (code, out) == (2, "") and len(err.splitlines()) == 1
+
+
+def test_what_others_call_pull_is_told() -> None:
+    for words in (["pull", "org/name"], ["rm", "org/name"]):
+        with pytest.raises(Exception, match="did you mean 'models "):
+            app(words, standalone_mode=False)
