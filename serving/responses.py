@@ -16,7 +16,9 @@ from .fields import NOT_DONE, NOTHING, Fields, Refused, a_list, an_object, betwe
 MORE = ("parallel_tool_calls", "user", "safety_identifier", "prompt_cache_key", "metadata")  # of a chat's
 OF_NO_EFFECT = ("stream_options", "client_metadata", "prompt_cache_retention", "include", "max_tool_calls")  # which are taken
 KEPT = ("previous_response_id", "conversation", "prompt")  # what a server would have to remember
-SERVERS_OWN = ("web_search", "web_search_preview", "image_generation", "code_interpreter", "file_search", "local_shell")
+# tools of which the model is not told: what a server does by itself, and ways to call that no template here knows
+UNTOLD = ("web_search", "web_search_preview", "image_generation", "code_interpreter", "file_search", "local_shell", "namespace",
+          "custom")  # fmt: skip
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -99,11 +101,11 @@ def _answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _tools(name: str, value: Any) -> list[dict[str, Any]]:
-    """Functions; what a server would do by itself the model is not told of."""
+    """Functions; others that may stand there the model is not told of."""
     tools = list[dict[str, Any]]()
     for i, tool in enumerate(value if isinstance(value, list) else [value]):
         kind = an_object(f"{name}[{i}]", tool).get("type")
-        if kind in SERVERS_OWN:
+        if kind in UNTOLD:
             continue
         if kind != "function":
             raise Refused(f"{name}[{i}] is of the type {short(kind, repr)}; expected function", name, NOT_DONE)

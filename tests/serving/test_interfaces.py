@@ -244,7 +244,7 @@ REFUSED = [
     (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input"), (RESPONSES, {"n": 2}, "n"),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
     (RESPONSES, {"input": [{"type": "function_call", "call_id": "a", "name": "b", "arguments": "{"}]}, "messages"),
-    (RESPONSES, {"tools": [{"type": "custom", "name": "a"}]}, "tools"),
+    (RESPONSES, {"tools": [{"type": "mcp", "name": "a"}]}, "tools"),
     (RESPONSES, {"tool_choice": {"type": "x"}}, "tool_choice"),
     (RESPONSES, {"text": {"format": {"type": "grammar"}}}, "response_format"), (RESPONSES, {"truncation": "all"}, "truncation"),
     (RESPONSES, {"reasoning": {"depth": 1}}, "reasoning"), (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
