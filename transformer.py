@@ -2,8 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from subprocess import Popen
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
@@ -11,16 +10,15 @@ import numpy.typing as npt
 
 from .architectures import Buffers, Config, Room, Weights, architecture_of
 from .architectures.plan import Common
+from .architectures.snapshots import BEFORE_END, Snapshots, snapshot_bytes
 from .checks import ids, one_of, short, whole
 from .kernels import KV_CACHES, MAX_TOKENS, trace
-from .machine.ahead import compile_ahead
 from .machine.cores import thread_choices
 from .machine.memory import zeros
-from .machine.programs import Operation, Runner, TextPart
+from .machine.programs import Runner, TextPart
 from .machine.threads import available_threads, give_lock
 from .machine.tiles import STRIP_ROWS, TILE_TOKENS
 from .machine.vectors import Float32, round_up
-from .weights import Kind
 
 READ_SECONDS = 0.3  # that a pass over a part of a long prompt should take: keys are looked at in between
 FIRST_READ, LEAST_READ = 2 * TILE_TOKENS, TILE_TOKENS  # tokens of the first such pass, and of one of a slow model
@@ -36,21 +34,6 @@ def kv_of(weights: Weights, kv: KV) -> KV:
     if kv == "auto":
         return "f32" if weights.kind == "fp32" else "f16"
     return kv
-
-
-def compile_passes(config: Config, tensors: Mapping[str, Any], kinds: Sequence[Kind | None], kv: KV) -> list[Popen[bytes]]:
-    """Processes that compile what passes of models will run, and what draws, while this one loads the weights.
-
-    kinds: what the tensors become in each of the models, the target's first; see `Architecture.pack`.
-    """
-    outlines = [architecture_of(config).outline(config, tensors, kind) for kind in kinds]
-    kv = kv_of(outlines[0], kv)
-    architecture, room = architecture_of(config), Room(KV_CACHES[kv], STRIP_ROWS, 1)
-    operations: dict[Operation, None] = {}
-    for outline in outlines:
-        program = architecture.program(config, outline, architecture.new_buffers(config, outline, room)).program({})
-        operations |= dict.fromkeys(row.operation for phase in program for row in phase)
-    return compile_ahead([*operations], [KV_CACHES[kv].attention.name, "sampling.draw_once"])
 
 
 class Turn:
@@ -98,6 +81,7 @@ class Transformer:
         self._architecture.check(config, weights)
         self._config, self._weights = config, weights.aligned()
         self._kv: KV = kv_of(weights, one_of("kv", kv, get_args(KV)))
+        self.n_short = config.n_short  # tokens of a short text, where long ones are turned otherwise from their first on; else 0
         self._most_threads = available_threads()
         self.n_threads = thread_choices()[0] if n_threads is None else n_threads
         self._most_threads = self._most_threads if n_threads is None else self.n_threads
@@ -108,7 +92,8 @@ class Transformer:
         self._held: list[int] = []  # the tokens whose keys and values the cache holds, those of a text
         self._nodes: list[Node] = []  # and in the slots behind them, those of a tree
         self._is_long = False  # whether they are turned as those of a long text
-        self._shortest = 0  # the length of a text, but for 0, that the cache can still go back to
+        self._shortest = 0  # the length of a text, but for 0, that the cache can still go back to without a snapshot
+        self._snapshots = Snapshots()
         self._capacity = 0
         self._buffers: Buffers
         self._runners: list[Runner]  # of short texts, and of long ones where these differ
@@ -178,11 +163,6 @@ class Transformer:
         return len(self._held)
 
     @property
-    def n_short(self) -> int:
-        """Of how many tokens a text is short at most, where long ones are turned otherwise from their first token on; else 0."""
-        return self._config.n_short
-
-    @property
     def is_long(self) -> bool:
         """Whether the last text is one of those that a family turns otherwise from their first token on."""
         return self._is_long
@@ -212,8 +192,9 @@ class Transformer:
     def text_bytes(self, n_positions: int, is_another: bool = False) -> int:
         """What a text of so many positions takes beside the weights, and a tree at its end; is_another: beside a first text."""
         room = self._room(round_up(n_positions + MAX_TOKENS, STRIP_ROWS), len(self._hidden_layers))
-        buffers = self._architecture.all_buffers(self._config, self._weights, room).values()
-        return sum(buffer.n_bytes for buffer in buffers if buffer.is_own or not is_another)
+        buffers = self._architecture.all_buffers(self._config, self._weights, room)
+        kept = snapshot_bytes({name: each.shape for name, each in buffers.items()})
+        return kept + sum(buffer.n_bytes for buffer in buffers.values() if buffer.is_own or not is_another)
 
     def positions_within(self, n_bytes: float, most: int) -> int:
         """How many positions a text may have that takes so many bytes (`text_bytes`): 1 to `most`."""
@@ -286,16 +267,20 @@ class Transformer:
         is_held = self._is_long == self._config.is_long(len(tokens))
         return limit - self._n_kept(tokens, limit) * is_held
 
+    def n_to_stop(self, tokens: list[int]) -> int:
+        """Of the `unread`, how many run before a pass is to end: a running state is kept a little before a prompt's end."""
+        left = self.unread(tokens)
+        return left - BEFORE_END if self._architecture.n_states and left > BEFORE_END else left
+
     def read(self, tokens: list[int]) -> Iterator[int]:
         """Run all but the last of a text's tokens, some at a time; tells after each time how many are left.
 
         A pass takes no longer than somebody at the keys would wait, as far as it can be cut.
         """
-        left, n = self.unread(tokens), FIRST_READ
-        more = {"n_total": len(tokens)} if self._config.n_short else {}
+        left, stop, n = self.unread(tokens), self.unread(tokens) - self.n_to_stop(tokens), FIRST_READ
         while left:
-            begin, left = time.perf_counter(), max(left - n, 0)
-            self.forward(tokens[: len(tokens) - 1 - left], n_logits=0, **more)
+            begin, left = time.perf_counter(), max(left - n, stop if left > stop else 0)
+            self.forward(tokens[: len(tokens) - 1 - left], n_logits=0, n_total=len(tokens))
             seconds = time.perf_counter() - begin
             yield left
             if seconds > READ_SECONDS:
@@ -369,7 +354,7 @@ class Transformer:
         """Logits, of short texts and of long ones as each are turned."""
         self._turn.n_passes += 1
         if not self._config.n_short:
-            return self._run(tokens, nodes, n_logits)
+            return self._run(tokens, nodes, n_logits, n_total)
         are_long = self._are_long(tokens, nodes, n_logits, n_total)
         if are_long.any() and not are_long.all():
             self._switch(False)
@@ -389,11 +374,10 @@ class Transformer:
     def _switch(self, is_long: bool) -> None:
         """Take passes of long texts, or of short ones, from here on; the cache holds none of the others."""
         if is_long != self._is_long:
-            self._held.clear()
-            self._nodes.clear()
+            self._forget(0)
             self._is_long, self._runner = is_long, self._runners[is_long]
 
-    def _run(self, tokens: list[int], nodes: list[Node], n_logits: int) -> Float32:
+    def _run(self, tokens: list[int], nodes: list[Node], n_logits: int, n_total: int = 0) -> Float32:
         """Logits; runs the tokens and nodes that the cache does not hold, and the last n_logits of both."""
         limit = len(tokens) - max(0, n_logits - len(nodes))
         start, n_nodes = self._n_kept(tokens, limit), 0
@@ -408,8 +392,7 @@ class Transformer:
         self._reserve(len(tokens) + len(nodes))
         if self._nodes:
             del self._nodes[n_nodes:]
-        del self._held[start:]
-        self._shortest = self._shortest if start else 0
+        self._goes_back(start)
         if nodes:
             trace(self._buffers.depths, self._buffers.paths, np.array([parent for _, parent in nodes]), len(nodes))
         while new:
@@ -422,6 +405,8 @@ class Transformer:
             self._held += block[: len(tokens) - len(self._held)] if nodes else block
         if nodes:
             self._nodes += nodes[n_nodes:]
+        elif not n_logits:
+            self._offer(n_total)
         logits: Float32 = self._buffers.logits[:n_logits, : self._config.vocab_size]
         return logits
 
@@ -451,29 +436,46 @@ class Transformer:
             begins[i] = at - jobs[i][2]  # of its logits in the pass
         n_rows = sum(len(new[i]) for i in order if jobs[i][2])
         self._runner.run_together(parts, n_rows, self._n_threads)
-        for i, (model, *_) in enumerate(jobs):
+        for i, (model, _, n_logits, n_total) in enumerate(jobs):
             model._held += new[i]
+            if not n_logits:
+                model._offer(n_total)
         rows, first = self._buffers.logits[:, : self._config.vocab_size], n - n_rows
         return [rows[begins[i] - first : begins[i] - first + job[2]] for i, job in enumerate(jobs)]
 
     def _forget(self, n: int) -> None:
         """All that the cache holds behind so many tokens of its text."""
         self._nodes.clear()
+        self._goes_back(n)
+
+    def _goes_back(self, n: int) -> None:
+        """Its text is one of n tokens from here on, and the running state that of as many."""
         del self._held[n:]
-        self._shortest = self._shortest if n else 0
+        if self._architecture.n_states:
+            self._snapshots.forget(n)
+            if 0 < n < self._shortest:
+                self._snapshots.restore(self._buffers, n)
+            self._shortest = min(self._shortest, n)
+
+    def _offer(self, n_total: int) -> None:
+        """Behind a pass of a prompt: its running state may be worth a snapshot."""
+        if self._architecture.n_states:
+            self._snapshots.offer(self._buffers, len(self._held), n_total)
 
     def _take_over(self, other: "Transformer", n: int) -> None:
         """`take_over` of n tokens."""
         mine, theirs = ((m._config, m._kv, m._hidden_layers, m._weights.places) for m in (self, other))
         if mine != theirs:
             raise ValueError("what a cache holds goes over to a model of the same weights that keeps the same alone")
-        held, shortest = other._held[:n], other._shortest
+        held = other._held[:n]
         self._reserve(n)
         self._switch(other._is_long)
         self._forget(0)
         room = self._room(round_up(n, STRIP_ROWS), len(self._hidden_layers))
         self._architecture.copy_text(self._config, self._weights, room, other._buffers, self._buffers)
-        self._held, self._shortest = held, shortest
+        self._held, self._shortest = held, other._shortest
+        self._snapshots.take_over(other._snapshots, n)
+        self._goes_back(n)
 
     def _goes_on(self, n: int) -> None:
         """Before a pass over so many tokens more: how far back a running state can then still go."""
@@ -491,7 +493,7 @@ class Transformer:
     def _n_kept(self, tokens: list[int], limit: int) -> int:
         """How many of a text's tokens, at most limit, need not run: the cache holds them, and a state to go on from."""
         n = n_common(self._held, tokens, limit)
-        return n if n >= self._shortest else 0
+        return n if n >= self._shortest else self._snapshots.best(n)
 
     def _followed(self, tokens: list[int]) -> list[int]:
         """The path of the tree that tokens behind the text follow."""
@@ -552,8 +554,7 @@ class Transformer:
         config, weights, architecture, common = self._config, self._weights, self._architecture, self._turn.common
         room, old = self._room(capacity, len(layers)), self._buffers if self._capacity else None
         if layers != self._hidden_layers:
-            self._held.clear()
-            self._nodes.clear()
+            self._forget(0)
             old = None
         buffers = architecture.new_buffers(config, weights, room, old, common)
         if capacity > common.n_positions:

@@ -15,9 +15,10 @@ from ..readers.loading import TARGET_SHARE, Loader, opened, room_beside
 from ..text.finding import tokenizer_of, vocabulary_with
 from ..text.vocabulary import Vocabulary, known_ids, presumed_vocabulary
 from ..tokenizer import AnyTokenizer
-from ..transformer import Transformer, compile_passes, known
+from ..transformer import Transformer, known
 from ..weights import BF16, FP16, FP32, PACKED_BF16
 from ..weights.matrix import converted
+from .ahead import compile_passes
 from .copies import Kinds, copy_of, kinds_to_make
 from .estimates import MARGIN_RATES, ODDS_RATES
 from .heads import Head

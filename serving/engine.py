@@ -446,7 +446,7 @@ class Engine:
         pieces = list[tuple[Writing, int]]()
         for _, _, writing in sorted((writing.left(self._running), i, writing) for i, writing in enumerate(reading)):
             kept = LEAST_PIECE if oldest not in (None, writing, *(each for each, _ in pieces)) else 0
-            n = min(writing.unread, room - kept)
+            n = min(writing.model.n_to_stop(writing.text.tokens), room - kept)
             if n > 0:
                 pieces.append((writing, n))
                 room -= n

@@ -92,9 +92,9 @@ def test_passes_over_a_long_prompt_are_short_where_the_model_is_slow(monkeypatch
     monkeypatch.setattr(transformer.time, "perf_counter", lambda: clock[0])
     forward = Transformer.forward
 
-    def slow(model, tokens, n_logits=1):
+    def slow(model, tokens, n_logits=1, n_total=0):
         clock[0] += speed[0] * (len(tokens) - model.n_held)
-        return forward(model, tokens, n_logits)
+        return forward(model, tokens, n_logits, n_total)
 
     monkeypatch.setattr(Transformer, "forward", slow)
     for speed[0], n in (
