@@ -93,3 +93,17 @@ def strings(name: str, value: object) -> list[str]:
     if "" in several:
         raise ValueError(f"{name} holds '', a string of no letters, which is everywhere")
     return several
+
+
+def known(tokens: list[int], n_rows: int) -> list[int]:
+    """A text as a model of so many tokens knows it, whose target may know more."""
+    return [token if token < n_rows else 0 for token in tokens]
+
+
+def n_common(held: list[Any], wanted: list[Any], limit: int) -> int:
+    """With how many of the same, at most limit, two lists begin."""
+    n = min(len(held), limit)
+    held = held if n == len(held) else held[:n]
+    if held == wanted[:n]:
+        return n
+    return next(i for i in range(n) if held[i] != wanted[i])

@@ -11,6 +11,7 @@ from typing import Any
 
 from .checks import ids, is_list, short, strings, text, whole
 from .decoding import Event, Plan, Prefill, Prompt, Proposal, Shape, Statistics, Step, Text, VerifyMode
+from .drafting.prompt_cache import PromptCache
 from .drafting.settings import AUTO, Gamma, Setting, Settings, TreeMode
 from .drafting.team import HEAD, Draftable, Team, team_of
 from .drafting.tuning import Tuning
@@ -80,6 +81,7 @@ class SpeculativeDecoder:
     kv: what models that are named keep keys and values in, as `Transformer` says, drafts by default in what their target does.
     pack: whether bf16 weights of models that are named are kept in 12 bits, the same numbers: "auto", where a trial shows that
         it is faster; "on"; "none".
+    prompt_cache: a folder where what has been read of prompts is kept for later processes: `PromptCache`; by default nowhere.
     progress: is told the name of a model and the share of it that is loaded.
 
     >>> decoder = SpeculativeDecoder("stories6M.bin", "stories650K.bin")
@@ -115,12 +117,13 @@ class SpeculativeDecoder:
         kv: KV = AUTO,
         pack: Pack = AUTO,
         progress: Progress = tell_nobody,
+        prompt_cache: PromptCache | None = None,
     ) -> None:
         self._settings = Settings(gamma, verify, tree)
         if stage is not None and tree == "on":
             raise ValueError('a draft with a stage proposes chains; leave out the stage, or tree "on"')
         loader = Loader(n_threads, kv, progress, pack)
-        self._team = team = team_of(target, draft, stage, tokenizer, quantize, loader)
+        self._team = team = replace(team_of(target, draft, stage, tokenizer, quantize, loader), prompts=prompt_cache)
         if HEAD in team.models and tree == "on":
             raise ValueError('a head proposes chains; leave out tree "on"')
         if tree == "on" and (of_chains := [name for name, model in team.models.items() if not model.runs_trees]):

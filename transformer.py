@@ -11,7 +11,7 @@ import numpy.typing as npt
 from .architectures import Buffers, Config, Room, Weights, architecture_of
 from .architectures.plan import Common
 from .architectures.snapshots import BEFORE_END, Snapshots, snapshot_bytes
-from .checks import ids, one_of, short, whole
+from .checks import ids, n_common, one_of, short, whole
 from .kernels import KV_CACHES, MAX_TOKENS, trace
 from .machine.cores import thread_choices
 from .machine.memory import zeros
@@ -80,7 +80,7 @@ class Transformer:
         self._architecture = architecture_of(config)
         self._architecture.check(config, weights)
         self._config, self._weights = config, weights.aligned()
-        self._kv: KV = kv_of(weights, one_of("kv", kv, get_args(KV)))
+        self.kv: KV = kv_of(weights, one_of("kv", kv, get_args(KV)))  # f32 or f16
         self.n_short = config.n_short  # tokens of a short text, where long ones are turned otherwise from their first on; else 0
         self._most_threads = available_threads()
         self.n_threads = thread_choices()[0] if n_threads is None else n_threads
@@ -94,6 +94,7 @@ class Transformer:
         self._is_long = False  # whether they are turned as those of a long text
         self._shortest = 0  # the length of a text, but for 0, that the cache can still go back to without a snapshot
         self._snapshots = Snapshots()
+        self.has_state = self._architecture.n_states > 0  # that is of one text, beside keys and values
         self._capacity = 0
         self._buffers: Buffers
         self._runners: list[Runner]  # of short texts, and of long ones where these differ
@@ -105,7 +106,7 @@ class Transformer:
         return f"<{c.architecture} of {c.n_layers} layers x {c.dim}, {c.vocab_size} tokens, {self._weights.kind}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        made_of = self._config, self._weights, self._most_threads, self._n_positions, self._kv, self.hidden_layers
+        made_of = self._config, self._weights, self._most_threads, self._n_positions, self.kv, self.hidden_layers
         return _rebuilt, made_of
 
     @property
@@ -133,11 +134,6 @@ class Transformer:
             return 0.0, 0
         read = [n for n in self._buffers.experts_read.tolist() if n]
         return sum(read) / max(len(read), 1), self._config.experts.n_chosen
-
-    @property
-    def kv(self) -> KV:
-        """What keys and values are kept in: f32 or f16."""
-        return self._kv
 
     @property
     def n_positions(self) -> int:
@@ -204,7 +200,7 @@ class Transformer:
 
     def with_positions(self, n_positions: int) -> "Transformer":
         """The same model, with room for texts of so many positions."""
-        model = Transformer(self._config, self._weights, self._most_threads, n_positions, self._kv)
+        model = Transformer(self._config, self._weights, self._most_threads, n_positions, self.kv)
         model.n_threads = self._n_threads
         return model
 
@@ -213,7 +209,7 @@ class Transformer:
         in all else; logits of one are valid until the next call of either. With other hidden_layers it runs alone.
         """
         layers = self._hidden_layers if hidden_layers is None else hidden_layers
-        return Transformer(self._config, self._weights, self._most_threads, self._n_positions, self._kv, layers, beside=self)
+        return Transformer(self._config, self._weights, self._most_threads, self._n_positions, self.kv, layers, beside=self)
 
     def take_over(self, other: "Transformer", tokens: list[int]) -> None:
         """Let the cache hold what another one's holds of a text whose last token is yet to run: a `seat`'s or `with_positions`'.
@@ -270,7 +266,7 @@ class Transformer:
     def n_to_stop(self, tokens: list[int]) -> int:
         """Of the `unread`, how many run before a pass is to end: a running state is kept a little before a prompt's end."""
         left = self.unread(tokens)
-        return left - BEFORE_END if self._architecture.n_states and left > BEFORE_END else left
+        return left - BEFORE_END if self.has_state and left > BEFORE_END else left
 
     def read(self, tokens: list[int]) -> Iterator[int]:
         """Run all but the last of a text's tokens, some at a time; tells after each time how many are left.
@@ -327,6 +323,23 @@ class Transformer:
         TypeError for what are no whole numbers, RuntimeError as `forward` does.
         """
         self._alone(self._keep, ids("path", path))
+
+    def look(self, work: Callable[[Buffers, list[int], Snapshots], Answer]) -> Answer:
+        """What `work` makes of the cache's buffers, the tokens that they hold and the snapshots, all of which it leaves."""
+        return self._alone(lambda: work(self._buffers, self._held, self._snapshots))
+
+    def hold(self, tokens: list[int], fill: Callable[[Buffers], tuple[int, Snapshots]]) -> None:
+        """Let the cache hold what `fill` puts into its buffers: of so many of a text's tokens, with the states behind them."""
+        self._alone(self._hold, tokens, fill)
+
+    def _hold(self, tokens: list[int], fill: Callable[[Buffers], tuple[int, Snapshots]]) -> None:
+        self._reserve(len(tokens))
+        self._switch(self._config.is_long(len(tokens)))
+        self._forget(0)
+        n, snapshots = fill(self._buffers)
+        self._held, self._shortest = tokens[:n], (n + 1) * self.has_state
+        self._snapshots.take_over(snapshots, n)
+        self._goes_back(n)
 
     def _alone(self, work: Callable[..., Answer], *arguments: Any) -> Answer:
         """The work, with the model to itself."""
@@ -451,7 +464,7 @@ class Transformer:
     def _goes_back(self, n: int) -> None:
         """Its text is one of n tokens from here on, and the running state that of as many."""
         del self._held[n:]
-        if self._architecture.n_states:
+        if self.has_state:
             self._snapshots.forget(n)
             if 0 < n < self._shortest:
                 self._snapshots.restore(self._buffers, n)
@@ -459,12 +472,12 @@ class Transformer:
 
     def _offer(self, n_total: int) -> None:
         """Behind a pass of a prompt: its running state may be worth a snapshot."""
-        if self._architecture.n_states:
+        if self.has_state:
             self._snapshots.offer(self._buffers, len(self._held), n_total)
 
     def _take_over(self, other: "Transformer", n: int) -> None:
         """`take_over` of n tokens."""
-        mine, theirs = ((m._config, m._kv, m._hidden_layers, m._weights.places) for m in (self, other))
+        mine, theirs = ((m._config, m.kv, m._hidden_layers, m._weights.places) for m in (self, other))
         if mine != theirs:
             raise ValueError("what a cache holds goes over to a model of the same weights that keeps the same alone")
         held = other._held[:n]
@@ -537,7 +550,7 @@ class Transformer:
         self._build(round_up(most, STRIP_ROWS), self._hidden_layers)
 
     def _room(self, n_slots: int, n_hidden: int) -> Room:
-        return Room(KV_CACHES[self._kv], n_slots, self._most_threads, n_hidden)
+        return Room(KV_CACHES[self.kv], n_slots, self._most_threads, n_hidden)
 
     def _layers(self, layers: Sequence[int]) -> tuple[int, ...]:
         most = self._config.n_layers + (self._architecture.outcome is not None)
@@ -579,20 +592,6 @@ def _lengths(tokens: list[int], nodes: list[Node], n_logits: int) -> list[int]:
         depths.append(depths[parent] + 1 if parent >= 0 else 1)
     n, n_of_nodes = len(tokens), min(n_logits, len(nodes))
     return [*range(n - n_logits + n_of_nodes + 1, n + 1), *(n + depth for depth in depths[len(nodes) - n_of_nodes :])]
-
-
-def known(tokens: list[int], n_rows: int) -> list[int]:
-    """A text as a model of so many tokens knows it, whose target may know more."""
-    return [token if token < n_rows else 0 for token in tokens]
-
-
-def n_common(held: list[Any], wanted: list[Any], limit: int) -> int:
-    """With how many of the same, at most limit, two lists begin."""
-    n = min(len(held), limit)
-    held = held if n == len(held) else held[:n]
-    if held == wanted[:n]:
-        return n
-    return next(i for i in range(n) if held[i] != wanted[i])
 
 
 def _rebuilt(config: Config, weights: Weights, n_threads: int, *others: Any) -> Transformer:

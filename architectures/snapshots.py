@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from ..kernels import MAX_TOKENS
 from ..machine.vectors import Float32
 from .plan import Buffers
@@ -38,7 +40,8 @@ class Snapshots:
 
     def best(self, n: int) -> int:
         """The longest length, of n at most, that there is one of; else 0."""
-        return max((each.n for each in self._all if each.n <= n), default=0)
+        last = self.last(n)
+        return last.n if last else 0
 
     def forget(self, n: int) -> None:
         """Those of longer texts: the text behind n tokens is another one."""
@@ -74,9 +77,19 @@ class Snapshots:
             buffers.states[:, BASE] = buffers.states[:, TIP] = snapshot.states
             buffers.lengths[...] = n
 
+    def last(self, n: int) -> Snapshot | None:
+        """That of the longest length, of n at most."""
+        return max((each for each in self._all if each.n <= n), default=None, key=lambda each: each.n)
+
     def take_over(self, other: "Snapshots", n: int) -> None:
         """Those of another text that begins with the same n tokens."""
         self._all = [each for each in other if each.n <= n]
+
+
+def like(buffers: Buffers, n: int) -> Snapshot:
+    """A snapshot whose numbers are yet to come."""
+    states = np.empty(buffers.states[:, TIP].shape, np.float32) if hasattr(buffers, "states") else None
+    return Snapshot(n, np.empty(buffers.inputs[:, _rows(buffers, n)].shape, np.float32), states)
 
 
 def snapshot_bytes(shapes: dict[str, tuple[int, ...]]) -> int:

@@ -26,6 +26,8 @@ class ChatRequest(Request):
     quantize: options.WhatToQuantize = "draft"
     kv: options.KVOption = AUTO
     pack: options.PackOption = AUTO
+    prompt_cache: options.PromptCacheFolder = ""
+    prompt_cache_size: options.PromptCacheSize = 10_000
     tokenizer: options.TokenizerFile = ""
     template: options.TemplateFile = ""
     system: options.SystemPrompt = ""

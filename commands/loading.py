@@ -12,6 +12,7 @@ import specdec
 from ..decoder import SpeculativeDecoder
 from ..decoding import Shape
 from ..drafting.heads import Head
+from ..drafting.prompt_cache import PromptCache
 from ..drafting.settings import AUTO
 from ..drafting.team import HEAD, MTP, NGRAM
 from ..readers import CheckpointError, extras, read_object
@@ -83,7 +84,15 @@ def decoder_of(request: Request, places: Sequence[str | Path], tell: Callable[[s
             kv=cast(KV, request.kv),
             pack=cast(Pack, request.pack),
             progress=tell,
+            prompt_cache=prompts_of(request),
         )
+
+
+def prompts_of(request: Request) -> PromptCache | None:
+    """The folder that a request keeps prompts in."""
+    if not request.prompt_cache:
+        return None
+    return PromptCache(request.prompt_cache, request.prompt_cache_size * 10**6, specdec.__arithmetic__, say)
 
 
 def found(request: Request, more: Mapping[str, str] = NOTHING) -> list[str | Path]:

@@ -85,6 +85,16 @@ WhatToQuantize = Annotated[
         help="Make weights int8: draft, target, both or none; draft=int4 makes int4. The draft's bits never change the text.",
     ),
 ]  # fmt: skip
+PromptCacheFolder = Annotated[
+    str,
+    option(
+        "--prompt-cache", group="Models", metavar="DIR",
+        help="Keep what is read of prompts here, for later runs: whoever can read the folder can read what was said.",
+    ),
+]  # fmt: skip
+PromptCacheSize = Annotated[
+    int, option("--prompt-cache-size", group="Models", metavar="MB", min=1, max=10**8, help="That it may take at most.")
+]
 KVOption = Annotated[
     str,
     option(

@@ -40,6 +40,8 @@ class Request:
     quantize: str = "draft"
     kv: str = AUTO
     pack: str = AUTO
+    prompt_cache: str = ""
+    prompt_cache_size: int = 10_000
     tokenizer: str = ""
     template: str = ""
     prompt: str | None = None
@@ -71,6 +73,8 @@ class Request:
         one_of("kv", self.kv, get_args(KV))
         one_of("pack", self.pack, get_args(Pack))
         kinds_to_make(self.quantize)
+        if "prompt_cache_size" in self.given and not self.prompt_cache:
+            raise ValueError("--prompt-cache-size is of the folder that --prompt-cache names")
         if self.schema and self.regex:
             raise ValueError("--schema and --regex are two shapes of a text; leave one of them out")
         if self.threads > available_threads():

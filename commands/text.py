@@ -47,6 +47,8 @@ class TextRequest(Request):
     quantize: options.WhatToQuantize = "draft"
     kv: options.KVOption = AUTO
     pack: options.PackOption = AUTO
+    prompt_cache: options.PromptCacheFolder = ""
+    prompt_cache_size: options.PromptCacheSize = 10_000
     tokenizer: options.TokenizerFile = ""
     top_p: options.TopP = 0.9
     top_k: options.TopK = 0

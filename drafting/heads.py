@@ -12,11 +12,12 @@ from ..architectures import Config, Weights, architecture_of
 from ..architectures.eagle3 import head_of, taps
 from ..architectures.mtp import TARGET_NORM
 from ..architectures.plan import Buffers
+from ..checks import n_common
 from ..kernels import MAX_TOKENS
 from ..machine.programs import Runner
 from ..machine.threads import available_threads
 from ..machine.vectors import Float32, Int64
-from ..transformer import KV, Node, Transformer, n_common
+from ..transformer import KV, Node, Transformer
 from .translation import ByTargetIds
 
 
@@ -73,7 +74,7 @@ class Head(Transformer):
             target.hidden_layers = head.layers
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (*self._own, self._target, self._target_ids, self._most_threads, self._n_positions, self._kv)
+        return _rebuilt, (*self._own, self._target, self._target_ids, self._most_threads, self._n_positions, self.kv)
 
     @property
     def target(self) -> Transformer:
@@ -97,7 +98,7 @@ class Head(Transformer):
         return self._like(target, self._n_positions)
 
     def _like(self, target: Transformer, n_positions: int) -> "Head":
-        head = Head(*self._own, target, self._target_ids, self._most_threads, n_positions, self._kv)
+        head = Head(*self._own, target, self._target_ids, self._most_threads, n_positions, self.kv)
         head.n_threads = self.n_threads
         return head
 

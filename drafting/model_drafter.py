@@ -5,11 +5,12 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from ..architectures import Config
+from ..checks import known
 from ..decoding import Draft, Plan
 from ..machine.vectors import Float32, ceil_div
 from ..sampling import Sampler
 from ..text.adjusting import Adjusting
-from ..transformer import known, room_behind
+from ..transformer import room_behind
 
 
 class Model(Protocol):

@@ -9,19 +9,21 @@ from subprocess import Popen
 from typing import Any, Literal, TypeVar, cast
 
 from ..architectures import Config, Weights
+from ..checks import known
 from ..readers import Checkpoint, CheckpointError, mtp
 from ..readers.heads import check_fit
 from ..readers.loading import TARGET_SHARE, Loader, opened, room_beside
 from ..text.finding import tokenizer_of, vocabulary_with
 from ..text.vocabulary import Vocabulary, known_ids, presumed_vocabulary
 from ..tokenizer import AnyTokenizer
-from ..transformer import Transformer, known
+from ..transformer import Transformer
 from ..weights import BF16, FP16, FP32, PACKED_BF16
 from ..weights.matrix import converted
 from .ahead import compile_passes
 from .copies import Kinds, copy_of, kinds_to_make
 from .estimates import MARGIN_RATES, ODDS_RATES
 from .heads import Head
+from .prompt_cache import PromptCache
 from .settings import AUTO
 from .translation import Translated
 
@@ -148,7 +150,7 @@ class Finder:
 class Team:
     """source: the target's file, without its tensors, of one that was named; may_choose: whether the number of threads is free.
 
-    compiling: processes that compile what passes will run.
+    compiling: processes that compile what passes will run. prompts: where what the target has read is kept, if it is.
     """
 
     target: Transformer
@@ -158,6 +160,7 @@ class Team:
     source: Checkpoint | None = None
     may_choose: bool = False
     compiling: Sequence[Popen[bytes]] = ()
+    prompts: PromptCache | None = None
 
     @property
     def models(self) -> dict[str, Transformer]:
@@ -180,6 +183,8 @@ class Team:
 
     def read(self, tokens: list[int]) -> Iterator[float]:
         """Let each model that can hold a text `read` it; tells the share of that work, by bytes, that is done, 0 at first."""
+        if self.prompts and len(tokens) <= self.target.n_positions:
+            self.prompts.restore(self.target, tokens)
         models = [model for model in self.models.values() if len(tokens) <= model.n_positions]
         jobs = [(model, known(tokens, model.config.vocab_size), model.weights.n_bytes) for model in models]
         work = [model.unread(text) * n_bytes for model, text, n_bytes in jobs]
@@ -190,6 +195,8 @@ class Team:
             later -= share
             for left in model.read(text):
                 yield 1 - (later + left * n_bytes) / total
+        if self.prompts and total:
+            self.prompts.keep(self.target, tokens)
 
     @property
     def shared(self) -> dict[str, int]:

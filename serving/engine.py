@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..checks import known, n_common
 from ..decoder import SpeculativeDecoder
 from ..decoding import Draft, Event, Prompt, Proposal, Shape, Step, Text, TokenLogprob
 from ..drafting.estimates import ODDS_RATES, Acceptance
@@ -24,7 +25,7 @@ from ..kernels import MAX_TOKENS
 from ..machine.vectors import Float32
 from ..sampling import Sampling
 from ..text.wording import Wording
-from ..transformer import Transformer, known, n_common
+from ..transformer import Transformer
 from .beside import Beside, Steps
 from .metrics import Figures
 from .seats import LEAST_SHARED, Seat, Seats
@@ -302,6 +303,7 @@ class Engine:
     def _leaves(self, writing: Writing) -> None:
         figures, ticket = self.figures, writing.ticket
         self._running.remove(writing)
+        self._seats.keep(writing.seat, writing.text.tokens)
         self._seats.give(writing.seat, len(writing.text.tokens))
         figures.running = len(self._running)
         if ticket.is_cancelled and not writing.is_over:
@@ -400,6 +402,7 @@ class Engine:
         except Exception as error:
             return self._breaks(writing, error)
         writing.has_begun = True
+        self._seats.keep(writing.seat, job.prompt)
         figures.prompt_tokens += len(job.prompt)
         figures.cached_tokens += writing.n_cached
         self._tell(writing.ticket, writing.wording.of(Prompt(job.prompt, time.perf_counter() - writing.began)))

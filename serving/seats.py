@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
+from ..checks import known
 from ..drafting.heads import Head
 from ..drafting.team import Team
 from ..machine.vectors import round_up
-from ..transformer import known
 
 LEAST_SHARED = 8  # tokens of a prompt that are copied from another seat, and of something else that a seat is kept for
 GRAIN = 128  # tokens, by which sizes of caches are told
@@ -79,6 +79,8 @@ class Seats:
         if source and source is not seat:
             seat.take_over(source, prompt)
         self._taken.append(seat)
+        if prompts := seat.team.prompts:
+            prompts.restore(seat.team.target, prompt)
         return seat
 
     def give(self, seat: Seat, n_tokens: int) -> None:
@@ -87,6 +89,12 @@ class Seats:
         seat.n_longest = max(seat.n_longest, n_tokens)
         seat.n_reserved = 0
         self._idle.append(seat)
+
+    @staticmethod
+    def keep(seat: Seat, tokens: list[int]) -> None:
+        """What a text's cache holds, where prompts are kept."""
+        if seat.team.prompts:
+            seat.team.prompts.keep(seat.team.target, tokens)
 
     def drop(self, seat: Seat) -> None:
         self._taken.remove(seat)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
+from specdec.checks import n_common
 from specdec.decoder import SpeculativeDecoder
 from specdec.decoding import Prompt, Step
 from specdec.machine.programs import Runner
@@ -17,7 +18,6 @@ from specdec.screens.output import Roles
 from specdec.text import templates
 from specdec.text.conversation import Conversation, Settings
 from specdec.text.templates import ChatTemplate, TemplateError
-from specdec.transformer import n_common
 from tests.folders import FIXTURES
 from tests.fuzzing import FINE, FOLDER, REFUSED, damaged, one_line, random_json
 from tests.test_real_models import folder

@@ -1,0 +1,275 @@
+"""What prompts have made of a model's cache, in a folder: found again by their tokens, in this process or another one.
+
+A file holds the keys and values of BLOCK tokens, by a digest of all tokens up to its last and of what they depend on: weights,
+what keys and values are kept in, and the arithmetic's revision. So prompts that begin alike share files, and what another
+process writes beside is the same. A file beside that of a prompt's last block holds its tail: fewer tokens, and the running state
+behind them, of a family that has one.
+
+A file is written beside and moved, and readable by its owner alone: it holds what people said. One that is damaged, or is
+another's, counts as none. Of what takes more than there is to be, the files go that nobody has used for longest.
+"""
+
+import atexit
+import errno
+import hashlib
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..architectures import Room, architecture_of
+from ..architectures.plan import Buffers
+from ..architectures.snapshots import Snapshot, Snapshots, like
+from ..checks import n_common
+from ..kernels import KV_CACHES
+from ..transformer import Transformer
+
+BLOCK = 128  # tokens
+MAGIC = b"specdec prompt 1"
+SUM_BYTES = 16
+ENDING, TAIL = ".prompt", ".tail"
+MOST_WAITING = 64  # blocks that wait to be written; more are dropped
+FLUSH_SECONDS = 10.0
+CHUNK = 1 << 20  # words that are summed at once
+
+
+class PromptCache:
+    """A folder of prompts, of n_bytes at most. revision: of the arithmetic; tell: is told, once, of what is damaged or cannot be
+    written.
+
+    Raises ValueError for a folder that cannot be had.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], n_bytes: int, revision: int, tell: Callable[[str], object]) -> None:
+        self.folder, self._n_bytes, self._revision = Path(folder), n_bytes, revision
+        self._tell, self._told = tell, set[str]()
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self.folder.is_dir() or not os.access(self.folder, os.R_OK | os.W_OK | os.X_OK):
+                raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise ValueError(f"cannot keep prompts in {folder}: {error.strerror}") from None
+        self._stamps = dict[int, tuple[Transformer, bytes]]()
+        self._queue = queue.Queue[tuple[Path, list[Any]]](MOST_WAITING)
+        self._written = 0
+        self._thread = threading.Thread(target=self._write_all, name="prompts", daemon=True)
+        self._thread.start()
+        atexit.register(self.flush)
+
+    def restore(self, model: Transformer, tokens: list[int]) -> int:
+        """Let the model hold as much of a prompt as there is here, if that is a block or more beyond what it holds; how much."""
+        n_held, blocks = len(tokens) - 1 - model.unread(tokens), list[Path]()
+        for path in self._paths(model, tokens, len(tokens) - 1):
+            if not path.exists():
+                break
+            blocks.append(path)
+        if len(blocks) * BLOCK < n_held + BLOCK:
+            return 0
+        model.hold(tokens, lambda buffers: self._fill(model, buffers, tokens, blocks))
+        return model.n_held
+
+    def keep(self, model: Transformer, tokens: list[int]) -> None:
+        """Write what the model holds of a text and the folder lacks, on a thread of its own. The rest is for next time."""
+        for path, arrays in model.look(lambda *text: self._lacking(model, tokens, *text)):
+            self._queue.put((path, arrays))
+
+    def flush(self, seconds: float = FLUSH_SECONDS) -> None:
+        """Wait until all is written that waits, so many seconds at most."""
+        with self._queue.all_tasks_done:
+            self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, seconds)
+
+    def _lacking(
+        self, model: Transformer, tokens: list[int], buffers: Buffers, held: list[int], snapshots: Snapshots
+    ) -> list[tuple[Path, list[Any]]]:
+        """Files to write, copied: blocks, then the tail behind one of them, up to where a text may go on."""
+        n, lacking = n_common(held, tokens, len(tokens)), list[tuple[Path, list[Any]]]()
+        room = MOST_WAITING - self._queue.qsize()
+        paths = [*self._paths(model, tokens, n)]
+        for i, path in enumerate(paths):
+            if len(lacking) + 1 >= room:
+                return lacking
+            if not path.exists():
+                lacking.append((path, self._arrays(model, buffers, tokens, i, BLOCK)))
+        snapshot = snapshots.last(n) if model.has_state else None
+        end = snapshot.n if snapshot else 0 if model.has_state else n
+        if end >= BLOCK and end > len(paths) * BLOCK - BLOCK:
+            i = end // BLOCK
+            arrays = self._arrays(model, buffers, tokens, i, end - i * BLOCK)
+            lacking.append((paths[i - 1].with_suffix(TAIL), [np.array([end], np.int64), *arrays, *_state_arrays(snapshot)]))
+        return lacking
+
+    @staticmethod
+    def _arrays(model: Transformer, buffers: Buffers, tokens: list[int], i: int, n: int) -> list[Any]:
+        """What is written of n tokens of block i, behind which there are zeros."""
+        arrays = [np.zeros(BLOCK, np.int32)]
+        arrays[0][:n] = tokens[i * BLOCK : i * BLOCK + n]
+        for shape, part in _parts(model, buffers, i):
+            array = np.zeros(shape, part.dtype)
+            array[tuple(map(slice, part.shape))] = part
+            arrays.append(array)
+        return arrays
+
+    def _paths(self, model: Transformer, tokens: list[int], n: int) -> Iterator[Path]:
+        """The file of each block of a text's first n tokens."""
+        digest = self._stamp(model) + bytes([model.config.is_long(len(tokens))])
+        for first in range(0, n // BLOCK * BLOCK, BLOCK):
+            block = np.array(tokens[first : first + BLOCK], np.int32)
+            digest = hashlib.sha256(digest + block.tobytes()).digest()
+            yield self.folder / f"{digest.hex()[:40]}{ENDING}"
+
+    def _stamp(self, model: Transformer) -> bytes:
+        """What keys and values depend on beside tokens."""
+        key = id(model.weights)
+        if key not in self._stamps:
+            digest = hashlib.sha256(f"{self._revision} {model.kv} {model.hidden_layers} {model.config!r}".encode())
+            arrays = {name: matrix.strips for name, matrix in model.weights.matrices.items()} | model.weights.vectors
+            for name, array in arrays.items():
+                digest.update(f"{name} {array.dtype} {array.shape}".encode() + _sum_of([array]))
+            self._stamps[key] = model, digest.digest()
+        return self._stamps[key][1]
+
+    def _fill(self, model: Transformer, buffers: Buffers, tokens: list[int], blocks: Sequence[Path]) -> tuple[int, Snapshots]:
+        """Blocks into buffers as far as they are sound, and the tail that reaches farthest; how many tokens, and the state."""
+        n, snapshots = 0, Snapshots()
+        for i, path in enumerate(blocks):
+            arrays = self._arrays_like(model, buffers)
+            if not self._read(path, arrays) or arrays[0].tolist() != tokens[i * BLOCK : (i + 1) * BLOCK]:
+                break
+            _put(model, buffers, i, arrays)
+            n += BLOCK
+        for i in range(n // BLOCK, 0, -1):
+            tail, arrays = blocks[i - 1].with_suffix(TAIL), self._arrays_like(model, buffers)
+            end, snapshot = np.zeros(1, np.int64), like(buffers, 0) if model.has_state else None
+            if tail.exists() and self._read(tail, [end, *arrays, *_state_arrays(snapshot)]):
+                first, more = i * BLOCK, int(end[0]) - i * BLOCK
+                there = n_common(arrays[0].tolist(), tokens[first:], min(max(more, 0), BLOCK, len(tokens) - 1 - first))
+                if not snapshot or there == more:
+                    _put(model, buffers, i, arrays)
+                    if snapshot:
+                        snapshots.add(snapshot._replace(n=first + there))
+                    return first + there, snapshots
+            if not model.has_state:
+                break
+        return (0 if model.has_state else n), snapshots
+
+    @staticmethod
+    def _arrays_like(model: Transformer, buffers: Buffers) -> list[Any]:
+        return [np.zeros(BLOCK, np.int32), *(np.empty(shape, part.dtype) for shape, part in _parts(model, buffers, 0))]
+
+    def _read(self, path: Path, arrays: Sequence[Any]) -> bool:
+        """Whether a file holds arrays like those, which are filled then."""
+        with suppress(OSError):
+            with path.open("rb", buffering=0) as file:
+                head = file.read(len(MAGIC) + SUM_BYTES)
+                n = sum(file.readinto(memoryview(array).cast("B")) for array in arrays)
+                is_whole = n == sum(array.nbytes for array in arrays) and not file.read(1)
+            if is_whole and head == MAGIC + _sum_of(arrays):
+                os.utime(path)
+                return True
+            path.unlink()
+        self._tell_once("damaged", f"{path.name} in {self.folder} is damaged or no prompt's: it counts as none")
+        return False
+
+    def _write_all(self) -> None:
+        """On a thread of its own, as long as there is something to write."""
+        while True:
+            path, arrays = self._queue.get()
+            try:
+                self._write(path, arrays)
+            except OSError as error:
+                self._tell_once("written", f"cannot keep prompts in {self.folder}: {error.strerror}")
+            finally:
+                self._queue.task_done()
+
+    def _write(self, path: Path, arrays: Sequence[Any]) -> None:
+        beside = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+        try:
+            with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0) as file:
+                file.write(MAGIC + _sum_of(arrays))
+                for array in arrays:
+                    left = memoryview(np.ascontiguousarray(array)).cast("B")
+                    while left:
+                        left = left[file.write(left) :]
+            beside.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                beside.unlink()
+            raise
+        self._written += sum(array.nbytes for array in arrays)
+        if self._written > self._n_bytes // 16 or path.suffix == TAIL:
+            self._written = 0
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """What has not been used for longest goes, until the rest takes no more than may be."""
+        files = list[tuple[float, int, str]]()
+        for entry in os.scandir(self.folder):
+            if ENDING in entry.name or TAIL in entry.name:
+                with suppress(OSError):
+                    files.append((entry.stat().st_mtime, entry.stat().st_size, entry.path))
+        left = sum(size for _, size, _ in files) - self._n_bytes
+        for _, size, path in sorted(files):
+            if left <= 0:
+                return
+            with suppress(OSError):
+                os.unlink(path)
+                left -= size
+
+    def _tell_once(self, what: str, line: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            self._tell(line)
+
+
+def _places(model: Transformer) -> list[tuple[str, int, int]]:
+    """Of buffers that are a text's own and grow with it: their names, along which axis, and positions a place."""
+    architecture, places = architecture_of(model.config), []
+    one, two = (
+        architecture.all_buffers(model.config, model.weights, Room(KV_CACHES[model.kv], n, 1, len(model.hidden_layers)))
+        for n in (BLOCK, 2 * BLOCK)
+    )
+    for name, buffer in sorted(one.items()):
+        axes = [i for i, (short, long) in enumerate(zip(buffer.shape, two[name].shape, strict=True)) if short != long]
+        if buffer.is_own and axes:
+            places.append((name, axes[0], BLOCK // buffer.shape[axes[0]]))
+    return places
+
+
+def _parts(model: Transformer, buffers: Buffers, i: int) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """What such buffers hold of block i, as far as they have room, and the shape of a whole one."""
+    for name, axis, per in _places(model):
+        array = getattr(buffers, name)
+        part = array[(*[slice(None)] * axis, slice(i * BLOCK // per, (i + 1) * BLOCK // per))]
+        yield (*array.shape[:axis], BLOCK // per, *array.shape[axis + 1 :]), part
+
+
+def _put(model: Transformer, buffers: Buffers, i: int, arrays: Sequence[Any]) -> None:
+    """A block's arrays, the tokens first, where they belong."""
+    for (_, part), array in zip(_parts(model, buffers, i), arrays[1:], strict=False):
+        part[...] = array[tuple(map(slice, part.shape))]
+
+
+def _state_arrays(snapshot: Snapshot | None) -> list[Any]:
+    return [] if not snapshot else [snapshot.inputs, *([] if snapshot.states is None else [snapshot.states])]
+
+
+def _sum_of(arrays: Sequence[Any]) -> bytes:
+    """Of all bytes and their places: at the memory's pace, against damage and not against malice."""
+    digest = hashlib.blake2b(digest_size=SUM_BYTES)
+    for array in arrays:
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        words = data[: len(data) // 8 * 8].view(np.uint64)
+        for first in range(0, len(words), CHUNK):
+            part = words[first : first + CHUNK]
+            odd = _ODD[: len(part)]
+            digest.update(int(part.sum()).to_bytes(8, "little") + int((part * odd).sum()).to_bytes(8, "little"))
+        digest.update(data[len(words) * 8 :].tobytes() + len(data).to_bytes(8, "little"))
+    return digest.digest()
+
+
+_ODD = 2 * np.arange(CHUNK, dtype=np.uint64) + np.uint64(1)

@@ -1,0 +1,229 @@
+"""Prompts that are kept on disk: restored, a text has the bits that it has without; a file that is wrong counts as none."""
+
+import errno
+import os
+import random
+import stat
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specdec.architectures import architecture_of
+from specdec.drafting import prompt_cache
+from specdec.drafting.prompt_cache import BLOCK, ENDING, TAIL, PromptCache
+from specdec.readers import load_checkpoint
+from specdec.transformer import Transformer
+from specdec.weights import INT8
+from tests.folders import FIXTURES
+from tests.models import tokens_for
+
+NAMES = ("qwen3", "gemma3", "phi3_long", "lfm2", "qwen35", "qwen35_odd", "gpt2")
+THERE = [name for name in NAMES if (FIXTURES / name / "config.json").exists()]
+
+
+@cache
+def weights_of(name, kind=None):
+    checkpoint = load_checkpoint(FIXTURES / name)
+    n = checkpoint.config.seq_len if architecture_of(checkpoint.config).learned_positions else 2000
+    config = replace(checkpoint.config, seq_len=n)
+    return config, architecture_of(config).pack(config, checkpoint.tensors, kind)
+
+
+def model_of(name, kv="f16", kind=None, n_threads=1):
+    return Transformer(*weights_of(name, kind), n_threads, kv=kv)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    caches, lines = [], []
+
+    def made(n_bytes=10**9, revision=2, path=tmp_path / "prompts"):
+        caches.append(PromptCache(path, n_bytes, revision, lines.append))
+        caches[-1].lines = lines
+        return caches[-1]
+
+    yield made
+    for each in caches:
+        each.flush()
+
+
+def read(model, tokens):
+    assert [*model.read(tokens)][-1:] in ([], [0])
+
+
+def kept(folder, model, tokens):
+    read(model, tokens)
+    folder.keep(model, tokens)
+    folder.flush()
+
+
+@pytest.mark.parametrize("kv", ["f16", "f32"])
+@pytest.mark.parametrize("name", THERE)
+def test_a_prompt_that_is_restored_goes_on_with_the_same_bits(folder, name, kv):
+    model = model_of(name, kv)
+    tokens = tokens_for(model.config, min(700, model.n_positions - 40))
+    kept(folder(), model, tokens)
+    for n in (len(tokens), len(tokens) - 3, len(tokens) - 70, 300):
+        if n < BLOCK + 30 or n > len(tokens):
+            continue
+        new = [*tokens[:n], 5, 6, 7]
+        later, plain = model_of(name, kv, n_threads=2), model_of(name, kv)
+        restored = folder().restore(later, new)
+        if model.has_state:
+            assert restored in (0, len(tokens) - 1 - 16)
+            assert n < len(tokens) - 16 or restored
+        else:
+            assert n - BLOCK < restored <= n
+        assert later.n_held == restored
+        np.testing.assert_array_equal(later.forward(new, 3), plain.forward(new, 3))
+
+
+def test_what_is_not_the_same_is_not_taken(folder):
+    model = model_of("qwen3")
+    tokens = tokens_for(model.config, 400)
+    kept(folder(), model, tokens)
+    assert folder().restore(model_of("qwen3"), tokens) >= 384
+    assert not folder().restore(model_of("qwen3", "f32"), tokens)
+    assert not folder().restore(model_of("qwen3", kind=INT8), tokens)
+    assert not folder(revision=3).restore(model_of("qwen3"), tokens)
+    assert not folder().restore(model_of("qwen3"), [tokens[0] + 1, *tokens[1:]])
+    assert not folder().restore(model_of("qwen3"), tokens[:BLOCK])
+    other = [*tokens[:200], 1, *tokens[201:]]
+    assert folder().restore(model_of("qwen3"), other) == BLOCK
+    twin = model_of("qwen3")
+    twin._weights = replace(twin.weights, matrices={**twin.weights.matrices, **{
+        name: replace(matrix, strips=matrix.strips.copy()) for name, matrix in twin.weights.matrices.items()}})  # fmt: skip
+    strips = next(iter(twin.weights.matrices.values())).strips.reshape(-1).view(np.uint8)
+    strips[len(strips) // 2] ^= 1
+    assert not folder().restore(twin, tokens), "one bit of the weights is another"
+
+
+def test_what_a_model_holds_already_is_not_read_again(folder):
+    model = model_of("qwen3")
+    tokens = tokens_for(model.config, 500)
+    kept(folder(), model, tokens)
+    n = len(os.listdir(folder().folder))
+    assert folder().restore(model, tokens) == 0
+    kept(folder(), model, [*tokens, *tokens[:5]])
+    assert len(os.listdir(folder().folder)) == n, "the tail alone is another"
+
+
+def test_prompts_that_begin_alike_share_files_and_nobody_else_reads_them(folder):
+    one, model = folder(), model_of("qwen3")
+    tokens = tokens_for(model.config, 600)
+    kept(one, model, tokens)
+    before = {name for name in os.listdir(one.folder) if name.endswith(ENDING)}
+    kept(one, model, [*tokens[:520], *tokens[:200]])
+    after = {name for name in os.listdir(one.folder) if name.endswith(ENDING)}
+    assert before < after and len(after - before) == 1
+    assert {stat.S_IMODE((one.folder / name).stat().st_mode) for name in os.listdir(one.folder)} == {0o600}
+    assert stat.S_IMODE(one.folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen35"])
+def test_a_damaged_file_counts_as_none_and_gives_no_other_text(folder, name, monkeypatch):
+    """A thousand damages: bits, cuts, more at the end, files in each other's place, files of others."""
+    rng, one, model = random.Random(name), folder(), model_of(name)
+    tokens = tokens_for(model.config, 450)
+    kept(one, model, tokens)
+    expected = model_of(name).forward(tokens, 2).copy()
+    sound = {file: file.read_bytes() for file in one.folder.iterdir()}
+    later, n_restored = model_of(name), set()
+    for i in range(1000):
+        for file, data in sound.items():
+            if not file.exists() or file.read_bytes() != data:
+                file.write_bytes(data)
+        for _ in range(rng.randrange(1, 3)):
+            file = rng.choice([*sound])
+            data = bytearray(sound[file])
+            match rng.randrange(6):
+                case 0:
+                    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+                case 1:
+                    del data[rng.randrange(len(data)) :]
+                case 2:
+                    data += rng.randbytes(rng.randrange(1, 40))
+                case 3:
+                    data = bytearray(sound[rng.choice([*sound])])
+                case 4:
+                    at = rng.randrange(len(data))
+                    data[at : at + 64] = rng.randbytes(len(data[at : at + 64]))
+                case _:
+                    data = bytearray(rng.randbytes(rng.randrange(100)))
+            file.write_bytes(data)
+        later.forward(tokens[:1])
+        n_restored.add(one.restore(later, tokens))
+        if i % 10 == 0:
+            np.testing.assert_array_equal(later.forward(tokens, 2), expected)
+        else:
+            n = later.n_held
+            later.forward(tokens[: n + 2], 1) if n else None
+            np.testing.assert_array_equal(later.forward(tokens, 2), expected)
+    assert len(n_restored) > 1 and len(one.lines) == 1 and "\n" not in one.lines[0]
+
+
+def test_a_disk_that_is_full_is_told_once_and_leaves_nothing_half(folder, monkeypatch):
+    one, model = folder(), model_of("qwen3")
+    tokens = tokens_for(model.config, 400)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(prompt_cache.Path, "replace", full)
+    kept(one, model, tokens)
+    kept(one, model, [*tokens, 1])
+    assert not os.listdir(one.folder) and len(one.lines) == 1 and "No space left" in one.lines[0]
+
+
+def test_what_has_not_been_used_for_longest_goes(folder):
+    model = model_of("qwen3")
+    texts = [tokens_for(model.config, 300)[i:] + [i] * i for i in range(4)]
+    size = 0
+    for i, tokens in enumerate(texts):
+        one = folder(n_bytes=max(int(2.5 * size), 1) if i else 10**9)
+        kept(one, model, tokens)
+        size = size or sum(file.stat().st_size for file in one.folder.iterdir())
+        for file in one.folder.iterdir():
+            if time.time() - file.stat().st_mtime < 100:
+                os.utime(file, (time.time() - 1000 + 10 * i, time.time() - 1000 + 10 * i))
+    assert sum(file.stat().st_size for file in one.folder.iterdir()) <= 2.6 * size
+    assert folder().restore(model_of("qwen3"), texts[-1]) and not folder().restore(model_of("qwen3"), texts[0])
+
+
+PROCESS = """
+import sys
+from tests.drafting.test_prompt_cache import model_of, read, tokens_for
+from specdec.drafting.prompt_cache import PromptCache
+model, folder = model_of("qwen3"), PromptCache(sys.argv[1], 10**9, 2, print)
+for i in range(12):
+    tokens = tokens_for(model.config, 300 + 20 * i)
+    folder.restore(model, tokens)
+    read(model, tokens)
+    folder.keep(model, tokens)
+folder.flush()
+"""
+
+
+def test_two_processes_share_a_folder(folder):
+    one = folder()
+    runs = [subprocess.Popen([sys.executable, "-c", PROCESS, str(one.folder)], stdout=subprocess.PIPE) for _ in range(2)]
+    assert [run.communicate(timeout=300)[0] for run in runs] == [b"", b""] and [run.returncode for run in runs] == [0, 0]
+    assert not [name for name in os.listdir(one.folder) if not name.endswith((ENDING, TAIL))]
+    tokens = tokens_for(model_of("qwen3").config, 520)
+    later = model_of("qwen3")
+    assert one.restore(later, tokens) == 519 and not one.lines
+    np.testing.assert_array_equal(later.forward(tokens, 2), model_of("qwen3").forward(tokens, 2))
+
+
+def test_a_folder_that_cannot_be_had_is_refused(folder, tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="cannot keep prompts in"):
+        folder(path=tmp_path / "file")
+    with pytest.raises(ValueError, match="cannot keep prompts in"):
+        folder(path=Path(os.devnull) / "x")
