@@ -196,10 +196,18 @@ def served(request: ServeRequest, decoder: SpeculativeDecoder) -> "Served":
         template = decoder.chat_template
     except TemplateError as error:
         say(f"/v1/completions alone: {options.in_options(str(error))}")
+    if template:  # the processes that render and encode are there when the first request is
+        threading.Thread(target=awake, args=(decoder,), name="awake", daemon=True).start()
     cache_bytes = request.cache * 10**6 or int(CACHE_SHARE * room_beside(decoder.target))
     engine = Engine(decoder, request.slots, request.queue, cache_bytes)
     model = Model(request.name, decoder, template, request.sampling_of(drawn_as_advised(request, decoder)))
     return Served(model, engine, int(time.time()))
+
+
+def awake(decoder: SpeculativeDecoder) -> None:
+    """Begins the processes that render and encode; what is wrong with them the first request is told."""
+    with suppress(Exception):
+        decoder.encode_chat([{"role": "user", "content": "Hello."}])
 
 
 class Source:

@@ -61,10 +61,13 @@ class PromptCache:
         self._thread.start()
         atexit.register(self.flush)
 
-    def restore(self, model: Transformer, tokens: list[int]) -> int:
-        """Let the model hold as much of a prompt as there is here, if that is a block or more beyond what it holds; how much."""
+    def restore(self, model: Transformer, tokens: list[int], owner: str = "") -> int:
+        """Let the model hold as much of a prompt as there is here, if that is a block or more beyond what it holds; how much.
+
+        owner: whose prompts alone these are.
+        """
         n_held, blocks = len(tokens) - 1 - model.unread(tokens), list[Path]()
-        for path in self._paths(model, tokens, len(tokens) - 1):
+        for path in self._paths(model, tokens, len(tokens) - 1, owner):
             if not path.exists():
                 break
             blocks.append(path)
@@ -73,9 +76,13 @@ class PromptCache:
         model.hold(tokens, lambda buffers: self._fill(model, buffers, tokens, blocks))
         return model.n_held
 
-    def keep(self, model: Transformer, tokens: list[int]) -> None:
-        """Write what the model holds of a text and the folder lacks, on a thread of its own. The rest is for next time."""
-        for path, arrays in model.look(lambda *text: self._lacking(model, tokens, *text)):
+    def keep(self, model: Transformer, tokens: list[int], is_read: bool = True, owner: str = "") -> None:
+        """Write what the model holds of a text and the folder lacks, on a thread of its own, which has some time for it: what is
+        too much now is for the next time. is_read: whether there is no more of it to read, so that its tail is worth a file.
+        """
+        n = model.look(lambda _, held, more: n_common(held, tokens, len(tokens)))
+        paths = [*self._paths(model, tokens, n, owner)]
+        for path, arrays in model.look(lambda *text: self._lacking(model, tokens[:n], paths, is_read, *text)):
             self._queue.put((path, arrays))
 
     def flush(self, seconds: float = FLUSH_SECONDS) -> None:
@@ -84,12 +91,13 @@ class PromptCache:
             self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, seconds)
 
     def _lacking(
-        self, model: Transformer, tokens: list[int], buffers: Buffers, held: list[int], snapshots: Snapshots
-    ) -> list[tuple[Path, list[Any]]]:
-        """Files to write, copied: blocks, then the tail behind one of them, up to where a text may go on."""
+        self, model: Transformer, tokens: list[int], paths: Sequence[Path], is_read: bool, buffers: Buffers, held: list[int],
+        snapshots: Snapshots,
+    ) -> list[tuple[Path, list[Any]]]:  # fmt: skip
+        """Files to write of tokens that are held, copied: blocks, then the tail behind one of them, where a text may go on."""
         n, lacking = n_common(held, tokens, len(tokens)), list[tuple[Path, list[Any]]]()
+        paths = paths[: n // BLOCK]
         room = MOST_WAITING - self._queue.qsize()
-        paths = [*self._paths(model, tokens, n)]
         for i, path in enumerate(paths):
             if len(lacking) + 1 >= room:
                 return lacking
@@ -97,7 +105,7 @@ class PromptCache:
                 lacking.append((path, self._arrays(model, buffers, tokens, i, BLOCK)))
         snapshot = snapshots.last(n) if model.has_state else None
         end = snapshot.n if snapshot else 0 if model.has_state else n
-        if end >= BLOCK and end > len(paths) * BLOCK - BLOCK:
+        if is_read and end >= BLOCK and end > len(paths) * BLOCK - BLOCK:
             i = end // BLOCK
             arrays = self._arrays(model, buffers, tokens, i, end - i * BLOCK)
             lacking.append((paths[i - 1].with_suffix(TAIL), [np.array([end], np.int64), *arrays, *_state_arrays(snapshot)]))
@@ -114,9 +122,9 @@ class PromptCache:
             arrays.append(array)
         return arrays
 
-    def _paths(self, model: Transformer, tokens: list[int], n: int) -> Iterator[Path]:
+    def _paths(self, model: Transformer, tokens: list[int], n: int, owner: str) -> Iterator[Path]:
         """The file of each block of a text's first n tokens."""
-        digest = self._stamp(model) + bytes([model.config.is_long(len(tokens))])
+        digest = self._stamp(model) + owner.encode() + bytes([model.config.is_long(len(tokens))])
         for first in range(0, n // BLOCK * BLOCK, BLOCK):
             block = np.array(tokens[first : first + BLOCK], np.int32)
             digest = hashlib.sha256(digest + block.tobytes()).digest()
@@ -166,7 +174,7 @@ class PromptCache:
         with suppress(OSError):
             with path.open("rb", buffering=0) as file:
                 head = file.read(len(MAGIC) + SUM_BYTES)
-                n = sum(file.readinto(memoryview(array).cast("B")) for array in arrays)
+                n = sum(file.readinto(array.data.cast("B")) for array in arrays)
                 is_whole = n == sum(array.nbytes for array in arrays) and not file.read(1)
             if is_whole and head == MAGIC + _sum_of(arrays):
                 os.utime(path)
@@ -192,7 +200,7 @@ class PromptCache:
             with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0) as file:
                 file.write(MAGIC + _sum_of(arrays))
                 for array in arrays:
-                    left = memoryview(np.ascontiguousarray(array)).cast("B")
+                    left = np.ascontiguousarray(array).data.cast("B")
                     while left:
                         left = left[file.write(left) :]
             beside.replace(path)

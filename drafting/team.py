@@ -194,9 +194,9 @@ class Team:
         for (model, text, n_bytes), share in zip(jobs, work, strict=True):
             later -= share
             for left in model.read(text):
+                if self.prompts and model is self.target:
+                    self.prompts.keep(model, text, not left)
                 yield 1 - (later + left * n_bytes) / total
-        if self.prompts and total:
-            self.prompts.keep(self.target, tokens)
 
     @property
     def shared(self) -> dict[str, int]:

@@ -473,6 +473,8 @@ class Engine:
         seconds = time.perf_counter() - begin
         n_tokens, n_pieces = sum(len(logits) for logits in rows), sum(n for _, n in pieces)
         self._sharing.saw(n_tokens + n_pieces, seconds)
+        for writing, _ in pieces:
+            self._seats.keep(writing.seat, writing.ticket.job.prompt, False)
         if not pieces:
             self._decoder.tuning.saw(n_tokens, seconds)
         n_written = sum([self._goes_on(writing, one, seconds) for writing, one in zip(stepping, judged, strict=True)])

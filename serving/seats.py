@@ -80,7 +80,7 @@ class Seats:
             seat.take_over(source, prompt)
         self._taken.append(seat)
         if prompts := seat.team.prompts:
-            prompts.restore(seat.team.target, prompt)
+            prompts.restore(seat.team.target, prompt, owner)
         return seat
 
     def give(self, seat: Seat, n_tokens: int) -> None:
@@ -91,10 +91,10 @@ class Seats:
         self._idle.append(seat)
 
     @staticmethod
-    def keep(seat: Seat, tokens: list[int]) -> None:
+    def keep(seat: Seat, tokens: list[int], is_read: bool = True) -> None:
         """What a text's cache holds, where prompts are kept."""
         if seat.team.prompts:
-            seat.team.prompts.keep(seat.team.target, tokens)
+            seat.team.prompts.keep(seat.team.target, tokens, is_read, seat.owner)
 
     def drop(self, seat: Seat) -> None:
         self._taken.remove(seat)

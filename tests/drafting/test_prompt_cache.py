@@ -94,6 +94,7 @@ def test_what_is_not_the_same_is_not_taken(folder):
     assert not folder(revision=3).restore(model_of("qwen3"), tokens)
     assert not folder().restore(model_of("qwen3"), [tokens[0] + 1, *tokens[1:]])
     assert not folder().restore(model_of("qwen3"), tokens[:BLOCK])
+    assert not folder().restore(model_of("qwen3"), tokens, "somebody else")
     other = [*tokens[:200], 1, *tokens[201:]]
     assert folder().restore(model_of("qwen3"), other) == BLOCK
     twin = model_of("qwen3")
