@@ -51,12 +51,13 @@ MAX_TOKENS = 64  # of one pass; longer prompts go in several
 
 
 class KVCache(NamedTuple):
-    """What a kind of KV cache consists of: its dtype, and the operations that write and read it."""
+    """What a kind of KV cache consists of: its dtype, the operations that write and read it, and whether it has scales."""
 
     dtype: type
     store_keys: Operation
     store_values: Operation
     attention: Operation
+    is_scaled: bool = False
 
 
 @inner
@@ -197,14 +198,18 @@ def trace(depths, paths, parents, n):
 
 
 @compiled
-def move_slots(keys, values, path, n_text):
-    """What keys and values (L, ...) hold of a tree's path, nodes from depth 0 on, to the slots that follow the text."""
+def move_slots(keys, values, key_scales, value_scales, path, n_text):
+    """What keys and values (L, ...) hold of a tree's path, nodes from depth 0 on, to the slots that follow the text; and scales
+    (L, G, S), or nothing."""
     for layer in range(keys.shape[0]):
         for head in range(keys.shape[1]):
             for depth in range(path.size):
                 if path[depth] == depth:  # so a tree whose likeliest path is laid first mostly has nothing to move
                     continue
                 (block, lane), (strip, row) = divmod(n_text + depth, STRIP_ROWS), divmod(n_text + path[depth], STRIP_ROWS)
+                if key_scales.size:
+                    key_scales[layer, head, n_text + depth] = key_scales[layer, head, n_text + path[depth]]
+                    value_scales[layer, head, n_text + depth] = value_scales[layer, head, n_text + path[depth]]
                 for k in range(keys.shape[3]):
                     keys[layer, head, block, k, lane] = keys[layer, head, strip, k, row]
                 for k in range(values.shape[2]):
@@ -395,7 +400,8 @@ def softmax(scores, row, start, end, scale, sink):
 class Attention(NamedTuple):
     """What attention takes.
 
-    heads (1, T, H K padded); qkv (T, rows of q, of k and of v); of a layer keys (G, S / R, K, R) and values (G, K / R, S, R);
+    heads (1, T, H K padded); qkv (T, rows of q, of k and of v); of a layer keys (G, S / R, K, R) and values (G, K / R, S, R), and
+    what codes of them stand for, key_scales and value_scales (G, S), or nothing where they are no codes;
     scores (threads, TILE_TOKENS, S) and mixed (threads, TILE_TOKENS, K padded); sinks (H): of each head one score more, that of
     no position; window: how many positions a token sees at most; scale: of scores.
     """
@@ -404,6 +410,8 @@ class Attention(NamedTuple):
     qkv: Floats2
     keys: Floats4
     values: Floats4
+    key_scales: Floats2
+    value_scales: Floats2
     scores: Floats3
     mixed: Floats3
     depths: Ints1
@@ -437,15 +445,26 @@ def gather_path(scores, token, start, end, n_text, path):
 
 
 @inner
-def mix_path(mixed, values, scores, token, start, end, n_text, path):
-    """mixed[token] += sum_p scores[token, p] values[slot of p] for start <= p < end behind the text, on a node's path."""
+def scale_scores(scores, row, start, end, scales):
+    """scores[row, s] *= scales[s] for start <= s < end, where there are scales."""
+    if scales.size:
+        for s in range(start, end):
+            scores[row, s] *= scales[s]
+
+
+@inner
+def mix_path(mixed, cached, scores, token, start, end, n_text, path):
+    """mixed[token] += sum_p scores[token, p] values[slot of p] for start <= p < end behind the text, on a node's path; cached:
+    values and their scales."""
+    values, scales = cached
     for k in range(0, values.shape[0] * STRIP_ROWS, LANES):
         (strip, lane), at = divmod(k, STRIP_ROWS), token * mixed.shape[1] + k
         acc = load(mixed, at)
         for position in range(start, end):
             slot = n_text + path[position - n_text]
             v = load_either(values, (strip * values.shape[1] + slot) * STRIP_ROWS + lane)
-            acc = fma(v, splat(scores[token, position]), acc)
+            weight = scores[token, position] * scales[slot] if scales.size else scores[token, position]
+            acc = fma(v, splat(weight), acc)
         store(mixed, at, acc)
 
 
@@ -460,6 +479,7 @@ def attend(run, thread, p, head, token, n_queries, along_heads):
     zero, one, n_text = np.int64(0), np.int64(1), run.n_text  # literals would have what they go into compiled once more
     kv_head = head // (p.n_heads // p.keys.shape[0])
     keys, values, scores, mixed = p.keys[kv_head], p.values[kv_head], p.scores[thread], p.mixed[thread]
+    cached = values, p.value_scales[kv_head]
     head_dim = keys.shape[1]
     next_token, next_head = (0, 1) if along_heads else (1, 0)
     slot = run.pos + token
@@ -484,12 +504,14 @@ def attend(run, thread, p, head, token, n_queries, along_heads):
         t = token + next_token * i
         end = (position_of(run, p.depths, t) if has_nodes else run.pos + t) + 1
         start = max(0, end - p.window)
+        scale_scores(scores, i, block * STRIP_ROWS, (block + n_strips) * STRIP_ROWS, p.key_scales[kv_head])
         if has_nodes:
             gather_path(scores, i, max(start, n_text), end, n_text, p.paths[run.pos + t - n_text])
         softmax(scores, i, start, end, p.scale, p.sinks[head + next_head * i])
+        scale_scores(scores, i, start, min(end, n_text), cached[1])
         mix_values(mixed, values, scores, i, one, start, min(common_start, end, n_text))
         if has_nodes:
-            mix_path(mixed, values, scores, i, max(start, n_text), min(common_start, end), n_text, p.paths[run.pos + t - n_text])
+            mix_path(mixed, cached, scores, i, max(start, n_text), min(common_start, end), n_text, p.paths[run.pos + t - n_text])
     mix_values(mixed, values, scores, zero, n_queries, common_start, common_end)
     for i in range(n_queries):
         t = token + next_token * i
@@ -497,7 +519,7 @@ def attend(run, thread, p, head, token, n_queries, along_heads):
         start = max(0, end - p.window, common_end)
         mix_values(mixed, values, scores, i, one, start, min(end, n_text))
         if has_nodes:
-            mix_path(mixed, values, scores, i, max(start, n_text), end, n_text, p.paths[run.pos + t - n_text])
+            mix_path(mixed, cached, scores, i, max(start, n_text), end, n_text, p.paths[run.pos + t - n_text])
         for k in range(head_dim):
             p.heads[0, t, (head + next_head * i) * head_dim + k] = mixed[i, k]
 
@@ -529,13 +551,15 @@ def attend_all(run, thread, p):
 
 
 @operation
-def store_keys_f32(run: Pass, thread: int, keys: Floats4, x: Floats2, unit: int, base: int) -> None:
+def store_keys_f32(run: Pass, thread: int, keys: Floats4, scales: Floats2, x: Floats2, unit: int, base: int) -> None:
     """`cache_keys` of a cache of float32."""
     cache_keys(run, thread, keys, x, unit, base)
 
 
 @operation
-def store_values_f32(run: Pass, thread: int, values: Floats4, x: Floats2, unit: int, base: int, head_dim: int) -> None:
+def store_values_f32(
+    run: Pass, thread: int, values: Floats4, scales: Floats2, x: Floats2, unit: int, base: int, head_dim: int
+) -> None:
     """`cache_values` of a cache of float32."""
     cache_values(run, thread, values, x, unit, base, head_dim)
 
@@ -547,13 +571,15 @@ def attention_f32(run: Pass, thread: int, p: Attention) -> None:
 
 
 @operation
-def store_keys_f16(run: Pass, thread: int, keys: Halves4, x: Floats2, unit: int, base: int) -> None:
+def store_keys_f16(run: Pass, thread: int, keys: Halves4, scales: Floats2, x: Floats2, unit: int, base: int) -> None:
     """`cache_keys` of one of fp16."""
     cache_keys(run, thread, keys, x, unit, base)
 
 
 @operation
-def store_values_f16(run: Pass, thread: int, values: Halves4, x: Floats2, unit: int, base: int, head_dim: int) -> None:
+def store_values_f16(
+    run: Pass, thread: int, values: Halves4, scales: Floats2, x: Floats2, unit: int, base: int, head_dim: int
+) -> None:
     """`cache_values` of one of fp16."""
     cache_values(run, thread, values, x, unit, base, head_dim)
 
@@ -562,9 +588,3 @@ def store_values_f16(run: Pass, thread: int, values: Halves4, x: Floats2, unit: 
 def attention_f16(run: Pass, thread: int, p: Attention) -> None:
     """`attend_all` over one of fp16."""
     attend_all(run, thread, p)
-
-
-KV_CACHES = {
-    "f32": KVCache(np.float32, store_keys_f32, store_values_f32, attention_f32),
-    "f16": KVCache(np.uint16, store_keys_f16, store_values_f16, attention_f16),
-}

@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from .architectures import Buffers, Config, Room, Weights, architecture_of
+from .architectures.kv import KV_CACHES
 from .architectures.plan import Common
 from .architectures.snapshots import BEFORE_END, Snapshots, snapshot_bytes
 from .checks import ids, n_common, one_of, short, whole
-from .kernels import KV_CACHES, MAX_TOKENS, trace
+from .kernels import MAX_TOKENS, trace
 from .machine.cores import thread_choices
 from .machine.memory import zeros
 from .machine.programs import Runner, TextPart
@@ -23,7 +24,7 @@ from .machine.vectors import Float32, round_up
 READ_SECONDS = 0.3  # that a pass over a part of a long prompt should take: keys are looked at in between
 FIRST_READ, LEAST_READ = 2 * TILE_TOKENS, TILE_TOKENS  # tokens of the first such pass, and of one of a slow model
 FIRST_POSITIONS = 256  # that a model has room for before its text grows
-KV = Literal["auto", "f32", "f16"]  # what keys and values are kept in
+KV = Literal["auto", "f32", "f16", "q8"]  # what keys and values are kept in
 Answer = TypeVar("Answer")
 Node = tuple[int, int]  # of a tree: its token, and the index of its parent, or -1
 IN_THE_MIDDLE = "this thread is in the middle of a pass of this model; a signal handler cannot use it"
@@ -52,8 +53,8 @@ class Transformer:
 
     weights: packed (`Architecture.pack`); n_threads: all cores by default; n_positions: how far a text may go, by default
     seq_len, and no farther than that where positions are learned. Buffers grow with the text. Beyond its own seq_len a model
-    sees a sliding window of that many positions. kv: what keys and values are kept in, "f32" or "f16", half as many bytes, each
-    rounded to the nearest and NaN beyond its range; "auto" is f32 where all weights are fp32, else f16.
+    sees a sliding window of that many positions. kv: what keys and values are kept in, "f32", "f16", each rounded to
+    the nearest and NaN beyond its range, or "q8", bytes with a scale a head; "auto" is f32 where all weights are, else f16.
     hidden_layers: before which layers the hidden states are kept, beside the cache; see `hidden`.
     beside: a model of the same weights whose passes this one may share; see `seat`.
 
@@ -80,7 +81,7 @@ class Transformer:
         self._architecture = architecture_of(config)
         self._architecture.check(config, weights)
         self._config, self._weights = config, weights.aligned()
-        self.kv: KV = kv_of(weights, one_of("kv", kv, get_args(KV)))  # f32 or f16
+        self.kv: KV = kv_of(weights, one_of("kv", kv, get_args(KV)))  # f32, f16 or q8
         self.n_short = config.n_short  # tokens of a short text, where long ones are turned otherwise from their first on; else 0
         self._most_threads = available_threads()
         self.n_threads = thread_choices()[0] if n_threads is None else n_threads

@@ -84,7 +84,8 @@ def mixing(config: Config, weights: Weights, b: Buffers, i: int, source: Float32
     gate_row = v_row + n_strips(config.kv_dim) * STRIP_ROWS
     gated = [[gate_rows(b.heads, b.qkv, gate_row, config.q_dim)]] if config.attention_gate else []
     is_whole = config.qk_norm == "whole"
-    unit, whole = whole_heads(config) if config.qk_norm and not is_whole else 1, sum(map(n_strips, qkv_rows(config)))
+    by_heads = (config.qk_norm and not is_whole) or (b.kv.is_scaled and not is_whole)
+    unit, whole = whole_heads(config) if by_heads else 1, sum(map(n_strips, qkv_rows(config)))
     is_local = config.local_theta and i not in config.full_layers
     tables = (b.local_cos, b.local_sin) if is_local else (b.rope_cos, b.rope_sin)
 
@@ -95,8 +96,8 @@ def mixing(config: Config, weights: Weights, b: Buffers, i: int, source: Float32
         return [
             *(head_norm(b.qkv, unit, base, n, n_rows, v[f"{i}.{name}"], config.norm_eps) for name, (n_rows, base, n) in normed),
             *(rope(b.qkv, unit, base, end - base, *each, b.depths, config.head_dim) for base, end, *each in sides),
-            b.kv.store_keys(b.keys[i], b.qkv, unit, k_row),
-            b.kv.store_values(b.values[i], b.qkv, unit, v_row, config.head_dim),
+            b.kv.store_keys(b.keys[i], b.key_scales[i], b.qkv, unit, k_row),
+            b.kv.store_values(b.values[i], b.value_scales[i], b.qkv, unit, v_row, config.head_dim),
         ]
 
     product = [*before, *weights.product(f"{i}.qkv", b.qkv, source, scratches(b), unit=unit)]
@@ -116,7 +117,8 @@ def attention(config: Config, b: Buffers, i: int, sinks: Float32 | None = None) 
     scale = np.float32(config.score_scale)
     scores = np.full(config.n_heads, -np.inf, np.float32) if sinks is None else sinks / scale  # before they are scaled
     given = b.scores, b.mixed, b.depths, b.paths, scores
-    row: Row = b.kv.attention(b.heads, b.qkv, b.keys[i], b.values[i], *given, config.n_heads, config.n_seen, config.score_scale)
+    cache = b.keys[i], b.values[i], b.key_scales[i], b.value_scales[i]
+    row: Row = b.kv.attention(b.heads, b.qkv, *cache, *given, config.n_heads, config.n_seen, config.score_scale)
     return row._replace(slot_work=(b.keys[i].nbytes + b.values[i].nbytes) // b.values[i].shape[2])
 
 
@@ -134,7 +136,7 @@ def qkv_rows(config: Config) -> tuple[int, ...]:
 
 def move_path(buffers: Buffers, path: Int64, n_text: int) -> None:
     """`Architecture.move`."""
-    move_slots(buffers.keys, buffers.values, path, n_text)
+    move_slots(buffers.keys, buffers.values, buffers.key_scales, buffers.value_scales, path, n_text)
 
 
 ATTENTION = Block(shapes, parts, vectors, program)

@@ -35,7 +35,7 @@ def block_buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buf
     """Of layers of attention, whose first products are called "qkv", and of MLPs: KV cache, activations, scratch for each thread.
 
     keys (L, G, S / R, K, R): strips of positions, as many as there is room for. values (L, G, ceil(K / R), S, R); L: the layers
-    that have attention.
+    that have attention. key_scales, value_scales (L, G, S), or (L, G, 0): see `Attention`.
     normed (threads, T, D padded). scratch (threads, T, words): activations in a form of a kind of weights' own.
     qkv (T, rows of q, of k and of v). scores (threads, TILE_TOKENS, S), mixed (threads, TILE_TOKENS, K padded): one head's scores
     and weighted values. heads (1, T, H K padded): what attention hands on. up (T, rows of the MLP's first matrix).
@@ -52,9 +52,11 @@ def block_buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buf
     more = {"more_scratch": Buffer((n_pieces, n_threads, MAX_TOKENS, words), whose="token")} if n_pieces else {}
     if config.norms != "before":
         more["branch"] = Buffer((1, MAX_TOKENS, padded), whose="token")
+    scales = Buffer((layers, kv_heads, positions * room.kv.is_scaled), whose="cache" if room.kv.is_scaled else "text")
     return more | {
         "keys": Buffer((layers, kv_heads, *keys), room.kv.dtype, "cache"),
         "values": Buffer((layers, kv_heads, *values), room.kv.dtype, "cache"),
+        **dict.fromkeys(("key_scales", "value_scales"), scales),
         "normed": Buffer((n_threads, MAX_TOKENS, padded), whose="token"),
         "scratch": Buffer((n_threads, MAX_TOKENS, words), whose="token"),
         "qkv": Buffer((MAX_TOKENS, qkv[0].whole_rows), whose="token"),

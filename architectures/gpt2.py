@@ -4,7 +4,7 @@ from ..kernels import add_bias, add_positions, layer_norm
 from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
 from ..weights.matrix import n_strips
-from .attention import attention, move_path
+from .attention import attention, move_path, whole_heads
 from .blocks import block_buffers
 from .config import Config
 from .gates import gelu
@@ -60,14 +60,16 @@ def program(config: Config, weights: Weights, b: Buffers) -> Layers:
     def norm(name: str, of_logits: bool = False) -> Row:
         return normed(config, weights, b, name, of_logits)
 
+    unit = whole_heads(config) if b.kv.is_scaled else 1
+
     def layer(i: int) -> Program:
         return [
             [
                 norm(f"{i}.ln_att"),
-                w[f"{i}.qkv"].product(b.qkv, b.normed, b.scratch),
-                add_bias(b.qkv, v[f"{i}.bqkv"], 1),
-                b.kv.store_keys(b.keys[i], b.qkv, 1, k_row),
-                b.kv.store_values(b.values[i], b.qkv, 1, 2 * k_row, config.head_dim),
+                w[f"{i}.qkv"].product(b.qkv, b.normed, b.scratch, unit=unit),
+                add_bias(b.qkv, v[f"{i}.bqkv"], unit),
+                b.kv.store_keys(b.keys[i], b.key_scales[i], b.qkv, unit, k_row),
+                b.kv.store_values(b.values[i], b.value_scales[i], b.qkv, unit, 2 * k_row, config.head_dim),
             ],
             [attention(config, b, i)],
             [w[f"{i}.wo"].product(b.x[0], b.heads, b.scratch, adding=True), add_bias(b.x[0], v[f"{i}.bo"], 1)],

@@ -112,12 +112,13 @@ def outcome(config: Config, weights: Weights, b: Buffers) -> Row:
     return norm(config, weights, b, "rms_final")
 
 
+CACHED = ("keys", "values", "key_scales", "value_scales")  # of layers of attention alone
+
+
 def program(config: Config, weights: Weights, b: Buffers) -> Layers:
     """x = embedding; of each layer its two blocks; wcls rmsnorm(x)."""
     cached = [i for i in range(config.n_layers) if blocks_of(config, i)[0] is ATTENTION]
-    inner = Buffers(
-        **vars(b) | {name: {i: getattr(b, name)[place] for place, i in enumerate(cached)} for name in ("keys", "values")}
-    )
+    inner = Buffers(**vars(b) | {name: {i: getattr(b, name)[place] for place, i in enumerate(cached)} for name in CACHED})
     layers = [
         [phase for block in blocks_of(config, i) for phase in block.program(config, weights, inner, i)]
         for i in range(config.n_layers)

@@ -98,9 +98,9 @@ PromptCacheSize = Annotated[
 KVOption = Annotated[
     str,
     option(
-        "--kv", group="Models", metavar="auto|f32|f16",
-        help="Type of the KV cache. f16 takes half the memory; each type has a text of its own. auto: f32 for a target of fp32 "
-        "weights, else f16.",
+        "--kv", group="Models", metavar="auto|f32|f16|q8",
+        help="Type of the KV cache. f16 takes half the memory, q8 a quarter; each type has a text of its own. auto: f32 for a "
+        "target of fp32 weights, else f16.",
     ),
 ]  # fmt: skip
 PackOption = Annotated[

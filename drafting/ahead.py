@@ -5,7 +5,7 @@ from subprocess import Popen
 from typing import Any
 
 from ..architectures import Config, Room, architecture_of
-from ..kernels import KV_CACHES
+from ..architectures.kv import KV_CACHES
 from ..machine.ahead import compile_ahead
 from ..machine.programs import Operation
 from ..machine.tiles import STRIP_ROWS

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 from ..architectures import Room, architecture_of
+from ..architectures.kv import KV_CACHES
 from ..architectures.plan import Buffers
 from ..architectures.snapshots import Snapshot, Snapshots, like
 from ..checks import n_common
-from ..kernels import KV_CACHES
 from ..transformer import Transformer
 
 BLOCK = 128  # tokens

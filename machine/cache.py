@@ -50,6 +50,7 @@ SOURCES = (
     *(f"weights/{name}.py" for name in ("blocks", "fp32", "groups", "half", "int4", "int8", "matrix", "packed", "quads")),
     "architectures/experts.py",
     "architectures/gates.py",
+    "architectures/kv.py",
     "architectures/states.py",
     "kernels.py",
     "sampling.py",

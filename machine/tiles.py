@@ -370,11 +370,11 @@ def float_tile(name: str, stored: Storage) -> Any:
 
 
 def _either(n_strips: int, most_tokens: int) -> Any:
-    """The tile of so many strips of floats, or of halves: see `storage_of`."""
+    """The tile of so many strips of floats, halves or codes: see `storage_of`."""
 
     def body_of(array_type: Any) -> tuple[str, Any]:
         storage = storage_of(array_type)
-        return "fp32_tile" if storage is FP32_STORAGE else "fp16_tile", float_body(storage, n_strips)
+        return {4: "fp32_tile", 2: "fp16_tile", 1: "code_tile"}[storage.item_bytes], float_body(storage, n_strips)
 
     return tile_by(body_of, n_strips * STRIP_ROWS, most_tokens=most_tokens)
 

@@ -281,6 +281,12 @@ def narrowing_fp16(to_nearest: Callable[[Any, Any], Any]) -> Callable[[Any, Any]
     return narrow
 
 
+def _widen_codes(builder: Any, codes: Any) -> Any:
+    """Of int8."""
+    return builder.sitofp(builder.sext(codes, integers_like(codes)), floats_like(codes))
+
+
+CODE_STORAGE = Storage(1, I8, _widen_codes)
 FP32_STORAGE = Storage(4, F32, lambda builder, floats: floats)
 BF16_STORAGE = Storage(2, I16, _widen_bf16)
 PORTABLE_FP16_STORAGE = Storage(2, I16, _widen_fp16_portable)
@@ -292,8 +298,8 @@ portable_narrow_fp16 = narrowing_fp16(_to_nearest_fp16_portable)
 
 
 def storage_of(array_type: Any) -> Storage:
-    """Of an array of float32, or of uint16, which stands for the bits of fp16: numba has no such type."""
-    return FP16_STORAGE if array_type.dtype == types.uint16 else FP32_STORAGE
+    """Of an array of float32, of int8, or of uint16, which stands for the bits of fp16: numba has no such type."""
+    return {types.uint16: FP16_STORAGE, types.int8: CODE_STORAGE}.get(array_type.dtype, FP32_STORAGE)
 
 
 def load_as(given: Storage | None) -> Any:

@@ -108,6 +108,11 @@ CASES = [
     Case(PAIR[0], "fp32", SETTINGS[1], 150, kv="f16"),
     Case("qwen3", "int8", SETTINGS[3], kv="f32"),
     Case("gpt2", "bf16", SETTINGS[5], kv="f32"),
+    *(
+        Case(model, kind, SETTINGS[i], kv="q8")
+        for model, kind, i in (("llama3", "bf16", 3), ("gpt2", "fp32", 2), ("lfm2", "int8", 5))
+    ),
+    Case(PAIR[0], "fp32", Setting("coupled", 1.0, 0, 0.9, 5, PAIR[1]), 150, True, kv="q8"),
 ]
 
 

@@ -1,6 +1,7 @@
 """Slow numpy oracles in float64: what the kernels compute, written for the reader."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -115,12 +116,20 @@ def product(x: np.ndarray, w: np.ndarray | Quantized | Seen) -> np.ndarray:
     return seen @ w.floats().T
 
 
+def bytes_of(x):
+    """Numbers (..., K) as bytes with a scale each K say them: its largest is 127."""
+    x = x.astype(np.float32)
+    scale = np.abs(x).max(-1, keepdims=True) / np.float32(127)
+    codes = np.where(scale > 0, x / np.where(scale > 0, scale, 1), 0)
+    return np.sign(codes) * np.floor(np.abs(codes) + 0.5) * scale
+
+
 def attention(q, keys, values, window=None, kept=np.float64, scale=None, sinks=None):
     """softmax(scale q keys) values, (T, H, K) of q and (T, G, K) of the others, each token over `window` up to its own.
 
-    kept: the dtype that keys and values are rounded to; scale: by default 1 / sqrt(K); sinks (H,): a score more, of no value.
+    kept: what keys and values are rounded to; scale: by default 1 / sqrt(K); sinks (H,): a score more, of no value.
     """
-    keys, values = (x.astype(kept).astype(np.float64) for x in (keys, values))
+    keys, values = (kept(x).astype(np.float64) for x in (keys, values))
     n, heads, k = q.shape
     mixed = np.zeros((n, heads, k))
     for i in range(n):
@@ -133,7 +142,9 @@ def attention(q, keys, values, window=None, kept=np.float64, scale=None, sinks=N
     return mixed.reshape(n, -1)
 
 
-def forward(config: Config, tensors: dict, tokens: list[int], window: int | None = None, kept: type = np.float64) -> np.ndarray:
+def forward(
+    config: Config, tensors: dict, tokens: list[int], window: int | None = None, kept: Callable = np.float64
+) -> np.ndarray:
     """Logits (T, V) of a whole sequence, each token seeing the last `window` positions up to its own; kept: as in `attention`.
 
     Matrices may be `Quantized` (a list of them where layers have one each): then it is runq.c's forward. A bias or a norm of
@@ -243,7 +254,7 @@ def convolved(x, t, i, conv):
     return projected(c * out, "conv_out")
 
 
-def gpt2_forward(config: Config, t: dict, tokens: list[int], kept: type) -> np.ndarray:
+def gpt2_forward(config: Config, t: dict, tokens: list[int], kept: Callable) -> np.ndarray:
     """`forward` of GPT-2: tensors of float64."""
     n, k = len(tokens), config.head_dim
     x = t["tok_emb"][tokens] + t["pos_emb"][:n]
