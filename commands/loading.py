@@ -27,6 +27,7 @@ from .request import WORDS, Asked, Request
 
 NOTHING: Mapping[str, str] = {}
 ANY_OBJECT = "json"  # as a schema
+LARGE_BYTES = 10**9  # for keys and values, that a text may take without a word
 
 
 @dataclass
@@ -122,7 +123,16 @@ def shaping(request: Request) -> Callable[[SpeculativeDecoder], Shape | None]:
 
 
 def room_of(request: Request, decoder: SpeculativeDecoder, n_prompt: int) -> int:
-    """How many tokens may follow the prompt, by -n or --max-tokens. Raises ValueError where -n has none left."""
+    """How many tokens may follow the prompt, by -n or --max-tokens; tells what memory a large text takes. Raises ValueError where
+    -n has none left."""
+    n, target = _room_of(request, decoder, n_prompt), decoder.target
+    if (n_bytes := target.text_bytes(n_prompt + n)) >= LARGE_BYTES:
+        smaller = "" if target.kv == "q8" else "; --kv q8 takes less"
+        say(f"keys and values of {n_prompt + n:,} tokens in {target.kv} may take {n_bytes / 10**9:.1f} GB{smaller}")
+    return n
+
+
+def _room_of(request: Request, decoder: SpeculativeDecoder, n_prompt: int) -> int:
     n_positions = decoder.target.n_positions
     room = n_positions + 1 - n_prompt  # the last token is never run
     if request.max_tokens is not None:

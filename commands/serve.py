@@ -199,6 +199,8 @@ def served(request: ServeRequest, decoder: SpeculativeDecoder) -> "Served":
     if template:  # the processes that render and encode are there when the first request is
         threading.Thread(target=awake, args=(decoder,), name="awake", daemon=True).start()
     cache_bytes = request.cache * 10**6 or int(CACHE_SHARE * room_beside(decoder.target))
+    kv, per_token = decoder.target.kv, (decoder.target.text_bytes(2048) - decoder.target.text_bytes(1024)) / 1_024_000
+    say(f"keys and values take {per_token:.1f} kB a token in {kv}, those of all texts up to {cache_bytes / 10**9:.1f} GB")
     engine = Engine(decoder, request.slots, request.queue, cache_bytes)
     model = Model(request.name, decoder, template, request.sampling_of(drawn_as_advised(request, decoder)))
     return Served(model, engine, int(time.time()))
