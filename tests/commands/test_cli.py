@@ -269,7 +269,7 @@ def test_a_bad_shape_to_measure_is_refused(run: Run, shape: str) -> None:
     [
         (["-p", "x"], "--n-prompt is 'x'"), (["-p", "0", "-n", "0"], "nothing is left to time"),
         (["-d", "-1"], "--depth is '-1'"), (["-j", "9999"], "--threads is '9999'"), (["-n", "1.5"], "--n-gen is '1.5'"),
-        (["-p", "9999"], "do not fit the model's"), (["--kv", "q8"], "--kv"),
+        (["-p", "9999"], "do not fit the model's"), (["--kv", "q6"], "--kv"),
         (["-p", "8", "-n", "0", "-d", "9992"], "texts of 10000 tokens"),
     ],
 )  # fmt: skip
