@@ -56,8 +56,21 @@ GPT2 = (
     "modern-bert", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de",
 )  # fmt: skip
 SMOLLM = ("smollm", "refact", "starcoder", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2")  # and Granite 3's
+GEMMA4 = "gemma4"  # a model: BPE as SentencePiece has it
 DEFAULT = "default"  # what a silent file means, too: of nobody's own, but llama.cpp's
-SPLITS = (*GPT2, *SMOLLM, *THREE_DIGITS, *ONE_DIGIT, *QWEN35, *GPT4O, *TEKKEN, DEFAULT)
+# of splits that are made one behind the other, those of each
+_HAN = r"[\u4E00-\u9FA5\u0800-\u4E00\uAC00-\uD7FF]+"
+CHAINS = {
+    "falcon": (
+        r"[\p{P}$+<=>^~|`]+", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)", "[0-9][0-9][0-9]",
+    ),
+    "deepseek-llm": (
+        r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+        r"\s?[!-/:-~\uFF01-\uFF0F\uFF1A-\uFF5E\u2018-\u201F\u3000-\u3002]+", r"\s+$", _HAN, r"\p{N}+",
+    ),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}"),
+}  # fmt: skip
+SPLITS = (*CHAINS, *GPT2, *SMOLLM, *THREE_DIGITS, *ONE_DIGIT, *QWEN35, *GPT4O, *TEKKEN, DEFAULT)
 # one behind the other
 DEFAULT_SPLITS = (
     r"[\p{P}$+<=>^~|]+",
@@ -76,9 +89,9 @@ def gguf_tokenizer(path: Path, keys: Mapping[str, Any]) -> AnyTokenizer:
     model = values.a("model", str, "")
     if model == "llama":
         return Tokenizer(path, _pieces(values))
-    if model != "gpt2":
-        raise values.refusal("model", "llama or gpt2: other kinds of tokenizers are not done here")
-    data = json.dumps(_tokenizer_json(values)).encode()
+    if model not in ("gpt2", GEMMA4):
+        raise values.refusal("model", "llama, gpt2 or gemma4: other kinds of tokenizers are not done here")
+    data = json.dumps(_gemma_json(values) if model == GEMMA4 else _tokenizer_json(values)).encode()
     return JsonTokenizer(path, values.token("bos_token_id"), values.end_marks(), data)
 
 
@@ -192,14 +205,47 @@ def _pieces(keys: _Keys) -> Pieces:
     )
 
 
+def _gemma_json(keys: _Keys) -> dict[str, Any]:
+    """BPE over characters, where spaces are letters: cut at the ends of lines alone; bytes stand for what is no token."""
+    vocabulary, bos, unknown = keys.vocabulary(), keys.token("bos_token_id"), keys.token("unknown_token_id")
+    ends = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    return _written_as_json(
+        keys,
+        normalizer={"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
+        pre_tokenizer={"type": "Split", "pattern": {"Regex": r"[^\n]+|\n+"}, "behavior": "Isolated", "invert": False},
+        post_processor=_beginning(keys.tokens[bos], bos) if bos is not None else None,
+        decoder={"type": "Sequence", "decoders": ends},
+        model={
+            "unk_token": None if unknown is None else keys.tokens[unknown], "fuse_unk": True, "byte_fallback": True,
+            "ignore_merges": False, "vocab": vocabulary, "merges": keys.merges(vocabulary),
+        },
+    )  # fmt: skip
+
+
 def _tokenizer_json(keys: _Keys) -> dict[str, Any]:
     pre = keys.a("pre", str, DEFAULT)
     if pre not in SPLITS:
         raise keys.refusal("pre", "a split that is done here, as are llama-bpe, qwen2, gpt-4o, tekken, smollm and gpt-2")
     of_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": pre in GPT2 + SMOLLM}
-    vocabulary = keys.vocabulary()
-    bos, marks, stripping = keys.token("bos_token_id"), keys.end_marks(), keys.stripping()
+    vocabulary, bos = keys.vocabulary(), keys.token("bos_token_id")
     begins = keys.a("add_bos_token", bool, pre in LLAMA3 + TEKKEN) and bos is not None
+    return _written_as_json(
+        keys,
+        normalizer={"type": "NFC"} if pre in QWEN2 + QWEN35 else None,
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [*_first_split(pre), of_bytes]},
+        post_processor=_beginning(keys.tokens[bos], bos) if begins and bos is not None else None,
+        decoder=of_bytes,
+        model={
+            "unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": pre in LLAMA3 + GLM + TEKKEN,
+            "vocab": vocabulary, "merges": keys.merges(vocabulary),
+        },
+    )  # fmt: skip
+
+
+def _written_as_json(keys: _Keys, model: dict[str, Any], **parts: Any) -> dict[str, Any]:
+    """What a tokenizer.json of BPE holds, with the added tokens of the keys."""
+    marks, stripping = keys.end_marks(), keys.stripping()
+    of_bpe = {"type": "BPE", "dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
     return {
         "version": "1.0",
         "added_tokens": [
@@ -209,15 +255,8 @@ def _tokenizer_json(keys: _Keys) -> dict[str, Any]:
             }
             for token in sorted({*keys.of(CONTROL, USER_DEFINED), *marks})
         ],
-        "normalizer": {"type": "NFC"} if pre in QWEN2 + QWEN35 else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*_first_split(pre), of_bytes]},
-        "post_processor": _beginning(keys.tokens[bos], bos) if begins and bos is not None else None,
-        "decoder": of_bytes,
-        "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-            "fuse_unk": False, "byte_fallback": False, "ignore_merges": pre in LLAMA3 + GLM + TEKKEN, "vocab": vocabulary,
-            "merges": keys.merges(vocabulary),
-        },
+        "model": of_bpe | model,
+        **parts,
     }  # fmt: skip
 
 
@@ -231,6 +270,8 @@ def _first_split(pre: str) -> list[dict[str, Any]]:
         splits = [CASED_WORDS % ((_CONTRACTION, _CONTRACTION, "{1,3}") if pre in GPT4O else ("", "", ""))]
     elif pre in QWEN35:
         splits = [MARKED_WORDS]
+    elif pre in CHAINS:
+        splits = [*CHAINS[pre]]
     else:
         splits = [*DEFAULT_SPLITS] if pre == DEFAULT else [WORDS % ("{1,3}" if pre in THREE_DIGITS else "")]
     return [{"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False} for each in splits]

@@ -11,7 +11,7 @@ import pytest
 from specdec import Sampling, SpeculativeDecoder, Step
 from specdec.readers import load_checkpoint, read_vocabulary
 from specdec.readers.loading import load_model
-from specdec.text.tokenizer_gguf import gguf_tokenizer
+from specdec.text.tokenizer_gguf import CHAINS, gguf_tokenizer
 from specdec.text.vocabulary import common_vocabulary
 from specdec.tokenizer import STRIPS, Part, Tokenizer, TokenizerError
 from tests.commands.test_cli import Run, run  # noqa: F401  (a fixture)
@@ -177,8 +177,8 @@ def test_unused_tokens_are_none() -> None:
 
 
 BAD: dict[str, tuple[str, Keys, tuple[str, ...]]] = {
-    "no model": ("gpt2", {"model": None}, ("tokenizer.ggml.model", "llama or gpt2")),
-    "another model": ("gpt2", {"model": "bert"}, ("'bert'", "llama or gpt2")),
+    "no model": ("gpt2", {"model": None}, ("tokenizer.ggml.model", "llama, gpt2 or gemma4")),
+    "another model": ("gpt2", {"model": "bert"}, ("'bert'", "llama, gpt2 or gemma4")),
     "another split": ("gpt2", {"pre": "viking"}, ("'viking'", "smollm")),
     "a split that is a number": ("gpt2", {"pre": 5}, ("tokenizer.ggml.pre",)),
     "no merges": ("gpt2", {"merges": None}, ("tokenizer.ggml.merges",)),
@@ -291,3 +291,42 @@ def test_the_command_line_reads_a_file(run: Run, tmp_path: Path) -> None:  # noq
     (source / "model-Q8_0.gguf").touch()
     code, _, err = run("-m", source)
     assert code == 2 and "model-Q8_0.gguf" in err and err.count("\n") == 1
+
+
+CUT = {
+    "falcon": [("It's 12345!", ["It", "'", "s", " ", "123", "45", "!"]), ("a  b+=c", ["a", " ", " b", "+=", "c"])],
+    "deepseek-llm": [("Hi there, 漢字12 z", ["Hi", " there", ",", " ", "漢字", "12", " z"]), ("a\n\nb", ["a", "\n", "\n", "b"])],
+    "deepseek-coder": [("x1 = 42;", ["x", "1", " = ", "4", "2", ";"]), ("def f():\n", ["def", " f", "():", "\n"])],
+}
+
+
+@pytest.mark.parametrize("pre", CUT)
+def test_splits_that_are_made_one_behind_the_other_cut_as_they_say(pre: str) -> None:
+    """llama.cpp's cases of these tokenizers, which lie beside their vocabularies there, pass too."""
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import Sequence, Split
+
+    steps = [Split(Regex(each), "isolated") for each in CHAINS[pre]]
+    for text, words in CUT[pre]:
+        assert [word for word, _ in Sequence(steps).pre_tokenize_str(text)] == words, text
+
+
+def test_a_gemma_4_vocabulary_is_bpe_of_characters_with_spaces_for_letters() -> None:
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "\n", "ab",
+              "\u2581ab", "\n\n", "<|turn>"]  # fmt: skip
+    types = [3, 3, 3, 2, *[6] * 256, *[1] * 7, 3]
+    merges = ["a b", "\u2581 ab", "\n \n"]
+    keys = {"model": "gemma4", "tokens": tokens, "token_type": types, "merges": merges, "bos_token_id": 2, "eos_token_id": 1,
+            "unknown_token_id": 3}  # fmt: skip
+    tokenizer = gguf_tokenizer(Path("x.gguf"), keys)
+    ids = {name: token for token, name in enumerate(tokens)}
+    for text, names in (
+        ("ab ab", ["ab", "\u2581ab"]), ("a b\n\nab", ["a", "\u2581", "b", "\n\n", "ab"]), ("é", ["<0xC3>", "<0xA9>"]),
+        ("  ab", ["\u2581", "\u2581ab"]), ("<|turn>a", None),
+    ):  # fmt: skip
+        got = tokenizer.encode(text)
+        assert got[0] == 2 and tokenizer.decode(got) == text
+        if names:
+            assert got[1:] == [ids[name] for name in names], text
+    assert tokenizer.encode_rendered([Part("<|turn>", False), Part("ab", True)])[-2:] == [ids["<|turn>"], ids["ab"]]
+    assert tokenizer.end_marks == {1: "eos"}
