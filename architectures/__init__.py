@@ -1,6 +1,6 @@
 """Architectures, a room each: a family's tensors, matrices, and the program of its pass."""
 
-from .config import Config, ConvConfig, DeltaConfig, ExpertsConfig, HeadConfig, RopeScaling, YarnScaling
+from .config import Config, ConvConfig, DeltaConfig, ExpertsConfig, HeadConfig, LayerConfig, RopeScaling, YarnScaling
 from .eagle3 import EAGLE3
 from .gpt2 import GPT2
 from .llama import LLAMA, WITH_STATES
@@ -20,5 +20,5 @@ def architecture_of(config: Config) -> Architecture:
 
 __all__ = [
     "ARCHITECTURES", "Architecture", "Buffers", "Config", "ConvConfig", "DeltaConfig", "ExpertsConfig", "HeadConfig",
-    "Room", "RopeScaling", "Weights", "YarnScaling", "architecture_of",
+    "LayerConfig", "Room", "RopeScaling", "Weights", "YarnScaling", "architecture_of",
 ]  # fmt: skip

@@ -6,7 +6,6 @@ windows in all layers (Mistral) or in most (Gemma 3), layers whose heads are not
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import Float32, Int64
 from ..weights.matrix import n_strips
-from .blocks import Block, Shapes, added, biased, norm_shapes, norm_vectors, scratches, taken
+from .blocks import CACHED, Block, Shapes, added, biased, norm_shapes, norm_vectors, scratches, taken
 from .config import Config
 from .gates import gate_rows
 from .plan import Buffers, Part, Vector, Weights
@@ -86,40 +85,38 @@ def mixing(config: Config, weights: Weights, b: Buffers, i: int, source: Float32
     is_whole = config.qk_norm == "whole"
     by_heads = (config.qk_norm and not is_whole) or (b.kv.is_scaled and not is_whole)
     unit, whole = whole_heads(config) if by_heads else 1, sum(map(n_strips, qkv_rows(config)))
-    is_local = config.local_theta and i not in config.full_layers
-    tables = (b.local_cos, b.local_sin) if is_local else (b.rope_cos, b.rope_sin)
+    tables = b.rope_cos, b.rope_sin
 
     def turned(unit: int) -> list[Row]:
         normed = _normed_heads(config).items() if config.qk_norm else ()
         queries = (b.query_cos, b.query_sin) if config.query_scale else tables
-        sides = [(0, k_row, *queries), (k_row, v_row, *tables)] if i not in config.no_rope_layers else []
+        sides = [(0, k_row, *queries), (k_row, v_row, *tables)] if config.is_turned else []
         return [
             *(head_norm(b.qkv, unit, base, n, n_rows, v[f"{i}.{name}"], config.norm_eps) for name, (n_rows, base, n) in normed),
             *(rope(b.qkv, unit, base, end - base, *each, b.depths, config.head_dim) for base, end, *each in sides),
-            b.kv.store_keys(b.keys[i], b.key_scales[i], b.qkv, unit, k_row),
-            b.kv.store_values(b.values[i], b.value_scales[i], b.qkv, unit, v_row, config.head_dim),
+            b.kv.store_keys(b.keys, b.key_scales, b.qkv, unit, k_row),
+            b.kv.store_values(b.values, b.value_scales, b.qkv, unit, v_row, config.head_dim),
         ]
 
     product = [*before, *weights.product(f"{i}.qkv", b.qkv, source, scratches(b), unit=unit)]
     product += biased(weights, b.qkv, f"{i}.bqkv", unit)
     first = [product, turned(whole)] if is_whole else [[*product, *turned(unit)]]  # all of a token's heads are no thread's own
-    seen = replace(config, window=0) if i in config.full_layers else config
     return [
         *first,
-        [attention(seen, b, i, v.get(f"{i}.sinks"))],
+        [attention(config, b, v.get(f"{i}.sinks"))],
         *gated,
         *added(config, weights, b, w[f"{i}.wo"], b.heads, f"{i}.bo", f"{i}.{NORM}"),
     ]
 
 
-def attention(config: Config, b: Buffers, i: int, sinks: Float32 | None = None) -> Row:
-    """heads = what each query head of layer i sees of the text up to its token, or of a window of it; sinks: see `Attention`."""
+def attention(config: Config, b: Buffers, sinks: Float32 | None = None) -> Row:
+    """heads = what each query head of a layer sees of the text up to its token, or of a window of it; sinks: see `Attention`."""
     scale = np.float32(config.score_scale)
     scores = np.full(config.n_heads, -np.inf, np.float32) if sinks is None else sinks / scale  # before they are scaled
     given = b.scores, b.mixed, b.depths, b.paths, scores
-    cache = b.keys[i], b.values[i], b.key_scales[i], b.value_scales[i]
+    cache = b.keys, b.values, b.key_scales, b.value_scales
     row: Row = b.kv.attention(b.heads, b.qkv, *cache, *given, config.n_heads, config.n_seen, config.score_scale)
-    return row._replace(slot_work=(b.keys[i].nbytes + b.values[i].nbytes) // b.values[i].shape[2])
+    return row._replace(slot_work=(b.keys.nbytes + b.values.nbytes) // b.values.shape[2])
 
 
 def whole_heads(config: Config) -> int:
@@ -136,7 +133,9 @@ def qkv_rows(config: Config) -> tuple[int, ...]:
 
 def move_path(buffers: Buffers, path: Int64, n_text: int) -> None:
     """`Architecture.move`."""
-    move_slots(buffers.keys, buffers.values, buffers.key_scales, buffers.value_scales, path, n_text)
+    for name in [name for name in vars(buffers) if name.startswith("keys")]:
+        cache = (getattr(buffers, name.replace("keys", each)) for each in CACHED)
+        move_slots(*cache, path, n_text)
 
 
 ATTENTION = Block(shapes, parts, vectors, program)

@@ -1,6 +1,6 @@
 """What layers are made of: blocks, two a layer, one that mixes positions and one that does not. Knows none of them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,38 +34,89 @@ class Block(NamedTuple):
 def block_buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
     """Of layers of attention, whose first products are called "qkv", and of MLPs: KV cache, activations, scratch for each thread.
 
-    keys (L, G, S / R, K, R): strips of positions, as many as there is room for. values (L, G, ceil(K / R), S, R); L: the layers
-    that have attention. key_scales, value_scales (L, G, S), or (L, G, 0): see `Attention`.
     normed (threads, T, D padded). scratch (threads, T, words): activations in a form of a kind of weights' own.
-    qkv (T, rows of q, of k and of v). scores (threads, TILE_TOKENS, S), mixed (threads, TILE_TOKENS, K padded): one head's scores
-    and weighted values. heads (1, T, H K padded): what attention hands on. up (T, rows of the MLP's first matrix).
-    hidden (1, T, F padded). more_scratch (N, threads, T, words): for pieces of matrices. branch (1, T, D padded): what is to be
-    normed and added, where a norm stands behind blocks.
+    scores (threads, TILE_TOKENS, S): of one head. more_scratch (N, threads, T, words): for pieces of matrices. branch (1, T, D
+    padded): what is to be normed and added, where a norm stands behind blocks. The others: see `sized_buffers`.
     """
-    matrices, n_threads, positions = weights.matrices, room.n_threads, room.n_positions
-    qkv = [matrix for name, matrix in matrices.items() if name.endswith(".qkv")]
-    n_up = max((matrix.n_rows for name, matrix in matrices.items() if name.endswith(".up")), default=STRIP_ROWS)
-    layers, kv_heads, head_strips = len(qkv), config.n_kv_heads, ceil_div(config.head_dim, STRIP_ROWS)
-    keys, values = (positions // STRIP_ROWS, config.head_dim, STRIP_ROWS), (head_strips, positions, STRIP_ROWS)
+    matrices, n_threads = weights.matrices, room.n_threads
     padded, words = round_up(config.dim, STRIP_ROWS), max(matrix.scratch_words for matrix in matrices.values())
     n_pieces = max(int(name.partition(PIECE)[2] or 0) for name in matrices)  # beside the first of a matrix
-    more = {"more_scratch": Buffer((n_pieces, n_threads, MAX_TOKENS, words), whose="token")} if n_pieces else {}
+    own = {"more_scratch": Buffer((n_pieces, n_threads, MAX_TOKENS, words), whose="token")} if n_pieces else {}
     if config.norms != "before":
-        more["branch"] = Buffer((1, MAX_TOKENS, padded), whose="token")
-    scales = Buffer((layers, kv_heads, positions * room.kv.is_scaled), whose="cache" if room.kv.is_scaled else "text")
-    return more | {
-        "keys": Buffer((layers, kv_heads, *keys), room.kv.dtype, "cache"),
-        "values": Buffer((layers, kv_heads, *values), room.kv.dtype, "cache"),
+        own["branch"] = Buffer((1, MAX_TOKENS, padded), whose="token")
+    own["normed"] = Buffer((n_threads, MAX_TOKENS, padded), whose="token")
+    own["scratch"] = Buffer((n_threads, MAX_TOKENS, words), whose="token")
+    own["scores"] = Buffer((n_threads, TILE_TOKENS, room.n_positions))
+    for end, layers in alike(config, *SIZES).items():
+        own_cache = [i for i in layers if config.of_layer(i).kv_layer is None and f"{i}.qkv" in matrices]
+        sized = sized_buffers(config.of_layer(layers[0]), weights, room, layers, len(own_cache))
+        own |= {name + end: buffer for name, buffer in sized.items()}
+    return own
+
+
+def alike(config: Config, *names: str) -> dict[str, list[int]]:
+    """Layers that are alike in those numbers, by what the names of their buffers end in: nothing for the first of them."""
+    if not config.layers:
+        return {"": [*range(config.n_layers)]}
+    found = dict[tuple[object, ...], list[int]]()
+    for i in range(config.n_layers):
+        own = config.of_layer(i)
+        found.setdefault(tuple(getattr(own, name) for name in names), []).append(i)
+    return {f"_{number}" * (number > 0): layers for number, layers in enumerate(found.values())}
+
+
+def sized_buffers(config: Config, weights: Weights, room: Room, layers: Sequence[int], n_cached: int) -> dict[str, Buffer]:
+    """Of those layers, which have the same sizes, and of which so many have keys and values of their own.
+
+    keys (L, G, S / R, K, R): strips of positions, as many as there is room for. values (L, G, ceil(K / R), S, R). key_scales,
+    value_scales (L, G, S), or (L, G, 0): see `Attention`.
+    qkv (T, rows of q, of k and of v). mixed (threads, TILE_TOKENS, K padded): one head's weighted values. heads (1, T, H K
+    padded): what attention hands on. up (T, rows of the MLP's first matrix). hidden (1, T, F padded).
+    """
+    matrices, positions = weights.matrices, room.n_positions
+    n, kv_heads, head_strips = n_cached, config.n_kv_heads, ceil_div(config.head_dim, STRIP_ROWS)
+    keys, values = (positions // STRIP_ROWS, config.head_dim, STRIP_ROWS), (head_strips, positions, STRIP_ROWS)
+    scales = Buffer((n, kv_heads, positions * room.kv.is_scaled), whose="cache" if room.kv.is_scaled else "text")
+    up, qkv = (
+        max((matrix.whole_rows for i in layers if (matrix := matrices.get(f"{i}.{name}"))), default=STRIP_ROWS)
+        for name in ("up", "qkv")
+    )
+    return {
+        "keys": Buffer((n, kv_heads, *keys), room.kv.dtype, "cache"),
+        "values": Buffer((n, kv_heads, *values), room.kv.dtype, "cache"),
         **dict.fromkeys(("key_scales", "value_scales"), scales),
-        "normed": Buffer((n_threads, MAX_TOKENS, padded), whose="token"),
-        "scratch": Buffer((n_threads, MAX_TOKENS, words), whose="token"),
-        "qkv": Buffer((MAX_TOKENS, qkv[0].whole_rows), whose="token"),
-        "scores": Buffer((n_threads, TILE_TOKENS, positions)),
-        "mixed": Buffer((n_threads, TILE_TOKENS, head_strips * STRIP_ROWS)),
+        "qkv": Buffer((MAX_TOKENS, qkv), whose="token"),
+        "mixed": Buffer((room.n_threads, TILE_TOKENS, head_strips * STRIP_ROWS)),
         "heads": Buffer((1, MAX_TOKENS, round_up(config.q_dim, STRIP_ROWS)), whose="token"),
-        "up": Buffer((MAX_TOKENS, n_up), whose="token"),
+        "up": Buffer((MAX_TOKENS, up), whose="token"),
         "hidden": Buffer((1, MAX_TOKENS, round_up(config.hidden_dim, STRIP_ROWS)), whose="token"),
     }
+
+
+SIZES = ("n_heads", "n_kv_heads", "head_dim", "hidden_dim")  # which tell how large a layer's buffers are
+CACHED = ("keys", "values", "key_scales", "value_scales")  # of layers of attention alone
+SIZED = ("qkv", "mixed", "heads", "up", "hidden")
+ANGLES = ("rope_theta", "rope_divisors", "head_dim")  # which tell by which tables a layer turns heads
+TURNING = ("rope_cos", "rope_sin")
+
+
+def by_layer(config: Config, weights: Weights, b: Buffers) -> list[Buffers]:
+    """Buffers as each layer's blocks name them: those of its sizes and angles, and of its cache, or of that which it takes."""
+    own: list[dict[str, Float32]] = [{} for _ in range(config.n_layers)]
+    for end, layers in alike(config, *SIZES).items():
+        place = 0
+        for i in layers:
+            own[i] |= {name: getattr(b, name + end) for name in SIZED}
+            if config.of_layer(i).kv_layer is None and f"{i}.qkv" in weights.matrices:
+                own[i] |= {name: getattr(b, name + end)[place] for name in CACHED}
+                place += 1
+    for end, layers in alike(config, *ANGLES).items():
+        for i in layers:
+            own[i] |= {name: getattr(b, name + end) for name in TURNING if hasattr(b, name)}
+    for i in range(config.n_layers):
+        if (source := config.of_layer(i).kv_layer) is not None:
+            own[i] |= {name: own[source][name] for name in CACHED}
+    return [Buffers(**vars(b) | each) for each in own]
 
 
 def scratches(b: Buffers) -> list[Float32]:

@@ -1,7 +1,9 @@
 """The numbers that every architecture is described by. Knows no file."""
 
+import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -210,6 +212,29 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class LayerConfig:
+    """What a layer has of its own; None: what the config says of all.
+
+    n_kv_heads, head_dim, hidden_dim, window, rope_theta, rope_divisors, is_turned, values_are_keys, kv_layer: as of `Config`.
+    """
+
+    n_kv_heads: int | None = None
+    head_dim: int | None = None
+    hidden_dim: int | None = None
+    window: int | None = None
+    rope_theta: float | None = None
+    rope_divisors: tuple[float, ...] | None = None
+    is_turned: bool | None = None
+    values_are_keys: bool | None = None
+    kv_layer: int | None = None
+
+
+def of_some(own: LayerConfig, layers: Collection[int], n_layers: int) -> tuple[LayerConfig, ...]:
+    """`Config.layers` where some of n_layers have that of their own."""
+    return tuple(own if i in layers else LayerConfig() for i in range(n_layers)) if layers else ()
+
+
+@dataclass(frozen=True)
 class Config:
     """A model's sizes, and what its architecture leaves open.
 
@@ -222,11 +247,12 @@ class Config:
     all); qkv_bias, wo_bias, mlp_bias: which products add a bias; qk_norm: whether queries and keys go through an RMSNorm for each
     head, or the "whole" of a token's; embedding_scale: what embeddings are multiplied by, residual_scale: what layers add to the
     residual stream, attention_scale: scores (0 stands for 1 / sqrt(head_dim)), logit_divisor: what divides logits;
-    no_rope_layers: whose queries and keys are not turned; full_layers: which have no window where others have, local_theta: the
-    base of those others' angles, which nothing scales (0: they are as all); conv, delta: the layers that are none of attention;
-    attention_gate: whether what attention mixes is gated; head: what else a head that drafts needs, of whose target vocab_size
-    counts the tokens; experts: of layers whose MLP is a mixture; sinks: whether each head has a score that is no position's;
-    norms: where they stand, of what a block takes, of what it makes, or of both; activation: what gates an MLP.
+    is_turned: whether RoPE turns queries and keys; values_are_keys: whether values are what keys are before they are normed and
+    turned; kv_layer: an earlier layer, whose keys and values a layer takes instead of its own; layers: what each layer has of its
+    own, nothing where all are alike (`of_layer`); conv, delta: the layers that are none of attention; attention_gate: whether
+    what attention mixes is gated; head: what else a head that drafts needs, of whose target vocab_size counts the tokens;
+    experts: of layers whose MLP is a mixture; sinks: whether each head has a score that is no position's; norms: where they
+    stand, of what a block takes, of what it makes, or of both; activation: what gates an MLP.
     """
 
     dim: int
@@ -258,9 +284,10 @@ class Config:
     residual_scale: float = 1.0
     attention_scale: float = 0.0
     logit_divisor: float = 1.0
-    no_rope_layers: tuple[int, ...] = ()
-    full_layers: tuple[int, ...] = ()
-    local_theta: float = 0.0
+    is_turned: bool = True
+    values_are_keys: bool = False
+    kv_layer: int | None = None
+    layers: tuple[LayerConfig, ...] = ()
     conv: ConvConfig | None = None
     delta: DeltaConfig | None = None
     attention_gate: bool = False
@@ -289,9 +316,8 @@ class Config:
             return f"head_dim {self.head_dim} (dim / n_heads) is odd; RoPE turns pairs"
         if not 0 <= self.norm_eps < math.inf:
             return f"norm_eps is {self.norm_eps}; expected 0 or more"
-        for name, theta in (("rope_theta", self.rope_theta), ("local_theta", self.local_theta or 1)):
-            if not 1 <= theta < math.inf:  # no pair turns by more than a radian a position
-                return f"{name} is {theta}; expected 1 or more"
+        if not 1 <= self.rope_theta < math.inf:  # no pair turns by more than a radian a position
+            return f"rope_theta is {self.rope_theta}; expected 1 or more"
         if self.window < 0:
             return f"window is {self.window}; expected a number of positions, or 0 for all"
         if self.rope_scaling and (flaw := self.rope_scaling.flaw()):
@@ -314,9 +340,8 @@ class Config:
             return f"query_scale is {self.query_scale} by {self.query_span} positions; expected 0, or a number by 1 or more"
         if not 0 <= self.attention_scale <= 1 / LEAST_SCALE:
             return f"attention_scale is {self.attention_scale}; expected 0 to {1 / LEAST_SCALE:g}"
-        for name in ("no_rope_layers", "full_layers"):
-            if not all(0 <= layer < self.n_layers for layer in getattr(self, name)):
-                return f"{name} are {getattr(self, name)}; expected layers from 0 to {self.n_layers - 1}"
+        if flaw := self._flaw_of_layers():
+            return flaw
         if (self.architecture in HEADS) != (self.head is not None):
             return f"the architecture is {self.architecture} and head is {self.head}; expected both of a head, or neither"
         for name, part in (("conv", self.conv), ("delta", self.delta), ("experts", self.experts)):
@@ -331,6 +356,28 @@ class Config:
         if self.vocab_size < 3:
             return f"vocab_size is {self.vocab_size}; BOS and EOS are the ids 1 and 2"
         return ""
+
+    def _flaw_of_layers(self) -> str:
+        """The same of what layers have of their own."""
+        if len(self.layers) not in (0, self.n_layers):
+            return f"there are {len(self.layers)} layers; expected one of each of {self.n_layers}, or none"
+        if any(own.rope_theta or own.rope_divisors or own.head_dim for own in self.layers) and (self.n_short or self.query_scale):
+            return "layers turn heads by angles of their own; expected no n_short and no query_scale beside them"
+        sound = set[LayerConfig]()
+        for i, own in enumerate(self.layers):
+            if own not in sound and (flaw := self.of_layer(i).flaw()):
+                return f"layer {i}'s {flaw}"
+            sound.add(own)
+            alike = replace(own, kv_layer=None, hidden_dim=None)
+            if (j := own.kv_layer) is not None and not (0 <= j < i and alike == replace(self.layers[j], hidden_dim=None)):
+                return f"layer {i}'s kv_layer is {j}; expected an earlier one that is like it, with keys and values of its own"
+        return ""
+
+    def of_layer(self, i: int) -> "Config":
+        """The same where all layers are as that one is."""
+        if not self.layers:
+            return self
+        return _of_layer(self, self.layers[i])
 
     @property
     def q_dim(self) -> int:
@@ -358,3 +405,8 @@ class Config:
     def n_seen(self) -> int:
         """How many positions, its own the last, a token sees at most: of a text beyond seq_len, those of a sliding window."""
         return min(self.window or self.seq_len, self.seq_len)
+
+
+@functools.lru_cache(256)
+def _of_layer(config: Config, own: LayerConfig) -> Config:
+    return replace(config, layers=(), **{name: value for name, value in vars(own).items() if value is not None})

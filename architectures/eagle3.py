@@ -12,6 +12,7 @@ from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import round_up
 from . import llama
 from .attention import mixing
+from .blocks import by_layer
 from .config import Config, HeadConfig
 from .mlp import MLP
 from .plan import Architecture, Buffer, Buffers, Layers, Part, Room, Vector, Weights
@@ -116,7 +117,8 @@ def program(config: Config, weights: Weights, b: Buffers) -> Layers:
         rms_norm(b.pairs, x, v[name], dim, config.norm_eps, False, column)
         for x, name, column in ((b.embedded, "rms_emb", 0), (b.x, "rms_hidden", dim))
     ]
-    halves = mixing(config, weights, b, 0, b.pairs, norms), MLP.program(config, weights, b, 0)
+    (own,) = by_layer(config, weights, b)
+    halves = mixing(config, weights, own, 0, b.pairs, norms), MLP.program(config, weights, own, 0)
     layer = [list(phase) for half in halves for phase in half]
     if head.norm_before_residual:
         layer[0].append(copy_rows(b.residual[0], b.pairs, 0, dim, dim, False))

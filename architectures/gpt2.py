@@ -5,7 +5,7 @@ from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
 from ..weights.matrix import n_strips
 from .attention import attention, move_path, whole_heads
-from .blocks import block_buffers
+from .blocks import block_buffers, by_layer
 from .config import Config
 from .gates import gelu
 from .plan import Architecture, Buffers, Layers, Part, Vector, Weights
@@ -54,7 +54,7 @@ def vectors(config: Config) -> dict[str, Vector]:
 
 def program(config: Config, weights: Weights, b: Buffers) -> Layers:
     """x = embedding + position; for each layer x += wo attention(qkv norm(x)), x += w2 gelu(w1 norm(x)); wcls norm(x)."""
-    w, v = weights.matrices, weights.vectors
+    w, v, of_layers = weights.matrices, weights.vectors, by_layer(config, weights, b)
     k_row = n_strips(config.dim) * STRIP_ROWS
 
     def norm(name: str, of_logits: bool = False) -> Row:
@@ -63,15 +63,16 @@ def program(config: Config, weights: Weights, b: Buffers) -> Layers:
     unit = whole_heads(config) if b.kv.is_scaled else 1
 
     def layer(i: int) -> Program:
+        own = of_layers[i]
         return [
             [
                 norm(f"{i}.ln_att"),
                 w[f"{i}.qkv"].product(b.qkv, b.normed, b.scratch, unit=unit),
                 add_bias(b.qkv, v[f"{i}.bqkv"], unit),
-                b.kv.store_keys(b.keys[i], b.key_scales[i], b.qkv, unit, k_row),
-                b.kv.store_values(b.values[i], b.value_scales[i], b.qkv, unit, 2 * k_row, config.head_dim),
+                b.kv.store_keys(own.keys, own.key_scales, b.qkv, unit, k_row),
+                b.kv.store_values(own.values, own.value_scales, b.qkv, unit, 2 * k_row, config.head_dim),
             ],
-            [attention(config, b, i)],
+            [attention(config, own)],
             [w[f"{i}.wo"].product(b.x[0], b.heads, b.scratch, adding=True), add_bias(b.x[0], v[f"{i}.bo"], 1)],
             [
                 norm(f"{i}.ln_ffn"),

@@ -11,7 +11,7 @@ from ..kernels import scale_rows
 from ..machine.programs import Program, Row
 from ..machine.vectors import LANES
 from .attention import ATTENTION, move_path
-from .blocks import Block, Shapes, block_buffers, norm, of_layers
+from .blocks import ANGLES, TURNING, Block, Shapes, alike, block_buffers, by_layer, norm, of_layers
 from .config import Config
 from .convolution import CONVOLUTION
 from .delta import DELTA
@@ -38,8 +38,11 @@ def all_blocks(config: Config) -> Iterator[tuple[int, Block]]:
 
 def shapes(config: Config) -> Shapes:
     """By llama2.c's names; `wcls` only where it is not the embedding."""
-    numbers = range(config.n_layers if config.conv or config.delta or config.experts else 1)  # of all alike, one tells of all
-    layers = [{name: shape for block in blocks_of(config, i) for name, shape in block.shapes(config).items()} for i in numbers]
+    differ = config.conv or config.delta or config.experts or config.layers
+    layers = [
+        {name: shape for block in blocks_of(config, i) for name, shape in block.shapes(config.of_layer(i)).items()}
+        for i in range(config.n_layers if differ else 1)  # of all alike, one tells of all
+    ]
     common = {n: shape for n, shape in layers[0].items() if len(shape) < 3 and all(each.get(n) == shape for each in layers)}
     own = {f"{i}.{name}": shape for i, layer in enumerate(layers) for name, shape in layer.items() if name not in common}
     table = (config.vocab_size, config.dim)
@@ -55,7 +58,7 @@ def parts(config: Config) -> dict[str, Part]:
         name: Part(((each, None),), table, config.dim) for name, each in (("embedding", "tok_emb"), ("classifier", classifier))
     }
     for i, block in all_blocks(config):
-        matrices |= block.parts(config, i)
+        matrices |= block.parts(config.of_layer(i), i)
     return {n: part._replace(tensors=tuple(of_layers(tensors, *each) for each in part.tensors)) for n, part in matrices.items()}
 
 
@@ -63,7 +66,7 @@ def vectors(config: Config) -> dict[str, Vector]:
     """Those of blocks, and the last norm."""
     tensors, own = shapes(config), {"rms_final": Vector((("rms_final", None),), (config.dim,))}
     for i, block in all_blocks(config):
-        own |= block.vectors(config, i)
+        own |= block.vectors(config.of_layer(i), i)
     return {n: vector._replace(tensors=tuple(of_layers(tensors, *each) for each in vector.tensors)) for n, vector in own.items()}
 
 
@@ -72,12 +75,14 @@ def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
     first row.
 
     query_cos, query_sin: those of queries, where these have a scale of their position's; long_rope_cos, long_rope_sin: those of
-    long texts, where these have divisors of their own; local_cos, local_sin: those of layers with a window, where these turn
-    heads by angles of their own.
+    long texts, where these have divisors of their own.
     """
-    names = ["rope_cos", "rope_sin", *["query_cos", "query_sin"] * bool(config.query_scale)]
-    names += ["long_rope_cos", "long_rope_sin"] * bool(config.n_short) + ["local_cos", "local_sin"] * bool(config.local_theta)
-    own = block_buffers(config, weights, room) | dict.fromkeys(names, Buffer((room.n_positions, config.head_dim + LANES)))
+    own = block_buffers(config, weights, room)
+    for end, layers in alike(config, *ANGLES).items():
+        table = Buffer((room.n_positions, config.of_layer(layers[0]).head_dim + LANES))
+        own |= {name + end: table for name in TURNING}
+    more = ["query_cos", "query_sin"] * bool(config.query_scale) + ["long_rope_cos", "long_rope_sin"] * bool(config.n_short)
+    own |= dict.fromkeys(more, own["rope_cos"])
     for _, block in all_blocks(config):
         own |= block.buffers(config, weights, room)
     return own
@@ -85,13 +90,13 @@ def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
 
 def fill(config: Config, b: Buffers, start: int) -> None:
     """`Architecture.fill`."""
-    fill_tables(config, b.rope_cos, b.rope_sin, start)
+    for end, layers in alike(config, *ANGLES).items():
+        cos, sin = (getattr(b, name + end) for name in TURNING)
+        fill_tables(config.of_layer(layers[0]), cos, sin, start)
     if config.n_short:
         fill_tables(replace(config, rope_divisors=config.long_divisors), b.long_rope_cos, b.long_rope_sin, start)
     if config.query_scale:
         fill_query_tables(config, b.query_cos, b.query_sin, b.rope_cos, b.rope_sin, start)
-    if config.local_theta:
-        fill_tables(replace(config, rope_theta=config.local_theta, rope_divisors=()), b.local_cos, b.local_sin, start)
 
 
 def embed(config: Config, weights: Weights, b: Buffers) -> Program:
@@ -112,16 +117,11 @@ def outcome(config: Config, weights: Weights, b: Buffers) -> Row:
     return norm(config, weights, b, "rms_final")
 
 
-CACHED = ("keys", "values", "key_scales", "value_scales")  # of layers of attention alone
-
-
 def program(config: Config, weights: Weights, b: Buffers) -> Layers:
     """x = embedding; of each layer its two blocks; wcls rmsnorm(x)."""
-    cached = [i for i in range(config.n_layers) if blocks_of(config, i)[0] is ATTENTION]
-    inner = Buffers(**vars(b) | {name: {i: getattr(b, name)[place] for place, i in enumerate(cached)} for name in CACHED})
     layers = [
-        [phase for block in blocks_of(config, i) for phase in block.program(config, weights, inner, i)]
-        for i in range(config.n_layers)
+        [phase for block in blocks_of(config, i) for phase in block.program(config.of_layer(i), weights, own, i)]
+        for i, own in enumerate(by_layer(config, weights, b))
     ]
     return Layers(embed(config, weights, b), layers, classify(config, weights, b))
 

@@ -12,7 +12,7 @@ from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import round_up
 from . import llama
 from .attention import mixing
-from .blocks import norm
+from .blocks import by_layer, norm
 from .config import Config
 from .eagle3 import head_of, of_one_layer
 from .plan import TABLES, Architecture, Buffer, Buffers, Layers, Part, Room, Vector, Weights
@@ -67,7 +67,8 @@ def features(config: Config, weights: Weights, b: Buffers) -> Program:
 
 def program(config: Config, weights: Weights, b: Buffers) -> Layers:
     """Of x, features or outputs fed back: x = fc concat(norm(embedding), norm(x)), then as llama; its normed output is kept."""
-    v, dim, inner = weights.vectors, config.dim, Buffers(**vars(b) | {"x": b.joined})
+    v, dim = weights.vectors, config.dim
+    (inner,) = by_layer(config, weights, Buffers(**vars(b) | {"x": b.joined}))
     norms = [
         rms_norm(b.pairs, x, v[name], dim, config.norm_eps, False, column)
         for x, name, column in ((b.embedded, "rms_emb", 0), (b.x, "rms_hidden", dim))

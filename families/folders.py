@@ -4,13 +4,13 @@ The keys are those of transformers 5.23, `models/*/configuration_*.py`.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..architectures import ExpertsConfig
-from ..architectures.config import LEAST_SCALE, RopeScaling, YarnScaling
+from ..architectures import ExpertsConfig, LayerConfig
+from ..architectures.config import LEAST_SCALE, RopeScaling, YarnScaling, of_some
 from ..architectures.rope import yarn_scale
 from .places import EXPERTS_GATED, GATED, QKV, Place
 from .values import Values
@@ -173,6 +173,11 @@ def full_layers(values: Values, n_layers: int) -> tuple[int, ...]:
     """Those of the list of all that have no window."""
     types = values.of_layers("layer_types", n_layers, (FULL, SLIDING), f"{FULL} or {SLIDING}")
     return tuple(layer for layer, kind in enumerate(types) if kind == FULL)
+
+
+def unwindowed(full: Collection[int], n_layers: int) -> tuple[LayerConfig, ...]:
+    """`Config.layers` of which those have no window."""
+    return of_some(LayerConfig(window=0), full, n_layers)
 
 
 # RoPE

@@ -3,12 +3,13 @@
 Most layers see a window and turn heads by angles of their own; only every sixth, of those as published, sees the whole text.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
-from ..architectures import Config
-from ..architectures.config import LEAST_SCALE
+from ..architectures import Config, LayerConfig
+from ..architectures.config import LEAST_SCALE, of_some
 from . import folders, ggufs
 from .family import Family, InFolder, InGguf, Keys
 from .folders import FULL, MAX_THETA, SLIDING
@@ -57,7 +58,8 @@ def config(values: Values) -> Config:
         full = folders.full_layers(values, n_layers)
     window = values.whole("sliding_window") if len(full) < n_layers else 0
     scales = _scales(sizes["dim"], head_dim, values.real("query_pre_attn_scalar", LEAST_SCALE, 1 / LEAST_SCALE))
-    return Config(**sizes, **_rope(values, head_dim), **scales, **BLOCKS, window=window, full_layers=full)
+    local, whole = _rope(values, head_dim)
+    return Config(**sizes, **scales, **BLOCKS, **_layers(window, full, n_layers, local, whole))
 
 
 def _scales(dim: int, head_dim: int, query_scalar: float) -> dict[str, Any]:
@@ -66,8 +68,13 @@ def _scales(dim: int, head_dim: int, query_scalar: float) -> dict[str, Any]:
     return {"embedding_scale": float(np.sqrt(np.float32(dim))), "attention_scale": attention_scale}
 
 
-def _rope(values: Values, head_dim: int) -> dict[str, Any]:
-    """The base of full layers' angles, all of which may be divided by one number, and that of the others'."""
+def _layers(window: int, full: Collection[int], n_layers: int, local: float, whole: LayerConfig) -> dict[str, Any]:
+    """Layers with a window, whose angles have a base of their own, and those that have none."""
+    return {"window": window, "rope_theta": local, "layers": of_some(whole, full, n_layers)}
+
+
+def _rope(values: Values, head_dim: int) -> tuple[float, LayerConfig]:
+    """The base of angles in layers with a window, and what the others have, whose angles one number may divide."""
     key = "rope_parameters"
     given = {} if values[key] is None else values[key]
     if not isinstance(given, dict) or not all(
@@ -86,7 +93,7 @@ def _rope(values: Values, head_dim: int) -> dict[str, Any]:
         rope.must_be("rope_type", "default", *["linear"][: kind == FULL])
     factor = rope.real("factor", 1, 1e6) if rope["rope_type"] == "linear" else 1.0
     divisors = (factor,) * (head_dim // 2) if factor != 1 else ()
-    return {"rope_theta": thetas[1], "local_theta": thetas[0], "rope_divisors": divisors}
+    return thetas[0], LayerConfig(window=0, rope_theta=thetas[1], rope_divisors=divisors)
 
 
 def gguf_config(k: Keys) -> Config:
@@ -105,7 +112,8 @@ def gguf_config(k: Keys) -> Config:
             full = (*range(every - 1, n_layers, every),)
     scales = _scales(dim, head_dim, dim // k.common["n_heads"] if n_layers == LAYERS_OF_27B else head_dim)
     theta = k.real("rope.freq_base_swa", 1, MAX_THETA, LOCAL_THETA)
-    return Config(**sizes, **scales, **BLOCKS, window=window, full_layers=full, local_theta=theta)
+    whole = LayerConfig(window=0, rope_theta=sizes.pop("rope_theta"), rope_divisors=sizes.pop("rope_divisors"))
+    return Config(**sizes, **scales, **BLOCKS, **_layers(window, full, n_layers, theta, whole))
 
 
 FAMILY = Family(

@@ -61,7 +61,7 @@ def config(values: Values) -> Config:
     window = values.whole("sliding_window") if len(full) < n_layers else 0
     return Config(
         **folders.numbers(values), **folders.rope(values, ROPE), **folders.attention_biases(values), sinks=True, window=window,
-        full_layers=full, experts=experts,
+        layers=folders.unwindowed(full, n_layers), experts=experts,
     )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def gguf_config(k: Keys) -> Config:
     if sizes.get("rope_scaling"):
         sizes["rope_scaling"] = replace(sizes["rope_scaling"], in_whole_pairs=False)
     sizes["experts"] = ggufs.experts(k, limit=GGUF_LIMIT, alpha=GGUF_ALPHA)
-    return Config(**sizes, sinks=True, window=k.whole(ggufs.WINDOW), full_layers=(*range(1, n_layers, 2),))
+    return Config(**sizes, sinks=True, window=k.whole(ggufs.WINDOW), layers=folders.unwindowed(range(1, n_layers, 2), n_layers))
 
 
 FAMILY = Family(

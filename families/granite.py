@@ -71,7 +71,7 @@ def hybrid_config(values: Values) -> Config:
     is_turned = values["position_embedding_type"] == "rope"
     sizes = folders.numbers(values) | {"hidden_dim": values.whole("shared_intermediate_size")}
     more = folders.no_window(values, "granitemoehybrid") | folders.attention_biases(values) | scales(values)
-    return Config(**sizes, **folders.rope(values), **more, no_rope_layers=() if is_turned else (*range(n_layers),))
+    return Config(**sizes, **folders.rope(values), **more, is_turned=is_turned)
 
 
 def gguf_config(k: Keys) -> Config:
@@ -80,7 +80,7 @@ def gguf_config(k: Keys) -> Config:
         ours: k.real(key, LEAST_SCALE, 1 / LEAST_SCALE) for ours, key in GGUF_SCALES.items() if k[key] not in (None, 0)
     }
     is_turned = k.flag("rope.scaling.finetuned", True)
-    return Config(**ggufs.numbers(k), **more, no_rope_layers=() if is_turned else (*range(k.common["n_layers"]),))
+    return Config(**ggufs.numbers(k), **more, is_turned=is_turned)
 
 
 FAMILY = Family(

@@ -37,7 +37,7 @@ def windows(values: Values) -> dict[str, Any]:
     else:
         raise values.refusal("max_window_layers", "a whole number")
     if window and values.flag("use_sliding_window") and len(full) < n_layers:
-        return {"window": window, "full_layers": full}
+        return {"window": window, "layers": folders.unwindowed(full, n_layers)}
     if types is not None and len(full) < n_layers:
         raise values.refusal("layer_types", f"{folders.FULL} in all {n_layers} layers, without a window")
     return {}

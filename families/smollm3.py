@@ -1,6 +1,7 @@
 """SmolLM3, some of whose layers do not turn heads (Yang et al. 2025, arXiv:2501.18795)."""
 
-from ..architectures import Config
+from ..architectures import Config, LayerConfig
+from ..architectures.config import of_some
 from . import folders, ggufs
 from .family import Family, InFolder, InGguf, Keys
 from .values import Values
@@ -11,6 +12,7 @@ DEFAULTS = folders.DEFAULTS | {
     "use_sliding_window": False, "no_rope_layers": None, "no_rope_layer_interval": 4, "layer_types": None, "rope_theta": 2e6,
 }  # fmt: skip
 GGUF_INTERVAL = 4  # of which a file does not tell
+UNTURNED = LayerConfig(is_turned=False)
 
 
 def config(values: Values) -> Config:
@@ -26,13 +28,14 @@ def config(values: Values) -> Config:
         unturned = tuple(layer for layer, flag in enumerate(flags) if flag == 0)
     return Config(
         **folders.numbers(values), **folders.rope(values), **folders.only_full(values),
-        **folders.biases(values), no_rope_layers=unturned,
+        **folders.biases(values), layers=of_some(UNTURNED, unturned, n_layers),
     )  # fmt: skip
 
 
 def gguf_config(k: Keys) -> Config:
     """The numbers that a GGUF file's keys say."""
-    return Config(**ggufs.numbers(k), no_rope_layers=(*range(GGUF_INTERVAL - 1, k.common["n_layers"], GGUF_INTERVAL),))
+    n_layers = k.common["n_layers"]
+    return Config(**ggufs.numbers(k), layers=of_some(UNTURNED, range(GGUF_INTERVAL - 1, n_layers, GGUF_INTERVAL), n_layers))
 
 
 FAMILY = Family(

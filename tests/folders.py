@@ -4,15 +4,15 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from specdec.architectures import Config, ConvConfig, DeltaConfig, ExpertsConfig
-from specdec.architectures.config import RopeScaling, YarnScaling
+from specdec.architectures import Config, ConvConfig, DeltaConfig, ExpertsConfig, LayerConfig
+from specdec.architectures.config import RopeScaling, YarnScaling, of_some
 from specdec.readers import Checkpoint, CheckpointError, load_checkpoint
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -22,17 +22,29 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U8": np.uint8, "I64": np.int64}
 GONE = sys.intern("<gone>")  # as a key's value, by identity: no such key
 GRANITE: dict[str, float] = {"embedding_scale": 1.5, "attention_scale": 0.3, "residual_scale": 0.7, "logit_divisor": 2}
+UNTURNED = LayerConfig(is_turned=False)
 PHI3_FACTORS = tuple(float(np.float32(factor)) for factor in (1, 1.15, 1.3, 1.45, 1.6, 1.75))
 PHI3_LONG = {"long_divisors": (1.0, 3.5, 6.0, 8.5, 11.0, 13.5), "n_short": 64}
 PHI3_SCALE = float(np.sqrt(np.float32(7) / np.float32(6)))  # sqrt(1 + log(128 / 64) / log(64))
 
 
-def gemma(dim: int) -> dict[str, Any]:
-    """What all of Gemma 3's have."""
+def full_layers(layers: Collection[int], n_layers: int, **more: Any) -> tuple[LayerConfig, ...]:
+    """`Config.layers` of which those have no window, and that of their own."""
+    return of_some(LayerConfig(window=0, **more), layers, n_layers)
+
+
+def gemma(dim: int, full: Collection[int], n_layers: int, theta: float = 1e4, divisors: tuple[float, ...] = ()) -> dict[str, Any]:
+    """What all of Gemma 3's have; theta: of angles in layers with a window, divisors: of those in the others."""
     scale = float(np.sqrt(np.float32(dim)))
     return {
-        "norms": "around", "activation": "gelu", "norm_eps": 1e-6, "rope_theta": 1e6, "qk_norm": True, "embedding_scale": scale,
+        "norms": "around", "activation": "gelu", "norm_eps": 1e-6, "rope_theta": theta, "qk_norm": True, "embedding_scale": scale,
+        "layers": gemma_layers(full, n_layers, divisors),
     }  # fmt: skip
+
+
+def gemma_layers(full: Collection[int], n_layers: int, divisors: tuple[float, ...] = ()) -> tuple[LayerConfig, ...]:
+    """Those of a Gemma 3 of which some see the whole text."""
+    return full_layers(full, n_layers, rope_theta=1e6, rope_divisors=divisors)
 
 
 CONFIGS = {
@@ -66,9 +78,21 @@ CONFIGS = {
         logit_divisor=0.5,
     ),
     "granite_hybrid": Config(32, 36, 2, 4, 2, 64, 128, False, norm_eps=1e-6, **GRANITE),
-    "smollm3": Config(24, 40, 5, 3, 1, 72, 128, True, norm_eps=1e-6, rope_theta=2e6, no_rope_layers=(3,)),
+    "smollm3": Config(24, 40, 5, 3, 1, 72, 128, True, norm_eps=1e-6, rope_theta=2e6, layers=of_some(UNTURNED, (3,), 5)),
     "smollm3_layers": Config(
-        36, 30, 2, 2, 2, 65, 128, False, norm_eps=1e-6, rope_theta=2e6, qkv_bias=True, wo_bias=True, no_rope_layers=(0,)
+        36,
+        30,
+        2,
+        2,
+        2,
+        65,
+        128,
+        False,
+        norm_eps=1e-6,
+        rope_theta=2e6,
+        qkv_bias=True,
+        wo_bias=True,
+        layers=of_some(UNTURNED, (0,), 2),
     ),
     "phi3": Config(32, 44, 2, 2, 1, 68, 128, rope_dim=12, rope_divisors=PHI3_FACTORS, rope_scale=PHI3_SCALE, **PHI3_LONG),
     "phi3_plain": Config(20, 30, 2, 2, 2, 65, 128, False, window=9),
@@ -149,7 +173,7 @@ CONFIGS = {
         long_divisors=(1.0, 3.5, 6.0),
         n_short=17,
     ),
-    "gemma3": Config(18, 21, 7, 3, 1, 70, 128, head_dim=6, window=9, full_layers=(5,), local_theta=1e4, **gemma(18)),
+    "gemma3": Config(18, 21, 7, 3, 1, 70, 128, head_dim=6, window=9, **gemma(18, (5,), 7)),
     "gemma3_scaled": Config(
         20,
         26,
@@ -160,14 +184,11 @@ CONFIGS = {
         128,
         False,
         head_dim=14,
-        rope_divisors=(8.0,) * 7,
         window=17,
         attention_scale=float(np.float32(11**-0.5)),
-        full_layers=(0, 3),
-        local_theta=500.0,
-        **gemma(20),
+        **gemma(20, (0, 3), 4, 500.0, (8.0,) * 7),
     ),
-    "gemma3_half": Config(22, 30, 5, 2, 2, 77, 128, head_dim=8, window=5, full_layers=(2,), local_theta=1e4, **gemma(22)),
+    "gemma3_half": Config(22, 30, 5, 2, 2, 77, 128, head_dim=8, window=5, **gemma(22, (2,), 5)),
     "lfm2": Config(32, 48, 4, 4, 2, 68, 128, True, rope_theta=1e6, qk_norm=True, conv=ConvConfig((0, 1, 3))),
     "lfm2_biases": Config(20, 37, 3, 2, 1, 65, 128, False, rope_theta=1e6, qk_norm=True, conv=ConvConfig((1,), 4, True)),
     "lfm2_odd": Config(36, 55, 3, 3, 3, 70, 128, False, norm_eps=1e-6, rope_theta=1e4, qk_norm=True, conv=ConvConfig((0, 2), 2)),
@@ -186,7 +207,8 @@ CONFIGS |= {
         attention_gate=True, delta=DeltaConfig((0,), 1, 2, 32, 40),
     ),
     "qwen2_layers": Config(
-        24, 30, 3, 2, 1, 66, 128, False, norm_eps=1e-6, qkv_bias=True, window=9, full_layers=(0,), rope_divisors=(4.0,) * 6
+        24, 30, 3, 2, 1, 66, 128, False, norm_eps=1e-6, qkv_bias=True, window=9, rope_divisors=(4.0,) * 6,
+        layers=full_layers((0,), 3),
     ),
     "qwen3_moe": Config(
         32, 40, 3, 4, 2, 70, 128, False, norm_eps=1e-6, head_dim=12, qk_norm=True,
@@ -209,8 +231,8 @@ CONFIGS |= {
     ),
     "gpt_oss": Config(
         32, 32, 3, 4, 2, 70, 128, False, rope_theta=100, head_dim=12, rope_scaling=YarnScaling(8, 16, 4, 1, in_whole_pairs=False),
-        rope_scale=float(np.float32(1 + 0.1 * math.log(8))), window=11, full_layers=(1,), qkv_bias=True, wo_bias=True, sinks=True,
-        experts=ExpertsConfig(6, 3, 32, limit=7.0, alpha=1.702),
+        rope_scale=float(np.float32(1 + 0.1 * math.log(8))), window=11, layers=full_layers((1,), 3), qkv_bias=True,
+        wo_bias=True, sinks=True, experts=ExpertsConfig(6, 3, 32, limit=7.0, alpha=1.702),
     ),
 }  # fmt: skip
 

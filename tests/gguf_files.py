@@ -327,7 +327,7 @@ def model_keys(name: str) -> Keys:
     if a == "gemma3":
         keys |= {"gemma3.attention.sliding_window": config.window}
         if name != "gemma3":  # of one layer in six that sees all a file need not tell
-            keys |= {"gemma3.attention.sliding_window_pattern": config.full_layers[0] + 1}
+            keys |= {"gemma3.attention.sliding_window_pattern": [own.window for own in config.layers].index(0) + 1}
     if isinstance(yarn := config.rope_scaling, YarnScaling):
         scaling = {"type": "yarn", "factor": yarn.factor, "original_context_length": yarn.original_seq_len}
         scaling |= {"yarn_beta_fast": yarn.beta_fast, "yarn_beta_slow": yarn.beta_slow, "yarn_log_multiplier": 1.0}
@@ -350,7 +350,7 @@ def model_keys(name: str) -> Keys:
     return keys | {
         f"{a}.attention.head_count_kv": kv_heads,
         f"{a}.attention.layer_norm_rms_epsilon": config.norm_eps,
-        f"{a}.rope.freq_base": config.rope_theta,
+        f"{a}.rope.freq_base": next((own.rope_theta for own in config.layers if own.rope_theta), config.rope_theta),
         f"{a}.attention.key_length": config.head_dim,
         f"{a}.attention.value_length": config.head_dim,
         f"{a}.vocab_size": config.vocab_size,

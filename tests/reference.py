@@ -159,7 +159,6 @@ def forward(
     if config.architecture == "gpt2":
         return gpt2_forward(config, t, tokens, kept)
     t, n, eps = ByLayer(t), len(tokens), config.norm_eps
-    local = replace(config, rope_theta=config.local_theta or 1, rope_divisors=())
 
     def projected(x, c, i):
         return product(x, t[f"w{c}"][i]) + (t[f"b{c}"][i] if f"b{c}" in t else 0)
@@ -167,7 +166,8 @@ def forward(
     def mixed(x, i):
         if config.conv and i in config.conv.layers:
             return convolved(x, t, i, config.conv)
-        seen = None if i in config.full_layers else window or config.window
+        own = config.of_layer(i)
+        seen = (window or own.window) if own.window == config.window else own.window
         sinks = t["sinks"][i] if config.sinks else None
         return projected(attention(*(heads(x, c, i) for c in "qkv"), seen, kept, config.score_scale, sinks), "o", i)
 
@@ -178,7 +178,7 @@ def forward(
         x = x.reshape(n, -1, config.head_dim)
         if c != "v":
             x = rms_norm(x, t[f"{c}_norm"][i], eps) if config.qk_norm is True else x
-            angles = frequencies(local if config.local_theta and i not in config.full_layers else config)
+            angles = frequencies(config.of_layer(i)) * config.of_layer(i).is_turned
             x = np.stack([rope(x[pos], pos * angles, config.rope_scale) for pos in range(n)])
         if c == "q" and config.query_scale:
             x = x * (1 + config.query_scale * np.log(1 + np.arange(n) // config.query_span))[:, None, None]

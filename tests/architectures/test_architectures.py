@@ -15,6 +15,7 @@ from specdec.sampling import Sampler, Sampling
 from specdec.transformer import FIRST_POSITIONS, Transformer
 from specdec.weights import FP32, INT8
 from tests import reference
+from tests.folders import full_layers
 from tests.models import END_MARKS, THREADS, begun, continuation, run_in_blocks, tokens_for
 
 LLAMA_3 = RopeScaling(8.0, 1.0, 4.0, 40)  # of so few positions that pairs of all three sorts are there
@@ -25,11 +26,11 @@ GEMMA = {
     "norms": "around",
     "activation": "gelu",
     "qk_norm": True,
-    "rope_theta": 1e6,
-    "local_theta": 100.0,
+    "rope_theta": 100.0,
     "embedding_scale": 6.3,
 }
 GEMMA |= {"attention_scale": 0.4}
+GEMMA_LAYERS = full_layers((2,), 4, rope_theta=1e6, rope_divisors=(8.0,) * 12)
 
 # dim, hidden, layers, heads, kv heads, vocab, seq_len
 FAMILIES = {
@@ -41,7 +42,7 @@ FAMILIES = {
     "qwen3, heads across strips": Config(64, 40, 2, 4, 2, 105, 400, head_dim=80, qk_norm=True),
     "qwen3, heads of 12": Config(40, 50, 2, 5, 5, 105, 400, head_dim=12, qk_norm=True),
     "everything": Config(40, 50, 2, 6, 3, 105, 400, False, head_dim=24, window=30, rope_scaling=LLAMA_3, **ALL),
-    "gemma": Config(40, 50, 4, 4, 2, 105, 400, head_dim=24, window=13, full_layers=(2,), rope_divisors=(8.0,) * 12, **GEMMA),
+    "gemma": Config(40, 50, 4, 4, 2, 105, 400, head_dim=24, window=13, layers=GEMMA_LAYERS, **GEMMA),
     "phi 3": Config(40, 50, 2, 4, 2, 105, 400, head_dim=12, rope_scale=1.2, **LONGROPE),
     "ministral 3": Config(40, 50, 2, 4, 2, 105, 400, head_dim=20, rope_scale=1.1, **YARN),
     "lfm2": Config(64, 96, 3, 4, 2, 105, 400, qk_norm=True, conv=ConvConfig((0, 2))),
@@ -53,8 +54,8 @@ FAMILIES = {
     "experts": Config(40, 50, 3, 4, 2, 105, 400, False, experts=ExpertsConfig(5, 2, 30, False, (1,))),
     "experts, one shared": Config(48, 1, 2, 4, 4, 105, 400, qk_norm="whole", experts=ExpertsConfig(8, 3, 20, shared_dim=35)),
     "gpt-oss": Config(
-        40, 50, 3, 6, 2, 105, 400, False, head_dim=12, window=17, full_layers=(1,), qkv_bias=True, wo_bias=True, sinks=True,
-        experts=ExpertsConfig(5, 3, 20, limit=0.9, alpha=1.702),
+        40, 50, 3, 6, 2, 105, 400, False, head_dim=12, window=17, layers=full_layers((1,), 3), qkv_bias=True, wo_bias=True,
+        sinks=True, experts=ExpertsConfig(5, 3, 20, limit=0.9, alpha=1.702),
     ),
     "experts of sigmoids": Config(
         40, 50, 3, 5, 1, 105, 400, False, head_dim=12, conv=ConvConfig((1,), 4, True),

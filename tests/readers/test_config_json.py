@@ -12,7 +12,7 @@ import pytest
 from specdec.architectures import Config
 from specdec.architectures.config import YarnScaling
 from specdec.readers import load_checkpoint
-from tests.folders import CONFIGS, GONE, INDEX, beside_images, configure, copy, message_of
+from tests.folders import CONFIGS, GONE, INDEX, beside_images, configure, copy, full_layers, gemma_layers, message_of
 
 
 def config_of(folder: Path, name: str = "llama", /, **changes: Any) -> Config:
@@ -70,7 +70,7 @@ def test_a_window_of_qwen_counts_in_the_layers_that_have_it(tmp_path: Path) -> N
         else:
             config = load_checkpoint(folder).config
             is_mixed = changes.get("max_window_layers") == 1 or changes.get("layer_types") == [full[0], sliding[0]]
-            assert (config.window, config.full_layers) == (window, (0,) if is_mixed else ()), changes
+            assert (config.window, config.layers) == (window, full_layers([0][:is_mixed], 2)), changes
 
 
 def test_longrope_turns_a_part_of_a_head_by_factors_of_short_texts_and_of_long_ones(tmp_path: Path) -> None:
@@ -111,9 +111,9 @@ def test_gemma_3_tells_of_its_layers_and_of_their_rope_in_two_ways(tmp_path: Pat
         [
             ("gemma3", gone, {}),
             ("gemma3", gone | {"sliding_window_pattern": 6, "rope_theta": 1000000, "rope_local_base_freq": 10000}, {}),
-            ("gemma3", gone | {"sliding_window_pattern": 2}, {"full_layers": (1, 3, 5)}),
-            ("gemma3", gone | {"sliding_window_pattern": 1}, {"full_layers": (*range(7),), "window": 0}),
-            ("gemma3", gone | {"rope_scaling": {"type": "linear", "factor": 2}}, {"rope_divisors": (2.0,) * 3}),
+            ("gemma3", gone | {"sliding_window_pattern": 2}, {"layers": gemma_layers((1, 3, 5), 7)}),
+            ("gemma3", gone | {"sliding_window_pattern": 1}, {"layers": gemma_layers(range(7), 7), "window": 0}),
+            ("gemma3", gone | {"rope_scaling": {"type": "linear", "factor": 2}}, {"layers": gemma_layers((5,), 7, (2.0,) * 3)}),
             ("gemma3", {"rope_parameters": {"full_attention": None}}, {}),
             ("gemma3", {"query_pre_attn_scalar": GONE}, {"attention_scale": 0.0625}),
             ("gemma3_scaled", {"rope_parameters": GONE, "rope_scaling": linear, "rope_local_base_freq": 500}, {}),

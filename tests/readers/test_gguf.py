@@ -20,7 +20,7 @@ from specdec.readers.gguf_file import GgufFile
 from specdec.readers.loading import load_model
 from specdec.transformer import Transformer
 from tests import folders
-from tests.folders import CONFIGS, FIXTURES, message_of, read_all
+from tests.folders import CONFIGS, FIXTURES, gemma_layers, message_of, read_all
 from tests.gguf_files import (
     BLOCK_SIZES,
     CONVERTED,
@@ -182,11 +182,11 @@ def test_gemma_3_is_what_llama_cpp_makes_of_the_keys(tmp_path: Path) -> None:
     """Layers that see all by a list or by every so many, RoPE of the others, scores of its largest model."""
     config = CONFIGS["gemma3"]
     for changes, others in (
-        ({"attention.sliding_window_pattern": [True, False, True, True, True, False, True]}, {"full_layers": (1, 5)}),
-        ({"attention.sliding_window_pattern": 2}, {"full_layers": (1, 3, 5)}),
-        ({"attention.sliding_window": 0}, {"full_layers": (*range(7),), "window": 0}),
-        ({"rope.freq_base_swa": 500.0}, {"local_theta": 500.0}),
-        ({"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}, {"rope_divisors": (8.0,) * 3}),
+        ({"attention.sliding_window_pattern": [True, False, True, True, True, False, True]}, {"layers": gemma_layers((1, 5), 7)}),
+        ({"attention.sliding_window_pattern": 2}, {"layers": gemma_layers((1, 3, 5), 7)}),
+        ({"attention.sliding_window": 0}, {"layers": gemma_layers(range(7), 7), "window": 0}),
+        ({"rope.freq_base_swa": 500.0}, {"rope_theta": 500.0}),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}, {"layers": gemma_layers((5,), 7, (8.0,) * 3)}),
     ):
         keys = {f"gemma3.{key}": value for key, value in changes.items()}
         assert load_checkpoint(write(tmp_path, "gemma3", **keys)).config == replace(config, **others), changes
