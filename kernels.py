@@ -112,15 +112,15 @@ def rms_norm(run: Pass, thread: int, p: RMSNorm) -> None:
 
 
 @operation
-def add_norm(run: Pass, thread: int, x: Floats2, branch: Floats3, weight: Floats1, dim: int, eps: float) -> None:
-    """x[t] += rms_norm(branch[t]) of branch (1, T, D padded), which all threads have written: this part's strips."""
+def add_norm(run: Pass, thread: int, x: Floats2, branch: Floats3, weight: Floats1, dim: int, eps: float, factor: float) -> None:
+    """x[t] = factor (x[t] + rms_norm(branch[t])) of branch (1, T, D padded), which all have written: this part's strips."""
     width = x.shape[1]
     first, last = share(width // STRIP_ROWS, run.part, run.n_parts)
     for t in range(run.n_tokens):
         scale = splat(norm_scale(branch, t * width, width, dim, eps))
         for i in range(first * STRIP_ROWS, last * STRIP_ROWS, LANES):
             at = t * width + i
-            store(x, at, fma(load(weight, i), mul(load(branch, at), scale), load(x, at)))
+            store(x, at, mul(splat(factor), fma(load(weight, i), mul(load(branch, at), scale), load(x, at))))
 
 
 class LayerNorm(NamedTuple):

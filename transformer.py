@@ -413,7 +413,7 @@ class Transformer:
             # the last pass is a full one where there are several, so that it holds all n_logits tokens, and all nodes
             block = new[: len(new) % MAX_TOKENS or MAX_TOKENS]
             del new[: len(block)]
-            self._buffers.tokens[: len(block)] = block
+            self._weights.take_in(block, self._buffers, 0)
             self._goes_on(len(block))
             self._runner(len(block), len(self._held) + n_nodes, 0 if new else n_logits, self._n_threads, len(tokens))
             self._held += block[: len(tokens) - len(self._held)] if nodes else block
@@ -443,7 +443,7 @@ class Transformer:
             model._reserve(len(tokens))
             model._forget(starts[i])
             model._goes_on(len(new[i]))
-            self._buffers.tokens[at : at + len(new[i])] = new[i]
+            self._weights.take_in(new[i], self._buffers, at)
             if new[i]:
                 parts.append(TextPart(model._runner, len(new[i]), starts[i], jobs[i][2]))
             at += len(new[i])

@@ -1,6 +1,16 @@
 """Architectures, a room each: a family's tensors, matrices, and the program of its pass."""
 
-from .config import Config, ConvConfig, DeltaConfig, ExpertsConfig, HeadConfig, LayerConfig, RopeScaling, YarnScaling
+from .config import (
+    Config,
+    ConvConfig,
+    DeltaConfig,
+    ExpertsConfig,
+    HeadConfig,
+    InputsConfig,
+    LayerConfig,
+    RopeScaling,
+    YarnScaling,
+)
 from .eagle3 import EAGLE3
 from .gpt2 import GPT2
 from .llama import LLAMA, WITH_STATES
@@ -20,5 +30,5 @@ def architecture_of(config: Config) -> Architecture:
 
 __all__ = [
     "ARCHITECTURES", "Architecture", "Buffers", "Config", "ConvConfig", "DeltaConfig", "ExpertsConfig", "HeadConfig",
-    "LayerConfig", "Room", "RopeScaling", "Weights", "YarnScaling", "architecture_of",
+    "InputsConfig", "LayerConfig", "Room", "RopeScaling", "Weights", "YarnScaling", "architecture_of",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ import numpy as np
 from ..kernels import head_norm, move_slots, rope
 from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
-from ..machine.vectors import Float32, Int64
+from ..machine.vectors import Float32, Int64, round_up
 from ..weights.matrix import n_strips
 from .blocks import CACHED, Block, Shapes, added, biased, norm_shapes, norm_vectors, scratches, taken
 from .config import Config
@@ -25,7 +25,8 @@ NORM = "rms_att"
 def shapes(config: Config) -> Shapes:
     """By llama2.c's names; biases, norms of heads and a gate's product where the config says so."""
     dim, q_dim, kv_dim = config.dim, config.q_dim, config.kv_dim
-    tensors = norm_shapes(config, NORM) | {"wq": (q_dim, dim), "wk": (kv_dim, dim), "wv": (kv_dim, dim), "wo": (dim, q_dim)}
+    of_kv = dict.fromkeys(_of_kv(config), (kv_dim, dim))
+    tensors = norm_shapes(config, NORM) | {"wq": (q_dim, dim)} | of_kv | {"wo": (dim, q_dim)}
     if config.qkv_bias:
         tensors |= {"bq": (q_dim,), "bk": (kv_dim,), "bv": (kv_dim,)}
     if config.wo_bias:
@@ -39,9 +40,14 @@ def shapes(config: Config) -> Shapes:
     return tensors
 
 
+def _of_kv(config: Config) -> tuple[str, ...]:
+    """The products that make keys and values: none where an earlier layer's are taken; see `Config.values_are_keys`."""
+    return () if not config.has_cache else ("wk", "wk_as_v" if config.values_are_keys else "wv")
+
+
 def parts(config: Config, i: int) -> dict[str, Part]:
     """q, k, v and what gates are one product."""
-    mixed = dict(zip(("wq", "wk", "wv", "wg"), qkv_rows(config), strict=False))
+    mixed = dict(zip(("wq", *_of_kv(config), "wg"), qkv_rows(config), strict=False))
     return {
         f"{i}.qkv": Part(tuple((name, i) for name in mixed), (*mixed.values(),), config.dim),
         f"{i}.wo": Part((("wo", i),), (config.dim,), config.q_dim),
@@ -65,9 +71,13 @@ def vectors(config: Config, i: int) -> dict[str, Vector]:
 def _normed_heads(config: Config) -> dict[str, tuple[int, int, int]]:
     """Of norms of queries and of keys: how many rows one goes over, where these begin in the product, and how many norms."""
     base = n_strips(config.q_dim) * STRIP_ROWS
-    if config.qk_norm == "whole":
-        return {"q_norm": (config.q_dim, 0, 1), "k_norm": (config.kv_dim, base, 1)}
-    return {"q_norm": (config.head_dim, 0, config.n_heads), "k_norm": (config.head_dim, base, config.n_kv_heads)}
+    whole, each = {"q_norm": (config.q_dim, 0, 1)}, {"q_norm": (config.head_dim, 0, config.n_heads)}
+    if config.has_cache:
+        whole, each = (
+            whole | {"k_norm": (config.kv_dim, base, 1)},
+            each | {"k_norm": (config.head_dim, base, config.n_kv_heads)},
+        )
+    return whole if config.qk_norm == "whole" else each
 
 
 def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
@@ -78,9 +88,9 @@ def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
 def mixing(config: Config, weights: Weights, b: Buffers, i: int, source: Float32, before: Sequence[Row]) -> Program:
     """x += wo attention(rope(qkv source)); before: what makes source (threads, T, ...)."""
     w, v = weights.matrices, weights.vectors
-    k_row = n_strips(config.q_dim) * STRIP_ROWS
+    k_row, has_kv = n_strips(config.q_dim) * STRIP_ROWS, config.has_cache
     v_row = k_row + n_strips(config.kv_dim) * STRIP_ROWS
-    gate_row = v_row + n_strips(config.kv_dim) * STRIP_ROWS
+    gate_row = (v_row + n_strips(config.kv_dim) * STRIP_ROWS) if has_kv else k_row
     gated = [[gate_rows(b.heads, b.qkv, gate_row, config.q_dim)]] if config.attention_gate else []
     is_whole = config.qk_norm == "whole"
     by_heads = (config.qk_norm and not is_whole) or (b.kv.is_scaled and not is_whole)
@@ -90,12 +100,14 @@ def mixing(config: Config, weights: Weights, b: Buffers, i: int, source: Float32
     def turned(unit: int) -> list[Row]:
         normed = _normed_heads(config).items() if config.qk_norm else ()
         queries = (b.query_cos, b.query_sin) if config.query_scale else tables
-        sides = [(0, k_row, *queries), (k_row, v_row, *tables)] if config.is_turned else []
+        sides = [(0, k_row, *queries), (k_row, v_row, *tables)][: 1 + has_kv] if config.is_turned else []
+        values = (b.qkv, unit, v_row, config.n_kv_heads, config.head_dim)
         return [
             *(head_norm(b.qkv, unit, base, n, n_rows, v[f"{i}.{name}"], config.norm_eps) for name, (n_rows, base, n) in normed),
+            *([head_norm(*values, ones(config.head_dim), config.norm_eps)] if config.value_norm and has_kv else []),
             *(rope(b.qkv, unit, base, end - base, *each, b.depths, config.head_dim) for base, end, *each in sides),
-            b.kv.store_keys(b.keys, b.key_scales, b.qkv, unit, k_row),
-            b.kv.store_values(b.values, b.value_scales, b.qkv, unit, v_row, config.head_dim),
+            *([b.kv.store_keys(b.keys, b.key_scales, b.qkv, unit, k_row)] if has_kv else []),
+            *([b.kv.store_values(b.values, b.value_scales, b.qkv, unit, v_row, config.head_dim)] if has_kv else []),
         ]
 
     product = [*before, *weights.product(f"{i}.qkv", b.qkv, source, scratches(b), unit=unit)]
@@ -119,6 +131,11 @@ def attention(config: Config, b: Buffers, sinks: Float32 | None = None) -> Row:
     return row._replace(slot_work=(b.keys.nbytes + b.values.nbytes) // b.values.shape[2])
 
 
+def ones(n: int) -> Float32:
+    """The weights of a norm that has none."""
+    return np.ones(round_up(n, STRIP_ROWS), np.float32)
+
+
 def whole_heads(config: Config) -> int:
     """How many strips of q, k, v and gates a thread takes at a time, so that no head is two threads'; of odd sizes, all."""
     unit = config.head_dim // math.gcd(config.head_dim, STRIP_ROWS)
@@ -128,7 +145,7 @@ def whole_heads(config: Config) -> int:
 
 def qkv_rows(config: Config) -> tuple[int, ...]:
     """Of q, k and v, and of what gates where there is a gate."""
-    return (config.q_dim, config.kv_dim, config.kv_dim, *[config.q_dim][: config.attention_gate])
+    return (config.q_dim, *[config.kv_dim] * len(_of_kv(config)), *[config.q_dim][: config.attention_gate])
 
 
 def move_path(buffers: Buffers, path: Int64, n_text: int) -> None:

@@ -48,7 +48,7 @@ def block_buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buf
     own["scratch"] = Buffer((n_threads, MAX_TOKENS, words), whose="token")
     own["scores"] = Buffer((n_threads, TILE_TOKENS, room.n_positions))
     for end, layers in alike(config, *SIZES).items():
-        own_cache = [i for i in layers if config.of_layer(i).kv_layer is None and f"{i}.qkv" in matrices]
+        own_cache = [i for i in layers if config.of_layer(i).has_cache and f"{i}.qkv" in matrices]
         sized = sized_buffers(config.of_layer(layers[0]), weights, room, layers, len(own_cache))
         own |= {name + end: buffer for name, buffer in sized.items()}
     return own
@@ -74,17 +74,19 @@ def sized_buffers(config: Config, weights: Weights, room: Room, layers: Sequence
     padded): what attention hands on. up (T, rows of the MLP's first matrix). hidden (1, T, F padded).
     """
     matrices, positions = weights.matrices, room.n_positions
-    n, kv_heads, head_strips = n_cached, config.n_kv_heads, ceil_div(config.head_dim, STRIP_ROWS)
+    kv_heads, head_strips = config.n_kv_heads, ceil_div(config.head_dim, STRIP_ROWS)
     keys, values = (positions // STRIP_ROWS, config.head_dim, STRIP_ROWS), (head_strips, positions, STRIP_ROWS)
-    scales = Buffer((n, kv_heads, positions * room.kv.is_scaled), whose="cache" if room.kv.is_scaled else "text")
+    scales = Buffer((n_cached, kv_heads, positions * room.kv.is_scaled), whose="cache" if room.kv.is_scaled else "text")
     up, qkv = (
         max((matrix.whole_rows for i in layers if (matrix := matrices.get(f"{i}.{name}"))), default=STRIP_ROWS)
         for name in ("up", "qkv")
     )
-    return {
-        "keys": Buffer((n, kv_heads, *keys), room.kv.dtype, "cache"),
-        "values": Buffer((n, kv_heads, *values), room.kv.dtype, "cache"),
+    cache = {
+        "keys": Buffer((n_cached, kv_heads, *keys), room.kv.dtype, "cache"),
+        "values": Buffer((n_cached, kv_heads, *values), room.kv.dtype, "cache"),
         **dict.fromkeys(("key_scales", "value_scales"), scales),
+    }
+    return (cache if n_cached else {}) | {
         "qkv": Buffer((MAX_TOKENS, qkv), whose="token"),
         "mixed": Buffer((room.n_threads, TILE_TOKENS, head_strips * STRIP_ROWS)),
         "heads": Buffer((1, MAX_TOKENS, round_up(config.q_dim, STRIP_ROWS)), whose="token"),
@@ -93,7 +95,7 @@ def sized_buffers(config: Config, weights: Weights, room: Room, layers: Sequence
     }
 
 
-SIZES = ("n_heads", "n_kv_heads", "head_dim", "hidden_dim")  # which tell how large a layer's buffers are
+SIZES = ("n_heads", "n_kv_heads", "head_dim", "hidden_dim", "has_cache")  # which tell how large a layer's buffers are
 CACHED = ("keys", "values", "key_scales", "value_scales")  # of layers of attention alone
 SIZED = ("qkv", "mixed", "heads", "up", "hidden")
 ANGLES = ("rope_theta", "rope_divisors", "head_dim")  # which tell by which tables a layer turns heads
@@ -107,7 +109,7 @@ def by_layer(config: Config, weights: Weights, b: Buffers) -> list[Buffers]:
         place = 0
         for i in layers:
             own[i] |= {name: getattr(b, name + end) for name in SIZED}
-            if config.of_layer(i).kv_layer is None and f"{i}.qkv" in weights.matrices:
+            if config.of_layer(i).has_cache and f"{i}.qkv" in weights.matrices:
                 own[i] |= {name: getattr(b, name + end)[place] for name in CACHED}
                 place += 1
     for end, layers in alike(config, *ANGLES).items():
@@ -152,14 +154,26 @@ def taken(config: Config, weights: Weights, b: Buffers, name: str) -> tuple[Floa
     return (b.x, []) if config.norms == "behind" else (b.normed, [norm(config, weights, b, name)])
 
 
-def added(config: Config, weights: Weights, b: Buffers, matrix: Matrix, source: Float32, bias: str, name: str) -> Program:
-    """x += matrix source, and the bias of that name where there is one; where norms stand behind blocks, normed by that name."""
+def added(
+    config: Config, weights: Weights, b: Buffers, matrix: Matrix, source: Float32, bias: str, name: str, factor: float = 1.0
+) -> Program:
+    """x += matrix source, and the bias of that name where there is one; where norms stand behind blocks, normed by that name, and
+    x is multiplied by a factor then.
+    """
     if config.norms == "before":
         return [[matrix.product(b.x[0], source, b.scratch, adding=True), *biased(weights, b.x[0], bias)]]
     return [
         [matrix.product(b.branch[0], source, b.scratch), *biased(weights, b.branch[0], bias)],
-        [add_norm(b.x[0], b.branch, weights.vectors[f"{name}_out"], config.dim, config.norm_eps)],
+        [add_norm(b.x[0], b.branch, weights.vectors[f"{name}_out"], config.dim, config.norm_eps, factor)],
     ]
+
+
+LAYER_SCALE = "layer_scale"
+
+
+def factor_of(config: Config, weights: Weights, i: int) -> float:
+    """What layer i multiplies the residual stream by in the end."""
+    return float(weights.vectors[f"{i}.{LAYER_SCALE}"][0]) if config.layer_scale else 1.0
 
 
 def biased(weights: Weights, out: Float32, name: str, unit: int = 1) -> list[Row]:

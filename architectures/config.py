@@ -212,6 +212,24 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class InputsConfig:
+    """What each layer takes of a token beside the residual stream (Gemma 4): dim numbers, of a table of n_rows tokens and of the
+    embedding.
+    """
+
+    dim: int
+    n_rows: int
+
+    def flaw(self, vocab_size: int) -> str:
+        """What keeps these numbers from being those of a vocabulary; empty where nothing does."""
+        if self.dim < 1:
+            return f"dim is {self.dim}; expected a positive number"
+        if self.n_rows < vocab_size:
+            return f"n_rows is {self.n_rows}; expected a row for each of {vocab_size} tokens"
+        return ""
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """What a layer has of its own; None: what the config says of all.
 
@@ -252,7 +270,9 @@ class Config:
     own, nothing where all are alike (`of_layer`); conv, delta: the layers that are none of attention; attention_gate: whether
     what attention mixes is gated; head: what else a head that drafts needs, of whose target vocab_size counts the tokens;
     experts: of layers whose MLP is a mixture; sinks: whether each head has a score that is no position's; norms: where they
-    stand, of what a block takes, of what it makes, or of both; activation: what gates an MLP.
+    stand, of what a block takes, of what it makes, or of both; activation: what gates an MLP; value_norm: whether values are
+    normed, head by head, by no weights; layer_scale: whether a layer ends by a factor of the residual stream; inputs: what layers
+    take of a token beside; logit_cap: what tanh keeps logits below, in the end (0: does not).
     """
 
     dim: int
@@ -296,6 +316,10 @@ class Config:
     sinks: bool = False
     norms: Literal["before", "behind", "around"] = "before"
     activation: Literal["silu", "gelu"] = "silu"
+    value_norm: bool = False
+    layer_scale: bool = False
+    inputs: InputsConfig | None = None
+    logit_cap: float = 0.0
 
     def __post_init__(self) -> None:
         if self.head_dim == 0 and self.n_heads > 0:
@@ -349,12 +373,24 @@ class Config:
                 return f"{name}'s {flaw}"
         if self.conv and self.delta:
             return "there are convolutions and delta nets; expected one of them beside attention"
-        if self.norms != "before" and (self.residual_scale != 1 or self.experts):
-            return f"norms stand {self.norms} blocks; expected before them, of experts and where residual_scale is not 1"
+        if flaw := self._flaw_around_layers():
+            return flaw
         if self.head and (flaw := self.head.flaw(self.dim, self.vocab_size)):
             return f"head's {flaw}"
         if self.vocab_size < 3:
             return f"vocab_size is {self.vocab_size}; BOS and EOS are the ids 1 and 2"
+        return ""
+
+    def _flaw_around_layers(self) -> str:
+        """The same of norms and of what layers take beside the residual stream, and of logits."""
+        if self.inputs and (flaw := self.inputs.flaw(self.vocab_size)):
+            return f"inputs' {flaw}"
+        if not (self.logit_cap == 0 or LEAST_SCALE <= self.logit_cap <= 1 / LEAST_SCALE):
+            return f"logit_cap is {self.logit_cap}; expected {LEAST_SCALE:g} to {1 / LEAST_SCALE:g}, or 0"
+        if (self.inputs or self.layer_scale) and (self.norms != "around" or self.architecture != "llama"):
+            return f"norms stand {self.norms} blocks; expected around them where layers have inputs or a factor"
+        if self.norms != "before" and (self.residual_scale != 1 or self.experts):
+            return f"norms stand {self.norms} blocks; expected before them, of experts and where residual_scale is not 1"
         return ""
 
     def _flaw_of_layers(self) -> str:
@@ -382,6 +418,11 @@ class Config:
     @property
     def q_dim(self) -> int:
         return self.n_heads * self.head_dim
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether a layer of attention has keys and values of its own."""
+        return self.kv_layer is None
 
     @property
     def kv_dim(self) -> int:

@@ -3,12 +3,15 @@
 Shapes: T tokens of this pass, F rows of an MLP's first matrix.
 """
 
+import numpy as np
+
+from ..kernels import own_rows
 from ..machine.cache import inlined
-from ..machine.elementary import gelu_tanh, sigmoid, silu
+from ..machine.elementary import gelu_tanh, sigmoid, silu, tanh
 from ..machine.parts import share
 from ..machine.programs import Floats2, Floats3, Ints2, Pass, operation
 from ..machine.tiles import STRIP_ROWS
-from ..machine.vectors import LANES, add, ceil_div, load, maximum, minimum, mul, splat, store
+from ..machine.vectors import LANES, add, ceil_div, lane, load, maximum, minimum, mul, splat, store
 
 
 @inlined
@@ -99,3 +102,37 @@ def add_slot_bias(run: Pass, thread: int, out: Floats2, bias: Floats2, starts: I
             for i in range(first * STRIP_ROWS, last * STRIP_ROWS, LANES):
                 at = slot * out.shape[1] + i
                 store(out, at, add(load(out, at), load(bias, expert * bias.shape[1] + i)))
+
+
+@operation
+def cap(run: Pass, thread: int, logits: Floats2, most: float) -> None:
+    """logits[t] = most tanh(logits[t] / most), of the tokens that have some: this part's strips of the product before."""
+    first, last = share(logits.shape[1] // STRIP_ROWS, run.part, run.n_parts)
+    inverse = splat(np.float32(1.0) / most)
+    for t in range(run.n_logits):
+        for i in range(first * STRIP_ROWS, last * STRIP_ROWS, LANES):
+            at = t * logits.shape[1] + i
+            store(logits, at, mul(splat(most), tanh(mul(load(logits, at), inverse))))
+
+
+@operation
+def mix_inputs(run: Pass, thread: int, inputs: Floats2, rows: Floats2, unit: int, of_rows: float, of_all: float) -> None:
+    """inputs[t] = of_all (inputs[t] + of_rows rows[t]): this part's rows of the product before, of that unit."""
+    first, last = own_rows(run, inputs.shape[1], unit, 0, rows.shape[1])
+    for t in range(run.n_tokens):
+        for k in range(first, last):
+            inputs[t, k] = (inputs[t, k] + rows[t, k] * of_rows) * of_all
+
+
+@operation
+def gate_inputs(run: Pass, thread: int, out: Floats3, gates: Floats2, inputs: Floats2, base: int, n: int) -> None:
+    """out[0, t] = gelu(gates[t]) * n columns of inputs[t] from `base` on: this part's strips of the product before."""
+    first, last = share(gates.shape[1] // STRIP_ROWS, run.part, run.n_parts)
+    begin, end = first * STRIP_ROWS, min(last * STRIP_ROWS, n)
+    whole = begin + max(end - begin, 0) // LANES * LANES
+    for t in range(run.n_tokens):
+        for k in range(begin, whole, LANES):
+            gated = mul(gelu_tanh(load(gates, t * gates.shape[1] + k)), load(inputs, t * inputs.shape[1] + base + k))
+            store(out, t * out.shape[2] + k, gated)
+        for k in range(whole, end):
+            out[0, t, k] = lane(gelu_tanh(splat(gates[t, k])), 0) * inputs[t, base + k]

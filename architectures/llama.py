@@ -10,25 +10,29 @@ from dataclasses import replace
 from ..kernels import scale_rows
 from ..machine.programs import Program, Row
 from ..machine.vectors import LANES
+from . import inputs
 from .attention import ATTENTION, move_path
 from .blocks import ANGLES, TURNING, Block, Shapes, alike, block_buffers, by_layer, norm, of_layers
 from .config import Config
 from .convolution import CONVOLUTION
 from .delta import DELTA
+from .gates import cap
+from .inputs import INPUTS
 from .mixture import MIXTURE
 from .mlp import MLP
 from .plan import Architecture, Buffer, Buffers, Layers, Part, Room, Vector, Weights
 from .rope import fill_query_tables, fill_tables
 
 
-def blocks_of(config: Config, i: int) -> tuple[Block, Block]:
-    """What mixes positions in layer i, and what does not."""
+def blocks_of(config: Config, i: int) -> tuple[Block, ...]:
+    """What mixes positions in layer i, what does not, and what takes more of a token than the residual stream has."""
     first = ATTENTION
     if config.conv and i in config.conv.layers:
         first = CONVOLUTION
     if config.delta and i in config.delta.layers:
         first = DELTA
-    return first, MIXTURE if config.experts and i not in config.experts.dense_layers else MLP
+    second = MIXTURE if config.experts and i not in config.experts.dense_layers else MLP
+    return (first, second, INPUTS) if config.inputs else (first, second)
 
 
 def all_blocks(config: Config) -> Iterator[tuple[int, Block]]:
@@ -47,7 +51,8 @@ def shapes(config: Config) -> Shapes:
     own = {f"{i}.{name}": shape for i, layer in enumerate(layers) for name, shape in layer.items() if name not in common}
     table = (config.vocab_size, config.dim)
     of_all = {name: (config.n_layers, *shape) for name, shape in common.items()}
-    return {"tok_emb": table, **of_all, "rms_final": (config.dim,), **own} | ({} if config.shared_classifier else {"wcls": table})
+    outer = {"rms_final": (config.dim,)} | (inputs.outer_shapes(config) if config.inputs else {})
+    return {"tok_emb": table, **of_all, **outer, **own} | ({} if config.shared_classifier else {"wcls": table})
 
 
 def parts(config: Config) -> dict[str, Part]:
@@ -57,6 +62,8 @@ def parts(config: Config) -> dict[str, Part]:
     matrices = {
         name: Part(((each, None),), table, config.dim) for name, each in (("embedding", "tok_emb"), ("classifier", classifier))
     }
+    if config.inputs:
+        matrices |= inputs.outer_parts(config)
     for i, block in all_blocks(config):
         matrices |= block.parts(config.of_layer(i), i)
     return {n: part._replace(tensors=tuple(of_layers(tensors, *each) for each in part.tensors)) for n, part in matrices.items()}
@@ -65,6 +72,8 @@ def parts(config: Config) -> dict[str, Part]:
 def vectors(config: Config) -> dict[str, Vector]:
     """Those of blocks, and the last norm."""
     tensors, own = shapes(config), {"rms_final": Vector((("rms_final", None),), (config.dim,))}
+    if config.inputs:
+        own |= inputs.outer_vectors(config)
     for i, block in all_blocks(config):
         own |= block.vectors(config.of_layer(i), i)
     return {n: vector._replace(tensors=tuple(of_layers(tensors, *each) for each in vector.tensors)) for n, vector in own.items()}
@@ -103,13 +112,15 @@ def embed(config: Config, weights: Weights, b: Buffers) -> Program:
     """x = embedding."""
     scale = config.embedding_scale / config.residual_scale
     scaled = [scale_rows(b.x[0], scale, config.dim)] if scale != 1 else []
-    return [[weights.matrices["embedding"].embedding(b.x[0], b.tokens), *scaled]]
+    first = [[weights.matrices["embedding"].embedding(b.x[0], b.tokens), *scaled]]
+    return [*first, *inputs.first_program(config, weights, b)] if config.inputs else first
 
 
 def classify(config: Config, weights: Weights, b: Buffers) -> Program:
     """logits = wcls rmsnorm(x), of the last tokens."""
     product = weights.matrices["classifier"].product(b.logits, b.normed, b.scratch, of_logits=True)
-    return [[norm(config, weights, b, "rms_final", of_logits=True), product]]
+    capped = [cap(b.logits, config.logit_cap)] if config.logit_cap else []
+    return [[norm(config, weights, b, "rms_final", of_logits=True), product, *capped]]
 
 
 def outcome(config: Config, weights: Weights, b: Buffers) -> Row:
@@ -126,5 +137,10 @@ def program(config: Config, weights: Weights, b: Buffers) -> Layers:
     return Layers(embed(config, weights, b), layers, classify(config, weights, b))
 
 
-LLAMA = Architecture(shapes, parts, vectors, buffers, program, fill, move=move_path, outcome=outcome)
+def tables(config: Config) -> dict[str, str]:
+    """`Architecture.tables`."""
+    return {inputs.ROWS: inputs.ROWS} if config.inputs else {}
+
+
+LLAMA = Architecture(shapes, parts, vectors, buffers, program, fill, move=move_path, outcome=outcome, tables=tables)
 WITH_STATES = replace(LLAMA, move=None, n_states=max(CONVOLUTION.n_states, DELTA.n_states))  # which is that of one text

@@ -1,7 +1,7 @@
 """A block of an MLP that is gated (Shazeer 2020, arXiv:2002.05202), by SiLU or by GELU."""
 
 from ..machine.programs import Program
-from .blocks import Block, Shapes, added, biased, norm_shapes, norm_vectors, taken
+from .blocks import LAYER_SCALE, Block, Shapes, added, biased, factor_of, norm_shapes, norm_vectors, taken
 from .config import Config
 from .gates import geglu, swiglu
 from .plan import Buffers, Part, Vector, Weights
@@ -13,7 +13,8 @@ def shapes(config: Config) -> Shapes:
     """By llama2.c's names; biases where the config says so."""
     dim, hidden = config.dim, config.hidden_dim
     biases = {"b1": (hidden,), "b3": (hidden,), "b2": (dim,)} if config.mlp_bias else {}
-    return norm_shapes(config, NORM) | {"w1": (hidden, dim), "w2": (dim, hidden), "w3": (hidden, dim)} | biases
+    scale = {LAYER_SCALE: (1,)} if config.layer_scale else {}
+    return norm_shapes(config, NORM) | {"w1": (hidden, dim), "w2": (dim, hidden), "w3": (hidden, dim)} | biases | scale
 
 
 def parts(config: Config, i: int) -> dict[str, Part]:
@@ -28,6 +29,8 @@ def parts(config: Config, i: int) -> dict[str, Part]:
 def vectors(config: Config, i: int) -> dict[str, Vector]:
     """The norms, and the biases as their products lie."""
     own, hidden = norm_vectors(config, i, NORM), config.hidden_dim
+    if config.layer_scale:
+        own[f"{i}.{LAYER_SCALE}"] = Vector(((LAYER_SCALE, i),), (1,))
     if config.mlp_bias:
         own[f"{i}.b13"] = Vector((("b1", i), ("b3", i)), (hidden, hidden), in_turns=True)
         own[f"{i}.b2"] = Vector((("b2", i),), (config.dim,))
@@ -39,7 +42,8 @@ def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
     w, (source, before) = weights.matrices, taken(config, weights, b, f"{i}.{NORM}")
     gate = geglu(b.hidden, b.up) if config.activation == "gelu" else swiglu(b.hidden, b.up, 1)
     first = [*before, w[f"{i}.up"].product(b.up, source, b.scratch, unit=2), *biased(weights, b.up, f"{i}.b13", 2), gate]
-    return [first, *added(config, weights, b, w[f"{i}.down"], b.hidden, f"{i}.b2", f"{i}.{NORM}")]
+    factor = 1.0 if config.inputs else factor_of(config, weights, i)  # else by the block that is the layer's last
+    return [first, *added(config, weights, b, w[f"{i}.down"], b.hidden, f"{i}.b2", f"{i}.{NORM}", factor)]
 
 
 MLP = Block(shapes, parts, vectors, program)

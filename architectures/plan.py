@@ -72,11 +72,33 @@ class Vector(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Table:
+    """A tensor of a row for each token that stays where it lies, in its file: of a pass's tokens alone the rows are read."""
+
+    tensor: Any
+
+    def rows(self, tokens: Sequence[int]) -> Float32:
+        """(n, columns), float32. Raises what reading the file raises."""
+        rows = [_widened(self.tensor[token : token + 1]) for token in tokens]
+        return np.concatenate(rows) if rows else np.empty((0, self.tensor.shape[1]), np.float32)
+
+
+def _widened(rows: Floats) -> Float32:
+    """`floats` of so few that one thread is faster."""
+    if rows.dtype == np.uint16:
+        return (rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return rows.astype(np.float32, copy=False)
+
+
+@dataclass(frozen=True)
 class Weights:
-    """A model's weights: packed matrices and padded vectors, by the names that its architecture gives them."""
+    """A model's weights: packed matrices and padded vectors, by the names that its architecture gives them, and tables, by those
+    of the buffers that their rows fill.
+    """
 
     matrices: dict[str, Matrix]
     vectors: dict[str, Float32]
+    tables: dict[str, Table] = field(default_factory=dict)
 
     def pieces(self, name: str) -> list[Matrix]:
         """A matrix, in as many as its rows are of several kinds."""
@@ -87,6 +109,13 @@ class Weights:
         """`Matrix.product` of all its pieces; scratches: one for each, at least."""
         pieces = zip(self.pieces(name), scratches, strict=False)
         return [piece.product(out, x, scratch, unit=unit) for piece, scratch in pieces]
+
+    def take_in(self, tokens: Sequence[int], buffers: "Buffers", at: int) -> None:
+        """Put a pass's tokens, and what tables say of them, from that place of buffers on."""
+        places = slice(at, at + len(tokens))
+        buffers.tokens[places] = tokens
+        for name, table in self.tables.items():
+            getattr(buffers, name)[places] = table.rows(tokens)
 
     @property
     def kind(self) -> str:
@@ -114,7 +143,7 @@ class Weights:
         for n, (key, (matrix, to)) in enumerate(matrices.items()):
             progress(n / len(matrices))
             new[key] = matrix if to is matrix.kind else converted(matrix, to, block.take)
-        return Weights({name: new[id(matrix)] for name, matrix in self.matrices.items()}, self.vectors)
+        return replace(self, matrices={name: new[id(matrix)] for name, matrix in self.matrices.items()})
 
     def _in(self, kind: Kind) -> dict[int, tuple[Matrix, Kind]]:
         """Each matrix once, by its id, and what it becomes."""
@@ -124,7 +153,7 @@ class Weights:
         """The same, in arrays that begin at cache lines."""
         new = {id(matrix): matrix.aligned() for matrix in self.matrices.values()}
         vectors = {name: aligned(vector) for name, vector in self.vectors.items()}
-        return Weights({name: new[id(matrix)] for name, matrix in self.matrices.items()}, vectors)
+        return replace(self, matrices={name: new[id(matrix)] for name, matrix in self.matrices.items()}, vectors=vectors)
 
 
 class Room(NamedTuple):
@@ -243,6 +272,7 @@ class Architecture:
     outcome: puts what the last norm makes of x into normed, of all tokens. None: that is no hidden state that is asked for.
     n_states: where there is a running state beside the cache's slots, of how many last lengths of a text buffers hold it: a text
     may go back by one less, and one that goes back farther is run again. The pass at position 0 takes none. 0: there is none.
+    tables: which buffers rows of tensors fill, by their tokens, and which tensors those are.
     """
 
     shapes: Callable[[Config], dict[str, tuple[int, ...]]]
@@ -254,6 +284,7 @@ class Architecture:
     learned_positions: bool = False
     move: Callable[[Buffers, Int64, int], None] | None = None
     n_states: int = 0
+    tables: Callable[[Config], dict[str, str]] = lambda config: {}
     features: Callable[[Config, Weights, Buffers], Program] | None = None
     outcome: Callable[[Config, Weights, Buffers], Row] | None = None
 
@@ -400,6 +431,7 @@ class Architecture:
                 name: _pack_vector(vector, [_at(tensors, *place)[:] for place in vector.tensors])
                 for name, vector in vectors.items()
             },
+            {name: Table(tensors[stored]) for name, stored in self.tables(config).items()},
         )
 
     def check(self, config: Config, weights: Weights) -> None:

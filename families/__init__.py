@@ -1,6 +1,23 @@
 """Families of models, a file each: what their files say, and where their tensors lie. A new one is a file, and a line here."""
 
-from . import eagle3, gemma3, gpt2, gpt_oss, granite, lfm2, llama, ministral3, mistral, olmo2, olmoe, phi3, qwen, qwen35, smollm3
+from . import (
+    eagle3,
+    gemma3,
+    gemma4,
+    gpt2,
+    gpt_oss,
+    granite,
+    lfm2,
+    llama,
+    ministral3,
+    mistral,
+    olmo2,
+    olmoe,
+    phi3,
+    qwen,
+    qwen35,
+    smollm3,
+)
 from .family import Family, InFolder, InGguf, Keys
 
 FAMILIES: tuple[Family, ...] = (
@@ -11,6 +28,7 @@ FAMILIES: tuple[Family, ...] = (
     smollm3.FAMILY,
     phi3.FAMILY,
     gemma3.FAMILY,
+    gemma4.FAMILY,
     ministral3.FAMILY,
     lfm2.FAMILY,
     qwen35.FAMILY,

@@ -1,7 +1,7 @@
 """What a family says of itself: how a Hugging Face folder writes it, and how a GGUF file does. Knows no family."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -11,6 +11,11 @@ from .places import Place
 from .values import Values
 
 Places = Mapping[str, Place]
+
+
+def no_names(config: Config) -> Iterable[str]:
+    """Of a family whose models need all that their files hold."""
+    return ()
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class InFolder:
     instead; harmless: names that nobody needs.
     does: which of `folders.NEUTRAL` it does; aliases: other names of keys, which are turned into ours.
     beside: the model_type of files where it lies in text_config beside others, and whether its classifier is the embedding there.
+    unused: names of what a file may hold that such a model does not need.
     """
 
     model_type: str
@@ -37,6 +43,7 @@ class InFolder:
     does: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     beside: Mapping[str, bool] = field(default_factory=dict)
+    unused: Callable[[Config], Iterable[str]] = no_names
 
 
 class Named(Protocol):
@@ -100,7 +107,7 @@ class InGguf:
     architecture: its name there; config: its numbers. Raises CheckpointError. places, instead: as of a folder; mtp: places of the
     head that it may bring along in the layer behind its last, and of what may lie there instead. does: which of `ggufs.NEUTRAL`
     it does; by_layer: which of `ggufs.BY_LAYER` tell its layers apart; is_head: whether it is a head that drafts, for another
-    file's model.
+    file's model; unused: as of a folder.
     """
 
     architecture: str
@@ -111,6 +118,7 @@ class InGguf:
     does: tuple[str, ...] = ()
     by_layer: tuple[str, ...] = ()
     is_head: bool = False
+    unused: Callable[[Config], Iterable[str]] = no_names
 
 
 def chosen(places: Places, instead: Sequence[Places], source: Named, n_layers: int) -> dict[str, Place]:

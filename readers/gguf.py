@@ -59,7 +59,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     ids = None
     if config.head and IDS in model:
         ids = checked_ids(model.integers(IDS, config.head.n_rows), config.vocab_size, model.told(IDS))
-    model.leave_out([f"blk.{config.n_layers + i}." for i in range(model.n_nextn)])
+    model.leave_out([*(f"blk.{config.n_layers + i}." for i in range(model.n_nextn)), *model.family.unused(config)])
     model.check_all_used()
     if config.head:  # whose tokenizer, where the file has one, is the target's
         return Checkpoint(path, config, tensors, target_ids=ids)
@@ -190,7 +190,7 @@ def config_of(model: Model) -> Config:
     values = values.with_one_of_lists([f"{a}.{key}" for key in BY_LAYER if key not in model.family.by_layer], n_blocks)
     common: dict[str, Any] = {
         "dim": values.whole(f"{a}.embedding_length"),
-        "hidden_dim": values.whole(f"{a}.feed_forward_length" if f"{a}.feed_forward_length" in values else f"{a}.{EXPERT_DIM}"),
+        "hidden_dim": _width(model, values, f"{a}.feed_forward_length", f"{a}.{EXPERT_DIM}"),
         "n_layers": n_blocks - model.n_nextn,
         "n_heads": values.whole(f"{a}.attention.head_count"),
         "seq_len": values.whole(f"{a}.context_length"),
@@ -203,6 +203,13 @@ def config_of(model: Model) -> Config:
     if config.head:
         check_rows(config.head, rows, IDS in model, f"{model.path}")
     return config
+
+
+def _width(model: Model, values: Values, key: str, otherwise: str) -> int:
+    """Of an MLP; 1 where each layer's own is told."""
+    if "feed_forward_length" in model.family.by_layer and isinstance(values[key], list):
+        return 1
+    return values.whole(key if key in values else otherwise)
 
 
 def _rows(model: Model, values: Values, key: str, is_borrowed: bool) -> int:

@@ -114,6 +114,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
     if not config.shared_classifier and HEAD not in folder:
         raise CheckpointError(f"{path} holds no {HEAD}, and its {CONFIG} ties none to the embedding; expected a language model")
     tensors = tensors_of(config, places, folder)
+    for name in family.unused(config):
+        folder.leave_out(name)
     folder.check_all_used()
     values = read_object(told) if (told := path / GENERATION_CONFIG).exists() else {}
     sampling = advised(values, {name: name for name in MOST_ADVISED})

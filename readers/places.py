@@ -30,7 +30,7 @@ def tensors_of(config: Config, places: Mapping[str, Place], source: Source) -> d
     tensors: dict[str, Any] = {}
     shapes = architecture_of(config).shapes(config)
 
-    def tensor(name: str, stored_name: str, shape: tuple[int, ...], place: Place) -> Any:
+    def tensor(name: str, stored_name: str, shape: tuple[int, ...], place: Place, layer: int = 0) -> Any:
         n_rows, *others = shape
         among = [name.removesuffix(name.rpartition(".")[2]) + each for each in place.among]
         rows = {each: shapes[each][-len(shape)] for each in among or (name,)}
@@ -43,7 +43,8 @@ def tensors_of(config: Config, places: Mapping[str, Place], source: Source) -> d
         stored = source.tensor(stored_name, place.made.stored(whole) if place.made else whole)
         own = stored.part(first, first + n_rows) if place.among else stored
         if place.halves or place.turn[1] > 1:
-            own = own.heads(config.head_dim, config.n_turned if place.halves else 0, place.turn)
+            heads = config.of_layer(layer)
+            own = own.heads(heads.head_dim, heads.n_turned if place.halves else 0, place.turn)
         return Made(own, shape, place.made.numbers) if place.made else own
 
     def experts(name: str, layer: str, shape: tuple[int, ...], place: Place) -> list[Any]:
@@ -71,9 +72,9 @@ def tensors_of(config: Config, places: Mapping[str, Place], source: Source) -> d
         if place.each:
             tensors[name] = experts(name, layer, shape, place)
         elif layer:
-            tensors[name] = tensor(name, place.name.format(layer), shape, place)
+            tensors[name] = tensor(name, place.name.format(layer), shape, place, int(layer))
         elif "{}" in place.name or place.alone:
-            tensors[name] = [tensor(name, place.name.format(i), shape[1:], place) for i in range(shape[0])]
+            tensors[name] = [tensor(name, place.name.format(i), shape[1:], place, i) for i in range(shape[0])]
         else:
             tensors[name] = tensor(name, place.name, shape, place)
     return tensors

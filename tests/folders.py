@@ -5,13 +5,14 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from specdec.architectures import Config, ConvConfig, DeltaConfig, ExpertsConfig, LayerConfig
+from specdec.architectures import Config, ConvConfig, DeltaConfig, ExpertsConfig, InputsConfig, LayerConfig
 from specdec.architectures.config import RopeScaling, YarnScaling, of_some
 from specdec.readers import Checkpoint, CheckpointError, load_checkpoint
 
@@ -39,6 +40,25 @@ def gemma(dim: int, full: Collection[int], n_layers: int, theta: float = 1e4, di
     return {
         "norms": "around", "activation": "gelu", "norm_eps": 1e-6, "rope_theta": theta, "qk_norm": True, "embedding_scale": scale,
         "layers": gemma_layers(full, n_layers, divisors),
+    }  # fmt: skip
+
+
+def gemma4(
+    dim: int, kinds: str, n_shared: int, head_dim: int, window: int, n_turned: int, hidden_dim: int | None = None, **own: Any
+) -> dict[str, Any]:
+    """What all of Gemma 4's have; kinds: of layers, w or a; head_dim, n_turned, own: of those that see all; hidden_dim:
+    of layers that take the keys and values of others.
+    """
+    divisors = (1.0,) * n_turned + (float(np.float32(1e30)),) * (head_dim // 2 - n_turned)
+    whole = LayerConfig(head_dim=head_dim, window=0, rope_theta=1e4, rope_divisors=divisors, **own)
+    layers = [whole if kind == "a" else LayerConfig() for kind in kinds]
+    first = len(kinds) - n_shared
+    for i in range(first, len(kinds)):
+        layers[i] = replace(layers[i], kv_layer=kinds.rindex(kinds[i], 0, first), hidden_dim=hidden_dim)
+    return {
+        "norms": "around", "activation": "gelu", "norm_eps": 1e-6, "rope_theta": 100.0, "qk_norm": True, "value_norm": True,
+        "embedding_scale": float(np.sqrt(np.float32(dim))), "attention_scale": 1.0, "layer_scale": True, "window": window,
+        "layers": tuple(layers),
     }  # fmt: skip
 
 
@@ -233,6 +253,15 @@ CONFIGS |= {
         32, 32, 3, 4, 2, 70, 128, False, rope_theta=100, head_dim=12, rope_scaling=YarnScaling(8, 16, 4, 1, in_whole_pairs=False),
         rope_scale=float(np.float32(1 + 0.1 * math.log(8))), window=11, layers=full_layers((1,), 3), qkv_bias=True,
         wo_bias=True, sinks=True, experts=ExpertsConfig(6, 3, 32, limit=7.0, alpha=1.702),
+    ),
+    "gemma4": Config(
+        20, 21, 6, 2, 1, 70, 128, head_dim=6, inputs=InputsConfig(7, 70), logit_cap=3.0, **gemma4(20, "wawwaa", 3, 16, 9, 2, 42)
+    ),
+    "gemma4_images": Config(
+        32, 24, 5, 4, 2, 66, 128, head_dim=8, inputs=InputsConfig(32, 66), logit_cap=30.0, **gemma4(32, "wwawa", 2, 12, 5, 1)
+    ),
+    "gemma4_dense": Config(
+        24, 30, 4, 4, 2, 75, 128, False, head_dim=8, **gemma4(24, "wwwa", 0, 16, 11, 2, n_kv_heads=1, values_are_keys=True)
     ),
 }  # fmt: skip
 

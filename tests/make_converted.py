@@ -18,7 +18,10 @@ import torch
 from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
 
 FIXTURES = Path(__file__).parent / "fixtures"
-CONVERTED = ("gpt_oss", "gpt_oss_mxfp4", "granitemoe", "granitemoe_shared", "lfm2_moe", "olmo2", "olmoe", "qwen35_moe")
+CONVERTED = (
+    "gemma4", "gemma4_dense", "gemma4_images", "gpt_oss", "gpt_oss_mxfp4", "granitemoe", "granitemoe_shared", "lfm2_moe", "olmo2",
+    "olmoe", "qwen35_moe",
+)  # fmt: skip
 SIZES = {
     "vocab_size": 404, "hidden_size": 32, "intermediate_size": 40, "shared_intermediate_size": 40, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
@@ -59,6 +62,10 @@ def convert(source: Path, target: Path, llama_cpp: Path) -> None:
     if not (source / "tokenizer.json").exists():
         for kind in {each for kinds in base.ModelBase._model_classes.values() for each in kinds.values()}:
             kind.set_vocab = lambda self: None
+        source = Path(shutil.copytree(source, target.with_suffix(".folder")))
+        values = json.loads((source / "config.json").read_text())
+        tokens = {f"{i}": i for i in range(values.get("text_config", values)["vocab_size"])}  # Gemma's are counted
+        (source / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}, "added_tokens": []}))
     sys.argv = ["convert", str(source), "--outfile", str(target)]
     runpy.run_path(str(llama_cpp / "convert_hf_to_gguf.py"), run_name="__main__")
 
@@ -70,4 +77,5 @@ if __name__ == "__main__":
             if name == "granite4":
                 folder(Path(place))
             source = Path(place) if name == "granite4" else FIXTURES / name
-            convert(source, FIXTURES / "gguf" / f"{name}.gguf", Path(llama_cpp).resolve())
+            convert(source, Path(place) / f"{name}.gguf", Path(llama_cpp).resolve())
+            shutil.copy(Path(place) / f"{name}.gguf", FIXTURES / "gguf")

@@ -22,6 +22,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4TextConfig,
     GenerationConfig,
     GPT2Config,
     GptOssConfig,
@@ -69,6 +71,11 @@ GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
 }
 
+GEMMA4_ROPE = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e4},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+
 
 def longrope(n_pairs, original=64, **others):
     """Factors of short texts that the tests' 60 tokens see; those of long ones differ."""
@@ -100,6 +107,15 @@ def sizes(vocab, dim, hidden, layers, heads, kv_heads, positions=128, **others):
 def gemma_sizes(*numbers, head_dim, **others):
     """Scores are scaled by the head's length, unless others say by what."""
     return sizes(*numbers, head_dim=head_dim, pad_token_id=0, **{"query_pre_attn_scalar": head_dim, **others})
+
+
+def gemma4_sizes(*numbers, layers, **others):
+    """layers: w of a window, a of the whole text."""
+    kinds = ["full_attention" if layer == "a" else "sliding_attention" for layer in layers]
+    rope = copy.deepcopy(GEMMA4_ROPE)
+    return sizes(
+        *numbers, layer_types=kinds, pad_token_id=0, vocab_size_per_layer_input=numbers[0], rope_parameters=rope, **others
+    )
 
 
 def delta_net(layers, key_heads, value_heads, key_dim, value_dim, **others):
@@ -328,6 +344,44 @@ MODELS = {
         torch.float32,
         {},
     ),
+    "gemma4": (  # as E2B
+        Gemma4TextConfig(
+            **gemma4_sizes(70, 20, 21, 6, 2, 1, layers="wawwaa", head_dim=6, global_head_dim=16, sliding_window=9),
+            hidden_size_per_layer_input=7,
+            num_kv_shared_layers=3,
+            use_double_wide_mlp=True,
+            final_logit_softcapping=3.0,
+        ),
+        torch.bfloat16,
+        {},
+    ),
+    "gemma4_images": (  # as E4B, beside images
+        Gemma4Config(
+            text_config=Gemma4TextConfig(
+                **gemma4_sizes(66, 32, 24, 5, 4, 2, layers="wwawa", head_dim=8, global_head_dim=12, sliding_window=5),
+                hidden_size_per_layer_input=32,
+                num_kv_shared_layers=2,
+                final_logit_softcapping=30.0,
+                tie_word_embeddings=True,
+            ),
+            vision_config=dict.fromkeys(("hidden_size", "intermediate_size"), 8)
+            | {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "patch_size": 2}
+            | {"position_embedding_size": 4},
+        ),
+        torch.bfloat16,
+        {},
+    ),
+    "gemma4_dense": (  # as 31B
+        Gemma4TextConfig(
+            **gemma4_sizes(75, 24, 30, 4, 4, 2, layers="wwwa", head_dim=8, global_head_dim=16, sliding_window=11),
+            hidden_size_per_layer_input=0,
+            attention_k_eq_v=True,
+            num_global_key_value_heads=1,
+            tie_word_embeddings=False,
+        ),
+        torch.float16,
+        {},
+    ),
     "gpt2": (GPT2Config(**gpt2_sizes(71, 64, 18, 2, 3)), torch.float32, {}),
     "gpt2_base": (
         GPT2Config(**gpt2_sizes(64, 96, 32, 2, 4), n_inner=50, activation_function="gelu_pytorch_tanh"),
@@ -376,17 +430,19 @@ def random_model(config, dtype, seed):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
-            is_norm, is_gemma = "norm" in name or "ln_" in name, "gemma" in config.model_type
+            is_norm, is_gemma = "norm" in name or "ln_" in name or name.endswith("scale"), "gemma" in config.model_type
             if parameter.dim() > 1:
                 n_inputs = parameter.shape[0 if "c_" in name else 1]
                 spread = 0.12 if is_gemma else 0.7  # of what it scales; or a tied model says its last token again
                 parameter.copy_(noise * (spread if "wpe" in name or "embed" in name or "wte" in name else 1.6 / n_inputs**0.5))
             else:
-                one = 0 if is_gemma else 1  # which transformers adds
-                parameter.copy_(one + 0.2 * noise if is_norm and name.endswith("weight") else 0.3 * noise)
+                one = 0 if "gemma3" in config.model_type else 1  # which transformers adds
+                parameter.copy_(one + 0.2 * noise if is_norm and name.endswith(("weight", "scale")) else 0.3 * noise)
         for name, buffer in model.named_buffers():
             if name.endswith("expert_bias"):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.2 * torch.randn_like(buffer))
     return model.to(dtype).eval()
 
 

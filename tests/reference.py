@@ -169,16 +169,22 @@ def forward(
         own = config.of_layer(i)
         seen = (window or own.window) if own.window == config.window else own.window
         sinks = t["sinks"][i] if config.sinks else None
-        return projected(attention(*(heads(x, c, i) for c in "qkv"), seen, kept, config.score_scale, sinks), "o", i)
+        if own.kv_layer is None:
+            cached[i] = heads(x, "k", i), heads(x, "v", i)
+        keys, values = cached[i if own.kv_layer is None else own.kv_layer]
+        return projected(attention(heads(x, "q", i), keys, values, seen, kept, own.score_scale, sinks), "o", i)
 
     def heads(x, c, i):
-        x = projected(x, c, i)
+        own = config.of_layer(i)
+        x = product(x, t["wk_as_v"][i]) if c == "v" and own.values_are_keys else projected(x, c, i)
         if c != "v" and config.qk_norm == "whole":
             x = rms_norm(x, t[f"{c}_norm"][i], eps)
-        x = x.reshape(n, -1, config.head_dim)
+        x = x.reshape(n, -1, own.head_dim)
+        if c == "v" and config.value_norm:
+            x = rms_norm(x, 1, eps)
         if c != "v":
             x = rms_norm(x, t[f"{c}_norm"][i], eps) if config.qk_norm is True else x
-            angles = frequencies(config.of_layer(i)) * config.of_layer(i).is_turned
+            angles = frequencies(own) * own.is_turned
             x = np.stack([rope(x[pos], pos * angles, config.rope_scale) for pos in range(n)])
         if c == "q" and config.query_scale:
             x = x * (1 + config.query_scale * np.log(1 + np.arange(n) // config.query_span))[:, None, None]
@@ -187,8 +193,13 @@ def forward(
     def branch(x, name, i):
         return rms_norm(x, t[name][i], eps) if name in t else x
 
-    embedding = t["tok_emb"]
+    embedding, cached = t["tok_emb"], {}
     x = (embedding if isinstance(embedding, np.ndarray) else embedding.floats())[tokens] * config.embedding_scale
+    if config.inputs:
+        width = config.inputs.dim
+        inputs = product(x, t["inputs"]).reshape(n, config.n_layers, width) / math.sqrt(config.dim)
+        rows = t["input_rows"][tokens].reshape(inputs.shape) * math.sqrt(width)
+        inputs = (rms_norm(inputs, t["inputs_norm_in"], eps) + rows) / math.sqrt(2)
     for i in range(config.n_layers):
         x = x + branch(mixed(branch(x, "rms_att", i), i), "rms_att_out", i)
         h = branch(x, "rms_ffn", i)
@@ -198,7 +209,13 @@ def forward(
         gate, up = projected(h, "1", i), projected(h, "3", i)
         gated = gelu(gate) if config.activation == "gelu" else gate / (1 + np.exp(-gate))
         x = x + branch(projected(gated * up, "2", i), "rms_ffn_out", i)
-    return product(rms_norm(x, t["rms_final"], eps), embedding if config.shared_classifier else t["wcls"])
+        if config.inputs:
+            gated = gelu(product(x, t["inputs_gate"][i])) * inputs[:, i]
+            x = x + rms_norm(product(gated, t["inputs_back"][i]), t["inputs_norm"][i], eps)
+        if config.layer_scale:
+            x = x * t["layer_scale"][i]
+    logits = product(rms_norm(x, t["rms_final"], eps), embedding if config.shared_classifier else t["wcls"])
+    return config.logit_cap * np.tanh(logits / config.logit_cap) if config.logit_cap else logits
 
 
 class ByLayer(dict):

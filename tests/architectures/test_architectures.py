@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specdec.architectures import Config, ConvConfig, ExpertsConfig, RopeScaling, YarnScaling, architecture_of
+from specdec.architectures import Config, ConvConfig, ExpertsConfig, InputsConfig, RopeScaling, YarnScaling, architecture_of
 from specdec.architectures.rope import fill_tables, positions_a_radian
 from specdec.decoding import CoupledVerifier
 from specdec.drafting.model_drafter import ModelDrafter
@@ -15,7 +15,7 @@ from specdec.sampling import Sampler, Sampling
 from specdec.transformer import FIRST_POSITIONS, Transformer
 from specdec.weights import FP32, INT8
 from tests import reference
-from tests.folders import full_layers
+from tests.folders import full_layers, gemma4
 from tests.models import END_MARKS, THREADS, begun, continuation, run_in_blocks, tokens_for
 
 LLAMA_3 = RopeScaling(8.0, 1.0, 4.0, 40)  # of so few positions that pairs of all three sorts are there
@@ -56,6 +56,13 @@ FAMILIES = {
     "gpt-oss": Config(
         40, 50, 3, 6, 2, 105, 400, False, head_dim=12, window=17, layers=full_layers((1,), 3), qkv_bias=True, wo_bias=True,
         sinks=True, experts=ExpertsConfig(5, 3, 20, limit=0.9, alpha=1.702),
+    ),
+    "gemma 4": Config(
+        40, 50, 6, 4, 2, 105, 400, False, head_dim=12, inputs=InputsConfig(9, 110), logit_cap=2.0,
+        **gemma4(40, "wawwaw", 3, 20, 13, 3, 70) | {"attention_scale": 0.2},  # else a last bit makes other texts
+    ),
+    "gemma 4, values that are keys": Config(
+        36, 50, 3, 6, 3, 105, 400, head_dim=8, **gemma4(36, "waa", 1, 20, 19, 2, n_kv_heads=1, values_are_keys=True)
     ),
     "experts of sigmoids": Config(
         40, 50, 3, 5, 1, 105, 400, False, head_dim=12, conv=ConvConfig((1,), 4, True),
@@ -98,7 +105,8 @@ def test_every_tensor_of_a_family_matters_to_the_oracle(name: str) -> None:
     for tensor in tensors:
         if (config.architecture, tensor) == ("gpt2", "bk"):
             continue  # adds the same to all scores of a query that nothing turns
-        other = reference.forward(config, tensors | {tensor: tensors[tensor][..., ::-1]}, tokens)
+        own = tensors[tensor]
+        other = reference.forward(config, tensors | {tensor: own[..., ::-1] if own.shape[-1] > 1 else 2 * own}, tokens)
         assert np.abs(other - expected).max() > 1e-3 * np.abs(expected).max(), tensor
 
 

@@ -217,7 +217,7 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"model_type": "gemma2"},
-        '"gemma2" is not read; like it are gemma3',
+        '"gemma2" is not read; like it are gemma4, gemma3',
     ),
     (
         "llama",

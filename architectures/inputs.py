@@ -1,0 +1,98 @@
+"""What each layer takes of a token beside the residual stream (Gemma 3n and 4: Gemma Team 2025, 2026): tensors, program.
+
+Of a token it is a row of a table, which stays where it lies, and a product of the embedding, for all layers at once; each layer
+gates its share by a product of x.
+"""
+
+import math
+
+import numpy as np
+
+from ..kernels import MAX_TOKENS, head_norm
+from ..machine.programs import Program
+from ..machine.tiles import STRIP_ROWS
+from ..machine.vectors import round_up
+from ..weights.matrix import n_strips
+from .blocks import Block, Shapes, added, factor_of
+from .config import Config, InputsConfig
+from .gates import gate_inputs, mix_inputs
+from .plan import Buffer, Buffers, Part, Room, Vector, Weights
+
+NORM, GATE, BACK, ROWS = "inputs", "inputs_gate", "inputs_back", "input_rows"
+
+
+def inputs_of(config: Config) -> InputsConfig:
+    """Its numbers, which `Config.flaw` has asked for."""
+    assert config.inputs
+    return config.inputs
+
+
+def shapes(config: Config) -> Shapes:
+    """Of one layer: the gate's product (P, D), what brings its outcome back (D, P), and the norm behind that."""
+    n, dim = inputs_of(config).dim, config.dim
+    return {GATE: (n, dim), BACK: (dim, n), "inputs_norm": (dim,)}
+
+
+def outer_shapes(config: Config) -> Shapes:
+    """Of all layers at once: the table (rows, L P), the embedding's product (L P, D), and the norm of each layer's share (P,)."""
+    n, n_rows = inputs_of(config).dim, inputs_of(config).n_rows
+    width = config.n_layers * n
+    return {ROWS: (n_rows, width), "inputs": (width, config.dim), "inputs_norm_in": (n,)}
+
+
+def parts(config: Config, i: int) -> dict[str, Part]:
+    n, dim = inputs_of(config).dim, config.dim
+    return {f"{i}.{GATE}": Part(((GATE, i),), (n,), dim), f"{i}.{BACK}": Part(((BACK, i),), (dim,), n)}
+
+
+def outer_parts(config: Config) -> dict[str, Part]:
+    return {"inputs": Part((("inputs", None),), (config.n_layers * inputs_of(config).dim,), config.dim)}
+
+
+def vectors(config: Config, i: int) -> dict[str, Vector]:
+    return {f"{i}.{NORM}_out": Vector((("inputs_norm", i),), (config.dim,))}
+
+
+def outer_vectors(config: Config) -> dict[str, Vector]:
+    return {"inputs_norm_in": Vector((("inputs_norm_in", None),), (inputs_of(config).dim,))}
+
+
+def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
+    """input_rows (T, L P): what a pass's tokens have in the table; inputs (T, L P padded): the embedding's product, then what
+    layers take; input_gates (T, P padded), gated_inputs (1, T, P padded): a layer's.
+    """
+    n, width = round_up(inputs_of(config).dim, STRIP_ROWS), config.n_layers * inputs_of(config).dim
+    return {
+        ROWS: Buffer((MAX_TOKENS, width), whose="token"),
+        "inputs": Buffer((MAX_TOKENS, round_up(width, STRIP_ROWS)), whose="token"),
+        "input_gates": Buffer((MAX_TOKENS, n), whose="token"),
+        "gated_inputs": Buffer((1, MAX_TOKENS, n), whose="token"),
+    }
+
+
+def first_program(config: Config, weights: Weights, b: Buffers) -> Program:
+    """inputs = (norm(in x / sqrt(D)) + sqrt(P) rows) / sqrt(2) of x, the embedding; each layer's share is normed by itself."""
+    n, eps = inputs_of(config).dim, config.norm_eps * config.dim  # a norm's eps, of what is not divided
+    unit = n // math.gcd(n, STRIP_ROWS)
+    strips = n_strips(config.n_layers * n)
+    unit = unit if strips % unit == 0 else strips
+    of_rows, of_all = float(np.sqrt(np.float32(n))), float(np.float32(0.5**0.5))
+    return [
+        [
+            weights.matrices["inputs"].product(b.inputs, b.x, b.scratch, unit=unit),
+            head_norm(b.inputs, unit, 0, config.n_layers, n, weights.vectors["inputs_norm_in"], eps),
+            mix_inputs(b.inputs, b.input_rows, unit, of_rows, of_all),
+        ]
+    ]
+
+
+def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
+    """x = factor (x + norm(back (gelu(gate x) * inputs)))."""
+    w, n = weights.matrices, inputs_of(config).dim
+    gated = gate_inputs(b.gated_inputs, b.input_gates, b.inputs, i * n, n)
+    first = [w[f"{i}.{GATE}"].product(b.input_gates, b.x, b.scratch), gated]
+    factor = factor_of(config, weights, i)
+    return [first, *added(config, weights, b, w[f"{i}.{BACK}"], b.gated_inputs, "", f"{i}.{NORM}", factor)]
+
+
+INPUTS = Block(shapes, parts, vectors, program, buffers)

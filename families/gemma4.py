@@ -1,0 +1,236 @@
+"""Gemma 4 (Gemma Team 2026): layers of two sizes, whose last ones take the keys and values of earlier ones.
+
+Most layers see a window; in the others heads are longer, of fewer keys maybe, which may be their values, and a quarter of their
+pairs turn. Smaller models give each layer more of a token than the residual stream has.
+"""
+
+import itertools
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..architectures import Config, InputsConfig, LayerConfig
+from ..architectures.config import LEAST_SCALE
+from . import folders, ggufs
+from .family import Family, InFolder, InGguf, Keys
+from .folders import FULL, MAX_THETA, SLIDING
+from .places import Place
+from .values import MAX_SIZE, Values
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_bias": False, "bos_token_id": 2, "eos_token_id": 1,
+    "rope_parameters": None, "sliding_window": 512, "layer_types": None, "final_logit_softcapping": None,
+    "use_bidirectional_attention": None, "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256,
+    "attention_k_eq_v": False, "num_kv_shared_layers": 0, "enable_moe_block": False, "use_double_wide_mlp": False,
+    "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None, "global_head_dim": 512,
+    "num_global_key_value_heads": None, "per_layer_config": None,
+}  # fmt: skip
+CAP, BY_LAYER, OF_HEADS = "final_logit_softcapping", "per_layer_config", ("head_dim", "num_key_value_heads")
+SHARED_LAYERS, INPUTS = "attention.shared_kv_layers", "embedding_length_per_layer_input"
+HARMLESS = re.compile(folders.HARMLESS.pattern + r"|(model\.)?(audio_tower|embed_vision|embed_audio)\..*")
+ROPE: dict[str, dict[str, Any]] = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+}
+PATTERN = 6  # where no list tells, each so many-th layer is full
+UNTURNED = float(np.float32(1e30))  # what divides the angles of pairs that do not turn, in GGUF files too
+PLACES = folders.PLACES | {
+    "rms_att_out": Place("layers.{}.post_attention_layernorm.weight"),
+    "rms_ffn": Place("layers.{}.pre_feedforward_layernorm.weight"),
+    "rms_ffn_out": Place("layers.{}.post_feedforward_layernorm.weight"),
+    "wk_as_v": Place("layers.{}.self_attn.k_proj.weight"),
+    "layer_scale": Place("layers.{}.layer_scalar"),
+    "input_rows": Place("embed_tokens_per_layer.weight"),
+    "inputs": Place("per_layer_model_projection.weight"),
+    "inputs_norm_in": Place("per_layer_projection_norm.weight"),
+    "inputs_gate": Place("layers.{}.per_layer_input_gate.weight"),
+    "inputs_back": Place("layers.{}.per_layer_projection.weight"),
+    "inputs_norm": Place("layers.{}.post_per_layer_input_norm.weight"),
+}
+GGUF_PLACES = ggufs.PLACES | {
+    "rms_att_out": Place("blk.{}.post_attention_norm.weight"),
+    "rms_ffn_out": Place("blk.{}.post_ffw_norm.weight"),
+    "wk_as_v": Place("blk.{}.attn_k.weight"),
+    "layer_scale": Place("blk.{}.layer_output_scale.weight"),
+    "input_rows": Place("per_layer_token_embd.weight"),
+    "inputs": Place("per_layer_model_proj.weight"),
+    "inputs_norm_in": Place("per_layer_proj_norm.weight"),
+    "inputs_gate": Place("blk.{}.inp_gate.weight"),
+    "inputs_back": Place("blk.{}.proj.weight"),
+    "inputs_norm": Place("blk.{}.post_norm.weight"),
+}
+BLOCKS: dict[str, Any] = {
+    "norms": "around", "activation": "gelu", "qk_norm": True, "value_norm": True, "attention_scale": 1.0, "layer_scale": True,
+}  # fmt: skip
+SHARED = ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_norm.weight", "self_attn.v_norm.weight")
+GGUF_SHARED = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
+
+
+def config(values: Values) -> Config:
+    """The numbers that a config.json says."""
+    values.must_be("attention_bias", False)
+    values.must_be("use_bidirectional_attention", None, "vision")
+    values.must_be("hidden_activation", *folders.GELU_TANH)
+    values.must_be("enable_moe_block", False)
+    silu = Values(values.path, {"hidden_act": "silu"}, {key: values[key] for key in DEFAULTS})  # an older key says nothing
+    sizes = folders.numbers(silu)
+    n_layers, dim = sizes["n_layers"], sizes["dim"]
+    if values["layer_types"] is None:
+        full = {*range(PATTERN - 1, n_layers, PATTERN), n_layers - 1}
+    else:
+        full = {*folders.full_layers(values, n_layers), n_layers - 1}  # in transformers, too, the last one in any case
+    own = _of_full(values, full, n_layers)
+    head_dim = own.head_dim or sizes["head_dim"]
+    theta, turned = _rope(values, head_dim)
+    whole = replace(own, window=0, rope_theta=turned[0], rope_divisors=turned[1])
+    n_shared = values.whole("num_kv_shared_layers", n_layers - 1) if values["num_kv_shared_layers"] != 0 else 0
+    wide = 2 * sizes["hidden_dim"] if values.flag("use_double_wide_mlp") else None
+    layers = _layers(n_layers, full, whole, n_shared, wide)
+    if not layers:
+        raise values.refusal("num_kv_shared_layers", "so few that a layer of each type has keys and values of its own")
+    return Config(
+        **sizes, **BLOCKS, rope_theta=theta, layers=layers, inputs=_inputs(values), embedding_scale=_embedding_scale(dim),
+        window=values.whole("sliding_window") if len(full) < n_layers else 0,
+        logit_cap=0.0 if values[CAP] is None else values.real(CAP, LEAST_SCALE, 1 / LEAST_SCALE),
+    )  # fmt: skip
+
+
+def _embedding_scale(dim: int) -> float:
+    return float(np.sqrt(np.float32(dim)))
+
+
+def _inputs(values: Values) -> InputsConfig | None:
+    if values["hidden_size_per_layer_input"] in (0, None):
+        return None
+    return InputsConfig(values.whole("hidden_size_per_layer_input"), values.whole("vocab_size_per_layer_input"))
+
+
+def _of_full(values: Values, full: Collection[int], n_layers: int) -> LayerConfig:
+    """How heads differ in layers that see the whole text: by keys of their own, or layer by layer, as transformers saves it."""
+    same = values.flag("attention_k_eq_v") or None
+    if values[BY_LAYER] is None:
+        n_kv_heads = values.whole("num_global_key_value_heads") if same and values["num_global_key_value_heads"] else None
+        return LayerConfig(head_dim=values.whole("global_head_dim"), n_kv_heads=n_kv_heads, values_are_keys=same)
+    given, names = values[BY_LAYER], {f"{i}" for i in full}
+    alike = isinstance(given, dict) and {*given} == names and all(each == given[f"{n_layers - 1}"] for each in given.values())
+    if not alike or not isinstance(given[f"{n_layers - 1}"], dict) or not {*given[f"{n_layers - 1}"]} <= {*OF_HEADS}:
+        raise values.refusal(BY_LAYER, f"the same {' and '.join(OF_HEADS)} of each layer of {FULL}, and of no other")
+    heads = Values(values.path, given[f"{n_layers - 1}"], {})
+    head_dim, n_kv_heads = (heads.whole(key) if key in heads else None for key in OF_HEADS)
+    return LayerConfig(head_dim=head_dim, n_kv_heads=n_kv_heads, values_are_keys=same)
+
+
+def _layers(n_layers: int, full: Collection[int], whole: LayerConfig, n_shared: int, wide: int | None) -> tuple[LayerConfig, ...]:
+    """Those that see the whole text, and the others; the last n_shared take keys and values of the last one before them that is
+    alike, and have an MLP of that width. Nothing where there is none.
+    """
+    first, layers = n_layers - n_shared, list[LayerConfig]()
+    for i in range(n_layers):
+        own = whole if i in full else LayerConfig()
+        if i >= first:
+            sources = [j for j in range(first) if (j in full) == (i in full)]
+            if not sources:
+                return ()
+            own = replace(own, kv_layer=sources[-1], hidden_dim=wide)
+        layers.append(own)
+    return tuple(layers)
+
+
+def _rope(values: Values, head_dim: int) -> tuple[float, tuple[float, tuple[float, ...]]]:
+    """The base of angles in layers with a window; of the others the base, and what divides each pair's."""
+    key = "rope_parameters"
+    given = ROPE if values[key] is None else values[key]
+    if not isinstance(given, dict) or not all(isinstance(given.get(kind), dict) for kind in (SLIDING, FULL)):
+        raise values.refusal(key, f"an object of {SLIDING} and {FULL}")
+    local, whole = (Values(values.path, given[kind], ROPE[kind] | {"factor": 1.0}) for kind in (SLIDING, FULL))
+    local.must_be("rope_type", "default")
+    local.must_be("partial_rotary_factor", None, 1)
+    whole.must_be("rope_type", "proportional")
+    n_turned = int(whole.real("partial_rotary_factor", 0, 1) * head_dim // 2)
+    divisors = proportional(n_turned, head_dim // 2, whole.real("factor", LEAST_SCALE, 1 / LEAST_SCALE))
+    return local.real("rope_theta", 1, MAX_THETA), (whole.real("rope_theta", 1, MAX_THETA), divisors)
+
+
+def proportional(n_turned: int, n_pairs: int, factor: float = 1.0) -> tuple[float, ...]:
+    """What divides the angles of a head's pairs, of which the first n_turned turn."""
+    return (factor,) * n_turned + (UNTURNED,) * (n_pairs - n_turned)
+
+
+def gguf_config(k: Keys) -> Config:
+    """The numbers that a GGUF file's keys say: those of heads are of layers that see the whole text."""
+    n_layers, dim = k.common["n_layers"], k.common["dim"]
+    flags = k.values.of_layers(k.key(f"{ggufs.WINDOW}_pattern"), n_layers, (True, False), "true or false")
+    full = {i for i, flag in enumerate(flags) if not flag}
+    n_kv_heads, widths = (_by_layer(k, key, n_layers) for key in ("attention.head_count_kv", "feed_forward_length"))
+    sizes = ggufs.numbers(k, n_kv_heads=max(n_kv_heads)) | ggufs.NO_BIASES
+    local = k.whole("attention.key_length_swa", sizes["head_dim"])
+    for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if k.whole(key, local) != local:
+            raise k.values.refusal(k.key(key), f"{local}, a head's length")
+    n_shared = k.whole(SHARED_LAYERS) if k[SHARED_LAYERS] not in (0, None) else 0
+    layers = []
+    for i in range(n_layers):
+        sources = [j for j in range(n_layers - n_shared) if (j in full) == (i in full)]
+        if not sources:
+            raise k.values.refusal(k.key(SHARED_LAYERS), "so few that a layer of each type has keys and values of its own")
+        layers.append(
+            LayerConfig(
+                n_kv_heads=n_kv_heads[i],
+                head_dim=sizes["head_dim"] if i in full else local,
+                hidden_dim=widths[i],
+                window=0 if i in full else None,
+                rope_theta=sizes["rope_theta"] if i in full else None,
+                rope_divisors=sizes["rope_divisors"] if i in full else (),
+                values_are_keys=(i < n_layers - n_shared and f"blk.{i}.attn_v.weight" not in k.tensors) or None,
+                kv_layer=sources[-1] if i >= n_layers - n_shared else None,
+            )
+        )
+    n_inputs = k.whole(INPUTS) if k[INPUTS] not in (0, None) else 0
+    sizes |= {"head_dim": local, "hidden_dim": widths[0], "n_kv_heads": n_kv_heads[0], "rope_divisors": ()}
+    sizes["rope_theta"] = k.real("rope.freq_base_swa", 1, MAX_THETA, ROPE[SLIDING]["rope_theta"])
+    return Config(
+        **sizes, **BLOCKS | {"layer_scale": "blk.0.layer_output_scale.weight" in k.tensors}, layers=tuple(layers),
+        window=k.whole(ggufs.WINDOW), embedding_scale=_embedding_scale(dim),
+        inputs=InputsConfig(n_inputs, k.tensors.shape("per_layer_token_embd.weight")[0]) if n_inputs else None,
+        logit_cap=k.real(CAP, 0, 1 / LEAST_SCALE, 0.0),
+    )  # fmt: skip
+
+
+def _by_layer(k: Keys, key: str, n_layers: int) -> list[int]:
+    """A whole number for each layer, of a list or of one for all."""
+    given = k[key] if isinstance(k[key], list) else [k[key]] * n_layers
+    if len(given) != n_layers or not all(type(n) is int and 1 <= n <= MAX_SIZE for n in given):
+        raise k.values.refusal(k.key(key), f"a whole number from 1 on, or one for each of {n_layers} layers")
+    return given
+
+
+def unused(config: Config) -> Iterator[str]:
+    """What a folder may hold of layers that take the keys and values of others."""
+    return (f"layers.{i}.{name}" for i, own in enumerate(config.layers) if own.kv_layer is not None for name in SHARED)
+
+
+def gguf_unused(config: Config) -> Iterator[str]:
+    """The same of a GGUF file."""
+    of_layers = (f"blk.{i}.{name}" for i, own in enumerate(config.layers) if own.kv_layer is not None for name in GGUF_SHARED)
+    return itertools.chain([ggufs.ROPE_DIVISORS], of_layers)
+
+
+FAMILY = Family(
+    (
+        InFolder(
+            "gemma4_text", DEFAULTS, config, PLACES, harmless=HARMLESS, does=(CAP, BY_LAYER), beside={"gemma4": True},
+            unused=unused,
+        ),
+    ),
+    (
+        InGguf(
+            "gemma4", gguf_config, GGUF_PLACES, does=(ggufs.WINDOW, CAP),
+            by_layer=("attention.head_count_kv", "feed_forward_length"), unused=gguf_unused,
+        ),
+    ),
+)  # fmt: skip
