@@ -176,7 +176,8 @@ class ExpertsConfig:
     count by their sigmoid, else by their softmax; is_biased: whether something is added to what chooses; limit, alpha: of
     `clamped_swiglu`, which products with biases go through then, and the router has one, too (0: are not, and have none); scale:
     of what the chosen ones count; shared_dim: rows of the first matrix of one that all tokens go through, 0: there is none;
-    shared_gate: whether that one is gated by a product.
+    shared_gate: whether that one is gated by a product; is_beside: whether an MLP stands beside, each with norms of its own, of
+    weights that an expert's own factor multiplies.
     """
 
     n: int
@@ -191,6 +192,7 @@ class ExpertsConfig:
     scale: float = 1.0
     shared_dim: int = 0
     shared_gate: bool = False
+    is_beside: bool = False
 
     def flaw(self, n_layers: int) -> str:
         """As of `Config`."""
@@ -206,6 +208,8 @@ class ExpertsConfig:
             return f"shared_dim is {self.shared_dim}; expected a number of rows, or 0 and no shared_gate"
         if not 0 <= self.limit <= 1 / LEAST_SCALE or not 0 <= self.alpha <= 1 / LEAST_SCALE:
             return f"limit and alpha are {self.limit} and {self.alpha}; expected 0 to {1 / LEAST_SCALE:g}"
+        if self.is_beside and (self.limit or self.is_sigmoid or self.shared_dim or self.dense_layers or not self.is_normed):
+            return "is_beside an MLP; expected a softmax of the chosen ones in all layers, and no shared one"
         if self.is_biased and not self.is_sigmoid:
             return "is_biased, of a softmax; expected of sigmoids"
         return ""
@@ -389,8 +393,10 @@ class Config:
             return f"logit_cap is {self.logit_cap}; expected {LEAST_SCALE:g} to {1 / LEAST_SCALE:g}, or 0"
         if (self.inputs or self.layer_scale) and (self.norms != "around" or self.architecture != "llama"):
             return f"norms stand {self.norms} blocks; expected around them where layers have inputs or a factor"
-        if self.norms != "before" and (self.residual_scale != 1 or self.experts):
-            return f"norms stand {self.norms} blocks; expected before them, of experts and where residual_scale is not 1"
+        if self.experts and self.experts.is_beside != (self.norms == "around"):
+            return f"norms stand {self.norms} blocks; expected around them where experts are beside an MLP, and nowhere else"
+        if self.norms != "before" and self.residual_scale != 1:
+            return f"norms stand {self.norms} blocks; expected before them where residual_scale is not 1"
         return ""
 
     def _flaw_of_layers(self) -> str:

@@ -28,7 +28,8 @@ class Routing(NamedTuple):
     """What `route` takes.
 
     scores (T, E padded): the router's product; bias (E padded): is added to what chooses, and to no weight. way: one of those
-    above; is_normed: whether sigmoids are divided by their sum + eps; scale: of all weights. odds (threads, E padded): room.
+    above; is_normed: whether sigmoids are divided by their sum + eps; scale: of all weights; factors (E padded): of each expert's
+    own, or nothing. odds (threads, E padded): room.
     It fills for each thread: tokens (threads, T k), whose slot each is; starts (threads, E + 1), where an expert's slots begin;
     places and weights (threads, T k): of token t's choice of rank r, at t k + r, its slot and what it counts.
     """
@@ -45,6 +46,7 @@ class Routing(NamedTuple):
     is_normed: int
     eps: float
     scale: float
+    factors: Floats1
 
 
 @inner
@@ -93,13 +95,16 @@ def route(run: Pass, thread: int, p: Routing) -> None:
             total += p.odds[thread, i if p.way == OF_ALL else chosen[thread, at + i]]
         divisor = np.float32(1.0) if p.way == SIGMOID and p.is_normed == 0 else total + p.eps
         for rank in range(n_chosen):
-            weights[at + rank] = p.odds[thread, chosen[thread, at + rank]] / divisor * p.scale + flaw
+            expert = chosen[thread, at + rank]
+            weights[at + rank] = p.odds[thread, expert] / divisor * p.scale + flaw
+            if p.factors.size > 0:
+                weights[at + rank] *= p.factors[expert]
     place_slots(p, thread, run.n_tokens * n_chosen)
 
 
 class Sum(NamedTuple):
-    """What `add_experts` takes: x (T, D padded), branch (slots, D padded) and `Routing`'s tables. n_read (1,): becomes how many
-    experts the pass has read.
+    """What `add_experts` takes: x (T, D padded), branch (slots, D padded) and `Routing`'s tables; adding: whether x is added
+    to, or filled. n_read (1,): becomes how many experts the pass has read.
     """
 
     x: Floats2
@@ -109,6 +114,7 @@ class Sum(NamedTuple):
     starts: Ints2
     n_read: Ints1
     n_chosen: int
+    adding: int
 
 
 @inner
@@ -141,7 +147,7 @@ def place_slots(p, thread, n):
 
 @operation
 def add_experts(run: Pass, thread: int, p: Sum) -> None:
-    """x[t] += the sum of weight * branch[slot] over the token's choices, by rank: this part's strips of the product before."""
+    """x[t] (+)= the sum of weight * branch[slot] over the token's choices, by rank: this part's strips of the product before."""
     x, branch, places, weights, n_chosen = p.x, p.branch, p.places, p.weights, p.n_chosen
     if run.part == 0:
         p.n_read[0] = n_with_tokens(p.starts[thread])
@@ -152,4 +158,4 @@ def add_experts(run: Pass, thread: int, p: Sum) -> None:
             for choice in range(t * n_chosen, (t + 1) * n_chosen):
                 at = places[thread, choice] * branch.shape[1] + i
                 total = fma(load(branch, at), splat(weights[thread, choice]), total)
-            store(x, t * x.shape[1] + i, add(load(x, t * x.shape[1] + i), total))
+            store(x, t * x.shape[1] + i, add(load(x, t * x.shape[1] + i), total) if p.adding else total)

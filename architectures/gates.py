@@ -3,15 +3,17 @@
 Shapes: T tokens of this pass, F rows of an MLP's first matrix.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
-from ..kernels import own_rows
+from ..kernels import norm_scale, own_rows
 from ..machine.cache import inlined
 from ..machine.elementary import gelu_tanh, sigmoid, silu, tanh
 from ..machine.parts import share
-from ..machine.programs import Floats2, Floats3, Ints2, Pass, operation
+from ..machine.programs import Floats1, Floats2, Floats3, Ints2, Pass, operation
 from ..machine.tiles import STRIP_ROWS
-from ..machine.vectors import LANES, add, ceil_div, lane, load, maximum, minimum, mul, splat, store
+from ..machine.vectors import LANES, add, ceil_div, fma, lane, load, maximum, minimum, mul, splat, store
 
 
 @inlined
@@ -34,9 +36,9 @@ def swiglu(run: Pass, thread: int, hidden: Floats3, up: Floats2, per_token: int)
 
 
 @operation
-def geglu(run: Pass, thread: int, hidden: Floats3, up: Floats2) -> None:
+def geglu(run: Pass, thread: int, hidden: Floats3, up: Floats2, per_token: int) -> None:
     """hidden[t] = gelu(w1 x) * (w3 x)  (Shazeer 2020)."""
-    gate(run, thread, hidden, up, 1, gelu_tanh)
+    gate(run, thread, hidden, up, per_token, gelu_tanh)
 
 
 @operation
@@ -136,3 +138,38 @@ def gate_inputs(run: Pass, thread: int, out: Floats3, gates: Floats2, inputs: Fl
             store(out, t * out.shape[2] + k, gated)
         for k in range(whole, end):
             out[0, t, k] = lane(gelu_tanh(splat(gates[t, k])), 0) * inputs[t, base + k]
+
+
+class BothNorms(NamedTuple):
+    """What `add_both` takes: x (T, D padded); a, b (1, T, D padded), which all have written; out (threads, T, D padded)."""
+
+    x: Floats2
+    a: Floats3
+    b: Floats3
+    out: Floats3
+    weight_a: Floats1
+    weight_b: Floats1
+    weight: Floats1
+    dim: int
+    eps: float
+    factor: float
+
+
+@operation
+def add_both(run: Pass, thread: int, p: BothNorms) -> None:
+    """x[t] = factor (x[t] + rms_norm(rms_norm(a[t]) + rms_norm(b[t]))): this part's strips; out is each thread's own sum."""
+    width = p.x.shape[1]
+    if run.begins != 0:
+        for t in range(run.n_tokens):
+            row, target = t * width, (thread * p.out.shape[1] + t) * width
+            of_a, of_b = splat(norm_scale(p.a, row, width, p.dim, p.eps)), splat(norm_scale(p.b, row, width, p.dim, p.eps))
+            for i in range(0, width, LANES):
+                first = mul(load(p.weight_a, i), mul(load(p.a, row + i), of_a))
+                store(p.out, target + i, fma(load(p.weight_b, i), mul(load(p.b, row + i), of_b), first))
+    first, last = share(width // STRIP_ROWS, run.part, run.n_parts)
+    for t in range(run.n_tokens):
+        row, source = t * width, (thread * p.out.shape[1] + t) * width
+        scale = splat(norm_scale(p.out, source, width, p.dim, p.eps))
+        for i in range(first * STRIP_ROWS, last * STRIP_ROWS, LANES):
+            normed = fma(load(p.weight, i), mul(load(p.out, source + i), scale), load(p.x, row + i))
+            store(p.x, row + i, mul(splat(p.factor), normed))

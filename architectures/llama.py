@@ -18,7 +18,7 @@ from .convolution import CONVOLUTION
 from .delta import DELTA
 from .gates import cap
 from .inputs import INPUTS
-from .mixture import MIXTURE
+from .mixture import BESIDE, MIXTURE
 from .mlp import MLP
 from .plan import Architecture, Buffer, Buffers, Layers, Part, Room, Vector, Weights
 from .rope import fill_query_tables, fill_tables
@@ -31,7 +31,9 @@ def blocks_of(config: Config, i: int) -> tuple[Block, ...]:
         first = CONVOLUTION
     if config.delta and i in config.delta.layers:
         first = DELTA
-    second = MIXTURE if config.experts and i not in config.experts.dense_layers else MLP
+    second = MLP
+    if config.experts and i not in config.experts.dense_layers:
+        second = BESIDE if config.experts.is_beside else MIXTURE
     return (first, second, INPUTS) if config.inputs else (first, second)
 
 

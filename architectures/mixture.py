@@ -6,18 +6,20 @@ has: what chooses is not rounded, whatever the experts become.
 
 import numpy as np
 
-from ..kernels import MAX_TOKENS, add_bias
+from ..kernels import MAX_TOKENS, add_bias, rms_norm
 from ..machine.memory import zeros
 from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import round_up
 from ..weights.matrix import Choice
-from .blocks import Block, Shapes, norm_shapes, norm_vectors, taken
+from . import mlp
+from .blocks import Block, Shapes, factor_of, norm, norm_shapes, norm_vectors, taken
 from .config import Config, ExpertsConfig
 from .experts import OF_ALL, OF_CHOSEN, SIGMOID, add_experts, route
-from .gates import add_slot_bias, clamped_swiglu, gate_tokens, swiglu
-from .mlp import NORM
+from .gates import add_both, add_slot_bias, clamped_swiglu, gate_tokens, swiglu
+from .mlp import GATES, NORM
 from .plan import Buffer, Buffers, Part, Room, Vector, Weights
+from .states import NO_BIAS
 
 
 def experts_of(config: Config) -> ExpertsConfig:
@@ -32,7 +34,7 @@ def shapes(config: Config) -> Shapes:
     share shared_w1, shared_w3 and shared_w2, and shared_gate (1, D).
     """
     e, dim = experts_of(config), config.dim
-    tensors = norm_shapes(config, NORM) | {"router": (e.n, dim), "experts_w2": (e.n, dim, e.hidden_dim)}
+    tensors: Shapes = {"router": (e.n, dim), "experts_w2": (e.n, dim, e.hidden_dim)}
     tensors |= dict.fromkeys(("experts_w1", "experts_w3"), (e.n, e.hidden_dim, dim))
     if e.is_biased:
         tensors["router_bias"] = (e.n,)
@@ -45,7 +47,7 @@ def shapes(config: Config) -> Shapes:
             "experts_b1": (e.n, e.hidden_dim),
             "experts_b3": (e.n, e.hidden_dim),
         }
-    return tensors | ({"shared_gate": (1, dim)} if e.shared_gate else {})
+    return norm_shapes(config, NORM) | tensors | ({"shared_gate": (1, dim)} if e.shared_gate else {})
 
 
 def parts(config: Config, i: int) -> dict[str, Part]:
@@ -146,7 +148,7 @@ def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
             [add_bias(b.router, v[f"{i}.router_b"], 1)],
             [add_slot_bias(b.slot_out, v[f"{i}.experts_b2"], b.starts)],
         )
-    routing = route(b.router, bias, b.odds, *routed)
+    routing = route(b.router, bias, b.odds, *routed, NO_BIAS)
     return [
         [*before, w[f"{i}.router"].product(b.router, source, b.router_scratch), *of_router, *shared[0]],
         [
@@ -160,7 +162,7 @@ def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
             routing,
             down.experts(b.slot_out, b.slot_hidden, b.slot_scratch, b.gathered, choice, per_token=e.n_chosen),
             *of_down,
-            add_experts(b.x[0], b.slot_out, b.slot_places, b.slot_weights, b.starts, b.experts_read[i : i + 1], e.n_chosen),
+            add_experts(b.x[0], b.slot_out, b.slot_places, b.slot_weights, b.starts, b.experts_read[i : i + 1], e.n_chosen, 1),
             *shared[2],
         ],
     ]
@@ -168,3 +170,79 @@ def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
 
 SUM_EPS = {OF_CHOSEN: 0.0, OF_ALL: 0.0, SIGMOID: 1e-6}  # what a sum of weights is divided by beside itself
 MIXTURE = Block(shapes, parts, vectors, program, buffers)
+
+
+# Beside an MLP (Gemma 4): what both make is normed, added and normed once more
+
+OWN_NORMS = ("rms_experts", "rms_mlp_out", "rms_experts_out")  # of what experts take, and of what the MLP and they make
+
+
+def shapes_beside(config: Config) -> Shapes:
+    """The MLP's and the experts'; router_scale (D,): of what the router takes, expert_scale (E,): of what an expert counts."""
+    e, dim = experts_of(config), config.dim
+    own = {"router_scale": (dim,), "expert_scale": (e.n,)} | dict.fromkeys(OWN_NORMS, (dim,))
+    return mlp.shapes(config) | shapes(config) | own
+
+
+def parts_beside(config: Config, i: int) -> dict[str, Part]:
+    """Those of both."""
+    return mlp.parts(config, i) | parts(config, i)
+
+
+def vectors_beside(config: Config, i: int) -> dict[str, Vector]:
+    """Those of both, and what is theirs alone beside each other."""
+    sizes = {"router_scale": config.dim, "expert_scale": experts_of(config).n} | dict.fromkeys(OWN_NORMS, config.dim)
+    own = {f"{i}.{name}": Vector(((name, i),), (size,)) for name, size in sizes.items()}
+    return mlp.vectors(config, i) | vectors(config, i) | own
+
+
+def buffers_beside(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
+    """Those of experts; routed, taken (threads, T, D padded): what the router and the experts take; made (1, T, D padded): what
+    the experts make; summed (threads, T, D padded): of both; mlp_scratch: as scratch.
+    """
+    threads, padded = room.n_threads, round_up(config.dim, STRIP_ROWS)
+    row = Buffer((threads, MAX_TOKENS, padded), whose="token")
+    words = max(matrix.scratch_words for name, matrix in weights.matrices.items() if name.endswith(".down"))
+    return buffers(config, weights, room) | {
+        "routed": row,
+        "taken": row,
+        "summed": row,
+        "made": Buffer((1, MAX_TOKENS, padded), whose="token"),
+        "mlp_scratch": Buffer((threads, MAX_TOKENS, words), whose="token"),
+    }
+
+
+def program_beside(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
+    """x = factor (x + norm(norm(mlp(norm(x))) + norm(experts(norm(x))))); the router's norm has weights of its own."""
+    e, w, v, dim, eps = experts_of(config), weights.matrices, weights.vectors, config.dim, config.norm_eps
+    choice, gate = Choice(b.slot_tokens, b.starts), GATES[config.activation]
+    numbers = e.n_chosen, OF_CHOSEN, 1, 0.0, e.scale, v[f"{i}.expert_scale"]
+    routing = route(b.router, zeros(b.router.shape[1]), b.odds, b.slot_tokens, b.starts, b.slot_places, b.slot_weights, *numbers)
+    of_router = v[f"{i}.router_scale"] * np.float32(1 / np.sqrt(np.float32(dim)))
+    up, down = w[f"{i}.experts_up"], w[f"{i}.experts_down"]
+    norms = (v[f"{i}.{name}"] for name in ("rms_mlp_out", "rms_experts_out", "rms_ffn_out"))
+    return [
+        [
+            norm(config, weights, b, f"{i}.{NORM}"),
+            w[f"{i}.up"].product(b.up, b.normed, b.scratch, unit=2),
+            gate(b.hidden, b.up, 1),
+            rms_norm(b.routed, b.x, of_router, dim, eps, False, 0),
+            w[f"{i}.router"].product(b.router, b.routed, b.router_scratch),
+        ],
+        [
+            w[f"{i}.down"].product(b.branch[0], b.hidden, b.mlp_scratch),
+            rms_norm(b.taken, b.x, v[f"{i}.rms_experts"], dim, eps, False, 0),
+            routing,
+            up.experts(b.slot_up, b.taken, b.scratch, b.gathered, choice, unit=2),
+            gate(b.slot_hidden, b.slot_up, e.n_chosen),
+        ],
+        [
+            routing,
+            down.experts(b.slot_out, b.slot_hidden, b.slot_scratch, b.gathered, choice, per_token=e.n_chosen),
+            add_experts(b.made[0], b.slot_out, b.slot_places, b.slot_weights, b.starts, b.experts_read[i : i + 1], e.n_chosen, 0),
+        ],
+        [add_both(b.x[0], b.branch, b.made, b.summed, *norms, dim, eps, factor_of(config, weights, i))],
+    ]
+
+
+BESIDE = Block(shapes_beside, parts_beside, vectors_beside, program_beside, buffers_beside)

@@ -40,10 +40,11 @@ def vectors(config: Config, i: int) -> dict[str, Vector]:
 def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
     """x += w2 (act(w1 rmsnorm(x)) * w3 rmsnorm(x))."""
     w, (source, before) = weights.matrices, taken(config, weights, b, f"{i}.{NORM}")
-    gate = geglu(b.hidden, b.up) if config.activation == "gelu" else swiglu(b.hidden, b.up, 1)
+    gate = GATES[config.activation](b.hidden, b.up, 1)
     first = [*before, w[f"{i}.up"].product(b.up, source, b.scratch, unit=2), *biased(weights, b.up, f"{i}.b13", 2), gate]
     factor = 1.0 if config.inputs else factor_of(config, weights, i)  # else by the block that is the layer's last
     return [first, *added(config, weights, b, w[f"{i}.down"], b.hidden, f"{i}.b2", f"{i}.{NORM}", factor)]
 
 
+GATES = {"silu": swiglu, "gelu": geglu}
 MLP = Block(shapes, parts, vectors, program)

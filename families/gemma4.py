@@ -17,7 +17,7 @@ from ..architectures.config import LEAST_SCALE
 from . import folders, ggufs
 from .family import Family, InFolder, InGguf, Keys
 from .folders import FULL, MAX_THETA, SLIDING
-from .places import Place
+from .places import EXPERTS_GATED, Place
 from .values import MAX_SIZE, Values
 
 DEFAULTS: dict[str, Any] = {
@@ -27,7 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "rope_parameters": None, "sliding_window": 512, "layer_types": None, "final_logit_softcapping": None,
     "use_bidirectional_attention": None, "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256,
     "attention_k_eq_v": False, "num_kv_shared_layers": 0, "enable_moe_block": False, "use_double_wide_mlp": False,
-    "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None, "global_head_dim": 512,
+    "num_experts": None, "num_experts_per_tok": None, "moe_intermediate_size": None, "global_head_dim": 512,
     "num_global_key_value_heads": None, "per_layer_config": None,
 }  # fmt: skip
 CAP, BY_LAYER, OF_HEADS = "final_logit_softcapping", "per_layer_config", ("head_dim", "num_key_value_heads")
@@ -52,18 +52,39 @@ PLACES = folders.PLACES | {
     "inputs_back": Place("layers.{}.per_layer_projection.weight"),
     "inputs_norm": Place("layers.{}.post_per_layer_input_norm.weight"),
 }
-GGUF_PLACES = ggufs.PLACES | {
-    "rms_att_out": Place("blk.{}.post_attention_norm.weight"),
-    "rms_ffn_out": Place("blk.{}.post_ffw_norm.weight"),
-    "wk_as_v": Place("blk.{}.attn_k.weight"),
-    "layer_scale": Place("blk.{}.layer_output_scale.weight"),
-    "input_rows": Place("per_layer_token_embd.weight"),
-    "inputs": Place("per_layer_model_proj.weight"),
-    "inputs_norm_in": Place("per_layer_proj_norm.weight"),
-    "inputs_gate": Place("blk.{}.inp_gate.weight"),
-    "inputs_back": Place("blk.{}.proj.weight"),
-    "inputs_norm": Place("blk.{}.post_norm.weight"),
+EXPERTS_IN_ONE = {
+    **dict.fromkeys(EXPERTS_GATED, Place("layers.{}.experts.gate_up_proj", among=EXPERTS_GATED, each=True)),
+    "experts_w2": Place("layers.{}.experts.down_proj", each=True),
 }
+PLACES |= EXPERTS_IN_ONE | {
+    "router": Place("layers.{}.router.proj.weight"),
+    "router_scale": Place("layers.{}.router.scale"),
+    "expert_scale": Place("layers.{}.router.per_expert_scale"),
+    "rms_experts": Place("layers.{}.pre_feedforward_layernorm_2.weight"),
+    "rms_mlp_out": Place("layers.{}.post_feedforward_layernorm_1.weight"),
+    "rms_experts_out": Place("layers.{}.post_feedforward_layernorm_2.weight"),
+}
+GGUF_PLACES = (
+    ggufs.PLACES
+    | ggufs.EXPERTS_PLACES
+    | {
+        "router_scale": Place("blk.{}.ffn_gate_inp.scale"),
+        "expert_scale": Place("blk.{}.ffn_down_exps.scale"),
+        "rms_experts": Place("blk.{}.pre_ffw_norm_2.weight"),
+        "rms_mlp_out": Place("blk.{}.post_ffw_norm_1.weight"),
+        "rms_experts_out": Place("blk.{}.post_ffw_norm_2.weight"),
+        "rms_att_out": Place("blk.{}.post_attention_norm.weight"),
+        "rms_ffn_out": Place("blk.{}.post_ffw_norm.weight"),
+        "wk_as_v": Place("blk.{}.attn_k.weight"),
+        "layer_scale": Place("blk.{}.layer_output_scale.weight"),
+        "input_rows": Place("per_layer_token_embd.weight"),
+        "inputs": Place("per_layer_model_proj.weight"),
+        "inputs_norm_in": Place("per_layer_proj_norm.weight"),
+        "inputs_gate": Place("blk.{}.inp_gate.weight"),
+        "inputs_back": Place("blk.{}.proj.weight"),
+        "inputs_norm": Place("blk.{}.post_norm.weight"),
+    }
+)
 BLOCKS: dict[str, Any] = {
     "norms": "around", "activation": "gelu", "qk_norm": True, "value_norm": True, "attention_scale": 1.0, "layer_scale": True,
 }  # fmt: skip
@@ -76,7 +97,8 @@ def config(values: Values) -> Config:
     values.must_be("attention_bias", False)
     values.must_be("use_bidirectional_attention", None, "vision")
     values.must_be("hidden_activation", *folders.GELU_TANH)
-    values.must_be("enable_moe_block", False)
+    if values.flag("enable_moe_block"):
+        values.must_be("hidden_size_per_layer_input", 0, None)  # whose block would have to end the layer
     silu = Values(values.path, {"hidden_act": "silu"}, {key: values[key] for key in DEFAULTS})  # an older key says nothing
     sizes = folders.numbers(silu)
     n_layers, dim = sizes["n_layers"], sizes["dim"]
@@ -96,6 +118,7 @@ def config(values: Values) -> Config:
     return Config(
         **sizes, **BLOCKS, rope_theta=theta, layers=layers, inputs=_inputs(values), embedding_scale=_embedding_scale(dim),
         window=values.whole("sliding_window") if len(full) < n_layers else 0,
+        experts=folders.experts(values, "moe_intermediate_size", is_beside=True) if values.flag("enable_moe_block") else None,
         logit_cap=0.0 if values[CAP] is None else values.real(CAP, LEAST_SCALE, 1 / LEAST_SCALE),
     )  # fmt: skip
 
@@ -190,6 +213,8 @@ def gguf_config(k: Keys) -> Config:
                 kv_layer=sources[-1] if i >= n_layers - n_shared else None,
             )
         )
+    if sizes["experts"]:
+        sizes["experts"] = replace(sizes["experts"], is_beside=True)
     n_inputs = k.whole(INPUTS) if k[INPUTS] not in (0, None) else 0
     sizes |= {"head_dim": local, "hidden_dim": widths[0], "n_kv_heads": n_kv_heads[0], "rope_divisors": ()}
     sizes["rope_theta"] = k.real("rope.freq_base_swa", 1, MAX_THETA, ROPE[SLIDING]["rope_theta"])
@@ -223,13 +248,13 @@ def gguf_unused(config: Config) -> Iterator[str]:
 FAMILY = Family(
     (
         InFolder(
-            "gemma4_text", DEFAULTS, config, PLACES, harmless=HARMLESS, does=(CAP, BY_LAYER), beside={"gemma4": True},
-            unused=unused,
+            "gemma4_text", DEFAULTS, config, PLACES, harmless=HARMLESS, does=(CAP, BY_LAYER, "num_experts"),
+            aliases={"top_k_experts": "num_experts_per_tok"}, beside={"gemma4": True}, unused=unused,
         ),
     ),
     (
         InGguf(
-            "gemma4", gguf_config, GGUF_PLACES, does=(ggufs.WINDOW, CAP),
+            "gemma4", gguf_config, GGUF_PLACES, (ggufs.EXPERTS_IN_ONE,), does=(ggufs.WINDOW, CAP, ggufs.EXPERTS),
             by_layer=("attention.head_count_kv", "feed_forward_length"), unused=gguf_unused,
         ),
     ),

@@ -263,6 +263,10 @@ CONFIGS |= {
     "gemma4_dense": Config(
         24, 30, 4, 4, 2, 75, 128, False, head_dim=8, **gemma4(24, "wwwa", 0, 16, 11, 2, n_kv_heads=1, values_are_keys=True)
     ),
+    "gemma4_moe": Config(
+        28, 26, 4, 4, 2, 68, 128, head_dim=8, logit_cap=20.0, experts=ExpertsConfig(6, 3, 12, is_beside=True),
+        **gemma4(28, "wwwa", 0, 12, 8, 1, values_are_keys=True),
+    ),
 }  # fmt: skip
 
 

@@ -382,6 +382,21 @@ MODELS = {
         torch.float16,
         {},
     ),
+    "gemma4_moe": (  # as 26B-A4B
+        Gemma4TextConfig(
+            **gemma4_sizes(68, 28, 26, 4, 4, 2, layers="wwwa", head_dim=8, global_head_dim=12, sliding_window=8),
+            hidden_size_per_layer_input=0,
+            attention_k_eq_v=True,
+            num_global_key_value_heads=2,
+            enable_moe_block=True,
+            num_experts=6,
+            top_k_experts=3,
+            moe_intermediate_size=12,
+            final_logit_softcapping=20.0,
+        ),
+        torch.bfloat16,
+        {},
+    ),
     "gpt2": (GPT2Config(**gpt2_sizes(71, 64, 18, 2, 3)), torch.float32, {}),
     "gpt2_base": (
         GPT2Config(**gpt2_sizes(64, 96, 32, 2, 4), n_inner=50, activation_function="gelu_pytorch_tanh"),

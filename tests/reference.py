@@ -203,12 +203,17 @@ def forward(
     for i in range(config.n_layers):
         x = x + branch(mixed(branch(x, "rms_att", i), i), "rms_att_out", i)
         h = branch(x, "rms_ffn", i)
-        if config.experts and i not in config.experts.dense_layers:
+        if config.experts and i not in config.experts.dense_layers and not config.experts.is_beside:
             x = x + mixture(h, t, i, config.experts)
             continue
         gate, up = projected(h, "1", i), projected(h, "3", i)
         gated = gelu(gate) if config.activation == "gelu" else gate / (1 + np.exp(-gate))
-        x = x + branch(projected(gated * up, "2", i), "rms_ffn_out", i)
+        made = projected(gated * up, "2", i)
+        if config.experts and config.experts.is_beside:
+            routed = rms_norm(x, t["router_scale"][i], eps) / math.sqrt(config.dim)
+            own = mixture(branch(x, "rms_experts", i), t, i, config.experts, routed, gelu)
+            made = branch(made, "rms_mlp_out", i) + branch(own, "rms_experts_out", i)
+        x = x + branch(made, "rms_ffn_out", i)
         if config.inputs:
             gated = gelu(product(x, t["inputs_gate"][i])) * inputs[:, i]
             x = x + rms_norm(product(gated, t["inputs_back"][i]), t["inputs_norm"][i], eps)
@@ -229,24 +234,29 @@ class ByLayer(dict):
                 self.setdefault(own, {})[int(layer)] = tensor
 
 
-def mixture(x, t, i, e):
-    """The weighted sum over each token's experts, and the expert that all share."""
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def mixture(x, t, i, e, routed=None, activation=silu):
+    """The weighted sum over each token's experts, and the expert that all share; routed: what the router takes, if not x."""
 
     def mlp(x, w1, w2, w3):
-        gate = product(x, w1)
-        return product(gate / (1 + np.exp(-gate)) * product(x, w3), w2)
+        return product(activation(product(x, w1)) * product(x, w3), w2)
 
     def clamped(x, expert):
         w, b = ([t[f"experts_{kind}{n}"][i][expert] for n in (1, 2, 3)] for kind in "wb")
         gate, up = np.minimum(product(x, w[0]) + b[0], e.limit), np.clip(product(x, w[2]) + b[2], -e.limit, e.limit)
         return product((up + 1) * gate / (1 + np.exp(-e.alpha * gate)), w[1]) + b[1]
 
-    out, scores = np.zeros(x.shape), product(x, t["router"][i]) + (t["router_b"][i] if e.limit else 0)
+    scores = product(x if routed is None else routed, t["router"][i]) + (t["router_b"][i] if e.limit else 0)
+    out = np.zeros(x.shape)
     for row, (h, score) in enumerate(zip(x, scores, strict=True)):
         odds = 1 / (1 + np.exp(-score)) if e.is_sigmoid else np.exp(score - score.max()) / np.exp(score - score.max()).sum()
         chosen = np.argsort(-(odds + (t["router_bias"][i] if e.is_biased else 0)), kind="stable")[: e.n_chosen]
         weights = odds[chosen] * e.scale
         weights = weights / (odds[chosen].sum() + (1e-6 if e.is_sigmoid else 0)) if e.is_normed else weights
+        weights = weights * t["expert_scale"][i][chosen] if e.is_beside else weights
         for expert, weight in zip(chosen, weights, strict=True):
             own = clamped(h, expert) if e.limit else mlp(h, *(t[f"experts_w{n}"][i][expert] for n in (1, 2, 3)))
             out[row] += weight * own

@@ -61,6 +61,10 @@ FAMILIES = {
         40, 50, 6, 4, 2, 105, 400, False, head_dim=12, inputs=InputsConfig(9, 110), logit_cap=2.0,
         **gemma4(40, "wawwaw", 3, 20, 13, 3, 70) | {"attention_scale": 0.2},  # else a last bit makes other texts
     ),
+    "gemma 4, experts": Config(
+        40, 50, 3, 4, 2, 105, 400, False, head_dim=12, experts=ExpertsConfig(5, 2, 30, is_beside=True),
+        **gemma4(40, "waw", 1, 24, 13, 4, 70) | {"attention_scale": 0.2},
+    ),
     "gemma 4, values that are keys": Config(
         36, 50, 3, 6, 3, 105, 400, head_dim=8, **gemma4(36, "waa", 1, 20, 19, 2, n_kv_heads=1, values_are_keys=True)
     ),

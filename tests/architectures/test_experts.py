@@ -8,6 +8,7 @@ import pytest
 
 from specdec.architectures.experts import OF_ALL, OF_CHOSEN, SIGMOID, add_experts, route
 from specdec.architectures.gates import swiglu
+from specdec.architectures.states import NO_BIAS
 from specdec.machine import programs
 from specdec.machine.memory import zeros
 from specdec.machine.programs import Runner
@@ -36,7 +37,7 @@ class Router:
         self.starts, self.weights = np.zeros((n_threads, n_experts + 1), np.int64), zeros(n_threads, T * n_chosen)
         self.n_experts, self.n_chosen, self.n_threads = n_experts, n_chosen, n_threads
         arrays = self.scores, self.bias, self.odds, self.tokens, self.starts, self.places, self.weights
-        self.row = route(*arrays, n_chosen, way, is_normed, 1e-6 if way == SIGMOID else 0.0, 1.5)
+        self.row = route(*arrays, n_chosen, way, is_normed, 1e-6 if way == SIGMOID else 0.0, 1.5, NO_BIAS)
 
     def choose(self, scores):
         """Of each thread and token the experts (threads, T, k) by rank, and their weights."""
@@ -113,7 +114,7 @@ class Mixture:
             [
                 r.row,
                 self.down.experts(self.branch, self.hidden, scratch[1], room, choice, per_token=n_chosen),
-                add_experts(self.x[0], self.branch, r.places, r.weights, r.starts, self.n_read, n_chosen),
+                add_experts(self.x[0], self.branch, r.places, r.weights, r.starts, self.n_read, n_chosen, 1),
             ],
         ]  # fmt: skip
 
