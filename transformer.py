@@ -80,7 +80,7 @@ class Transformer:
             raise ValueError(flaw)
         self._architecture = architecture_of(config)
         self._architecture.check(config, weights)
-        self._config, self._weights = config, weights.aligned()
+        self._config, self._weights = config, beside._weights if beside else weights.aligned()
         self.kv: KV = kv_of(weights, one_of("kv", kv, get_args(KV)))  # f32, f16 or q8
         self.n_short = config.n_short  # tokens of a short text, where long ones are turned otherwise from their first on; else 0
         self._most_threads = available_threads()
@@ -329,18 +329,23 @@ class Transformer:
         """What `work` makes of the cache's buffers, the tokens that they hold and the snapshots, all of which it leaves."""
         return self._alone(lambda: work(self._buffers, self._held, self._snapshots))
 
-    def hold(self, tokens: list[int], fill: Callable[[Buffers], tuple[int, Snapshots]]) -> None:
-        """Let the cache hold what `fill` puts into its buffers: of so many of a text's tokens, with the states behind them."""
+    def hold(self, tokens: list[int], fill: Callable[[Buffers, int], tuple[int, Snapshots]]) -> None:
+        """Let the cache hold what `fill` puts into its buffers behind the tokens of a text that it holds, of which it is told how
+        many: of so many of the text's tokens, with the states behind them. If these are no more, it holds what it held.
+        """
         self._alone(self._hold, tokens, fill)
 
-    def _hold(self, tokens: list[int], fill: Callable[[Buffers], tuple[int, Snapshots]]) -> None:
+    def _hold(self, tokens: list[int], fill: Callable[[Buffers, int], tuple[int, Snapshots]]) -> None:
         self._reserve(len(tokens))
         self._switch(self._config.is_long(len(tokens)))
-        self._forget(0)
-        n, snapshots = fill(self._buffers)
-        self._held, self._shortest = tokens[:n], (n + 1) * self.has_state
-        self._snapshots.take_over(snapshots, n)
-        self._goes_back(n)
+        n_kept = self._n_kept(tokens, len(tokens) - 1)
+        self._forget(n_kept)
+        n, snapshots = fill(self._buffers, n_kept)
+        if n > n_kept:
+            self._held, self._shortest = tokens[:n], (n + 1) * self.has_state
+            for each in snapshots:
+                self._snapshots.add(each)
+            self._goes_back(n)
 
     def _alone(self, work: Callable[..., Answer], *arguments: Any) -> Answer:
         """The work, with the model to itself."""

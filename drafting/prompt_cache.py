@@ -6,17 +6,24 @@ process writes beside is the same. A file beside that of a prompt's last block h
 behind them, of a family that has one.
 
 A file is written beside and moved, and readable by its owner alone: it holds what people said. One that is damaged, or is
-another's, counts as none. Of what takes more than there is to be, the files go that nobody has used for longest.
+another's, counts as none. Of what takes more than there is to be, the files go that nobody has used for longest, of a prompt
+those of its end first: without its beginning the rest is of no use.
 """
 
 import atexit
 import errno
 import hashlib
+import math
 import os
 import queue
+import re
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +40,10 @@ BLOCK = 128  # tokens
 MAGIC = b"specdec prompt 1"
 SUM_BYTES = 16
 ENDING, TAIL = ".prompt", ".tail"
-MOST_WAITING = 64  # blocks that wait to be written; more are dropped
+OWN_NAME = re.compile(rf"[0-9a-f]{{40}}({ENDING}|{TAIL})(\.\d+\.\d+)?")  # with the last part while it is written
+MOST_WAITING = 64  # files that wait to be written; more are for the next time
+APART_NS = 1000  # between times of use of a prompt's blocks, the first one's the latest
+AHEAD_NS = 3600 * 10**9  # that another machine's clock may be; a file of a later time is of a clock that was set back
 FLUSH_SECONDS = 10.0
 CHUNK = 1 << 20  # words that are summed at once
 
@@ -54,8 +64,8 @@ class PromptCache:
                 raise OSError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
             raise ValueError(f"cannot keep prompts in {folder}: {error.strerror}") from None
-        self._stamps = dict[int, tuple[Transformer, bytes]]()
-        self._queue = queue.Queue[tuple[Path, list[Any]]](MOST_WAITING)
+        self._stamps = dict[tuple[Any, ...], tuple[weakref.ref[Any], bytes]]()
+        self._queue = queue.Queue[Callable[[], None]](MOST_WAITING)
         self._written = 0
         self._thread = threading.Thread(target=self._write_all, name="prompts", daemon=True)
         self._thread.start()
@@ -66,15 +76,13 @@ class PromptCache:
 
         owner: whose prompts alone these are.
         """
-        n_held, blocks = len(tokens) - 1 - model.unread(tokens), list[Path]()
-        for path in self._paths(model, tokens, len(tokens) - 1, owner):
-            if not path.exists():
-                break
-            blocks.append(path)
+        n_held = len(tokens) - 1 - model.unread(tokens)
+        blocks = [*takewhile(os.path.exists, self._paths(model, tokens, len(tokens) - 1, owner))]
         if len(blocks) * BLOCK < n_held + BLOCK:
             return 0
-        model.hold(tokens, lambda buffers: self._fill(model, buffers, tokens, blocks))
-        return model.n_held
+        model.hold(tokens, lambda buffers, n_kept: self._fill(model, buffers, tokens, blocks, n_kept))
+        _are_used(blocks)
+        return model.n_held if model.n_held > n_held else 0
 
     def keep(self, model: Transformer, tokens: list[int], is_read: bool = True, owner: str = "") -> None:
         """Write what the model holds of a text and the folder lacks, on a thread of its own, which has some time for it: what is
@@ -83,7 +91,9 @@ class PromptCache:
         n = model.look(lambda _, held, more: n_common(held, tokens, len(tokens)))
         paths = [*self._paths(model, tokens, n, owner)]
         for path, arrays in model.look(lambda *text: self._lacking(model, tokens[:n], paths, is_read, *text)):
-            self._queue.put((path, arrays))
+            self._queue.put(partial(self._write, path, arrays))
+        if is_read:
+            self._queue.put(partial(_are_used, paths))
 
     def flush(self, seconds: float = FLUSH_SECONDS) -> None:
         """Wait until all is written that waits, so many seconds at most."""
@@ -94,22 +104,31 @@ class PromptCache:
         self, model: Transformer, tokens: list[int], paths: Sequence[Path], is_read: bool, buffers: Buffers, held: list[int],
         snapshots: Snapshots,
     ) -> list[tuple[Path, list[Any]]]:  # fmt: skip
-        """Files to write of tokens that are held, copied: blocks, then the tail behind one of them, where a text may go on."""
-        n, lacking = n_common(held, tokens, len(tokens)), list[tuple[Path, list[Any]]]()
-        paths = paths[: n // BLOCK]
-        room = MOST_WAITING - self._queue.qsize()
-        for i, path in enumerate(paths):
-            if len(lacking) + 1 >= room:
-                return lacking
-            if not path.exists():
-                lacking.append((path, self._arrays(model, buffers, tokens, i, BLOCK)))
-        snapshot = snapshots.last(n) if model.has_state else None
-        end = snapshot.n if snapshot else 0 if model.has_state else n
-        if is_read and end >= BLOCK and end > len(paths) * BLOCK - BLOCK:
-            i = end // BLOCK
-            arrays = self._arrays(model, buffers, tokens, i, end - i * BLOCK)
-            lacking.append((paths[i - 1].with_suffix(TAIL), [np.array([end], np.int64), *arrays, *_state_arrays(snapshot)]))
+        """Files to write of tokens that are held, copied: blocks, then tails behind some of them, where a text may go on."""
+        n, room = n_common(held, tokens, len(tokens)), MOST_WAITING - 1 - self._queue.qsize()
+        block_bytes = sum(math.prod(shape) * part.itemsize for shape, part in _parts(model, buffers, 0))
+        paths = paths[: min(n, 7 * self._n_bytes // 8 // block_bytes * BLOCK) // BLOCK]  # one that is too long loses its end
+        blocks = [i for i, path in enumerate(paths) if not os.path.exists(path)][: max(room, 0)]
+        lacking = [(paths[i], self._arrays(model, buffers, tokens, i, BLOCK)) for i in blocks]
+        for end, snapshot in self._ends(model, paths, n, snapshots) if is_read else ():
+            if len(lacking) < room:
+                i = end // BLOCK
+                arrays = self._arrays(model, buffers, tokens, i, end - i * BLOCK)
+                lacking.append((paths[i - 1].with_suffix(TAIL), [np.array([end], np.int64), *arrays, *_state_arrays(snapshot)]))
         return lacking
+
+    @staticmethod
+    def _ends(model: Transformer, paths: Sequence[Path], n: int, snapshots: Snapshots) -> Iterator[tuple[int, Snapshot | None]]:
+        """Where tails of a text of n tokens end, with the states there: the last one anew, it may be another text's."""
+        if not model.has_state:
+            if len(paths) == n // BLOCK > 0:
+                yield n, None
+            return
+        last = snapshots.best(n)
+        for each in snapshots:
+            behind = each.n // BLOCK if each.n <= n else 0
+            if 0 < behind <= len(paths) and (each.n == last or not os.path.exists(paths[behind - 1].with_suffix(TAIL))):
+                yield each.n, each
 
     @staticmethod
     def _arrays(model: Transformer, buffers: Buffers, tokens: list[int], i: int, n: int) -> list[Any]:
@@ -132,35 +151,40 @@ class PromptCache:
 
     def _stamp(self, model: Transformer) -> bytes:
         """What keys and values depend on beside tokens."""
-        key = id(model.weights)
-        if key not in self._stamps:
+        key = id(model.weights), model.kv, model.hidden_layers
+        if key not in self._stamps or self._stamps[key][0]() is not model.weights:
             digest = hashlib.sha256(f"{self._revision} {model.kv} {model.hidden_layers} {model.config!r}".encode())
             arrays = {name: matrix.strips for name, matrix in model.weights.matrices.items()} | model.weights.vectors
             for name, array in arrays.items():
                 digest.update(f"{name} {array.dtype} {array.shape}".encode() + _sum_of([array]))
-            self._stamps[key] = model, digest.digest()
+            self._stamps[key] = weakref.ref(model.weights), digest.digest()
         return self._stamps[key][1]
 
-    def _fill(self, model: Transformer, buffers: Buffers, tokens: list[int], blocks: Sequence[Path]) -> tuple[int, Snapshots]:
-        """Blocks into buffers as far as they are sound, and the tail that reaches farthest; how many tokens, and the state."""
-        n, snapshots = 0, Snapshots()
-        for i, path in enumerate(blocks):
+    def _fill(
+        self, model: Transformer, buffers: Buffers, tokens: list[int], blocks: Sequence[Path], n_kept: int
+    ) -> tuple[int, Snapshots]:
+        """Blocks behind n_kept tokens into buffers as far as they are sound, and the tail that reaches farthest; how many tokens
+        there are then, and the state.
+        """
+        first, snapshots = n_kept // BLOCK, Snapshots()
+        n = first * BLOCK
+        for i, path in enumerate(blocks[first:], first):
             arrays = self._arrays_like(model, buffers)
             if not self._read(path, arrays) or arrays[0].tolist() != tokens[i * BLOCK : (i + 1) * BLOCK]:
                 break
             _put(model, buffers, i, arrays)
             n += BLOCK
-        for i in range(n // BLOCK, 0, -1):
+        for i in range(n // BLOCK, max(first, 1) - 1, -1):
             tail, arrays = blocks[i - 1].with_suffix(TAIL), self._arrays_like(model, buffers)
             end, snapshot = np.zeros(1, np.int64), like(buffers, 0) if model.has_state else None
-            if tail.exists() and self._read(tail, [end, *arrays, *_state_arrays(snapshot)]):
-                first, more = i * BLOCK, int(end[0]) - i * BLOCK
-                there = n_common(arrays[0].tolist(), tokens[first:], min(max(more, 0), BLOCK, len(tokens) - 1 - first))
-                if not snapshot or there == more:
+            if os.path.exists(tail) and self._read(tail, [end, *arrays, *_state_arrays(snapshot)]):
+                at, more = i * BLOCK, int(end[0]) - i * BLOCK
+                there = n_common(arrays[0].tolist(), tokens[at:], min(max(more, 0), BLOCK, len(tokens) - 1 - at))
+                if at + there > n_kept and (not snapshot or there == more):
                     _put(model, buffers, i, arrays)
                     if snapshot:
-                        snapshots.add(snapshot._replace(n=first + there))
-                    return first + there, snapshots
+                        snapshots.add(snapshot._replace(n=at + there))
+                    return at + there, snapshots
             if not model.has_state:
                 break
         return (0 if model.has_state else n), snapshots
@@ -177,21 +201,22 @@ class PromptCache:
                 n = sum(file.readinto(array.data.cast("B")) for array in arrays)
                 is_whole = n == sum(array.nbytes for array in arrays) and not file.read(1)
             if is_whole and head == MAGIC + _sum_of(arrays):
-                os.utime(path)
                 return True
             path.unlink()
         self._tell_once("damaged", f"{path.name} in {self.folder} is damaged or no prompt's: it counts as none")
         return False
 
     def _write_all(self) -> None:
-        """On a thread of its own, as long as there is something to write."""
+        """On a thread of its own, as long as there is something to write. It outlives whatever fails."""
         while True:
-            path, arrays = self._queue.get()
+            work = self._queue.get()
             try:
-                self._write(path, arrays)
-            except OSError as error:
-                self._tell_once("written", f"cannot keep prompts in {self.folder}: {error.strerror}")
+                work()
+            except Exception as error:
+                words = error.strerror if isinstance(error, OSError) else repr(error)
+                self._tell_once("written", f"cannot keep prompts in {self.folder}: {words}")
             finally:
+                del work  # and the arrays that it holds
                 self._queue.task_done()
 
     def _write(self, path: Path, arrays: Sequence[Any]) -> None:
@@ -215,11 +240,12 @@ class PromptCache:
 
     def _make_room(self) -> None:
         """What has not been used for longest goes, until the rest takes no more than may be."""
-        files = list[tuple[float, int, str]]()
+        files, latest = list[tuple[int, int, str]](), time.time_ns() + AHEAD_NS
         for entry in os.scandir(self.folder):
-            if ENDING in entry.name or TAIL in entry.name:
+            if OWN_NAME.fullmatch(entry.name):
                 with suppress(OSError):
-                    files.append((entry.stat().st_mtime, entry.stat().st_size, entry.path))
+                    used = entry.stat().st_mtime_ns
+                    files.append((used if used <= latest else 0, entry.stat().st_size, entry.path))
         left = sum(size for _, size, _ in files) - self._n_bytes
         for _, size, path in sorted(files):
             if left <= 0:
@@ -232,6 +258,15 @@ class PromptCache:
         if what not in self._told:
             self._told.add(what)
             self._tell(line)
+
+
+def _are_used(paths: Sequence[Path]) -> None:
+    """A prompt's blocks, and the tails behind them, the first one last."""
+    now = time.time_ns()
+    for i, path in enumerate(paths):
+        for each in (path, path.with_suffix(TAIL)):
+            with suppress(OSError):
+                os.utime(each, ns=(now - i * APART_NS, now - i * APART_NS))
 
 
 def _places(model: Transformer) -> list[tuple[str, int, int]]:

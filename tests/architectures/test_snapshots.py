@@ -59,11 +59,11 @@ def test_a_talk_whose_thoughts_are_dropped_reads_little_more_than_is_new(model):
         thought = [*prompt, *draw(120)]
         for n in range(len(prompt) + 1, len(thought), 7):
             model.forward(thought[:n], 1)
-        new = draw(60)
+        new = draw(130)  # the answer without its thought, and a question
         prompt = [*prompt[: len(prompt) - int(rng.integers(0, 8))], *new]
         n_read += read(model, prompt)
         n_new += len(new)
-    assert n_read < 1.35 * n_new, (n_read, n_new)
+    assert n_read < 1.2 * n_new, (n_read, n_new)
 
 
 @pytest.mark.parametrize("kind", [None, INT8], ids=["bf16", "int8"])
