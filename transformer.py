@@ -80,7 +80,7 @@ class Transformer:
             raise ValueError(flaw)
         self._architecture = architecture_of(config)
         self._architecture.check(config, weights)
-        self._config, self._weights = config, beside._weights if beside else weights.aligned()
+        self._config, self._weights = config, beside.weights if beside else weights.aligned()
         self.kv: KV = kv_of(weights, one_of("kv", kv, get_args(KV)))  # f32, f16 or q8
         self.n_short = config.n_short  # tokens of a short text, where long ones are turned otherwise from their first on; else 0
         self._most_threads = available_threads()
@@ -261,8 +261,7 @@ class Transformer:
     def unread(self, tokens: list[int]) -> int:
         """How many of a text's tokens `read` would run."""
         limit = max(len(tokens) - 1, 0)
-        is_held = self._is_long == self._config.is_long(len(tokens))
-        return limit - self._n_kept(tokens, limit) * is_held
+        return limit - self._n_kept(tokens, limit) * (self._is_long == self._config.is_long(len(tokens)))
 
     def n_to_stop(self, tokens: list[int]) -> int:
         """Of the `unread`, how many run before a pass is to end: a running state is kept a little before a prompt's end."""
@@ -330,21 +329,17 @@ class Transformer:
         return self._alone(lambda: work(self._buffers, self._held, self._snapshots))
 
     def hold(self, tokens: list[int], fill: Callable[[Buffers, int], tuple[int, Snapshots]]) -> None:
-        """Let the cache hold what `fill` puts into its buffers behind the tokens of a text that it holds, of which it is told how
-        many: of so many of the text's tokens, with the states behind them. If these are no more, it holds what it held.
-        """
+        """Let the cache hold so many tokens of a text as `fill` has filled behind those that it holds, if it has, and states."""
         self._alone(self._hold, tokens, fill)
 
     def _hold(self, tokens: list[int], fill: Callable[[Buffers, int], tuple[int, Snapshots]]) -> None:
         self._reserve(len(tokens))
         self._switch(self._config.is_long(len(tokens)))
-        n_kept = self._n_kept(tokens, len(tokens) - 1)
-        self._forget(n_kept)
+        self._forget(n_kept := self._n_kept(tokens, len(tokens) - 1))
         n, snapshots = fill(self._buffers, n_kept)
         if n > n_kept:
             self._held, self._shortest = tokens[:n], (n + 1) * self.has_state
-            for each in snapshots:
-                self._snapshots.add(each)
+            self._snapshots.join(snapshots)
             self._goes_back(n)
 
     def _alone(self, work: Callable[..., Answer], *arguments: Any) -> Answer:

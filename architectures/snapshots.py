@@ -81,6 +81,11 @@ class Snapshots:
         """That of the longest length, of n at most."""
         return max((each for each in self._all if each.n <= n), default=None, key=lambda each: each.n)
 
+    def join(self, others: "Snapshots") -> None:
+        """Those of longer texts."""
+        for each in others:
+            self.add(each)
+
     def take_over(self, other: "Snapshots", n: int) -> None:
         """Those of another text that begins with the same n tokens."""
         self._all = [each for each in other if each.n <= n]

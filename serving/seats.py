@@ -78,9 +78,9 @@ class Seats:
             del self._idle[0]
         if source and source is not seat:
             seat.take_over(source, prompt)
-        self._taken.append(seat)
         if prompts := seat.team.prompts:
             prompts.restore(seat.team.target, prompt, owner)
+        self._taken.append(seat)
         return seat
 
     def give(self, seat: Seat, n_tokens: int) -> None:
@@ -101,14 +101,15 @@ class Seats:
 
     def _spare(self, source: Seat | None, n: int, n_tokens: int, owner: str) -> Seat:
         """A seat that is in nobody's use from now on: the source, which holds n tokens of a prompt, if it is idle and not worth
-        keeping; an empty one; a new one; or, of as many as may be idle, the one that has been so longest. None that would be too
-        large beside those that are taken, and of another owner's the place alone."""
+        keeping; an empty one; a new one; or, of as many as may be idle, the one that has been so longest, the source last. None
+        that would be too large beside those that are taken, and of another owner's the place alone."""
         idle = [seat for seat in self._idle if self._fits(self._taken, max(n_tokens, seat.n_longest))]
         seat = next((seat for seat in idle if not seat.n_held), None)
         if source and source in idle and not self._is_worth_keeping(source, n, n_tokens):
             seat = source
         elif not seat and len(self._idle) >= self._most_idle:
-            seat = idle[0] if idle else self._idle.pop(0)
+            longest = [each for each in idle if each is not source] or idle
+            seat = longest[0] if longest else self._idle.pop(0)
         if seat in self._idle:
             self._idle.remove(seat)
             if seat.owner == owner:

@@ -1,5 +1,7 @@
 """Who sits where: what goes over from one cache to another, who waits for it, and how much memory that takes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -150,3 +152,47 @@ def test_where_nothing_goes_over_for_want_of_memory_that_text_fails_alone(endles
         if not isinstance(told.events[-1], Failed):
             assert_same(endless, job, told)
     assert n_told == n_failed == 5 and not engine._seats._taken
+
+
+@pytest.mark.parametrize("n_slots", [1, 2, 8])
+def test_a_prompt_that_was_changed_in_the_middle_finds_all_of_it_again(endless, engines, n_slots):  # noqa: F811
+    """A, with another date A', A: what stood behind the date is there still, however many other talks there were."""
+    engine = engines(endless, n_slots)
+    one = [BOS, *some(300)]
+    two = [*one[:150], 3 + (one[150] - 2) % 61, *one[151:]]
+
+    def n_cached(prompt):
+        before, heard = engine.figures.cached_tokens, Heard()
+        engine.submit(Job(prompt, 2, Sampling(0.0)), heard)
+        heard.all()
+        return engine.figures.cached_tokens - before
+
+    assert n_cached(one) == 0 and n_cached(two) == 150
+    for _ in range(3):
+        assert n_cached(one) == n_cached(two) == 300
+
+
+def test_a_copy_is_made_in_another_place_than_that_which_is_copied(endless):  # noqa: F811
+    """Where as many are idle as may be, and the longest idle one is that which holds the beginning."""
+    seats = Counted(endless, 100)
+    seats._most_idle = 2
+    one = [*BEGINS, *some(60)]
+    first, second = seats.writes(one, 2), seats.writes([BOS, *some(60)], 2)
+    for seat in (first, second):
+        seats.give(seat, 75)
+    seat = seats.take([*one[:30], *second.team.target._held[1:4]], 80)
+    assert seat is second and seat.n_held == 30 and first.n_held == len(one) and seats._idle == [first]
+
+
+def test_a_seat_whose_prompt_cannot_be_restored_takes_no_room(endless):  # noqa: F811
+    class Broken:
+        def restore(self, *_):
+            raise MemoryError
+
+    seats, made = Counted(endless, 2), []
+    new = seats._new
+    seats._new = lambda: made.append(1) or replace(new(), prompts=Broken())
+    for _ in range(5):
+        with pytest.raises(MemoryError):
+            seats.take([*BEGINS, *some(10)], 200)
+    assert len(made) == 5 and not seats._taken
