@@ -7,9 +7,11 @@ from specdec import Sampling, SpeculativeDecoder
 from specdec.commands.loading import prompts_of
 from specdec.commands.text import TextRequest
 from specdec.drafting.prompt_cache import BLOCK, PromptCache
-from specdec.serving.engine import Engine, Job
+from specdec.readers.loading import load_model
+from specdec.serving.engine import Client, Engine, Job
 from tests.commands.test_cli import Run, run  # noqa: F401  (a fixture)
 from tests.conftest import VOCAB, Pair
+from tests.heads import head_of
 from tests.models import tokens_for
 from tests.serving.test_engine import Heard
 
@@ -39,6 +41,38 @@ def test_a_server_goes_on_where_another_one_was_killed(tmp_path, pair: Pair) -> 
     again, n_again = written(tmp_path / "p", pair, jobs)
     assert first == again == own
     assert n_again >= 3 * (500 // BLOCK * BLOCK) > n_first
+
+
+@pytest.mark.parametrize("kind", ["draft", "head", "self"])
+def test_what_drafts_finds_what_it_drafts_from(kind: str, tmp_path, pair: Pair) -> None:
+    """A head reads the hidden states of tokens that its target has not run; a draft reads by itself."""
+    prompt = tokens_for(load_model(pair.endless, n_threads=1).config, 500)
+    own = SpeculativeDecoder(pair.endless, None, pair.tokenizer).generate(prompt, 30, Sampling(0.8, seed=3)).tokens
+    proposed = set()
+    for i in range(3):
+        target, cache = load_model(pair.endless, n_threads=1), PromptCache(tmp_path, 10**9, 2, print) if i else None
+        draft = {"draft": pair.draft, "self": "self"}.get(kind) or head_of(target)
+        decoder = SpeculativeDecoder(target, draft, pair.tokenizer, gamma=3, prompt_cache=cache)
+        written = decoder.generate(prompt, 30, Sampling(0.8, seed=3))
+        assert written.tokens == own
+        proposed.add((written.statistics.n_drafted, written.statistics.n_accepted))
+        if cache:
+            cache.flush()
+    assert len(proposed) == 1, "restored states are those that were read"
+
+
+def test_each_key_finds_its_own(tmp_path, pair: Pair) -> None:
+    cache = PromptCache(tmp_path, 10**9, 2, print)
+    decoder = SpeculativeDecoder(pair.endless, None, pair.tokenizer, prompt_cache=cache)
+    job, cached = Job(tokens_for(decoder.target.config, 400), 3, Sampling(0.0)), []
+    for name in ("a", "b", "a", "b", ""):
+        engine, heard = Engine(decoder, 2, 8, 10**8), Heard()
+        engine.submit(job, heard, Client(name, name))
+        heard.all()
+        engine.close(10.0)
+        cache.flush()
+        cached.append(engine.figures.cached_tokens)
+    assert cached == [0, 0, 399, 399, 0]
 
 
 def test_the_command_line_reads_a_prompt_once(run: Run, pair: Pair, tmp_path) -> None:  # noqa: F811
