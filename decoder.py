@@ -72,8 +72,8 @@ class SpeculativeDecoder:
     gamma: draft tokens a step, 1 to 63, or "auto": as many as pay, and none where none do.
     verify: "coupled" (the text is the plain run's of the same seed), "rejection" (Leviathan et al. 2023) or "block" (Sun et al.
         2024), which have the plain run's distribution.
-    tree: whether proposals are token trees, several candidates for a place: "off", "on" or, with gamma "auto" and coupled
-        verification, "auto", where they pay; of a draft model without a stage, where both run trees. These three may be set anew.
+    tree: whether proposals are token trees, several candidates for a place, gamma deep: "on", "off" or "auto", which means off;
+        of a draft model without a stage, where both run trees. These three may be set anew.
     n_threads: by default all cores, or fewer where a trial shows that they are faster.
     quantize: what models that are named, not loaded, become where their weights are floats: "target", "draft" (and its stage)
         or "both" become int8, "none" does; as "draft=int4" or "target=int8,draft=int4" what is said.

@@ -238,7 +238,7 @@ TreeOption = Annotated[
     str,
     option(
         "--tree", group="Speculation", metavar="auto|on|off",
-        help="Propose several candidates for a place (a token tree). auto: with -g auto, where they pay. Same text.",
+        help="on: propose several candidates for a place (a token tree). Same text. auto means off: no pair was faster by them.",
     ),
 ]  # fmt: skip
 Threads = Annotated[

@@ -10,7 +10,7 @@ from .estimates import MAX_GAMMA
 
 AUTO: Literal["auto"] = "auto"
 Gamma = int | Literal["auto"]
-TreeMode = Literal["auto", "on", "off"]
+TreeMode = Literal["auto", "on", "off"]  # auto: off, since no pair was faster by trees
 Value = TypeVar("Value")
 FIXED_GAMMA = 4  # where the clock must not decide
 
@@ -40,11 +40,6 @@ class Settings:
     def n_drafted(self) -> int:
         """Tokens of a proposal that the clock has no say in."""
         return FIXED_GAMMA if self.gamma == AUTO else self.gamma
-
-    @property
-    def may_branch(self) -> bool:
-        """Whether proposals may be trees."""
-        return self.tree == "on" or (self.tree == "auto" and self.follows_clock)
 
 
 class Setting(Generic[Value]):

@@ -1,135 +1,107 @@
 """Proposals that are trees of tokens, which have paid on no pair that was measured: nothing here runs unless asked for."""
 
-import math
-import time
-from collections.abc import Callable, Container, Sequence
+import functools
+import heapq
+from collections.abc import Sequence
 
 from ..decoding import Draft, Plan
 from ..machine.vectors import Float32
 from ..sampling import TARGET_NOISE, Sampler, Sampling
 from ..text.vocabulary import Vocabulary
 from ..transformer import Transformer, room_behind
-from .estimates import Acceptance, Costs
+from .estimates import MAX_GAMMA
 from .model_drafter import ModelDrafter
-from .settings import Settings
-from .timing import COSTS_SECONDS
-from .tree_planning import STATIC_RATES, WIDEST, AutoTree, StaticTree, TreeCosts, TreePlan, new_acceptances
+from .planning import FixedLength
 
-TREE_SECONDS = 2e-3  # what a target's token has to take for "auto" to try trees: growing one costs up to 100 us of Python
-TREE_WIDTHS = 2, 4, WIDEST  # of levels, timed as `timing` does passes
+RATES = 0.75, 0.5, 0.4  # of the candidates for a place, how often each is the token where those before it are not
+N_NODES = 15  # of a tree: with the text's last token a pass of 16; twice its depth where that is more
+ROOT = 0  # in a shape, the text's end
 
 
 class TreeDrafter(ModelDrafter):
-    """A smaller model that proposes several candidates for a place, and runs those that the plan wants to go on from at once.
+    """A smaller model that proposes several candidates for a place: a tree as deep as the plan has proposals long.
 
-    Candidates are the best under the noise of their place, which all branches share. plan: how a tree grows; `propose` takes it
-    to have begun.
+    Candidates are the best under the noise of their place, which all branches share. Trees have the `shape_of` their depth, so
+    that nothing that was drawn has a say, and `rejection` may judge them; but what is behind an end mark, or has no probability,
+    is left out.
     """
 
-    def __init__(
-        self, model: Transformer, sampler: Sampler, noise: Callable[[int], int], end_marks: Container[int], plan: TreePlan
-    ) -> None:
-        super().__init__(model, sampler, noise, end_marks)
-        self._trees, self.plan = model, plan
+    _model: Transformer
 
     def propose(self, tokens: list[int], plan: Plan, tail: Sequence[int] = ()) -> Draft:
-        growing, model = self.plan, self._trees
-        if tail or not growing.is_tree:
-            return super().propose(tokens, plan, tail)
-        growing.tree.plant(tokens)
+        """tail: none."""
+        model, shape, stream = self._model, shape_of(plan.most), self._noise(len(tokens))
         if self._adjusting:
             self._adjusting.follow(tokens)
-        start, stream = self._start(len(tokens) + min(plan.most, model.n_positions // 2)), self._noise(len(tokens))
-        text = self._seen(tokens, start)
-        first_room = room_behind(len(text), model.n_positions, model.n_short)
-        nodes, parents = list[int](), list[int]()  # that the draft has run behind the text, which a chain is part of
-        places = {-1: -1}  # of the plan's nodes among those
-        rows: dict[int, Float32] = {}  # what the candidates behind a node were drawn from
-        level, depth = [-1], 0
+        text = self._seen(tokens, self._start(len(tokens) + min(plan.most, model.n_positions // 2)))
+        room = room_behind(len(text), model.n_positions, model.n_short)
+        above = {child: node for node, children in enumerate(shape) for child in children}
+        paths: dict[int, list[int]] = {ROOT: []}  # of nodes in the shape: the tokens behind the text
+        drawn_from = dict[int, Float32]()  # and q
+        run: dict[int, int] = {ROOT: -1}  # nodes behind which the draft looks, and where they are in `nodes`
+        nodes, parents = list[int](), list[int]()
+        firsts, level = [ROOT], [ROOT]  # the path of first choices, and the newest nodes that have children
         with model.lock:
-            while level and depth <= first_room:
-                if len(level) > 1 or nodes:
-                    for node in level:
-                        places[node] = len(nodes)
-                        nodes.append(growing.tree.tokens[node])
-                        parents.append(places.get(growing.tree.parents[node], -1))
-                    logits = model.forward_tree(text, nodes, parents, len(level))
-                else:
-                    if depth:
-                        text.append(growing.tree.tokens[level[0]])
-                    logits = model.forward(text)
-                room = self._draw_room(len(rows) + len(level))[len(rows) :]
-                for node, row, q in zip(level, logits, room, strict=False):
+            while level and len(paths[level[0]]) <= room:
+                for node in level if drawn_from else []:
+                    run[node] = len(nodes)
+                    nodes.append(paths[node][-1])
+                    parents.append(run[above[node]])
+                logits, room_of_q = model.forward_tree(text, nodes, parents, len(level)), self._draw_room(len(run))
+                for node, row in zip(level, logits, strict=True):
+                    q, path = room_of_q[run[node] + 1], paths[node]
                     if self._adjusting:
-                        row = self._adjusting.adjusted(row, growing.tree.path(node))
-                    found, scores = self._sampler.draw_few(q, row, stream, len(tokens) + depth)
-                    rows[node] = q
-                    growing.offers(node, found, scores)
-                level, depth = growing.grows(), depth + 1
-        tree, picked = growing.tree, growing.picks()
-        order = {node: i for i, node in enumerate(picked)} | {-1: -1}
-        above = [order[tree.parents[node]] for node in picked]
-        is_chain = above == [*range(-1, len(above) - 1)]
-        drawn_from = [rows[tree.parents[node]] for node in picked]
-        return Draft([tree.tokens[node] for node in picked], drawn_from, None if is_chain else above)
+                        row = self._adjusting.adjusted(row, path)
+                    found, _ = self._sampler.draw_few(q, row, stream, len(tokens) + len(path))
+                    children = shape[node][: len(found)]
+                    for child, token in zip(children, found, strict=False):
+                        paths[child], drawn_from[child] = [*path, token], q
+                    firsts += children[:1] if node == firsts[-1] else []
+                level = [child for node in level for child in shape[node] if shape[child] and child in paths]
+                level = [node for node in level if paths[node][-1] not in self._end_marks]
+        order = sorted(drawn_from, key=lambda node: node not in firsts)  # a cache keeps the path that is laid first where it is
+        places = {node: i for i, node in enumerate([ROOT, *order], -1)}
+        links = [places[above[node]] for node in order]
+        is_chain = links == [*range(-1, len(links) - 1)]
+        said = [paths[node][-1] for node in order]
+        return Draft(said, [drawn_from[node] for node in order], None if is_chain else links)
 
 
-class Trees:
-    """What trees of a draft cost and bring, over texts. models: all that run them, the draft's last."""
+class FixedTree(FixedLength):
+    """Trees that are always gamma deep, whose drafts tell nothing of what those of chains take."""
 
-    def __init__(
-        self, models: Sequence[Transformer], vocabulary: Vocabulary, end_marks: Container[int], acceptance: Acceptance
-    ) -> None:
-        self._models, self._end_marks = models, end_marks
-        self._sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
-        self._acceptances = new_acceptances(acceptance)
-        self._costs: TreeCosts | None = None
+    def saw(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
+        as_a_chain = self._costs.of_draft(n_drafted) if self._costs else draft_seconds
+        super().saw(n_drafted, n_accepted, pass_seconds, as_a_chain)
 
-    def drafter(
-        self, model: Transformer, settings: Settings, costs: Costs | None, sampler: Sampler, noise: Callable[[int], int]
-    ) -> TreeDrafter | None:
-        """What drafts a text by such settings, with its plan; None where chains are to. model: the draft, on the text's seat."""
-        plan: TreePlan
-        is_forced, acceptances, marks = settings.tree == "on", self._acceptances, self._end_marks
-        if settings.follows_clock and costs and self._costs and (is_forced or costs.of(1) > TREE_SECONDS):
-            plan = AutoTree(costs, self._costs, acceptances, marks, is_forced)
-        elif is_forced:
-            rates = [acceptance.rate for acceptance in acceptances] if settings.verify == "coupled" else STATIC_RATES
-            plan = StaticTree(settings.n_drafted, costs, acceptances, marks, rates)
-        else:
-            return None
-        return TreeDrafter(model, sampler, noise, marks, plan)
 
-    def run(self) -> None:
-        """A tree of each model, a path of it kept, and draws of several candidates: so that all that they need is compiled."""
-        for model in self._models:
-            with model.lock:
-                self._sampler.draw_few(self._sampler.new_probs(), model.forward([0])[0], TARGET_NOISE, 1)
-                if model.n_positions > 1:
-                    model.forward_tree([0], [0, 0], [-1, -1])
-                    model.keep([1])
+@functools.cache
+def shape_of(depth: int) -> list[list[int]]:
+    """The children of the root and of each node, by rank: of all trees of such a depth and size the likeliest nodes' own.
 
-    def measure(self) -> None:
-        """What the draft's passes over siblings take beside those over a chain, with their draws: the least of several."""
-        jobs = [(1, False), (WIDEST, False), *((n, True) for n in TREE_WIDTHS)]
-        if self._models[-1].n_positions <= WIDEST:
-            self._costs = TreeCosts.measured({}, 0.0)
-            return
-        least = dict.fromkeys(jobs, math.inf)
-        deadline = time.perf_counter() + COSTS_SECONDS
-        while math.inf in least.values() or time.perf_counter() < deadline:
-            for job in jobs:
-                least[job] = min(least[job], self._seconds(*job))
-        token, branching = least[1, False], least[WIDEST, True] - least[WIDEST, False]
-        widths = {n: least[n, True] / token for n in TREE_WIDTHS}
-        self._costs = TreeCosts.measured(widths, min(branching, token))  # more is noise
+    A node is as likely as its path by RATES (Sequoia, arXiv:2402.12374; OPT-Tree, arXiv:2406.17276).
+    """
+    most = min(MAX_GAMMA, max(N_NODES, 2 * depth))
+    children: list[list[int]] = [[]]
+    heap = [(-RATES[0], ROOT, 0, 1, 1.0)] if depth else []  # survival, parent, rank, level, what those before it leave
+    while heap and len(children) <= most:
+        negative, parent, rank, level, left = heapq.heappop(heap)
+        node, survival = len(children), -negative
+        children.append([])
+        children[parent].append(node)
+        if level < depth:
+            heapq.heappush(heap, (-survival * RATES[0], node, 0, level + 1, survival))
+        if rank + 1 < len(RATES):
+            heapq.heappush(heap, (-(left - survival) * RATES[rank + 1], parent, rank + 1, level, left - survival))
+    return children
 
-    def _seconds(self, n: int, is_tree: bool) -> float:
-        """Of a pass of the draft over so many tokens."""
-        probs, draft = self._sampler.new_probs(), self._models[-1]
-        begin = time.perf_counter()
-        with draft.lock:
-            logits = draft.forward_tree([0], [0] * n, [-1] * n, n) if is_tree else draft.forward([0] * (n + 1), n)
-            for row in logits:
-                self._sampler.draw_few(probs, row, TARGET_NOISE, n)
-        return time.perf_counter() - begin
+
+def run_trees(models: Sequence[Transformer], vocabulary: Vocabulary) -> None:
+    """A tree of each model, a path of it kept, and draws of several candidates: so that all that they need is compiled."""
+    sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
+    for model in models:
+        with model.lock:
+            sampler.draw_few(sampler.new_probs(), model.forward([0])[0], TARGET_NOISE, 1)
+            if model.n_positions > 1:
+                model.forward_tree([0], [0, 0], [-1, -1])
+                model.keep([1])

@@ -16,13 +16,13 @@ from .ngrams import NgramDrafter
 from .pacing import Pace
 from .planning import AutoLength, FixedLength
 from .remembered import LEAST_STEPS, Remembered
-from .settings import AUTO, Settings
+from .settings import Settings
 from .sharing import Sharing
 from .team import NGRAM, Team
 from .timing import choose_threads, costs_of
 
 if TYPE_CHECKING:
-    from . import stages, trees
+    from . import stages
 
 NGRAM_SECONDS = 3e-4  # what a target's token has to take for n-grams to be looked for: that costs up to 5 us of Python
 
@@ -44,7 +44,6 @@ class Tuning:
         self._done = set[str]()  # of what `warm_up` does
         self._remembered: Remembered | None = None  # where something drafts
         self._pace: Pace | None = None  # where the number of threads is free
-        self._trees: trees.Trees | None = None
         self._stage: stages.Stage | None = None
         if team.stage.source and team.draft.model:
             from .stages import Stage
@@ -117,11 +116,11 @@ class Tuning:
         """How long proposals get, and who makes them. shared: of a text whose passes are others' too."""
         draft, costs, marks = team.draft, self.costs, self._end_marks
         sampler = Sampler(self._vocabulary.n_target, sampling, self._vocabulary.n_common)
-        branching = None if shared and settings.verify == "coupled" else self._trees_of(settings)
-        if branching and draft.model:
-            costs_of_trees = None if shared else costs
-            if drafter := branching.drafter(draft.model, settings, costs_of_trees, sampler, noise):
-                return drafter.plan, drafter
+        if self._branches(settings) and draft.model and not (shared and settings.verify == "coupled"):
+            from .trees import FixedTree, TreeDrafter
+
+            tree = FixedTree(settings.n_drafted, None if shared else costs)
+            return tree, TreeDrafter(draft.model, sampler, noise, marks)
         auto = costs if settings.follows_clock else None
         plan: Plan
         if shared:
@@ -137,20 +136,15 @@ class Tuning:
         is_worth_it = draft.source and not (auto and auto.of(1) <= NGRAM_SECONDS)
         return plan, NgramDrafter(marks) if is_worth_it else None
 
-    def _trees_of(self, settings: Settings) -> "trees.Trees | None":
-        """None where proposals are chains."""
-        if (
-            not settings.may_branch
-            or not self._team.draft.model
-            or self._stage
-            or not all(model.runs_trees for model in self._models)
-        ):
-            return None
-        if not self._trees:
-            from .trees import Trees
+    def _branches(self, settings: Settings) -> bool:
+        """Whether proposals are trees."""
+        is_asked = settings.tree == "on" and self._team.draft.model is not None
+        return is_asked and not self._stage and all(model.runs_trees for model in self._models)
 
-            self._trees = Trees(self._models, self._vocabulary, self._end_marks, self._acceptance)
-        return self._trees
+    def _run_trees(self) -> None:
+        from .trees import run_trees
+
+        run_trees(self._models, self._vocabulary)
 
     def warm_up(self, settings: Settings) -> None:
         """Compile, or load, whatever a text of these settings needs, and measure what it takes; what is done is done once."""
@@ -165,15 +159,12 @@ class Tuning:
         to_do: dict[str, Callable[[], object]] = {
             f"passes {[model.n_threads > 1 for model in self._models]}": lambda: self._seconds(2, settings)
         }
-        branching = self._trees_of(settings)
         if self._team.draft.source:
             to_do[verify] = lambda: judge_proposals(verifier, n_ids)
-        if branching:
-            to_do["trees"] = branching.run
+        if self._branches(settings):
+            to_do["trees"] = self._run_trees
             to_do[f"{verify} of trees"] = lambda: judge_proposals(verifier, n_ids, [-1, -1])
         to_do["measures"] = lambda: self._measure(settings)
-        if branching and settings.gamma == AUTO:
-            to_do["measures of trees"] = branching.measure
         return {name: do for name, do in to_do.items() if name not in self._done}
 
     def _measure(self, settings: Settings) -> None:

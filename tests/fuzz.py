@@ -39,8 +39,7 @@ from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.ngrams import NgramDrafter
 from specdec.drafting.planning import FixedLength
 from specdec.drafting.stages import Account, StagedDrafter
-from specdec.drafting.tree_planning import AutoTree, StaticTree, TreeCosts, new_acceptances
-from specdec.drafting.trees import TreeDrafter
+from specdec.drafting.trees import FixedTree, TreeDrafter
 from specdec.families.ggufs import PAIRS_PLACES
 from specdec.machine.memory import zeros
 from specdec.machine.threads import available_threads
@@ -403,22 +402,8 @@ def random_sampling(rng):
     return Sampling(temperature, rng.choice([0, 0, 1, 2, 5, 300, 2**70]), top_p, seed)
 
 
-def random_tree_plan(rng, static=False):
-    """Of a depth, or one that grows as it pays on a machine where tokens of a pass are cheap, or dear."""
-    acceptances = new_acceptances()
-    for acceptance in acceptances:
-        acceptance.rates = [rng.random() for _ in acceptance.rates]
-    if static or rng.random() < 0.3:
-        return StaticTree(rng.choice([1, 2, 3, 4, 7, 9, 63]), None, acceptances, END_MARKS)
-    costs = Costs({1: 1.0, 64: rng.choice([1.01, 1.5, 4.0, 30.0])}, rng.choice([1e-4, 0.01, 0.2]))
-    widths = {8: rng.choice([1.0, 1.5, 8.0])}
-    return AutoTree(
-        costs,
-        TreeCosts.measured(widths, rng.choice([0.0, 0.2]), rng.choice([0, 0, 4])),
-        acceptances,
-        END_MARKS,
-        rng.random() < 0.5,
-    )
+def random_tree_plan(rng):
+    return FixedTree(rng.choice([1, 2, 3, 4, 7, 9, 63]))
 
 
 def written(target, draft, sampling, verify, prompt, n, plan):
@@ -427,7 +412,7 @@ def written(target, draft, sampling, verify, prompt, n, plan):
     drafter = NgramDrafter(END_MARKS) if draft == "ngram" else None
     if draft and not drafter:
         args = draft, Sampler(target.config.vocab_size, sampling, draft.config.vocab_size), verifier.draft_noise, END_MARKS
-        drafter = TreeDrafter(*args, plan) if isinstance(plan, AutoTree | StaticTree) else ModelDrafter(*args)
+        drafter = (TreeDrafter if isinstance(plan, FixedTree) else ModelDrafter)(*args)
     tokens = []
     try:
         for event in decode(target, drafter, verifier, prompt, n, plan, END_MARKS):
@@ -457,7 +442,7 @@ def texts(rng):
         tokens, error = written(target, proposer, sampling, "coupled", prompt, n, plan)
         assert error == flaw, f"{error!r} where the plain text has {flaw!r}"
         assert tokens == (plain[: len(tokens)] if error else plain), f"{tokens} where the plain text is {plain}"
-    for verify, plan in (("rejection", FixedLength(4)), ("rejection", random_tree_plan(rng, True)), ("block", FixedLength(4))):
+    for verify, plan in (("rejection", FixedLength(4)), ("rejection", random_tree_plan(rng)), ("block", FixedLength(4))):
         kept, _ = written(twin(rng, first), rng.choice([draft, "ngram"]), sampling, verify, prompt, n, plan)
         assert all(0 <= token < config.vocab_size for token in kept)
         assert sampling.temperature or kept == plain[: len(kept)]

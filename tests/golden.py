@@ -24,7 +24,6 @@ from specdec.decoding import VERIFIERS, Drafter, Plan, Step, decode
 from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.ngrams import NgramDrafter
 from specdec.drafting.planning import FixedLength
-from specdec.drafting.tree_planning import StaticTree, new_acceptances
 from specdec.drafting.trees import TreeDrafter
 from specdec.machine.elementary import log
 from specdec.machine.memory import zeros
@@ -149,8 +148,7 @@ def text_of(case: Case, target: Transformer, draft: Transformer | None) -> tuple
     drafter: Drafter | None = NgramDrafter(()) if s.draft == "ngram" else None
     plan: Plan = FixedLength(s.gamma)
     if draft and case.is_tree:
-        plan = tree = StaticTree(s.gamma, None, new_acceptances(), ())
-        drafter = TreeDrafter(draft, Sampler(size, sampling), verifier.draft_noise, (), tree)
+        drafter = TreeDrafter(draft, Sampler(size, sampling), verifier.draft_noise, ())
     elif draft:
         drafter = ModelDrafter(draft, Sampler(size, sampling), verifier.draft_noise, ())
     tokens, accepted = [*PROMPT], []

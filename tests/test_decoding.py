@@ -16,7 +16,6 @@ from specdec.drafting.estimates import MAX_GAMMA
 from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.ngrams import NgramDrafter
 from specdec.drafting.planning import FixedLength
-from specdec.drafting.tree_planning import StaticTree, new_acceptances
 from specdec.drafting.trees import TreeDrafter
 from specdec.machine.threads import available_threads
 from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET
@@ -587,8 +586,7 @@ def drafter_of(kind, draft, verifier, sampling):
     """A drafter and its plan; of all kinds on one model."""
     sampler, plan = Sampler(105, sampling, draft.config.vocab_size), FixedLength(4)
     if kind == "tree":
-        plan = StaticTree(4, None, new_acceptances(), END_MARKS)
-        return TreeDrafter(draft, sampler, verifier.draft_noise, END_MARKS, plan), plan
+        return TreeDrafter(draft, sampler, verifier.draft_noise, END_MARKS), FixedLength(4)
     if kind == "model":
         return ModelDrafter(draft, sampler, verifier.draft_noise, END_MARKS), plan
     return (NgramDrafter(END_MARKS) if kind == "ngram" else None), plan

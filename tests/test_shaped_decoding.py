@@ -7,7 +7,6 @@ from specdec.decoding import VERIFIERS, CoupledVerifier, Draft, Statistics, Step
 from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.ngrams import NgramDrafter
 from specdec.drafting.planning import FixedLength
-from specdec.drafting.tree_planning import StaticTree, new_acceptances
 from specdec.drafting.trees import TreeDrafter
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
 from tests import reference
@@ -216,9 +215,8 @@ def test_a_tree_is_masked_along_its_paths(verify):
     verifier = VERIFIERS[verify](105, sampling)
     n_trees = 0
     for language in LANGUAGES.values():
-        tree = StaticTree(6, None, new_acceptances(), END_MARKS)
-        drafter = TreeDrafter(draft, Sampler(105, sampling), verifier.draft_noise, END_MARKS, tree)
-        events = list(decode(target, drafter, verifier, PROMPT, 40, tree, END_MARKS, shape_of(language)))
+        drafter = TreeDrafter(draft, Sampler(105, sampling), verifier.draft_noise, END_MARKS)
+        events = list(decode(target, drafter, verifier, PROMPT, 40, FixedLength(6), END_MARKS, shape_of(language)))
         tokens, _ = generated(events)
         n_trees += sum(event.n_nodes > len(event.draft_tokens) for event in events if isinstance(event, Step))
         said = b"".join([VOCABULARY[token] for token in tokens])

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.drafting import tuning
+from specdec.drafting import trees, tuning
 from specdec.drafting.settings import Settings
-from specdec.drafting.trees import Trees
 from tests.checkpoints import ROOT
 from tests.conftest import Pair
 from tests.drafting.test_head_decoding import head_folder
 
-# A process for each case, forked where nothing has been compiled or loaded yet. By the clock all drafts pay, and trees may.
+# A process for each case, forked where nothing has been compiled or loaded yet. By the clock all drafts pay.
 LATE = """
 import json, os, sys
 from specdec import Proposal, Sampling, SpeculativeDecoder
@@ -81,14 +80,14 @@ CASES = {
     "stage": case(target, draft, stage="ngram"),
     "a model as a stage": case(target, "self", stage=draft),
     "trees": case(target, draft, tree="on"),
-    "trees where they pay": case(target, draft, tree="auto"),
+    "tree auto": case(target, draft, tree="auto"),
     "trees, gamma 4": case(target, draft, tree="on", gamma=4),
     "trees, gamma 4, f16": case(target, draft, tree="on", gamma=4, kv="f16"),
     "trees, rejection": case(target, draft, tree="on", verify="rejection"),
     "trees, never warmed up": unwarmed,
     "verify changes": case(target, draft, then=[("verify", "rejection"), ("verify", "block"), ("verify", "coupled")]),
     "verify of n-grams changes": case(target, "ngram", then=[("verify", "block"), ("verify", "rejection")]),
-    "gamma of trees changes": case(target, draft, tree="auto", gamma=3, then=[("gamma", 1), ("gamma", "auto"), ("gamma", 63)]),
+    "gamma of trees changes": case(target, draft, tree="on", gamma=3, then=[("gamma", 1), ("gamma", "auto"), ("gamma", 63)]),
     "trees from then on": case(target, draft, then=[("tree", "on"), ("gamma", 3), ("verify", "rejection"), ("tree", "off")]),
     "threads change": case(target, draft, **TWO, then=[("n_threads", 1)]),
     "f16": case(target, draft, kv="f16"),
@@ -110,7 +109,6 @@ for name, run in CASES.items():
     os.wait()
 """
 OF_TREES = {"kernels.trace", "kernels.move_slots", "sampling.draw_few", "sampling.keep_or_refuse"}
-ROOMS_OF_TREES = {"specdec.drafting.trees", "specdec.drafting.tree_planning"}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that begin where another one is")
@@ -124,7 +122,7 @@ def test_no_text_compiles_or_loads_anything_behind_its_first_event(pair: Pair, t
         assert (case["n_drafted"] > 0) == (name != "plain"), name
         assert (case["n_trees"] > 0) == ("trees" in name), name
         assert bool(OF_TREES.intersection(case["asked"])) == ("trees" in name), name
-        assert bool(ROOMS_OF_TREES.intersection(case["rooms"])) == ("trees" in name), name
+        assert ("specdec.drafting.trees" in case["rooms"]) == ("trees" in name), name
         assert ("specdec.drafting.stages" in case["rooms"]) == ("stage" in name), name
 
 
@@ -148,7 +146,7 @@ def test_the_first_story_is_drafted_like_the_second(tmp_path: Path, is_busy: boo
 
 
 INTERRUPTED = {
-    "decode": tuning, "judge_proposals": tuning, "choose_threads": tuning, "costs_of": tuning, "run": Trees, "measure": Trees,
+    "decode": tuning, "judge_proposals": tuning, "choose_threads": tuning, "costs_of": tuning, "run_trees": trees,
 }  # fmt: skip
 
 

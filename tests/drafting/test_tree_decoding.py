@@ -9,9 +9,8 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.decoding import VERIFIERS, CoupledVerifier, Draft, Proposal, Statistics, Step, decode
-from specdec.drafting.estimates import MAX_GAMMA, Costs
-from specdec.drafting.tree_planning import AutoTree, StaticTree, TreeCosts, new_acceptances
-from specdec.drafting.trees import TreeDrafter
+from specdec.drafting.estimates import MAX_GAMMA
+from specdec.drafting.trees import N_NODES, RATES, FixedTree, TreeDrafter, shape_of
 from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.sampling import FEW, Sampler, Sampling, race_on
 from specdec.tokenizer import BOS, EOS
@@ -19,23 +18,14 @@ from tests import reference
 from tests.models import END_MARKS, continuation, judge, tiny_model
 from tests.test_block import Table, row
 
-FLAT = {1: 1.0, 64: 1.2}  # seconds of passes that nearly all cost the same: much grows
 SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
 
 
-def static(gamma):
-    return StaticTree(gamma, None, new_acceptances(), END_MARKS)
-
-
-def auto(costs=FLAT, draft=0.002):
-    return AutoTree(Costs(costs, draft), TreeCosts.measured({8: 1.5}, 0.0, rest=0), new_acceptances(), END_MARKS)
-
-
-def events_of(target, draft, sampling, plan, verify="coupled", prompt=(BOS, 7, 9), max_tokens=60, marks=END_MARKS):
+def events_of(target, draft, sampling, gamma, verify="coupled", prompt=(BOS, 7, 9), max_tokens=60, marks=END_MARKS):
     verifier = VERIFIERS[verify](target.config.vocab_size, sampling)
     sampler = Sampler(target.config.vocab_size, sampling, draft.config.vocab_size)
-    drafter = TreeDrafter(draft, sampler, verifier.draft_noise, marks, plan)
-    return list(decode(target, drafter, verifier, list(prompt), max_tokens, plan, marks))
+    drafter = TreeDrafter(draft, sampler, verifier.draft_noise, marks)
+    return list(decode(target, drafter, verifier, list(prompt), max_tokens, FixedTree(gamma), marks))
 
 
 def tokens_of(events):
@@ -45,11 +35,11 @@ def tokens_of(events):
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("seeds", [(0, 1), (2, 3)])
 def test_the_text_of_trees_is_the_plain_text(sampling, seeds):
-    """Of every depth, and of trees that grow as they pay; by end marks too, which some of these texts reach."""
+    """Of every depth; by end marks too, which some of these texts reach."""
     target, draft = tiny_model(seeds[0], layers=3), tiny_model(seeds[1])
     plain, statistics = continuation(target, None, sampling)
-    for plan in (*(static(gamma) for gamma in (1, 2, 3, 5, 9)), auto(), auto({1: 1.0, 8: 4.0})):
-        events = events_of(target, draft, sampling, plan)
+    for gamma in (1, 2, 3, 5, 9, MAX_GAMMA):
+        events = events_of(target, draft, sampling, gamma)
         assert tokens_of(events) == plain
         assert events[-1].stop_reason == statistics.stop_reason
 
@@ -62,8 +52,8 @@ def test_so_it_is_at_the_ends_of_contexts_and_beyond_the_drafts_window(sampling,
     for draft in (tiny_model(0, seq_len=draft_positions), tiny_model(0, seq_len=draft_positions, n_positions=90)):
         for max_tokens in (1, 2, 5, 200):
             plain, statistics = continuation(target, None, sampling, max_tokens=max_tokens)
-            for plan in (static(4), auto()):
-                events = events_of(target, draft, sampling, plan, max_tokens=max_tokens)
+            for gamma in (4, 9):
+                events = events_of(target, draft, sampling, gamma, max_tokens=max_tokens)
                 assert tokens_of(events) == plain
                 assert events[-1].stop_reason == statistics.stop_reason
 
@@ -72,8 +62,7 @@ def test_a_draft_may_know_fewer_tokens():
     for sampling in SAMPLINGS:
         target, draft = tiny_model(0), tiny_model(1, vocab=60)
         plain, _ = continuation(target, None, sampling)
-        for plan in (static(3), auto()):
-            assert tokens_of(events_of(target, draft, sampling, plan)) == plain
+        assert tokens_of(events_of(target, draft, sampling, 3)) == plain
 
 
 def test_the_embedded_pair_says_the_plain_text_with_every_tree():
@@ -81,7 +70,7 @@ def test_the_embedded_pair_says_the_plain_text_with_every_tree():
     decoder = SpeculativeDecoder(plain.target, DEFAULT_DRAFT, plain.tokenizer)
     for temperature in (0.0, 1.0):
         expected = plain.generate("Once upon a time", 160, temperature=temperature, seed=1).text
-        for decoder.tree, decoder.gamma in (("auto", "auto"), ("on", "auto"), ("on", 3), ("on", MAX_GAMMA)):
+        for decoder.tree, decoder.gamma in (("on", "auto"), ("on", 3), ("on", MAX_GAMMA)):
             assert decoder.generate("Once upon a time", 160, temperature=temperature, seed=1).text == expected
 
 
@@ -106,7 +95,7 @@ def test_a_path_is_walked_as_far_as_the_targets_own_tokens_lead():
 def test_what_is_told_counts_the_path_that_was_taken_and_no_branch():
     target, draft = (tiny_model(seed, vocab=31, scale=0.1) for seed in (0, 1))
     statistics, n_branched, n_nodes = Statistics(3), 0, 0
-    events = itertools.chain.from_iterable(events_of(target, draft, Sampling(1.0, 0, 0.9, seed), static(4)) for seed in range(9))
+    events = itertools.chain.from_iterable(events_of(target, draft, Sampling(1.0, 0, 0.9, seed), 4) for seed in range(9))
     for proposal, step in itertools.pairwise(events):
         statistics.add(step)
         if not isinstance(proposal, Proposal):
@@ -158,11 +147,11 @@ class TreeTable(Table):
         return rows if n_logits is None else rows[len(rows) - n_logits :]
 
 
-def counted(target, draft, n_runs, n_tokens, plan_of, temperature=1.0):
+def counted(target, draft, n_runs, n_tokens, gamma, temperature=1.0):
     counts = Counter()
     for seed in range(n_runs):
         sampling = Sampling(temperature, 0, 0.0, seed)
-        counts[tuple(tokens_of(events_of(target, draft, sampling, plan_of(), "rejection", [0], n_tokens, {})))] += 1
+        counts[tuple(tokens_of(events_of(target, draft, sampling, gamma, "rejection", [0], n_tokens, {})))] += 1
     return counts
 
 
@@ -180,7 +169,7 @@ def test_rejection_of_trees_leaves_the_targets_distribution(gamma, case):
     draft = target if case == "alike" else TreeTable(rng.dirichlet(np.full(size, 0.7), size) * 0.9 + 0.1 / size)
     target.probs /= target.probs.sum(1, keepdims=True)
     n_runs, length = 6000, 3 if size == 3 else 2
-    counts = counted(target, draft, n_runs, length, lambda: StaticTree(gamma, None, new_acceptances(), {}))
+    counts = counted(target, draft, n_runs, length, gamma)
     chi = 0.0
     for text in itertools.product(range(size), repeat=length):
         expected = n_runs * math.prod(target.probs[a][b] for a, b in itertools.pairwise((0, *text)))
@@ -194,13 +183,13 @@ def test_siblings_make_more_of_a_pass_and_greedy_is_the_plain_text():
     tree, chain = Statistics(3), Statistics(3)
     for seed in range(30):
         sampling = Sampling(1.0, 0, 0.9, seed)
-        for event in events_of(target, draft, sampling, static(3), "rejection"):
+        for event in events_of(target, draft, sampling, 3, "rejection"):
             tree.add(event)
         alone = continuation(target, draft, sampling, 3, "rejection")[1]
         chain.n_generated, chain.target_passes = chain.n_generated + alone.n_generated, chain.target_passes + alone.target_passes
     assert tree.tokens_per_pass > 1.2 * chain.tokens_per_pass
     plain, _ = continuation(target, None, Sampling(0.0))
-    assert tokens_of(events_of(target, draft, Sampling(0.0), static(3), "rejection")) == plain
+    assert tokens_of(events_of(target, draft, Sampling(0.0), 3, "rejection")) == plain
 
 
 def test_a_rejection_tree_of_one_seed_is_one_text():
@@ -222,3 +211,39 @@ def test_a_verification_of_chains_alone_is_refused_where_trees_are_asked_for():
     with pytest.raises(ValueError, match="tree is 'on'"):
         decoder.verify = "block"
     assert decoder.verify == "coupled"
+
+
+# Which nodes there are
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4, 9, 40, MAX_GAMMA])
+def test_a_shape_is_as_deep_and_as_large_as_it_may(depth):
+    shape = shape_of(depth)
+    assert len(shape) - 1 <= min(MAX_GAMMA, max(N_NODES, 2 * depth))
+    depths = {0: 0}
+    for node, children in enumerate(shape):
+        assert len(children) <= len(RATES)
+        depths |= dict.fromkeys(children, depths[node] + 1)
+    assert len(depths) == len(shape)
+    assert max(depths.values()) <= depth
+    assert depth > 9 or max(depths.values()) == depth
+
+
+def test_the_path_of_first_choices_is_laid_first_and_nothing_is_behind_an_end_mark():
+    model, n_marks = tiny_model(0, vocab=31, scale=0.1), 0
+    for seed in range(40):
+        sampling = Sampling(1.0, seed=seed)
+        marks = {3: "one", 4: "another", 5: "a third"}
+        drafter = TreeDrafter(model, Sampler(31, sampling), lambda _: 0, marks)
+        plan = FixedTree(4)
+        plan.begins(10)
+        draft = drafter.propose([BOS, 7, 9], plan)
+        assert len(draft.tokens) <= N_NODES
+        path, node = [], -1
+        while children := draft.children(node):
+            path.append(node := children[0])
+        assert path == [*range(len(path))]
+        found = [node for node, token in enumerate(draft.tokens) if token in marks]
+        assert not any(draft.children(node) for node in found)
+        n_marks += len(found)
+    assert n_marks > 10

@@ -61,11 +61,9 @@ def test_what_is_done_is_not_done_again_and_other_settings_ask_for_their_own_alo
         ("model", Settings(), ("ModelDrafter", "AutoLength")),
         ("model", Settings(5), ("ModelDrafter", "FixedLength")),
         ("model", Settings(verify="rejection"), ("ModelDrafter", "FixedLength")),
-        ("model", Settings(tree="auto"), ("TreeDrafter", "AutoTree")),
-        ("model", Settings(5, tree="auto"), ("ModelDrafter", "FixedLength")),
-        ("model", Settings(tree="on"), ("TreeDrafter", "AutoTree")),
-        ("model", Settings(5, tree="on"), ("TreeDrafter", "StaticTree")),
-        ("model", Settings(verify="rejection", tree="on"), ("TreeDrafter", "StaticTree")),
+        ("model", Settings(tree="auto"), ("ModelDrafter", "AutoLength")),
+        ("model", Settings(tree="on"), ("TreeDrafter", "FixedTree")),
+        ("model", Settings(verify="rejection", tree="on"), ("TreeDrafter", "FixedTree")),
         ("n-grams", Settings(tree="on"), ("NgramDrafter", "AutoLength")),
     ],
 )
@@ -78,13 +76,12 @@ def test_who_drafts_by_which_plan(told, monkeypatch, draft, settings, expected):
     assert told[-1] == expected
 
 
-def test_beside_a_quick_target_nobody_looks_for_n_grams_and_no_tree_is_tried(told, monkeypatch):
+def test_beside_a_quick_target_nobody_looks_for_n_grams(told, monkeypatch):
     monkeypatch.setattr(tuning, "costs_of", lambda *_: Costs({1: 1e-4, 64: 1.1e-4}, 1e-5))
-    for draft, settings, expected in (("n-grams", Settings(), "NoneType"), ("model", Settings(tree="auto"), "ModelDrafter")):
-        one = tuning_of(draft)
-        one.warm_up(settings)
-        list(one.events([BOS, 5], 5, Sampling(), settings))
-        assert told[-1] == (expected, "AutoLength")
+    one = tuning_of("n-grams")
+    one.warm_up(Settings())
+    list(one.events([BOS, 5], 5, Sampling(), Settings()))
+    assert told[-1] == ("NoneType", "AutoLength")
 
 
 def test_a_stage_guesses_once_it_is_measured(told):
