@@ -48,13 +48,9 @@ class ModelDrafter:
         self._q: list[Float32] = []
         self._adjusting = Adjusting(sampler.sampling) if sampler.sampling.adjusts else None
 
-    def begins(self, prompt: list[int]) -> None:
-        """A text, where it was not told of yet."""
-        if self._adjusting and not self._adjusting.has_begun:
-            self._adjusting.follow(prompt)
-
     def get_ready(self, tokens: list[int]) -> None:
-        self.begins(tokens)
+        if self._adjusting:
+            self._adjusting.follow(tokens)
         with self._model.lock:
             self._model.forward(self._seen(tokens, self._start(len(tokens)))[:-1], n_logits=0)
 

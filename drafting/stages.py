@@ -7,24 +7,16 @@ with the same q, whatever was guessed; a guess that is not the draft's own token
 
 import time
 from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack
 from typing import Protocol
 
-from ..architectures import Config
 from ..decoding import Draft, Drafter, Plan
 from ..machine.vectors import Float32
 from ..sampling import Sampler
-from ..text.vocabulary import Vocabulary
 from ..transformer import Transformer, room_behind
-from .estimates import Acceptance, Costs
 from .model_drafter import ModelDrafter
 from .ngrams import NgramDrafter
-from .planning import TRIAL_SHARE, AutoLength
-from .team import Origin
-from .timing import costs_of
-
-MOST_SAVED = 10  # passes of the draft over one token: what may be lost at most where guesses stop to pay
+from .team import Team
 
 
 class Guesser(Drafter, Protocol):
@@ -34,71 +26,32 @@ class Guesser(Drafter, Protocol):
         """Tokens that may follow tokens and the tail, which is proposed and not judged yet."""
 
 
-@dataclass
-class Account:
-    """What guesses have saved of a draft's time, over texts: while it is spent nobody guesses.
-
-    costs: of the draft's passes, and of its drafter's tokens; saved: seconds. A share of the time that goes by without guesses is
-    credited, to try them again.
-    """
-
-    costs: Costs
-    acceptance: Acceptance
-    saved: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.saved = MOST_SAVED * self.costs.of(1)
-
-    def saw(self, n_guessed: int, n_used: int, seconds: float) -> None:
-        """A pass over so many guesses, of which some were the draft's own tokens; seconds that guessing took."""
-        of = self.costs.of
-        gain = n_used * of(1) - (of(n_guessed + 1) - of(1)) - seconds
-        self.saved = min(self.saved + gain, MOST_SAVED * of(1))
-
-    def waited(self, n_tokens: int) -> None:
-        """So many tokens were drafted without guesses."""
-        self.saved += TRIAL_SHARE * n_tokens * self.costs.of(1)
-
-
 class Lookahead:
     """Stands for a draft's model, and runs guesses along with the text that it is asked for.
 
-    Where the next text goes on as guessed, its logits are there already, those of the model for that text.
+    Where the next text goes on as guessed, its logits are there already, those of the model for that text. plan: how many guesses
+    a pass gets, of whose passes it is told as of steps.
     """
 
-    def __init__(self, model: Transformer, guesser: Guesser, account: Account) -> None:
-        self._model, self._guesser, self._account = model, guesser, account
-        self._plan = AutoLength(account.costs, account.acceptance)
+    def __init__(self, model: Transformer, guesser: Guesser, plan: Plan) -> None:
+        self._model, self._guesser, self._plan = model, guesser, plan
+        self.lock, self.config, self.n_positions, self.n_short = model.lock, model.config, model.n_positions, model.n_short
         self._tokens: list[int] = []  # the text that is certain
         self._most = self._first = 0  # how many tokens are wanted behind it, and how many of it the model sees
         self._run: list[int] = []  # what the last pass was over: a text, and guesses at its end
         self._n_guesses, self._n_used = -1, 0  # of the last pass; -1: there is none
         self._number = 0  # of the last pass; a later one of anybody's overwrites its logits
-        self._seconds = 0.0, 0.0  # of guessing and of the pass
+        self._seconds = 0.0, 0.0  # of the pass and of guessing
         self._logits: Float32
-
-    @property
-    def lock(self) -> AbstractContextManager[object]:
-        return self._model.lock
-
-    @property
-    def config(self) -> Config:
-        return self._model.config
-
-    @property
-    def n_positions(self) -> int:
-        return self._model.n_positions
-
-    @property
-    def n_short(self) -> int:
-        return self._model.n_short
 
     def begin(self, tokens: list[int], most: int) -> None:
         """Up to so many tokens are going to be asked for behind these."""
         self._tokens, self._most, self._first = tokens, most, 0
 
     def forward(self, tokens: list[int], n_logits: int = 1) -> Float32:
-        """Logits (1, V) behind a text, valid until the next call."""
+        """Logits (1, V) behind a text, or (0, V), valid until the next call."""
+        if not n_logits:
+            return self._model.forward(tokens, 0)
         n = len(tokens)
         self._first = self._first or n
         used = n - len(self._run) + self._n_guesses  # of the guesses
@@ -112,8 +65,7 @@ class Lookahead:
         """A pass over a text and what may follow it."""
         begin = time.perf_counter()
         if self._n_guesses >= 0:
-            self._account.saw(self._n_guesses, self._n_used, self._seconds[0])
-            self._plan.saw(self._n_guesses, self._n_used, self._seconds[1], self._seconds[0])
+            self._plan.saw(self._n_guesses, self._n_used, *self._seconds)
         tail, guesses = tokens[self._first :], list[int]()
         room = room_behind(len(tokens), self.n_positions, self.n_short)
         if self._plan.begins(min(self._most - len(tail) - 1, room)):
@@ -124,12 +76,12 @@ class Lookahead:
         self._number = self._model.n_passes + 1
         looked = time.perf_counter()
         self._logits = self._model.forward(self._run, len(guesses) + 1)
-        self._seconds = looked - begin, time.perf_counter() - looked
+        self._seconds = time.perf_counter() - looked, looked - begin
         self._n_guesses = len(guesses)
 
 
-class StagedDrafter:
-    """`ModelDrafter` of a draft for which another drafter guesses: the same proposals, sooner where that pays.
+class StagedDrafter(ModelDrafter):
+    """A draft for which another drafter guesses: the same proposals, sooner where that pays.
 
     guesser: if it draws, with the noise that the draft draws with; models: the draft, and the guesser's where it has one.
     """
@@ -138,58 +90,33 @@ class StagedDrafter:
         self,
         models: Sequence[Transformer],
         guesser: Guesser,
-        account: Account,
+        plan: Plan,
         sampler: Sampler,
         noise: Callable[[int], int],
         end_marks: Container[int],
     ) -> None:
-        self._guesser, self._account = guesser, account
-        self._ahead = Lookahead(models[0], guesser, account)
-        self._alone = ModelDrafter(models[0], sampler, noise, end_marks)
-        self._staged = ModelDrafter(self._ahead, sampler, noise, end_marks)
+        self._guesser, self._ahead = guesser, Lookahead(models[0], guesser, plan)
+        super().__init__(self._ahead, sampler, noise, end_marks)
         self._models = sorted(models, key=id)  # locked in one order everywhere, so that no two threads wait for each other
 
     def get_ready(self, tokens: list[int]) -> None:
-        self._alone.get_ready(tokens)
-        self._staged.begins(tokens)
+        super().get_ready(tokens)
         self._guesser.get_ready(tokens)
 
-    def propose(self, tokens: list[int], plan: Plan) -> Draft:
-        if self._account.saved <= 0:
-            draft = self._alone.propose(tokens, plan)
-            self._account.waited(len(draft.tokens))
-            return draft
+    def propose(self, tokens: list[int], plan: Plan, tail: Sequence[int] = ()) -> Draft:
         with ExitStack() as locks:
             for model in self._models:
                 locks.enter_context(model.lock)
             self._ahead.begin(tokens, plan.most)
-            return self._staged.propose(tokens, plan)
+            return super().propose(tokens, plan, tail)
 
 
-class Stage:
-    """What drafts for a draft, and what its guesses have saved, over texts; before `measure` nobody guesses."""
-
-    def __init__(self, draft: Transformer, vocabulary: Vocabulary, stage: Origin, end_marks: Container[int]) -> None:
-        self._draft, self._vocabulary, self._stage, self._end_marks = draft, vocabulary, stage, end_marks
-        self._account: Account | None = None
-
-    def of(self, draft: Transformer, stage: Origin) -> "Stage":
-        """The same of other caches."""
-        other = Stage(draft, self._vocabulary, stage, self._end_marks)
-        other._account = self._account
-        return other
-
-    def measure(self) -> None:
-        """vocabulary: that the target and the draft share."""
-        costs = costs_of(self._draft, self._stage.model, self._vocabulary)
-        self._account = Account(costs, Acceptance(self._stage.rates))
-
-    def drafter(self, sampler: Sampler, noise: Callable[[int], int]) -> Drafter:
-        model, marks = self._stage.model, self._end_marks
-        if not self._account:
-            return ModelDrafter(self._draft, sampler, noise, marks)
-        if not model:
-            return StagedDrafter([self._draft], NgramDrafter(marks), self._account, sampler, noise, marks)
-        own = Sampler(self._vocabulary.n_target, sampler.sampling, self._stage.vocabulary.n_common)
-        guesser = ModelDrafter(model, own, noise, marks)
-        return StagedDrafter([self._draft, model], guesser, self._account, sampler, noise, marks)
+def staged(team: Team, plan: Plan, sampler: Sampler, noise: Callable[[int], int], end_marks: Container[int]) -> StagedDrafter:
+    """The draft of a team that has a stage. plan: how many guesses pay."""
+    draft, stage = team.draft, team.stage
+    assert draft.model
+    if not stage.model:
+        return StagedDrafter([draft.model], NgramDrafter(end_marks), plan, sampler, noise, end_marks)
+    own = Sampler(draft.vocabulary.n_target, sampler.sampling, stage.vocabulary.n_common)
+    guesser = ModelDrafter(stage.model, own, noise, end_marks)
+    return StagedDrafter([draft.model, stage.model], guesser, plan, sampler, noise, end_marks)

@@ -1,7 +1,6 @@
 """How a team writes on this machine: what is compiled and measured, on how many threads, and who drafts by which plan."""
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from ..decoding import VERIFIERS, Draft, Drafter, Event, Plan, Shape, Step, Text, Verifier, decode
 from ..machine.ahead import end
@@ -20,9 +19,6 @@ from .settings import Settings
 from .sharing import Sharing
 from .team import NGRAM, Team
 from .timing import choose_threads, costs_of
-
-if TYPE_CHECKING:
-    from . import stages
 
 NGRAM_SECONDS = 3e-4  # what a target's token has to take for n-grams to be looked for: that costs up to 5 us of Python
 
@@ -44,11 +40,7 @@ class Tuning:
         self._done = set[str]()  # of what `warm_up` does
         self._remembered: Remembered | None = None  # where something drafts
         self._pace: Pace | None = None  # where the number of threads is free
-        self._stage: stages.Stage | None = None
-        if team.stage.source and team.draft.model:
-            from .stages import Stage
-
-            self._stage = Stage(team.draft.model, self._vocabulary, team.stage, self._end_marks)
+        self._guesses: tuple[Costs, Acceptance] | None = None  # what a stage's cost and bring, once that is measured
 
     def events(
         self, tokens: list[int], max_tokens: int, sampling: Sampling, settings: Settings, shape: Shape | None = None
@@ -127,8 +119,10 @@ class Tuning:
             plan = shared if settings.follows_clock else FixedLength(settings.n_drafted)
         else:
             plan = AutoLength(auto, self._acceptance) if auto else FixedLength(settings.n_drafted, costs)
-        if self._stage and draft.model:
-            return plan, self._stage.of(draft.model, team.stage).drafter(sampler, noise)
+        if self._guesses:
+            from .stages import staged
+
+            return plan, staged(team, AutoLength(*self._guesses), sampler, noise, marks)
         if isinstance(draft.model, Head):
             return plan, HeadDrafter(draft.model, sampler, noise, marks)
         if draft.model:
@@ -139,7 +133,7 @@ class Tuning:
     def _branches(self, settings: Settings) -> bool:
         """Whether proposals are trees."""
         is_asked = settings.tree == "on" and self._team.draft.model is not None
-        return is_asked and not self._stage and all(model.runs_trees for model in self._models)
+        return is_asked and not self._team.stage.source and all(model.runs_trees for model in self._models)
 
     def _run_trees(self) -> None:
         from .trees import run_trees
@@ -178,8 +172,8 @@ class Tuning:
         if draft.source:
             self._remembered = Remembered(self._models[: 1 + bool(draft.model)], "" if draft.model else NGRAM)
             costs = self._remembered.read(self._acceptance) or costs_of(self._team.target, draft.model, self._vocabulary)
-        if self._stage:
-            self._stage.measure()
+        if draft.model and (stage := self._team.stage).source:
+            self._guesses = costs_of(draft.model, stage.model, self._vocabulary), Acceptance(stage.rates)
         self.costs = costs
 
     def _use(self, n_threads: int) -> None:

@@ -37,8 +37,8 @@ from specdec.decoding import VERIFIERS, Proposal, Step, decode
 from specdec.drafting.estimates import MARGIN_RATES, ODDS_RATES, Acceptance, Costs
 from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.ngrams import NgramDrafter
-from specdec.drafting.planning import FixedLength
-from specdec.drafting.stages import Account, StagedDrafter
+from specdec.drafting.planning import AutoLength, FixedLength
+from specdec.drafting.stages import StagedDrafter
 from specdec.drafting.trees import FixedTree, TreeDrafter
 from specdec.families.ggufs import PAIRS_PLACES
 from specdec.machine.memory import zeros
@@ -492,8 +492,8 @@ def stages(rng):
                     models.append(smaller)
                     costs.draft = 10.0 ** rng.uniform(-7, -1)
                     guesser = ModelDrafter(smaller, Sampler(*of, smaller.config.vocab_size), *drawing[1:])
-                account = Account(costs, Acceptance(MARGIN_RATES if costs.draft else ODDS_RATES))
-                drafter = StagedDrafter(models, guesser, account, *drawing)
+                guesses = AutoLength(costs, Acceptance(MARGIN_RATES if costs.draft else ODDS_RATES))
+                drafter = StagedDrafter(models, guesser, guesses, *drawing)
             target, steps = twin(rng, first), []
             try:
                 for event in decode(target, drafter, verifier, list(prompt), 30, FixedLength(gamma), END_MARKS):

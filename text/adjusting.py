@@ -30,11 +30,6 @@ class Adjusting:
         self._biased = np.array([token for token, _ in sampling.biases], np.int64)
         self._bias = np.array([bias for _, bias in sampling.biases], np.float32)
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether it has a prompt."""
-        return self._n_read >= 0
-
     def follow(self, tokens: Sequence[int]) -> None:
         """The text has grown to these, the prompt's among them."""
         if self._n_read < 0:

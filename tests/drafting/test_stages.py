@@ -10,11 +10,11 @@ import pytest
 
 from specdec import Sampling, SpeculativeDecoder
 from specdec.decoding import VERIFIERS, Draft, Statistics, Step, decode
-from specdec.drafting.estimates import MARGIN_RATES, ODDS_RATES, Acceptance, Costs
+from specdec.drafting.estimates import FIRST_CREDIT, ODDS_RATES, Acceptance, Costs
 from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.ngrams import NgramDrafter, SuffixAutomaton
-from specdec.drafting.planning import TRIAL_SHARE, FixedLength
-from specdec.drafting.stages import MOST_SAVED, Account, StagedDrafter
+from specdec.drafting.planning import TRIAL_SHARE, AutoLength, FixedLength
+from specdec.drafting.stages import StagedDrafter
 from specdec.sampling import Sampler
 from specdec.tokenizer import BOS
 from tests.models import END_MARKS, begun, continuation, tiny_model
@@ -38,19 +38,12 @@ class Liar:
         return Draft([next(self.guesses) for _ in range(min(plan.most, next(self.n)))])
 
 
-def an_account(costs=LARGE, draft=0.0, rates=ODDS_RATES, saved=1e9):
-    account = Account(Costs(costs, draft), Acceptance(rates))
-    account.saw = lambda *_: None  # that never spends what it has
-    account.saved = saved
-    return account
-
-
-def staged(draft, guesser, sampling, verify="coupled", gamma=4, target=None, prompt=(BOS, 7, 9), n=60, models=(), account=None):
+def staged(draft, guesser, sampling, verify="coupled", gamma=4, target=None, prompt=(BOS, 7, 9), n=60, models=(), guesses=9):
     """The text and the statistics of a target whose draft has a stage; guesser: what makes it of a noise."""
     verifier = VERIFIERS[verify](target.config.vocab_size, sampling)
     sampler = Sampler(target.config.vocab_size, sampling, draft.config.vocab_size)
     noise = verifier.draft_noise
-    drafter = StagedDrafter([draft, *models], guesser(noise), account or an_account(), sampler, noise, END_MARKS)
+    drafter = StagedDrafter([draft, *models], guesser(noise), FixedLength(guesses), sampler, noise, END_MARKS)
     statistics, tokens = Statistics(len(prompt)), []
     for event in decode(target, drafter, verifier, list(prompt), n, FixedLength(gamma), END_MARKS):
         statistics.add(event)
@@ -76,9 +69,8 @@ def unstaged(target, draft, sampling, verify, gamma, prompt=(BOS, 7, 9), n=60):
 @pytest.mark.campaign
 @pytest.mark.parametrize("verify", VERIFIERS)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_texts_and_acceptance_are_those_without_a_stage(verify, sampling, monkeypatch):
+def test_texts_and_acceptance_are_those_without_a_stage(verify, sampling):
     """Of n-grams, a smaller model and a liar; of a draft whose window slides and of one of fewer tokens; for every gamma."""
-    monkeypatch.setattr("specdec.drafting.stages.AutoLength", lambda *_: FixedLength(9))  # whatever guesses cost here
     prompt, guessed, n_tokens = [BOS, *[7, 9, 10, 11] * 3], 0, 0
     for seed, vocab, seq_len in ((0, 105, 128), (1, 105, 32), (2, 60, 128)):
         target, draft = tiny_model(seed, layers=3, scale=0.3), tiny_model(seed, vocab, seq_len, 128, scale=0.3)
@@ -91,12 +83,12 @@ def test_texts_and_acceptance_are_those_without_a_stage(verify, sampling, monkey
             expected = unstaged(target, draft, sampling, verify, gamma, prompt)
             if verify == "coupled":
                 assert expected[0] == continuation(target, None, sampling, prompt=prompt)[0]
-            for guesser, models, account in (
-                (lambda _: NgramDrafter(END_MARKS), (), an_account()),
-                (lambda _, liar=liar: liar, (), an_account()),
-                (small, (smaller,), an_account(draft=1e-9, rates=MARGIN_RATES)),
+            for guesser, models in (
+                (lambda _: NgramDrafter(END_MARKS), ()),
+                (lambda _, liar=liar: liar, ()),
+                (small, (smaller,)),
             ):
-                got = staged(draft, guesser, sampling, verify, gamma, target, prompt, models=models, account=account)
+                got = staged(draft, guesser, sampling, verify, gamma, target, prompt, models=models)
                 assert got == expected
         guessed += liar.asked
         n_tokens += len(expected[0])
@@ -127,12 +119,11 @@ def proposals(drafter, n):
     return tokens[1:]
 
 
-def test_the_draft_runs_fewer_passes_on_a_text_that_repeats(monkeypatch):
+def test_the_draft_runs_fewer_passes_on_a_text_that_repeats():
     """One a proposal, once the text's circle is known; and what the last pass knew already is not run again."""
-    monkeypatch.setattr("specdec.drafting.stages.AutoLength", lambda *_: FixedLength(9))  # whatever guesses cost here
     models, sampler = (Circles(), Circles()), Sampler(12, Sampling(0.0))
     alone = ModelDrafter(models[0], sampler, lambda _: 0, {})
-    together = StagedDrafter([models[1]], NgramDrafter(()), an_account(), sampler, lambda _: 0, {})
+    together = StagedDrafter([models[1]], NgramDrafter(()), FixedLength(9), sampler, lambda _: 0, {})
     assert proposals(alone, 40) == proposals(together, 40) == [3 + n % 7 for n in range(200)]
     assert models[0].n_passes == 200
     assert models[1].n_passes < 60
@@ -162,16 +153,15 @@ class Clock:
 def test_guesses_that_do_not_pay_are_left_out_and_tried_again(monkeypatch, seconds, pays):
     clock = Clock()
     monkeypatch.setattr("specdec.drafting.stages.time.perf_counter", lambda: clock.now)
-    account, guesser = Account(Costs(LARGE, 0.0), Acceptance(ODDS_RATES)), Sometimes(clock, seconds)
-    drafter = StagedDrafter([Circles(clock)], guesser, account, Sampler(12, Sampling(0.0)), lambda _: 0, {})
+    plan, guesser = AutoLength(Costs(LARGE, 0.0), Acceptance(ODDS_RATES)), Sometimes(clock, seconds)
+    drafter = StagedDrafter([Circles(clock)], guesser, plan, Sampler(12, Sampling(0.0)), lambda _: 0, {})
     assert proposals(drafter, 200) == [3 + n % 7 for n in range(1000)]
     if pays:
         assert guesser.asked > 500
         assert clock.now < 750
-        assert account.saved == pytest.approx(MOST_SAVED, rel=0.5)
     else:
         assert 10 < guesser.asked < 100
-        assert clock.now < 1000 * (1 + TRIAL_SHARE) + 2 * MOST_SAVED
+        assert clock.now < 1000 * (1 + TRIAL_SHARE) + 2 * FIRST_CREDIT
 
 
 def test_the_automaton_follows_a_tail_that_it_does_not_take_in():

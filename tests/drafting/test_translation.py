@@ -14,9 +14,7 @@ from specdec import SpeculativeDecoder
 from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
 from specdec.decoding import Proposal
-from specdec.drafting.estimates import MARGIN_RATES
 from specdec.drafting.model_drafter import ModelDrafter
-from specdec.drafting.planning import FixedLength
 from specdec.drafting.team import Origin
 from specdec.drafting.translation import ByTargetIds, Translated
 from specdec.readers.loading import load_model
@@ -26,8 +24,8 @@ from specdec.transformer import Transformer
 from tests import reference
 from tests.checkpoints import random_tensors
 from tests.conftest import Pair
-from tests.drafting.test_stages import an_account, staged, unstaged
-from tests.drafting.test_tree_decoding import events_of, static, tokens_of
+from tests.drafting.test_stages import staged, unstaged
+from tests.drafting.test_tree_decoding import events_of, tokens_of
 from tests.models import END_MARKS, continuation, tiny_model
 from tests.test_block import Table, rounds_of
 from tests.test_real_models import folder
@@ -90,7 +88,7 @@ def test_the_noise_is_keyed_by_the_targets_ids(sampling):
         text, statistics = continuation(model, other, sampling, prompt=prompt)
         assert text == plain
         n_drafted, n_missed = n_drafted + statistics.n_drafted, n_missed + statistics.n_drafted - statistics.n_accepted
-        grown = [events_of(model, draft, sampling, static(4), prompt=prompt) for draft in (tiny_model(0), other)]
+        grown = [events_of(model, draft, sampling, 4, prompt=prompt) for draft in (tiny_model(0), other)]
         assert tokens_of(grown[0]) == tokens_of(grown[1]) == plain
         trees = [[event.tree for event in events if isinstance(event, Proposal)] for events in grown]
         assert trees[0] == trees[1]
@@ -152,20 +150,18 @@ def test_texts_of_a_draft_of_two_of_three_tokens_have_the_targets_distribution(v
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS[:2])
-def test_a_stage_of_another_vocabulary_changes_no_proposal(sampling, monkeypatch):
+def test_a_stage_of_another_vocabulary_changes_no_proposal(sampling):
     """Of a draft of the target's vocabulary, of one of a part of it, and of a stage of another part."""
-    monkeypatch.setattr("specdec.drafting.stages.AutoLength", lambda *_: FixedLength(3))  # whatever guesses cost here
     target, one, other = tiny_model(3), partial(tiny_model(4, 70), 70, 105), partial(tiny_model(5, 40), 40, 105)
     for draft, stage in ((one, other), (tiny_model(4), other), (one, tiny_model(5))):
 
         def guesser(noise, stage=stage):
             return ModelDrafter(stage, Sampler(105, sampling), noise, END_MARKS)
 
-        account = an_account(draft=1e-9, rates=MARGIN_RATES)
         for n in (1, 5, 30):
             prompt = [7] * n
             expected = unstaged(target, draft, sampling, "coupled", 4, prompt)
-            assert staged(draft, guesser, sampling, target=target, prompt=prompt, models=[stage], account=account) == expected
+            assert staged(draft, guesser, sampling, target=target, prompt=prompt, models=[stage], guesses=3) == expected
 
 
 def test_the_proposals_of_a_pickled_draft_are_the_same():
