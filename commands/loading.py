@@ -11,7 +11,6 @@ import specdec
 
 from ..decoder import SpeculativeDecoder
 from ..decoding import Shape
-from ..drafting.heads import Head
 from ..drafting.prompt_cache import PromptCache
 from ..drafting.settings import AUTO
 from ..drafting.team import HEAD, MTP, NGRAM
@@ -40,9 +39,7 @@ class Loaded:
 
     def drafted(self, request: Asked) -> Asked:
         """That request, whose draft is named as it was chosen, where the choice was left open."""
-        return (
-            replace(request, draft=MTP if isinstance(self.decoder.draft, Head) else NGRAM) if request.draft == AUTO else request
-        )
+        return replace(request, draft=MTP if self.decoder.draft else NGRAM) if request.draft == AUTO else request
 
     @property
     def made_with(self) -> dict[str, Any]:

@@ -102,6 +102,9 @@ class Head(Transformer):
         head.n_threads = self.n_threads
         return head
 
+    def take_over(self, other: Transformer, tokens: list[int]) -> None:
+        """Nothing: it reads by itself, which costs little."""
+
     def drafts_for(self, tokens: list[int]) -> bool:
         """Whether `forward` gives logits behind a text without a guess: the target holds the truth of the last pair, and of those
         before it that did not run with it.

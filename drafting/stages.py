@@ -15,7 +15,6 @@ from ..machine.vectors import Float32
 from ..sampling import Sampler
 from ..transformer import Transformer, room_behind
 from .model_drafter import ModelDrafter
-from .ngrams import NgramDrafter
 from .team import Team
 
 
@@ -114,9 +113,7 @@ class StagedDrafter(ModelDrafter):
 def staged(team: Team, plan: Plan, sampler: Sampler, noise: Callable[[int], int], end_marks: Container[int]) -> StagedDrafter:
     """The draft of a team that has a stage. plan: how many guesses pay."""
     draft, stage = team.draft, team.stage
-    assert draft.model
-    if not stage.model:
-        return StagedDrafter([draft.model], NgramDrafter(end_marks), plan, sampler, noise, end_marks)
     own = Sampler(draft.vocabulary.n_target, sampler.sampling, stage.vocabulary.n_common)
-    guesser = ModelDrafter(stage.model, own, noise, end_marks)
-    return StagedDrafter([draft.model, stage.model], guesser, plan, sampler, noise, end_marks)
+    guesser, models = stage.drafter(own, noise, end_marks), [model for model in (draft.model, stage.model) if model]
+    assert guesser
+    return StagedDrafter(models, guesser, plan, sampler, noise, end_marks)

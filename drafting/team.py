@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from subprocess import Popen
@@ -13,6 +13,7 @@ from ..checks import known
 from ..readers import Checkpoint, CheckpointError, mtp
 from ..readers.heads import check_fit
 from ..readers.loading import TARGET_SHARE, Loader, opened, room_beside
+from ..sampling import Sampler
 from ..text.finding import tokenizer_of, vocabulary_with
 from ..text.vocabulary import Vocabulary, known_ids, presumed_vocabulary
 from ..tokenizer import AnyTokenizer
@@ -23,6 +24,8 @@ from .ahead import compile_passes
 from .copies import Kinds, copy_of, kinds_to_make
 from .estimates import MARGIN_RATES, ODDS_RATES
 from .heads import Head
+from .model_drafter import HeadDrafter, ModelDrafter
+from .ngrams import NgramDrafter
 from .prompt_cache import PromptCache
 from .settings import AUTO
 from .translation import Translated
@@ -48,9 +51,29 @@ class Origin:
         return self.source if isinstance(self.source, Transformer) else None
 
     @property
+    def is_head(self) -> bool:
+        return isinstance(self.source, Head)
+
+    @property
     def rates(self) -> Sequence[float]:
         """How often its proposals stand, by their confidence, before any was seen."""
         return MARGIN_RATES if self.model else ODDS_RATES
+
+    def drafter(
+        self, sampler: Sampler, noise: Callable[[int], int], end_marks: Container[int]
+    ) -> ModelDrafter | NgramDrafter | None:
+        """What proposes a text's tokens."""
+        if isinstance(self.source, Head):
+            return HeadDrafter(self.source, sampler, noise, end_marks)
+        if isinstance(self.source, Transformer):
+            return ModelDrafter(self.source, sampler, noise, end_marks)
+        return NgramDrafter(end_marks) if self.source else None
+
+    def seat(self, target: Transformer) -> "Origin":
+        """The same with a cache of its own, for another text on a seat of its target."""
+        if isinstance(self.source, Head):
+            return replace(self, source=self.source.of(target))
+        return replace(self, source=self.model.with_positions(self.model.n_positions)) if self.model else self
 
 
 @dataclass(frozen=True)
@@ -70,7 +93,7 @@ class Finder:
     def origin(self, parameter: str, draft: Draftable | Origin | None) -> Origin:
         """parameter: "draft" or "stage", in errors. Raises what `SpeculativeDecoder` does."""
         if isinstance(draft, Origin):  # a pickled decoder's, which knows what its ids mean
-            model = None if isinstance(draft.model, Head) else draft.model
+            model = None if draft.is_head else draft.model
             return replace(draft, source=self._with_room(model, model.weights.n_bytes)) if model else draft
         n_target = known_ids(self.tokenizer, self.target.config.vocab_size)
         own = Vocabulary(n_target, n_target)
@@ -165,21 +188,14 @@ class Team:
     @property
     def models(self) -> dict[str, Transformer]:
         """By their names, the target first."""
-        draft = HEAD if isinstance(self.draft.model, Head) else "draft"
+        draft = HEAD if self.draft.is_head else "draft"
         named = {"target": self.target, draft: self.draft.model, "stage": self.stage.model}
         return {name: model for name, model in named.items() if model}
 
     def seat(self) -> "Team":
         """The same models with caches of their own, for another text, whose target may share passes with this one's."""
         target = self.target.seat()
-
-        def beside(origin: Origin) -> Origin:
-            model = origin.model
-            if isinstance(model, Head):
-                return replace(origin, source=model.of(target))
-            return replace(origin, source=model.with_positions(model.n_positions)) if model else origin
-
-        return replace(self, target=target, draft=beside(self.draft), stage=beside(self.stage))
+        return replace(self, target=target, draft=self.draft.seat(target), stage=self.stage.seat(target))
 
     def read(self, tokens: list[int]) -> Iterator[float]:
         """Let each model that can hold a text `read` it; tells the share of that work, by bytes, that is done, 0 at first."""
@@ -245,7 +261,7 @@ def team_of(
     loader = replace(loader, kv=target.kv if loader.kv == "auto" else loader.kv)  # of drafts
     finder = Finder(target, shared, keys, kinds, loader, source)
     drafting = finder.origin("draft", draft)
-    if stage is not None and isinstance(drafting.model, Head):
+    if stage is not None and drafting.is_head:
         raise ValueError("a head drafts from its target's passes, and nothing can draft for it; leave out the stage")
     may_choose = not loaded and loader.n_threads is None
     return Team(target, drafting, finder.origin("stage", stage), shared, source, may_choose, compiling)

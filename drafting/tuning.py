@@ -9,9 +9,6 @@ from ..machine.memory import zeros
 from ..sampling import Sampler, Sampling
 from ..text.adjusting import adjusted
 from .estimates import ODDS_RATES, Acceptance, Costs
-from .heads import Head
-from .model_drafter import HeadDrafter, ModelDrafter
-from .ngrams import NgramDrafter
 from .pacing import Pace
 from .planning import AutoLength, FixedLength
 from .remembered import LEAST_STEPS, Remembered
@@ -123,12 +120,8 @@ class Tuning:
             from .stages import staged
 
             return plan, staged(team, AutoLength(*self._guesses), sampler, noise, marks)
-        if isinstance(draft.model, Head):
-            return plan, HeadDrafter(draft.model, sampler, noise, marks)
-        if draft.model:
-            return plan, ModelDrafter(draft.model, sampler, noise, marks)
-        is_worth_it = draft.source and not (auto and auto.of(1) <= NGRAM_SECONDS)
-        return plan, NgramDrafter(marks) if is_worth_it else None
+        is_worth_it = draft.model or not (auto and auto.of(1) <= NGRAM_SECONDS)
+        return plan, draft.drafter(sampler, noise, marks) if is_worth_it else None
 
     def _branches(self, settings: Settings) -> bool:
         """Whether proposals are trees."""
@@ -183,7 +176,7 @@ class Tuning:
     def _seconds(self, max_tokens: int, settings: Settings) -> float:
         """What that many tokens take."""
         tokens = self._team.tokenizer.encode("")
-        if isinstance(self._team.draft.model, Head):  # it guesses behind two tokens: by the target's states, then by its own
+        if self._team.draft.is_head:  # it guesses behind two tokens: by the target's states, then by its own
             tokens, max_tokens = (tokens * 2)[: self._team.target.n_positions], max_tokens + 1
         events = self.events(tokens, max_tokens, Sampling(), settings)
         return sum(event.seconds for event in events if isinstance(event, Step))

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 from ..checks import known
-from ..drafting.heads import Head
 from ..drafting.team import Team
 from ..machine.vectors import round_up
 
@@ -26,12 +25,10 @@ class Seat:
         return max(len(prompt) - 1, 0) - self.team.target.unread(prompt)
 
     def take_over(self, other: "Seat", prompt: list[int]) -> None:
-        """What another one's models have read of a prompt, where it is more; a head reads by itself, which costs little."""
+        """What another one's models have read of a prompt, where it is more."""
         for model, theirs in zip(self.team.models.values(), other.team.models.values(), strict=True):
             tokens = known(prompt, model.config.vocab_size)
-            if isinstance(model, Head) or len(tokens) > model.n_positions:
-                continue
-            if model.unread(tokens) - theirs.unread(tokens) >= LEAST_SHARED:
+            if len(tokens) <= model.n_positions and model.unread(tokens) - theirs.unread(tokens) >= LEAST_SHARED:
                 model.take_over(theirs, tokens)
 
     @property
