@@ -11,6 +11,7 @@ from ..machine.vectors import Float32, ceil_div
 from ..sampling import Sampler
 from ..text.adjusting import Adjusting
 from ..transformer import room_behind
+from .heads import Head
 
 
 class Model(Protocol):
@@ -25,14 +26,6 @@ class Model(Protocol):
     @property
     def n_short(self) -> int: ...
     def forward(self, tokens: list[int], n_logits: int = 1) -> Float32: ...
-
-
-class HeadModel(Model, Protocol):
-    """A head is asked as a model is, where its target has run all but the last token of a text (`drafts_for`)."""
-
-    @property
-    def target(self) -> Model: ...
-    def drafts_for(self, tokens: list[int]) -> bool: ...
 
 
 class ModelDrafter:
@@ -99,7 +92,7 @@ class HeadDrafter(ModelDrafter):
     depends on the text alone.
     """
 
-    def __init__(self, head: HeadModel, sampler: Sampler, noise: Callable[[int], int], end_marks: Container[int]) -> None:
+    def __init__(self, head: Head, sampler: Sampler, noise: Callable[[int], int], end_marks: Container[int]) -> None:
         super().__init__(head, sampler, noise, end_marks)
         self._head, self._target = head, head.target
 

@@ -7,7 +7,9 @@ their seconds: the optimal stopping of a renewal process. S_k is the product of 
 have had.
 """
 
+import math
 from bisect import bisect_right
+from collections.abc import Callable
 
 from .estimates import FAR, FIRST_CREDIT, MAX_GAMMA, MEMORY, Acceptance, Costs, Needed, bucket_of
 
@@ -51,7 +53,45 @@ class FixedLength:
             self._costs.brought(n_accepted + 1, seconds, believed)
 
 
-class AutoLength:
+class Chain:
+    """A proposal as it grows: how likely it is to stand, by how often tokens of such confidence have."""
+
+    def __init__(self, acceptance: Acceptance) -> None:
+        self.acceptance, self.most = acceptance, 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._buckets: list[int] = []
+        self._survival, self._is_trial = 1.0, False
+
+    def _grow(self, confidence: float) -> int:
+        """By a token; how many there are."""
+        bucket = bucket_of(confidence)
+        self._buckets.append(bucket)
+        self._survival *= self.acceptance.rates[bucket]
+        return len(self._buckets)
+
+    def _take(self, confidences: list[float], rate: float, seconds: Callable[[int], float], may_try: Callable[[], bool]) -> int:
+        """As many of the tokens as are the most worth, at that rate, which n more take so many seconds; or one as a trial."""
+        best, n_best, gain, rates = 0.0, 0, 0.0, self.acceptance.rates
+        self._buckets, survival = [bucket_of(confidence) for confidence in confidences], 1.0
+        for n, bucket in enumerate(self._buckets, 1):
+            survival *= rates[bucket]
+            gain += survival
+            worth = gain - rate * seconds(n)
+            if worth > best:
+                best, n_best = worth, n
+        if confidences and not n_best and may_try():
+            n_best = 1
+        del self._buckets[n_best:]
+        return n_best
+
+    def _judged(self, n_drafted: int, n_accepted: int) -> None:
+        for i, bucket in enumerate(self._buckets[: min(n_drafted, n_accepted + 1)]):
+            self.acceptance.saw(bucket, i < n_accepted)
+
+
+class AutoLength(Chain):
     """As many tokens as pay. costs and acceptance outlive a text; costs.draft is 0 where proposing costs nothing.
 
     What is expected is believed as far as steps bear it out: a round's tokens less those that its seconds would have brought
@@ -60,14 +100,13 @@ class AutoLength:
     """
 
     def __init__(self, costs: Costs, acceptance: Acceptance) -> None:
-        self.costs, self.acceptance = costs, acceptance
-        self.most = self._round = 0
+        super().__init__(acceptance)
+        self.costs, self._round = costs, 0
         self._tokens = self._spent = 1.0  # tokens of the last rounds, and those that a target alone had had
-        self._survival, self._budget = 1.0, 0.0
-        self._buckets: list[int] = []
+        self._budget = 0.0
         self._needed: Needed  # what survival k tokens need to have, for another to be worth it
         self._since_draft = 0  # tokens that the draft has not run yet
-        self._is_trial, self._n_trials = False, 0
+        self._n_trials = 0
         self.affordable, self._credit = 0, 0.0  # tokens that may be lost at once, and the credit below which those are fewer
         self._rest = self._rested = 0  # rounds until drafts are looked at again, and since
         self._recent = 0.0  # seconds of the last rounds with a draft
@@ -79,8 +118,7 @@ class AutoLength:
         if self._rest:  # a small target's token takes no longer than a look at what pays
             return False
         costs = self.costs
-        self._buckets = []
-        self._survival, self._is_trial = 1.0, False
+        self._begin()
         self._wake_up()
         self._round += 1
         if self._round >= FIRST_LOOK and self._round & (self._round - 1) == 0:
@@ -156,10 +194,7 @@ class AutoLength:
         self._since_draft += n_rounds
 
     def goes_on(self, confidence: float) -> bool:
-        bucket = bucket_of(confidence)
-        self._buckets.append(bucket)
-        self._survival *= self.acceptance.rates[bucket]
-        n = len(self._buckets)
+        n = self._grow(confidence)
         return n < self.most and (self._is_trial or self._survival > self._needed[n])
 
     @property
@@ -168,23 +203,14 @@ class AutoLength:
         return max(self._tokens / self._spent, 1.0) / self.costs.of(1)
 
     def takes(self, confidences: list[float]) -> int:
-        rate, of = self.rate, self.costs.of
-        self._buckets = [bucket_of(confidence) for confidence in confidences]
-        token, best, n_best, survival, gain = of(1), 0.0, 0, 1.0, 0.0
+        of, token = self.costs.of, self.costs.of(1)
         most = token * RISK * self.costs.credit
-        for n, bucket in enumerate(self._buckets, 1):
+
+        def seconds(n: int) -> float:
             more = of(n + 1) - token
-            if more > most:
-                break
-            survival *= self.acceptance.rates[bucket]
-            gain += survival
-            worth = gain - rate * more
-            if worth > best:
-                best, n_best = worth, n
-        if not n_best and confidences and self._is_tried(of(2) / token - 1.0):
-            n_best = 1
-        del self._buckets[n_best:]
-        return n_best
+            return more if more <= most else math.inf
+
+        return self._take(confidences, self.rate, seconds, lambda: self._is_tried(of(2) / token - 1.0))
 
     def saw(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
         if self._rest:
@@ -216,8 +242,7 @@ class AutoLength:
         costs.credit = min(costs.credit + n_accepted + 1 - seconds / costs.of(1), MOST_CREDIT)
         self._recent = RECENT * self._recent + seconds
         self._count(n_accepted + 1, seconds)
-        for i, bucket in enumerate(self._buckets[: n_accepted + 1]):
-            self.acceptance.saw(bucket, i < n_accepted)
+        self._judged(n_drafted, n_accepted)
 
     def _count(self, n_tokens: int, seconds: float) -> None:
         self._tokens = MEMORY * self._tokens + n_tokens

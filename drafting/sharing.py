@@ -8,7 +8,8 @@ takes: with each text that comes R and T rise, and proposals shrink. Of experts 
 from bisect import bisect_right
 
 from ..kernels import MAX_TOKENS
-from .estimates import FIRST_CREDIT, LEAST, MEMORY, Acceptance, Costs, Level, bucket_of
+from .estimates import FIRST_CREDIT, LEAST, MEMORY, Acceptance, Costs, Level
+from .planning import MOST_CREDIT, RISK, TRIAL_SHARE, Chain
 
 AHEAD = (1, 2, 3, 4, 6, 8)  # how many tokens more are considered at once, since c has steps
 FIRST_WAIT, MOST_WAIT = 4, 64  # a text's rounds without a proposal until one of one token is tried; then twice as many
@@ -16,8 +17,6 @@ CURVE_SHARE = 0.05  # of what a pass took, in what is known of passes over so ma
 FIRST_LOOK, MOST_LOOK = 8, 256  # passes with proposals, behind which one is made without, to see its cost; then twice as many
 PLAIN_SHARE = 0.3  # of a level of such passes is what was seen last
 FOLLOWED = 8  # such passes in a row, by which it is known how the machine has moved
-TRIAL_SHARE = 0.01  # of what a text writes without proposals it may lose by trying some
-MOST_CREDIT, RISK = 12.0, 0.5  # tokens of each text; the share of them that a pass may lose
 
 
 class Sharing:
@@ -101,23 +100,21 @@ class Sharing:
             self._draft.saw(seconds / max(self._start + n * self._token, LEAST))
 
 
-class SharedLength:
+class SharedLength(Chain):
     """A text's plan: as many tokens as pay in the pass that it shares. is_free: whether drafting them costs nothing.
 
     acceptance: by default that of all texts of the pass.
     """
 
     def __init__(self, sharing: Sharing, is_free: bool, acceptance: Acceptance | None = None) -> None:
-        self._sharing, self._is_free, self._acceptance = sharing, is_free, acceptance or sharing.acceptance
-        self.most = self._waited = 0
-        self._wait = FIRST_WAIT
-        self._survival, self._is_trial = 1.0, False
-        self._buckets: list[int] = []
+        super().__init__(acceptance or sharing.acceptance)
+        self._sharing, self._is_free = sharing, is_free
+        self._waited, self._wait = 0, FIRST_WAIT
 
     def begins(self, most: int) -> bool:
         sharing = self._sharing
         self.most = min(most, sharing.most - sharing.n_tokens)
-        self._buckets, self._survival, self._is_trial = [], 1.0, False
+        self._begin()
         if self.most < 1 or sharing.is_plain:
             return False
         self._waited += 1
@@ -134,7 +131,7 @@ class SharedLength:
 
     def _pays(self, n: int) -> bool:
         """Whether a model is to draft more tokens behind n."""
-        sharing, rate = self._sharing, self._acceptance.rate
+        sharing, rate = self._sharing, self.acceptance.rate
         at, own = sharing.n_tokens + n, sharing.of_draft(n)
         for more in AHEAD:
             if n + more > self.most:
@@ -145,26 +142,12 @@ class SharedLength:
         return False
 
     def goes_on(self, confidence: float) -> bool:
-        bucket = bucket_of(confidence)
-        self._buckets.append(bucket)
-        self._survival *= self._acceptance.rates[bucket]
-        n = len(self._buckets)
+        n = self._grow(confidence)
         return n < self.most and not self._is_trial and self._pays(n)
 
     def takes(self, confidences: list[float]) -> int:
-        sharing = self._sharing
-        buckets = [bucket_of(confidence) for confidence in confidences[: self.most]]
-        best, n_best, survival, gain, rate, at = 0.0, 0, 1.0, 0.0, sharing.rate, sharing.n_tokens
-        for n, bucket in enumerate(buckets, 1):
-            survival *= self._acceptance.rates[bucket]
-            gain += survival
-            worth = gain - rate * (sharing.of(at + n) - sharing.of(at))
-            if worth > best:
-                best, n_best = worth, n
-        if buckets and not n_best and self._may_try():
-            n_best = 1
-        self._buckets = buckets[:n_best]
-        return n_best
+        of, at = self._sharing.of, self._sharing.n_tokens
+        return self._take(confidences[: self.most], self._sharing.rate, lambda n: of(at + n) - of(at), self._may_try)
 
     def saw(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
         if not n_drafted:
@@ -172,7 +155,6 @@ class SharedLength:
         self._waited = 0
         if not self._is_trial and n_drafted > 1:
             self._wait = FIRST_WAIT
-        for i, bucket in enumerate(self._buckets[: min(n_drafted, n_accepted + 1)]):
-            self._acceptance.saw(bucket, i < n_accepted)
+        self._judged(n_drafted, n_accepted)
         if not self._is_free:
             self._sharing.drafted(n_drafted, draft_seconds)

@@ -51,8 +51,8 @@ class Origin:
         return self.source if isinstance(self.source, Transformer) else None
 
     @property
-    def is_head(self) -> bool:
-        return isinstance(self.source, Head)
+    def head(self) -> Head | None:
+        return self.source if isinstance(self.source, Head) else None
 
     @property
     def rates(self) -> Sequence[float]:
@@ -63,16 +63,16 @@ class Origin:
         self, sampler: Sampler, noise: Callable[[int], int], end_marks: Container[int]
     ) -> ModelDrafter | NgramDrafter | None:
         """What proposes a text's tokens."""
-        if isinstance(self.source, Head):
-            return HeadDrafter(self.source, sampler, noise, end_marks)
-        if isinstance(self.source, Transformer):
-            return ModelDrafter(self.source, sampler, noise, end_marks)
+        if self.head:
+            return HeadDrafter(self.head, sampler, noise, end_marks)
+        if self.model:
+            return ModelDrafter(self.model, sampler, noise, end_marks)
         return NgramDrafter(end_marks) if self.source else None
 
     def seat(self, target: Transformer) -> "Origin":
         """The same with a cache of its own, for another text on a seat of its target."""
-        if isinstance(self.source, Head):
-            return replace(self, source=self.source.of(target))
+        if self.head:
+            return replace(self, source=self.head.of(target))
         return replace(self, source=self.model.with_positions(self.model.n_positions)) if self.model else self
 
 
@@ -93,7 +93,7 @@ class Finder:
     def origin(self, parameter: str, draft: Draftable | Origin | None) -> Origin:
         """parameter: "draft" or "stage", in errors. Raises what `SpeculativeDecoder` does."""
         if isinstance(draft, Origin):  # a pickled decoder's, which knows what its ids mean
-            model = None if draft.is_head else draft.model
+            model = None if draft.head else draft.model
             return replace(draft, source=self._with_room(model, model.weights.n_bytes)) if model else draft
         n_target = known_ids(self.tokenizer, self.target.config.vocab_size)
         own = Vocabulary(n_target, n_target)
@@ -188,7 +188,7 @@ class Team:
     @property
     def models(self) -> dict[str, Transformer]:
         """By their names, the target first."""
-        draft = HEAD if self.draft.is_head else "draft"
+        draft = HEAD if self.draft.head else "draft"
         named = {"target": self.target, draft: self.draft.model, "stage": self.stage.model}
         return {name: model for name, model in named.items() if model}
 
@@ -261,7 +261,7 @@ def team_of(
     loader = replace(loader, kv=target.kv if loader.kv == "auto" else loader.kv)  # of drafts
     finder = Finder(target, shared, keys, kinds, loader, source)
     drafting = finder.origin("draft", draft)
-    if stage is not None and drafting.is_head:
+    if stage is not None and drafting.head:
         raise ValueError("a head drafts from its target's passes, and nothing can draft for it; leave out the stage")
     may_choose = not loaded and loader.n_threads is None
     return Team(target, drafting, finder.origin("stage", stage), shared, source, may_choose, compiling)

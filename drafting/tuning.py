@@ -176,7 +176,7 @@ class Tuning:
     def _seconds(self, max_tokens: int, settings: Settings) -> float:
         """What that many tokens take."""
         tokens = self._team.tokenizer.encode("")
-        if self._team.draft.is_head:  # it guesses behind two tokens: by the target's states, then by its own
+        if self._team.draft.head:  # it guesses behind two tokens: by the target's states, then by its own
             tokens, max_tokens = (tokens * 2)[: self._team.target.n_positions], max_tokens + 1
         events = self.events(tokens, max_tokens, Sampling(), settings)
         return sum(event.seconds for event in events if isinstance(event, Step))
