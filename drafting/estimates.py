@@ -26,7 +26,6 @@ SHARE_OF_NEW = 0.1  # of a level is what was seen last
 CURVE_SHARE = 0.02  # of what a pass took beside what was expected, in what is known of passes over so many tokens
 REPEATS_SHARE = 0.2  # of how much experts repeat is what the last pass showed
 LEAST = 1e-9  # that a clock tells, and times as much as expected
-MANY = 8  # steps
 SURE_CREDIT = 6.0  # behind which there is no doubt that drafting pays
 FIRST_CREDIT = 3.0  # tokens of the target alone that drafting may lose before it has gained any
 
@@ -143,12 +142,10 @@ class Costs:
         self._needed: Needed | None = None
         self._needed_of: list[float] = []
         self.credit, self.is_new = FIRST_CREDIT, True
-        self.unread: list[float] = []  # seconds of steps without a draft that nobody has looked at yet: see `read`
         self.begin_text()
 
     def begin_text(self) -> None:
         """Count anew what the target alone would have taken; and half believe what has become dear, beside the target's token."""
-        self.read()
         measured = self._one / self._curve[1]
         if self._scale.value > measured:
             self._scale.value = self._scale_then = (self._scale.value * measured) ** 0.5
@@ -160,28 +157,12 @@ class Costs:
         self._n_alone, self._alone = 0, 0.0
         self._took = self._believed = 0.0  # seconds of steps, with and without those beyond belief
 
-    def read(self) -> None:
-        """Take in what is unread, of many at once their mean less stalls: beside a small target one at a time would be dear."""
-        unread, self.unread = self.unread, []
-        if len(unread) > MANY:
-            token, first, unread = self._token, unread[:-MANY], unread[-MANY:]
-            most = FAR * sorted(first)[len(first) // 2]
-            mean = max(sum([min(seconds, most) for seconds in first]) / len(first), LEAST)
-            self._n_plain = min(self._n_plain + len(first), MAX_TOKENS)
-            token.value, self._one, self.is_new = mean, mean, False
-            self._follow()
-            self.brought(len(first), sum(first), len(first) * mean)
-        for seconds in unread:
-            self.saw(0, seconds, 0.0)
-            self.brought(1, seconds, self.believed(0, seconds))
-
     @property
     def plain_seconds(self) -> float:
         """What a token of the last text would have taken the target alone, by what was known with each step.
 
         Stalls, which steps of any kind have, included.
         """
-        self.read()
         return self._alone / self._n_alone * (self._took / self._believed) if self._n_alone else self.of(1)
 
     def brought(self, n_tokens: int, seconds: float, believed: float) -> None:

@@ -16,9 +16,8 @@ from .estimates import FAR, FIRST_CREDIT, MAX_GAMMA, MEMORY, Acceptance, Costs, 
 TRIAL_SHARE = 0.01  # of the time goes into drafts that do not seem to pay, to look again
 TRIAL_TOKENS, TRIAL_ROUNDS = 2, 2  # of such a draft, and the rounds that a text begins with it
 DEAR = 2.5  # tokens of the target alone: a trial that seems so dear is not even tried
-MOST_REST = 64  # rounds without a look
+LOOK = 8  # rounds without a draft, behind which one is looked at in so many: that takes too long beside a small target
 FIRST_LOOK = 32  # the first round that is made without a draft, to see c(1); then the 64th, the 128th, ...
-LOOK = 3  # such rounds where it is in question whether drafts pay
 RECENT = 0.6  # what a round's seconds weigh after the next one, where rounds are settled anew
 # Tokens of the target alone that drafting may lose at the begin of a later text, and of what it has gained; the share of that
 # a round may lose
@@ -108,29 +107,26 @@ class AutoLength(Chain):
         self._since_draft = 0  # tokens that the draft has not run yet
         self._n_trials = 0
         self.affordable, self._credit = 0, 0.0  # tokens that may be lost at once, and the credit below which those are fewer
-        self._rest = self._rested = 0  # rounds until drafts are looked at again, and since
         self._recent = 0.0  # seconds of the last rounds with a draft
         self._excess, self._beyond = 0.0, 1.0  # of the last one, seconds beyond belief, and times as many as are believed
         costs.credit = min(max(costs.credit, LEAST_CREDIT), KNOWN_CREDIT)
         costs.begin_text()
 
     def begins(self, most: int) -> bool:
-        if self._rest:  # a small target's token takes no longer than a look at what pays
-            return False
         costs = self.costs
         self._begin()
-        self._wake_up()
         self._round += 1
         if self._round >= FIRST_LOOK and self._round & (self._round - 1) == 0:
             costs.look()
         if most < 1 or costs.is_doubtful or (costs.is_new and self._round <= 2):
             return False
         if costs.credit <= 0.0:
-            self._rest = min(MOST_REST, LOOK + int(-costs.credit / TRIAL_SHARE))
             return False
         self.most = min(most, MAX_GAMMA)
         if costs.draft == 0.0:
             return True
+        if self._since_draft > LOOK and self._round % LOOK:
+            return False
         if self._since_draft or self._round < 16 or self._round % 8 == 0 or costs.credit < self._credit:
             self._needed = costs.needed_survivals(self.acceptance.rate)
             self._risk_anew()
@@ -151,17 +147,12 @@ class AutoLength(Chain):
 
     def _may_try(self) -> bool:
         """Whether a draft that does not seem to pay is tried again; where not, how long nobody asks."""
-        costs, token = self.costs, self.costs.of(1)
         n = min(self.most, TRIAL_TOKENS)
         price = self._price(n)
         if price > DEAR / 2:
             n, price = 1, self._price(1)
         self.most = n
-        if self._is_tried(price):
-            return True
-        saved = TRIAL_SHARE - costs.catch_up * costs.draft / token  # by a round without a draft
-        self._rest = min(MOST_REST, 1 + int((price - min(self._budget, costs.credit)) / saved)) if saved > 0 else MOST_REST
-        return False
+        return self._is_tried(price)
 
     def _price(self, n: int) -> float:
         """Tokens of the target alone that proposing n tokens takes beyond the pass that comes anyway."""
@@ -175,23 +166,6 @@ class AutoLength(Chain):
             self._n_trials += 1  # it has just run the prompt: a trial costs least
             return True
         return price < min(self._budget, credit)
-
-    def _wake_up(self) -> None:
-        """Make up for the rounds that nobody looked at."""
-        if self._rested:
-            before = self.costs.of(1)
-            self.costs.read()
-            self._settle(before)
-            self._earn(self._rested)
-            self._recent, self._rested = 0.0, 0
-
-    def _earn(self, n_rounds: int) -> None:
-        """By rounds without a draft."""
-        earned = TRIAL_SHARE * n_rounds
-        self._budget += earned
-        if self.costs.credit < FIRST_CREDIT:
-            self.costs.credit += earned
-        self._since_draft += n_rounds
 
     def goes_on(self, confidence: float) -> bool:
         n = self._grow(confidence)
@@ -213,21 +187,22 @@ class AutoLength(Chain):
         return self._take(confidences, self.rate, seconds, lambda: self._is_tried(of(2) / token - 1.0))
 
     def saw(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
-        if self._rest:
-            self._rest, self._rested = self._rest - 1, self._rested + 1
-            self.costs.unread.append(pass_seconds)
-            return
+        costs = self.costs
         if n_drafted:
             self._saw_round(n_drafted, n_accepted, pass_seconds + draft_seconds)
-            self._saw_costs(n_drafted, pass_seconds, draft_seconds)
+        before = costs.of(1)
+        costs.saw(n_drafted, pass_seconds, draft_seconds, self._since_draft)
+        # the last rounds' gains anew where a token of the target alone turns out to cost something else
+        costs.credit = min(costs.credit + self._recent * (1 / before - 1 / costs.of(1)), MOST_CREDIT)
+        if n_drafted:
             self._budget, self._since_draft = 0.0, 0
-        else:
-            self._saw_costs(0, pass_seconds, 0.0)
-            self.costs.brought(1, pass_seconds, self.costs.believed(0, pass_seconds))
-            self._count(1, pass_seconds)
-            self._earn(1)
-            self._recent *= RECENT
-            self.costs.credit -= min(draft_seconds / self.costs.of(1), 1.0)  # what finding no proposal took
+            return
+        costs.brought(1, pass_seconds, costs.believed(0, pass_seconds))
+        self._count(1, pass_seconds)
+        self._budget, self._since_draft = self._budget + TRIAL_SHARE, self._since_draft + 1
+        costs.credit += TRIAL_SHARE if costs.credit < FIRST_CREDIT else 0.0
+        self._recent *= RECENT
+        costs.credit -= min(draft_seconds / costs.of(1), 1.0)  # what finding no proposal took
 
     def _saw_round(self, n_drafted: int, n_accepted: int, seconds: float) -> None:
         """What a round with a draft brought."""
@@ -247,13 +222,3 @@ class AutoLength(Chain):
     def _count(self, n_tokens: int, seconds: float) -> None:
         self._tokens = MEMORY * self._tokens + n_tokens
         self._spent = MEMORY * self._spent + seconds / self.costs.of(1)
-
-    def _saw_costs(self, n_drafted: int, pass_seconds: float, draft_seconds: float) -> None:
-        costs, before = self.costs, self.costs.of(1)
-        costs.saw(n_drafted, pass_seconds, draft_seconds, self._since_draft)
-        self._settle(before)
-
-    def _settle(self, before: float) -> None:
-        """The last rounds' gains anew where a token of the target alone turns out to cost something else."""
-        costs = self.costs
-        costs.credit = min(costs.credit + self._recent * (1 / before - 1 / costs.of(1)), MOST_CREDIT)
