@@ -11,7 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable
 
-from .estimates import FAR, FIRST_CREDIT, MAX_GAMMA, MEMORY, Acceptance, Costs, Needed, bucket_of
+from .estimates import FIRST_CREDIT, MAX_GAMMA, MEMORY, Acceptance, Costs, Needed, bucket_of
 
 TRIAL_SHARE = 0.01  # of the time goes into drafts that do not seem to pay, to look again
 TRIAL_TOKENS, TRIAL_ROUNDS = 2, 2  # of such a draft, and the rounds that a text begins with it
@@ -73,14 +73,14 @@ class Chain:
     def _take(self, confidences: list[float], rate: float, seconds: Callable[[int], float], may_try: Callable[[], bool]) -> int:
         """As many of the tokens as are the most worth, at that rate, which n more take so many seconds; or one as a trial."""
         best, n_best, gain, rates = 0.0, 0, 0.0, self.acceptance.rates
-        self._buckets, survival = [bucket_of(confidence) for confidence in confidences], 1.0
+        self._buckets, survival = [bucket_of(confidence) for confidence in confidences[: self.most]], 1.0
         for n, bucket in enumerate(self._buckets, 1):
             survival *= rates[bucket]
             gain += survival
             worth = gain - rate * seconds(n)
             if worth > best:
                 best, n_best = worth, n
-        if confidences and not n_best and may_try():
+        if self._buckets and not n_best and may_try():
             n_best = 1
         del self._buckets[n_best:]
         return n_best
@@ -108,7 +108,6 @@ class AutoLength(Chain):
         self._n_trials = 0
         self.affordable, self._credit = 0, 0.0  # tokens that may be lost at once, and the credit below which those are fewer
         self._recent = 0.0  # seconds of the last rounds with a draft
-        self._excess, self._beyond = 0.0, 1.0  # of the last one, seconds beyond belief, and times as many as are believed
         costs.credit = min(max(costs.credit, LEAST_CREDIT), KNOWN_CREDIT)
         costs.begin_text()
 
@@ -118,11 +117,9 @@ class AutoLength(Chain):
         self._round += 1
         if self._round >= FIRST_LOOK and self._round & (self._round - 1) == 0:
             costs.look()
-        if most < 1 or costs.is_doubtful or (costs.is_new and self._round <= 2):
-            return False
-        if costs.credit <= 0.0:
-            return False
         self.most = min(most, MAX_GAMMA)
+        if self.most < 1 or costs.is_doubtful or (costs.is_new and self._round <= 2) or costs.credit <= 0.0:
+            return False
         if costs.draft == 0.0:
             return True
         if self._since_draft > LOOK and self._round % LOOK:
@@ -146,7 +143,7 @@ class AutoLength(Chain):
         )
 
     def _may_try(self) -> bool:
-        """Whether a draft that does not seem to pay is tried again; where not, how long nobody asks."""
+        """Whether a draft that does not seem to pay is tried again."""
         n = min(self.most, TRIAL_TOKENS)
         price = self._price(n)
         if price > DEAR / 2:
@@ -209,14 +206,9 @@ class AutoLength(Chain):
         costs = self.costs
         believed = costs.believed(n_drafted, seconds, self._since_draft)
         costs.brought(n_accepted + 1, seconds, believed)
-        beyond, excess = seconds / believed, min(seconds, 2 * believed) - believed
-        seconds = believed
-        if excess and self._excess and 1 / FAR < beyond / self._beyond < FAR:  # twice in a row by as much is no stall
-            seconds += excess + self._excess
-        self._beyond, self._excess = beyond, excess
-        costs.credit = min(costs.credit + n_accepted + 1 - seconds / costs.of(1), MOST_CREDIT)
-        self._recent = RECENT * self._recent + seconds
-        self._count(n_accepted + 1, seconds)
+        costs.credit = min(costs.credit + n_accepted + 1 - believed / costs.of(1), MOST_CREDIT)
+        self._recent = RECENT * self._recent + believed
+        self._count(n_accepted + 1, believed)
         self._judged(n_drafted, n_accepted)
 
     def _count(self, n_tokens: int, seconds: float) -> None:

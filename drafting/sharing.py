@@ -147,7 +147,7 @@ class SharedLength(Chain):
 
     def takes(self, confidences: list[float]) -> int:
         of, at = self._sharing.of, self._sharing.n_tokens
-        return self._take(confidences[: self.most], self._sharing.rate, lambda n: of(at + n) - of(at), self._may_try)
+        return self._take(confidences, self._sharing.rate, lambda n: of(at + n) - of(at), self._may_try)
 
     def saw(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
         if not n_drafted:
