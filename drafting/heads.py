@@ -48,7 +48,7 @@ class Head(Transformer):
         if flaw := config.flaw() or _misfit(config, target.config):
             raise ValueError(flaw)
         architecture_of(config).check(config, weights)
-        self._own, self._target, self._target_ids = (config, weights.aligned()), target, target_ids
+        self._own, self.target, self.target_ids = (config, weights.aligned()), target, target_ids
         head = replace(head_of(config), layers=head_of(config).layers_of(target.config.n_layers))
         if target.hidden_layers not in ((), head.layers):
             raise ValueError(f"the target keeps the hidden states before layers {target.hidden_layers}, not {head.layers}")
@@ -74,16 +74,7 @@ class Head(Transformer):
             target.hidden_layers = head.layers
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (*self._own, self._target, self._target_ids, self._most_threads, self._n_positions, self.kv)
-
-    @property
-    def target(self) -> Transformer:
-        return self._target
-
-    @property
-    def target_ids(self) -> Int64 | None:
-        """Of each row of the classifier, the target's id; None: row i is id i."""
-        return self._target_ids
+        return _rebuilt, (*self._own, self.target, self.target_ids, self._most_threads, self._n_positions, self.kv)
 
     @property
     def n_shared(self) -> int:
@@ -91,14 +82,12 @@ class Head(Transformer):
         return self._by_target.n_shared
 
     def with_positions(self, n_positions: int) -> "Head":
-        return self._like(self._target, n_positions)
+        return self.of(self.target, n_positions)
 
-    def of(self, target: Transformer) -> "Head":
+    def of(self, target: Transformer, n_positions: int | None = None) -> "Head":
         """The same head on a seat of its target."""
-        return self._like(target, self._n_positions)
-
-    def _like(self, target: Transformer, n_positions: int) -> "Head":
-        head = Head(*self._own, target, self._target_ids, self._most_threads, n_positions, self.kv)
+        n_positions = self._n_positions if n_positions is None else n_positions
+        head = Head(*self._own, target, self.target_ids, self._most_threads, n_positions, self.kv)
         head.n_threads = self.n_threads
         return head
 
@@ -110,15 +99,15 @@ class Head(Transformer):
         before it that did not run with it.
         """
         n_pairs = len(tokens) - 1
-        with self.lock, self._target.lock:
+        with self.lock, self.target.lock:
             n = max(self._n_kept(tokens, n_pairs) - 1, 0)
             return 0 < n_pairs <= n + len(self._states(tokens, n))
 
     def _states(self, tokens: list[int], first: int) -> Float32:
         """The hidden states (n, N H) of a text that the target holds, from position `first` on."""
-        if self._target.hidden_layers != self._taken:
+        if self.target.hidden_layers != self._taken:
             return np.zeros((0, 0), np.float32)
-        return self._target.hidden(tokens, first)
+        return self.target.hidden(tokens, first)
 
     def _n_kept(self, tokens: list[int], limit: int) -> int:
         """How many of a text's tokens need not run again, whatever the target holds; the first is in no pair."""
@@ -127,8 +116,8 @@ class Head(Transformer):
     def _forward(self, tokens: list[int], nodes: list[Node], n_logits: int, n_total: int = 0) -> Float32:
         """Logits; runs all pairs that have the truth and did not run with it, then, for logits alone, guesses."""
         self._turn.n_passes += 1
-        if self._is_of_long != self._target.is_long:  # other hidden states
-            self._is_of_long, self._n_true = self._target.is_long, 0
+        if self._is_of_long != self.target.is_long:  # other hidden states
+            self._is_of_long, self._n_true = self.target.is_long, 0
             self._held.clear()
         n_pairs = max(len(tokens) - 1, 0)
         if n_logits > n_pairs:
@@ -160,14 +149,14 @@ class Head(Transformer):
     def _take(self, tokens: list[int], first: int, end: int) -> int:
         """Make features of the target's hidden states, for a pass over pairs `first` to `end`; how many there are."""
         n_taps, width = taps(self._config)
-        with self._target.lock:
+        with self.target.lock:
             n_passes = -1
-            while n_passes != self._target.n_passes:  # as long as a signal handler runs another
-                n_passes = self._target.n_passes
+            while n_passes != self.target.n_passes:  # as long as a signal handler runs another
+                n_passes = self.target.n_passes
                 states = self._states(tokens, first)[: min(end - first, MAX_TOKENS)]
                 if n := len(states):
                     rows = states.reshape(n, n_taps, width).swapaxes(0, 1)
-                    np.multiply(rows, self._target.config.residual_scale, out=self._buffers.taps[:, :n, :width])
+                    np.multiply(rows, self.target.config.residual_scale, out=self._buffers.taps[:, :n, :width])
         if n:
             if self._features is None or self._features[0] is not self._buffers:
                 assert self._architecture.features

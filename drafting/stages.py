@@ -8,21 +8,16 @@ with the same q, whatever was guessed; a guess that is not the draft's own token
 import time
 from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
-from typing import Protocol
 
-from ..decoding import Draft, Drafter, Plan
+from ..decoding import Draft, Plan
 from ..machine.vectors import Float32
 from ..sampling import Sampler
 from ..transformer import Transformer, room_behind
 from .model_drafter import ModelDrafter
+from .ngrams import NgramDrafter
 from .team import Team
 
-
-class Guesser(Drafter, Protocol):
-    """A drafter that can be asked in the middle of another's proposal."""
-
-    def propose(self, tokens: list[int], plan: Plan, tail: Sequence[int] = ()) -> Draft:
-        """Tokens that may follow tokens and the tail, which is proposed and not judged yet."""
+Guesser = ModelDrafter | NgramDrafter  # which can be asked in the middle of another's proposal, behind what is not judged yet
 
 
 class Lookahead:
