@@ -5,15 +5,14 @@ from typing import cast
 
 from rich.console import Console
 
-from ..drafting.settings import AUTO
 from ..machine.cores import thread_choices
 from ..machine.threads import available_threads
 from ..readers.files import find, telling_how_to_restore
 from ..readers.loading import Loader, opened
 from ..screens.progress import LOADING, TIMING, Bar, loading, telling
 from ..transformer import KV
-from . import options
 from .endings import say, writing
+from .options import flag, option
 from .parsing import several
 from .request import Request
 
@@ -25,15 +24,23 @@ OF_A_FILE, OF_A_SHAPE = ("prompts", "counts", "depths", "kv"), ("shape", "int8")
 class BenchRequest(Request):
     """Of `specdec bench`."""
 
-    model: options.ModelFile = None
-    prompts: options.PromptLengths = "512"
-    counts: options.TextLengths = "128"
-    depths: options.Depths = "0"
-    thread_counts: options.ThreadCounts = "0"
-    kv: options.KVOption = AUTO
-    shape: options.Shape = "42M"
-    int8: options.Int8 = False
-    as_json: options.AsJson = False
+    offers = "model prompts counts depths thread_counts kv shape int8 as_json"
+    prompts: str = option(
+        "512", "-p", "--n-prompt", group="Measuring", metavar="LIST", help="Tokens of prompts to time; 0: none."
+    )
+    counts: str = option("128", "-n", "--n-gen", group="Measuring", metavar="LIST", help="Tokens to write one by one; 0: none.")
+    depths: str = option(
+        "0", "-d", "--depth", group="Measuring", metavar="LIST", help="How many tokens stand before what is timed."
+    )
+    thread_counts: str = option(
+        "0", "-j", "--threads", group="Machine", metavar="LIST",
+        help="Numbers of CPU threads. 0: one for each core, and others that may be faster.",
+    )  # fmt: skip
+    shape: str = option(
+        "42M", "--shape", group="Model", metavar="SHAPE",
+        help="Of the model: 15M, 42M, 110M, or dim,hidden,layers,heads,kv,vocab,seq.",
+    )  # fmt: skip
+    int8: bool = flag("--int8", group="Model", help="Quantize the weights to int8, as --quantize does.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,51 +4,44 @@ import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+import typer
+
 from ..checks import text
 from ..drafting.settings import AUTO
 from ..readers import is_llama2c
 from ..text.templates import LLAMA2_NAME, RENDERING
-from . import options
 from .endings import say, writing
 from .loading import drawn_as_advised, found, models_of, shaping
+from .options import MOST_USED, as_utf8, flag, option
 from .prompts import message_of
-from .request import Request, with_models
+from .request import DRAFT, MODELS, SAMPLERS, Request, with_models
+
+
+def refuse_steps(value: object) -> None:
+    """llama2.c's -n, where a person may look for it."""
+    if value is not None:
+        raise typer.BadParameter("it counts the prompt too, of which a talk has many; --max-tokens N limits an answer.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest(Request):
     """Of `specdec chat`."""
 
-    word: options.ModelWord = None
-    model: options.ModelFile = None
-    draft: options.DraftName = AUTO
-    stage: options.StageName = ""
-    quantize: options.WhatToQuantize = "draft"
-    kv: options.KVOption = AUTO
-    pack: options.PackOption = AUTO
-    prompt_cache: options.PromptCacheFolder = ""
-    prompt_cache_size: options.PromptCacheSize = 10_000
-    tokenizer: options.TokenizerFile = ""
-    template: options.TemplateFile = ""
-    system: options.SystemPrompt = ""
-    prompt: options.FirstMessage = ""
-    file: options.FirstMessageFile = ""
-    steps: options.StepsOfATalk = None
-    max_tokens: options.AnswerTokens = 1024
-    schema: options.SchemaFile = ""
-    regex: options.Regex = ""
-    temperature: options.Temperature = 0.7
-    top_p: options.TopP = 0.9
-    top_k: options.TopK = 0
-    min_p: options.MinP = 0.0
-    repetition_penalty: options.RepeatPenalty = 1.0
-    presence_penalty: options.PresencePenalty = 0.0
-    frequency_penalty: options.FrequencyPenalty = 0.0
-    seed: options.Seed = 0
-    threads: options.Threads = 0
-    plain: options.PlainChat = False
-    as_json: options.AsJson = False
-    no_history: options.NoHistory = False
+    offers = (
+        f"word model draft {MODELS} template system prompt file steps max_tokens schema regex temperature {SAMPLERS} "
+        "seed threads plain as_json no_history"
+    )
+    draft: str = option(AUTO, "-d", "--draft", group=MOST_USED, metavar="NAME", help=f"{DRAFT}.")
+    system: str = option("", "-y", "--system", group="Text", metavar="TEXT", callback=as_utf8, help="System prompt.")
+    prompt: str = option("", "-i", "--prompt", group="Text", metavar="TEXT", callback=as_utf8, help="The first message.")
+    file: str = option(
+        "", "-f", "--file", group="Text", metavar="FILE", help="A file whose text follows that of -i; a pipe's follows both."
+    )
+    steps: int | None = option(None, "-n", "--steps", group="Text", help="", hidden=True, callback=refuse_steps)
+    max_tokens: int = option(1024, "--max-tokens", group="Text", metavar="N", min=1, help="Tokens of an answer at most.")
+    temperature: float = 0.7
+    plain: bool = flag("--plain", group="Output", help="No colours.")
+    no_history: bool = flag("--no-history", group="Output", help="Keep neither messages nor the talk after the session.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,8 +54,6 @@ class ChatRequest(Request):
 
     def settled(self) -> "ChatRequest":
         """With its first message and its models where they belong."""
-        if self.word and self.model:
-            raise ValueError(f"{self.word!r} and -m {self.model!r} are two targets; name a draft with -d")
         model = self.word or self.model
         if not model:
             raise ValueError("which model? Name one with -m, such as HuggingFaceTB/SmolLM2-135M-Instruct")

@@ -20,8 +20,8 @@ from ..readers.loading import Pack
 from ..screens.progress import LOADING, TIMING, Bar, loading
 from ..text import shapes
 from ..transformer import KV
-from . import options
 from .endings import say
+from .options import OF_PARAMETERS
 from .request import WORDS, Asked, Request
 
 NOTHING: Mapping[str, str] = {}
@@ -154,6 +154,6 @@ def drawn_as_advised(request: Request, decoder: SpeculativeDecoder) -> dict[str,
     if "top_k" in advised:
         advised["top_k"] = int(advised["top_k"])
     if advised:
-        told = ", ".join(f"{options.OF_PARAMETERS[name]} {value:g}" for name, value in advised.items())
+        told = ", ".join(f"{OF_PARAMETERS[name]} {value:g}" for name, value in advised.items())
         say(f"drawn as {request.titles[0]}'s files advise: {told}")
     return advised

@@ -18,8 +18,8 @@ from ..readers.names import name_model, short_names
 from ..readers.removing import files_of, remove, size_of
 from ..screens.output import on_one_line
 from ..screens.progress import loading
-from . import options
 from .endings import writing
+from .options import argument, flag
 from .request import Request
 
 NONE_THERE = "no models in models/ or in the hub's cache; specdec models pull org/name downloads one"
@@ -31,9 +31,12 @@ WIDEST = 10_000  # of a table that goes into a pipe, where names are not to be c
 class ListRequest(Request):
     """Of `specdec models`."""
 
-    what: options.WhatOfModels = None
-    yes: options.Yes = False
-    as_json: options.AsJson = False
+    offers = "what yes as_json"
+    what: list[str] | None = argument(
+        None, metavar="WHAT",
+        help="A folder to look into instead, or a model. Or what to do: pull NAME, rm NAME, name SHORT NAME.",
+    )  # fmt: skip
+    yes: bool = flag("-y", "--yes", group="Output", help="Remove without a question.")
 
 
 def run(request: ListRequest) -> None:

@@ -3,13 +3,14 @@
 import difflib
 import re
 from collections.abc import Callable
-from inspect import Parameter, Signature, get_annotations
-from typing import Any, TypeVar
+from inspect import Parameter, Signature
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..readers.files import is_model_name
+from .options import option_of
 from .request import Asked
 
 T = TypeVar("T")
@@ -32,16 +33,16 @@ def request_of(kind: type[Asked], context: Any, values: dict[str, Any]) -> Asked
 
 
 def taking(kind: type[Asked], run: Callable[[Asked], None]) -> Callable[..., None]:
-    """What runs as Typer wants it: a function whose parameters are the fields that this kind of request names itself."""
+    """What runs as Typer wants it: a function whose parameters are the fields that this kind of request offers."""
 
     def command(context: typer.Context, **values: Any) -> None:
         run(request_of(kind, context, values))
 
-    hints = {"context": typer.Context, **get_annotations(kind)}
-    parameters = [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=getattr(kind, name, Parameter.empty), annotation=hint)
-        for name, hint in hints.items()
-    ]
+    fields: dict[str, Any] = {name: kind.__dataclass_fields__[name] for name in kind.offers.split()}
+    hints: dict[str, Any] = {name: Annotated[field.type, option_of(kind, name)] for name, field in fields.items()}
+    hints["context"] = typer.Context
+    defaults = {name: field.default for name, field in fields.items()} | {"context": Parameter.empty}
+    parameters = [Parameter(name, Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hints[name]) for name in hints]
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__, command.__doc__ = hints, run.__doc__
     return command

@@ -9,35 +9,22 @@ from ..drafting.settings import AUTO
 from ..screens.interrupts import signals
 from ..screens.progress import READING, loading, telling
 from ..screens.window import Window, fits
-from . import options
 from .endings import writing
 from .loading import models_of, room_of
+from .options import MOST_USED, option
 from .prompts import prompt_of
-from .request import Request, with_models, with_steps
+from .request import DRAFT, Request, with_models, with_steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class RaceRequest(Request):
     """Of `specdec race`."""
 
-    model: options.ModelFile = None
-    draft: options.DraftName = ""
-    stage: options.StageName = ""
-    quantize: options.WhatToQuantize = "draft"
-    kv: options.KVOption = AUTO
-    pack: options.PackOption = AUTO
-    tokenizer: options.TokenizerFile = ""
-    prompt: options.PromptText = None
-    steps: options.Steps = None
-    max_tokens: options.NewTokens = None
-    temperature: options.Temperature = 1.0
-    top_p: options.TopP = 0.9
-    top_k: options.TopK = 0
-    seed: options.Seed = 0
-    gamma: options.Gamma = AUTO
-    tree: options.TreeOption = "off"
-    threads: options.Threads = 0
-    as_json: options.AsJson = False
+    offers = (
+        "model draft stage quantize kv pack tokenizer prompt steps max_tokens temperature top_p top_k seed gamma tree "
+        "threads as_json"
+    )
+    draft: str = option("", "-d", "--draft", group=MOST_USED, metavar="NAME", help=f"{DRAFT}.")
 
     def settled(self) -> "RaceRequest":
         """With its prompt and its models where they belong."""

@@ -1,11 +1,11 @@
-"""What a command line asks for: one frozen record for all commands, its values checked. Knows no Typer and loads no model."""
+"""What a command line asks for: one frozen record for all commands, its values checked. Loads no model."""
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar, cast, get_args
+from typing import ClassVar, TypeVar, cast, get_args
 
 from ..checks import one_of, short, text
 from ..decoding import VerifyMode
@@ -19,56 +19,138 @@ from ..readers.loading import Pack
 from ..sampling import Sampling
 from ..screens.output import Roles, on_one_line
 from ..transformer import KV
+from .options import MOST_USED, argument, as_utf8, flag, option
 
 NONE = "none"  # as a draft: the target decodes alone
 WORDS = (SELF, MTP, NGRAM, AUTO, NONE)  # that a draft may be
 DEFAULT_STEPS = 256  # of -n
+DRAFT = "Draft: as -m, a head, mtp (the target's own), self (a copy in fewer bits), ngram (what stood in the text)"
+MODELS = "stage quantize kv pack prompt_cache prompt_cache_size tokenizer"
+SAMPLERS = "top_p top_k min_p repetition_penalty presence_penalty frequency_penalty"
 Asked = TypeVar("Asked", bound="Request")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options that several commands have; each has a subclass that names its own, and what it does not offer stays as here.
+    """The options that several commands have; each has a subclass with its own, and what it does not offer stays as here.
 
-    given: the fields that stand on the command line, and as which option; words: what stands there beside options; command: the
-    one whose options come behind these. Raises ValueError, by the field's name, for values that cannot be.
+    offers: a command's options, in the order of its help. given: the fields that stand on the command line, and as which option;
+    words: what stands there beside options; command: the one whose options come behind these. Raises ValueError, by the field's
+    name, for values that cannot be.
     """
 
-    model: str | None = None
-    draft: str = ""
-    stage: str = ""
-    quantize: str = "draft"
-    kv: str = AUTO
-    pack: str = AUTO
-    prompt_cache: str = ""
-    prompt_cache_size: int = 10_000
-    tokenizer: str = ""
-    template: str = ""
-    prompt: str | None = None
-    file: str = ""
-    steps: int | None = None
-    max_tokens: int | None = None
-    schema: str = ""
-    regex: str = ""
-    temperature: float = 1.0
-    top_p: float = 0.9
-    top_k: int = 0
-    seed: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: list[str] | None = None
-    gamma: str = AUTO
-    verify: str = "coupled"
-    tree: str = "off"
-    threads: int = 0
-    as_json: bool = False
+    offers: ClassVar[str] = ""
+    word: str | None = argument(None, metavar="MODEL", help="The target, as with -m.")
+    model: str | None = option(
+        None, "-m", "--model", group=MOST_USED, metavar="NAME",
+        help="Target: a folder, org/name or org/name:Q4_K_M on the hub, a GGUF or llama2.c file.",
+    )  # fmt: skip
+    draft: str = option("", "-d", "--draft", group=MOST_USED, metavar="NAME", help=f"{DRAFT}, none.")
+    stage: str = option(
+        "", "--stage", group="Models", metavar="ngram|NAME",
+        help="Guess for the draft, too: by n-grams or a smaller model. The draft checks that before the target does.",
+    )  # fmt: skip
+    quantize: str = option(
+        "draft", "--quantize", group="Models", metavar="WHAT",
+        help="Make weights int8: draft, target, both or none; draft=int4 makes int4. The draft's bits never change the text.",
+    )  # fmt: skip
+    kv: str = option(
+        AUTO, "--kv", group="Models", metavar="auto|f32|f16|q8",
+        help="Type of the KV cache. f16 takes half the memory, q8 a quarter; each type has a text of its own. auto: f32 for a "
+        "target of fp32 weights, else f16.",
+    )  # fmt: skip
+    pack: str = option(
+        AUTO, "--pack", group="Models", metavar="auto|on|none",
+        help="Keep bf16 weights in 12 bits, without losing one: the same text. auto: where a trial shows that it is faster.",
+    )  # fmt: skip
+    prompt_cache: str = option(
+        "", "--prompt-cache", group="Models", metavar="DIR",
+        help="Keep what is read of prompts here, for later runs: whoever can read the folder can read what was said.",
+    )  # fmt: skip
+    prompt_cache_size: int = option(
+        10_000, "--prompt-cache-size", group="Models", metavar="MB", min=1, max=10**8, help="That it may take at most."
+    )
+    tokenizer: str = option(
+        "", "-z", "--tokenizer", group="Models", metavar="FILE",
+        help="Tokenizer. By default the folder's own; for a checkpoint tok<vocab>.bin or tokenizer.bin, beside it or in models/.",
+    )  # fmt: skip
+    template: str = option(
+        "", "--template", group="Models", metavar="FILE", help="Chat template (Jinja), or llama2. By default the model's own."
+    )
+    prompt: str | None = option(
+        None, "-i", "--prompt", group=MOST_USED, metavar="TEXT", callback=as_utf8,
+        help="The prompt, as PROMPT; - or a pipe: stdin. [dim]\\[default: Once upon a time][/dim]",
+    )  # fmt: skip
+    file: str = option("", "-f", "--file", group="Text", metavar="FILE", help="Read the prompt from this file.")
+    steps: int | None = option(
+        None, "-n", "--steps", group=MOST_USED, metavar="N", min=0,
+        help="Tokens in all, with the prompt's; 0: as many as fit. [dim]\\[default: 256][/dim]",
+    )  # fmt: skip
+    max_tokens: int | None = option(
+        None, "--max-tokens", group=MOST_USED, metavar="N", min=1, help="New tokens at most, without the prompt's; instead of -n."
+    )
+    schema: str = option(
+        "", "--schema", group="Text", metavar="FILE|json", help="Write one JSON value by this JSON Schema; json: any object."
+    )
+    regex: str = option(
+        "", "--regex", group="Text", metavar="REGEX", callback=as_utf8, help="Write what this regex matches as a whole."
+    )
+    temperature: float = option(
+        1.0, "-t", "--temperature", group=MOST_USED, metavar="X", min=0.0, help="Sampling temperature; 0 is greedy."
+    )
+    top_p: float = option(
+        0.9, "-p", "--top-p", group="Sampling", metavar="X", min=0.0, max=1.0,
+        help="Keep the smallest set of tokens with more probability than X. 0, 1: off.",
+    )  # fmt: skip
+    top_k: int = option(0, "-k", "--top-k", group="Sampling", metavar="N", min=0, help="Keep the N most likely tokens. 0: off.")
+    min_p: float = option(
+        0.0, "--min-p", group="Sampling", metavar="X", min=0.0, max=1.0,
+        help="Leave out what is less likely than X times the likeliest.",
+    )  # fmt: skip
+    repetition_penalty: float = option(
+        1.0, "--repeat-penalty", group="Sampling", metavar="X", min=0.01, max=100.0,
+        help="Make tokens of the prompt and the text less likely, above 1.",
+    )  # fmt: skip
+    presence_penalty: float = option(
+        0.0, "--presence-penalty", group="Sampling", metavar="X", min=-100.0, max=100.0,
+        help="Take X from the logits of tokens that the text has.",
+    )  # fmt: skip
+    frequency_penalty: float = option(
+        0.0, "--frequency-penalty", group="Sampling", metavar="X", min=-100.0, max=100.0,
+        help="Take X from the logits of tokens for each time that the text has them.",
+    )  # fmt: skip
+    logit_bias: list[str] | None = option(
+        None, "--logit-bias", group="Sampling", metavar="ID=X", help="Add X, -100 to 100, to a token's logit. Can be repeated."
+    )
+    seed: int = option(
+        0, "-s", "--seed", group="Sampling", metavar="N", min=0,
+        help="The same seed gives the same text. 0: a new seed each time.",
+    )  # fmt: skip
+    gamma: str = option(
+        AUTO, "-g", "--gamma", group="Speculation", metavar="N|auto",
+        help="Draft tokens per step (γ). auto: as many as pay, none where none do; 4 with --verify rejection or block.",
+    )  # fmt: skip
+    verify: str = option(
+        "coupled", "--verify", group="Speculation", metavar="coupled|rejection|block",
+        help="coupled: the text that the target alone writes with this seed. rejection (Leviathan et al. 2023), block (Sun et "
+        "al. 2024; accepts more): its distribution.",
+    )  # fmt: skip
+    tree: str = option(
+        "off", "--tree", group="Speculation", metavar="auto|on|off",
+        help="on: propose several candidates for a place (a token tree). Same text. auto means off: no pair was faster by them.",
+    )  # fmt: skip
+    threads: int = option(
+        0, "-j", "--threads", group="Machine", metavar="N", min=0,
+        help="CPU threads. 0: all cores, or fewer where those are faster.",
+    )  # fmt: skip
+    as_json: bool = flag("--json", group="Output", help="One JSON object on stdout.")
     given: Mapping[str, str] = field(default_factory=dict)
     words: tuple[str, ...] = ()
     command: str = ""
 
     def __post_init__(self) -> None:
+        if self.word and self.model:
+            raise ValueError(f"{self.word!r} and -m {self.model!r} are two targets; name a draft with -d")
         text("prompt", self.prompt or "")
         one_of("kv", self.kv, get_args(KV))
         one_of("pack", self.pack, get_args(Pack))

@@ -25,11 +25,11 @@ from ..screens.interrupts import signals
 from ..screens.output import on_one_line
 from ..text.conversation import Settings as ChatSettings
 from ..text.templates import TemplateError
-from . import options
 from .endings import say, writing
 from .loading import Loaded, decoder_of, drawn_as_advised, found, models_of
+from .options import flag, in_options, option
 from .prompts import text_in
-from .request import Request, with_models
+from .request import MODELS, Request, with_models
 
 if TYPE_CHECKING:
     from ..serving.shelf import Served
@@ -38,6 +38,7 @@ SERVING = {extras.STARLETTE: "to answer requests", extras.UVICORN: "to listen"}
 LAST_WORDS_SECONDS = 10.0  # behind the grace; then the process ends as it stands
 LONGEST_KEY = 1000
 MOST_LINES = 1000  # of the log, that wait for who reads them
+_UNSAID = "for requests that do not say. By default the model's own (generation_config.json), else"
 OF_ONE = ("tokenizer", "template", "stage")  # options that no other model can have
 CACHE_SHARE = 0.5  # of the memory beside the weights, that caches may take
 
@@ -46,37 +47,46 @@ CACHE_SHARE = 0.5  # of the memory beside the weights, that caches may take
 class ServeRequest(Request):
     """Of `specdec serve`."""
 
-    word: options.ModelWord = None
-    model: options.ModelFile = None
-    draft: options.DraftOrNone = ""
-    stage: options.StageName = ""
-    quantize: options.WhatToQuantize = "draft"
-    kv: options.KVOption = AUTO
-    pack: options.PackOption = AUTO
-    prompt_cache: options.PromptCacheFolder = ""
-    prompt_cache_size: options.PromptCacheSize = 10_000
-    tokenizer: options.TokenizerFile = ""
-    template: options.TemplateFile = ""
-    gamma: options.Gamma = AUTO
-    tree: options.TreeOption = "off"
-    served_temperature: options.ServedTemperature = None
-    served_top_p: options.ServedTopP = None
-    served_top_k: options.ServedTopK = None
-    threads: options.Threads = 0
-    host: options.Host = "127.0.0.1"
-    port: options.Port = 8080
-    api_key_file: options.ApiKeyFile = ""
-    no_key: options.NoKey = False
-    slots: options.Slots = 8
-    queue: options.Queue = 64
-    cache: options.CacheSize = 0
-    keep_alive: options.KeepAlive = 300.0
-    grace: options.Grace = 10.0
+    offers = (
+        f"word model draft {MODELS} template gamma tree served_temperature served_top_p served_top_k threads host port "
+        "api_key_file no_key slots queue cache keep_alive grace"
+    )
+    served_temperature: float | None = option(
+        None, "-t", "--temperature", group="Sampling", metavar="X", min=0.0, help=f"Temperature {_UNSAID} 0.7. 0 is greedy."
+    )
+    served_top_p: float | None = option(
+        None, "-p", "--top-p", group="Sampling", metavar="X", min=0.0, max=1.0, help=f"Top-p {_UNSAID} 0.9. 0, 1: off."
+    )
+    served_top_k: int | None = option(
+        None, "-k", "--top-k", group="Sampling", metavar="N", min=0, help=f"Top-k {_UNSAID} 0. 0: off."
+    )
+    host: str = option(
+        "127.0.0.1", "--host", group="Server", metavar="HOST",
+        help="Listen at this address. Others than this machine's own need a key.",
+    )  # fmt: skip
+    port: int = option(8080, "--port", group="Server", metavar="N", min=0, max=65535, help="Listen at this port. 0: a free one.")
+    api_key_file: str = option(
+        "", "--api-key-file", group="Server", metavar="FILE", help="Ask for one of the keys in this file, one a line."
+    )
+    no_key: bool = flag("--no-key", group="Server", help="Listen beyond this machine without a key: for everybody.")
+    slots: int = option(8, "--slots", group="Server", metavar="N", min=1, max=256, help="Texts that are written at once.")
+    queue: int = option(
+        64, "--queue", group="Server", metavar="N", min=0, max=4096, help="Texts that wait beside them; more are refused."
+    )
+    cache: int = option(
+        0, "--cache", group="Server", metavar="MB", min=0,
+        help="Memory for keys and values of texts that run or may go on. 0: half of what is there beside the weights.",
+    )  # fmt: skip
+    keep_alive: float = option(
+        300.0, "--keep-alive", group="Server", metavar="S", min=0.0, max=1e9,
+        help="Without -m: seconds that a model stays which nobody asks. It goes earlier where another one needs its memory.",
+    )  # fmt: skip
+    grace: float = option(
+        10.0, "--grace", group="Server", metavar="S", min=0.0, max=3600.0, help="Seconds that answers have to end after SIGTERM."
+    )
 
     def settled(self) -> "ServeRequest":
         """With its models where they belong, and somebody who is asked for."""
-        if self.word and self.model:
-            raise ValueError(f"{self.word!r} and -m {self.model!r} are two targets; name a draft with -d")
         if self.api_key_file and self.no_key:
             raise ValueError("--api-key-file and --no-key contradict each other; leave one of them out")
         if not (self.is_local or self.api_key_file or self.no_key):
@@ -195,7 +205,7 @@ def served(request: ServeRequest, decoder: SpeculativeDecoder) -> "Served":
     try:
         template = decoder.chat_template
     except TemplateError as error:
-        say(f"/v1/completions alone: {options.in_options(str(error))}")
+        say(f"/v1/completions alone: {in_options(str(error))}")
     if template:  # the processes that render and encode are there when the first request is
         threading.Thread(target=awake, args=(decoder,), name="awake", daemon=True).start()
     cache_bytes = request.cache * 10**6 or int(CACHE_SHARE * room_beside(decoder.target))

@@ -13,37 +13,43 @@ from ..drafting.estimates import MAX_GAMMA
 from ..drafting.settings import AUTO, Gamma
 from ..screens.interrupts import signals
 from ..screens.progress import loading, telling
-from . import options
 from .endings import say, writing
 from .loading import Loaded, models_of
+from .options import MOST_USED, flag, option
 from .parsing import several
 from .prompts import text_in
-from .request import Request, gamma_of, with_models
+from .request import DRAFT, Request, gamma_of, with_models
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRequest(Request):
     """Of `specdec sweep`."""
 
-    model: options.ModelFile = None
-    draft: options.DraftName = ""
-    stage: options.StageName = ""
-    quantize: options.WhatToQuantize = "draft"
-    kv: options.KVOption = AUTO
-    pack: options.PackOption = AUTO
-    tokenizer: options.TokenizerFile = ""
-    prompts: options.PromptFile = ""
-    tokens: options.Lengths = ""
-    temperatures: options.Temperatures = "0,1"
-    top_p: options.TopP = 0.9
-    gammas: options.Gammas = "1,2,4,8,auto"
-    rounds: options.Rounds = 0
-    seeds: options.Seeds = 0
-    full: options.Full = False
-    threads: options.Threads = 0
-    as_json: options.AsJson = False
-    as_csv: options.AsCsv = False
-    svg: options.SvgFile = ""
+    offers = (
+        "model draft stage quantize kv pack tokenizer prompts tokens temperatures top_p gammas rounds seeds full threads "
+        "as_json as_csv svg"
+    )
+    draft: str = option("", "-d", "--draft", group=MOST_USED, metavar="NAME", help=f"{DRAFT}.")
+    prompts: str = option("", "--prompts", group="Text", metavar="FILE", help="One prompt a line. By default a dozen stories.")
+    tokens: str = option(
+        "", "--max-tokens", group="Text", metavar="LIST",
+        help="New tokens of each text. By default 50,200; with --full 50,100,200,500.",
+    )  # fmt: skip
+    temperatures: str = option(
+        "0,1", "--temperatures", group="Sampling", metavar="LIST", help="Sampling temperatures; 0 is greedy."
+    )
+    gammas: str = option(
+        "1,2,4,8,auto", "-g", "--gammas", group="Speculation", metavar="LIST", help="Draft tokens per step (γ), 1 to 63, or auto."
+    )
+    rounds: int = option(
+        0, "--rounds", group="Measuring", metavar="N", min=0, help="How often each text is timed. 0: 3; with --full 5."
+    )
+    seeds: int = option(
+        0, "--seeds", group="Measuring", metavar="N", min=0, help="Sampled texts of each prompt. 0: 1; with --full 3."
+    )
+    full: bool = flag("--full", group="Measuring", help="All lengths, more rounds and seeds: minutes instead of one.")
+    as_csv: bool = flag("--csv", group="Output", help="Rows of CSV on stdout.")
+    svg: str = option("", "--svg", group="Output", metavar="FILE", help="Draw the speed-ups as a bar chart.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,52 +21,35 @@ from ..screens.output import FEW_PASSES, PlainView, SilentView, View, print_resu
 from ..screens.panel import LivePanel, ahead
 from ..screens.progress import read_in_a_line
 from ..screens.window import Window, obstacle
-from . import options
 from .endings import say, writing
 from .loading import Loaded, models_of, room_of, shaping
+from .options import as_utf8, flag, option
 from .prompts import prompt_of
-from .request import Request, with_models, with_steps
+from .request import MODELS, SAMPLERS, Request, with_models, with_steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextRequest(Request):
     """Of the command without a name."""
 
-    prompt: options.PromptText = None
-    model: options.ModelFile = None
-    draft: options.DraftOrNone = ""
-    steps: options.Steps = None
-    max_tokens: options.NewTokens = None
-    temperature: options.Temperature = 1.0
-    file: options.PromptTextFile = ""
-    stop: options.StopStrings = None
-    schema: options.SchemaFile = ""
-    regex: options.Regex = ""
-    samples: options.Samples = 1
-    stage: options.StageName = ""
-    quantize: options.WhatToQuantize = "draft"
-    kv: options.KVOption = AUTO
-    pack: options.PackOption = AUTO
-    prompt_cache: options.PromptCacheFolder = ""
-    prompt_cache_size: options.PromptCacheSize = 10_000
-    tokenizer: options.TokenizerFile = ""
-    top_p: options.TopP = 0.9
-    top_k: options.TopK = 0
-    min_p: options.MinP = 0.0
-    repetition_penalty: options.RepeatPenalty = 1.0
-    presence_penalty: options.PresencePenalty = 0.0
-    frequency_penalty: options.FrequencyPenalty = 0.0
-    logit_bias: options.LogitBias = None
-    seed: options.Seed = 0
-    gamma: options.Gamma = AUTO
-    verify: options.VerifyOption = "coupled"
-    tree: options.TreeOption = "off"
-    threads: options.Threads = 0
-    plain: options.Plain = False
-    pace: options.Pace = None
-    stats: options.Stats = False
-    as_json: options.AsJson = False
-    version: options.ShowVersion = False
+    offers = (
+        f"prompt model draft steps max_tokens temperature file stop schema regex samples {MODELS} {SAMPLERS} logit_bias "
+        "seed gamma verify tree threads plain pace stats as_json version"
+    )
+    stop: list[str] | None = option(
+        None, "--stop", group="Text", metavar="TEXT", callback=as_utf8,
+        help="Stop before this string; may be given several times.",
+    )  # fmt: skip
+    samples: int = option(
+        1, "--samples", group="Text", metavar="N", min=1, help="Write N texts, with this seed and the next ones."
+    )
+    plain: bool = flag("--plain", group="Output", help="No panel: the text goes to stdout as it comes, the result to stderr.")
+    pace: float | None = option(
+        None, "--pace", group="Output", metavar="X", min=0.0,
+        help="Passes a second at most, to watch the panel. 0: full speed. By default a short text takes four seconds.",
+    )  # fmt: skip
+    stats: bool = flag("--stats", group="Output", help="Then all figures: drafted, accepted, mean length, by position.")
+    version: bool = flag("--version", group="Output", help="Print the version and the arithmetic's revision, and exit.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,7 +62,7 @@ class TextRequest(Request):
     def settled(self) -> "TextRequest":
         """With its words, its prompt and its models where they belong."""
         models = [word for word in self.words if is_model_name(word)]
-        texts = [options.as_utf8(word) for word in self.words if word not in models]
+        texts = [as_utf8(word) for word in self.words if word not in models]
         if len(models) > 1 or len(texts) > 1:
             what = "put quotes around a prompt of several words, or name it with -i"
             what = "name the draft with -d" if len(models) > 1 else what

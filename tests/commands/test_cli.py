@@ -8,9 +8,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from inspect import get_annotations
 from pathlib import Path
-from typing import Annotated, Any, get_origin
+from typing import Any
 
 import pytest
 from rich.cells import cell_len
@@ -18,6 +17,7 @@ from rich.cells import cell_len
 import specdec
 from specdec.architectures import Config
 from specdec.commands.bench import BenchRequest
+from specdec.commands.options import option_of
 from specdec.commands.request import Request
 from specdec.commands.serve import ServeRequest
 from specdec.commands.text import TextRequest
@@ -558,8 +558,8 @@ def test_help_fits_80_columns_and_names_every_option(run: Run, monkeypatch: pyte
     assert (code, err) == (0, "")
     assert max(map(cell_len, out.splitlines())) <= 80
     kind: type[Request] = {"": TextRequest, "bench": BenchRequest, "serve": ServeRequest}["".join(of)]
-    annotations = [hint.__metadata__[0] for hint in get_annotations(kind).values() if get_origin(hint) is Annotated]
-    options = [info for info in annotations if info.param_decls is not None]  # a word has no name
+    offered = [option_of(kind, name) for name in kind.offers.split()]
+    options = [info for info in offered if info.param_decls is not None]  # a word has no name
     assert len(options) > 3
     names = [name for info in options for name in (info.default, *info.param_decls)]
     for name in ["-h", "--help", *names]:

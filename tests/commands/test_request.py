@@ -11,7 +11,7 @@ from specdec.commands import main
 from specdec.commands.bench import BenchRequest
 from specdec.commands.chat import ChatRequest
 from specdec.commands.models import ListRequest
-from specdec.commands.options import OF_PARAMETERS, in_options
+from specdec.commands.options import OF_PARAMETERS, in_options, option_of
 from specdec.commands.parsing import request_of
 from specdec.commands.race import RaceRequest
 from specdec.commands.request import Request
@@ -62,7 +62,14 @@ def test_a_field_is_no_other_thing_in_one_command_than_in_another(kind: type[Req
     """What a command has an option for may have a default of its own, of the same type."""
     own = get_annotations(kind)
     for name, hint in get_annotations(Request).items():
-        assert name not in own or get_args(own[name])[0] in (hint, *get_args(hint)), name
+        assert name not in own or own[name] in (hint, *get_args(hint)), name
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_a_command_offers_each_option_that_its_request_adds(kind: type[Request]) -> None:
+    offered = kind.offers.split()
+    assert len(offered) == len(set(offered)) and set(get_annotations(kind)) <= set(offered)
+    assert all(option_of(kind, name) for name in offered)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from inspect import get_annotations
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -18,6 +17,7 @@ from rich.console import Console
 
 import specdec
 from specdec import Sampling, SpeculativeDecoder
+from specdec.commands.options import option_of
 from specdec.commands.sweep import SweepRequest
 from specdec.decoding import Event, Prompt, Proposal, Step
 from specdec.measuring import sweep
@@ -561,8 +561,8 @@ def test_help_fits_80_columns_and_names_every_option(monkeypatch: pytest.MonkeyP
     code, out, err = run(monkeypatch, capsys, "--help")
     assert (code, err) == (0, "")
     assert max(map(cell_len, out.splitlines())) <= 80
-    hints = [hint for hint in get_annotations(SweepRequest).values() if get_origin(hint)]
-    names = [name for hint in hints for name in (get_args(hint)[1].default, *get_args(hint)[1].param_decls)]
+    options = [option_of(SweepRequest, name) for name in SweepRequest.offers.split()]
+    names = [name for info in options for name in (info.default, *info.param_decls)]
     assert len(names) > 20
     for name in ["-h", "--help", *names]:
         assert re.search(rf"(?<![\w-]){name}(?![\w-])", out), name
