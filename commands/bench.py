@@ -12,7 +12,7 @@ from ..readers.loading import Loader, opened
 from ..screens.progress import LOADING, TIMING, Bar, loading, telling
 from ..transformer import KV
 from .endings import say, writing
-from .options import flag, option
+from .options import flag, of_machine, of_measuring, of_model
 from .parsing import several
 from .request import Request
 
@@ -25,21 +25,16 @@ class BenchRequest(Request):
     """Of `specdec bench`."""
 
     offers = "model prompts counts depths thread_counts kv shape int8 as_json"
-    prompts: str = option(
-        "512", "-p", "--n-prompt", group="Measuring", metavar="LIST", help="Tokens of prompts to time; 0: none."
-    )
-    counts: str = option("128", "-n", "--n-gen", group="Measuring", metavar="LIST", help="Tokens to write one by one; 0: none.")
-    depths: str = option(
-        "0", "-d", "--depth", group="Measuring", metavar="LIST", help="How many tokens stand before what is timed."
-    )
-    thread_counts: str = option(
-        "0", "-j", "--threads", group="Machine", metavar="LIST",
+    prompts: str = of_measuring("512", "-p", "--n-prompt", metavar="LIST", help="Tokens of prompts to time; 0: none.")
+    counts: str = of_measuring("128", "-n", "--n-gen", metavar="LIST", help="Tokens to write one by one; 0: none.")
+    depths: str = of_measuring("0", "-d", "--depth", metavar="LIST", help="How many tokens stand before what is timed.")
+    thread_counts: str = of_machine(
+        "0", "-j", "--threads", metavar="LIST",
         help="Numbers of CPU threads. 0: one for each core, and others that may be faster.",
     )  # fmt: skip
-    shape: str = option(
-        "42M", "--shape", group="Model", metavar="SHAPE",
-        help="Of the model: 15M, 42M, 110M, or dim,hidden,layers,heads,kv,vocab,seq.",
-    )  # fmt: skip
+    shape: str = of_model(
+        "42M", "--shape", metavar="SHAPE", help="Of the model: 15M, 42M, 110M, or dim,hidden,layers,heads,kv,vocab,seq."
+    )
     int8: bool = flag("--int8", group="Model", help="Quantize the weights to int8, as --quantize does.")
 
     def __post_init__(self) -> None:

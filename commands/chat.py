@@ -12,7 +12,7 @@ from ..readers import is_llama2c
 from ..text.templates import LLAMA2_NAME, RENDERING
 from .endings import say, writing
 from .loading import drawn_as_advised, found, models_of, shaping
-from .options import MOST_USED, as_utf8, flag, option
+from .options import as_utf8, flag, most_used, of_text
 from .prompts import message_of
 from .request import DRAFT, MODELS, SAMPLERS, Request, with_models
 
@@ -31,14 +31,12 @@ class ChatRequest(Request):
         f"word model draft {MODELS} template system prompt file steps max_tokens schema regex temperature {SAMPLERS} "
         "seed threads plain as_json no_history"
     )
-    draft: str = option(AUTO, "-d", "--draft", group=MOST_USED, metavar="NAME", help=f"{DRAFT}.")
-    system: str = option("", "-y", "--system", group="Text", metavar="TEXT", callback=as_utf8, help="System prompt.")
-    prompt: str = option("", "-i", "--prompt", group="Text", metavar="TEXT", callback=as_utf8, help="The first message.")
-    file: str = option(
-        "", "-f", "--file", group="Text", metavar="FILE", help="A file whose text follows that of -i; a pipe's follows both."
-    )
-    steps: int | None = option(None, "-n", "--steps", group="Text", help="", hidden=True, callback=refuse_steps)
-    max_tokens: int = option(1024, "--max-tokens", group="Text", metavar="N", min=1, help="Tokens of an answer at most.")
+    draft: str = most_used(AUTO, "-d", "--draft", metavar="NAME", help=f"{DRAFT}.")
+    system: str = of_text("", "-y", "--system", metavar="TEXT", callback=as_utf8, help="System prompt.")
+    prompt: str = of_text("", "-i", "--prompt", metavar="TEXT", callback=as_utf8, help="The first message.")
+    file: str = of_text("", "-f", "--file", metavar="FILE", help="A file whose text follows that of -i; a pipe's follows both.")
+    steps: int | None = of_text(None, "-n", "--steps", help="", hidden=True, callback=refuse_steps)
+    max_tokens: int = of_text(1024, "--max-tokens", metavar="N", min=1, help="Tokens of an answer at most.")
     temperature: float = 0.7
     plain: bool = flag("--plain", group="Output", help="No colours.")
     no_history: bool = flag("--no-history", group="Output", help="Keep neither messages nor the talk after the session.")

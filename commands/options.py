@@ -4,11 +4,11 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import field
+from functools import partial
 from typing import Any
 
 import typer
 
-MOST_USED = "Most used"
 OPTION = "option"  # in a field's metadata
 # what the library's errors call by its parameters, as a command line has it
 OF_PARAMETERS = {
@@ -27,6 +27,13 @@ def option(default: Any, *names: str, group: str, help: str, **more: Any) -> Any
     """A field that is an option of those names; group: the panel of the help that it stands in."""
     told = typer.Option(*names, help=help, rich_help_panel=group, **more)
     return field(default=default, metadata={OPTION: told})
+
+
+# the panels of the help, each a way to say an option that stands in it
+PANELS = "Most used", "Text", "Models", "Model", "Sampling", "Speculation", "Measuring", "Server", "Machine", "Output"
+most_used, of_text, of_models, of_model, of_sampling, of_speculation, of_measuring, of_server, of_machine, of_output = (
+    partial(option, group=panel) for panel in PANELS
+)
 
 
 def flag(*names: str, group: str, help: str) -> Any:

@@ -8,10 +8,10 @@ from rich.console import Console
 from ..drafting.settings import AUTO
 from ..screens.interrupts import signals
 from ..screens.progress import READING, loading, telling
-from ..screens.window import Window, fits
+from ..screens.window import Window, obstacle
 from .endings import writing
 from .loading import models_of, room_of
-from .options import MOST_USED, option
+from .options import most_used
 from .prompts import prompt_of
 from .request import DRAFT, Request, with_models, with_steps
 
@@ -24,7 +24,7 @@ class RaceRequest(Request):
         "model draft stage quantize kv pack tokenizer prompt steps max_tokens temperature top_p top_k seed gamma tree "
         "threads as_json"
     )
-    draft: str = option("", "-d", "--draft", group=MOST_USED, metavar="NAME", help=f"{DRAFT}.")
+    draft: str = most_used("", "-d", "--draft", metavar="NAME", help=f"{DRAFT}.")
 
     def settled(self) -> "RaceRequest":
         """With its prompt and its models where they belong."""
@@ -61,7 +61,7 @@ def run(request: RaceRequest) -> None:
             text = decoder.tokenizer.decode(prompt + race.pair.tokens)
             print(to_json(race, text, **request.named, seed=seed, **models.made_with))
         else:
-            if fits(out):
+            if not obstacle(out):
                 RaceView(race, roles, decoder.tokenizer, Window(out)).play()
             figures = race.report(f"{roles.target} alone", roles.pair, out.width if out.is_terminal else None)
             lines = [*figures, f"{race.sentence}; seed {seed}"]

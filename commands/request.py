@@ -19,7 +19,7 @@ from ..readers.loading import Pack
 from ..sampling import Sampling
 from ..screens.output import Roles, on_one_line
 from ..transformer import KV
-from .options import MOST_USED, argument, as_utf8, flag, option
+from .options import argument, as_utf8, flag, most_used, of_machine, of_models, of_sampling, of_speculation, of_text
 
 NONE = "none"  # as a draft: the target decodes alone
 WORDS = (SELF, MTP, NGRAM, AUTO, NONE)  # that a draft may be
@@ -41,108 +41,98 @@ class Request:
 
     offers: ClassVar[str] = ""
     word: str | None = argument(None, metavar="MODEL", help="The target, as with -m.")
-    model: str | None = option(
-        None, "-m", "--model", group=MOST_USED, metavar="NAME",
+    model: str | None = most_used(
+        None, "-m", "--model", metavar="NAME",
         help="Target: a folder, org/name or org/name:Q4_K_M on the hub, a GGUF or llama2.c file.",
     )  # fmt: skip
-    draft: str = option("", "-d", "--draft", group=MOST_USED, metavar="NAME", help=f"{DRAFT}, none.")
-    stage: str = option(
-        "", "--stage", group="Models", metavar="ngram|NAME",
+    draft: str = most_used("", "-d", "--draft", metavar="NAME", help=f"{DRAFT}, none.")
+    stage: str = of_models(
+        "", "--stage", metavar="ngram|NAME",
         help="Guess for the draft, too: by n-grams or a smaller model. The draft checks that before the target does.",
     )  # fmt: skip
-    quantize: str = option(
-        "draft", "--quantize", group="Models", metavar="WHAT",
+    quantize: str = of_models(
+        "draft", "--quantize", metavar="WHAT",
         help="Make weights int8: draft, target, both or none; draft=int4 makes int4. The draft's bits never change the text.",
     )  # fmt: skip
-    kv: str = option(
-        AUTO, "--kv", group="Models", metavar="auto|f32|f16|q8",
+    kv: str = of_models(
+        AUTO, "--kv", metavar="auto|f32|f16|q8",
         help="Type of the KV cache. f16 takes half the memory, q8 a quarter; each type has a text of its own. auto: f32 for a "
         "target of fp32 weights, else f16.",
     )  # fmt: skip
-    pack: str = option(
-        AUTO, "--pack", group="Models", metavar="auto|on|none",
+    pack: str = of_models(
+        AUTO, "--pack", metavar="auto|on|none",
         help="Keep bf16 weights in 12 bits, without losing one: the same text. auto: where a trial shows that it is faster.",
     )  # fmt: skip
-    prompt_cache: str = option(
-        "", "--prompt-cache", group="Models", metavar="DIR",
+    prompt_cache: str = of_models(
+        "", "--prompt-cache", metavar="DIR",
         help="Keep what is read of prompts here, for later runs: whoever can read the folder can read what was said.",
     )  # fmt: skip
-    prompt_cache_size: int = option(
-        10_000, "--prompt-cache-size", group="Models", metavar="MB", min=1, max=10**8, help="That it may take at most."
+    prompt_cache_size: int = of_models(
+        10_000, "--prompt-cache-size", metavar="MB", min=1, max=10**8, help="That it may take at most."
     )
-    tokenizer: str = option(
-        "", "-z", "--tokenizer", group="Models", metavar="FILE",
+    tokenizer: str = of_models(
+        "", "-z", "--tokenizer", metavar="FILE",
         help="Tokenizer. By default the folder's own; for a checkpoint tok<vocab>.bin or tokenizer.bin, beside it or in models/.",
     )  # fmt: skip
-    template: str = option(
-        "", "--template", group="Models", metavar="FILE", help="Chat template (Jinja), or llama2. By default the model's own."
+    template: str = of_models(
+        "", "--template", metavar="FILE", help="Chat template (Jinja), or llama2. By default the model's own."
     )
-    prompt: str | None = option(
-        None, "-i", "--prompt", group=MOST_USED, metavar="TEXT", callback=as_utf8,
+    prompt: str | None = most_used(
+        None, "-i", "--prompt", metavar="TEXT", callback=as_utf8,
         help="The prompt, as PROMPT; - or a pipe: stdin. [dim]\\[default: Once upon a time][/dim]",
     )  # fmt: skip
-    file: str = option("", "-f", "--file", group="Text", metavar="FILE", help="Read the prompt from this file.")
-    steps: int | None = option(
-        None, "-n", "--steps", group=MOST_USED, metavar="N", min=0,
+    file: str = of_text("", "-f", "--file", metavar="FILE", help="Read the prompt from this file.")
+    steps: int | None = most_used(
+        None, "-n", "--steps", metavar="N", min=0,
         help="Tokens in all, with the prompt's; 0: as many as fit. [dim]\\[default: 256][/dim]",
     )  # fmt: skip
-    max_tokens: int | None = option(
-        None, "--max-tokens", group=MOST_USED, metavar="N", min=1, help="New tokens at most, without the prompt's; instead of -n."
+    max_tokens: int | None = most_used(
+        None, "--max-tokens", metavar="N", min=1, help="New tokens at most, without the prompt's; instead of -n."
     )
-    schema: str = option(
-        "", "--schema", group="Text", metavar="FILE|json", help="Write one JSON value by this JSON Schema; json: any object."
-    )
-    regex: str = option(
-        "", "--regex", group="Text", metavar="REGEX", callback=as_utf8, help="Write what this regex matches as a whole."
-    )
-    temperature: float = option(
-        1.0, "-t", "--temperature", group=MOST_USED, metavar="X", min=0.0, help="Sampling temperature; 0 is greedy."
-    )
-    top_p: float = option(
-        0.9, "-p", "--top-p", group="Sampling", metavar="X", min=0.0, max=1.0,
+    schema: str = of_text("", "--schema", metavar="FILE|json", help="Write one JSON value by this JSON Schema; json: any object.")
+    regex: str = of_text("", "--regex", metavar="REGEX", callback=as_utf8, help="Write what this regex matches as a whole.")
+    temperature: float = most_used(1.0, "-t", "--temperature", metavar="X", min=0.0, help="Sampling temperature; 0 is greedy.")
+    top_p: float = of_sampling(
+        0.9, "-p", "--top-p", metavar="X", min=0.0, max=1.0,
         help="Keep the smallest set of tokens with more probability than X. 0, 1: off.",
     )  # fmt: skip
-    top_k: int = option(0, "-k", "--top-k", group="Sampling", metavar="N", min=0, help="Keep the N most likely tokens. 0: off.")
-    min_p: float = option(
-        0.0, "--min-p", group="Sampling", metavar="X", min=0.0, max=1.0,
-        help="Leave out what is less likely than X times the likeliest.",
-    )  # fmt: skip
-    repetition_penalty: float = option(
-        1.0, "--repeat-penalty", group="Sampling", metavar="X", min=0.01, max=100.0,
+    top_k: int = of_sampling(0, "-k", "--top-k", metavar="N", min=0, help="Keep the N most likely tokens. 0: off.")
+    min_p: float = of_sampling(
+        0.0, "--min-p", metavar="X", min=0.0, max=1.0, help="Leave out what is less likely than X times the likeliest."
+    )
+    repetition_penalty: float = of_sampling(
+        1.0, "--repeat-penalty", metavar="X", min=0.01, max=100.0,
         help="Make tokens of the prompt and the text less likely, above 1.",
     )  # fmt: skip
-    presence_penalty: float = option(
-        0.0, "--presence-penalty", group="Sampling", metavar="X", min=-100.0, max=100.0,
-        help="Take X from the logits of tokens that the text has.",
-    )  # fmt: skip
-    frequency_penalty: float = option(
-        0.0, "--frequency-penalty", group="Sampling", metavar="X", min=-100.0, max=100.0,
+    presence_penalty: float = of_sampling(
+        0.0, "--presence-penalty", metavar="X", min=-100.0, max=100.0, help="Take X from the logits of tokens that the text has."
+    )
+    frequency_penalty: float = of_sampling(
+        0.0, "--frequency-penalty", metavar="X", min=-100.0, max=100.0,
         help="Take X from the logits of tokens for each time that the text has them.",
     )  # fmt: skip
-    logit_bias: list[str] | None = option(
-        None, "--logit-bias", group="Sampling", metavar="ID=X", help="Add X, -100 to 100, to a token's logit. Can be repeated."
+    logit_bias: list[str] | None = of_sampling(
+        None, "--logit-bias", metavar="ID=X", help="Add X, -100 to 100, to a token's logit. Can be repeated."
     )
-    seed: int = option(
-        0, "-s", "--seed", group="Sampling", metavar="N", min=0,
-        help="The same seed gives the same text. 0: a new seed each time.",
-    )  # fmt: skip
-    gamma: str = option(
-        AUTO, "-g", "--gamma", group="Speculation", metavar="N|auto",
+    seed: int = of_sampling(
+        0, "-s", "--seed", metavar="N", min=0, help="The same seed gives the same text. 0: a new seed each time."
+    )
+    gamma: str = of_speculation(
+        AUTO, "-g", "--gamma", metavar="N|auto",
         help="Draft tokens per step (γ). auto: as many as pay, none where none do; 4 with --verify rejection or block.",
     )  # fmt: skip
-    verify: str = option(
-        "coupled", "--verify", group="Speculation", metavar="coupled|rejection|block",
+    verify: str = of_speculation(
+        "coupled", "--verify", metavar="coupled|rejection|block",
         help="coupled: the text that the target alone writes with this seed. rejection (Leviathan et al. 2023), block (Sun et "
         "al. 2024; accepts more): its distribution.",
     )  # fmt: skip
-    tree: str = option(
-        "off", "--tree", group="Speculation", metavar="auto|on|off",
+    tree: str = of_speculation(
+        "off", "--tree", metavar="auto|on|off",
         help="on: propose several candidates for a place (a token tree). Same text. auto means off: no pair was faster by them.",
     )  # fmt: skip
-    threads: int = option(
-        0, "-j", "--threads", group="Machine", metavar="N", min=0,
-        help="CPU threads. 0: all cores, or fewer where those are faster.",
-    )  # fmt: skip
+    threads: int = of_machine(
+        0, "-j", "--threads", metavar="N", min=0, help="CPU threads. 0: all cores, or fewer where those are faster."
+    )
     as_json: bool = flag("--json", group="Output", help="One JSON object on stdout.")
     given: Mapping[str, str] = field(default_factory=dict)
     words: tuple[str, ...] = ()

@@ -27,7 +27,7 @@ from ..text.conversation import Settings as ChatSettings
 from ..text.templates import TemplateError
 from .endings import say, writing
 from .loading import Loaded, decoder_of, drawn_as_advised, found, models_of
-from .options import flag, in_options, option
+from .options import flag, in_options, of_sampling, of_server
 from .prompts import text_in
 from .request import MODELS, Request, with_models
 
@@ -51,38 +51,31 @@ class ServeRequest(Request):
         f"word model draft {MODELS} template gamma tree served_temperature served_top_p served_top_k threads host port "
         "api_key_file no_key slots queue cache keep_alive grace"
     )
-    served_temperature: float | None = option(
-        None, "-t", "--temperature", group="Sampling", metavar="X", min=0.0, help=f"Temperature {_UNSAID} 0.7. 0 is greedy."
+    served_temperature: float | None = of_sampling(
+        None, "-t", "--temperature", metavar="X", min=0.0, help=f"Temperature {_UNSAID} 0.7. 0 is greedy."
     )
-    served_top_p: float | None = option(
-        None, "-p", "--top-p", group="Sampling", metavar="X", min=0.0, max=1.0, help=f"Top-p {_UNSAID} 0.9. 0, 1: off."
+    served_top_p: float | None = of_sampling(
+        None, "-p", "--top-p", metavar="X", min=0.0, max=1.0, help=f"Top-p {_UNSAID} 0.9. 0, 1: off."
     )
-    served_top_k: int | None = option(
-        None, "-k", "--top-k", group="Sampling", metavar="N", min=0, help=f"Top-k {_UNSAID} 0. 0: off."
+    served_top_k: int | None = of_sampling(None, "-k", "--top-k", metavar="N", min=0, help=f"Top-k {_UNSAID} 0. 0: off.")
+    host: str = of_server(
+        "127.0.0.1", "--host", metavar="HOST", help="Listen at this address. Others than this machine's own need a key."
     )
-    host: str = option(
-        "127.0.0.1", "--host", group="Server", metavar="HOST",
-        help="Listen at this address. Others than this machine's own need a key.",
-    )  # fmt: skip
-    port: int = option(8080, "--port", group="Server", metavar="N", min=0, max=65535, help="Listen at this port. 0: a free one.")
-    api_key_file: str = option(
-        "", "--api-key-file", group="Server", metavar="FILE", help="Ask for one of the keys in this file, one a line."
-    )
+    port: int = of_server(8080, "--port", metavar="N", min=0, max=65535, help="Listen at this port. 0: a free one.")
+    api_key_file: str = of_server("", "--api-key-file", metavar="FILE", help="Ask for one of the keys in this file, one a line.")
     no_key: bool = flag("--no-key", group="Server", help="Listen beyond this machine without a key: for everybody.")
-    slots: int = option(8, "--slots", group="Server", metavar="N", min=1, max=256, help="Texts that are written at once.")
-    queue: int = option(
-        64, "--queue", group="Server", metavar="N", min=0, max=4096, help="Texts that wait beside them; more are refused."
-    )
-    cache: int = option(
-        0, "--cache", group="Server", metavar="MB", min=0,
+    slots: int = of_server(8, "--slots", metavar="N", min=1, max=256, help="Texts that are written at once.")
+    queue: int = of_server(64, "--queue", metavar="N", min=0, max=4096, help="Texts that wait beside them; more are refused.")
+    cache: int = of_server(
+        0, "--cache", metavar="MB", min=0,
         help="Memory for keys and values of texts that run or may go on. 0: half of what is there beside the weights.",
     )  # fmt: skip
-    keep_alive: float = option(
-        300.0, "--keep-alive", group="Server", metavar="S", min=0.0, max=1e9,
+    keep_alive: float = of_server(
+        300.0, "--keep-alive", metavar="S", min=0.0, max=1e9,
         help="Without -m: seconds that a model stays which nobody asks. It goes earlier where another one needs its memory.",
     )  # fmt: skip
-    grace: float = option(
-        10.0, "--grace", group="Server", metavar="S", min=0.0, max=3600.0, help="Seconds that answers have to end after SIGTERM."
+    grace: float = of_server(
+        10.0, "--grace", metavar="S", min=0.0, max=3600.0, help="Seconds that answers have to end after SIGTERM."
     )
 
     def settled(self) -> "ServeRequest":

@@ -15,7 +15,7 @@ from ..screens.interrupts import signals
 from ..screens.progress import loading, telling
 from .endings import say, writing
 from .loading import Loaded, models_of
-from .options import MOST_USED, flag, option
+from .options import flag, most_used, of_measuring, of_output, of_sampling, of_speculation, of_text
 from .parsing import several
 from .prompts import text_in
 from .request import DRAFT, Request, gamma_of, with_models
@@ -29,27 +29,20 @@ class SweepRequest(Request):
         "model draft stage quantize kv pack tokenizer prompts tokens temperatures top_p gammas rounds seeds full threads "
         "as_json as_csv svg"
     )
-    draft: str = option("", "-d", "--draft", group=MOST_USED, metavar="NAME", help=f"{DRAFT}.")
-    prompts: str = option("", "--prompts", group="Text", metavar="FILE", help="One prompt a line. By default a dozen stories.")
-    tokens: str = option(
-        "", "--max-tokens", group="Text", metavar="LIST",
-        help="New tokens of each text. By default 50,200; with --full 50,100,200,500.",
-    )  # fmt: skip
-    temperatures: str = option(
-        "0,1", "--temperatures", group="Sampling", metavar="LIST", help="Sampling temperatures; 0 is greedy."
+    draft: str = most_used("", "-d", "--draft", metavar="NAME", help=f"{DRAFT}.")
+    prompts: str = of_text("", "--prompts", metavar="FILE", help="One prompt a line. By default a dozen stories.")
+    tokens: str = of_text(
+        "", "--max-tokens", metavar="LIST", help="New tokens of each text. By default 50,200; with --full 50,100,200,500."
     )
-    gammas: str = option(
-        "1,2,4,8,auto", "-g", "--gammas", group="Speculation", metavar="LIST", help="Draft tokens per step (γ), 1 to 63, or auto."
+    temperatures: str = of_sampling("0,1", "--temperatures", metavar="LIST", help="Sampling temperatures; 0 is greedy.")
+    gammas: str = of_speculation(
+        "1,2,4,8,auto", "-g", "--gammas", metavar="LIST", help="Draft tokens per step (γ), 1 to 63, or auto."
     )
-    rounds: int = option(
-        0, "--rounds", group="Measuring", metavar="N", min=0, help="How often each text is timed. 0: 3; with --full 5."
-    )
-    seeds: int = option(
-        0, "--seeds", group="Measuring", metavar="N", min=0, help="Sampled texts of each prompt. 0: 1; with --full 3."
-    )
+    rounds: int = of_measuring(0, "--rounds", metavar="N", min=0, help="How often each text is timed. 0: 3; with --full 5.")
+    seeds: int = of_measuring(0, "--seeds", metavar="N", min=0, help="Sampled texts of each prompt. 0: 1; with --full 3.")
     full: bool = flag("--full", group="Measuring", help="All lengths, more rounds and seeds: minutes instead of one.")
     as_csv: bool = flag("--csv", group="Output", help="Rows of CSV on stdout.")
-    svg: str = option("", "--svg", group="Output", metavar="FILE", help="Draw the speed-ups as a bar chart.")
+    svg: str = of_output("", "--svg", metavar="FILE", help="Draw the speed-ups as a bar chart.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

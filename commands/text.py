@@ -23,7 +23,7 @@ from ..screens.progress import read_in_a_line
 from ..screens.window import Window, obstacle
 from .endings import say, writing
 from .loading import Loaded, models_of, room_of, shaping
-from .options import as_utf8, flag, option
+from .options import as_utf8, flag, of_output, of_text
 from .prompts import prompt_of
 from .request import MODELS, SAMPLERS, Request, with_models, with_steps
 
@@ -36,16 +36,13 @@ class TextRequest(Request):
         f"prompt model draft steps max_tokens temperature file stop schema regex samples {MODELS} {SAMPLERS} logit_bias "
         "seed gamma verify tree threads plain pace stats as_json version"
     )
-    stop: list[str] | None = option(
-        None, "--stop", group="Text", metavar="TEXT", callback=as_utf8,
-        help="Stop before this string; may be given several times.",
-    )  # fmt: skip
-    samples: int = option(
-        1, "--samples", group="Text", metavar="N", min=1, help="Write N texts, with this seed and the next ones."
+    stop: list[str] | None = of_text(
+        None, "--stop", metavar="TEXT", callback=as_utf8, help="Stop before this string; may be given several times."
     )
+    samples: int = of_text(1, "--samples", metavar="N", min=1, help="Write N texts, with this seed and the next ones.")
     plain: bool = flag("--plain", group="Output", help="No panel: the text goes to stdout as it comes, the result to stderr.")
-    pace: float | None = option(
-        None, "--pace", group="Output", metavar="X", min=0.0,
+    pace: float | None = of_output(
+        None, "--pace", metavar="X", min=0.0,
         help="Passes a second at most, to watch the panel. 0: full speed. By default a short text takes four seconds.",
     )  # fmt: skip
     stats: bool = flag("--stats", group="Output", help="Then all figures: drafted, accepted, mean length, by position.")

@@ -94,15 +94,8 @@ class Race:
     def figures(self) -> dict[str, Any]:
         """For JSON."""
         sides = {"alone": self.alone.statistics, "pair": self.pair.statistics}
-        told = {
-            name: {
-                "n_generated": s.n_generated,
-                "target_passes": s.target_passes,
-                "decode_seconds": s.decode_seconds,
-                "tokens_per_second": s.tokens_per_second,
-            }
-            for name, s in sides.items()
-        }
+        names = ("n_generated", "target_passes", "decode_seconds", "tokens_per_second")
+        told = {side: {name: getattr(s, name) for name in names} for side, s in sides.items()}
         return {**told, "ratio": self.ratio or None, "same_text": self.is_same_text, "rounds": self.n_rounds}
 
 

@@ -9,6 +9,7 @@ timed is decoding, as the summary of a text counts it: without the prompt's own 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from ..decoder import SpeculativeDecoder
@@ -37,6 +38,10 @@ PROMPTS = (  # short: behind each of them a context of 512 has room for 500 toke
     "It was a rainy day and",
     "The cat was very sad because",
 )
+OF_SUMS = (  # figures that are those of the texts' statistics, summed up
+    "n_drafted", "n_accepted", "acceptance_rate", "tokens_per_pass", "acceptance_by_position", "experts_alone",
+    "experts_per_token",
+)  # fmt: skip
 Kind = Literal["alone", "draft", "ngram", "pair"]
 T = TypeVar("T")
 
@@ -154,13 +159,7 @@ class Measured:
             speedup_mean=statistics.fmean(speedups),
             speedup_max=max(speedups),
             tokens_per_second=statistics.median(statistics.median(_speed(run) for run, _ in pairs) for pairs in texts),
-            n_drafted=total.n_drafted,
-            n_accepted=total.n_accepted,
-            acceptance_rate=total.acceptance_rate,
-            tokens_per_pass=total.tokens_per_pass,
-            acceptance_by_position=total.acceptance_by_position,
-            experts_alone=total.experts_alone,
-            experts_per_token=total.experts_per_token,
+            **{name: getattr(total, name) for name in OF_SUMS},
         )
 
 
@@ -172,18 +171,11 @@ def _sum(runs: Iterable[Statistics]) -> Statistics:
     """Of several texts together, as far as tokens are counted."""
     total = Statistics()
     for run in runs:
-        total.n_generated += run.n_generated
-        total.n_drafted += run.n_drafted
-        total.n_accepted += run.n_accepted
-        total.target_passes += run.target_passes
-        total.experts_read, total.experts_alone = total.experts_read + run.experts_read, run.experts_alone
-        for sums, histogram in (
-            (total.drafted_histogram, run.drafted_histogram),
-            (total.accepted_histogram, run.accepted_histogram),
-        ):
-            sums += [0] * (len(histogram) - len(sums))
-            for i, n in enumerate(histogram):
-                sums[i] += n
+        total.experts_alone = run.experts_alone
+        for name in ("n_generated", "n_drafted", "n_accepted", "target_passes", "experts_read"):
+            setattr(total, name, getattr(total, name) + getattr(run, name))
+        for name in ("drafted_histogram", "accepted_histogram"):
+            setattr(total, name, [sum(both) for both in zip_longest(getattr(total, name), getattr(run, name), fillvalue=0)])
     return total
 
 

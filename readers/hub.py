@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 
 from . import CheckpointError, extras, replace_text
 from .hub_words import COMMIT, ETAG, SHA256, are_of_one_server, endpoint, may_be_a_file, named, without_password
@@ -84,7 +83,7 @@ def fetch(name: str) -> Path:
     try:
         with _telling(repository, repository, lacks):
             fetch = _Fetch(repository, {extras.TOKENIZERS: "to read its tokenizer"})
-            with _quiet():
+            with _as_wanted():
                 return fetch.model(bits)
     except CheckpointError:
         if path := cached(name, will_do=True):
@@ -113,7 +112,7 @@ def fetch_file(name: str) -> Path:
         return path
     with _telling(name, TINYLLAMAS, []):
         fetch = _Fetch(TINYLLAMAS, {})
-        with _quiet():
+        with _as_wanted():
             return fetch.file(FILES[name])
 
 
@@ -256,8 +255,16 @@ class _Fetch:
         return max(0, size - _size(blob) - _size(_partial(blob)))
 
     def _small(self, file: str) -> Path:
-        with _no_bars(self._hub):
+        """Without a bar."""
+        bars = self._hub.utils
+        was_on = not bars.are_progress_bars_disabled()
+        if was_on:
+            bars.disable_progress_bars()
+        try:
             return self._file(file, self._revision)
+        finally:
+            if was_on:
+                bars.enable_progress_bars()
 
     def _file(self, file: str, commit: str = "") -> Path:
         """The path of a file, of the newest commit unless one is named; downloaded if missing. An interrupt loses little."""
@@ -283,17 +290,18 @@ class _Fetch:
 
     def _download(self, url: str, path: Path, file: str, size: int | None, headers: dict[str, str]) -> None:
         """All bytes of an address, from where the last try ended. Raises CheckpointError for others than announced."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = _partial(path)
-        partial.touch()
+        from huggingface_hub.file_download import http_get
+
+        partial, name = _partial(path), Path(file).name
+        _touch(partial)
         if size is not None:
             _check_room(self.name, size - _size(partial))
         is_first, left = True, TRIES
         while left and (size is None or _size(partial) != size):
             before = _size(partial)
             try:
-                with _fine_chunks(self._hub), partial.open("ab") as out:
-                    self._get(url, out, before, headers, size, file)
+                with partial.open("ab") as out:
+                    http_get(url, out, resume_size=before, headers=headers, expected_size=size, displayed_filename=name)
                 break
             except Exception as error:
                 now = _size(partial)
@@ -312,11 +320,6 @@ class _Fetch:
             )
         self._check(partial, file)
         os.replace(partial, path)
-
-    def _get(self, url: str, out: BinaryIO, done: int, headers: dict[str, str], size: int | None, file: str) -> None:
-        from huggingface_hub.file_download import http_get
-
-        http_get(url, out, resume_size=done, headers=headers, expected_size=size, displayed_filename=Path(file).name)
 
     def _check(self, partial: Path, file: str) -> None:
         expected = self._sums.get(file)
@@ -369,15 +372,20 @@ def _telling(name: str, repository: str, lacks: list[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Within, the library, which is loaded by then, does not tell of each try again."""
+def _as_wanted() -> Iterator[None]:
+    """Within, the library, which is loaded by then, does not tell of each try again, and writes what has come by the MB, and not
+    by ten, which a broken connection would lose."""
+    from huggingface_hub import constants
+
     logger = logging.getLogger("huggingface_hub")
-    level = logger.level
+    level, size = logger.level, constants.DOWNLOAD_CHUNK_SIZE
     logger.setLevel(logging.ERROR)
+    constants.DOWNLOAD_CHUNK_SIZE = 1 << 20
     try:
         yield
     finally:
         logger.setLevel(level)
+        constants.DOWNLOAD_CHUNK_SIZE = size
 
 
 def _reason(error: Exception, name: str, page: str, gap: str) -> str:
@@ -550,27 +558,3 @@ def _link(blob: Path, place: Path) -> None:
         except (OSError, NotImplementedError):
             shutil.copyfile(blob, new)
     os.replace(new, place)
-
-
-@contextmanager
-def _no_bars(hub: Any) -> Iterator[None]:
-    """Within, the library shows no progress: of files that are small, or there already."""
-    was_on = not hub.utils.are_progress_bars_disabled()
-    if was_on:
-        hub.utils.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if was_on:
-            hub.utils.enable_progress_bars()
-
-
-@contextmanager
-def _fine_chunks(hub: Any) -> Iterator[None]:
-    """Within, the library writes what has come by the MB, and not by ten, which a broken connection would lose."""
-    before = hub.constants.DOWNLOAD_CHUNK_SIZE
-    hub.constants.DOWNLOAD_CHUNK_SIZE = 1 << 20
-    try:
-        yield
-    finally:
-        hub.constants.DOWNLOAD_CHUNK_SIZE = before

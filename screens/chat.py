@@ -27,7 +27,7 @@ from .output import Printable, Roles, SilentView, View, print_summary, printable
 from .panel import LivePanel
 from .progress import read_anew_in_a_line, read_in_a_line
 from .story import KEPT_ROWS, Row, Story
-from .window import STYLES, STYLES_NO_COLOR, WIDEST, Window, fits
+from .window import STYLES, STYLES_NO_COLOR, WIDEST, Window, obstacle
 
 MOST_SHOWN, MOST_ROWS_SHOWN = 2000, 12  # characters and rows of a first message that stands in a file
 HISTORY, LAST = "history", "last-talk"  # files in the folder of what outlives a talk
@@ -58,10 +58,8 @@ class Showing:
     told: Mapping[str, Any] = field(default_factory=dict)
 
 
-class AnswerView:
+class AnswerView(View):
     """An answer as it comes: broken between words and coloured as in the panel on a terminal, else the text alone."""
-
-    ended = False
 
     def __init__(self, tokenizer: AnyTokenizer, out: TextIO, width_of: Callable[[], int], styles: Mapping[str, str]) -> None:
         self._stream, self._printable, self._out = TextStream(tokenizer), Printable(), out
@@ -76,9 +74,6 @@ class AnswerView:
         self._width, self._story = self._width_of(), Story()
         self._n_rows = self._n_shown = 0  # rows that are done, and letters of the next
         self._last = self._story.tail(self._width, 1)[0] if self._width else None
-
-    def __enter__(self) -> "AnswerView":
-        return self
 
     def __exit__(self, *_: Any) -> None:
         self._add(self._printable.push(self._stream.end()) + self._printable.end(), "target")
@@ -285,7 +280,7 @@ class Chat:
         tokenizer, settings = self._decoder.tokenizer, self._conversation.settings
         if self._showing.as_json:
             return SilentView()
-        if self._in_panel and fits(self._out):
+        if self._in_panel and not obstacle(self._out):
             roles = replace(self._showing.roles, pair=self._showing.roles.target)
             return LivePanel(tokenizer, Window(self._out), statistics, settings.max_tokens, roles)
         styles = {} if self._is_plain else STYLES_NO_COLOR if self._out.no_color else STYLES
@@ -331,7 +326,7 @@ class Chat:
         print_summary(self._errors, self._statistics, **self._conversation.made_with)
 
     def _panel(self, _: str) -> None:
-        if not self._in_panel and not fits(self._out):
+        if not self._in_panel and obstacle(self._out):
             raise ValueError("no panel fits here")
         self._in_panel = not self._in_panel
         self._tell(f"answers come {'in the panel' if self._in_panel else 'as text'}")

@@ -6,6 +6,7 @@ import select
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import IO, Any
 
 try:
@@ -42,9 +43,7 @@ class Keyboard:
         """Where it is not yet; the job must be in the foreground, or it would be stopped."""
         if self.is_open or not self._is_terminal or not in_foreground(self._stdin):
             return
-        before = termios.tcgetattr(self._stdin)
-        modes = [*before]
-        modes[3] &= ~(termios.ICANON | termios.ECHO | termios.ECHOCTL)  # the last: a ^C would push the panel down
+        before, modes = self._modes_without(termios.ICANON | termios.ECHO | termios.ECHOCTL)  # a ^C would push the panel down
         with ExitStack() as opening:
             opening.enter_context(signals.at_sudden_end(lambda: self._set(before), do=lambda: self._set(modes)))
             opening.callback(self._set, before)
@@ -69,23 +68,23 @@ class Keyboard:
         if not self._is_terminal or not in_foreground(self._stdin):
             yield
             return
-        before = termios.tcgetattr(self._stdin)
-        modes = [*before]
-        modes[3] &= ~(termios.ECHO | termios.ECHOCTL)
-
-        def restore() -> None:
-            if in_foreground(self._stdin):
-                with suppress(termios.error):
-                    termios.tcsetattr(self._stdin, termios.TCSANOW, before)
-
+        before, modes = self._modes_without(termios.ECHO | termios.ECHOCTL)
+        restore = partial(self._set, before, is_forgetful=False)
         with signals.at_sudden_end(restore, do=lambda: termios.tcsetattr(self._stdin, termios.TCSANOW, modes)):
             try:
                 yield
             finally:
                 restore()
 
-    def _set(self, modes: list[Any]) -> None:
+    def _modes_without(self, flags: int) -> tuple[list[Any], list[Any]]:
+        """The terminal's modes as they are, and without some."""
+        before = termios.tcgetattr(self._stdin)
+        return before, [*before[:3], before[3] & ~flags, *before[4:]]
+
+    def _set(self, modes: list[Any], is_forgetful: bool = True) -> None:
+        """is_forgetful: about what was typed."""
         if in_foreground(self._stdin):  # in the background this would stop the job, and the terminal is another's now
             with suppress(termios.error):  # it has gone
-                termios.tcflush(self._stdin, termios.TCIFLUSH)
+                if is_forgetful:
+                    termios.tcflush(self._stdin, termios.TCIFLUSH)
                 termios.tcsetattr(self._stdin, termios.TCSANOW, modes)

@@ -8,7 +8,6 @@ import json
 import re
 import unicodedata
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console
@@ -23,18 +22,26 @@ _UNFINISHED = re.compile(r"(?:(?:\x1b\[|\x9b)[0-?]*[ -/]*|\x1b[]PX^_][^\x07\x1b\
 _TURNING = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 FEW_PASSES = 20  # that tell nothing
 MOST_POSITIONS = 8  # in the table of figures
+# of a text's statistics, in its JSON
+FIGURES = (
+    "n_prompt", "n_generated", "n_drafted", "n_accepted", "n_nodes", "acceptance_rate", "target_passes", "tokens_per_pass",
+    "accepted_histogram", "prefill_seconds", "decode_seconds", "tokens_per_second", "acceptance_by_position", "speed_up",
+    "experts_alone", "experts_per_token", "stop_reason",
+)  # fmt: skip
 LONGEST_SEQUENCE = 64  # characters that wait for the end of one
 
 
 class View(Protocol):
     """What the events of a text go to. ended: whether somebody has seen enough."""
 
-    ended: bool
+    ended: bool = False
 
-    def __enter__(self) -> "View": ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    def __enter__(self) -> "View":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        return None
+
     def show(self, event: Event | Prefill) -> None: ...
 
 
@@ -83,17 +90,12 @@ class Printable:
         return printable(self._rest)
 
 
-class PlainView:
+class PlainView(View):
     """The text alone, as it comes."""
-
-    ended = False
 
     def __init__(self, out: TextIO) -> None:
         self._printable, self._out = Printable(), out
         self._is_in_row = False
-
-    def __enter__(self) -> "PlainView":
-        return self
 
     def __exit__(self, *_: Any) -> None:
         self._out.write(self._printable.end() + "\n")
@@ -109,20 +111,12 @@ class PlainView:
         self._is_in_row = isinstance(event, Prompt | Step)
 
 
-class SilentView:
+class SilentView(View):
     """Collects the text, and shows nothing: for JSON, which comes at the end."""
-
-    ended = False
 
     def __init__(self) -> None:
         self.text = ""
         self.tokens: list[int] = []
-
-    def __enter__(self) -> "SilentView":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        pass
 
     def show(self, event: Event | Prefill) -> None:
         if isinstance(event, Prompt | Step):
@@ -196,28 +190,6 @@ def _by_position(rates: list[float]) -> str:
 
 def to_json(statistics: Statistics, text: str, tokens: list[int], **extra: Any) -> str:
     """One JSON object: the text, the tokens, every figure, and what the caller adds."""
-    s = statistics
-    return json.dumps(
-        {
-            "text": text,
-            "tokens": tokens,
-            "n_prompt": s.n_prompt,
-            "n_generated": s.n_generated,
-            "n_drafted": s.n_drafted,
-            "n_accepted": s.n_accepted,
-            "n_nodes": s.n_nodes,
-            "acceptance_rate": s.acceptance_rate,
-            "target_passes": s.target_passes,
-            "tokens_per_pass": s.tokens_per_pass,
-            "accepted_histogram": s.accepted_histogram,
-            "prefill_seconds": s.prefill_seconds,
-            "decode_seconds": s.decode_seconds,
-            "tokens_per_second": s.tokens_per_second,
-            "acceptance_by_position": s.acceptance_by_position,
-            "speed_up": s.speed_up,
-            "experts_alone": s.experts_alone or None,
-            "experts_per_token": s.experts_per_token or None,
-            "stop_reason": s.stop_reason,
-        }
-        | extra
-    )
+    told = {name: getattr(statistics, name) for name in FIGURES}
+    experts = {name: told[name] or None for name in ("experts_alone", "experts_per_token")}
+    return json.dumps({"text": text, "tokens": tokens} | told | experts | extra)

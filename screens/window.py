@@ -141,11 +141,6 @@ def obstacle(console: Console) -> str:
     return ""
 
 
-def fits(console: Console) -> bool:
-    """Whether the console is a terminal that can hold a window."""
-    return not obstacle(console)
-
-
 def laid_out(items: Row, width: int) -> list[Row]:
     """Items side by side, in as many rows as they need."""
     rows: list[Row] = [[]]

@@ -98,30 +98,6 @@ class Said(str):
     def __str__(self) -> str:
         return self
 
-    def __hash__(self) -> int:
-        return hash(self._plain)
-
-    def __eq__(self, other: object) -> bool:
-        return bool(self._plain == plain(other))
-
-    def __ne__(self, other: object) -> bool:
-        return bool(self._plain != plain(other))
-
-    def __lt__(self, other: str) -> bool:
-        return bool(self._plain < plain(other))
-
-    def __le__(self, other: str) -> bool:
-        return bool(self._plain <= plain(other))
-
-    def __gt__(self, other: str) -> bool:
-        return bool(self._plain > plain(other))
-
-    def __ge__(self, other: str) -> bool:
-        return bool(self._plain >= plain(other))
-
-    def __contains__(self, other: object) -> bool:
-        return plain(other) in self._plain
-
     def __getitem__(self, key: Any) -> "Said":
         return Said(str.__getitem__(self, key))
 
@@ -202,6 +178,7 @@ def _in_other_case(name: str) -> Callable[[Said], str]:
 TELLING = (
     "startswith", "endswith", "find", "rfind", "index", "rindex", "count", "isalnum", "isalpha", "isascii", "isdecimal",
     "isdigit", "isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle", "isupper",
+    "__hash__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__contains__",
 )  # fmt: skip
 for _name in TELLING:
     setattr(Said, _name, _of_what_is_meant(_name))
