@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..architectures import Config, HeadConfig
@@ -97,7 +97,9 @@ class Head(nn.Module):
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(speculators_config(self.config), indent=2) + "\n", encoding="utf-8")
         parameters = {name: tensor.detach() for name, tensor in self.named_parameters()}
-        write_safetensors(folder / "model.safetensors", speculators_tensors(self.config, parameters, self.target_ids))
+        part = folder / "model.part"
+        save_file(speculators_tensors(self.config, parameters, self.target_ids), part)
+        os.replace(part, folder / "model.safetensors")
 
 
 def attention(q: Tensor, keys: list[Tensor], values: list[Tensor], n_seen: int) -> Tensor:
@@ -273,24 +275,3 @@ def speculators_tensors(config: Config, parameters: dict[str, Tensor], target_id
     has = torch.zeros(config.vocab_size, dtype=torch.bool)
     has[target_ids] = True
     return tensors | {"d2t": target_ids - torch.arange(len(target_ids)), "t2d": has}
-
-
-DTYPES = {torch.bfloat16: "BF16", torch.int64: "I64", torch.bool: "BOOL"}
-
-
-def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """8-byte numbers first, for they are read where they lie."""
-    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-    header: dict[str, Any] = {}
-    end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    part = path.with_suffix(".part")
-    with part.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in tensors.values():
-            file.write(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-    os.replace(part, path)

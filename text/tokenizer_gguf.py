@@ -69,15 +69,12 @@ CHAINS = {
         r"\s?[!-/:-~\uFF01-\uFF0F\uFF1A-\uFF5E\u2018-\u201F\u3000-\u3002]+", r"\s+$", _HAN, r"\p{N}+",
     ),
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}"),
+    DEFAULT: (
+        r"[\p{P}$+<=>^~|]+", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)", r"\p{N}+",
+        "[0-9][0-9][0-9]",
+    ),
 }  # fmt: skip
-SPLITS = (*CHAINS, *GPT2, *SMOLLM, *THREE_DIGITS, *ONE_DIGIT, *QWEN35, *GPT4O, *TEKKEN, DEFAULT)
-# one behind the other
-DEFAULT_SPLITS = (
-    r"[\p{P}$+<=>^~|]+",
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
-    r"\p{N}+",
-    r"[0-9][0-9][0-9]",
-)
+SPLITS = (*CHAINS, *GPT2, *SMOLLM, *THREE_DIGITS, *ONE_DIGIT, *QWEN35, *GPT4O, *TEKKEN)
 
 
 def gguf_tokenizer(path: Path, keys: Mapping[str, Any]) -> AnyTokenizer:
@@ -273,7 +270,7 @@ def _first_split(pre: str) -> list[dict[str, Any]]:
     elif pre in CHAINS:
         splits = [*CHAINS[pre]]
     else:
-        splits = [*DEFAULT_SPLITS] if pre == DEFAULT else [WORDS % ("{1,3}" if pre in THREE_DIGITS else "")]
+        splits = [WORDS % ("{1,3}" if pre in THREE_DIGITS else "")]
     return [{"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False} for each in splits]
 
 
