@@ -55,7 +55,7 @@ class ChatRequest(Request):
         model = self.word or self.model
         if not model:
             raise ValueError("which model? Name one with -m, such as HuggingFaceTB/SmolLM2-135M-Instruct")
-        request = with_models(replace(self, model=model, prompt=message_of(self.prompt, self.file)))
+        request = with_models(replace(self, word=None, model=model, prompt=message_of(self.prompt, self.file)))
         if not (self.is_talk or request.prompt):
             raise ValueError("there is no question, and no terminal to ask one at; -i TEXT asks one")
         return request

@@ -91,7 +91,7 @@ class ServeRequest(Request):
             raise ValueError("--keep-alive is for a server without -m, which loads models as they are asked for")
         if not model and (fixed := [option for field, option in self.given.items() if field in OF_ONE]):
             raise ValueError(f"{fixed[0]} is of one model; name it with -m")
-        return with_models(replace(self, model=model), AUTO) if model else self
+        return with_models(replace(self, word=None, model=model), AUTO) if model else self
 
     @property
     def is_local(self) -> bool:
