@@ -66,15 +66,55 @@ class Reading:
         self.story.add(self._printable.push(text), kind)
 
 
-class LivePanel:
+class Watched:
+    """What a panel and a race share: a window, in which keys pause, explain and end it, and the colours' meaning.
+
+    ended: somebody has asked for the end.
+    """
+
+    SPEED, END, N_MEANINGS = "", "", 2  # what + and - change, what q does, and how many colours the legend tells of
+
+    def __init__(self, window: Window, roles: Roles) -> None:
+        self._window, self._roles = window, roles
+        self._console, self._pen, self._clock = window.console, window.pen, window.clock
+        self._is_paused = self._shows_keys = self.ended = False
+
+    def _obey(self, wish: str) -> None:
+        if wish == "pause":
+            self._is_paused = not self._is_paused
+        elif wish == "explain":
+            self._shows_keys = not self._shows_keys
+        elif wish == "end":
+            self.ended = True
+
+    def _meanings(self, n: int) -> list[Row]:
+        """Of the first n colours, the longest form first."""
+        return [meanings(self._roles, self._console.no_color, form)[:n] for form in range(4)]
+
+    def _legend(self, width: int, n: int) -> list[Row]:
+        """What the colours mean, or the keys, in n rows."""
+        if self._shows_keys:
+            return key_rows(self.SPEED, self.END, width, n)
+        return filled(self._meanings(self.N_MEANINGS) if self._roles.guessed else [[]], width, n)
+
+    def _on_page(self, rows: list[Row], are_explained: bool = True) -> str:
+        """Rows for the terminal's first page, and what their colours mean."""
+        if are_explained:
+            rows = [*rows, [], *fitting(self._meanings(2), min(self._console.width, WIDEST), 2)]
+        return "".join([self._pen.styled(row).rstrip(" ") + "\n" for row in rows])
+
+
+class LivePanel(Watched):
     """The end of the story, the last passes as lines of guesses and corrections, and the running figures.
 
     The rows are a function of the events that it was shown; frames come when due, from this thread. pace: steps a second at most,
     each shown guessed and then checked; 0 is full speed, at which a text of a moment has no panel; None is full speed but for a
     text that would be over before anybody has seen it: its passes come evenly, until a key is pressed. Keys pause, step, change
     the pace and end the text; stops are strings that it ends before. In the background nothing is drawn, and Ctrl-Z takes the
-    panel off the screen until the job is in the foreground again. ended: somebody has asked for the end.
+    panel off the screen until the job is in the foreground again.
     """
+
+    SPEED, END, N_MEANINGS = "pace", "end, keep the text", 3
 
     def __init__(
         self,
@@ -86,10 +126,10 @@ class LivePanel:
         pace: float | None = 0.0,
         stops: Collection[str] = (),
     ) -> None:
-        self._tokenizer, self._window, self._statistics = tokenizer, window, statistics
-        self._max_tokens, self._roles, self._pace, self._is_even = max_tokens, roles, pace or 0.0, pace is None
+        super().__init__(window, roles)
+        self._tokenizer, self._statistics = tokenizer, statistics
+        self._max_tokens, self._pace, self._is_even = max_tokens, pace or 0.0, pace is None
         self._next_step = 0.0  # when it is due, at an even pace
-        self._console, self._pen, self._clock = window.console, window.pen, window.clock
         self._reading = Reading(tokenizer, stops)
         self._tokens: list[int] = []
         self._prefill: Prefill | None = None  # while a text is read
@@ -98,9 +138,7 @@ class LivePanel:
         self._passes: deque[Judged] = deque(maxlen=MOST_PASSES)
         self._proposed: list[int] | None = None
         self._next_frame = self._next_look = 0.0
-        self._is_paused = self._shows_keys = False
         self._steps_asked = 0
-        self.ended = False
 
     @property
     def was_seen(self) -> bool:
@@ -117,11 +155,8 @@ class LivePanel:
         """For the terminal's first page, with the colours' meaning."""
         self._read()
         self._reading.end()
-        rows = self._reading.story.rows(width := min(self._console.width, WIDEST))
-        if self._roles.guessed and self._statistics.n_drafted:
-            forms = [meanings(self._roles, self._console.no_color, form)[:2] for form in range(4)]
-            rows += [[], *fitting(forms, width, len(forms[0]))]
-        return "".join([self._pen.styled(row).rstrip(" ") + "\n" for row in rows])
+        rows = self._reading.story.rows(min(self._console.width, WIDEST))
+        return self._on_page(rows, bool(self._roles.guessed and self._statistics.n_drafted))
 
     def show(self, event: Event | Prefill) -> None:
         now = self._clock()
@@ -193,8 +228,8 @@ class LivePanel:
 
     def _obey(self, wish: str) -> None:
         self._is_even, self._next_step = False, 0.0
+        super()._obey(wish)
         if wish == "pause":
-            self._is_paused = not self._is_paused
             self._steps_asked = 0
         elif wish == "step":
             self._steps_asked += self._is_paused
@@ -203,10 +238,6 @@ class LivePanel:
             self._pace = next((pace for pace in PACES if pace > self._pace), 0.0) if self._pace else 0.0
         elif wish == "slower":
             self._pace = next((pace for pace in reversed(PACES) if not self._pace or pace < self._pace), PACES[0])
-        elif wish == "explain":
-            self._shows_keys = not self._shows_keys
-        elif wish == "end":
-            self.ended = True
 
     def _frame(self) -> None:
         begin = self._clock()
@@ -391,13 +422,6 @@ class LivePanel:
             bar = ("█" if self._pen.is_utf else "#") * round(share * BAR_WIDTH)
             rows.append([(f"{label:>7} ", "faint"), (f"{bar:<{BAR_WIDTH}}", "plain"), (f" {share:4.0%}", "faint")])
         return rows + [[(" " * SIDE_WIDTH, "plain")] for _ in range(n - len(rows))]
-
-    def _legend(self, width: int, n: int) -> list[Row]:
-        """What the colours mean, or the keys, in n rows."""
-        if self._shows_keys:
-            return key_rows("pace", "end, keep the text", width, n)
-        no_color = self._console.no_color
-        return filled([meanings(self._roles, no_color, form) if self._roles.guessed else [] for form in range(4)], width, n)
 
 
 def ahead(events: Iterable[Event | Prefill], clock: Callable[[], float] = time.perf_counter) -> Iterator[Event | Prefill]:

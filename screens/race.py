@@ -7,9 +7,9 @@ from ..measuring.race import Lane, Race, seconds_told
 from ..tokenizer import AnyTokenizer
 from .interrupts import signals
 from .output import Roles
-from .panel import Reading, meanings
+from .panel import Reading, Watched
 from .story import Row, cells
-from .window import MIN_ROWS, MIN_WIDTH, WIDEST, Window, filled, fitting, key_rows
+from .window import MIN_ROWS, MIN_WIDTH, WIDEST, Window
 
 FRAME_SECONDS = 0.05
 SHOW_SECONDS = 8.0  # at least, of the slower one; no more than 2.5 times that
@@ -68,27 +68,22 @@ class Track:
         return next((form for form in forms if len(form) <= width), "")
 
 
-class RaceView:
+class RaceView(Watched):
     """The two texts, and how far each is; keys pause, step, change the speed and go to the end.
 
     The rows are a function of the seconds of the race that have gone by. What stays at the end is the text.
     """
 
-    def __init__(
-        self,
-        race: Race,
-        roles: Roles,
-        tokenizer: AnyTokenizer,
-        window: Window,
-    ) -> None:
-        self._race, self._roles, self._window = race, roles, window
-        self._console, self._pen, self._clock = window.console, window.pen, window.clock
+    SPEED, END = "faster, slower", "to the end"
+
+    def __init__(self, race: Race, roles: Roles, tokenizer: AnyTokenizer, window: Window) -> None:
+        super().__init__(window, roles)
+        self._race = race
         self._alone = Track(f"{roles.target} alone", race.alone, tokenizer)
         self._pair = Track(roles.pair, race.pair, tokenizer)
         self._length = max(self._alone.seconds, self._pair.seconds)
         self.factor = next((factor for factor in FACTORS if factor * self._length >= SHOW_SECONDS), FACTORS[-1])
         self._seconds = 0.0  # of the race
-        self._is_paused = self._shows_keys = self._ended = False
 
     @property
     def _tracks(self) -> tuple[Track, Track]:
@@ -104,7 +99,7 @@ class RaceView:
         try:
             self._window.draw(self.rows)
             last, left = self._clock(), LAST_SECONDS
-            while left > 0 and not (self._ended or signals.asked):
+            while left > 0 and not (self.ended or signals.asked):
                 self._window.sleep(FRAME_SECONDS)
                 passed = self._clock() - last
                 last += passed
@@ -123,29 +118,21 @@ class RaceView:
             self._window.leave(self._whole_text)
 
     def _obey(self, wish: str) -> None:
+        super()._obey(wish)
         slower = FACTORS.index(self.factor)
-        if wish == "pause":
-            self._is_paused = not self._is_paused
-        elif wish == "step":
+        if wish == "step":
             self._is_paused = True
             self._seconds = min((track.next_end for track in self._tracks if not track.is_done), default=self._seconds)
         elif wish == "faster":
             self.factor = FACTORS[max(slower - 1, 0)]
         elif wish == "slower":
             self.factor = FACTORS[min(slower + 1, len(FACTORS) - 1)]
-        elif wish == "explain":
-            self._shows_keys = not self._shows_keys
-        elif wish == "end":
-            self._ended = True
 
     def _whole_text(self) -> str:
         """For the terminal's first page, with the colours' meaning."""
         self._pair.go_to(self._length)
         self._pair.reading.end()
-        width = min(self._console.width, WIDEST)
-        forms = [self._meanings(form) for form in range(4)]
-        rows = [*self._pair.reading.story.rows(width), [], *fitting(forms, width, len(forms[0])), []]
-        return "".join([self._pen.styled(row).rstrip(" ") + "\n" for row in rows])
+        return self._on_page(self._pair.reading.story.rows(min(self._console.width, WIDEST))) + "\n"
 
     # What
 
@@ -201,12 +188,3 @@ class RaceView:
         if self._is_paused:
             forms = [f"paused; {form}" for form in forms] + ["paused"]
         return [(next((form for form in forms if cells(form) <= width), ""), "plain")]
-
-    def _meanings(self, form: int) -> Row:
-        return meanings(self._roles, self._console.no_color, form)[:2]
-
-    def _legend(self, width: int, n: int) -> list[Row]:
-        """What the colours mean, or the keys, in n rows."""
-        if self._shows_keys:
-            return key_rows("faster, slower", "to the end", width, n)
-        return filled([self._meanings(form) for form in range(4)], width, n)
