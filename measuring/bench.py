@@ -107,20 +107,11 @@ def random_tensors(config: Config, kind: str, tell: Callable[[float], None]) -> 
     return tensors
 
 
-def tell_nobody(doing: str) -> Callable[[float], None]:
-    """Of what nobody watches."""
-
-    def tell(share: float) -> None:
-        pass
-
-    return tell
-
-
 def run(
     config: Config,
     n_threads: int | None = None,
     kind: str = FP32.name,
-    telling: Callable[[str], Callable[[float], None]] = tell_nobody,
+    telling: Callable[[str], Callable[[float], None]] = lambda doing: lambda share: None,
 ) -> Result:
     """Passes from an empty cache, of weights of a kind in KINDS; medians of ROUNDS, everything interleaved.
 

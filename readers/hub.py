@@ -81,10 +81,8 @@ def fetch(name: str) -> Path:
     folder = _cached_folder(repository)
     lacks = ([f"a GGUF file of {bits}"] if bits else _lacks(folder)) if folder else []
     try:
-        with _telling(repository, repository, lacks):
-            fetch = _Fetch(repository, {extras.TOKENIZERS: "to read its tokenizer"})
-            with _as_wanted():
-                return fetch.model(bits)
+        with _fetching(repository, repository, lacks, {extras.TOKENIZERS: "to read its tokenizer"}) as fetch:
+            return fetch.model(bits)
     except CheckpointError:
         if path := cached(name, will_do=True):
             return path
@@ -110,10 +108,8 @@ def fetch_file(name: str) -> Path:
     """One of FILES, checked by its sum. Raises CheckpointError."""
     if path := cached_file(name):
         return path
-    with _telling(name, TINYLLAMAS, []):
-        fetch = _Fetch(TINYLLAMAS, {})
-        with _as_wanted():
-            return fetch.file(FILES[name])
+    with _fetching(name, TINYLLAMAS, [], {}) as fetch:
+        return fetch.file(FILES[name])
 
 
 def cached_file(name: str) -> Path | None:
@@ -156,8 +152,6 @@ class _Fetch:
 
     def __init__(self, name: str, more: dict[str, str]) -> None:
         """more: packages that whoever reads it takes."""
-        if _is_offline():
-            raise _Offline
         if lacking := extras.missing({extras.HUB: purpose_of_fetching(name), **more}):
             raise CheckpointError(lacking)
         import huggingface_hub
@@ -346,24 +340,25 @@ class _Fetch:
             yield
 
 
-class _Offline(Exception):
-    """HF_HUB_OFFLINE is set."""
-
-
 @contextmanager
-def _telling(name: str, repository: str, lacks: list[str]) -> Iterator[None]:
-    """Turns whatever keeps a name from being downloaded into a CheckpointError. lacks: of what is in the cache already."""
+def _fetching(name: str, repository: str, lacks: list[str], more: dict[str, str]) -> Iterator[_Fetch]:
+    """What brings a repository's files. Turns whatever keeps a name from being downloaded into a CheckpointError.
+
+    lacks: of what is in the cache already.
+    """
     page = f"{endpoint()}/{repository}"
     gap = f"in {_cache()} it lacks {lacks[0]}" if lacks else f"it is not in {_cache()}"
     try:
-        yield
+        if _is_offline():
+            raise CheckpointError(f"{name} is no path here, {gap}, and HF_HUB_OFFLINE keeps it from being fetched")
+        fetch = _Fetch(repository, more)
+        with _as_wanted():
+            yield fetch
     except CheckpointError as error:
         reason = str(error)
     except ImportError as error:
         how = extras.install([extras.HUB])
         reason = f"{name} is no path here; fetching it from {page} needs the package huggingface_hub: {error}; {how}"
-    except _Offline:
-        reason = f"{name} is no path here, {gap}, and HF_HUB_OFFLINE keeps it from being fetched"
     except Exception as error:
         reason = _reason(error, name, page, gap)
     else:
