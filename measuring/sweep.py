@@ -20,7 +20,6 @@ from ..drafting.team import NGRAM
 from ..sampling import Sampling
 from .race import Lane
 
-GAMMAS: tuple[int | str, ...] = (1, 2, 4, 8, AUTO)
 PAYS = 1.03  # times the target alone; less than that is noise
 AS_GOOD = 0.98  # of the best setting: one for all temperatures is then simpler than two
 WARM_UP_TOKENS = 32

@@ -262,9 +262,8 @@ def to_svg(report: Report) -> str:
             low, mean, high = (left + scale * v for v in (f.speedup_min, f.speedup_mean, f.speedup_max))
             parts.append(f'<rect x="{left}" y="{y:.1f}" width="{mean - left:.1f}" height="{BAR - 2}" rx="2" fill="{color}"/>')
             if high > low:
-                parts.append(f'<path d="M{low:.1f} {middle}H{high:.1f}" stroke="{INK}" stroke-opacity=".55" stroke-width="1.5"/>')
-                for end in (low, high):
-                    parts.append(f'<path d="M{end:.1f} {middle - 3}v6" stroke="{INK}" stroke-opacity=".55" stroke-width="1.5"/>')
+                whisker = f"M{low:.1f} {middle - 3}v6M{low:.1f} {middle}H{high:.1f}M{high:.1f} {middle - 3}v6"
+                parts.append(f'<path d="{whisker}" stroke="{INK}" stroke-opacity=".55" stroke-width="1.5"/>')
             told = f"{f.speedup_mean:.2f} · {f.tokens_per_second:.0f} tok/s"
             parts.append(_text(max(mean, high) + 7, middle + 4, told, is_on_grid=True))
             y += BAR

@@ -32,16 +32,21 @@ moment = datetime.datetime.now()  # of the request: all its texts are of one tim
 
 
 class Meaning(dict[int, str]):
-    """What stand-ins stand for, by their codes; `stand_ins` has the way back, which grows as it is asked for more."""
+    """What stand-ins stand for, by their codes, which are as many as were asked for."""
 
     def __init__(self, taken: Iterable[str]) -> None:
         super().__init__()
         present = set().union(*taken)
         self._free = (code for code in STAND_INS if chr(code) not in present)
-        self.stand_ins = _StandIns(self)
+        self._stand_ins = dict[int, str]()
 
-    def next_code(self) -> int:
-        return next(self._free)
+    def hide(self, words: str) -> str:
+        """Stand-ins in the place of all characters."""
+        for code in dict.fromkeys(map(ord, words)):
+            if code not in self._stand_ins:
+                stand_in = next(self._free)
+                self[stand_in], self._stand_ins[code] = chr(code), chr(stand_in)
+        return words.translate(self._stand_ins)
 
     def edges(self, text: str) -> list[int]:
         """Where stand-ins begin and end, by turns, and the text's end."""
@@ -53,17 +58,6 @@ class Meaning(dict[int, str]):
         return [*edges, len(text)]
 
 
-class _StandIns(dict[int, str]):
-    def __init__(self, meaning: Meaning) -> None:
-        super().__init__()
-        self._meaning = meaning
-
-    def __missing__(self, code: int) -> str:
-        stand_in = self._meaning.next_code()
-        self._meaning[stand_in], self[code] = chr(code), chr(stand_in)
-        return self[code]
-
-
 meaning = Meaning(())
 
 
@@ -73,7 +67,7 @@ def plain(value: Any) -> Any:
 
 
 def said(words: str) -> "Said":
-    return Said(words.translate(meaning.stand_ins))
+    return Said(meaning.hide(words))
 
 
 class Said(str):
