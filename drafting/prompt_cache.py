@@ -155,6 +155,7 @@ class PromptCache:
         if key not in self._stamps or self._stamps[key][0]() is not model.weights:
             digest = hashlib.sha256(f"{self._revision} {model.kv} {model.hidden_layers} {model.config!r}".encode())
             arrays = {name: matrix.strips for name, matrix in model.weights.matrices.items()} | model.weights.vectors
+            arrays |= {name: table.sample for name, table in model.weights.tables.items()}
             for name, array in arrays.items():
                 digest.update(f"{name} {array.dtype} {array.shape}".encode() + _sum_of([array]))
             self._stamps[key] = weakref.ref(model.weights), digest.digest()

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from specdec.architectures import architecture_of
+from specdec.architectures.plan import Table
 from specdec.drafting import prompt_cache
 from specdec.drafting.prompt_cache import BLOCK, ENDING, TAIL, PromptCache
 from specdec.readers import load_checkpoint
@@ -25,7 +26,7 @@ from specdec.weights import INT8
 from tests.folders import FIXTURES
 from tests.models import tokens_for
 
-NAMES = ("qwen3", "gemma3", "phi3_long", "lfm2", "qwen35", "qwen35_odd", "gpt2")
+NAMES = ("qwen3", "gemma3", "gemma4", "phi3_long", "lfm2", "qwen35", "qwen35_odd", "gpt2")
 THERE = [name for name in NAMES if (FIXTURES / name / "config.json").exists()]
 
 
@@ -106,6 +107,19 @@ def test_what_is_not_the_same_is_not_taken(folder):
     strips = next(iter(twin.weights.matrices.values())).strips.reshape(-1).view(np.uint8)
     strips[len(strips) // 2] ^= 1
     assert not folder().restore(twin, tokens), "one bit of the weights is another"
+
+
+def test_a_table_that_stays_in_its_file_tells_models_apart(folder):
+    model = model_of("gemma4")
+    tokens = tokens_for(model.config, 200)
+    kept(folder(), model, tokens)
+    rows = np.concatenate([model.weights.tables["input_rows"].rows([i]) for i in range(70)])
+    for row, is_same in ((None, True), (69, False)):
+        twin, other = model_of("gemma4"), rows.copy()
+        if row is not None:
+            other[row] += 1
+        twin._weights = replace(twin.weights, tables={"input_rows": Table(other)})
+        assert bool(folder().restore(twin, tokens)) == is_same
 
 
 def test_what_a_model_holds_already_is_not_read_again(folder):
