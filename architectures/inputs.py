@@ -58,13 +58,13 @@ def outer_vectors(config: Config) -> dict[str, Vector]:
 
 
 def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
-    """input_rows (T, L P): what a pass's tokens have in the table; inputs (T, L P padded): the embedding's product, then what
+    """input_rows (T, L P): what a pass's tokens have in the table; layer_inputs (T, L P padded): the embedding's product, then what
     layers take; input_gates (T, P padded), gated_inputs (1, T, P padded): a layer's.
     """
     n, width = round_up(inputs_of(config).dim, STRIP_ROWS), config.n_layers * inputs_of(config).dim
     return {
         ROWS: Buffer((MAX_TOKENS, width), whose="token"),
-        "inputs": Buffer((MAX_TOKENS, round_up(width, STRIP_ROWS)), whose="token"),
+        "layer_inputs": Buffer((MAX_TOKENS, round_up(width, STRIP_ROWS)), whose="token"),
         "input_gates": Buffer((MAX_TOKENS, n), whose="token"),
         "gated_inputs": Buffer((1, MAX_TOKENS, n), whose="token"),
     }
@@ -79,9 +79,9 @@ def first_program(config: Config, weights: Weights, b: Buffers) -> Program:
     of_rows, of_all = float(np.sqrt(np.float32(n))), float(np.float32(0.5**0.5))
     return [
         [
-            weights.matrices["inputs"].product(b.inputs, b.x, b.scratch, unit=unit),
-            head_norm(b.inputs, unit, 0, config.n_layers, n, weights.vectors["inputs_norm_in"], eps),
-            mix_inputs(b.inputs, b.input_rows, unit, of_rows, of_all),
+            weights.matrices["inputs"].product(b.layer_inputs, b.x, b.scratch, unit=unit),
+            head_norm(b.layer_inputs, unit, 0, config.n_layers, n, weights.vectors["inputs_norm_in"], eps),
+            mix_inputs(b.layer_inputs, b.input_rows, unit, of_rows, of_all),
         ]
     ]
 
@@ -89,7 +89,7 @@ def first_program(config: Config, weights: Weights, b: Buffers) -> Program:
 def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
     """x = factor (x + norm(back (gelu(gate x) * inputs)))."""
     w, n = weights.matrices, inputs_of(config).dim
-    gated = gate_inputs(b.gated_inputs, b.input_gates, b.inputs, i * n, n)
+    gated = gate_inputs(b.gated_inputs, b.input_gates, b.layer_inputs, i * n, n)
     first = [w[f"{i}.{GATE}"].product(b.input_gates, b.x, b.scratch), gated]
     factor = factor_of(config, weights, i)
     return [first, *added(config, weights, b, w[f"{i}.{BACK}"], b.gated_inputs, "", f"{i}.{NORM}", factor)]

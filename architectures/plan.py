@@ -82,7 +82,6 @@ class Table:
         rows = [_widened(self.tensor[token : token + 1]) for token in tokens]
         return np.concatenate(rows) if rows else np.empty((0, self.tensor.shape[1]), np.float32)
 
-
     @property
     def sample(self) -> Float32:
         """Rows (n, columns) from all over it, which tell it from another one: there are too many to look at all."""

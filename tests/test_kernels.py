@@ -1,5 +1,6 @@
 """Operations: against exact arithmetic, and where numbers end."""
 
+import itertools
 import subprocess
 import sys
 from fractions import Fraction
@@ -7,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from specdec.architectures.gates import geglu, gelu, swiglu
+from specdec.architectures.gates import add_both, cap, geglu, gelu, swiglu
 from specdec.kernels import add_norm, head_norm, layer_norm
 from specdec.machine import limits
 from specdec.machine.memory import lazy_zeros, zeros
@@ -46,7 +47,7 @@ def test_a_gate_multiplies_what_it_lets_through(n_threads):
     gates, others = (x[:, i::2].reshape(3, 64).astype(np.float64) for i in range(2))
     for operation, expected in ((geglu, reference.gelu(gates)), (swiglu, gates / (1 + np.exp(-gates)))):
         out = zeros(1, 3, 64)
-        run(operation(out, x.reshape(3, 128), *[1] * (operation is swiglu)), 3, n_threads)
+        run(operation(out, x.reshape(3, 128), 1), 3, n_threads)
         np.testing.assert_allclose(out[0], expected * others, rtol=1e-6, atol=2e-6)
 
 
@@ -57,11 +58,39 @@ def test_a_branch_is_normed_and_added_whatever_the_threads(dim):
     for array in (x.T, branch[0].T, weight):
         array[:dim] = rng.standard_normal(array[:dim].shape)
     expected = x[:, :dim] + reference.rms_norm(branch[0, :, :dim].astype(np.float64), weight[:dim], 1e-6)
-    for n_threads in THREADS:
+    for n_threads, factor in itertools.product(THREADS, (1.0, 0.75)):
         out = x.copy()
-        run(add_norm(out, branch, weight, dim, 1e-6), 3, n_threads)
-        np.testing.assert_allclose(out[:, :dim], expected, rtol=0, atol=2e-6)
+        run(add_norm(out, branch, weight, dim, 1e-6, factor), 3, n_threads)
+        np.testing.assert_allclose(out[:, :dim], factor * expected, rtol=0, atol=2e-6)
         assert (out[:, dim:] == 0).all()
+
+
+@pytest.mark.parametrize("dim", [31, 64, 100])
+def test_two_branches_are_normed_and_added_and_their_sum_is_normed(dim):
+    rng, width = np.random.default_rng(0), round_up(dim, 32)
+    x, a, b, weights = zeros(3, width), zeros(1, 3, width), zeros(1, 3, width), zeros(3, width)
+    for array in (x.T, a[0].T, b[0].T, weights.T):
+        array[:dim] = rng.standard_normal(array[:dim].shape)
+    normed = [
+        reference.rms_norm(each[0, :, :dim].astype(np.float64), w[:dim], 1e-6) for each, w in zip((a, b), weights, strict=False)
+    ]
+    expected = 0.75 * (x[:, :dim] + reference.rms_norm(sum(normed), weights[2, :dim], 1e-6))
+    for n_threads in THREADS:
+        out, room = x.copy(), zeros(max(THREADS), 3, width)
+        run(add_both(out, a, b, room, *weights, dim, 1e-6, 0.75), 3, n_threads)
+        np.testing.assert_allclose(out[:, :dim], expected, rtol=0, atol=4e-6)
+        assert (out[:, dim:] == 0).all()
+
+
+@pytest.mark.parametrize("n_threads", THREADS)
+def test_logits_are_kept_below_a_cap_and_what_is_not_finite_stays_so(n_threads):
+    rng = np.random.default_rng(0)
+    logits = np.concatenate([rng.standard_normal((2, 120)) * scale for scale in (1e-4, 1.0, 8.0, 300.0)], 1).astype(np.float32)
+    logits[0, :4] = np.nan, np.inf, -np.inf, 0.0
+    expected, out = 7.0 * np.tanh(logits.astype(np.float64) / 7.0), zeros(2, 480)
+    out[:] = logits
+    run(cap(out, 7.0), 2, n_threads)
+    np.testing.assert_allclose(out, expected, rtol=5e-7, atol=0)
 
 
 def test_gelu_keeps_what_is_not_finite():
