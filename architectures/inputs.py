@@ -58,8 +58,8 @@ def outer_vectors(config: Config) -> dict[str, Vector]:
 
 
 def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
-    """input_rows (T, L P): what a pass's tokens have in the table; layer_inputs (T, L P padded): the embedding's product, then what
-    layers take; input_gates (T, P padded), gated_inputs (1, T, P padded): a layer's.
+    """input_rows (T, L P): what a pass's tokens have in the table; layer_inputs (T, L P padded): the embedding's product, then
+    what layers take; input_gates (T, P padded), gated_inputs (1, T, P padded): a layer's.
     """
     n, width = round_up(inputs_of(config).dim, STRIP_ROWS), config.n_layers * inputs_of(config).dim
     return {
