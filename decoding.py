@@ -1,44 +1,23 @@
-"""The loop, verification and statistics: a generator of events. Knows no files, no formats and no terminals.
+"""The loop and its events. Knows no files, no formats and no terminals.
 
 One step: the drafter proposes n tokens, one forward of the target runs the last token and the proposals, and the target's own
 token at each position decides how many of them stand. What follows the last one that stands is the target's as well. A proposal
 may be a tree: the target's tokens lead from its root along a path of it as far as there is a child that is the next one.
-
-`coupled` (the default): the target's token at a position is a function of its logits, the seed and the position, computed with
-the very noise that the draft used (Daliri et al. 2024, arXiv:2408.07978); a proposal stands if it is that token. The text is
-the target's own of the same seed, whatever was proposed.
-
-`rejection`: a proposal stands with probability min(1, p / q), else its place is drawn from the residual (Leviathan et al. 2023,
-arXiv:2211.17192); independent noise, since shared noise would bias it. The distribution is the target's, the text is not that
-of a plain run.
-
-`block`: the longest prefix of the proposal that may stand as a whole (Sun et al. 2024, arXiv:2403.10444): the distribution of
-`rejection`, and never fewer accepted on the average.
 """
 
-import itertools
+import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Any, Protocol, TypeVar
 
 from .machine.vectors import Float32
-from .sampling import (
-    ACCEPT_NOISE,
-    DRAFT_NOISE,
-    TARGET_NOISE,
-    Sampler,
-    Sampling,
-    happens,
-    keep_or_redraw,
-    keep_or_refuse,
-    redraw,
-    round_noise,
-    weigh_prefix,
-)
+from .sampling import Drawn, Sampling
+from .verification import CoupledVerifier, Draft, Verifier
 
-VerifyMode = Literal["coupled", "rejection", "block"]
+Stop = str | Sequence[str]
+Method = TypeVar("Method", bound=Callable[..., Any])
 StopReason = str  # a name of an end mark, "stop" (a stop string), "max_tokens", "seq_len" or "interrupted"
 SHAPE_ENDS: StopReason = "eos"  # of a text whose shape is complete, where the model has no end marks
 MOST_FORCED = 31  # tokens of a proposal that a shape makes: half a pass
@@ -46,10 +25,14 @@ MOST_FORCED = 31  # tokens of a proposal that a shape makes: half a pass
 
 @dataclass(frozen=True)
 class Prefill:
-    """Before the text begins, and where all of it is run anew: its tokens, and the share of the work on them that is done."""
+    """Before the text begins, and where all of it is run anew: its tokens, and the share of the work on them that is done.
+
+    text: the prompt's.
+    """
 
     tokens: list[int]
     share: float
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,10 +49,12 @@ class Proposal:
     """Tokens that the target is about to judge; of a tree its first choices.
 
     tree: all of its tokens, and of each the index of the one before it, or -1; None where the tokens are all, a chain.
+    pieces: the text of each, for who has asked for it.
     """
 
     tokens: list[int]
     tree: tuple[list[int], list[int]] | None = None
+    pieces: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -87,9 +72,11 @@ class Step:
 
     tokens: what the text grew by, an end mark not counted; draft_tokens: what was proposed, of which the first n_accepted
     stood; of a tree the path that stood, and on from there by first choices; seconds of the whole step; draft_seconds of it;
-    stop_reason of the last step; n_nodes: how many tokens were proposed in all, the branches that were not taken too; text:
-    what can be read of the tokens now, whole characters: those of all steps, in order, are the text. logprobs: of each token,
-    where they are asked for. experts: of a mixture, how many a layer read in the pass, and reads for one token alone.
+    stop_reason of the last step, and the stop_string that ended it; n_nodes: how many tokens were proposed in all, the branches
+    that were not taken too. pieces: what can be read now, by token, and at the end of what waited for more; text: all of them,
+    whole characters: those of all steps, in order, are the text. wrong: the text of each proposal that did not stand, for who has
+    asked for it. logprobs: of each token, where they are asked for. experts: of a mixture, how many a layer read in the pass, and
+    reads for one token alone.
     """
 
     tokens: list[int]
@@ -99,9 +86,15 @@ class Step:
     draft_seconds: float
     stop_reason: StopReason | None = None
     n_nodes: int = 0
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     experts: tuple[float, int] = (0.0, 0)
+    wrong: list[str] = field(default_factory=list)
+    stop_string: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
 Event = Prompt | Proposal | Step
@@ -187,36 +180,6 @@ class Statistics:
         return self.n_generated / self.decode_seconds if self.decode_seconds else 0.0
 
 
-@dataclass(frozen=True)
-class Draft:
-    """Proposed tokens; where a proposal ends may depend on its tokens and their q, on none that was drawn and left out.
-
-    q: what each was drawn from, (1, V padded) a token; None where they were not drawn. parents: of each an earlier one's index,
-    or -1; None where each follows the one before. Siblings were drawn from one q in their order, without replacement.
-    """
-
-    tokens: list[int]
-    q: list[Float32] | None = None
-    parents: list[int] | None = None
-
-    def children(self, node: int) -> list[int]:
-        """What is proposed behind a token, or, of -1, behind the text: indexes, the first choice first."""
-        if self.parents is None:
-            return [node + 1] if node + 1 < len(self.tokens) else []
-        return [child for child, parent in enumerate(self.parents) if parent == node]
-
-    def path(self, tokens: list[int]) -> list[int]:
-        """The proposed tokens from the text on that begin with those, as far as they are proposed; then first choices."""
-        if self.parents is None:
-            return self.tokens
-        path, node = list[int](), -1
-        while children := self.children(node):
-            at = len(path)
-            node = next((c for c in children if at < len(tokens) and self.tokens[c] == tokens[at]), children[0])
-            path.append(self.tokens[node])
-        return path
-
-
 class Plan(Protocol):
     """Whoever decides how long proposals get: asked before each and after each of its tokens, told what became of it.
 
@@ -246,150 +209,6 @@ class Drafter(Protocol):
 
     def propose(self, tokens: list[int], plan: Plan) -> Draft:
         """Tokens that may follow tokens, as long as the plan, which has begun, goes on."""
-
-
-class Verifier(Protocol):
-    """Whatever decides which proposals stand, and what the target says behind them."""
-
-    def draft_noise(self, position: int) -> int:
-        """The noise stream that a proposal from `position` on is to be drawn with."""
-
-    def judge(self, logits: Float32, draft: Draft, position: int) -> tuple[list[int], int]:
-        """The text's tokens from `position` on, and how many of them are proposals that stand; those come first.
-
-        logits: (n + 1, V) for n proposals; (n, V) where nothing may follow the last one. Behind the proposals that stand comes
-        one token of the target's, if there are logits for it: -1 where none can be drawn from them.
-        """
-
-
-def judge_in_turn(
-    token_at: Callable[[Float32, Draft, list[int], int], int], logits: Float32, draft: Draft, position: int
-) -> tuple[list[int], int]:
-    """`Verifier.judge` by the target's token at one position after the other; none is looked at behind the first mismatch.
-
-    token_at: is told which proposals there are for the position.
-    """
-    tokens, node = list[int](), -1
-    while node + 1 < len(logits):
-        children = draft.children(node)
-        token = token_at(logits[node + 1], draft, children, position + len(tokens))
-        tokens.append(token)
-        stands = next((child for child in children if draft.tokens[child] == token), None)
-        if stands is None:
-            return tokens, len(tokens) - 1
-        node = stands
-    return tokens, len(tokens)
-
-
-class CoupledVerifier:
-    """The target's own token, whatever was proposed."""
-
-    def __init__(self, vocab_size: int, sampling: Sampling) -> None:
-        self._sampler = Sampler(vocab_size, sampling)
-        self._probs = self._sampler.new_probs()
-
-    @staticmethod
-    def draft_noise(position: int) -> int:
-        return TARGET_NOISE
-
-    def judge(self, logits: Float32, draft: Draft, position: int) -> tuple[list[int], int]:
-        return judge_in_turn(self._token, logits, draft, position)
-
-    def _token(self, logits: Float32, draft: Draft, children: list[int], position: int) -> int:
-        return self._sampler.draw(self._probs, logits, TARGET_NOISE, position)
-
-
-def q_of(draft: Draft, i: int, certain: Float32) -> Float32:
-    """What proposal i was drawn from, (1, V padded); one that was not drawn came with certainty, and `certain` is filled."""
-    if draft.q is not None:
-        return draft.q[i]
-    certain[0] = 0
-    certain[0, draft.tokens[i]] = 1
-    return certain
-
-
-class RejectionVerifier:
-    """The proposal with probability min(1, p / q), else a draw from the residual; past the proposals, a draw from p.
-
-    A round's outcome depends on the noise of the positions that it fills, and on none behind them: those, which the next round
-    uses again, are still as good as new.
-    """
-
-    def __init__(self, vocab_size: int, sampling: Sampling) -> None:
-        self._sampler = Sampler(vocab_size, sampling)
-        self._probs, self._certain, self._left = (self._sampler.new_probs() for _ in range(3))
-
-    @staticmethod
-    def draft_noise(position: int) -> int:
-        return DRAFT_NOISE
-
-    def judge(self, logits: Float32, draft: Draft, position: int) -> tuple[list[int], int]:
-        return judge_in_turn(self._token, logits, draft, position)
-
-    def _token(self, logits: Float32, draft: Draft, children: list[int], position: int) -> int:
-        if not children:
-            return self._sampler.draw(self._probs, logits, TARGET_NOISE, position)
-        self._sampler.probabilities(self._probs, logits)
-        seed, n, q = self._sampler.sampling.seed, self._sampler.vocab_size, q_of(draft, children[0], self._certain)
-        tokens = [draft.tokens[child] for child in children]
-        if len(tokens) > 1:
-            self._left[:] = q
-            q = self._left
-        for token, sibling in itertools.pairwise(tokens):
-            if keep_or_refuse(self._probs, q, n, token, sibling, seed, ACCEPT_NOISE, position):
-                return token
-        return int(keep_or_redraw(self._probs, q, n, tokens[-1], seed, ACCEPT_NOISE, TARGET_NOISE, position))
-
-
-class BlockVerifier:
-    """The longest prefix whose own lot falls on standing (Sun et al. 2024, Algorithm 2); behind it, a draw from its residual.
-
-    A prefix is kept because all longer ones fell, so a round's outcome depends on the noise of positions that it does not fill,
-    and those of a next round at the same positions must not be that noise: proposals and lots take streams of their round,
-    which no other round of a text shares, as each begins at another position. What a round draws for the target may take
-    TARGET_NOISE: it is used at that one position, which is filled with it.
-    """
-
-    def __init__(self, vocab_size: int, sampling: Sampling) -> None:
-        self._sampler = Sampler(vocab_size, sampling)
-        self._probs, self._kept, self._certain, self._nothing = (self._sampler.new_probs() for _ in range(4))
-
-    @staticmethod
-    def draft_noise(position: int) -> int:
-        return round_noise(position)[0]
-
-    def judge(self, logits: Float32, draft: Draft, position: int) -> tuple[list[int], int]:
-        seed, vocab_size, n = self._sampler.sampling.seed, self._sampler.vocab_size, len(draft.tokens)
-        lots = round_noise(position)[1]
-        n_accepted, kept_weight, weight = 0, 1.0, 1.0
-        for i in range(n + 1):
-            if i < len(logits):
-                self._sampler.probabilities(self._probs, logits[i])
-            odds, next_weight = weight, 0.0  # of the whole block
-            if i < n:
-                q = q_of(draft, i, self._certain)
-                odds, next_weight = weigh_prefix(self._probs, q, vocab_size, draft.tokens[i], weight)
-            if happens(odds, seed, lots, i) or i == 0:
-                n_accepted, kept_weight = i, weight
-                self._probs, self._kept = self._kept, self._probs
-            weight = next_weight
-            if weight == 0.0:  # nor can anything longer stand
-                break
-        tokens = draft.tokens[:n_accepted]
-        if n_accepted < len(logits):
-            if n_accepted == n:  # what is left of p is all of it
-                q, kept_weight = self._nothing, 1.0
-            else:
-                q = q_of(draft, n_accepted, self._certain)
-            tokens.append(int(redraw(self._kept, q, vocab_size, kept_weight, seed, TARGET_NOISE, position + n_accepted)))
-        return tokens, n_accepted
-
-
-VERIFIERS: dict[str, Callable[[int, Sampling], Verifier]] = {
-    "coupled": CoupledVerifier,
-    "rejection": RejectionVerifier,
-    "block": BlockVerifier,
-}
 
 
 class Shape(Protocol):
@@ -427,6 +246,47 @@ class Walk(Protocol):
         """The text has grown by those."""
 
 
+@dataclass(frozen=True)
+class Job:
+    """One text that is wanted.
+
+    prompt: ids, BOS first; stops: strings that it ends before; shape: what it may say. top_logprobs: None for no log
+    probabilities; else of how many of the likeliest tokens beside the text's own, before temperature. prediction: tokens that are
+    expected, proposed as long as they stand. shown: special tokens that stand in the text, by the names that they have there.
+    tells_guesses: whether events have the words of what was guessed.
+    """
+
+    prompt: list[int]
+    max_tokens: int
+    sampling: Sampling
+    stops: Sequence[str] = ()
+    top_logprobs: int | None = None
+    prediction: Sequence[int] = ()
+    shape: Shape | None = None
+    shown: Mapping[int, str] = field(default_factory=dict)
+    tells_guesses: bool = False
+
+
+class More(Drawn, total=False):
+    """What else a text may be asked for in so many words; all but these two stand in the place of the sampling's."""
+
+    stop: Stop
+    shape: Shape | None
+
+
+def with_more(method: Method) -> Method:
+    """A method whose keywords are those of `More`, each of which `help` shows."""
+    signature = inspect.signature(method)
+    named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    kinds = {name: More.__annotations__[name] for name in ("stop", "shape", *Drawn.__annotations__)}
+    more = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=() if name == "stop" else None, annotation=kind)
+        for name, kind in kinds.items()
+    ]
+    vars(method)["__signature__"] = signature.replace(parameters=[*named, *more])
+    return method
+
+
 class Target(Protocol):
     """What the loop asks of a model: logits at the last tokens of a text, under a lock as long as they are read."""
 
@@ -451,7 +311,9 @@ class Text:
     Between the halves stands a pass, whoever runs it: `decode` does for one text; others may let texts take turns or share one.
     tokens: the prompt's, then the text's; n_positions: the target's; plan: how long proposals get; end_marks: tokens that end a
     text, with their names; shape: what it may say, by default anything; n_short: of how many tokens a text is short at most,
-    where the target turns long ones otherwise. draft: the last proposal; stop_reason: None until the text has ended.
+    where the target turns long ones otherwise; logprobs_of: tells those of new
+    tokens, where they are asked for, by what `judge` gets before a shape masks it. draft: the last proposal;
+    stop_reason: None until the text has ended.
     """
 
     tokens: list[int]
@@ -463,6 +325,7 @@ class Text:
     end_marks: Mapping[int, str]
     shape: Shape | None = None
     n_short: int = 0
+    logprobs_of: Callable[[Float32, Draft, list[int]], list[TokenLogprob]] | None = None
 
     def __post_init__(self) -> None:
         # The last token is never run, so a text may have one token more than the target has positions.
@@ -471,6 +334,13 @@ class Text:
         self.draft, self._draft_seconds = Draft([]), 0.0
         self._walk = self.shape.begin(self.tokens) if self.shape else None
         self._is_forced = False  # whether the shape proposed, and not the drafter
+        self._logprobs: list[TokenLogprob] | None = None
+
+    @property
+    def proposal(self) -> Proposal:
+        """What tells of the draft before it is judged."""
+        draft = self.draft
+        return Proposal(draft.path([]), None if draft.parents is None else (draft.tokens, draft.parents))
 
     @property
     def has_ended(self) -> bool:
@@ -509,6 +379,7 @@ class Text:
         Raises ValueError for logits that no token can be drawn from.
         """
         draft, end_marks = self.draft, self.end_marks
+        unmasked = logits.copy() if self.logprobs_of and self._walk else logits
         # what is proposed behind an end mark is no part of the text, nor is the target's token behind one that stands
         end = next((i for i, token in enumerate(draft.tokens, 1) if token in end_marks), None) if draft.parents is None else None
         if end:
@@ -524,6 +395,8 @@ class Text:
                 "the target's logits are not finite: its weights are damaged or too large to compute with, or its keys and "
                 "values too large for f16 (kv='f32' holds them)"
             )
+        if self.logprobs_of:
+            self._logprobs = self.logprobs_of(unmasked, self.draft, tokens)
         return tokens, n_accepted
 
     def takes(self, new: list[int], n_accepted: int, seconds: float) -> Step:
@@ -541,7 +414,8 @@ class Text:
         n_nodes, draft_seconds = len(draft.tokens), self._draft_seconds
         if not self._is_forced:
             self.plan.saw(n_nodes, n_accepted, seconds, draft_seconds)
-        return Step(new, walked, n_accepted, seconds + draft_seconds, draft_seconds, self.stop_reason, n_nodes)
+        step = Step(new, walked, n_accepted, seconds + draft_seconds, draft_seconds, self.stop_reason, n_nodes)
+        return replace(step, logprobs=self._logprobs[: len(new)]) if self._logprobs is not None else step
 
 
 def run(target: Target, text: Text) -> tuple[list[int], int]:
@@ -559,6 +433,30 @@ def run(target: Target, text: Text) -> tuple[list[int], int]:
                 return judged
 
 
+class Reader(Protocol):
+    """Whoever reads a text's tokens, all but the last. turns: behind how many a text is read anew."""
+
+    @property
+    def turns(self) -> Collection[int]: ...
+    def read(self, tokens: list[int]) -> Iterator[float]:
+        """Tells the share of the work that is done."""
+
+
+@dataclass(frozen=True)
+class AtOnce:
+    """A target that reads without telling."""
+
+    target: Target
+
+    @property
+    def turns(self) -> Collection[int]:
+        return {self.target.n_short} - {0}
+
+    def read(self, tokens: list[int]) -> Iterator[float]:
+        self.target.forward(tokens[:-1], n_logits=0)
+        yield from ()
+
+
 def decode(
     target: Target,
     drafter: Drafter | None,
@@ -568,33 +466,39 @@ def decode(
     plan: Plan,
     end_marks: Mapping[int, str],
     shape: Shape | None = None,
-) -> Iterator[Event]:
-    """Continue the prompt by up to max_tokens tokens: the prompt, then steps, each behind its proposal where there is one.
+) -> Iterator[Event | Prefill]:
+    """Continue the prompt by up to max_tokens tokens, as `Text` and `write` say."""
+    text = Text([*prompt], max_tokens, target.n_positions, drafter, verifier, plan, end_marks, shape, target.n_short)
+    return write(target, text, AtOnce(target))
 
-    All else as `Text` says. A step runs what the target's cache does not hold: the last token and the proposal. Raises ValueError
-    where the target's logits are not finite.
+
+def write(target: Target, text: Text, reader: Reader) -> Iterator[Event | Prefill]:
+    """A text's events: the prompt, then steps, each behind its proposal where there is one; a `Prefill` for each share of `read`.
+
+    A step runs what the target's cache does not hold: the last token and the proposal. Raises ValueError where the target's
+    logits are not finite.
     """
 
-    def read() -> float:
+    def reading() -> Generator[Prefill, None, float]:
         """Run all but the last token of the text, where that is not done; the seconds that it took."""
-        begin = time.perf_counter()
-        target.forward(text.tokens[:-1], n_logits=0)
-        if drafter:
-            drafter.get_ready(text.tokens)
+        begin, tokens = time.perf_counter(), [*text.tokens]
+        for share in reader.read(tokens):
+            yield Prefill(tokens, share)
+        if text.drafter:
+            text.drafter.get_ready(tokens)
         return time.perf_counter() - begin
 
-    text = Text([*prompt], max_tokens, target.n_positions, drafter, verifier, plan, end_marks, shape, target.n_short)
-    yield Prompt(prompt, read())
-    n, reading = len(prompt), 0.0
+    n, prompt = len(text.tokens), [*text.tokens]
+    yield Prompt(prompt, (yield from reading()))
     while not text.has_ended:
-        if n <= target.n_short < len(text.tokens):  # anew, as that of a long one: no measure of what a step takes
-            reading = read()
-        n, draft = len(text.tokens), text.wants()
-        if draft.tokens:
-            yield Proposal(draft.path([]), None if draft.parents is None else (draft.tokens, draft.parents))
+        seconds = 0.0
+        if any(n <= turn < len(text.tokens) for turn in reader.turns):  # anew, as a long one: no measure of what a step takes
+            seconds = yield from reading()
+        n = len(text.tokens)
+        if text.wants().tokens:
+            yield text.proposal
         begin = time.perf_counter()
         new, n_accepted = run(target, text)
         step = text.takes(new, n_accepted, time.perf_counter() - begin)
         experts = target.experts_read
-        yield replace(step, seconds=step.seconds + reading, experts=experts) if reading or experts[1] else step
-        reading = 0.0
+        yield replace(step, seconds=step.seconds + seconds, experts=experts) if seconds or experts[1] else step

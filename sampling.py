@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import numpy as np
 
@@ -87,6 +87,20 @@ class Sampling:
         from decimal import Decimal  # whose logarithm is rounded correctly
 
         return self.temperature * float(Decimal(self.min_p).ln())
+
+
+class Drawn(TypedDict, total=False):
+    """The fields of a `Sampling`, of which None leaves one as it is."""
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    seed: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
 
 
 def _biases(given: Any) -> tuple[tuple[int, float], ...]:

@@ -30,11 +30,12 @@ if __spec__:
     __spec__.submodule_search_locations = __path__
 
 if TYPE_CHECKING:
-    from .decoder import Generation, SpeculativeDecoder
+    from .decoder import SpeculativeDecoder
     from .decoding import Prompt, Proposal, Statistics, Step
     from .readers import CheckpointError
     from .sampling import Sampling
     from .text.templates import TemplateError
+    from .text.wording import Generation
     from .tokenizer import Tokenizer, TokenizerError
     from .transformer import Transformer
 
@@ -56,11 +57,12 @@ __all__ = [
 ]
 # Loaded when first asked for: an interrupt in the first second meets no half-imported library, and the library no command line.
 _ROOMS = {
-    "decoder": ("Generation", "SpeculativeDecoder"),
+    "decoder": ("SpeculativeDecoder",),
     "decoding": ("Prompt", "Proposal", "Statistics", "Step"),
     "readers": ("CheckpointError",),
     "sampling": ("Sampling",),
     "text.templates": ("TemplateError",),
+    "text.wording": ("Generation",),
     "tokenizer": ("Tokenizer", "TokenizerError"),
     "transformer": ("Transformer",),
 }

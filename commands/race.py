@@ -62,7 +62,7 @@ def run(request: RaceRequest) -> None:
             print(to_json(race, text, **request.named, seed=seed, **models.made_with))
         else:
             if not obstacle(out):
-                RaceView(race, roles, decoder.tokenizer, Window(out)).play()
+                RaceView(race, roles, Window(out)).play()
             figures = race.report(f"{roles.target} alone", roles.pair, out.width if out.is_terminal else None)
             lines = [*figures, f"{race.sentence}; seed {seed}"]
             out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=not out.is_terminal)

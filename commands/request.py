@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import ClassVar, TypeVar, cast, get_args
 
 from ..checks import one_of, short, text
-from ..decoding import VerifyMode
 from ..drafting.copies import kinds_to_make
 from ..drafting.estimates import MAX_GAMMA
 from ..drafting.settings import AUTO, Gamma, Settings, TreeMode
@@ -19,6 +18,7 @@ from ..readers.loading import Pack
 from ..sampling import Sampling
 from ..screens.output import Roles, on_one_line
 from ..transformer import KV
+from ..verification import VerifyMode
 from .options import argument, as_utf8, flag, most_used, of_machine, of_models, of_sampling, of_speculation, of_text
 
 NONE = "none"  # as a draft: the target decodes alone

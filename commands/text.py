@@ -169,8 +169,7 @@ class Writer:
         out = Console()
         if self.request.plain or obstacle(out):
             return PlainView(sys.stdout)
-        roles, tokenizer = self.request.roles, self.models.decoder.tokenizer
-        return LivePanel(tokenizer, Window(out), statistics, self.max_tokens, roles, self.request.pace, self.request.stops)
+        return LivePanel(Window(out), statistics, self.max_tokens, self.request.roles, self.request.pace)
 
     def _tell(self, view: View, statistics: Statistics, seed: int) -> None:
         """What came of a text, on stderr."""

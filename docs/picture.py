@@ -35,8 +35,8 @@ def main(target: str, draft: str, seed: str = "1") -> None:
     names = Path(target).stem, Path(draft).stem
     roles = Roles(names[0], f"by {names[1]}", " + ".join(names))
     silent = Window(Console(file=io.StringIO(), force_terminal=True))
-    panel = LivePanel(decoder.tokenizer, silent, statistics, TOKENS, roles)
-    for event in decoder.stream("Once upon a time", TOKENS, Sampling(0.8, seed=int(seed))):
+    panel = LivePanel(silent, statistics, TOKENS, roles)
+    for event in decoder.read_and_stream("Once upon a time", TOKENS, Sampling(0.8, seed=int(seed))):
         statistics.add(event)
         panel.show(event)
         if isinstance(event, Step) and statistics.target_passes == PASSES:

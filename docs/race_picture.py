@@ -16,7 +16,6 @@ from specdec.readers.files import default_pair
 from specdec.screens.output import Roles
 from specdec.screens.race import Track
 from specdec.screens.story import Row
-from specdec.tokenizer import AnyTokenizer
 
 PROMPT, TOKENS, SAMPLING = "Once upon a time", 160, Sampling(0)
 SLOWER_SECONDS, LAST_SECONDS = 9.0, 5.0  # that the slower one takes in the picture, and that the end is in sight
@@ -70,9 +69,9 @@ def words(before: list[Row], after: list[Row]) -> Iterator[tuple[int, int, str, 
                 start = column + (column < len(kinds) and kinds[column][0] == " ")
 
 
-def pane(lane: Lane, name: str, x: float, clock: Clock, tokenizer: AnyTokenizer) -> tuple[list[str], int]:
+def pane(lane: Lane, name: str, x: float, clock: Clock) -> tuple[list[str], int]:
     """A text in a frame, its bar, and its figures once it is done; how many rows it has."""
-    track, story = Track(name, lane, tokenizer), list[Row]()
+    track, story = Track(name, lane), list[Row]()
     parts = [text_at(x + 14, 38, name, COLORS["prompt"], weight=700)]
     for end in [0.0, *lane.ends]:
         track.go_to(end)
@@ -107,7 +106,7 @@ def main(out: str = str(Path(__file__).with_name("race.svg")), *names: str) -> N
     clock = Clock(SLOWER_SECONDS / length)
     roles = Roles(Path(target).stem, f"by {Path(draft).stem}")
     sides = [(race.alone, f"{roles.target} alone", PAD), (race.pair, f"{roles.target} + {Path(draft).stem}", 2 * PAD + PANE)]
-    panes = [pane(lane, name, x, clock, decoder.tokenizer) for lane, name, x in sides]
+    panes = [pane(lane, name, x, clock) for lane, name, x in sides]
     y = TOP + LINE * max(n_rows for _, n_rows in panes) + 18
     feet = [foot(lane, x, y, clock) for lane, _, x in sides]
     legend = (

@@ -6,11 +6,12 @@ from typing import Protocol
 
 from ..architectures import Config
 from ..checks import known
-from ..decoding import Draft, Plan
+from ..decoding import Plan
 from ..machine.vectors import Float32, ceil_div
 from ..sampling import Sampler
 from ..text.adjusting import Adjusting
 from ..transformer import room_behind
+from ..verification import Draft
 from .heads import Head
 
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Container, Sequence
 
-from ..decoding import Draft, Plan
+from ..decoding import Plan
+from ..verification import Draft
 
 WORTH = 0.2  # a proposal that is less likely than this to stand is none: what it costs is more than it brings (see NOTES.md)
 # How often what followed a match follows it again, by the length of the match in bits: 1, 2 to 3, 4 to 7, ... tokens. A text

@@ -7,7 +7,7 @@ may be faster beside a busy loop. No token depends on the number of threads.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from ..decoding import Event, Step
+from ..decoding import Event, Prefill, Step
 
 WINDOW_SECONDS = 0.02  # of steps that are judged together: a program's time slice lasts some milliseconds
 SLOW = 1.5  # times the least that such steps took: other numbers of threads are tried
@@ -35,7 +35,7 @@ class Pace:
         self._n_slow = 0  # windows in a row
         self._lock = threading.Lock()
 
-    def over(self, events: Iterator[Event]) -> Iterator[Event]:
+    def over(self, events: Iterator[Event | Prefill]) -> Iterator[Event | Prefill]:
         """The same events."""
         for event in events:
             if isinstance(event, Step):

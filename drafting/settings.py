@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
 from ..checks import one_of, whole
-from ..decoding import VERIFIERS, VerifyMode
+from ..verification import VERIFIERS, VerifyMode
 from .estimates import MAX_GAMMA
 
 AUTO: Literal["auto"] = "auto"

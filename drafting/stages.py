@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 
-from ..decoding import Draft, Plan
+from ..decoding import Plan
 from ..machine.vectors import Float32
 from ..sampling import Sampler
 from ..transformer import Transformer, room_behind
+from ..verification import Draft
 from .model_drafter import ModelDrafter
 from .ngrams import NgramDrafter
 from .team import Team

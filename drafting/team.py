@@ -9,13 +9,16 @@ from subprocess import Popen
 from typing import Any, Literal, TypeVar, cast
 
 from ..architectures import Config, Weights
-from ..checks import known
+from ..checks import ids, is_list, known, short, strings, text, whole
+from ..decoding import Job
 from ..readers import Checkpoint, CheckpointError, mtp
 from ..readers.heads import check_fit
-from ..readers.loading import TARGET_SHARE, Loader, opened, room_beside
-from ..sampling import Sampler
+from ..readers.loading import TARGET_SHARE, Loader, check_memory, opened, room_beside
+from ..sampling import Sampler, Sampling
 from ..text.finding import tokenizer_of, vocabulary_with
+from ..text.shapes import check_shape
 from ..text.vocabulary import Vocabulary, known_ids, presumed_vocabulary
+from ..text.wording import Wording
 from ..tokenizer import AnyTokenizer
 from ..transformer import Transformer
 from ..weights import BF16, FP16, FP32, PACKED_BF16
@@ -192,10 +195,57 @@ class Team:
         named = {"target": self.target, draft: self.draft.model, "stage": self.stage.model}
         return {name: model for name, model in named.items() if model}
 
+    def check_trees(self) -> None:
+        """Raises ValueError where proposals cannot be trees."""
+        if self.stage.source:
+            raise ValueError('a draft with a stage proposes chains; leave out the stage, or tree "on"')
+        if HEAD in self.models:
+            raise ValueError('a head proposes chains; leave out tree "on"')
+        if of_chains := [name for name, model in self.models.items() if not model.runs_trees]:
+            raise ValueError(f'the {of_chains[0]} runs no trees: its state is that of one text; leave out tree "on"')
+
     def seat(self) -> "Team":
         """The same models with caches of their own, for another text, whose target may share passes with this one's."""
         target = self.target.seat()
         return replace(self, target=target, draft=self.draft.seat(target), stage=self.stage.seat(target))
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """As `SpeculativeDecoder.encode` says."""
+        if isinstance(prompt, str) or not is_list(prompt):
+            tokens = self.tokenizer.encode(text("prompt", prompt))
+        else:
+            tokens, most = ids("the prompt's ids", prompt), self.n_ids - 1
+            if not tokens or not 0 <= min(tokens) <= max(tokens) <= most:
+                raise ValueError(f"prompt is {short(tokens)}; expected a string, or token ids from 0 to {most}")
+        if len(tokens) > self.target.n_positions:
+            raise ValueError(f"the prompt has {len(tokens)} tokens; the target's seq_len is {self.target.n_positions}")
+        return tokens
+
+    def checked(self, job: Job) -> Job:
+        """That text, if it can be written. Raises what `SpeculativeDecoder.stream` raises."""
+        prompt, stops, max_tokens = self.encode(job.prompt), strings("stop", job.stops), whole("max_tokens", job.max_tokens, 0)
+        check_memory(self.target, len(prompt) + max_tokens - 1)  # the last one is never run
+        if not isinstance(sampling := job.sampling, Sampling):
+            raise TypeError(f"sampling is {short(sampling, repr)}; expected Sampling(temperature=..., seed=...)")
+        if sampling.biases and (wrong := sampling.biases[-1][0]) >= self.n_ids:
+            raise ValueError(f"logit_bias holds the id {wrong}; expected ids from 0 to {self.n_ids - 1}")
+        check_shape(job.shape, self.tokenizer)
+        prediction = self.encode(job.prediction) if job.prediction else []
+        return replace(job, prompt=prompt, max_tokens=max_tokens, stops=stops, prediction=prediction)
+
+    def wording(self, job: Job) -> Wording:
+        """What gives the events of a text their words."""
+        return Wording(self.tokenizer, job.stops, job.shown, job.tells_guesses)
+
+    @property
+    def n_ids(self) -> int:
+        """How many ids the target may say."""
+        return self.draft.vocabulary.n_target
+
+    @property
+    def turns(self) -> set[int]:
+        """Behind how many tokens a text is read anew, by a model that turns long ones otherwise."""
+        return {model.config.n_short for model in self.models.values()} - {0}
 
     def read(self, tokens: list[int]) -> Iterator[float]:
         """Let each model that can hold a text `read` it; tells the share of that work, by bytes, that is done, 0 at first."""
@@ -203,22 +253,28 @@ class Team:
             self.prompts.restore(self.target, tokens)
         models = [model for model in self.models.values() if len(tokens) <= model.n_positions]
         jobs = [(model, known(tokens, model.config.vocab_size), model.weights.n_bytes) for model in models]
-        work = [model.unread(text) * n_bytes for model, text, n_bytes in jobs]
+        work = [model.unread(part) * n_bytes for model, part, n_bytes in jobs]
         total, later = sum(work), sum(work)
         if total:
             yield 0.0
-        for (model, text, n_bytes), share in zip(jobs, work, strict=True):
+        for (model, part, n_bytes), share in zip(jobs, work, strict=True):
             later -= share
-            for left in model.read(text):
+            for left in model.read(part):
                 if self.prompts and model is self.target:
-                    self.prompts.keep(model, text, not left)
+                    self.prompts.keep(model, part, not left)
                 yield 1 - (later + left * n_bytes) / total
+
+    @property
+    def weights(self) -> str:
+        """As `SpeculativeDecoder.weights` says."""
+        shared = {name: f" ({n:,} of {self.n_ids:,} tokens)" for name, n in self.shared.items()}
+        return ", ".join(f"{name} {model.weights.kind}{shared.get(name, '')}" for name, model in self.models.items())
 
     @property
     def shared(self) -> dict[str, int]:
         """Of models that have a part of the target's vocabulary, or another one, by their names: how many of its tokens."""
         shared = {name: model.n_shared for name, model in self.models.items() if isinstance(model, Translated | Head)}
-        return {name: n for name, n in shared.items() if n < self.draft.vocabulary.n_target}
+        return {name: n for name, n in shared.items() if n < self.n_ids}
 
 
 def team_of(

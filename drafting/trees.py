@@ -4,11 +4,12 @@ import functools
 import heapq
 from collections.abc import Sequence
 
-from ..decoding import Draft, Plan
+from ..decoding import Plan
 from ..machine.vectors import Float32
 from ..sampling import TARGET_NOISE, Sampler, Sampling
 from ..text.vocabulary import Vocabulary
 from ..transformer import Transformer, room_behind
+from ..verification import Draft
 from .estimates import MAX_GAMMA
 from .model_drafter import ModelDrafter
 from .planning import FixedLength

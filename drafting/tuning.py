@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator
 
-from ..decoding import VERIFIERS, Draft, Drafter, Event, Plan, Shape, Step, Text, Verifier, decode
+from ..decoding import AtOnce, Drafter, Event, Job, Plan, Prefill, Reader, Step, Text, write
 from ..machine.ahead import end
 from ..machine.cores import known, thread_choices
 from ..machine.memory import zeros
 from ..sampling import Sampler, Sampling
 from ..text.adjusting import adjusted
+from ..verification import VERIFIERS, Draft, Verifier
 from .estimates import ODDS_RATES, Acceptance, Costs
 from .pacing import Pace
 from .planning import AutoLength, FixedLength
@@ -39,18 +40,14 @@ class Tuning:
         self._pace: Pace | None = None  # where the number of threads is free
         self._guesses: tuple[Costs, Acceptance] | None = None  # what a stage's cost and bring, once that is measured
 
-    def events(
-        self, tokens: list[int], max_tokens: int, sampling: Sampling, settings: Settings, shape: Shape | None = None
-    ) -> Iterator[Event]:
-        """A text's, of whatever is warm."""
-        verifier = self._verifier(sampling, settings)
-        plan, drafter = self._planned(self._team, sampling, verifier.draft_noise, settings)
-        shape = adjusted(shape, sampling)
-        events = decode(self._team.target, drafter, verifier, tokens, max_tokens, plan, self._end_marks, shape)
+    def events(self, job: Job, settings: Settings, reader: Reader | None = None) -> Iterator[Event | Prefill]:
+        """A text's, of whatever is warm; reader: reads the prompt, by default in one go."""
+        target = self._team.target
+        events = write(target, self.text(self._team, job, settings), reader or AtOnce(target))
         events = self._pace.over(events) if self._pace else events
         return self._remembering(events) if self.costs and settings.follows_clock else events
 
-    def _remembering(self, events: Iterator[Event]) -> Iterator[Event]:
+    def _remembering(self, events: Iterator[Event | Prefill]) -> Iterator[Event | Prefill]:
         """The events; what they show is for the next process, too."""
         n_steps = 0
         try:
@@ -61,21 +58,14 @@ class Tuning:
             if n_steps >= LEAST_STEPS and self._remembered and self.costs:
                 self._remembered.write(self.costs, self._acceptance)
 
-    def text(
-        self,
-        seat: Team,
-        tokens: list[int],
-        max_tokens: int,
-        sampling: Sampling,
-        settings: Settings,
-        shape: Shape | None,
-        plan: Plan,
-    ) -> Text:
-        """One that shares passes with others, on a seat of the team; plan: where the clock decides how long proposals get."""
-        verifier = self._verifier(sampling, settings)
-        plan, drafter = self._planned(seat, sampling, verifier.draft_noise, settings, plan)
-        target, shape = seat.target, adjusted(shape, sampling)
-        return Text([*tokens], max_tokens, target.n_positions, drafter, verifier, plan, self._end_marks, shape, target.n_short)
+    def text(self, seat: Team, job: Job, settings: Settings, shared: Plan | None = None) -> Text:
+        """A text on a seat of the team; shared: of one that shares passes with others, where the clock decides how long proposals
+        get.
+        """
+        verifier, target = self._verifier(job.sampling, settings), seat.target
+        plan, drafter = self._planned(seat, job.sampling, verifier.draft_noise, settings, shared)
+        n, shape = job.max_tokens, adjusted(job.shape, job.sampling)
+        return Text([*job.prompt], n, target.n_positions, drafter, verifier, plan, self._end_marks, shape, target.n_short)
 
     @property
     def threads(self) -> str:
@@ -178,7 +168,7 @@ class Tuning:
         tokens = self._team.tokenizer.encode("")
         if self._team.draft.head:  # it guesses behind two tokens: by the target's states, then by its own
             tokens, max_tokens = (tokens * 2)[: self._team.target.n_positions], max_tokens + 1
-        events = self.events(tokens, max_tokens, Sampling(), settings)
+        events = self.events(Job(tokens, max_tokens, Sampling()), settings)
         return sum(event.seconds for event in events if isinstance(event, Step))
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..architectures.llama import LLAMA
 from ..decoder import SpeculativeDecoder
-from ..decoding import CoupledVerifier, Step, decode
+from ..decoding import Step, decode
 from ..drafting.model_drafter import ModelDrafter
 from ..drafting.planning import FixedLength
 from ..kernels import MAX_TOKENS
@@ -24,6 +24,7 @@ from ..readers.loading import load_model
 from ..sampling import TARGET_NOISE, Sampler, Sampling
 from ..tokenizer import FIRST_BYTE, Tokenizer
 from ..transformer import Transformer
+from ..verification import CoupledVerifier
 from .stories import Stories, encode_stories, pack_rows
 
 Pair = tuple[Transformer, Transformer]  # target and draft

@@ -19,7 +19,6 @@ from .. import checks
 from ..decoder import SpeculativeDecoder
 from ..decoding import Event, Prefill, Prompt, Statistics, Step
 from ..text.conversation import Conversation, Settings
-from ..tokenizer import AnyTokenizer, TextStream
 from .chat_lines import PROMPT, Lines
 from .interrupts import signals
 from .keys import Keyboard
@@ -61,8 +60,8 @@ class Showing:
 class AnswerView(View):
     """An answer as it comes: broken between words and coloured as in the panel on a terminal, else the text alone."""
 
-    def __init__(self, tokenizer: AnyTokenizer, out: TextIO, width_of: Callable[[], int], styles: Mapping[str, str]) -> None:
-        self._stream, self._printable, self._out = TextStream(tokenizer), Printable(), out
+    def __init__(self, out: TextIO, width_of: Callable[[], int], styles: Mapping[str, str]) -> None:
+        self._printable, self._out = Printable(), out
         self._encoding = out.encoding or "utf-8"
         self._width_of, self._styles = width_of, styles
         self._has_begun = False  # leading line breaks are not worth a row
@@ -76,7 +75,7 @@ class AnswerView(View):
         self._last = self._story.tail(self._width, 1)[0] if self._width else None
 
     def __exit__(self, *_: Any) -> None:
-        self._add(self._printable.push(self._stream.end()) + self._printable.end(), "target")
+        self._add(self._printable.end(), "target")
         self._end_rows()
 
     def _end_rows(self) -> None:
@@ -86,10 +85,7 @@ class AnswerView(View):
         self._out.flush()
 
     def show(self, event: Event | Prefill) -> None:
-        if isinstance(event, Prompt):
-            for token in event.tokens:
-                self._stream.push(token)
-        elif isinstance(event, Prefill):
+        if isinstance(event, Prefill):
             if self._width and self._is_in_row:  # which is about to be that of the reading
                 self._end_rows()
                 self._begin_rows()
@@ -97,8 +93,8 @@ class AnswerView(View):
         elif isinstance(event, Step):
             self._is_in_row = True
             self._is_resized = self._width_of() != self._width
-            for i, token in enumerate(event.tokens):
-                self._add(self._printable.push(self._stream.push(token)), "accepted" if i < event.n_accepted else "target")
+            for i, piece in enumerate(event.pieces):
+                self._add(self._printable.push(piece), "accepted" if i < event.n_accepted else "target")
             self._out.flush()
 
     def _add(self, text: str, kind: str) -> None:
@@ -277,14 +273,14 @@ class Chat:
             self._tell(" ".join(str(error).split()) or "not enough memory", style="")
 
     def _view(self, statistics: Statistics) -> View:
-        tokenizer, settings = self._decoder.tokenizer, self._conversation.settings
+        settings = self._conversation.settings
         if self._showing.as_json:
             return SilentView()
         if self._in_panel and not obstacle(self._out):
             roles = replace(self._showing.roles, pair=self._showing.roles.target)
-            return LivePanel(tokenizer, Window(self._out), statistics, settings.max_tokens, roles)
+            return LivePanel(Window(self._out), statistics, settings.max_tokens, roles)
         styles = {} if self._is_plain else STYLES_NO_COLOR if self._out.no_color else STYLES
-        return AnswerView(tokenizer, sys.stdout, lambda: min(self._out.width, WIDEST) if self._out.is_terminal else 0, styles)
+        return AnswerView(sys.stdout, lambda: min(self._out.width, WIDEST) if self._out.is_terminal else 0, styles)
 
     def _tell(self, words: str, style: str = "dim") -> None:
         self._errors.print(Text(printable(words), style), soft_wrap=not self._errors.is_terminal)

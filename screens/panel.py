@@ -2,15 +2,13 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from rich.console import ConsoleDimensions
 
 from ..decoding import Event, Prefill, Prompt, Proposal, Statistics, Step
-from ..text.wording import Until
-from ..tokenizer import AnyTokenizer, TextStream
 from .interrupts import signals
 from .output import Printable, Roles, printable, time_left
 from .story import Row, Run, Story, cells, cut, last_cells, width_of, word_at_end, word_at_start
@@ -31,38 +29,36 @@ ROWS_OF_ALL = 10  # from which on there is room for the legend and the progress
 WIDTH_OF_HISTOGRAM = 92  # within the frame, from which on there is room for one
 SIDE_WIDTH, BAR_WIDTH = 26, 12
 MOST_TEXT_ROWS, MOST_PASSES = 14, 8
-CONTEXT = 8  # tokens that tell how the next one is to be read
+CONTEXT = 100  # characters, of which the last word of a text is one
 
 
 class Judged(NamedTuple):
-    """A pass over a proposal, and how many tokens the text had before."""
+    """A pass over a proposal, and the end of the text before it."""
 
-    start: int
+    before: str
     step: Step
 
 
 class Reading:
-    """The story that a text's events tell: whose each word is. stops: strings that it ends before."""
+    """The story that a text's events tell: whose each word is."""
 
-    def __init__(self, tokenizer: AnyTokenizer, stops: Collection[str] = ()) -> None:
-        self._stream, self._until, self._printable = TextStream(tokenizer), Until(stops), Printable()
+    def __init__(self) -> None:
+        self._printable = Printable()
         self.story = Story()
 
-    def begin(self, prompt: list[int]) -> None:
-        self.story.add(self._printable.push("".join([self._stream.push(token) for token in prompt])), "prompt")
+    def begin(self, prompt: str) -> None:
+        self._add(prompt, "prompt")
         self.story.end_word()
 
     def go_on(self, step: Step) -> None:
-        self._add(step.tokens[: step.n_accepted], "accepted")
-        self._add(step.tokens[step.n_accepted :], "target")
+        self._add("".join(step.pieces[: step.n_accepted]), "accepted")
+        self._add("".join(step.pieces[step.n_accepted :]), "target")
 
     def end(self) -> None:
-        """What is left of an unfinished character, stop string or control sequence."""
-        rest = self._until.push(self._stream.end()) + self._until.end()
-        self.story.add(self._printable.push(rest) + self._printable.end(), "target")
+        """What is left of a control sequence."""
+        self.story.add(self._printable.end(), "target")
 
-    def _add(self, tokens: list[int], kind: str) -> None:
-        text = "".join([self._until.push(self._stream.push(token)) for token in tokens])
+    def _add(self, text: str, kind: str) -> None:
         self.story.add(self._printable.push(text), kind)
 
 
@@ -110,33 +106,31 @@ class LivePanel(Watched):
     The rows are a function of the events that it was shown; frames come when due, from this thread. pace: steps a second at most,
     each shown guessed and then checked; 0 is full speed, at which a text of a moment has no panel; None is full speed but for a
     text that would be over before anybody has seen it: its passes come evenly, until a key is pressed. Keys pause, step, change
-    the pace and end the text; stops are strings that it ends before. In the background nothing is drawn, and Ctrl-Z takes the
-    panel off the screen until the job is in the foreground again.
+    the pace and end the text. In the background nothing is drawn, and Ctrl-Z takes the panel off the screen until the job is in
+    the foreground again.
     """
 
     SPEED, END, N_MEANINGS = "pace", "end, keep the text", 3
 
     def __init__(
         self,
-        tokenizer: AnyTokenizer,
         window: Window,
         statistics: Statistics,
         max_tokens: int,
         roles: Roles,
         pace: float | None = 0.0,
-        stops: Collection[str] = (),
     ) -> None:
         super().__init__(window, roles)
-        self._tokenizer, self._statistics = tokenizer, statistics
+        self._statistics = statistics
         self._max_tokens, self._pace, self._is_even = max_tokens, pace or 0.0, pace is None
         self._next_step = 0.0  # when it is due, at an even pace
-        self._reading = Reading(tokenizer, stops)
-        self._tokens: list[int] = []
+        self._reading = Reading()
+        self._tail: str | None = None  # of the text, once it has begun
         self._prefill: Prefill | None = None  # while a text is read
         self._begin = 0.0
         self._unread: list[Step] = []  # not yet in the story
         self._passes: deque[Judged] = deque(maxlen=MOST_PASSES)
-        self._proposed: list[int] | None = None
+        self._proposed: list[str] | None = None
         self._next_frame = self._next_look = 0.0
         self._steps_asked = 0
 
@@ -160,8 +154,8 @@ class LivePanel(Watched):
 
     def show(self, event: Event | Prefill) -> None:
         now = self._clock()
-        if isinstance(event, Prefill | Prompt) and not self._tokens:
-            self._begin_with(event.tokens, now)
+        if isinstance(event, Prefill | Prompt) and self._tail is None:
+            self._begin_with(event.text, now)
         if isinstance(event, Prefill):
             self._begin = self._begin if self._prefill else now
             self._prefill = event
@@ -175,21 +169,21 @@ class LivePanel(Watched):
                 self._frame()
         elif isinstance(event, Proposal):
             if event.tokens and (self._is_due(now) or self._gap > 2 * LEAST_WAIT_SECONDS):
-                self._proposed = event.tokens
+                self._proposed = event.pieces
                 self._frame()
                 self._wait(at_step=False)
             self._proposed = None
         else:
             self._unread.append(event)
-            self._passes.append(Judged(len(self._tokens), event))
-            self._tokens += event.tokens
+            self._passes.append(Judged(self._tail or "", event))
+            self._tail = ((self._tail or "") + event.text)[-CONTEXT:]
             self._next_step += self._gap
             if self._is_due(now):
                 self._frame()
                 self._wait(at_step=True)
 
-    def _begin_with(self, prompt: list[int], now: float) -> None:
-        self._tokens += prompt
+    def _begin_with(self, prompt: str, now: float) -> None:
+        self._tail = prompt[-CONTEXT:]
         self._reading.begin(prompt)
         self._begin, self._next_frame = now, now + UNSEEN_SECONDS
 
@@ -348,13 +342,12 @@ class LivePanel(Watched):
 
     def _judged(self, judged: Judged, room: int) -> Row:
         """Guesses that stood, the one that did not and those behind it, and the target's own token in its place."""
-        step, (stream, before) = judged.step, self._reader(judged.start)
-        accepted = "".join([stream.push(token) for token in step.tokens[: step.n_accepted]])
-        first, *others = [*stream.peek(step.draft_tokens[step.n_accepted :]), ""]
+        before, step = judged
+        accepted, own = "".join(step.pieces[: step.n_accepted]), "".join(step.pieces[step.n_accepted :])
+        first, *others = [*step.wrong, ""]
         rest = "".join(others)
         wrong = first + (word_at_start(rest) if word_at_end(first) or first.isspace() else "")
         rest = rest[len(wrong) - len(first) :]
-        own = "".join([stream.push(token) for token in step.tokens[step.n_accepted :]])
         if word_at_start(wrong) and word_at_start(own):  # two endings of one word: show it whole, twice
             begun = word_at_end(accepted or before)
             accepted = accepted[: len(accepted) - len(begun)] if accepted else ""
@@ -362,15 +355,9 @@ class LivePanel(Watched):
         own = apart(wrong + rest, own)
         return self._line(before, room, (accepted, "accepted"), (wrong, "rejected"), (rest, "unread"), (own, "target"))
 
-    def _guess(self, tokens: list[int], room: int) -> Row:
+    def _guess(self, pieces: list[str], room: int) -> Row:
         """A proposal that is being checked."""
-        stream, before = self._reader(len(self._tokens))
-        return self._line(before, room, ("".join(stream.peek(tokens)), "proposed"))
-
-    def _reader(self, start: int) -> tuple[TextStream, str]:
-        """Something that reads the tokens from `start` on, and the text of a few before them."""
-        stream = TextStream(self._tokenizer)
-        return stream, "".join([stream.push(token) for token in self._tokens[max(0, start - CONTEXT) : start]])
+        return self._line(self._tail or "", room, ("".join(pieces), "proposed"))
 
     def _line(self, before: str, room: int, *runs: Run) -> Row:
         """Runs in a line, with the beginning of a word that they go on with; what was guessed in vain is the first to be cut."""

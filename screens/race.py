@@ -4,7 +4,6 @@ from rich.console import ConsoleDimensions
 
 from ..decoding import Prompt
 from ..measuring.race import Lane, Race, seconds_told
-from ..tokenizer import AnyTokenizer
 from .interrupts import signals
 from .output import Roles
 from .panel import Reading, Watched
@@ -23,13 +22,13 @@ MOST_TEXT_ROWS = 18
 class Track:
     """One of the two as far as it has come."""
 
-    def __init__(self, name: str, lane: Lane, tokenizer: AnyTokenizer) -> None:
+    def __init__(self, name: str, lane: Lane) -> None:
         self.name, self.ends, self._steps = name, lane.ends, lane.steps
-        self.reading = Reading(tokenizer)
+        self.reading = Reading()
         self.n_passes = self.n_tokens = 0
         for event in lane.events:
             if isinstance(event, Prompt):
-                self.reading.begin(event.tokens)
+                self.reading.begin(event.text)
         self.n_tokens_of_all = max(lane.statistics.n_generated, 1)
 
     @property
@@ -76,11 +75,11 @@ class RaceView(Watched):
 
     SPEED, END = "faster, slower", "to the end"
 
-    def __init__(self, race: Race, roles: Roles, tokenizer: AnyTokenizer, window: Window) -> None:
+    def __init__(self, race: Race, roles: Roles, window: Window) -> None:
         super().__init__(window, roles)
         self._race = race
-        self._alone = Track(f"{roles.target} alone", race.alone, tokenizer)
-        self._pair = Track(roles.pair, race.pair, tokenizer)
+        self._alone = Track(f"{roles.target} alone", race.alone)
+        self._pair = Track(roles.pair, race.pair)
         self._length = max(self._alone.seconds, self._pair.seconds)
         self.factor = next((factor for factor in FACTORS if factor * self._length >= SHOW_SECONDS), FACTORS[-1])
         self._seconds = 0.0  # of the race

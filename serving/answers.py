@@ -8,12 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..decoding import Event, Prompt, Proposal, Statistics, Step, TokenLogprob
-from ..text.wording import Until
-from ..tokenizer import AnyTokenizer, TextStream
+from ..decoding import Event, Statistics, Step, TokenLogprob
 from .asked import Asked, Model
 from .calls import Call, More, Said, Thought
-from .engine import Job
 from .fields import Refused
 
 # of decoding's reasons, those that are no end of the model's own
@@ -70,22 +67,16 @@ class Delta:
 class Choice:
     """One text of an answer: its events become deltas."""
 
-    def __init__(self, asked: Asked, job: Job, model: Model) -> None:
-        self._model, self._calls, self._one_call = model, asked.calls(), asked.one_call
+    def __init__(self, asked: Asked) -> None:
+        self._calls, self._one_call, self._has_details = asked.calls(), asked.one_call, asked.details
         self.statistics, self.n_calls = Statistics(), 0
-        self.stop = Stop(model.decoder.tokenizer, job) if job.stops else None
-        self._reading = Reading(model.decoder.tokenizer, job.stops) if asked.details else None
+        self.stop_string: str | None = None  # which has ended it
 
     def takes(self, event: Event) -> Delta:
         self.statistics.add(event)
-        if isinstance(event, Proposal):
+        if not isinstance(event, Step):
             return Delta()
-        if self.stop:
-            self.stop.sees(event)
-        if isinstance(event, Prompt):
-            if self._reading:
-                self._reading.begin(event.tokens)
-            return Delta()
+        self.stop_string = event.stop_string
         said: list[Said] = [event.text] if event.text else []
         if self._calls:
             said = self._calls.push(event.text)
@@ -98,29 +89,11 @@ class Choice:
                 delta.says(each)
         if event.stop_reason:
             delta.finish = "length" if event.stop_reason in CUT else "tool_calls" if self.n_calls else "stop"
-        if self._reading:
-            delta.details = self._reading.of(event)
+        if self._has_details:
+            delta.details = guesses(event)
             if event.stop_reason:
                 delta.details |= figures(self.statistics)
         return delta
-
-
-class Stop:
-    """Which of its stop strings a text has ended at: `string`, None for none."""
-
-    def __init__(self, tokenizer: AnyTokenizer, job: Job) -> None:
-        self._stream, self._stops, self._tail = TextStream(tokenizer, job.shown), job.stops, ""
-        self._longest = 2 * max(map(len, job.stops))
-        self.string: str | None = None
-
-    def sees(self, event: Prompt | Step) -> None:
-        words = "".join([self._stream.push(token) for token in event.tokens])
-        if isinstance(event, Step):
-            self._tail = self._tail + words
-            if event.stop_reason == "stop":
-                found = [(at, stop) for stop in self._stops if (at := (self._tail + self._stream.end()).find(stop)) >= 0]
-                self.string = min(found)[1] if found else None
-            self._tail = self._tail[-self._longest :]
 
 
 def figures(statistics: Statistics) -> dict[str, Any]:
@@ -134,27 +107,11 @@ def figures(statistics: Statistics) -> dict[str, Any]:
     }
 
 
-class Reading:
-    """Whose words those of a text's steps are: guessed ones that stood, and the target's own."""
-
-    def __init__(self, tokenizer: AnyTokenizer, stops: Sequence[str]) -> None:
-        self._stream, self._until = TextStream(tokenizer), Until(stops)
-
-    def begin(self, prompt: list[int]) -> None:
-        for token in prompt:
-            self._stream.push(token)
-
-    def of(self, step: Step) -> dict[str, Any]:
-        """`runs`: the step's text in pieces, each of them guessed or own; `wrong`: guesses that did not stand."""
-        guessed = self._read(step.tokens[: step.n_accepted])
-        wrong = "".join(self._stream.peek(step.draft_tokens[step.n_accepted :]))
-        own = self._read(step.tokens[step.n_accepted :])
-        if step.stop_reason:
-            own += self._until.push(self._stream.end()) + self._until.end()
-        return {"runs": [[kind, words] for kind, words in (("guessed", guessed), ("own", own)) if words], "wrong": wrong}
-
-    def _read(self, tokens: list[int]) -> str:
-        return "".join([self._until.push(self._stream.push(token)) for token in tokens])
+def guesses(step: Step) -> dict[str, Any]:
+    """`runs`: the step's text in pieces, each of them guessed or own; `wrong`: guesses that did not stand."""
+    runs = ("guessed", step.pieces[: step.n_accepted]), ("own", step.pieces[step.n_accepted :])
+    told = [[kind, words] for kind, pieces in runs if (words := "".join(pieces))]
+    return {"runs": told, "wrong": "".join(step.wrong)}
 
 
 class Form:
@@ -166,7 +123,7 @@ class Form:
     def __init__(self, asked: Asked, model: Model, fingerprint: str) -> None:
         self.asked, self.model, self.fingerprint = asked, model, fingerprint
         self.created = int(time.time())
-        self.choices = [Choice(asked, job, model) for job in asked.jobs]
+        self.choices = [Choice(asked) for _ in asked.jobs]
 
     @property
     def n_prompt(self) -> int:

@@ -10,13 +10,13 @@ from typing import Any
 
 from ..checks import one_of, real, short, strings, text
 from ..decoder import SpeculativeDecoder
+from ..decoding import Job
 from ..sampling import Sampling
 from ..text.shapes import ANY_OBJECT, Grammar, checked_schema, grammar_of, is_installed
 from ..text.templates import ChatTemplate, ChatTokenizer, Options, TemplateError, TooLong
 from ..text.workers import Lost
 from ..tokenizer import Part, TokenizerError
 from .calls import Calls
-from .engine import Job
 from .fields import (
     INVALID,
     NOT_DONE,
@@ -249,6 +249,7 @@ class _Rest:
                 self._top,
                 predicted[:most],
                 shown=said.shown,
+                tells_guesses=self._details,
             )
             for prompt in prompts
             for i in range(self._n)

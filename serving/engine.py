@@ -7,9 +7,9 @@ at a time. Logits at a position depend on that text's tokens alone, so each text
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,15 +17,15 @@ import numpy as np
 
 from ..checks import known, n_common
 from ..decoder import SpeculativeDecoder
-from ..decoding import Draft, Event, Prompt, Proposal, Shape, Step, Text, TokenLogprob
+from ..decoding import Event, Job, Prefill, Prompt, Step, Text, TokenLogprob, run
 from ..drafting.estimates import ODDS_RATES, Acceptance
 from ..drafting.ngrams import PredictionDrafter
 from ..drafting.sharing import SharedLength, Sharing
 from ..kernels import MAX_TOKENS
 from ..machine.vectors import Float32
-from ..sampling import Sampling
 from ..text.wording import Wording
 from ..transformer import Transformer
+from ..verification import Draft
 from .beside import Beside, Steps
 from .metrics import Figures
 from .seats import LEAST_SHARED, Seat, Seats
@@ -56,33 +56,14 @@ class Closed(Exception):
 
 
 @dataclass(frozen=True)
-class Job:
-    """One text that is wanted.
-
-    prompt: ids, BOS first. top_logprobs: None for no log probabilities; else of how many of the likeliest tokens beside the
-    text's own, before temperature. prediction: tokens that the client expects, proposed as long as they stand. shape: what the
-    text may say. shown: special tokens that stand in the text, by the names that they have there.
-    """
-
-    prompt: list[int]
-    max_tokens: int
-    sampling: Sampling
-    stops: Sequence[str] = ()
-    top_logprobs: int | None = None
-    prediction: Sequence[int] = ()
-    shape: Shape | None = None
-    shown: Mapping[int, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Failed:
     """In the place of a text's last step."""
 
     error: Exception
 
 
-Hear = Callable[[Event | Failed], None]
-Judged = tuple[list[int], int, list[TokenLogprob] | None] | Exception
+Hear = Callable[[Event | Prefill | Failed], None]
+Judged = tuple[list[int], int] | Exception
 
 
 class Ticket:
@@ -181,7 +162,7 @@ class Engine:
     def __init__(self, decoder: SpeculativeDecoder, n_slots: int, n_queue: int, cache_bytes: int) -> None:
         self._decoder, self._n_slots, self._n_queue = decoder, n_slots, n_queue
         self._waiting, self._running = deque[Ticket](), deque[Writing]()
-        self._seats = Seats(decoder.seat, cache_bytes, IDLE_SEATS * n_slots)
+        self._seats = Seats(decoder.team.seat, cache_bytes, IDLE_SEATS * n_slots)
         self._beside = Beside()
         self._changed = threading.Condition()
         self._is_closed = self._is_cut = False
@@ -199,7 +180,7 @@ class Engine:
 
     def submit_all(self, jobs: Sequence[Job], hears: Sequence[Hear], who: Client) -> list[Ticket]:
         """`submit` of all texts of a request, or of none."""
-        tickets = [Ticket(self._checked(job), hear, self._wake, who) for job, hear in zip(jobs, hears, strict=True)]
+        tickets = [Ticket(self._decoder.team.checked(job), hear, self._wake, who) for job, hear in zip(jobs, hears, strict=True)]
         with self._changed:
             if self._is_closed:
                 raise Closed
@@ -221,11 +202,6 @@ class Engine:
                 raise Full
             self._changed.notify()
         return futures
-
-    def _checked(self, job: Job) -> Job:
-        prompt, max_tokens, stops = self._decoder.checked(job.prompt, job.max_tokens, job.sampling, list(job.stops), job.shape)
-        prediction = self._decoder.encode(list(job.prediction)) if job.prediction else []
-        return replace(job, prompt=prompt, max_tokens=max_tokens, stops=stops, prediction=prediction)
 
     def limit(self, cache_bytes: int) -> None:
         """Caches may take so much from now on, of texts that begin."""
@@ -291,7 +267,7 @@ class Engine:
             if ticket.is_cancelled:
                 self.figures.cancelled += 1
             else:
-                self._cut(ticket, Wording(self._decoder.tokenizer, ticket.job.stops, ticket.job.shown), False)
+                self._cut(ticket, self._decoder.team.wording(ticket.job), False)
                 self.figures.done += 1
 
     def _cut(self, ticket: Ticket, wording: Wording, has_begun: bool) -> None:
@@ -349,12 +325,14 @@ class Engine:
     def _writing(self, ticket: Ticket, seat: Seat) -> Writing:
         decoder, job, sharing = self._decoder, ticket.job, self._sharing
         is_free = seat.team.draft.model is None
-        text = decoder.text(seat.team, job.prompt, job.max_tokens, job.sampling, job.shape, SharedLength(sharing, is_free))
+        text = decoder.text(seat.team, job, SharedLength(sharing, is_free))
         if job.prediction and decoder.verify == "coupled":  # a text of another verification is another one by another draft
             text.drafter = PredictionDrafter(decoder.tokenizer.end_marks, len(job.prompt), job.prediction)
             if isinstance(text.plan, SharedLength):
                 text.plan = SharedLength(sharing, True, sharing.acceptance if is_free else Acceptance(ODDS_RATES))
-        return Writing(ticket, text, seat, Wording(decoder.tokenizer, job.stops, job.shown))
+        if job.top_logprobs is not None:
+            text.logprobs_of = partial(logprobs_of, n_top=job.top_logprobs, n_ids=decoder.n_ids)
+        return Writing(ticket, text, seat, decoder.team.wording(job))
 
     def _pass(self) -> None:
         """Let all texts that may go on do so, and prompts with what is left of the pass."""
@@ -423,8 +401,7 @@ class Engine:
                     self._breaks(writing, error)
                     continue
                 if draft.tokens:
-                    tree = None if draft.parents is None else (draft.tokens, draft.parents)
-                    self._tell(writing.ticket, Proposal(draft.path([]), tree))
+                    self._tell(writing.ticket, writing.wording.of(writing.text.proposal))
             n = 1 + len(writing.draft.tokens)
             if used and (used + n > most or writing.has_tree):
                 continue
@@ -469,7 +446,7 @@ class Engine:
             except Exception:
                 self._one_by_one(stepping, pieces)
                 return
-            judged = [self._judged(writing, logits) for writing, logits in zip(stepping, rows[len(pieces) :], strict=True)]
+            judged = [_judged(writing.text, logits) for writing, logits in zip(stepping, rows[len(pieces) :], strict=True)]
         seconds = time.perf_counter() - begin
         n_tokens, n_pieces = sum(len(logits) for logits in rows), sum(n for _, n in pieces)
         self._sharing.saw(n_tokens + n_pieces, seconds)
@@ -493,41 +470,23 @@ class Engine:
 
     def _alone(self, writing: Writing) -> None:
         """A step of one text in a pass of its own."""
-        begin, model, tokens, draft = time.perf_counter(), writing.model, writing.text.tokens, writing.text.draft
-        with model.lock:
-            try:
-                if draft.parents is None:
-                    logits = model.forward(tokens + draft.tokens, len(draft.tokens) + 1)
-                else:
-                    logits = model.forward_tree(tokens, draft.tokens, draft.parents)
-            except Exception as error:
-                self._breaks(writing, error)
-                return
-            judged = self._judged(writing, logits)
+        begin = time.perf_counter()
+        try:
+            judged = run(writing.model, writing.text)
+        except Exception as error:
+            self._breaks(writing, error)
+            return
         self.figures.passes += 1
         self._goes_on(writing, judged, time.perf_counter() - begin)
-
-    def _judged(self, writing: Writing, logits: Float32) -> Judged:
-        """What a text goes on with, or its error."""
-        top, draft = writing.ticket.job.top_logprobs, writing.text.draft
-        kept = logits if top is None else logits.copy()  # a shape masks them
-        try:
-            new, n_accepted = writing.text.judge(logits)
-        except Exception as error:
-            return error
-        return new, n_accepted, None if top is None else logprobs_of(kept[:, : self._decoder.n_ids], draft, new, top)
 
     def _goes_on(self, writing: Writing, judged: Judged, seconds: float) -> int:
         """A text has made a step; how many tokens it grew by."""
         if isinstance(judged, Exception):
             self._breaks(writing, judged)
             return 0
-        new, n_accepted, logprobs = judged
-        n = len(new)
-        step = writing.text.takes(new, n_accepted, seconds)
+        n = len(judged[0])
+        told = writing.wording.of(writing.text.takes(*judged, seconds))
         writing.draft = None
-        step = replace(step, logprobs=logprobs and logprobs[: len(step.tokens)])
-        told = writing.wording.of(step)
         assert isinstance(told, Step)
         self._count(writing, told)
         if told.stop_reason:
@@ -563,7 +522,7 @@ class Engine:
         self._tell(ticket, Failed(error))
 
     @staticmethod
-    def _tell(ticket: Ticket, event: Event | Failed) -> None:
+    def _tell(ticket: Ticket, event: Event | Prefill | Failed) -> None:
         """Whoever cannot hear hears no more."""
         if ticket.is_cancelled:
             return
@@ -573,11 +532,19 @@ class Engine:
             ticket.is_cancelled = True
 
 
-def logprobs_of(logits: Float32, draft: Draft, new: list[int], n_top: int) -> list[TokenLogprob]:
-    """Of each new token, by logits (n + 1, V) at a text's last token and each that is proposed."""
+def _judged(text: Text, logits: Float32) -> Judged:
+    """What a text goes on with, or its error."""
+    try:
+        return text.judge(logits)
+    except Exception as error:
+        return error
+
+
+def logprobs_of(logits: Float32, draft: Draft, new: list[int], n_top: int, n_ids: int | None = None) -> list[TokenLogprob]:
+    """Of each new token, by logits (n + 1, V) at a text's last token and each that is proposed; the first n_ids have tokens."""
     told, node = list[TokenLogprob](), -1
     for token in new:
-        row = logits[node + 1].astype(np.float64)
+        row = logits[node + 1, :n_ids].astype(np.float64)
         row -= row.max()
         row -= np.log(np.exp(row).sum())
         likeliest = np.argpartition(-row, n_top)[:n_top] if n_top < len(row) else np.arange(len(row))

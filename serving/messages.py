@@ -196,8 +196,7 @@ class Message(Form):
         return block | _named(part) | {"input": arguments}
 
     def _ended(self) -> dict[str, Any]:
-        stop = self.choices[0].stop
-        string = stop.string if stop else None
+        string = self.choices[0].stop_string
         return {"stop_reason": "stop_sequence" if string is not None else REASONS[self._finish], "stop_sequence": string}
 
     def _message(self, content: Sequence[Mapping[str, Any]], ended: Mapping[str, Any] | None) -> dict[str, Any]:

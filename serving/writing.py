@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from ..decoding import Event, Shape
+from ..decoding import Event, Job, Shape
 from ..text.shapes import ShapeError
 from .answers import Answer, Delta, event
 from .asked import Asked, Model, encoding
 from .building import Builder, Busy
-from .engine import Client, Closed, Failed, Full, Job, Ticket
+from .engine import Client, Closed, Failed, Full, Ticket
 from .fields import Refused
 from .guard import FAILED, Receive, Scope, Send
 from .shelf import Place, Served, Shelf

@@ -33,7 +33,7 @@ import numpy as np
 from specdec.architectures import Config, architecture_of
 from specdec.architectures.llama import LLAMA
 from specdec.decoder import SpeculativeDecoder
-from specdec.decoding import VERIFIERS, Proposal, Step, decode
+from specdec.decoding import Proposal, Step, decode
 from specdec.drafting.estimates import MARGIN_RATES, ODDS_RATES, Acceptance, Costs
 from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.ngrams import NgramDrafter
@@ -50,6 +50,7 @@ from specdec.sampling import Sampler, Sampling, draw, keep_or_redraw, weigh_pref
 from specdec.text.tokenizer_gguf import gguf_tokenizer
 from specdec.tokenizer import BOS, EOS, TextStream, Tokenizer, TokenizerError
 from specdec.transformer import KV, Transformer
+from specdec.verification import VERIFIERS
 from specdec.weights import FP32, INT4, INT8
 from specdec.weights.int8 import NATIVE_INT8, PORTABLE_INT8
 from specdec.weights.matrix import pack

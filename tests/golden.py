@@ -20,7 +20,7 @@ import numpy as np
 import specdec
 from specdec.architectures import Weights, architecture_of
 from specdec.architectures.rope import fill_tables
-from specdec.decoding import VERIFIERS, Drafter, Plan, Step, decode
+from specdec.decoding import Drafter, Plan, Step, decode
 from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.ngrams import NgramDrafter
 from specdec.drafting.planning import FixedLength
@@ -31,6 +31,7 @@ from specdec.machine.vectors import LANES
 from specdec.readers import load_checkpoint
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
 from specdec.transformer import KV, Transformer
+from specdec.verification import VERIFIERS
 from specdec.weights import BF16, FP16, FP32, INT4, INT8, PACKED_BF16, blocks
 from specdec.weights.int8 import NATIVE_INT8, PORTABLE_INT8
 from specdec.weights.matrix import pack

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from specdec.decoding import Draft
 from specdec.machine.vectors import Float32
+from specdec.verification import Draft
 
 Language = tuple[Any, ...]
 NOTHING, EMPTY = ("nothing",), ("empty",)

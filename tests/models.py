@@ -12,7 +12,7 @@ import pytest
 from specdec import transformer
 from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
-from specdec.decoding import VERIFIERS, Statistics, Step, Text, decode
+from specdec.decoding import Statistics, Step, Text, decode
 from specdec.drafting import heads
 from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.planning import FixedLength
@@ -24,6 +24,7 @@ from specdec.machine.vectors import Float32
 from specdec.sampling import Sampler
 from specdec.tokenizer import BOS, EOS
 from specdec.transformer import Transformer
+from specdec.verification import VERIFIERS
 from specdec.weights import FP32, INT8, Kind
 from specdec.weights.matrix import Matrix
 from tests.checkpoints import random_tensors

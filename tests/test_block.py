@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from specdec.decoding import VERIFIERS, BlockVerifier, Draft, Step, decode
+from specdec.decoding import Step, decode
 from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.planning import FixedLength
 from specdec.machine.memory import zeros
 from specdec.sampling import Sampler, Sampling, redraw, weigh_prefix
 from specdec.tokenizer import BOS, EOS
+from specdec.verification import VERIFIERS, BlockVerifier, Draft
 from tests import reference
 from tests.models import END_MARKS, begun, judge, tiny_model
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.decoding import VERIFIERS, CoupledVerifier, Draft, Prompt, Proposal, Statistics, Step, Text, decode, run
+from specdec.decoding import Prompt, Proposal, Statistics, Step, Text, decode, run
 from specdec.drafting.estimates import MAX_GAMMA
 from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.ngrams import NgramDrafter
@@ -22,6 +22,7 @@ from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.sampling import Sampler, Sampling
 from specdec.tokenizer import BOS, EOS
 from specdec.transformer import Transformer
+from specdec.verification import VERIFIERS, CoupledVerifier, Draft
 from tests import reference
 from tests.checkpoints import SHARED, random_tensors
 from tests.models import END_MARKS, continuation, tiny_model
@@ -543,7 +544,7 @@ def test_logits_that_a_handlers_pass_ran_over_are_judged_anew():
 
 
 class Trial:
-    """In the place of `decode`: steps that take as long as the number of threads says."""
+    """In the place of `write`: steps that take as long as the number of threads says."""
 
     def __init__(self, seconds):
         self.seconds, self.tried = seconds, []
@@ -557,10 +558,10 @@ class Trial:
 @pytest.mark.parametrize(("alone", "together", "expected"), [(1.0, 0.7, 2), (1.0, 1.2, 2), (1.0, 1.3, 1)])
 def test_threads_that_are_clearly_slower_are_left_out(pair, monkeypatch, alone, together, expected):
     trial = Trial({1: alone / 100, 2: together / 100})
-    monkeypatch.setattr("specdec.drafting.tuning.decode", trial)
+    monkeypatch.setattr("specdec.drafting.tuning.write", trial)
     for draft in (None, pair.draft):
         decoder = SpeculativeDecoder(pair.target, draft)
-        decoder._tuning.choices = [2, 1]  # whatever the machine has
+        decoder.tuning.choices = [2, 1]  # whatever the machine has
         for model in filter(None, (decoder.target, decoder.draft)):
             model.n_threads = 2
         trial.tried.clear()
@@ -571,7 +572,7 @@ def test_threads_that_are_clearly_slower_are_left_out(pair, monkeypatch, alone, 
 
 def test_a_number_of_threads_that_was_given_is_kept(pair, monkeypatch):
     trial = Trial(dict.fromkeys(range(1, available_threads() + 1), 0.01))
-    monkeypatch.setattr("specdec.drafting.tuning.decode", trial)
+    monkeypatch.setattr("specdec.drafting.tuning.write", trial)
     given = available_threads()
     SpeculativeDecoder(pair.target, pair.draft, n_threads=given).warm_up()
     loaded = SpeculativeDecoder(pair.target).target

@@ -142,8 +142,8 @@ EXACT_NUMPY = {  # what numpy does the same everywhere: moving numbers, whole nu
 }  # fmt: skip
 EXACT_MATH = {"gcd", "inf", "isfinite", "isnan", "nan", "pi", "prod", "isqrt", "ceil", "floor"}
 ROOMS = (
-    "kernels", "sampling", "weights", "machine", "architectures", "families", "transformer", "readers", "decoding", "tokenizer",
-    "text", "decoder", "drafting.model_drafter", "drafting.ngrams", "drafting.stages",
+    "kernels", "sampling", "weights", "machine", "architectures", "families", "transformer", "readers", "decoding",
+    "verification", "tokenizer", "text", "decoder", "drafting.model_drafter", "drafting.ngrams", "drafting.stages",
 )  # fmt: skip
 SUMS = {"sum", "mean", "std", "var", "dot", "cumsum", "cumprod", "trace", "matmul"}  # of arrays, in numpy's own order
 

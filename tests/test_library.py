@@ -13,7 +13,7 @@ import pytest
 import specdec
 from specdec import Prompt, Proposal, Sampling, SpeculativeDecoder, Statistics, Step, TemplateError, checks
 from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET
-from specdec.text.wording import Until, worded
+from specdec.text.wording import Until, Wording, worded
 from specdec.tokenizer import FIRST_BYTE
 from tests.folders import FIXTURES
 from tests.test_real_models import folder
@@ -79,7 +79,13 @@ def test_the_texts_of_steps_are_the_text_and_of_whole_characters(decoder, wild):
 def test_a_character_that_steps_divide_is_of_the_step_that_ends_it(tokenizer):
     first, second = (FIRST_BYTE + byte for byte in "é".encode())
     steps = [Step([token], [], 0, 0.0, 0.0) for token in (first, second)] + [Step([first], [], 0, 0.0, 0.0, "max_tokens")]
-    assert texts_of(worded(iter([Prompt(tokenizer.encode("the"), 0.0), *steps]), tokenizer)) == ["the", "", "é", "\ufffd"]
+    events = iter([Prompt(tokenizer.encode("the"), 0.0), *steps])
+    assert texts_of(worded(events, Wording(tokenizer))) == [
+        "the",
+        "",
+        "é",
+        "\ufffd",
+    ]
 
 
 def test_a_generation_has_its_tokens_and_its_continuation(decoder):
@@ -198,10 +204,10 @@ def test_nothing_of_a_stop_string_is_streamed(decoder):
 def test_what_only_begins_a_stop_string_is_told_after_all():
     until = Until(["abcd", "bx"])
     assert [until.push(piece) for piece in ("zab", "c", "e", "ab", "", "b", "x", "y")] == ["z", "", "abce", "", "", "ab", "", ""]
-    assert until.has_ended
+    assert until.found is not None
     assert until.end() == ""
     until = Until(["ab"])
-    assert (until.push("a"), until.end(), until.has_ended) == ("", "a", False)
+    assert (until.push("a"), until.end(), until.found is not None) == ("", "a", False)
 
 
 def test_a_prompt_may_hold_a_stop_string(decoder):
@@ -222,7 +228,7 @@ def test_a_decoder_shows_what_is_its_users_and_nothing_else(decoder):
     calls = {"answer", "chat", "encode", "encode_chat", "generate", "read", "read_and_stream", "stream", "warm_up"}
     calls |= {"json_object", "json_schema", "regex"}
     models = {"advised_sampling", "pooling", "target", "draft", "stage", "tokenizer", "chat_template", "has_draft", "has_stage"}
-    for_many_texts = {"checked", "seat", "text", "tuning"}  # of whoever lets texts share passes
+    for_many_texts = {"team", "text", "tuning"}  # of whoever lets texts share passes
     assert shown == calls | models | for_many_texts | {
         "gamma",
         "verify",

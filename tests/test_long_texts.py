@@ -11,6 +11,7 @@ import pytest
 from specdec import Prompt, Sampling, SpeculativeDecoder, Step
 from specdec.architectures.llama import LLAMA
 from specdec.decoding import Event, Prefill
+from specdec.drafting.team import Team
 from specdec.screens.output import PlainView
 from specdec.tokenizer import Tokenizer
 from specdec.transformer import Transformer, room_behind
@@ -156,14 +157,14 @@ def test_a_text_that_is_read_anew_tells_how_far_it_is(tokenizer: Tokenizer, monk
     decoder.warm_up()
     plain = decoder.generate([1, 7, 9], 40, temperature=0.0).tokens
     clock = [0.0]
-    read = SpeculativeDecoder.read
+    read = Team.read
 
-    def slow(decoder: SpeculativeDecoder, tokens: list[int]) -> Iterator[float]:
-        for share in read(decoder, tokens):
+    def slow(team: Team, tokens: list[int]) -> Iterator[float]:
+        for share in read(team, tokens):
             clock[0] += 100.0
             yield share
 
-    monkeypatch.setattr(SpeculativeDecoder, "read", slow)
+    monkeypatch.setattr(Team, "read", slow)
     monkeypatch.setattr("specdec.decoding.time.perf_counter", lambda: clock[0])
     events = [*decoder.read_and_stream([1, 7, 9], 40, Sampling(temperature=0.0))]
     kinds = [type(event) for event in events]
@@ -185,8 +186,8 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(("out", "expected"), [(Terminal(), "a\nb\n"), (io.StringIO(), "ab\n")])
 def test_the_line_of_a_reading_gets_a_row_of_its_own_on_a_terminal(out: io.StringIO, expected: str) -> None:
     events: list[Event | Prefill] = [
-        Prefill([1], 0.0), Prompt([1], 0.0, ""), Step([5], [], 0, 0.1, 0.0, text="a"), Prefill([1, 5], 0.0), Prefill([1, 5], 1.0),
-        Step([6], [], 0, 0.1, 0.0, text="b"),
+        Prefill([1], 0.0), Prompt([1], 0.0, ""), Step([5], [], 0, 0.1, 0.0, pieces=["a"]), Prefill([1, 5], 0.0),
+        Prefill([1, 5], 1.0), Step([6], [], 0, 0.1, 0.0, pieces=["b"]),
     ]  # fmt: skip
     with PlainView(out) as view:
         for event in events:

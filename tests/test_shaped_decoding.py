@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
-from specdec.decoding import VERIFIERS, CoupledVerifier, Draft, Statistics, Step, decode
+from specdec.decoding import Statistics, Step, decode
 from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.ngrams import NgramDrafter
 from specdec.drafting.planning import FixedLength
 from specdec.drafting.trees import TreeDrafter
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
+from specdec.verification import VERIFIERS, CoupledVerifier, Draft
 from tests import reference
 from tests.checkpoints import random_tensors
 from tests.languages import EMPTY, LanguageShape, after, allowed, any_number, either, is_complete, one_of, text, then

@@ -146,14 +146,14 @@ def test_the_first_story_is_drafted_like_the_second(tmp_path: Path, is_busy: boo
 
 
 INTERRUPTED = {
-    "decode": tuning, "judge_proposals": tuning, "choose_threads": tuning, "costs_of": tuning, "run_trees": trees,
+    "write": tuning, "judge_proposals": tuning, "choose_threads": tuning, "costs_of": tuning, "run_trees": trees,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("where", INTERRUPTED)
 def test_an_interrupted_warm_up_is_made_up_for(pair: Pair, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     decoder = SpeculativeDecoder(pair.target, pair.draft, tree="on", n_threads=1)
-    decoder._tuning.choices = [2, 1] if where == "choose_threads" else [2]  # of one that is free to choose
+    decoder.tuning.choices = [2, 1] if where == "choose_threads" else [2]  # of one that is free to choose
     original, calls = getattr(INTERRUPTED[where], where), list[bool]()
 
     def interrupted(*args: object) -> object:
@@ -163,20 +163,20 @@ def test_an_interrupted_warm_up_is_made_up_for(pair: Pair, monkeypatch: pytest.M
         return original(*args) if where != "choose_threads" else None
 
     monkeypatch.setattr(INTERRUPTED[where], where, interrupted)
-    monkeypatch.setattr(decoder._tuning, "_use", lambda n_threads: None)  # it has one
+    monkeypatch.setattr(decoder.tuning, "_use", lambda n_threads: None)  # it has one
     with pytest.raises(KeyboardInterrupt):
         decoder.warm_up()
     text = decoder.generate("ab", 30, temperature=0).text
     assert calls[:2] == [False, True]
     assert decoder.plain_seconds
-    assert not decoder._tuning.undone(Settings(tree="on"))
+    assert not decoder.tuning.undone(Settings(tree="on"))
     assert text == SpeculativeDecoder(pair.target, None).generate("ab", 30, temperature=0).text
 
 
 def test_what_is_warm_is_not_measured_again(pair: Pair) -> None:
     decoder = SpeculativeDecoder(pair.target, pair.draft, n_threads=1)
     decoder.warm_up()
-    costs = decoder._tuning.costs
+    costs = decoder.tuning.costs
     decoder.verify, decoder.gamma = "block", 3
     decoder.warm_up()
-    assert decoder._tuning.costs is costs
+    assert decoder.tuning.costs is costs

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ..decoding import Draft, Shape, Walk
+from ..decoding import Shape, Walk
 from ..sampling import Sampling
+from ..verification import Draft
 
 FIRST_ROOM = 1024  # tokens
 

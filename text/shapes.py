@@ -16,9 +16,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from .. import checks
-from ..decoding import Draft, Shape, Walk
+from ..decoding import Shape, Walk
 from ..readers import extras
 from ..tokenizer import NO_TEXT_YET, AnyTokenizer
+from ..verification import Draft
 from .shape_worker import matcher_of
 from .workers import Lost, Unanswered, Worker
 

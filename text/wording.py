@@ -1,34 +1,65 @@
 """Events of tokens get their text: whole characters, and nothing from a stop string on. Knows no models."""
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from ..decoding import Event, Prompt, Step
+from ..decoding import Event, Prefill, Prompt, Proposal, Statistics, Step
 from ..tokenizer import NOTHING, AnyTokenizer, TextStream
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A whole text, of `SpeculativeDecoder.generate` or `answer`; `text, statistics = ...` takes it apart.
+
+    text: prompt and continuation, of an answer the continuation alone; statistics: the figures; tokens: those that were
+    generated, an end mark not counted; continuation: their text.
+    """
+
+    text: str
+    statistics: Statistics
+    tokens: list[int]
+    continuation: str
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> "Generation":
+        """What the events of a text come to."""
+        prompt, said, tokens, statistics = "", list[str](), list[int](), Statistics()
+        for event in events:
+            statistics.add(event)
+            if isinstance(event, Prompt):
+                prompt = event.text
+            elif isinstance(event, Step):
+                said.append(event.text)
+                tokens += event.tokens
+        return cls(prompt + "".join(said), statistics, tokens, "".join(said))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.text, self.statistics))
 
 
 class Until:
     """A text that comes in pieces, and ends before the first of some strings.
 
-    What may become one of them waits for what follows. has_ended: whether one has come.
+    What may become one of them waits for what follows. found: the one that has come.
     """
 
     def __init__(self, stops: Collection[str]) -> None:
         self._stops, self._longest = stops, max(map(len, stops), default=0)
         self._held = ""
-        self.has_ended = False
+        self.found: str | None = None
 
     def push(self, piece: str) -> str:
         """What is certain to be of the text, after this piece."""
         if not self._longest:
             return piece
-        if self.has_ended:
+        if self.found is not None:
             return ""
         text = self._held + piece
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            self._held, self.has_ended = "", True
-            return text[: min(found)]
+            self._held, (first, self.found) = "", min(found)
+            return text[:first]
         lengths = range(min(self._longest - 1, len(text)), 0, -1)
         n = next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in self._stops)), 0)
         self._held = text[len(text) - n :]
@@ -45,33 +76,50 @@ class Wording:
 
     The last step is the one in which a stop string is complete. It keeps the tokens up to the one that completes the string, so
     that neither they nor the text depend on what was a step. A character, or what may become a stop string, that one step begins
-    is of the text of the step in which it is settled. shown: as `TextStream` says.
+    is of the text of the step in which it is settled. shown: as `TextStream` says; tells_guesses: as `Job` says.
     """
 
-    def __init__(self, tokenizer: AnyTokenizer, stops: Collection[str] = (), shown: Mapping[int, str] = NOTHING) -> None:
-        self._stream, self._until = TextStream(tokenizer, shown), Until(stops)
+    def __init__(
+        self,
+        tokenizer: AnyTokenizer,
+        stops: Collection[str] = (),
+        shown: Mapping[int, str] = NOTHING,
+        tells_guesses: bool = False,
+    ) -> None:
+        self._stream, self._until, self._tells_guesses = TextStream(tokenizer, shown), Until(stops), tells_guesses
+        self._prompt: str | None = None
 
-    def of(self, event: Event) -> Event:
+    def of(self, event: Event | Prefill) -> Event | Prefill:
         stream, until = self._stream, self._until
-        if isinstance(event, Prompt):
-            return replace(event, text="".join([stream.push(token) for token in event.tokens]))
+        if isinstance(event, Proposal):
+            return replace(event, pieces=stream.peek(event.tokens)) if self._tells_guesses else event
         if not isinstance(event, Step):
-            return event
-        text, n = "", 0
-        while n < len(event.tokens) and not until.has_ended:
-            text += until.push(stream.push(event.tokens[n]))
-            n += 1
-        stop = "stop" if until.has_ended else event.stop_reason
-        if stop:
-            text += until.push(stream.end()) + until.end()
-        logprobs = event.logprobs and event.logprobs[:n]
-        n_accepted = min(event.n_accepted, n)
-        return replace(event, tokens=event.tokens[:n], n_accepted=n_accepted, stop_reason=stop, text=text, logprobs=logprobs)
+            if self._prompt is None:
+                self._prompt = "".join([stream.push(token) for token in event.tokens])
+            return replace(event, text=self._prompt)
+        pieces = self._read(event.tokens[: event.n_accepted])
+        n_accepted = len(pieces)
+        wrong = stream.peek(event.draft_tokens[n_accepted:]) if self._tells_guesses else []
+        pieces += self._read(event.tokens[event.n_accepted :])
+        n = len(pieces)
+        if stop := "stop" if until.found is not None else event.stop_reason:
+            pieces.append(until.push(stream.end()) + until.end())
+        return replace(
+            event, tokens=event.tokens[:n], n_accepted=n_accepted, stop_reason=stop, stop_string=until.found, pieces=pieces,
+            wrong=wrong, logprobs=event.logprobs and event.logprobs[:n],
+        )  # fmt: skip
+
+    def _read(self, tokens: list[int]) -> list[str]:
+        """What each says, up to the one that completes a stop string."""
+        pieces = list[str]()
+        for token in tokens:
+            if self._until.found is None:
+                pieces.append(self._until.push(self._stream.push(token)))
+        return pieces
 
 
-def worded(events: Iterator[Event], tokenizer: AnyTokenizer, stops: Collection[str] = ()) -> Iterator[Event]:
-    """The events with the text of each prompt and step, up to the last step; see `Wording`."""
-    wording = Wording(tokenizer, stops)
+def worded(events: Iterator[Event | Prefill], wording: Wording) -> Iterator[Event | Prefill]:
+    """The events with their text, up to the last step."""
     for event in events:
         event = wording.of(event)
         yield event

@@ -7,12 +7,12 @@ import pytest
 
 from specdec.architectures import Config, ConvConfig, ExpertsConfig, InputsConfig, RopeScaling, YarnScaling, architecture_of
 from specdec.architectures.rope import fill_tables, positions_a_radian
-from specdec.decoding import CoupledVerifier
 from specdec.drafting.model_drafter import ModelDrafter
 from specdec.machine.memory import zeros
 from specdec.machine.vectors import LANES
 from specdec.sampling import Sampler, Sampling
 from specdec.transformer import FIRST_POSITIONS, Transformer
+from specdec.verification import CoupledVerifier
 from specdec.weights import FP32, INT8
 from tests import reference
 from tests.folders import full_layers, gemma4

@@ -7,13 +7,14 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.architectures import Config, ConvConfig, DeltaConfig, architecture_of
-from specdec.decoding import VERIFIERS, Draft, Step, decode
+from specdec.decoding import Step, decode
 from specdec.drafting.ngrams import NgramDrafter
 from specdec.drafting.planning import FixedLength
 from specdec.kernels import MAX_TOKENS
 from specdec.measuring.sweep import settings_of
 from specdec.sampling import Sampling
 from specdec.transformer import FIRST_POSITIONS, Transformer
+from specdec.verification import VERIFIERS, Draft
 from specdec.weights import FP32, INT8
 from tests.architectures.test_architectures import random_tensors
 from tests.models import CONFIGS, THREADS, broken_off, continuation, random_model, tokens_for

@@ -7,13 +7,14 @@ import pytest
 
 from specdec.architectures import architecture_of
 from specdec.architectures.states import TIP
-from specdec.decoding import VERIFIERS, Step, decode
+from specdec.decoding import Step, decode
 from specdec.drafting.ngrams import NgramDrafter
 from specdec.drafting.planning import FixedLength
 from specdec.machine import programs
 from specdec.readers import load_checkpoint
 from specdec.sampling import Sampling
 from specdec.transformer import FIRST_POSITIONS, Transformer
+from specdec.verification import VERIFIERS
 from specdec.weights import INT8
 from tests import models
 from tests.folders import FIXTURES

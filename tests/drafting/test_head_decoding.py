@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from specdec import Sampling, SpeculativeDecoder, Step
-from specdec.decoding import VERIFIERS, Statistics, decode
+from specdec.decoding import Statistics, decode
 from specdec.drafting.heads import Head
 from specdec.drafting.model_drafter import HeadDrafter
 from specdec.drafting.planning import FixedLength
@@ -22,6 +22,7 @@ from specdec.readers.loading import load_model
 from specdec.sampling import Sampler
 from specdec.text.vocabulary import Vocabulary
 from specdec.tokenizer import BOS
+from specdec.verification import VERIFIERS
 from specdec.weights import INT8
 from tests import reference
 from tests.commands.test_cli import Run, run  # noqa: F401  (a fixture)
@@ -201,7 +202,7 @@ def test_a_named_head_drafts(pair: Pair, tmp_path: Path) -> None:
 def test_a_heads_costs_are_measured(pair: Pair, tmp_path: Path) -> None:
     decoder = SpeculativeDecoder(pair.target, head_folder(tmp_path / "head", pair), pair.tokenizer)
     decoder.warm_up()
-    costs = decoder._tuning.costs
+    costs = decoder.tuning.costs
     assert costs and costs.draft > 0 and costs.of(1) > 0
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.architectures import architecture_of
-from specdec.decoding import VERIFIERS, Statistics, Step, decode
+from specdec.decoding import Statistics, Step, decode
 from specdec.drafting.heads import Head
 from specdec.drafting.model_drafter import HeadDrafter
 from specdec.drafting.planning import FixedLength
@@ -16,6 +16,7 @@ from specdec.readers import CheckpointError, load_checkpoint
 from specdec.readers.mtp import head_of
 from specdec.sampling import Sampler, Sampling
 from specdec.transformer import Transformer
+from specdec.verification import VERIFIERS
 from specdec.weights import BF16, INT8
 from specdec.weights.matrix import floats
 from tests import models

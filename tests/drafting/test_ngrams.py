@@ -9,12 +9,13 @@ from collections import Counter
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.decoding import VERIFIERS, Statistics, Step, decode
+from specdec.decoding import Statistics, Step, decode
 from specdec.drafting.estimates import Costs
 from specdec.drafting.ngrams import NgramDrafter, SuffixAutomaton
 from specdec.drafting.planning import FixedLength
 from specdec.sampling import Sampling
 from specdec.tokenizer import BOS, EOS
+from specdec.verification import VERIFIERS
 from tests import reference
 from tests.models import END_MARKS, begun, continuation, tiny_model
 from tests.test_block import Table

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specdec import Sampling, SpeculativeDecoder
-from specdec.decoding import VERIFIERS, Draft, Statistics, Step, decode
+from specdec.decoding import Statistics, Step, decode
 from specdec.drafting.estimates import FIRST_CREDIT, ODDS_RATES, Acceptance, Costs
 from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.ngrams import NgramDrafter, SuffixAutomaton
@@ -17,6 +17,7 @@ from specdec.drafting.planning import TRIAL_SHARE, AutoLength, FixedLength
 from specdec.drafting.stages import StagedDrafter
 from specdec.sampling import Sampler
 from specdec.tokenizer import BOS
+from specdec.verification import VERIFIERS, Draft
 from tests.models import END_MARKS, begun, continuation, tiny_model
 
 SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]

@@ -181,10 +181,10 @@ def test_a_pickled_decoder_knows_what_its_drafts_ids_mean(pair: Pair, tmp_path: 
         other = folder(tmp_path / name, tokenizer=name, seed=1)
         decoder = SpeculativeDecoder(source, other, gamma=3, n_threads=1)
         again = pickle.loads(pickle.dumps(decoder))
-        assert again._team.draft.vocabulary == decoder._team.draft.vocabulary and again.shared == decoder.shared
+        assert again.team.draft.vocabulary == decoder.team.draft.vocabulary and again.shared == decoder.shared
         one, two = (each.generate("the robin", 30, temperature=0) for each in (decoder, again))
         assert (one.tokens, one.statistics.n_accepted) == (two.tokens, two.statistics.n_accepted)
     target, draft = load_model(pair.target), load_model(pair.draft)
     fewer = Origin(draft, Vocabulary(300, 60))  # ids from 60 on are others
     decoder = SpeculativeDecoder(target, fewer, pair.tokenizer, gamma=3)  # type: ignore[arg-type]
-    assert pickle.loads(pickle.dumps(decoder))._team.draft.vocabulary == fewer.vocabulary
+    assert pickle.loads(pickle.dumps(decoder)).team.draft.vocabulary == fewer.vocabulary

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.decoding import VERIFIERS, CoupledVerifier, Draft, Proposal, Statistics, Step, decode
+from specdec.decoding import Proposal, Statistics, Step, decode
 from specdec.drafting.estimates import MAX_GAMMA
 from specdec.drafting.trees import N_NODES, RATES, FixedTree, TreeDrafter, shape_of
 from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.sampling import FEW, Sampler, Sampling, race_on
 from specdec.tokenizer import BOS, EOS
+from specdec.verification import VERIFIERS, CoupledVerifier, Draft
 from tests import reference
 from tests.models import END_MARKS, continuation, judge, tiny_model
 from tests.test_block import Table, row

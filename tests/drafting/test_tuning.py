@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specdec.decoding import Step
+from specdec.decoding import Job, Step
 from specdec.drafting import tuning
 from specdec.drafting.estimates import Costs
 from specdec.drafting.settings import Settings
@@ -29,11 +29,11 @@ def told(monkeypatch):
     """The names of drafter and plan of each text that begins, in the place of the text."""
     seen = []
 
-    def decode(target, drafter, verifier, tokens, max_tokens, plan, end_marks, shape):
-        seen.append((type(drafter).__name__, type(plan).__name__))
+    def write(target, text, reader):
+        seen.append((type(text.drafter).__name__, type(text.plan).__name__))
         yield Step([], [], 0, 0.01 / target.n_threads, 0.0)
 
-    monkeypatch.setattr(tuning, "decode", decode)
+    monkeypatch.setattr(tuning, "write", write)
     return seen
 
 
@@ -72,7 +72,7 @@ def test_who_drafts_by_which_plan(told, monkeypatch, draft, settings, expected):
     monkeypatch.setattr(tuning, "costs_of", lambda *_: Costs({1: 1.0, 64: 1.1}, 0.01))
     one = tuning_of(draft)
     one.warm_up(settings)
-    list(one.events([BOS, 5], 5, Sampling(), settings))
+    list(one.events(Job([BOS, 5], 5, Sampling()), settings))
     assert told[-1] == expected
 
 
@@ -80,15 +80,15 @@ def test_beside_a_quick_target_nobody_looks_for_n_grams(told, monkeypatch):
     monkeypatch.setattr(tuning, "costs_of", lambda *_: Costs({1: 1e-4, 64: 1.1e-4}, 1e-5))
     one = tuning_of("n-grams")
     one.warm_up(Settings())
-    list(one.events([BOS, 5], 5, Sampling(), Settings()))
+    list(one.events(Job([BOS, 5], 5, Sampling()), Settings()))
     assert told[-1] == ("NoneType", "AutoLength")
 
 
 def test_a_stage_guesses_once_it_is_measured(told):
     one = tuning_of("model", NGRAM)
-    list(one.events([BOS, 5], 5, Sampling(), Settings()))
+    list(one.events(Job([BOS, 5], 5, Sampling()), Settings()))
     one.warm_up(Settings())
-    list(one.events([BOS, 5], 5, Sampling(), Settings()))
+    list(one.events(Job([BOS, 5], 5, Sampling()), Settings()))
     assert [told[0][0], told[-1][0]] == ["ModelDrafter", "StagedDrafter"]
 
 

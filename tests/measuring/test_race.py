@@ -18,6 +18,7 @@ from specdec.screens.output import Roles
 from specdec.screens.race import RaceView
 from specdec.screens.story import width_of
 from specdec.screens.window import Window
+from specdec.text.wording import Wording
 from specdec.tokenizer import Tokenizer
 from tests.checkpoints import ROOT
 from tests.conftest import Pair
@@ -29,11 +30,11 @@ SIZES = [(20, 8), (40, 12), (71, 20), (72, 8), (80, 24), (120, 40), (200, 60)]
 
 def lane_of(tokenizer: Tokenizer, tokens: list[int], n_a_step: int, seconds: float) -> Lane:
     """Steps of the same length, in which all tokens but the last were guessed."""
-    lane = Lane()
-    lane.add(Prompt(tokenizer.encode("the"), 1.0))
+    lane, wording = Lane(), Wording(tokenizer)
+    lane.add(wording.of(Prompt(tokenizer.encode("the"), 1.0)))
     for start in range(0, len(tokens), n_a_step):
         some = tokens[start : start + n_a_step]
-        lane.add(Step(some, some[:-1], len(some) - 1, seconds, 0.0, "max_tokens"))
+        lane.add(wording.of(Step(some, some[:-1], len(some) - 1, seconds, 0.0, "max_tokens")))
     return lane
 
 
@@ -52,7 +53,6 @@ class Theatre:
         self.view = RaceView(
             self.race,
             Roles("big", "by little", "big + little"),
-            tokenizer,
             Window(self.console, self.keys, self.clock, self.sleep),
         )
 

@@ -14,13 +14,13 @@ from itertools import pairwise
 import pytest
 from rich.console import Console, ConsoleDimensions
 
-from specdec.decoding import Prefill, Prompt, Proposal, Statistics, Step
+from specdec.decoding import Event, Prefill, Prompt, Proposal, Statistics, Step
 from specdec.screens.keys import WISHES, Keyboard
 from specdec.screens.output import PlainView, Printable, Roles, SilentView, print_summary, printable, result, to_json
 from specdec.screens.panel import SEEN_SECONDS, SEEN_TOKENS, UNSEEN_SECONDS, LivePanel, ahead, bins
 from specdec.screens.story import Row, Story, width_of
 from specdec.screens.window import STYLES, STYLES_NO_COLOR, Window, fitting
-from specdec.text.wording import worded
+from specdec.text.wording import Wording, worded
 from specdec.tokenizer import BOS, FIRST_BYTE, Tokenizer
 from tests.terminal import Screen
 
@@ -78,10 +78,10 @@ class Stage:
         )
         self.keys = Keys()
         self.panel = LivePanel(
-            tokenizer, Window(self.console, self.keys, self.clock, sleep or self.clock.sleep), self.statistics, MAX_TOKENS,
+            Window(self.console, self.keys, self.clock, sleep or self.clock.sleep), self.statistics, MAX_TOKENS,
             Roles("big", guessed, "big + little"), pace,
         )  # fmt: skip
-        self.n_fed = 0
+        self.n_fed, self._wording = 0, Wording(tokenizer, tells_guesses=True)
 
     def __enter__(self) -> "Stage":
         self.panel.__enter__()
@@ -90,6 +90,9 @@ class Stage:
     def __exit__(self, *_: object) -> None:
         self.panel.__exit__(None, None, None)
 
+    def show(self, event: Event | Prefill) -> None:
+        self.panel.show(self._wording.of(event))
+
     def token(self, piece: str) -> int:
         return self.tokenizer.pieces.index(piece.encode())
 
@@ -97,24 +100,24 @@ class Stage:
         return [FIRST_BYTE + byte for byte in text.encode()]
 
     def begin(self, text: str = "Once upon") -> None:
-        self.panel.show(Prompt(self.tokenizer.encode(text), 1.0))
+        self.show(Prompt(self.tokenizer.encode(text), 1.0))
 
     def propose(self, text: str) -> str:
         """A proposal, as a frame shows it."""
         self.clock.now += 1
         start = len(self.output)
-        self.panel.show(Proposal(self.spell(text)))
+        self.show(Proposal(self.spell(text)))
         return self.output[start:]
 
     def step(self, tokens: list[int], draft: list[int] | None = None, n_accepted: int = 0) -> str:
         """One step of the loop; what it wrote to the terminal."""
         start = len(self.output)
         self.clock.now += 1
-        self.panel.show(Proposal(draft or []))
+        self.show(Proposal(draft or []))
         self.clock.now += 1
         step = Step(tokens, draft or [], n_accepted, 0.01, 0.004)
         self.statistics.add(step)
-        self.panel.show(step)
+        self.show(step)
         return self.output[start:]
 
     @property
@@ -228,7 +231,7 @@ def test_guesses_are_in_sight_before_they_are_checked(tokenizer: Tokenizer, size
     with Stage(tokenizer, *size) as stage:
         stage.begin("the " * 300)
         assert f"\x1b[{STYLES['proposed']}mQUERY" in stage.propose("QUERY")
-        stage.panel.show(Proposal([]))
+        stage.show(Proposal([]))
         assert "QUERY" not in stage.screen()
 
 
@@ -527,14 +530,14 @@ def test_a_text_that_would_be_over_in_a_moment_is_seen_for_four_seconds_at_an_ev
     tokenizer: Tokenizer, n_accepted: int, seconds: float
 ) -> None:
     with Stage(tokenizer, pace=None) as stage:
-        stage.panel.show(Prompt(tokenizer.encode("Once upon"), 0.001))
+        stage.show(Prompt(tokenizer.encode("Once upon"), 0.001))
         begin, shown = stage.clock.now, list[float]()
         while stage.statistics.n_generated < MAX_TOKENS:
-            stage.panel.show(Proposal(stage.spell("abc"[:n_accepted])))
+            stage.show(Proposal(stage.spell("abc"[:n_accepted])))
             stage.clock.now += seconds
             step = Step(stage.spell("abcd"[: n_accepted + 1]), stage.spell("abc"[:n_accepted]), n_accepted, seconds, 0.0)
             stage.statistics.add(step)
-            stage.panel.show(step)
+            stage.show(step)
             shown.append(stage.clock.now)
         length = SEEN_SECONDS * min(MAX_TOKENS / SEEN_TOKENS, 1.0)
         assert 0.9 * length < stage.clock.now - begin < 1.25 * length + len(shown) * seconds * 0.1
@@ -548,12 +551,12 @@ def test_a_text_that_would_be_over_in_a_moment_is_seen_for_four_seconds_at_an_ev
 @pytest.mark.parametrize("key", [b"+", b"?", b"q"])
 def test_any_key_ends_the_even_pace(tokenizer: Tokenizer, key: bytes) -> None:
     with Stage(tokenizer, pace=None) as stage:
-        stage.panel.show(Prompt(tokenizer.encode("Once upon"), 0.001))
+        stage.show(Prompt(tokenizer.encode("Once upon"), 0.001))
         for i in range(10):
             if i == 5:
                 begin, stage.keys.typed = stage.clock.now, [key]
             stage.clock.now += 0.03
-            stage.panel.show(Step(stage.spell("a"), [], 0, 0.03, 0.0))
+            stage.show(Step(stage.spell("a"), [], 0, 0.03, 0.0))
         assert stage.clock.now - begin < 5 * 0.03 + 0.15
 
 
@@ -632,9 +635,9 @@ def test_the_terminal_is_given_back_after_an_error_too(tokenizer: Tokenizer) -> 
 
 def test_a_text_of_a_moment_has_no_panel(tokenizer: Tokenizer) -> None:
     with Stage(tokenizer) as stage:
-        stage.panel.show(Prompt(tokenizer.encode("the"), 0.001))
+        stage.show(Prompt(tokenizer.encode("the"), 0.001))
         stage.clock.now += UNSEEN_SECONDS / 2
-        stage.panel.show(Step(stage.spell(" end"), [], 0, 0.0, 0.0))
+        stage.show(Step(stage.spell(" end"), [], 0, 0.0, 0.0))
         assert stage.output == ""
         assert not stage.panel.was_seen
     assert stage.output == "\x1b[1mthe\x1b[m end\n"
@@ -649,17 +652,17 @@ def test_a_prompt_that_is_read_is_in_the_first_frame_with_how_far_it_is_and_how_
 ) -> None:
     prompt = tokenizer.encode("Once there then the end. " * 40)
     with Stage(tokenizer, *size) as stage:
-        stage.panel.show(Prefill(prompt, 0.0))
+        stage.show(Prefill(prompt, 0.0))
         for share in (0.0, 0.25, 0.5):
             stage.clock.now += 1
-            stage.panel.show(Prefill(prompt, share))
+            stage.show(Prefill(prompt, share))
             assert "end." in stage.output
             assert f"{share:.0%}" in stage.screen()
             assert "tok/s" not in stage.screen()
             stage.assert_fits()
         if size[0] >= 40:
             assert "reading" in stage.screen() and "50%, 3 s left" in stage.screen()
-        stage.panel.show(Prompt(prompt, 3.0))
+        stage.show(Prompt(prompt, 3.0))
         assert "reading" not in stage.screen()
         stage.step(stage.spell("X"))
         assert stage.screen().count("X") >= 1
@@ -669,20 +672,20 @@ def test_a_prompt_that_is_read_is_in_the_first_frame_with_how_far_it_is_and_how_
 def test_a_prompt_that_is_read_in_a_moment_has_no_panel(tokenizer: Tokenizer) -> None:
     with Stage(tokenizer) as stage:
         for share in (0.0, 0.5, 1.0):
-            stage.panel.show(Prefill(tokenizer.encode("the"), share))
+            stage.show(Prefill(tokenizer.encode("the"), share))
             stage.clock.now += UNSEEN_SECONDS / 4
-        stage.panel.show(Prompt(tokenizer.encode("the"), 3 * UNSEEN_SECONDS / 4))
+        stage.show(Prompt(tokenizer.encode("the"), 3 * UNSEEN_SECONDS / 4))
         assert stage.output == ""
 
 
 def test_a_text_that_is_read_anew_stays_in_sight_and_says_so(tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode("Once")
     with Stage(tokenizer) as stage:
-        stage.panel.show(Prompt(prompt, 0.0))
+        stage.show(Prompt(prompt, 0.0))
         stage.step(stage.spell("there"))
         for share in (0.0, 0.25):
             stage.clock.now += 1
-            stage.panel.show(Prefill([*prompt, *stage.spell("there")], share))
+            stage.show(Prefill([*prompt, *stage.spell("there")], share))
         assert "reading all of" in stage.screen() and "25%, 3 s left" in stage.screen()
         assert stage.screen().count("Once") == 1
         stage.step(stage.spell("X"))
@@ -692,10 +695,10 @@ def test_a_text_that_is_read_anew_stays_in_sight_and_says_so(tokenizer: Tokenize
 
 def test_q_is_heard_while_the_prompt_is_read(tokenizer: Tokenizer) -> None:
     with Stage(tokenizer) as stage:
-        stage.panel.show(Prefill(tokenizer.encode("the"), 0.0))
+        stage.show(Prefill(tokenizer.encode("the"), 0.0))
         stage.keys.typed = [b"q"]
         stage.clock.now += 1
-        stage.panel.show(Prefill(tokenizer.encode("the"), 0.5))
+        stage.show(Prefill(tokenizer.encode("the"), 0.5))
         assert stage.panel.ended
     assert stage.output.endswith("\x1b[1mthe\x1b[m\n")
 
@@ -813,6 +816,7 @@ def test_an_unfinished_character_is_shown_at_the_end(tokenizer: Tokenizer) -> No
         stage.begin("the")
         stage.step(stage.spell("é")[:1])
         assert "\ufffd" not in stage.screen()
+        stage.show(Step([], [], 0, 0.01, 0.0, "max_tokens"))
     assert "\ufffd" in stage.output
 
 
@@ -831,11 +835,11 @@ def test_frames_come_when_due_and_not_for_every_step(tokenizer: Tokenizer) -> No
         stage.begin("the")
         length = len(stage.output)
         for _ in range(50):
-            stage.panel.show(Proposal([5]))
-            stage.panel.show(Step([5], [5], 1, 0.0, 0.0))
+            stage.show(Proposal([5]))
+            stage.show(Step([5], [5], 1, 0.0, 0.0))
         assert len(stage.output) == length
         stage.clock.now += 1
-        stage.panel.show(Proposal([5]))
+        stage.show(Proposal([5]))
         assert len(stage.output) > length
 
 
@@ -843,7 +847,7 @@ def test_the_memory_of_the_tail_does_not_grow_with_the_story(tokenizer: Tokenize
     with Stage(tokenizer, 40, 10) as stage:
         stage.begin("the")
         for _ in range(400):
-            stage.panel.show(Step(stage.spell("abcdefghij"), stage.spell("nonsense"), 0, 0.0, 0.0))
+            stage.show(Step(stage.spell("abcdefghij"), stage.spell("nonsense"), 0, 0.0, 0.0))
         stage.clock.now += 1
         assert stage.lines()
         assert len(stage.panel._passes) < 20
@@ -872,7 +876,7 @@ def test_plain_text_comes_as_it_is_written_and_characters_come_whole(tokenizer: 
                 Step([FIRST_BYTE + 27, FIRST_BYTE + 91, FIRST_BYTE + first], [], 0, 0.0, 0.0, "eos"),
             ]
         )
-        for event, so_far in zip(worded(events, tokenizer), ("the", "the", "the", "theé!", "theé!\ufffd"), strict=True):
+        for event, so_far in zip(worded(events, Wording(tokenizer)), ("the", "the", "the", "theé!", "theé!\ufffd"), strict=True):
             view.show(event)
             assert out.getvalue() == so_far
     assert out.getvalue() == "theé!\ufffd\n"
@@ -883,7 +887,7 @@ def test_plain_text_waits_in_no_buffer(tokenizer: Tokenizer) -> None:
     with PlainView(io.TextIOWrapper(written, encoding="utf-8", newline="")) as view:
         view.show(Prompt([], 0.0, "the"))
         assert written.getvalue() == b"the"
-        view.show(Step([5], [], 0, 0.0, 0.0, text="!"))
+        view.show(Step([5], [], 0, 0.0, 0.0, pieces=["!"]))
         assert written.getvalue() == b"the!"
 
 
@@ -898,8 +902,8 @@ def test_plain_text_ends_with_a_line_break_after_an_interrupt_too() -> None:
 def test_the_silent_view_keeps_the_prompt_in_the_text_and_out_of_the_tokens() -> None:
     with SilentView() as view:
         view.show(Prompt([1], 0.0, "the"))
-        view.show(Step([65, 66], [5], 0, 0.0, 0.0, text="AB"))
-        view.show(Step([67], [5], 0, 0.0, 0.0, text="C"))
+        view.show(Step([65, 66], [5], 0, 0.0, 0.0, pieces=["A", "B"]))
+        view.show(Step([67], [5], 0, 0.0, 0.0, pieces=["C"]))
     assert view.text == "theABC"
     assert view.tokens == [65, 66, 67]
 
@@ -943,7 +947,7 @@ def test_of_a_mixture_it_is_told_what_a_token_reads_alone_and_in_passes(tokenize
         for step in steps:
             stage.clock.now += 1
             stage.statistics.add(step)
-            stage.panel.show(step)
+            stage.show(step)
         assert "6.5 experts a token instead of 8" in stage.screen()
 
 
@@ -968,7 +972,7 @@ def test_nothing_generated_divides_nothing_by_zero(tokenizer: Tokenizer) -> None
     assert json.loads(to_json(statistics, "", []))["tokens_per_second"] == 0
     print_summary(Console(file=io.StringIO()), statistics)
     with Stage(tokenizer) as stage:
-        stage.panel.show(Prompt([BOS], 0.0))
+        stage.show(Prompt([BOS], 0.0))
         stage.assert_fits()
 
 
@@ -978,12 +982,10 @@ def test_at_a_pace_every_step_is_seen_proposed_and_then_judged(tokenizer: Tokeni
         stage.begin()
         for _ in range(5):
             begin, start = stage.clock.now, len(stage.output)
-            stage.panel.show(Proposal([stage.token(" the"), stage.token(" o")]))
+            stage.show(Proposal([stage.token(" the"), stage.token(" o")]))
             assert stage.clock.now - begin == pytest.approx(1 / 8)
             proposed, start = stage.output[start:], len(stage.output)
-            stage.panel.show(
-                Step([stage.token(" the"), stage.token(" a")], [stage.token(" the"), stage.token(" o")], 1, 0.01, 0.004)
-            )
+            stage.show(Step([stage.token(" the"), stage.token(" a")], [stage.token(" the"), stage.token(" o")], 1, 0.01, 0.004))
             judged = stage.output[start:]
             assert stage.clock.now - begin == pytest.approx(1 / 4)
             assert proposed
@@ -997,8 +999,8 @@ def test_at_a_pace_a_step_without_guesses_is_seen_as_long(tokenizer: Tokenizer, 
         stage.begin()
         begin = stage.clock.now
         for _ in range(3):
-            stage.panel.show(Proposal([]))
-            stage.panel.show(Step(stage.spell("x"), [], 0, 0.01, 0.0))
+            stage.show(Proposal([]))
+            stage.show(Step(stage.spell("x"), [], 0, 0.01, 0.0))
         assert stage.clock.now - begin == pytest.approx(3 / 4)
 
 
@@ -1006,7 +1008,7 @@ def test_a_pace_near_zero_waits_no_longer_than_a_clock_can_tell(tokenizer: Token
     with Stage(tokenizer, pace=1e-300) as stage:
         stage.begin()
         begin = stage.clock.now
-        stage.panel.show(Proposal([stage.token(" the")]))
+        stage.show(Proposal([stage.token(" the")]))
         assert 0 < stage.clock.now - begin <= 86_400
 
 

@@ -241,7 +241,7 @@ def test_a_text_that_is_ended_while_it_is_read_anew_is_what_it_was(
 ) -> None:
     def events() -> Iterator[Event | Prefill]:
         yield Prompt([1, 2], 0.0, "Once upon")
-        yield Step([5], [], 0, 0.1, 0.0, text=" a")
+        yield Step([5], [], 0, 0.1, 0.0, pieces=[" a"])
         yield Prefill([1, 2, 5], 0.0)
         monkeypatch.setattr(signals, "asked", 2)
         yield Prefill([1, 2, 5], 0.5)

@@ -17,13 +17,13 @@ pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec import Prompt, Sampling, SpeculativeDecoder, Step
-from specdec.decoding import TokenLogprob
+from specdec.decoding import Job, TokenLogprob
 from specdec.serving import app as server
 from specdec.serving import bodies, guard, writing
 from specdec.serving.app import Service, app_of
 from specdec.serving.asked import Model
 from specdec.serving.calls import Call, Json, More
-from specdec.serving.engine import Client, Closed, Engine, Failed, Full, Hear, Job
+from specdec.serving.engine import Client, Closed, Engine, Failed, Full, Hear
 from specdec.serving.fields import MOST_NESTED, body_of
 from specdec.serving.guard import Guard
 from specdec.serving.metrics import BOUNDS, Figures, exposition
@@ -73,7 +73,7 @@ def reads(template: str) -> Any:
 
 
 def step(text: str, end: str | None = None, **more: Any) -> Step:
-    return Step([1], [], 0, 0.0, 0.0, end, text=text, **more)
+    return Step([1], [], 0, 0.0, 0.0, end, pieces=[text], **more)
 
 
 @pytest.fixture(scope="module")

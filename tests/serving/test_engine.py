@@ -9,17 +9,18 @@ import pytest
 
 from specdec import Proposal, Sampling, SpeculativeDecoder
 from specdec.architectures.llama import LLAMA
-from specdec.decoding import Draft, Prompt, Step
+from specdec.decoding import Job, Prompt, Step
 from specdec.drafting.estimates import ODDS_RATES, Acceptance, Costs
 from specdec.drafting.ngrams import PredictionDrafter
 from specdec.drafting.sharing import SharedLength, Sharing
 from specdec.kernels import MAX_TOKENS
 from specdec.readers import extras, load_checkpoint
 from specdec.readers.loading import load_model
-from specdec.serving.engine import Closed, Engine, Failed, Full, Job, logprobs_of
+from specdec.serving.engine import Closed, Engine, Failed, Full, logprobs_of
 from specdec.serving.seats import Seats
 from specdec.tokenizer import BOS
 from specdec.transformer import Transformer
+from specdec.verification import Draft
 from specdec.weights import INT8
 from tests.heads import head_of
 from tests.models import begun
@@ -332,7 +333,7 @@ def test_who_cannot_hear_is_left_out(endless, engines):
 def test_a_conversation_that_goes_on_finds_its_cache_and_the_oldest_is_dropped(endless, engines):
     rng = np.random.default_rng(0)
     prompts = [[BOS, *rng.integers(3, 300, 100).tolist()] for _ in range(3)]
-    size = endless.seat().target.text_bytes(105, True)
+    size = endless.team.seat().target.text_bytes(105, True)
 
     def cached(engine, prompt):
         before, heard, job = engine.figures.cached_tokens, Heard(), Job(prompt, 4, Sampling(0.0))

@@ -5,8 +5,9 @@ import pytest
 
 from specdec import Sampling, SpeculativeDecoder
 from specdec.architectures import architecture_of
+from specdec.decoding import Job
 from specdec.readers import load_checkpoint
-from specdec.serving.engine import Engine, Job
+from specdec.serving.engine import Engine
 from specdec.tokenizer import BOS, Tokenizer
 from specdec.transformer import Transformer
 from specdec.weights import INT8, PACKED_BF16

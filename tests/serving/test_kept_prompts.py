@@ -6,9 +6,10 @@ import pytest
 from specdec import Sampling, SpeculativeDecoder
 from specdec.commands.loading import prompts_of
 from specdec.commands.text import TextRequest
+from specdec.decoding import Job
 from specdec.drafting.prompt_cache import BLOCK, PromptCache
 from specdec.readers.loading import load_model
-from specdec.serving.engine import Client, Engine, Job
+from specdec.serving.engine import Client, Engine
 from tests.commands.test_cli import Run, run  # noqa: F401  (a fixture)
 from tests.conftest import VOCAB, Pair
 from tests.heads import head_of

@@ -7,8 +7,8 @@ import pytest
 
 from specdec import Sampling, SpeculativeDecoder
 from specdec.architectures import architecture_of
+from specdec.decoding import Job
 from specdec.readers import load_checkpoint
-from specdec.serving.engine import Job
 from specdec.serving.seats import Seats
 from specdec.tokenizer import BOS
 from specdec.transformer import Transformer
@@ -28,11 +28,11 @@ class Counted(Seats):
     """Seats of a decoder for so many texts of 256 tokens, which counts those that it makes."""
 
     def __init__(self, decoder, n_texts):
-        self.size, self.n_made = decoder.seat().target.text_bytes(256, True), 0
+        self.size, self.n_made = decoder.team.seat().target.text_bytes(256, True), 0
 
         def new():
             self.n_made += 1
-            return decoder.seat()
+            return decoder.team.seat()
 
         super().__init__(new, int(n_texts * self.size), 16)
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.decoding import Draft
 from specdec.sampling import Sampler, Sampling
 from specdec.text.adjusting import Adjusted, Adjusting, adjusted
+from specdec.verification import Draft
 
 V = 50
 

@@ -29,6 +29,7 @@ from specdec.screens.chat import HELP, AnswerView, Chat, Showing
 from specdec.screens.chat_lines import Lines, whole
 from specdec.screens.output import Roles, printable
 from specdec.text.conversation import Conversation, Settings
+from specdec.text.wording import Wording
 from tests.folders import FIXTURES, configure
 from tests.terminal import LONGEST, Job, started, wait_until
 from tests.test_real_models import folder
@@ -199,11 +200,11 @@ def test_an_answer_goes_on_in_the_width_that_a_terminal_gets(model: Path) -> Non
     """Between words, and nothing of the text is lost."""
     tokenizer, out, width = SpeculativeDecoder(model, n_threads=1).tokenizer, io.StringIO(), 40
     words = "the robin sang\n\nand the cat ran " * 8
-    view = AnswerView(tokenizer, out, lambda: width, {})
+    view, wording = AnswerView(out, lambda: width, {}), Wording(tokenizer)
     with view:
         for i, token in enumerate(tokenizer.encode(words)):
             width = 40 if i < 30 else 17
-            view.show(Step([token], [], 0, 0.0, 0.0))
+            view.show(wording.of(Step([token], [], 0, 0.0, 0.0)))
     rows = out.getvalue().split("\n")
     assert out.getvalue().split() == words.split() and max(map(len, rows)) == 30 and max(map(len, rows[-12:])) <= 17
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.decoding import CoupledVerifier, Draft, Text
+from specdec.decoding import Text
 from specdec.drafting.planning import FixedLength
 from specdec.readers import extras
 from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET, DEFAULT_TOKENIZER
@@ -22,6 +22,7 @@ from specdec.sampling import Sampling
 from specdec.text import shape_worker, shapes
 from specdec.text.tokenizer_json import JsonTokenizer
 from specdec.tokenizer import AnyTokenizer, Pieces, Tokenizer
+from specdec.verification import CoupledVerifier, Draft
 from tests.languages import (
     EMPTY,
     NOTHING,
