@@ -110,7 +110,7 @@ class SpeculativeDecoder:
         state, settings = dict[str, Any](), vars(self._settings) | {"stage": self.team.stage if self.has_stage else None}
         with suppress(TemplateError):  # what has none is a decoder nevertheless
             state["chat_template"] = self.chat_template
-        return functools.partial(SpeculativeDecoder, **settings), (self.target, self.team.draft, self.tokenizer), state
+        return _rebuilt, ((self.target, self.team.draft, self.tokenizer), settings), state
 
     @functools.cached_property
     def chat_template(self) -> ChatTemplate:
@@ -257,3 +257,8 @@ class SpeculativeDecoder:
             generation = Generation.of(begin())
             generation.statistics.plain_seconds = self.plain_seconds
         return generation
+
+
+def _rebuilt(models: Sequence[Any], settings: dict[str, Any]) -> SpeculativeDecoder:
+    """A decoder from its pickled or copied parts."""
+    return SpeculativeDecoder(*models, **settings)

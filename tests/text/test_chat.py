@@ -390,6 +390,7 @@ def test_what_is_typed_is_utf8_in_any_locale(model: Path, tmp_path: Path, enviro
         job.read_until(word="saved in")
         job.type(f"/load {kept}\r".encode())
         job.read_until(word="2 turns from")
+        wait_until(lambda: (job.read_until(), job.raw.endswith(b">>> "))[1])
         job.type(b"\x04")
         assert int(job.report()) == 0
         assert b"Traceback" not in job.raw
