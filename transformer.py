@@ -11,7 +11,9 @@ import numpy.typing as npt
 from .architectures import Buffers, Config, Room, Weights, architecture_of
 from .architectures.kv import KV_CACHES
 from .architectures.plan import Common
+from .architectures.rope import Node, depths, lengths
 from .architectures.snapshots import BEFORE_END, Snapshots, snapshot_bytes
+from .architectures.windows import Windows
 from .checks import ids, n_common, one_of, short, whole
 from .kernels import MAX_TOKENS, trace
 from .machine.cores import thread_choices
@@ -26,7 +28,6 @@ FIRST_READ, LEAST_READ = 2 * TILE_TOKENS, TILE_TOKENS  # tokens of the first suc
 FIRST_POSITIONS = 256  # that a model has room for before its text grows
 KV = Literal["auto", "f32", "f16", "q8"]  # what keys and values are kept in
 Answer = TypeVar("Answer")
-Node = tuple[int, int]  # of a tree: its token, and the index of its parent, or -1
 IN_THE_MIDDLE = "this thread is in the middle of a pass of this model; a signal handler cannot use it"
 
 
@@ -95,6 +96,7 @@ class Transformer:
         self._is_long = False  # whether they are turned as those of a long text
         self._shortest = 0  # the length of a text, but for 0, that the cache can still go back to without a snapshot
         self._snapshots = Snapshots()
+        self._windows = Windows(self._architecture, config, self._weights, KV_CACHES[self.kv], self._n_positions)
         self.has_state = self._architecture.n_states > 0  # that is of one text, beside keys and values
         self._capacity = 0
         self._buffers: Buffers
@@ -107,8 +109,7 @@ class Transformer:
         return f"<{c.architecture} of {c.n_layers} layers x {c.dim}, {c.vocab_size} tokens, {self._weights.kind}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        made_of = self._config, self._weights, self._most_threads, self._n_positions, self.kv, self.hidden_layers
-        return _rebuilt, made_of
+        return _rebuilt, (self._config, self._weights, self._most_threads, self._n_positions, self.kv, self.hidden_layers)
 
     @property
     def config(self) -> Config:
@@ -160,6 +161,11 @@ class Transformer:
         return len(self._held)
 
     @property
+    def whole_from(self) -> int:
+        """From which position on every layer has the keys and values of the text: those with windows may have given some back."""
+        return 0 if self.has_state else self._shortest
+
+    @property
     def is_long(self) -> bool:
         """Whether the last text is one of those that a family turns otherwise from their first token on."""
         return self._is_long
@@ -190,7 +196,7 @@ class Transformer:
         """What a text of so many positions takes beside the weights, and a tree at its end; is_another: beside a first text."""
         room = self._room(round_up(n_positions + MAX_TOKENS, STRIP_ROWS), len(self._hidden_layers))
         buffers = self._architecture.all_buffers(self._config, self._weights, room)
-        kept = snapshot_bytes({name: each.shape for name, each in buffers.items()})
+        kept = snapshot_bytes({name: each.shape for name, each in buffers.items()}) - self._windows.saved_bytes(room.n_positions)
         return kept + sum(buffer.n_bytes for buffer in buffers.values() if buffer.is_own or not is_another)
 
     def positions_within(self, n_bytes: float, most: int) -> int:
@@ -305,13 +311,11 @@ class Transformer:
                 f"{len(nodes)} nodes of {len(parents)} parents behind {n} tokens; "
                 f"expected at most {MAX_TOKENS - 1} with a parent each, behind one token or more"
             )
-        depths: list[int] = []
         for node, parent in enumerate(parents):
             if not -1 <= parent < node:
                 raise ValueError(f"parents[{node}] is {short(parent)}; expected -1 to {node - 1}")
-            depths.append(depths[parent] + 1 if parent >= 0 else 1)
-        if n + max(depths, default=0) > self._n_positions:
-            raise ValueError(f"{n} tokens and a tree of depth {max(depths, default=0)} do not fit {self._n_positions} positions")
+        if n + (deepest := max(depths(parents), default=0)) > self._n_positions:
+            raise ValueError(f"{n} tokens and a tree of depth {deepest} do not fit {self._n_positions} positions")
         n_logits = most if n_logits is None else whole("n_logits", n_logits, 0, most)
         return self._alone(self._forward, tokens, [*zip(nodes, parents, strict=True)], n_logits)
 
@@ -338,7 +342,7 @@ class Transformer:
         self._forget(n_kept := self._n_kept(tokens, len(tokens) - 1))
         n, snapshots = fill(self._buffers, n_kept)
         if n > n_kept:
-            self._held, self._shortest = tokens[:n], (n + 1) * self.has_state
+            self._held, self._shortest = tokens[:n], n + 1 if self.has_state else self._shortest
             self._snapshots.join(snapshots)
             self._goes_back(n)
 
@@ -382,8 +386,8 @@ class Transformer:
 
     def _are_long(self, tokens: list[int], nodes: list[Node], n_logits: int, n_total: int = 0) -> npt.NDArray[Any]:
         """Of the text that each of the logits is behind, or of that which is begun, whether it is a long one."""
-        lengths = _lengths(tokens, nodes, n_logits) if n_logits else [max(n_total, len(tokens) + 1)]
-        return np.array([self._config.is_long(n) for n in lengths], bool)
+        found = lengths(tokens, nodes, n_logits) if n_logits else [max(n_total, len(tokens) + 1)]
+        return np.array([self._config.is_long(n) for n in found], bool)
 
     def _switch(self, is_long: bool) -> None:
         """Take passes of long texts, or of short ones, from here on; the cache holds none of the others."""
@@ -463,13 +467,14 @@ class Transformer:
         self._goes_back(n)
 
     def _goes_back(self, n: int) -> None:
-        """Its text is one of n tokens from here on, and the running state that of as many."""
+        """Its text is one of n tokens from here on, and the running state that of as many; n: 0, or where it can go back to."""
         del self._held[n:]
-        if self.has_state:
-            self._snapshots.forget(n)
-            if 0 < n < self._shortest:
-                self._snapshots.restore(self._buffers, n)
-            self._shortest = min(self._shortest, n)
+        self._snapshots.forget(n)
+        if 0 < n < self._shortest:
+            self._snapshots.restore(self._buffers, n)
+        elif n < self._shortest:
+            self._windows.give_all_back(self._buffers)
+        self._shortest = min(self._shortest, n)
 
     def _offer(self, n_total: int) -> None:
         """Behind a pass of a prompt: its running state may be worth a snapshot."""
@@ -490,11 +495,15 @@ class Transformer:
         self._held, self._shortest = held, other._shortest
         self._snapshots.take_over(other._snapshots, n)
         self._goes_back(n)
+        self._windows.give_back(self._buffers, 0, self._shortest)
 
     def _goes_on(self, n: int) -> None:
-        """Before a pass over so many tokens more: how far back a running state can then still go."""
+        """Before a pass over so many tokens more: how far back a running state, or layers with windows, can then still go."""
         if n_states := self._architecture.n_states:
             self._shortest = max(self._shortest, len(self._held) + n + 1 - n_states)
+        elif (shortest := self._windows.shortest(len(self._held))) > self._shortest:
+            before, self._shortest = self._shortest, shortest
+            self._windows.give_back(self._buffers, before, shortest)
 
     def _checked(self, name: str, tokens: list[int]) -> list[int]:
         """Tokens that the model has."""
@@ -584,15 +593,6 @@ class Transformer:
 def room_behind(n_tokens: int, n_positions: int, n_short: int) -> int:
     """How many tokens may follow a text in a pass that has logits of all: no short text, of n_short tokens at most, gets long."""
     return (n_short if n_tokens <= n_short else n_positions) - n_tokens
-
-
-def _lengths(tokens: list[int], nodes: list[Node], n_logits: int) -> list[int]:
-    """How long the texts are that the last n_logits of tokens and nodes end."""
-    depths: list[int] = []
-    for _, parent in nodes:
-        depths.append(depths[parent] + 1 if parent >= 0 else 1)
-    n, n_of_nodes = len(tokens), min(n_logits, len(nodes))
-    return [*range(n - n_logits + n_of_nodes + 1, n + 1), *(n + depth for depth in depths[len(nodes) - n_of_nodes :])]
 
 
 def _rebuilt(config: Config, weights: Weights, n_threads: int, *others: Any) -> Transformer:

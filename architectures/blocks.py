@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..kernels import MAX_TOKENS, add_bias, add_norm, rms_norm
+from ..kernels import MAX_TOKENS, KVCache, add_bias, add_norm, rms_norm
 from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS, TILE_TOKENS
 from ..machine.vectors import Float32, ceil_div, round_up
@@ -48,7 +48,7 @@ def block_buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buf
     own["scratch"] = Buffer((n_threads, MAX_TOKENS, words), whose="token")
     own["scores"] = Buffer((n_threads, TILE_TOKENS, room.n_positions))
     for end, layers in alike(config, *SIZES).items():
-        own_cache = [i for i in layers if config.of_layer(i).has_cache and f"{i}.qkv" in matrices]
+        own_cache = [i for i in layers if has_own_cache(config, weights, i)]
         sized = sized_buffers(config.of_layer(layers[0]), weights, room, layers, len(own_cache))
         own |= {name + end: buffer for name, buffer in sized.items()}
     return own
@@ -63,6 +63,17 @@ def alike(config: Config, *names: str) -> dict[str, list[int]]:
         own = config.of_layer(i)
         found.setdefault(tuple(getattr(own, name) for name in names), []).append(i)
     return {f"_{number}" * (number > 0): layers for number, layers in enumerate(found.values())}
+
+
+def has_own_cache(config: Config, weights: Weights, i: int) -> bool:
+    """Whether layer i is one of attention with keys and values of its own."""
+    return config.of_layer(i).has_cache and f"{i}.qkv" in weights.matrices
+
+
+def position_bytes(config: Config, kv: KVCache) -> int:
+    """What keys and values of a position take in one such layer, and their scales."""
+    n = config.head_dim + round_up(config.head_dim, STRIP_ROWS)
+    return int(config.n_kv_heads * (n * np.dtype(kv.dtype).itemsize + 8 * kv.is_scaled))
 
 
 def sized_buffers(config: Config, weights: Weights, room: Room, layers: Sequence[int], n_cached: int) -> dict[str, Buffer]:
@@ -109,7 +120,7 @@ def by_layer(config: Config, weights: Weights, b: Buffers) -> list[Buffers]:
         place = 0
         for i in layers:
             own[i] |= {name: getattr(b, name + end) for name in SIZED}
-            if config.of_layer(i).has_cache and f"{i}.qkv" in weights.matrices:
+            if has_own_cache(config, weights, i):
                 own[i] |= {name: getattr(b, name + end)[place] for name in CACHED}
                 place += 1
     for end, layers in alike(config, *ANGLES).items():

@@ -144,5 +144,9 @@ def tables(config: Config) -> dict[str, str]:
     return {inputs.ROWS: inputs.ROWS} if config.inputs else {}
 
 
-LLAMA = Architecture(shapes, parts, vectors, buffers, program, fill, move=move_path, outcome=outcome, tables=tables)
-WITH_STATES = replace(LLAMA, move=None, n_states=max(CONVOLUTION.n_states, DELTA.n_states))  # which is that of one text
+LLAMA = Architecture(
+    shapes, parts, vectors, buffers, program, fill, move=move_path, outcome=outcome, caches=by_layer, tables=tables
+)
+WITH_STATES = replace(
+    LLAMA, move=None, caches=None, n_states=max(CONVOLUTION.n_states, DELTA.n_states)
+)  # which is that of one text

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ..kernels import MAX_TOKENS, KVCache, copy_rows
-from ..machine.memory import Block, aligned, lazy_zeros, physical_memory_bytes, zeros
+from ..machine.memory import Block, aligned, copy_differing, lazy_zeros, physical_memory_bytes, zeros
 from ..machine.programs import Program, Row, Runner
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import Float32, Int64, round_up
@@ -217,8 +217,15 @@ class Buffer(NamedTuple):
         else:
             new = zeros(*self.shape) if self.dtype is np.float32 else np.zeros(self.shape, self.dtype)
         if old is not None:
-            new[tuple(map(slice, old.shape))] = old
+            self.copy(new[tuple(map(slice, old.shape))], old)
         return new
+
+    def copy(self, to: Any, source: Any) -> None:
+        """Numbers of such an array to another one."""
+        if self.whose == "cache":
+            copy_differing(to, source)
+        else:
+            to[...] = source
 
 
 class Buffers(SimpleNamespace):
@@ -281,6 +288,8 @@ class Architecture:
     outcome: puts what the last norm makes of x into normed, of all tokens. None: that is no hidden state that is asked for.
     n_states: where there is a running state beside the cache's slots, of how many last lengths of a text buffers hold it: a text
     may go back by one less, and one that goes back farther is run again. The pass at position 0 takes none. 0: there is none.
+    caches: of each layer the buffers as its blocks name them, keys and values among them. None: nothing of a text is given back
+    before it ends.
     tables: which buffers rows of tensors fill, by their tokens, and which tensors those are.
     """
 
@@ -293,6 +302,7 @@ class Architecture:
     learned_positions: bool = False
     move: Callable[[Buffers, Int64, int], None] | None = None
     n_states: int = 0
+    caches: Callable[[Config, Weights, Buffers], list[Buffers]] | None = None
     tables: Callable[[Config], dict[str, str]] = lambda config: {}
     features: Callable[[Config, Weights, Buffers], Program] | None = None
     outcome: Callable[[Config, Weights, Buffers], Row] | None = None
@@ -336,7 +346,7 @@ class Architecture:
         for name, buffer in self.all_buffers(config, weights, room).items():
             if buffer.is_own:
                 of_text = (*map(slice, buffer.shape),)
-                getattr(to, name)[of_text] = getattr(source, name)[of_text]
+                buffer.copy(getattr(to, name)[of_text], getattr(source, name)[of_text])
 
     def runners(
         self, config: Config, weights: Weights, buffers: Buffers, room: Room, common: Common, layers: tuple[int, ...]

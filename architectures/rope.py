@@ -1,6 +1,7 @@
 """Rotary position embedding (Su et al. 2021): the angles that a head's pairs turn by, position by position."""
 
 import math
+from collections.abc import Sequence
 from decimal import Decimal, localcontext
 
 import numpy as np
@@ -10,6 +11,7 @@ from ..machine.elementary import log
 from ..machine.vectors import Float32, Float64
 from .config import Config, RopeScaling, YarnScaling
 
+Node = tuple[int, int]  # of a tree: its token, and the index of its parent, or -1
 DIGITS = 40  # of a power, of which a float64 keeps 17: decimal arithmetic is the same on every machine, a C library's pow is not
 
 
@@ -77,3 +79,18 @@ def fill_query_tables(config: Config, query_cos: Float32, query_sin: Float32, co
     scales = [1 + config.query_scale * log(1.0 + position // config.query_span) for position in range(start, len(cos))]
     by_position = np.array(scales, np.float32)[:, None]
     query_cos[start:], query_sin[start:] = cos[start:] * by_position, sin[start:] * by_position
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """Of a tree's nodes behind a text, by the indexes of their parents, or -1."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(found[parent] + 1 if parent >= 0 else 1)
+    return found
+
+
+def lengths(tokens: list[int], nodes: list[Node], n_logits: int) -> list[int]:
+    """How long the texts are that the last n_logits of tokens and nodes end."""
+    n, n_of_nodes = len(tokens), min(n_logits, len(nodes))
+    behind = depths([parent for _, parent in nodes])[len(nodes) - n_of_nodes :]
+    return [*range(n - n_logits + n_of_nodes + 1, n + 1), *(n + depth for depth in behind)]

@@ -12,12 +12,13 @@ from ..architectures import Config, Weights, architecture_of
 from ..architectures.eagle3 import head_of, taps
 from ..architectures.mtp import TARGET_NORM
 from ..architectures.plan import Buffers
+from ..architectures.rope import Node
 from ..checks import n_common
 from ..kernels import MAX_TOKENS
 from ..machine.programs import Runner
 from ..machine.threads import available_threads
 from ..machine.vectors import Float32, Int64
-from ..transformer import KV, Node, Transformer
+from ..transformer import KV, Transformer
 from .translation import ByTargetIds
 
 

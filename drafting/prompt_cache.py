@@ -108,7 +108,10 @@ class PromptCache:
         n, room = n_common(held, tokens, len(tokens)), MOST_WAITING - 1 - self._queue.qsize()
         block_bytes = sum(math.prod(shape) * part.itemsize for shape, part in _parts(model, buffers, 0))
         paths = paths[: min(n, 7 * self._n_bytes // 8 // block_bytes * BLOCK) // BLOCK]  # one that is too long loses its end
-        blocks = [i for i, path in enumerate(paths) if not os.path.exists(path)][: max(room, 0)]
+        blocks = [i for i, path in enumerate(paths) if not os.path.exists(path)]
+        if blocks and blocks[0] * BLOCK < model.whole_from:  # one that nobody can write any more, and what is behind it
+            paths, blocks, is_read = paths[: blocks[0]], [], False
+        blocks = blocks[: max(room, 0)]
         lacking = [(paths[i], self._arrays(model, buffers, tokens, i, BLOCK)) for i in blocks]
         for end, snapshot in self._ends(model, paths, n, snapshots) if is_read else ():
             if len(lacking) < room:
@@ -121,7 +124,7 @@ class PromptCache:
     def _ends(model: Transformer, paths: Sequence[Path], n: int, snapshots: Snapshots) -> Iterator[tuple[int, Snapshot | None]]:
         """Where tails of a text of n tokens end, with the states there: the last one anew, it may be another text's."""
         if not model.has_state:
-            if len(paths) == n // BLOCK > 0:
+            if len(paths) == n // BLOCK > 0 and len(paths) * BLOCK >= model.whole_from:
                 yield n, None
             return
         last = snapshots.best(n)

@@ -3,6 +3,7 @@
 import math
 import mmap
 import os
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -13,9 +14,10 @@ from .cores import known
 from .parts import share
 from .programs import Floats1, Halves1, Pass, on_all_threads, operation
 from .threads import available_threads
-from .vectors import LANES, Float32, add, ceil_div, fma, load, load_bf16, load_fp16, reduce_add, splat
+from .vectors import LANES, Float32, add, ceil_div, fma, load, load_bf16, load_fp16, reduce_add, round_up, splat
 
 SMALL_PAGE_WORDS, LARGE_PAGE_WORDS = 4096 // 4, (1 << 21) // 4  # the least that systems have, and what most call huge
+GIVES_BACK = sys.platform.startswith("linux") and hasattr(mmap, "MADV_DONTNEED")  # elsewhere it means something else
 TOUCHED_AHEAD = 1 << 23  # words, so that each thread has large pages of its own
 
 
@@ -97,6 +99,39 @@ def lazy_zeros(dtype: type, *shape: int) -> npt.NDArray[Any]:
         with suppress(OSError):  # a kernel that has no huge pages
             buffer.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(buffer, dtype).reshape(shape)
+
+
+def give_back(runs: npt.NDArray[Any], first: int, last: int) -> None:
+    """Let the system have the memory of elements first to last of each row of a view (N, n) of `lazy_zeros`, in whole pages that
+    hold nothing behind them, nor of another row: they are zeros from there on. What is before them nobody needs any more either.
+    """
+    buffer: Any = runs
+    while isinstance(buffer, np.ndarray):
+        buffer = buffer.base
+    buffer = buffer.obj if isinstance(buffer, memoryview) else buffer
+    if not GIVES_BACK or not isinstance(buffer, mmap.mmap):
+        return
+    start = runs.ctypes.data - np.frombuffer(buffer, np.uint8).ctypes.data
+    for begin in range(start, start + runs.nbytes, runs.strides[0]):
+        at, end = (begin + n * runs.itemsize for n in (first, last))
+        at, end = max(round_up(begin, mmap.PAGESIZE), at // mmap.PAGESIZE * mmap.PAGESIZE), end // mmap.PAGESIZE * mmap.PAGESIZE
+        if at < end:
+            with suppress(OSError):  # memory that is locked
+                buffer.madvise(mmap.MADV_DONTNEED, at, end - at)
+
+
+def copy_differing(to: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
+    """to = source, but for pages that are equal already: zeros of `lazy_zeros` take no memory then. Of whole words of 8 bytes."""
+    n_axes, (a, b) = 0, (to, source)
+    while not (a.flags.c_contiguous and b.flags.c_contiguous):
+        n_axes, a, b = n_axes + 1, a[0], b[0]
+    for at in np.ndindex(to.shape[:n_axes]):
+        a, b = (array[at].reshape(-1).view(np.uint64) for array in (to, source))
+        whole = a.size // SMALL_PAGE_WORDS * SMALL_PAGE_WORDS
+        pages, others = (words[:whole].reshape(-1, SMALL_PAGE_WORDS) for words in (a, b))
+        differ = (pages != others).any(axis=1)
+        pages[differ] = others[differ]
+        a[whole:] = b[whole:]
 
 
 def physical_memory_bytes() -> float:
