@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ..kernels import MAX_TOKENS, KVCache, copy_rows
-from ..machine.memory import Block, aligned, copy_differing, lazy_zeros, physical_memory_bytes, zeros
+from ..machine.memory import Block, aligned, copy_written, lazy_zeros, physical_memory_bytes, zeros
 from ..machine.programs import Program, Row, Runner
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import Float32, Int64, round_up
@@ -223,7 +223,7 @@ class Buffer(NamedTuple):
     def copy(self, to: Any, source: Any) -> None:
         """Numbers of such an array to another one."""
         if self.whose == "cache":
-            copy_differing(to, source)
+            copy_written(to, source)
         else:
             to[...] = source
 

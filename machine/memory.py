@@ -18,6 +18,7 @@ from .vectors import LANES, Float32, add, ceil_div, fma, load, load_bf16, load_f
 
 SMALL_PAGE_WORDS, LARGE_PAGE_WORDS = 4096 // 4, (1 << 21) // 4  # the least that systems have, and what most call huge
 GIVES_BACK = sys.platform.startswith("linux") and hasattr(mmap, "MADV_DONTNEED")  # elsewhere it means something else
+PAGE_WORDS = 4096 // 8  # of 8 bytes
 TOUCHED_AHEAD = 1 << 23  # words, so that each thread has large pages of its own
 
 
@@ -120,18 +121,26 @@ def give_back(runs: npt.NDArray[Any], first: int, last: int) -> None:
                 buffer.madvise(mmap.MADV_DONTNEED, at, end - at)
 
 
-def copy_differing(to: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
-    """to = source, but for pages that are equal already: zeros of `lazy_zeros` take no memory then. Of whole words of 8 bytes."""
+def copy_written(to: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
+    """to = source, arrays of whole words of 8 bytes; what is zeros in both is not written: pages of `lazy_zeros` that nobody has
+    written, or that were given back, take no memory of the copy's either.
+    """
     n_axes, (a, b) = 0, (to, source)
     while not (a.flags.c_contiguous and b.flags.c_contiguous):
         n_axes, a, b = n_axes + 1, a[0], b[0]
     for at in np.ndindex(to.shape[:n_axes]):
         a, b = (array[at].reshape(-1).view(np.uint64) for array in (to, source))
-        whole = a.size // SMALL_PAGE_WORDS * SMALL_PAGE_WORDS
-        pages, others = (words[:whole].reshape(-1, SMALL_PAGE_WORDS) for words in (a, b))
-        differ = (pages != others).any(axis=1)
-        pages[differ] = others[differ]
-        a[whole:] = b[whole:]
+        n = a.size // PAGE_WORDS * PAGE_WORDS
+        pages, others = (words[:n].reshape(-1, PAGE_WORDS) for words in (a, b))
+        are_empty = others[:, 0] == 0
+        are_empty[are_empty] = ~others[are_empty].any(axis=1)
+        a[n:] = b[n:]
+        if not are_empty.any():
+            pages[...] = others
+            continue
+        pages[~are_empty] = others[~are_empty]
+        empty = np.flatnonzero(are_empty)
+        pages[empty[pages[empty].any(axis=1)]] = 0
 
 
 def physical_memory_bytes() -> float:

@@ -14,7 +14,7 @@ import pytest
 from specdec.architectures import Config, architecture_of, windows
 from specdec.architectures.windows import Windows
 from specdec.kernels import MAX_TOKENS
-from specdec.machine.memory import GIVES_BACK, copy_differing, give_back, lazy_zeros
+from specdec.machine.memory import GIVES_BACK, copy_written, give_back, lazy_zeros
 from specdec.transformer import KV, Transformer
 from tests.architectures.test_architectures import FAMILIES, random_tensors
 from tests.models import THREADS, broken_off, run_in_blocks, tokens_for
@@ -226,11 +226,11 @@ def test_pages_that_hold_anything_else_stay() -> None:
     give_back(array, 2100, 3200)
     assert (array[:, 3200:] == 1).all() and (array[:, :1024] == 1).all() and (array == 0).any(axis=1).all()
     other = lazy_zeros(np.float32, 3, 9000)
-    copy_differing(other[:, :5000], array)
+    copy_written(other[:, :5000], array)
     np.testing.assert_array_equal(other[:, :5000], array)
     array[1, 7] = -0.0
     other[0, 4999] = np.nan
-    copy_differing(other[:, :5000], array)
+    copy_written(other[:, :5000], array)
     np.testing.assert_array_equal(other[:, :5000].view(np.uint32), array.view(np.uint32))
 
 

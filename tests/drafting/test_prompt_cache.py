@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specdec.architectures import architecture_of
+from specdec.architectures import architecture_of, windows
 from specdec.architectures.plan import Table
 from specdec.drafting import prompt_cache
 from specdec.drafting.prompt_cache import BLOCK, ENDING, TAIL, PromptCache
@@ -86,6 +86,27 @@ def test_a_prompt_that_is_restored_goes_on_with_the_same_bits(folder, name, kv):
             assert n - BLOCK < restored <= n
         assert later.n_held == restored
         np.testing.assert_array_equal(later.forward(new, 3), plain.forward(new, 3))
+
+
+@pytest.mark.parametrize("ends", [(700,), (150, 700), (*range(100, 701, 100),)], ids=["once", "twice", "often"])
+def test_what_windows_have_given_back_is_never_written(folder, monkeypatch, ends):
+    for name, number in (("MOST_BYTES", 0), ("LEAST", 128), ("STEP", 64)):
+        monkeypatch.setattr(windows, name, number)
+    model = model_of("gemma3")
+    tokens, files = tokens_for(model.config, 700), folder()
+    for end in ends:
+        model.forward(tokens[:end], 0)
+        files.keep(model, tokens[:end])
+        files.flush()
+    assert model.whole_from > (3 * BLOCK if windows.GIVES_BACK else -1)
+    later = model_of("gemma3")
+    monkeypatch.setattr(windows, "MOST_BYTES", 1 << 40)
+    plain = model_of("gemma3")
+    restored = folder().restore(later, [*tokens, 5])
+    if windows.GIVES_BACK:
+        assert restored == {1: 0, 2: 150, 7: 700}[len(ends)]
+    for n in (701, 690, 300, 701):
+        np.testing.assert_array_equal(later.forward([*tokens, 5][:n], 3), plain.forward([*tokens, 5][:n], 3))
 
 
 def test_what_is_not_the_same_is_not_taken(folder):
