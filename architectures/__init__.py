@@ -1,6 +1,8 @@
 """Architectures, a room each: a family's tensors, matrices, and the program of its pass."""
 
+from .assistant import GEMMA4_ASSISTANT
 from .config import (
+    ASSISTANT,
     Config,
     ConvConfig,
     DeltaConfig,
@@ -17,7 +19,7 @@ from .llama import LLAMA, WITH_STATES
 from .mtp import MTP
 from .plan import Architecture, Buffers, Room, Weights
 
-ARCHITECTURES = {"llama": LLAMA, "gpt2": GPT2, "eagle3": EAGLE3, "mtp": MTP}
+ARCHITECTURES = {"llama": LLAMA, "gpt2": GPT2, "eagle3": EAGLE3, "mtp": MTP, ASSISTANT: GEMMA4_ASSISTANT}
 
 
 def architecture_of(config: Config) -> Architecture:

@@ -10,7 +10,7 @@ from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS, TILE_TOKENS
 from ..machine.vectors import Float32, ceil_div, round_up
 from ..weights.matrix import Matrix
-from .config import Config
+from .config import OF_TARGET, Config
 from .plan import PIECE, Buffer, Buffers, Part, Room, Vector, Weights
 
 Shapes = dict[str, tuple[int, ...]]
@@ -127,7 +127,7 @@ def by_layer(config: Config, weights: Weights, b: Buffers) -> list[Buffers]:
         for i in layers:
             own[i] |= {name: getattr(b, name + end) for name in TURNING if hasattr(b, name)}
     for i in range(config.n_layers):
-        if (source := config.of_layer(i).kv_layer) is not None:
+        if (source := config.of_layer(i).kv_layer) is not None and source != OF_TARGET:
             own[i] |= {name: own[source][name] for name in CACHED}
     return [Buffers(**vars(b) | each) for each in own]
 

@@ -10,7 +10,8 @@ import numpy as np
 
 MOST_TAPS = 16  # of a convolution
 LEAST_SCALE = 1e-6  # and its inverse the most: squares of scales, too, are numbers in float32
-HEADS = ("eagle3", "mtp")  # architectures that draft from a target's hidden states
+ASSISTANT, OF_TARGET = "gemma4_assistant", -1  # a head of layers whose keys and values are its target's, and their kv_layer
+HEADS = ("eagle3", "mtp", ASSISTANT)  # architectures that draft from a target's hidden states
 N_HIDDEN = 3  # of a target's hidden states make a feature where a head's file does not tell which: low, middle and high
 
 
@@ -270,13 +271,13 @@ class Config:
     head, or the "whole" of a token's; embedding_scale: what embeddings are multiplied by, residual_scale: what layers add to the
     residual stream, attention_scale: scores (0 stands for 1 / sqrt(head_dim)), logit_divisor: what divides logits;
     is_turned: whether RoPE turns queries and keys; values_are_keys: whether values are what keys are before they are normed and
-    turned; kv_layer: an earlier layer, whose keys and values a layer takes instead of its own; layers: what each layer has of its
-    own, nothing where all are alike (`of_layer`); conv, delta: the layers that are none of attention; attention_gate: whether
-    what attention mixes is gated; head: what else a head that drafts needs, of whose target vocab_size counts the tokens;
-    experts: of layers whose MLP is a mixture; sinks: whether each head has a score that is no position's; norms: where they
-    stand, of what a block takes, of what it makes, or of both; activation: what gates an MLP; value_norm: whether values are
-    normed, head by head, by no weights; layer_scale: whether a layer ends by a factor of the residual stream; inputs: what layers
-    take of a token beside; logit_cap: what tanh keeps logits below, in the end (0: does not).
+    turned; kv_layer: an earlier layer, whose keys and values a layer takes instead of its own, or OF_TARGET; layers: what each
+    layer has of its own, nothing where all are alike (`of_layer`); conv, delta: the layers that are none of attention;
+    attention_gate: whether what attention mixes is gated; head: what else a head that drafts needs, of whose target vocab_size
+    counts the tokens; experts: of layers whose MLP is a mixture; sinks: whether each head has a score that is no position's;
+    norms: where they stand, of what a block takes, of what it makes, or of both; activation: what gates an MLP; value_norm:
+    whether values are normed, head by head, by no weights; layer_scale: whether a layer ends by a factor of the residual
+    stream; inputs: what layers take of a token beside; logit_cap: what tanh keeps logits below, in the end (0: does not).
     """
 
     dim: int
@@ -391,7 +392,7 @@ class Config:
             return f"inputs' {flaw}"
         if not (self.logit_cap == 0 or LEAST_SCALE <= self.logit_cap <= 1 / LEAST_SCALE):
             return f"logit_cap is {self.logit_cap}; expected {LEAST_SCALE:g} to {1 / LEAST_SCALE:g}, or 0"
-        if (self.inputs or self.layer_scale) and (self.norms != "around" or self.architecture != "llama"):
+        if (self.inputs or self.layer_scale) and (self.norms != "around" or self.architecture not in ("llama", ASSISTANT)):
             return f"norms stand {self.norms} blocks; expected around them where layers have inputs or a factor"
         if self.experts and self.experts.is_beside != (self.norms == "around"):
             return f"norms stand {self.norms} blocks; expected around them where experts are beside an MLP, and nowhere else"
@@ -411,6 +412,10 @@ class Config:
                 return f"layer {i}'s {flaw}"
             sound.add(own)
             alike = replace(own, kv_layer=None, hidden_dim=None)
+            if self.architecture == ASSISTANT:
+                if own.kv_layer != OF_TARGET:
+                    return f"layer {i}'s kv_layer is {own.kv_layer}; expected {OF_TARGET}, one of its target's"
+                continue
             if (j := own.kv_layer) is not None and not (0 <= j < i and alike == replace(self.layers[j], hidden_dim=None)):
                 return f"layer {i}'s kv_layer is {j}; expected an earlier one that is like it, with keys and values of its own"
         return ""

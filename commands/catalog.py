@@ -14,7 +14,7 @@ from ..drafting.team import MTP
 from ..readers import CheckpointError, hub, load_checkpoint
 from ..readers.files import model_folders, models_in
 from ..readers.heads import misfit
-from ..readers.mtp import head_of
+from ..readers.own_heads import has_own_head
 from ..text.vocabulary import MOST_PADDING
 
 MOST_OF_A_TARGET = 0.5  # of its parameters, that a model has which is worth drafting with
@@ -143,10 +143,8 @@ def _entry(name: str, path: Path) -> Entry:
     except CheckpointError as error:
         return Entry(name, path, n_bytes, flaw=str(error))
     words = dict(enumerate(checkpoint.vocabulary.get("tokens", ()))) if checkpoint.vocabulary else _words(path)
-    has_head = False
-    with suppress(CheckpointError):
-        has_head = head_of(checkpoint) is not None
-    return Entry(name, path, n_bytes, checkpoint.config, words, family=checkpoint.family, has_head=has_head)
+    family, has_head = checkpoint.family, has_own_head(checkpoint)
+    return Entry(name, path, n_bytes, checkpoint.config, words, family=family, has_head=has_head)
 
 
 def _words(path: Path) -> dict[int, str]:

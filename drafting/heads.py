@@ -75,7 +75,7 @@ class Head(Transformer):
             target.hidden_layers = head.layers
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (*self._own, self.target, self.target_ids, self._most_threads, self._n_positions, self.kv)
+        return _rebuilt, (type(self), *self._own, self.target, self.target_ids, self._most_threads, self._n_positions, self.kv)
 
     @property
     def n_shared(self) -> int:
@@ -88,7 +88,7 @@ class Head(Transformer):
     def of(self, target: Transformer, n_positions: int | None = None) -> "Head":
         """The same head on a seat of its target."""
         n_positions = self._n_positions if n_positions is None else n_positions
-        head = Head(*self._own, target, self.target_ids, self._most_threads, n_positions, self.kv)
+        head = type(self)(*self._own, target, self.target_ids, self._most_threads, n_positions, self.kv)
         head.n_threads = self.n_threads
         return head
 
@@ -190,7 +190,7 @@ def _misfit(config: Config, target: Config) -> str:
 
 
 def _rebuilt(
-    config: Config, weights: Weights, target: Transformer, target_ids: Int64 | None, n_threads: int, *others: Any
+    kind: type[Head], config: Config, weights: Weights, target: Transformer, ids: Int64 | None, n_threads: int, *others: Any
 ) -> Head:
     """A head from its pickled parts, maybe on a machine of fewer cores."""
-    return Head(config, weights, target, target_ids, min(n_threads, available_threads()), *others)
+    return kind(config, weights, target, ids, min(n_threads, available_threads()), *others)

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from subprocess import Popen
 from typing import Any, Literal, TypeVar, cast
 
-from ..architectures import Config, Weights
+from ..architectures import ASSISTANT, Config, Weights
 from ..checks import ids, is_list, known, short, strings, text, whole
 from ..decoding import Job
-from ..readers import Checkpoint, CheckpointError, mtp
+from ..readers import Checkpoint, CheckpointError
 from ..readers.heads import check_fit
 from ..readers.loading import TARGET_SHARE, Loader, check_memory, opened, room_beside
+from ..readers.own_heads import own_head
 from ..sampling import Sampler, Sampling
 from ..text.finding import tokenizer_of, vocabulary_with
 from ..text.shapes import check_shape
@@ -24,6 +25,7 @@ from ..transformer import Transformer
 from ..weights import BF16, FP16, FP32, PACKED_BF16
 from ..weights.matrix import converted
 from .ahead import compile_passes
+from .assistant import Assistant
 from .copies import Kinds, copy_of, kinds_to_make
 from .estimates import MARGIN_RATES, ODDS_RATES
 from .heads import Head
@@ -34,7 +36,7 @@ from .settings import AUTO
 from .translation import Translated
 
 SELF = "self"  # as a draft: a copy of the target in fewer bits
-MTP = "mtp"  # as a draft: the head in the target's own file
+MTP = "mtp"  # as a draft: the head in the target's own file, or beside it
 HEAD = "head"  # what a draft that is one is called among models
 NGRAM: Literal["ngram"] = "ngram"  # as a draft: what followed in the text before
 KINDS_OF_FLOATS = (FP32, FP16, BF16, PACKED_BF16)
@@ -128,17 +130,18 @@ class Finder:
         return Origin(Translated(model, vocabulary.target_ids, rows) if vocabulary.target_ids else model, vocabulary)
 
     def _own_head(self, is_asked: bool) -> Checkpoint | None:
-        """The head in the target's file. Raises ValueError and CheckpointError where it is asked for and there is none."""
+        """The head in the target's file or beside it. Raises ValueError and CheckpointError where it is asked for in vain."""
         if self.source is None:
             if is_asked:
                 raise ValueError(f'the draft "{MTP}" is a head in the target\'s file; name the target by its file')
             return None
         if is_asked:
-            if not (head := mtp.head_of(self.source)):
-                raise CheckpointError(f"{self.source.path} brings no head along ({MTP}); expected a Qwen3.5 with one")
+            if not (head := own_head(self.source)):
+                expected = "expected a Qwen3.5 with one, or a Gemma 4 beside its assistant"
+                raise CheckpointError(f"{self.source.path} brings no head along ({MTP}); {expected}")
             return head
         with suppress(CheckpointError):
-            return mtp.head_of(self.source)
+            return own_head(self.source)
         return None
 
     def _head(self, source: Checkpoint) -> Head:
@@ -148,7 +151,8 @@ class Finder:
         if config.architecture == MTP:
             config, weights = self._with_a_copy_of_the_classifier(config, weights)
         loader, n_positions = self.loader, self.target.n_positions
-        head = Head(config, weights, self.target, source.target_ids, loader.n_threads, n_positions, loader.kv)
+        kind = Assistant if config.architecture == ASSISTANT else Head
+        head = kind(config, weights, self.target, source.target_ids, loader.n_threads, n_positions, loader.kv)
         return self._with_room(head, weights.n_bytes)  # without those that it borrows
 
     def _with_a_copy_of_the_classifier(self, config: Config, weights: Weights) -> tuple[Config, Weights]:

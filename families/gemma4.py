@@ -31,6 +31,7 @@ DEFAULTS: dict[str, Any] = {
     "num_global_key_value_heads": None, "per_layer_config": None,
 }  # fmt: skip
 CAP, BY_LAYER, OF_HEADS = "final_logit_softcapping", "per_layer_config", ("head_dim", "num_key_value_heads")
+DOES = (CAP, BY_LAYER)
 SHARED_LAYERS, INPUTS = "attention.shared_kv_layers", "embedding_length_per_layer_input"
 HARMLESS = re.compile(folders.HARMLESS.pattern + r"|(model\.)?(audio_tower|embed_vision|embed_audio)\..*")
 ROPE: dict[str, dict[str, Any]] = {
@@ -116,14 +117,14 @@ def config(values: Values) -> Config:
     if not layers:
         raise values.refusal("num_kv_shared_layers", "so few that a layer of each type has keys and values of its own")
     return Config(
-        **sizes, **BLOCKS, rope_theta=theta, layers=layers, inputs=_inputs(values), embedding_scale=_embedding_scale(dim),
+        **sizes, **BLOCKS, rope_theta=theta, layers=layers, inputs=_inputs(values), embedding_scale=embedding_scale(dim),
         window=values.whole("sliding_window") if len(full) < n_layers else 0,
         experts=folders.experts(values, "moe_intermediate_size", is_beside=True) if values.flag("enable_moe_block") else None,
         logit_cap=0.0 if values[CAP] is None else values.real(CAP, LEAST_SCALE, 1 / LEAST_SCALE),
     )  # fmt: skip
 
 
-def _embedding_scale(dim: int) -> float:
+def embedding_scale(dim: int) -> float:
     return float(np.sqrt(np.float32(dim)))
 
 
@@ -220,7 +221,7 @@ def gguf_config(k: Keys) -> Config:
     sizes["rope_theta"] = k.real("rope.freq_base_swa", 1, MAX_THETA, ROPE[SLIDING]["rope_theta"])
     return Config(
         **sizes, **BLOCKS | {"layer_scale": "blk.0.layer_output_scale.weight" in k.tensors}, layers=tuple(layers),
-        window=k.whole(ggufs.WINDOW), embedding_scale=_embedding_scale(dim),
+        window=k.whole(ggufs.WINDOW), embedding_scale=embedding_scale(dim),
         inputs=InputsConfig(n_inputs, k.tensors.shape("per_layer_token_embd.weight")[0]) if n_inputs else None,
         logit_cap=k.real(CAP, 0, 1 / LEAST_SCALE, 0.0),
     )  # fmt: skip
@@ -248,7 +249,7 @@ def gguf_unused(config: Config) -> Iterator[str]:
 FAMILY = Family(
     (
         InFolder(
-            "gemma4_text", DEFAULTS, config, PLACES, harmless=HARMLESS, does=(CAP, BY_LAYER, "num_experts"),
+            "gemma4_text", DEFAULTS, config, PLACES, harmless=HARMLESS, does=(*DOES, "num_experts"),
             aliases={"top_k_experts": "num_experts_per_tok"}, beside={"gemma4": True}, unused=unused,
         ),
     ),

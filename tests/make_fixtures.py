@@ -441,7 +441,12 @@ def auto(config):
 def random_model(config, dtype, seed):
     """Norms near one, biases and matrices of a size that makes attention choose and logits differ."""
     torch.manual_seed(seed)
-    model = auto(config).from_config(config, dtype=torch.float32)
+    return randomized(auto(config).from_config(config, dtype=torch.float32)).to(dtype).eval()
+
+
+def randomized(model):
+    """The same model of other numbers, as `random_model` says."""
+    config = model.config
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
@@ -458,7 +463,7 @@ def random_model(config, dtype, seed):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
             if name.endswith("layer_scalar"):
                 buffer.copy_(1 + 0.2 * torch.randn_like(buffer))
-    return model.to(dtype).eval()
+    return model
 
 
 class Mtp(torch.nn.Module):

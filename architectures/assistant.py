@@ -1,0 +1,165 @@
+"""Gemma 4's own draft (Gemma Team 2026): a few layers that attend to their target's keys and values; tensors, matrices, and pass.
+
+A token is guessed of the last token's embedding, the target's, and of what the target's last norm makes of the token before it.
+Behind a guess the assistant's own output takes the place of that. Layers make queries alone, at the last token's position for all
+guesses behind it, and see what the target has cached, which ends in front of that token. It holds nothing of a text.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..kernels import MAX_TOKENS, copy_rows, scale_rows
+from ..machine.tiles import STRIP_ROWS
+from ..machine.vectors import round_up
+from ..weights.matrix import Matrix
+from . import llama
+from .blocks import CACHED, TURNING, by_layer, norm
+from .config import Config, HeadConfig
+from .plan import Architecture, Buffer, Buffers, Layers, Part, Room, Vector, Weights
+
+PRE, POST, CENTROIDS = "pre", "post", "centroids"
+
+
+@dataclass(frozen=True)
+class AssistantConfig(HeadConfig):
+    """What an assistant needs beside a model's numbers.
+
+    n_centroids: into so many parts of the same size its vocabulary is cut, in the order in which its classifier lies; it says
+    those tokens alone that lie in the n_chosen parts whose centroids are nearest. 0: it says all.
+    """
+
+    n_centroids: int = 0
+    n_chosen: int = 0
+
+    @property
+    def n_states(self) -> int:
+        return 1
+
+    @property
+    def n_said(self) -> int:
+        """How many tokens have logits in a pass."""
+        return self.n_rows // self.n_centroids * self.n_chosen if self.n_centroids else self.n_rows
+
+    def layers_of(self, n_layers: int) -> tuple[int, ...]:
+        """Behind the target's last norm."""
+        return (n_layers + 1,)
+
+    def flaw(self, dim: int, vocab_size: int) -> str:
+        if self.target_dim <= 0:
+            return f"target_dim is {self.target_dim}; expected a positive number"
+        if self.n_rows != vocab_size:
+            return f"n_rows is {self.n_rows}; expected vocab_size, {vocab_size}"
+        if self.n_centroids < 0 or (self.n_centroids and self.n_rows % (self.n_centroids * STRIP_ROWS)):
+            return f"n_centroids is {self.n_centroids}; expected as many parts of a multiple of {STRIP_ROWS} tokens"
+        if not min(self.n_centroids, 1) <= self.n_chosen <= self.n_centroids:
+            return f"n_chosen is {self.n_chosen}; expected 1 to n_centroids, {self.n_centroids}"
+        return ""
+
+
+def assistant_of(config: Config) -> AssistantConfig:
+    """What an assistant needs beside a model's numbers, which `Config.flaw` has asked for."""
+    assert isinstance(config.head, AssistantConfig)
+    return config.head
+
+
+def sources(config: Config, target: Config) -> list[int]:
+    """Of each layer the target's whose keys and values it takes: the last one of its type, with a window or without, that makes
+    some. Raises ValueError, in words, where there is none or heads differ.
+    """
+    last = {bool(target.of_layer(i).window): i for i in range(target.n_layers) if target.of_layer(i).has_cache}
+    found = []
+    for i in range(config.n_layers):
+        own = config.of_layer(i)
+        name = "a window" if own.window else "the whole text in sight"
+        if bool(own.window) not in last:
+            raise ValueError(f"it takes the keys and values of a layer with {name}; the target has none")
+        theirs = target.of_layer(last[bool(own.window)])
+        if (sizes := (own.n_kv_heads, own.head_dim)) != (of_target := (theirs.n_kv_heads, theirs.head_dim)):
+            raise ValueError(
+                f"it takes keys of {sizes[0]} x {sizes[1]} numbers where layers have {name}; the target's are "
+                f"{of_target[0]} x {of_target[1]}"
+            )
+        found.append(last[bool(own.window)])
+    return found
+
+
+def taken(config: Config, target: Config, weights: Weights, b: Buffers) -> list[dict[str, Any]]:
+    """Of each layer the arrays of the target's buffers that are its cache."""
+    of_target = by_layer(target, weights, b)
+    return [{name: getattr(of_target[source], name) for name in CACHED} for source in sources(config, target)]
+
+
+def shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Llama's, what makes x of an embedding and a state, what makes a state of x, and the centroids."""
+    head, dim = assistant_of(config), config.dim
+    centroids = {CENTROIDS: (head.n_centroids, dim)} if head.n_centroids else {}
+    return llama.shapes(config) | {PRE: (dim, 2 * head.target_dim), POST: (head.target_dim, dim)} | centroids
+
+
+def parts(config: Config) -> dict[str, Part]:
+    """Llama's, but for the embedding, which is the target's, and those of `shapes`."""
+    head, tensors = assistant_of(config), shapes(config)
+    matrices = {name: part for name, part in llama.parts(config).items() if name != "embedding"}
+    own = {name: tensors[name] for name in (PRE, POST, CENTROIDS) if name in tensors}
+    matrices |= {name: Part(((name, None),), (rows,), n) for name, (rows, n) in own.items()}
+    if head.own_embedding:  # on a target
+        matrices["embedding"] = Part((("embedding", None),), (config.vocab_size,), head.target_dim)
+    return matrices
+
+
+def vectors(config: Config) -> dict[str, Vector]:
+    return llama.vectors(config)
+
+
+def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
+    """Llama's, without a cache, for a position more; embedded (1, T, H padded): the last token; pairs (1, T, 2 H and more): that
+    and the state, one behind the other; outputs (T, H padded): the next state; nearness (T, C padded): of centroids.
+    """
+    head = assistant_of(config)
+    width = round_up(head.target_dim, STRIP_ROWS)
+    return llama.buffers(config, weights, room._replace(n_positions=room.n_positions + STRIP_ROWS)) | {
+        "embedded": Buffer((1, MAX_TOKENS, width), whose="token"),
+        "pairs": Buffer((1, MAX_TOKENS, round_up(head.target_dim + width, STRIP_ROWS)), whose="token"),
+        "outputs": Buffer((MAX_TOKENS, width), whose="token"),
+        "nearness": Buffer((MAX_TOKENS, round_up(max(head.n_centroids, 1), STRIP_ROWS)), whose="token"),
+    }
+
+
+def program(config: Config, weights: Weights, b: Buffers) -> Layers:
+    """x = pre concat(embedding, state), layers, post rmsnorm(x), and logits where no centroids choose them (`says`).
+
+    It runs at the last slot that the target has filled, whose successor's position heads are turned by. taken: see `taken`.
+    """
+    head, w = assistant_of(config), weights.matrices
+    tables = {name: table[1:] for name, table in vars(b).items() if name.startswith(TURNING)}
+    own = by_layer(config, weights, Buffers(**vars(b) | tables))
+    layers = [
+        [
+            phase
+            for block in llama.blocks_of(config, i)
+            for phase in block.program(config.of_layer(i), weights, Buffers(**vars(each) | b.taken[i]), i)
+        ]
+        for i, each in enumerate(own)
+    ]
+    embedding = w["embedding"].embedding(b.embedded[0], b.tokens)
+    output = [norm(config, weights, b, "rms_final"), w[POST].product(b.outputs, b.normed, b.scratch)]
+    if head.n_centroids:
+        output.append(w[CENTROIDS].product(b.nearness, b.normed, b.scratch))
+    return Layers(
+        [
+            [embedding, scale_rows(b.embedded[0], config.embedding_scale, head.target_dim)],
+            [copy_rows(b.pairs[0], b.embedded, 0, 0, head.target_dim, False)],
+            [w[PRE].product(b.x[0], b.pairs, b.scratch)],
+        ],
+        layers,
+        [output] if head.n_centroids else [output, *llama.classify(config, weights, b)],
+    )
+
+
+def says(config: Config, weights: Weights, b: Buffers, classifier: Matrix) -> Layers:
+    """Logits by those rows of the classifier that centroids chose, of the x that `program` leaves."""
+    chosen = replace(weights, matrices=weights.matrices | {"classifier": classifier})
+    return Layers([], [], llama.classify(config, chosen, b))
+
+
+GEMMA4_ASSISTANT = Architecture(shapes, parts, vectors, buffers, program, llama.fill)

@@ -1,0 +1,24 @@
+"""The head that a model brings along: in its own files, or, of a Gemma 4, its assistant beside them. Knows no format."""
+
+from contextlib import suppress
+
+from ..families.values import CheckpointError
+from . import assistant, mtp
+from .heads import check_fit
+from .model_file import Checkpoint
+
+
+def own_head(target: Checkpoint) -> Checkpoint | None:
+    """None where there is none. Raises CheckpointError for one that is damaged, not done here, or of another target."""
+    if head := mtp.head_of(target):
+        return head
+    if head := assistant.beside(target.path):
+        check_fit(head, target.config)
+    return head
+
+
+def has_own_head(target: Checkpoint) -> bool:
+    """Whether there is one that can be read."""
+    with suppress(CheckpointError):
+        return own_head(target) is not None
+    return False
