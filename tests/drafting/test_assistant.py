@@ -34,6 +34,7 @@ NAMES = ("plain", "ordered")
 TOLD = dict(np.load(PLACE / "expected.npz"))
 TOKENS = TOLD["tokens"].tolist()
 N_POSITIONS = 500
+OF_FIVE = {"use_ordered_embeddings": True, "num_centroids": 5, "centroid_intermediate_top_k": 2}
 
 
 def target_of(n_threads: int = 1, kv: Any = "f32") -> Transformer:
@@ -180,7 +181,7 @@ def test_one_of_another_target_is_told_before_its_weights_are_read(
         ({}, {"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2; expected 4"),
         ({}, {"hidden_size_per_layer_input": 7}, "hidden_size_per_layer_input is 7; expected 0"),
         ({}, {"enable_moe_block": True}, "enable_moe_block is true"),
-        ({"use_ordered_embeddings": True, "num_centroids": 5}, {}, "n_centroids is 5; expected as many parts of a multiple of"),
+        (OF_FIVE, {}, "n_centroids is 5; expected as many parts of a multiple of"),
         (
             {"use_ordered_embeddings": True, "num_centroids": 6, "centroid_intermediate_top_k": 7}, {},
             "centroid_intermediate_top_k is 7; expected a whole number from 1 to 6",
