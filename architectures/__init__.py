@@ -31,6 +31,6 @@ def architecture_of(config: Config) -> Architecture:
 
 
 __all__ = [
-    "ARCHITECTURES", "Architecture", "Buffers", "Config", "ConvConfig", "DeltaConfig", "ExpertsConfig", "HeadConfig",
+    "ARCHITECTURES", "ASSISTANT", "Architecture", "Buffers", "Config", "ConvConfig", "DeltaConfig", "ExpertsConfig", "HeadConfig",
     "InputsConfig", "LayerConfig", "Room", "RopeScaling", "Weights", "YarnScaling", "architecture_of",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ import numpy as np
 from ..architectures import Config, Weights
 from ..architectures.assistant import assistant_of, says, taken
 from ..architectures.plan import Buffers
+from ..checks import n_common
 from ..machine.memory import aligned
 from ..machine.programs import Runner
 from ..machine.tiles import STRIP_ROWS
@@ -35,9 +36,9 @@ class Assistant(Head):
         n_positions: int | None = None,
         kv: KV = "auto",
     ) -> None:
-        self._caches: list[dict[str, Any]] = []  # of each layer the target's arrays, over which the programs are
-        self._ran: tuple[int, list[int]] | None = None  # where the guesses of the last pass begin, and the text up to its token
-        self._chosen: tuple[Any, Runner] | None = None  # strips of the classifier that centroids chose, and what multiplies them
+        self._of_target: Buffers  # over which the programs are
+        self._chosen: tuple[Any, Runner] | None  # strips of the classifier that centroids chose, and what multiplies them
+        self._ran: tuple[int, list[int]] | None  # where the guesses of the last pass begin, and the text up to its token
         super().__init__(config, weights, target, target_ids, n_threads, n_positions, target.kv)
 
     def drafts_for(self, tokens: list[int]) -> bool:
@@ -53,28 +54,31 @@ class Assistant(Head):
         """Logits at the last of the tokens; of a text that the target holds, each by the state of the token before."""
         self._turn.n_passes += 1
         logits = self._by_target.room(n_logits)
-        with self.target.lock:
-            n_held = len(self._states(tokens, 0))
-            for row, at in enumerate(range(len(tokens) - n_logits, len(tokens))):
-                self._guess(tokens, at, min(at, n_held))
-                self._say(logits[row])
+        if n_logits:
+            self.target.look(lambda buffers, held, snapshots: self._guess_all(logits, tokens, buffers, held))
         return logits
 
-    def _guess(self, tokens: list[int], at: int, first: int) -> None:
-        """Run the token at that place of a text; guesses begin behind the token at `first`."""
-        if first == 0:
-            raise ValueError(f"the target holds no hidden states of the text; {at} of {at} tokens would be guesses")
-        self._follow_target()
-        goes_on = at > first and self._ran == (first, tokens[:at])
-        for place in range(at if goes_on else first, at + 1):
-            self._run_token(tokens, place, first)
+    def _guess_all(self, logits: Float32, tokens: list[int], of_target: Buffers, held: list[int]) -> None:
+        """Fill the logits, with the target's buffers to itself, which hold those tokens."""
+        if of_target is not self._of_target:
+            self._build_over(of_target)
+        n_held = n_common(held, tokens, len(tokens)) if self.target.hidden_layers == self._taken else 0
+        for at, row in enumerate(logits, len(tokens) - len(logits)):
+            first = min(at, n_held)
+            if first == 0:
+                raise ValueError(f"the target holds no hidden states of the text; {at} of {at} tokens would be guesses")
+            goes_on = at > first and self._ran == (first, tokens[:at])
+            for place in range(at if goes_on else first, at + 1):
+                self._run_token(tokens, place, first)
+            self._say(row)
 
     def _run_token(self, tokens: list[int], at: int, first: int) -> None:
+        """A pass over the token at that place of a text, where guesses begin behind the token at `first`."""
         b, width = self._buffers, self.target.config.dim
-        state = b.outputs[0] if at > first else self.target.hidden(tokens, first - 1)[0]
-        self._ran = None
-        b.pairs[0, 0, width : 2 * width] = state[:width]
+        state = b.outputs[0, :width] if at > first else self._of_target.hidden_states[first - 1]
+        b.pairs[0, 0, width : 2 * width] = state
         b.tokens[:1] = self._checked("tokens", tokens[at : at + 1])
+        self._ran = None
         self._runner(1, first - 1, 1, self._n_threads)
         self._ran = first, tokens[: at + 1]
 
@@ -94,31 +98,23 @@ class Assistant(Head):
         ids = self.target_ids.reshape(head.n_centroids, -1)[nearest].ravel()
         logits[ids] = self._buffers.logits[0, : len(ids)]
 
-    def _follow_target(self) -> None:
-        """Programs over the buffers that the target has now."""
-        caches = self._caches_of_target()
-        if any(own[name] is not now[name] for own, now in zip(self._caches, caches, strict=True) for name in own):
-            self._build(0, ())
-
-    def _caches_of_target(self) -> list[dict[str, Any]]:
-        target = self.target
-        return target.look(lambda buffers, held, snapshots: taken(self._config, target.config, target.weights, buffers))
-
     def _build(self, capacity: int, layers: tuple[int, ...]) -> None:
-        """Buffers for as many slots as the target has, and the programs over them and its caches."""
-        caches = self._caches_of_target()
+        self.target.look(lambda buffers, held, snapshots: self._build_over(buffers))
+
+    def _build_over(self, of_target: Buffers) -> None:
+        """Buffers for as many slots as the target's have, and the programs over both."""
         config, weights, architecture, common = self._config, self._weights, self._architecture, self._turn.common
-        capacity = max(caches[0]["values"].shape[2], capacity)
-        room = self._room(capacity, 0)
+        caches = taken(config, self.target.config, self.target.weights, of_target)
+        room = self._room(caches[0]["values"].shape[2], 0)
         buffers = architecture.new_buffers(config, weights, room, None, common)
-        if capacity > common.n_positions:
+        if room.n_positions > common.n_positions:
             architecture.fill(config, buffers, common.n_positions)
             common = architecture.common(config, weights, room, buffers)
-        program = architecture.program(config, weights, Buffers(**vars(buffers) | {"taken": caches})).program({})
-        runner, chosen = Runner(program), self._chooser(buffers)
+        runner = Runner(architecture.program(config, weights, Buffers(**vars(buffers) | {"taken": caches})).program({}))
+        chosen = self._chooser(buffers)
         # all or nothing, as a transformer's
-        self._runner, self._buffers, self._capacity, self._turn.common, self._caches, self._chosen, self._ran = (
-            runner, buffers, capacity, common, caches, chosen, None,
+        self._of_target, self._runner, self._buffers, self._turn.common, self._chosen, self._ran = (
+            of_target, runner, buffers, common, chosen, None,
         )  # fmt: skip
 
     def _chooser(self, buffers: Buffers) -> tuple[Any, Runner] | None:

@@ -61,7 +61,8 @@ def is_assistant(folder: Path) -> bool:
 
 def beside(model: Path) -> Checkpoint | None:
     """The assistant in a model's folder, or in one beside that; None where there is none. Raises CheckpointError."""
-    for folder in (model / INSIDE, model.with_name(BESIDE.format(model.name))):
+    whole = model.absolute()
+    for folder in (whole / INSIDE, whole.with_name(BESIDE.format(whole.name))):
         if model.is_dir() and is_assistant(folder):
             return load_checkpoint(folder)
     return None

@@ -24,7 +24,7 @@ from specdec.readers.heads import check_fit
 from specdec.readers.loading import Loader
 from specdec.sampling import Sampler
 from specdec.transformer import FIRST_POSITIONS, Transformer
-from specdec.weights import INT8, Kind
+from specdec.weights import INT4, INT8, Kind
 from tests.checkpoints import write_tokenizer
 from tests.folders import retensor
 from tests.models import END_MARKS, THREADS, continuation, scattered, three_threads
@@ -104,19 +104,22 @@ def texts(kv: Any, name: str, kind: Kind | None, verify: str) -> Statistics:
     """That no text is another with an assistant, beyond where the target's buffers grow."""
     target = target_of(kv=kv)
     assistant, statistics = assistant_on(target, name, kind=kind), Statistics()
+    prompt = (TOKENS * 5)[: FIRST_POSITIONS - 30]
     for sampling in (Sampling(0.0, seed=1), Sampling(0.8, seed=2), Sampling(1.2, 20, 0.95, seed=3)):
         verifier = VERIFIERS[verify](192, sampling)
-        plain, _ = continuation(target, None, sampling, prompt=[1, 7, 9], max_tokens=FIRST_POSITIONS + 20)
+        plain, _ = continuation(target, None, sampling, prompt=prompt, max_tokens=60)
         drafter = HeadDrafter(assistant, Sampler(192, sampling), verifier.draft_noise, END_MARKS)
         text = list[int]()
-        for event in decode(target, drafter, verifier, [1, 7, 9], FIRST_POSITIONS + 20, FixedLength(3), END_MARKS):
+        for event in decode(target, drafter, verifier, [*prompt], 60, FixedLength(3), END_MARKS):
             statistics.add(event)
             text += event.tokens if isinstance(event, Step) else []
         assert verify != "coupled" or text == plain
     return statistics
 
 
-@pytest.mark.parametrize(("kv", "name", "kind"), [("f32", "plain", None), ("f16", "ordered", INT8), ("q8", "plain", INT8)])
+@pytest.mark.parametrize(
+    ("kv", "name", "kind"), [("f32", "plain", None), ("f16", "ordered", INT8), ("q8", "plain", INT8), ("f16", "ordered", INT4)]
+)
 def test_it_changes_no_text(kv: Any, name: str, kind: Kind | None) -> None:
     assert texts(kv, name, kind, "coupled").n_accepted > 3
 
