@@ -8,12 +8,13 @@ import numpy as np
 from ..architectures import Config, Weights
 from ..architectures.assistant import assistant_of, says, taken
 from ..architectures.plan import Buffers
+from ..architectures.rope import Node
 from ..checks import n_common
 from ..machine.memory import aligned
 from ..machine.programs import Runner
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import Float32, Int64, round_up
-from ..transformer import KV, Node, Transformer
+from ..transformer import KV, Transformer
 from .heads import Head
 
 

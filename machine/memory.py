@@ -1,5 +1,6 @@
 """Arrays where tiles can read them, memory that is there once it is used, and whether numbers are numbers."""
 
+import itertools
 import math
 import mmap
 import os
@@ -128,7 +129,7 @@ def copy_written(to: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
     n_axes, (a, b) = 0, (to, source)
     while not (a.flags.c_contiguous and b.flags.c_contiguous):
         n_axes, a, b = n_axes + 1, a[0], b[0]
-    for at in np.ndindex(to.shape[:n_axes]):
+    for at in itertools.product(*map(range, to.shape[:n_axes])):
         a, b = (array[at].reshape(-1).view(np.uint64) for array in (to, source))
         n = a.size // PAGE_WORDS * PAGE_WORDS
         pages, others = (words[:n].reshape(-1, PAGE_WORDS) for words in (a, b))

@@ -1,7 +1,7 @@
 """Makes tests/fixtures/assistants with transformers 5.23: `python tests/make_assistants.py`. No test needs it.
 
 `target` is a tiny Gemma 4 of random weights, `plain` and `ordered` are random assistants of it, the latter with centroids, and
-expected.npz holds `tokens` (N,) and of each assistant what transformers' own loop says behind the first `lengths` of them: its
+guesses.npz holds `tokens` (N,) and of each assistant what transformers' own loop says behind the first `lengths` of them: its
 greedy guesses `NAME_guesses` (L, G), and the logits `NAME_logits` (L, G, V) that they are of.
 """
 
@@ -84,7 +84,7 @@ def main():
             assistant = make_assistant(name, 10 + seed)
             assistant.save_pretrained(PLACE / name)
             told[f"{name}_guesses"], told[f"{name}_logits"] = expected(target, assistant, tokens)
-    np.savez_compressed(PLACE / "expected.npz", **told)
+    np.savez_compressed(PLACE / "guesses.npz", **told)
     for path in PLACE.glob("*/generation_config.json"):
         path.unlink()
 

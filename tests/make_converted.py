@@ -1,6 +1,6 @@
 """Makes GGUF files of tests/fixtures with llama.cpp's own converter: `python tests/make_converted.py LLAMA_CPP [NAME ...]`.
 
-NAME: a folder of tests/fixtures, which becomes gguf/NAME.gguf, without a tokenizer; by default those of `CONVERTED`, and
+NAME: a folder of tests/fixtures, which becomes gguf/NAME.gguf, of a folder in one its name behind that and _, without a tokenizer; by default those of `CONVERTED`, and
 granite4: a dense Granite 4 of random weights, as transformers saves it and as its makers name its layers, and in granite4.npz
 `tokens` and what transformers says of them in fp32, `logits`. Needs torch, transformers and what the converter needs, which no
 test does.
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
 FIXTURES = Path(__file__).parent / "fixtures"
 CONVERTED = (
     "gemma4", "gemma4_dense", "gemma4_images", "gemma4_moe", "gpt_oss", "gpt_oss_mxfp4", "granitemoe", "granitemoe_shared",
-    "lfm2_moe", "olmo2", "olmoe", "qwen35_moe",
+    "lfm2_moe", "olmo2", "olmoe", "qwen35_moe", "assistants/plain",
 )  # fmt: skip
 SIZES = {
     "vocab_size": 404, "hidden_size": 32, "intermediate_size": 40, "shared_intermediate_size": 40, "num_hidden_layers": 2,
@@ -77,5 +77,6 @@ if __name__ == "__main__":
             if name == "granite4":
                 folder(Path(place))
             source = Path(place) if name == "granite4" else FIXTURES / name
-            convert(source, Path(place) / f"{name}.gguf", Path(llama_cpp).resolve())
-            shutil.copy(Path(place) / f"{name}.gguf", FIXTURES / "gguf")
+            file = Path(place) / f"{name.replace('/', '_')}.gguf"
+            convert(source, file, Path(llama_cpp).resolve())
+            shutil.copy(file, FIXTURES / "gguf")

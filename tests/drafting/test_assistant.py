@@ -13,7 +13,7 @@ import pytest
 
 from specdec import Sampling, SpeculativeDecoder, Step
 from specdec.commands import catalog
-from specdec.decoding import VERIFIERS, Statistics, decode
+from specdec.decoding import Statistics, decode
 from specdec.drafting.assistant import Assistant
 from specdec.drafting.model_drafter import HeadDrafter
 from specdec.drafting.planning import FixedLength
@@ -24,6 +24,7 @@ from specdec.readers.heads import check_fit
 from specdec.readers.loading import Loader
 from specdec.sampling import Sampler
 from specdec.transformer import FIRST_POSITIONS, Transformer
+from specdec.verification import VERIFIERS
 from specdec.weights import INT4, INT8, Kind
 from tests.checkpoints import write_tokenizer
 from tests.folders import retensor
@@ -31,7 +32,7 @@ from tests.models import END_MARKS, THREADS, continuation, scattered, three_thre
 
 PLACE = Path(__file__).parents[1] / "fixtures" / "assistants"
 NAMES = ("plain", "ordered")
-TOLD = dict(np.load(PLACE / "expected.npz"))
+TOLD = dict(np.load(PLACE / "guesses.npz"))
 TOKENS = TOLD["tokens"].tolist()
 N_POSITIONS = 500
 OF_FIVE = {"use_ordered_embeddings": True, "num_centroids": 5, "centroid_intermediate_top_k": 2}
