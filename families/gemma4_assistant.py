@@ -28,7 +28,7 @@ def config(own: Values, text: Values) -> Config:
     own.must_be("tie_word_embeddings", True)
     n_layers = text.whole("num_hidden_layers")
     text.must_be("num_kv_shared_layers", n_layers, 0, None)
-    for key, none in (*INPUTS.items(), ("use_double_wide_mlp", False)):
+    for key, none in (*INPUTS.items(), ("use_double_wide_mlp", False), ("enable_moe_block", False)):
         text.must_be(key, none)
     text.must_be(gemma4.CAP, None)
     alone = Values(text.path, {"num_kv_shared_layers": 0}, {key: text[key] for key in gemma4.DEFAULTS})
