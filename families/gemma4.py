@@ -185,8 +185,11 @@ def proportional(n_turned: int, n_pairs: int, factor: float = 1.0) -> tuple[floa
     return (factor,) * n_turned + (UNTURNED,) * (n_pairs - n_turned)
 
 
-def gguf_config(k: Keys) -> Config:
-    """The numbers that a GGUF file's keys say: those of heads are of layers that see the whole text."""
+def gguf_config(k: Keys, n_shared: int | None = None) -> Config:
+    """The numbers that a GGUF file's keys say: those of heads are of layers that see the whole text.
+
+    n_shared: how many layers, the last, take others' keys and values, by default as many as the file says.
+    """
     n_layers, dim = k.common["n_layers"], k.common["dim"]
     flags = k.values.of_layers(k.key(f"{ggufs.WINDOW}_pattern"), n_layers, (True, False), "true or false")
     full = {i for i, flag in enumerate(flags) if not flag}
@@ -196,7 +199,8 @@ def gguf_config(k: Keys) -> Config:
     for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
         if k.whole(key, local) != local:
             raise k.values.refusal(k.key(key), f"{local}, a head's length")
-    n_shared = k.whole(SHARED_LAYERS) if k[SHARED_LAYERS] not in (0, None) else 0
+    if n_shared is None:
+        n_shared = k.whole(SHARED_LAYERS) if k[SHARED_LAYERS] not in (0, None) else 0
     layers = []
     for i in range(n_layers):
         sources = [j for j in range(n_layers - n_shared) if (j in full) == (i in full)]

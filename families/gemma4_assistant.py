@@ -6,7 +6,8 @@ from typing import Any
 from ..architectures import ASSISTANT, Config
 from ..architectures.assistant import CENTROIDS, POST, PRE, AssistantConfig
 from ..architectures.config import OF_TARGET
-from . import gemma4
+from . import gemma4, ggufs
+from .family import Family, InGguf, Keys
 from .places import Place
 from .values import MAX_SIZE, Values
 
@@ -32,9 +33,24 @@ def config(own: Values, text: Values) -> Config:
         text.must_be(key, none)
     text.must_be(gemma4.CAP, None)
     alone = Values(text.path, {"num_kv_shared_layers": 0}, {key: text[key] for key in gemma4.DEFAULTS})
-    model = gemma4.config(alone)
-    target_dim, is_ordered = own.whole("backbone_hidden_size"), own.flag("use_ordered_embeddings")
+    is_ordered = own.flag("use_ordered_embeddings")
     n_centroids = own.whole("num_centroids", MAX_SIZE) if is_ordered else 0
+    n_chosen = own.whole("centroid_intermediate_top_k", n_centroids) if is_ordered else 0
+    return _on_target(gemma4.config(alone), own.whole("backbone_hidden_size"), n_centroids, n_chosen)
+
+
+def gguf_config(k: Keys) -> Config:
+    """The same of a GGUF file, for which llama.cpp leaves centroids out."""
+    k.must_be(gemma4.SHARED_LAYERS, k.common["n_layers"])
+    k.must_be(ggufs.NEXTN, k.common["n_layers"])
+    k.must_be(gemma4.INPUTS, 0, None)
+    k.must_be(gemma4.CAP, None)
+    alone = replace(k, common={**k.common, "shared_classifier": True})
+    return _on_target(gemma4.gguf_config(alone, n_shared=0), k.whole("embedding_length_out"), 0, 0)
+
+
+def _on_target(model: Config, target_dim: int, n_centroids: int, n_chosen: int) -> Config:
+    """An assistant of a Gemma 4 whose layers make keys and values."""
     return replace(
         model,
         architecture=ASSISTANT,
@@ -48,6 +64,18 @@ def config(own: Values, text: Values) -> Config:
             own_embedding=False,
             own_classifier=True,
             n_centroids=n_centroids,
-            n_chosen=own.whole("centroid_intermediate_top_k", n_centroids) if is_ordered else 0,
+            n_chosen=n_chosen,
         ),
     )
+
+
+GGUF_PLACES = gemma4.GGUF_PLACES | {PRE: Place("nextn.pre_projection.weight"), POST: Place("nextn.post_projection.weight")}
+FAMILY = Family(
+    (),
+    (
+        InGguf(
+            "gemma4-assistant", gguf_config, GGUF_PLACES, does=(ggufs.WINDOW, ggufs.NEXTN),
+            by_layer=("attention.head_count_kv", "feed_forward_length"), is_head=True, unused=gemma4.gguf_unused,
+        ),
+    ),
+)  # fmt: skip

@@ -1,9 +1,9 @@
 """Makes GGUF files of tests/fixtures with llama.cpp's own converter: `python tests/make_converted.py LLAMA_CPP [NAME ...]`.
 
-NAME: a folder of tests/fixtures, which becomes gguf/NAME.gguf, of a folder in one its name behind that and _, without a
-tokenizer; by default those of `CONVERTED`, and granite4: a dense Granite 4 of random weights, as transformers saves it and as its makers name its layers, and in granite4.npz
-`tokens` and what transformers says of them in fp32, `logits`. Needs torch, transformers and what the converter needs, which no
-test does.
+NAME: a folder of tests/fixtures, which becomes gguf/NAME.gguf, with _ for /, without a tokenizer; by default those of
+`CONVERTED`, and granite4: a dense Granite 4 of random weights, as transformers saves it and as its makers name its layers, and
+in granite4.npz `tokens` and what transformers says of them in fp32, `logits`. Needs torch, transformers and what the converter
+needs, which no test does.
 """
 
 import json

@@ -26,8 +26,9 @@ from specdec.sampling import Sampler
 from specdec.transformer import FIRST_POSITIONS, Transformer
 from specdec.verification import VERIFIERS
 from specdec.weights import INT4, INT8, Kind
+from specdec.weights.matrix import floats
 from tests.checkpoints import write_tokenizer
-from tests.folders import retensor
+from tests.folders import FIXTURES, read_all, retensor
 from tests.models import END_MARKS, THREADS, continuation, scattered, three_threads
 
 PLACE = Path(__file__).parents[1] / "fixtures" / "assistants"
@@ -215,3 +216,26 @@ def test_models_tells_which_targets_it_fits(tmp_path: Path) -> None:
     rows = {name: catalog.row_of(entry, [*found.values()]) for name, entry in found.items()}
     assert rows["model"]["drafts"] == ["mtp", str(tmp_path / "model-assistant")] and rows["model"]["head"] is None
     assert rows["model-assistant"]["head"]["targets"] == [str(tmp_path / "model")]
+
+
+def test_the_file_that_llama_cpp_converts_is_the_folder_in_fp16() -> None:
+    """As `tests/make_converted.py` makes it."""
+    file, folder = load_checkpoint(FIXTURES / "gguf" / "assistants_plain.gguf"), load_checkpoint(PLACE / "plain")
+    assert replace(file.config, layers=(), hidden_dim=40) == replace(folder.config, layers=(), hidden_dim=40)
+    assert [file.config.of_layer(i) for i in range(4)] == [folder.config.of_layer(i) for i in range(4)]
+    expected = read_all(folder)
+    for name, tensor in read_all(file).items():
+        np.testing.assert_allclose(floats(tensor), floats(expected[name]), rtol=1e-3, atol=1e-4)
+    target = target_of()
+    with_file = Assistant(file.config, Loader().pack(file, None), target, None, 1, N_POSITIONS)
+    logits = guessed(assistant_on(target, "plain"), TOKENS[:20])
+    np.testing.assert_allclose(guessed(with_file, TOKENS[:20]), logits, rtol=0, atol=0.03)
+
+
+def test_a_gguf_file_drafts_too(tmp_path: Path) -> None:
+    tokenizer, draft = words(tmp_path), FIXTURES / "gguf" / "assistants_plain.gguf"
+    expected = SpeculativeDecoder(PLACE / "target", None, tokenizer).generate([1, 7, 9], max_tokens=30).tokens
+    decoder = SpeculativeDecoder(PLACE / "target", draft, tokenizer)
+    assert isinstance(decoder.draft, Assistant) and decoder.generate([1, 7, 9], max_tokens=30).tokens == expected
+    with pytest.raises(CheckpointError, match="does not fit the target"):
+        check_fit(load_checkpoint(draft), load_checkpoint(FIXTURES / "gemma4").config)
