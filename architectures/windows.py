@@ -5,6 +5,7 @@ back to is m, layers hold the positions from m - window on.
 """
 
 import mmap
+import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -50,7 +51,7 @@ class Windows:
 
     def give_all_back(self, buffers: Buffers) -> None:
         """All that these layers hold."""
-        self._each(buffers, lambda layer: (0, buffers.scores.shape[-1]))
+        self._each(buffers, lambda layer: (0, sys.maxsize))
 
     def saved_bytes(self, n_slots: int) -> int:
         """What a cache of so many slots does not hold at any time."""
@@ -66,10 +67,11 @@ class Windows:
             return
         caches = self._caches(self._config, self._weights, buffers)
         for layer in self._layers:
-            first, last = (at // STRIP_ROWS * STRIP_ROWS for at in positions(layer))
+            own = caches[layer.i]
+            n_slots = own.values.shape[-2]
+            first, last = (min(at, n_slots) // STRIP_ROWS * STRIP_ROWS for at in positions(layer))
             for name in CACHED:
-                if first < last and (array := getattr(caches[layer.i], name)).size:
-                    n_slots = caches[layer.i].values.shape[-2]
+                if first < last and (array := getattr(own, name)).size:
                     runs = array.reshape(-1, array[0].size // (array.shape[1] if name == "values" else 1))
                     give_back(runs, first * (runs.shape[1] // n_slots), last * (runs.shape[1] // n_slots))
 

@@ -217,6 +217,19 @@ def test_nothing_is_given_back_of_small_texts_and_of_other_architectures() -> No
         assert own.shortest(10**9) == 0 and own.saved_bytes(10**6) == 0
 
 
+def test_all_of_a_layer_is_no_other_layers(small: None) -> None:
+    """Also of a text with less room than another one that shares its passes."""
+    model = model_of("gemma")
+    model.forward(tokens_for(model.config, 1500), 0)
+    seat = model.seat()
+    arrays = {name: array for name, array in vars(seat._buffers).items() if name.startswith(("keys", "values"))}
+    for array in arrays.values():
+        array[...] = 1.0
+    seat._windows.give_all_back(seat._buffers)
+    for array in arrays.values():
+        assert (array[2] == 1).all() and [(array[i] == 0).any() for i in (0, 1, 3)] == [True] * 3
+
+
 def test_pages_that_hold_anything_else_stay() -> None:
     array = lazy_zeros(np.float32, 3, 5000)
     array[...] = 1.0
