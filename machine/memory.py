@@ -1,6 +1,5 @@
 """Arrays where tiles can read them, memory that is there once it is used, and whether numbers are numbers."""
 
-import itertools
 import math
 import mmap
 import os
@@ -126,22 +125,22 @@ def copy_written(to: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
     """to = source, arrays of whole words of 8 bytes; what is zeros in both is not written: pages of `lazy_zeros` that nobody has
     written, or that were given back, take no memory of the copy's either.
     """
-    n_axes, (a, b) = 0, (to, source)
-    while not (a.flags.c_contiguous and b.flags.c_contiguous):
-        n_axes, a, b = n_axes + 1, a[0], b[0]
-    for at in itertools.product(*map(range, to.shape[:n_axes])):
-        a, b = (array[at].reshape(-1).view(np.uint64) for array in (to, source))
-        n = a.size // PAGE_WORDS * PAGE_WORDS
-        pages, others = (words[:n].reshape(-1, PAGE_WORDS) for words in (a, b))
-        are_empty = others[:, 0] == 0
-        are_empty[are_empty] = ~others[are_empty].any(axis=1)
-        a[n:] = b[n:]
-        if not are_empty.any():
-            pages[...] = others
-            continue
-        pages[~are_empty] = others[~are_empty]
-        empty = np.flatnonzero(are_empty)
-        pages[empty[pages[empty].any(axis=1)]] = 0
+    if not (to.flags.c_contiguous and source.flags.c_contiguous):
+        for a, b in zip(to, source, strict=True):
+            copy_written(a, b)
+        return
+    a, b = (array.reshape(-1).view(np.uint64) for array in (to, source))
+    n = a.size // PAGE_WORDS * PAGE_WORDS
+    pages, others = (words[:n].reshape(-1, PAGE_WORDS) for words in (a, b))
+    are_empty = others[:, 0] == 0
+    are_empty[are_empty] = ~others[are_empty].any(axis=1)
+    a[n:] = b[n:]
+    if not are_empty.any():
+        pages[...] = others
+        return
+    pages[~are_empty] = others[~are_empty]
+    empty = np.flatnonzero(are_empty)
+    pages[empty[pages[empty].any(axis=1)]] = 0
 
 
 def physical_memory_bytes() -> float:
