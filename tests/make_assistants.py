@@ -1,7 +1,7 @@
-"""Makes tests/fixtures/assistants with transformers 5.23: `python tests/make_assistants.py`. No test needs it.
+"""Makes tests/fixtures/heads/assistants with transformers 5.23: `python tests/make_assistants.py`. No test needs it.
 
 `target` is a tiny Gemma 4 of random weights, `plain` and `ordered` are random assistants of it, the latter with centroids, and
-guesses.npz holds `tokens` (N,) and of each assistant what transformers' own loop says behind the first `lengths` of them: its
+expected.npz holds `tokens` (N,) and of each assistant what transformers' own loop says behind the first `lengths` of them: its
 greedy guesses `NAME_guesses` (L, G), and the logits `NAME_logits` (L, G, V) that they are of.
 """
 
@@ -14,7 +14,7 @@ from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemm
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 N_TOKENS, N_GUESSES, LENGTHS = 60, 4, (2, 3, 9, 10, 11, 30, 60)
-PLACE = FIXTURES / "assistants"
+PLACE = FIXTURES / "heads" / "assistants"
 HEADS = {"head_dim": 6, "global_head_dim": 16, "sliding_window": 9}
 ASSISTANTS = {
     "plain": gemma4_sizes(192, 24, 40, 4, 2, 1, layers="wwwa", **HEADS),
@@ -84,7 +84,7 @@ def main():
             assistant = make_assistant(name, 10 + seed)
             assistant.save_pretrained(PLACE / name)
             told[f"{name}_guesses"], told[f"{name}_logits"] = expected(target, assistant, tokens)
-    np.savez_compressed(PLACE / "guesses.npz", **told)
+    np.savez_compressed(PLACE / "expected.npz", **told)
     for path in PLACE.glob("*/generation_config.json"):
         path.unlink()
 

@@ -31,9 +31,9 @@ from tests.checkpoints import write_tokenizer
 from tests.folders import FIXTURES, read_all, retensor
 from tests.models import END_MARKS, THREADS, continuation, scattered, three_threads
 
-PLACE = Path(__file__).parents[1] / "fixtures" / "assistants"
+PLACE = FIXTURES / "heads" / "assistants"
 NAMES = ("plain", "ordered")
-TOLD = dict(np.load(PLACE / "guesses.npz"))
+TOLD = dict(np.load(PLACE / "expected.npz"))
 TOKENS = TOLD["tokens"].tolist()
 N_POSITIONS = 500
 OF_FIVE = {"use_ordered_embeddings": True, "num_centroids": 5, "centroid_intermediate_top_k": 2}
@@ -220,7 +220,7 @@ def test_models_tells_which_targets_it_fits(tmp_path: Path) -> None:
 
 def test_the_file_that_llama_cpp_converts_is_the_folder_in_fp16() -> None:
     """As `tests/make_converted.py` makes it."""
-    file, folder = load_checkpoint(FIXTURES / "gguf" / "assistants_plain.gguf"), load_checkpoint(PLACE / "plain")
+    file, folder = load_checkpoint(FIXTURES / "gguf" / "heads_assistants_plain.gguf"), load_checkpoint(PLACE / "plain")
     assert replace(file.config, layers=(), hidden_dim=40) == replace(folder.config, layers=(), hidden_dim=40)
     assert [file.config.of_layer(i) for i in range(4)] == [folder.config.of_layer(i) for i in range(4)]
     expected = read_all(folder)
@@ -233,7 +233,7 @@ def test_the_file_that_llama_cpp_converts_is_the_folder_in_fp16() -> None:
 
 
 def test_a_gguf_file_drafts_too(tmp_path: Path) -> None:
-    tokenizer, draft = words(tmp_path), FIXTURES / "gguf" / "assistants_plain.gguf"
+    tokenizer, draft = words(tmp_path), FIXTURES / "gguf" / "heads_assistants_plain.gguf"
     expected = SpeculativeDecoder(PLACE / "target", None, tokenizer).generate([1, 7, 9], max_tokens=30).tokens
     decoder = SpeculativeDecoder(PLACE / "target", draft, tokenizer)
     assert isinstance(decoder.draft, Assistant) and decoder.generate([1, 7, 9], max_tokens=30).tokens == expected
