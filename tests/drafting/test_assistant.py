@@ -239,3 +239,15 @@ def test_a_gguf_file_drafts_too(tmp_path: Path) -> None:
     assert isinstance(decoder.draft, Assistant) and decoder.generate([1, 7, 9], max_tokens=30).tokens == expected
     with pytest.raises(CheckpointError, match="does not fit the target"):
         check_fit(load_checkpoint(draft), load_checkpoint(FIXTURES / "gemma4").config)
+
+
+def test_one_on_a_seat_reads_the_seat_s_text() -> None:
+    """As in the server, where texts share passes."""
+    target = target_of()
+    assistant = assistant_on(target, "ordered")
+    expected = {n: guessed(assistant, TOKENS[:n]) for n in (12, 40)}
+    seat = target.seat()
+    other = assistant.of(seat)
+    Transformer.forward_together([(target, TOKENS[:11], 0), (seat, TOKENS[:39], 1)])
+    np.testing.assert_array_equal(guessed(other, TOKENS[:40]), expected[40])
+    np.testing.assert_array_equal(guessed(assistant, TOKENS[:12]), expected[12])
