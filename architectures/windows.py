@@ -47,7 +47,9 @@ class Windows:
 
     def give_back(self, buffers: Buffers, before: int, shortest: int) -> None:
         """What a text of such a shortest length needs no more, beyond that of a text whose shortest length was another one."""
-        self._each(buffers, lambda layer: (max(before - layer.n_seen, 0), shortest - layer.n_seen))
+        self._each(
+            buffers, lambda layer: (max(before - layer.n_seen - 1, 0), shortest - layer.n_seen - 1)
+        )  # an assistant sees one more
 
     def give_all_back(self, buffers: Buffers) -> None:
         """All that these layers hold."""
