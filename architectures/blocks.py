@@ -182,9 +182,9 @@ def added(
 LAYER_SCALE = "layer_scale"
 
 
-def factor_of(config: Config, weights: Weights, i: int) -> float:
-    """What layer i multiplies the residual stream by in the end."""
-    return float(weights.vectors[f"{i}.{LAYER_SCALE}"][0]) if config.layer_scale else 1.0
+def factor_of(config: Config, weights: Weights, i: int, is_last: bool = True) -> float:
+    """What a block of layer i multiplies the residual stream by, if it is the layer's last."""
+    return float(weights.vectors[f"{i}.{LAYER_SCALE}"][0]) if config.layer_scale and is_last else 1.0
 
 
 def biased(weights: Weights, out: Float32, name: str, unit: int = 1) -> list[Row]:

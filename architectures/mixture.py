@@ -241,7 +241,11 @@ def program_beside(config: Config, weights: Weights, b: Buffers, i: int) -> Prog
             down.experts(b.slot_out, b.slot_hidden, b.slot_scratch, b.gathered, choice, per_token=e.n_chosen),
             add_experts(b.made[0], b.slot_out, b.slot_places, b.slot_weights, b.starts, b.experts_read[i : i + 1], e.n_chosen, 0),
         ],
-        [add_both(b.x[0], b.branch, b.made, b.summed, *norms, dim, eps, factor_of(config, weights, i))],
+        [
+            add_both(
+                b.x[0], b.branch, b.made, b.summed, *norms, dim, eps, factor_of(config, weights, i, is_last=not config.inputs)
+            )
+        ],
     ]
 
 

@@ -42,7 +42,7 @@ def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
     w, (source, before) = weights.matrices, taken(config, weights, b, f"{i}.{NORM}")
     gate = GATES[config.activation](b.hidden, b.up, 1)
     first = [*before, w[f"{i}.up"].product(b.up, source, b.scratch, unit=2), *biased(weights, b.up, f"{i}.b13", 2), gate]
-    factor = 1.0 if config.inputs else factor_of(config, weights, i)  # else by the block that is the layer's last
+    factor = factor_of(config, weights, i, is_last=not config.inputs)
     return [first, *added(config, weights, b, w[f"{i}.down"], b.hidden, f"{i}.b2", f"{i}.{NORM}", factor)]
 
 

@@ -98,8 +98,6 @@ def config(values: Values) -> Config:
     values.must_be("attention_bias", False)
     values.must_be("use_bidirectional_attention", None, "vision")
     values.must_be("hidden_activation", *folders.GELU_TANH)
-    if values.flag("enable_moe_block"):
-        values.must_be("hidden_size_per_layer_input", 0, None)  # whose block would have to end the layer
     silu = Values(values.path, {"hidden_act": "silu"}, {key: values[key] for key in DEFAULTS})  # an older key says nothing
     sizes = folders.numbers(silu)
     n_layers, dim = sizes["n_layers"], sizes["dim"]

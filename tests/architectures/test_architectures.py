@@ -62,7 +62,8 @@ FAMILIES = {
         **gemma4(40, "wawwaw", 3, 20, 13, 3, 70) | {"attention_scale": 0.2},  # else a last bit makes other texts
     ),
     "gemma 4, experts": Config(
-        40, 50, 3, 4, 2, 105, 400, False, head_dim=12, experts=ExpertsConfig(5, 2, 30, is_beside=True),
+        40, 50, 3, 4, 2, 105, 400, False, head_dim=12, inputs=InputsConfig(20, 105),
+        experts=ExpertsConfig(5, 2, 30, is_beside=True),
         **gemma4(40, "waw", 1, 24, 13, 4, 70) | {"attention_scale": 0.2},
     ),
     "gemma 4, values that are keys": Config(
