@@ -71,13 +71,11 @@ def vectors(config: Config, i: int) -> dict[str, Vector]:
 def _normed_heads(config: Config) -> dict[str, tuple[int, int, int]]:
     """Of norms of queries and of keys: how many rows one goes over, where these begin in the product, and how many norms."""
     base = n_strips(config.q_dim) * STRIP_ROWS
-    whole, each = {"q_norm": (config.q_dim, 0, 1)}, {"q_norm": (config.head_dim, 0, config.n_heads)}
-    if config.has_cache:
-        whole, each = (
-            whole | {"k_norm": (config.kv_dim, base, 1)},
-            each | {"k_norm": (config.head_dim, base, config.n_kv_heads)},
-        )
-    return whole if config.qk_norm == "whole" else each
+    sides = {"q_norm": (0, config.n_heads), "k_norm": (base, config.n_kv_heads)}
+    own = {name: side for name, side in sides.items() if name == "q_norm" or config.has_cache}
+    if config.qk_norm == "whole":
+        return {name: (n * config.head_dim, at, 1) for name, (at, n) in own.items()}
+    return {name: (config.head_dim, at, n) for name, (at, n) in own.items()}
 
 
 def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:

@@ -46,10 +46,10 @@ class Windows:
         return max((n - self._slack) // STEP * STEP, 0) if self._layers else 0
 
     def give_back(self, buffers: Buffers, before: int, shortest: int) -> None:
-        """What a text of such a shortest length needs no more, beyond that of a text whose shortest length was another one."""
-        self._each(
-            buffers, lambda layer: (max(before - layer.n_seen - 1, 0), shortest - layer.n_seen - 1)
-        )  # an assistant sees one more
+        """What a text of such a shortest length needs no more, beyond that of a text whose shortest length was another one; an
+        assistant sees one position more than its target.
+        """
+        self._each(buffers, lambda layer: (max(before - layer.n_seen - 1, 0), shortest - layer.n_seen - 1))
 
     def give_all_back(self, buffers: Buffers) -> None:
         """All that these layers hold."""

@@ -155,12 +155,16 @@ def _layers(n_layers: int, full: Collection[int], whole: LayerConfig, n_shared: 
     for i in range(n_layers):
         own = whole if i in full else LayerConfig()
         if i >= first:
-            sources = [j for j in range(first) if (j in full) == (i in full)]
-            if not sources:
+            if (source := _source(i, full, first)) is None:
                 return ()
-            own = replace(own, kv_layer=sources[-1], hidden_dim=wide)
+            own = replace(own, kv_layer=source, hidden_dim=wide)
         layers.append(own)
     return tuple(layers)
+
+
+def _source(i: int, full: Collection[int], first: int) -> int | None:
+    """Whose keys and values layer i takes: the last one's of its type in front of `first`, if there is one."""
+    return next((j for j in reversed(range(first)) if (j in full) == (i in full)), None)
 
 
 def _rope(values: Values, head_dim: int) -> tuple[float, tuple[float, tuple[float, ...]]]:
@@ -201,8 +205,8 @@ def gguf_config(k: Keys, n_shared: int | None = None) -> Config:
         n_shared = k.whole(SHARED_LAYERS) if k[SHARED_LAYERS] not in (0, None) else 0
     layers = []
     for i in range(n_layers):
-        sources = [j for j in range(n_layers - n_shared) if (j in full) == (i in full)]
-        if not sources:
+        is_shared, source = i >= n_layers - n_shared, _source(i, full, n_layers - n_shared)
+        if is_shared and source is None:
             raise k.values.refusal(k.key(SHARED_LAYERS), "so few that a layer of each type has keys and values of its own")
         layers.append(
             LayerConfig(
@@ -212,8 +216,8 @@ def gguf_config(k: Keys, n_shared: int | None = None) -> Config:
                 window=0 if i in full else None,
                 rope_theta=sizes["rope_theta"] if i in full else None,
                 rope_divisors=sizes["rope_divisors"] if i in full else (),
-                values_are_keys=(i < n_layers - n_shared and f"blk.{i}.attn_v.weight" not in k.tensors) or None,
-                kv_layer=sources[-1] if i >= n_layers - n_shared else None,
+                values_are_keys=(not is_shared and f"blk.{i}.attn_v.weight" not in k.tensors) or None,
+                kv_layer=source if is_shared else None,
             )
         )
     if sizes["experts"]:
