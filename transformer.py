@@ -83,7 +83,7 @@ class Transformer:
         self._architecture.check(config, weights)
         self._config, self._weights = config, beside.weights if beside else weights.aligned()
         self.kv: KV = kv_of(weights, one_of("kv", kv, get_args(KV)))  # f32, f16 or q8
-        self.n_short = config.n_short  # tokens of a short text, where long ones are turned otherwise from their first on; else 0
+        self.n_short = config.rope.n_short  # tokens of a short text, where long ones are turned otherwise; else 0
         self._most_threads = available_threads()
         self.n_threads = thread_choices()[0] if n_threads is None else n_threads
         self._most_threads = self._most_threads if n_threads is None else self.n_threads
@@ -371,7 +371,7 @@ class Transformer:
     def _forward(self, tokens: list[int], nodes: list[Node], n_logits: int, n_total: int = 0) -> Float32:
         """Logits, of short texts and of long ones as each are turned."""
         self._turn.n_passes += 1
-        if not self._config.n_short:
+        if not self._config.rope.n_short:
             return self._run(tokens, nodes, n_logits, n_total)
         are_long = self._are_long(tokens, nodes, n_logits, n_total)
         if are_long.any() and not are_long.all():
@@ -434,7 +434,7 @@ class Transformer:
         for model, tokens, n_logits, n_total in jobs:
             are_long = model._are_long(tokens, [], n_logits, n_total)
             if are_long.any() and not are_long.all():
-                raise ValueError(f"a text gets longer than {self._config.n_short} tokens in a pass that it would share")
+                raise ValueError(f"a text gets longer than {self._config.rope.n_short} tokens in a pass that it would share")
             model._switch(bool(are_long[0]))
         order = sorted(range(len(jobs)), key=lambda i: jobs[i][2] > 0)
         starts = {i: model._n_kept(tokens, len(tokens) - n_logits) for i, (model, tokens, n_logits, _) in enumerate(jobs)}

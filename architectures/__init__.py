@@ -3,6 +3,7 @@
 from .assistant import GEMMA4_ASSISTANT
 from .config import (
     ASSISTANT,
+    AttentionConfig,
     Config,
     ConvConfig,
     DeltaConfig,
@@ -10,6 +11,7 @@ from .config import (
     HeadConfig,
     InputsConfig,
     LayerConfig,
+    RopeConfig,
     RopeScaling,
     YarnScaling,
 )
@@ -27,10 +29,11 @@ def architecture_of(config: Config) -> Architecture:
     if config.architecture not in ARCHITECTURES:
         raise ValueError(f"the architecture {config.architecture!r} is not known; known are {', '.join(ARCHITECTURES)}")
     own = ARCHITECTURES[config.architecture]
-    return WITH_STATES if own is LLAMA and (config.conv or config.delta) else own
+    return WITH_STATES if own is LLAMA and any(layer.mixer for layer in config.layers) else own
 
 
 __all__ = [
-    "ARCHITECTURES", "ASSISTANT", "Architecture", "Buffers", "Config", "ConvConfig", "DeltaConfig", "ExpertsConfig", "HeadConfig",
-    "InputsConfig", "LayerConfig", "Room", "RopeScaling", "Weights", "YarnScaling", "architecture_of",
+    "ARCHITECTURES", "ASSISTANT", "Architecture", "AttentionConfig", "Buffers", "Config", "ConvConfig", "DeltaConfig",
+    "ExpertsConfig", "HeadConfig", "InputsConfig", "LayerConfig", "Room", "RopeConfig", "RopeScaling", "Weights", "YarnScaling",
+    "architecture_of",
 ]  # fmt: skip

@@ -66,20 +66,20 @@ def sources(config: Config, target: Config) -> list[int]:
     """Of each layer the target's whose keys and values it takes: the last one of its type, with a window or without, that makes
     some. Raises ValueError, in words, where there is none or heads differ.
     """
-    last = {bool(target.of_layer(i).window): i for i in range(target.n_layers) if target.of_layer(i).has_cache}
+    last = {bool(target.of_layer(i).attention.window): i for i in range(target.n_layers) if target.of_layer(i).has_cache}
     found = []
     for i in range(config.n_layers):
         own = config.of_layer(i)
-        name = "a window" if own.window else "the whole text in sight"
-        if bool(own.window) not in last:
+        name = "a window" if own.attention.window else "the whole text in sight"
+        if bool(own.attention.window) not in last:
             raise ValueError(f"it takes the keys and values of a layer with {name}; the target has none")
-        theirs = target.of_layer(last[bool(own.window)])
+        theirs = target.of_layer(last[bool(own.attention.window)])
         if (sizes := (own.n_kv_heads, own.head_dim)) != (of_target := (theirs.n_kv_heads, theirs.head_dim)):
             raise ValueError(
                 f"it takes keys of {sizes[0]} x {sizes[1]} numbers where layers have {name}; the target's are "
                 f"{of_target[0]} x {of_target[1]}"
             )
-        found.append(last[bool(own.window)])
+        found.append(last[bool(own.attention.window)])
     return found
 
 

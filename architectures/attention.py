@@ -27,22 +27,22 @@ def shapes(config: Config) -> Shapes:
     dim, q_dim, kv_dim = config.dim, config.q_dim, config.kv_dim
     of_kv = dict.fromkeys(_of_kv(config), (kv_dim, dim))
     tensors = norm_shapes(config, NORM) | {"wq": (q_dim, dim)} | of_kv | {"wo": (dim, q_dim)}
-    if config.qkv_bias:
+    if config.attention.qkv_bias:
         tensors |= {"bq": (q_dim,), "bk": (kv_dim,), "bv": (kv_dim,)}
-    if config.wo_bias:
+    if config.attention.wo_bias:
         tensors["bo"] = (dim,)
-    if config.attention_gate:
+    if config.attention.gate:
         tensors["wg"] = (q_dim, dim)
-    if config.qk_norm:
+    if config.attention.qk_norm:
         tensors |= {name: (n,) for name, (n, _, _) in _normed_heads(config).items()}
-    if config.sinks:
+    if config.attention.sinks:
         tensors["sinks"] = (config.n_heads,)
     return tensors
 
 
 def _of_kv(config: Config) -> tuple[str, ...]:
-    """The products that make keys and values: none where an earlier layer's are taken; see `Config.values_are_keys`."""
-    return () if not config.has_cache else ("wk", "wk_as_v" if config.values_are_keys else "wv")
+    """The products that make keys and values: none where an earlier layer's are taken; see `AttentionConfig`."""
+    return () if not config.has_cache else ("wk", "wk_as_v" if config.attention.values_are_keys else "wv")
 
 
 def parts(config: Config, i: int) -> dict[str, Part]:
@@ -57,13 +57,13 @@ def parts(config: Config, i: int) -> dict[str, Part]:
 def vectors(config: Config, i: int) -> dict[str, Vector]:
     """The norms, and the biases as their products lie."""
     own = norm_vectors(config, i, NORM)
-    if config.qkv_bias:
+    if config.attention.qkv_bias:
         own[f"{i}.bqkv"] = Vector((("bq", i), ("bk", i), ("bv", i)), (config.q_dim, config.kv_dim, config.kv_dim))
-    if config.wo_bias:
+    if config.attention.wo_bias:
         own[f"{i}.bo"] = Vector((("bo", i),), (config.dim,))
-    if config.qk_norm:
+    if config.attention.qk_norm:
         own |= {f"{i}.{name}": Vector(((name, i),), (n,)) for name, (n, _, _) in _normed_heads(config).items()}
-    if config.sinks:
+    if config.attention.sinks:
         own[f"{i}.sinks"] = Vector((("sinks", i),), (config.n_heads,))
     return own
 
@@ -73,7 +73,7 @@ def _normed_heads(config: Config) -> dict[str, tuple[int, int, int]]:
     base = n_strips(config.q_dim) * STRIP_ROWS
     sides = {"q_norm": (0, config.n_heads), "k_norm": (base, config.n_kv_heads)}
     own = {name: side for name, side in sides.items() if name == "q_norm" or config.has_cache}
-    if config.qk_norm == "whole":
+    if config.attention.qk_norm == "whole":
         return {name: (n * config.head_dim, at, 1) for name, (at, n) in own.items()}
     return {name: (config.head_dim, at, n) for name, (at, n) in own.items()}
 
@@ -89,20 +89,20 @@ def mixing(config: Config, weights: Weights, b: Buffers, i: int, source: Float32
     k_row, has_kv = n_strips(config.q_dim) * STRIP_ROWS, config.has_cache
     v_row = k_row + n_strips(config.kv_dim) * STRIP_ROWS
     gate_row = (v_row + n_strips(config.kv_dim) * STRIP_ROWS) if has_kv else k_row
-    gated = [[gate_rows(b.heads, b.qkv, gate_row, config.q_dim)]] if config.attention_gate else []
-    is_whole = config.qk_norm == "whole"
-    by_heads = (config.qk_norm and not is_whole) or (b.kv.is_scaled and not is_whole)
+    gated = [[gate_rows(b.heads, b.qkv, gate_row, config.q_dim)]] if config.attention.gate else []
+    is_whole = config.attention.qk_norm == "whole"
+    by_heads = (config.attention.qk_norm and not is_whole) or (b.kv.is_scaled and not is_whole)
     unit, whole = whole_heads(config) if by_heads else 1, sum(map(n_strips, qkv_rows(config)))
     tables = b.rope_cos, b.rope_sin
 
     def turned(unit: int) -> list[Row]:
-        normed = _normed_heads(config).items() if config.qk_norm else ()
-        queries = (b.query_cos, b.query_sin) if config.query_scale else tables
-        sides = [(0, k_row, *queries), (k_row, v_row, *tables)][: 1 + has_kv] if config.is_turned else []
+        normed = _normed_heads(config).items() if config.attention.qk_norm else ()
+        queries = (b.query_cos, b.query_sin) if config.rope.query_scale else tables
+        sides = [(0, k_row, *queries), (k_row, v_row, *tables)][: 1 + has_kv] if config.attention.is_turned else []
         values = (b.qkv, unit, v_row, config.n_kv_heads, config.head_dim)
         return [
             *(head_norm(b.qkv, unit, base, n, n_rows, v[f"{i}.{name}"], config.norm_eps) for name, (n_rows, base, n) in normed),
-            *([head_norm(*values, ones(config.head_dim), config.norm_eps)] if config.value_norm and has_kv else []),
+            *([head_norm(*values, ones(config.head_dim), config.norm_eps)] if config.attention.value_norm and has_kv else []),
             *(rope(b.qkv, unit, base, end - base, *each, b.depths, config.head_dim) for base, end, *each in sides),
             *([b.kv.store_keys(b.keys, b.key_scales, b.qkv, unit, k_row)] if has_kv else []),
             *([b.kv.store_values(b.values, b.value_scales, b.qkv, unit, v_row, config.head_dim)] if has_kv else []),
@@ -143,7 +143,7 @@ def whole_heads(config: Config) -> int:
 
 def qkv_rows(config: Config) -> tuple[int, ...]:
     """Of q, k and v, and of what gates where there is a gate."""
-    return (config.q_dim, *[config.kv_dim] * len(_of_kv(config)), *[config.q_dim][: config.attention_gate])
+    return (config.q_dim, *[config.kv_dim] * len(_of_kv(config)), *[config.q_dim][: config.attention.gate])
 
 
 def move_path(buffers: Buffers, path: Int64, n_text: int) -> None:

@@ -108,13 +108,16 @@ def sized_buffers(config: Config, weights: Weights, room: Room, layers: Sequence
 
 SIZES = ("n_heads", "n_kv_heads", "head_dim", "hidden_dim", "has_cache")  # which tell how large a layer's buffers are
 CACHED = ("keys", "values", "key_scales", "value_scales")  # of layers of attention alone
+REMEMBERED = ("inputs", "states", "lengths", "delta_keys", "deltas", "decays")  # of layers of mixers
 SIZED = ("qkv", "mixed", "heads", "up", "hidden")
-ANGLES = ("rope_theta", "rope_divisors", "head_dim")  # which tell by which tables a layer turns heads
+ANGLES = ("rope", "head_dim")  # which tell by which tables a layer turns heads
 TURNING = ("rope_cos", "rope_sin")
 
 
 def by_layer(config: Config, weights: Weights, b: Buffers) -> list[Buffers]:
-    """Buffers as each layer's blocks name them: those of its sizes and angles, and of its cache, or of that which it takes."""
+    """Buffers as each layer's blocks name them: those of its sizes and angles, what its mixer remembers, and its cache, or that
+    which it takes.
+    """
     own: list[dict[str, Float32]] = [{} for _ in range(config.n_layers)]
     for end, layers in alike(config, *SIZES).items():
         place = 0
@@ -126,8 +129,10 @@ def by_layer(config: Config, weights: Weights, b: Buffers) -> list[Buffers]:
     for end, layers in alike(config, *ANGLES).items():
         for i in layers:
             own[i] |= {name: getattr(b, name + end) for name in TURNING if hasattr(b, name)}
+    for place, i in enumerate(i for i in range(config.n_layers) if config.of_layer(i).mixer):
+        own[i] |= {name: getattr(b, name)[place] for name in REMEMBERED if hasattr(b, name)}
     for i in range(config.n_layers):
-        if (source := config.of_layer(i).kv_layer) is not None and source != OF_TARGET:
+        if (source := config.of_layer(i).attention.kv_layer) is not None and source != OF_TARGET:
             own[i] |= {name: own[source][name] for name in CACHED}
     return [Buffers(**vars(b) | each) for each in own]
 

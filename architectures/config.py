@@ -68,19 +68,16 @@ class YarnScaling:
 class ConvConfig:
     """Short convolutions (LFM2: Liquid AI 2025, arXiv:2511.23404), which stand in the place of attention in some layers.
 
-    layers: which; n_taps: how many tokens, its own the last, one sees; bias: whether it and the products around it add one.
+    n_taps: how many tokens, its own the last, one sees; bias: whether it and the products around it add one.
     """
 
-    layers: tuple[int, ...]
     n_taps: int = 3
     bias: bool = False
 
-    def flaw(self, n_layers: int) -> str:
-        """What keeps these numbers from being such layers of a model; empty where nothing does."""
+    def flaw(self) -> str:
+        """What keeps these numbers from being such a layer; empty where nothing does."""
         if not 0 < self.n_taps <= MOST_TAPS:
             return f"n_taps is {self.n_taps}; expected 1 to {MOST_TAPS}"
-        if not all(0 <= layer < n_layers for layer in self.layers) or not 0 < len({*self.layers}) == len(self.layers) < n_layers:
-            return f"layers are {self.layers}; expected some of {n_layers}, each once, and attention in the others"
         return ""
 
 
@@ -88,11 +85,10 @@ class ConvConfig:
 class DeltaConfig:
     """A gated delta net (Yang et al. 2025, arXiv:2412.06464), which stands in the place of attention in some layers.
 
-    layers: which; n_taps: of its convolution; n_key_heads of key_dim rows for queries and as many for keys, n_value_heads of
+    n_taps: of its convolution; n_key_heads of key_dim rows for queries and as many for keys, n_value_heads of
     value_dim rows, of which in a row, or in_turns, as many share a head of keys.
     """
 
-    layers: tuple[int, ...]
     n_key_heads: int
     n_value_heads: int
     key_dim: int
@@ -109,8 +105,8 @@ class DeltaConfig:
         """What the convolution goes over: queries, keys and values."""
         return 2 * self.n_key_heads * self.key_dim + self.n_values
 
-    def flaw(self, n_layers: int) -> str:
-        """What keeps these numbers from being such layers of a model; empty where nothing does."""
+    def flaw(self) -> str:
+        """As `ConvConfig.flaw`."""
         for name in ("n_key_heads", "n_value_heads", "key_dim", "value_dim", "n_taps"):
             if getattr(self, name) <= 0:
                 return f"{name} is {getattr(self, name)}; expected a positive number"
@@ -118,10 +114,6 @@ class DeltaConfig:
             return f"n_value_heads {self.n_value_heads} is not divisible by n_key_heads {self.n_key_heads}"
         if self.n_taps > MOST_TAPS:
             return f"n_taps is {self.n_taps}; expected at most {MOST_TAPS}"
-        if not 0 < len({*self.layers}) < n_layers:
-            return f"layers are {self.layers}; expected some of {n_layers}, and attention in the others"
-        if not all(0 <= layer < n_layers for layer in self.layers):
-            return f"layers are {self.layers}; expected layers from 0 to {n_layers - 1}"
         return ""
 
 
@@ -235,21 +227,96 @@ class InputsConfig:
 
 
 @dataclass(frozen=True)
+class RopeConfig:
+    """How heads are turned (Su et al. 2021, arXiv:2104.09864).
+
+    theta: the base of the angles; dim: how many rows of a head, its first, are turned (0: all); divisors: of each pair's angle,
+    none for 1; scale: what turned rows are multiplied by; long_divisors, n_short: a text of more than n_short tokens has those
+    divisors, from its first token on (0: none has); query_scale, query_span: a query at position p is multiplied by 1 +
+    query_scale log(1 + p // query_span) (Llama 4; 0: is not).
+    """
+
+    theta: float = 10000.0
+    dim: int = 0
+    scaling: RopeScaling | YarnScaling | None = None
+    divisors: tuple[float, ...] = ()
+    scale: float = 1.0
+    long_divisors: tuple[float, ...] = ()
+    n_short: int = 0
+    query_scale: float = 0.0
+    query_span: int = 0
+
+    def flaw(self, head_dim: int) -> str:
+        """What keeps these numbers from turning heads of that length; empty where nothing does."""
+        if not 1 <= self.theta < math.inf:  # no pair turns by more than a radian a position
+            return f"theta is {self.theta}; expected 1 or more"
+        if self.scaling and (flaw := self.scaling.flaw()):
+            return f"scaling's {flaw}"
+        if isinstance(self.scaling, YarnScaling) and self.theta == 1:
+            return "theta is 1.0; expected more: all pairs turn alike, and yarn cannot tell fast ones"
+        if self.dim % 2 or not 0 <= self.dim <= head_dim:
+            return f"dim is {self.dim}; expected an even number of a head's {head_dim} rows"
+        n_pairs = (self.dim or head_dim) // 2
+        for name, of_pairs in (("divisors", self.divisors), ("long_divisors", self.long_divisors)):
+            if of_pairs and len(of_pairs) != n_pairs:
+                return f"{name} are {len(of_pairs)}; expected one for each of {n_pairs} pairs"
+            if not all(0 < divisor < math.inf for divisor in of_pairs):
+                return f"{name} are not all positive numbers"
+        if self.n_short < 0 or (self.n_short > 0) != bool(self.long_divisors) or (self.n_short and self.query_scale):
+            return f"n_short is {self.n_short}; expected a number of tokens beside long_divisors, else 0, and no query_scale"
+        if not LEAST_SCALE <= self.scale <= 1 / LEAST_SCALE:
+            return f"scale is {self.scale}; expected {LEAST_SCALE:g} to {1 / LEAST_SCALE:g}"
+        if not 0 <= self.query_scale <= 1 / LEAST_SCALE or (self.query_scale and self.query_span < 1):
+            return f"query_scale is {self.query_scale} by {self.query_span} positions; expected 0, or a number by 1 or more"
+        return ""
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """What attention does beside Llama's.
+
+    window: how many positions, its own the last, a token sees (0: all); is_turned: whether RoPE turns queries and keys;
+    qkv_bias, wo_bias: which products add a bias; qk_norm: whether queries and keys go through an RMSNorm for each head, or the
+    "whole" of a token's; value_norm: whether values are normed, head by head, by no weights; scale: of scores (0 stands for
+    1 / sqrt(head_dim)); gate: whether what it mixes is gated; sinks: whether each head has a score that is no position's;
+    values_are_keys: whether values are what keys are before they are normed and turned; kv_layer: an earlier layer, whose keys
+    and values a layer takes instead of its own, or OF_TARGET.
+    """
+
+    rope: RopeConfig = RopeConfig()
+    window: int = 0
+    is_turned: bool = True
+    qkv_bias: bool = False
+    wo_bias: bool = False
+    qk_norm: bool | Literal["whole"] = False
+    value_norm: bool = False
+    scale: float = 0.0
+    gate: bool = False
+    sinks: bool = False
+    values_are_keys: bool = False
+    kv_layer: int | None = None
+
+    def flaw(self) -> str:
+        """As `ConvConfig.flaw`, but for its RoPE."""
+        if self.window < 0:
+            return f"window is {self.window}; expected a number of positions, or 0 for all"
+        if not 0 <= self.scale <= 1 / LEAST_SCALE:
+            return f"scale is {self.scale}; expected 0 to {1 / LEAST_SCALE:g}"
+        return ""
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """What a layer has of its own; None: what the config says of all.
 
-    n_kv_heads, head_dim, hidden_dim, window, rope_theta, rope_divisors, is_turned, values_are_keys, kv_layer: as of `Config`.
+    n_kv_heads, head_dim, hidden_dim, attention: as of `Config`; mixer: what stands in the place of attention.
     """
 
     n_kv_heads: int | None = None
     head_dim: int | None = None
     hidden_dim: int | None = None
-    window: int | None = None
-    rope_theta: float | None = None
-    rope_divisors: tuple[float, ...] | None = None
-    is_turned: bool | None = None
-    values_are_keys: bool | None = None
-    kv_layer: int | None = None
+    attention: AttentionConfig | None = None
+    mixer: ConvConfig | DeltaConfig | None = None
 
 
 def of_some(own: LayerConfig, layers: Collection[int], n_layers: int) -> tuple[LayerConfig, ...]:
@@ -262,22 +329,14 @@ class Config:
     """A model's sizes, and what its architecture leaves open.
 
     The first seven are a llama2.c header's; shared_classifier: whether the classifier is the embedding; architecture: a name in
-    `ARCHITECTURES`; norm_eps: what keeps a norm from dividing by 0; rope_theta: the base of RoPE's angles; head_dim: 0 stands for
-    dim / n_heads; rope_dim: how many rows of a head, its first, RoPE turns (0: all); rope_divisors: of each pair's angle, none
-    for 1; long_divisors, n_short: a text of more than n_short tokens has those divisors, from its first token on (0: none has);
-    rope_scale: what turned rows are multiplied by; query_scale, query_span: a query at position p is multiplied by 1 +
-    query_scale log(1 + p // query_span) (Llama 4; 0: is not); window: how many positions, its own the last, a token sees (0:
-    all); qkv_bias, wo_bias, mlp_bias: which products add a bias; qk_norm: whether queries and keys go through an RMSNorm for each
-    head, or the "whole" of a token's; embedding_scale: what embeddings are multiplied by, residual_scale: what layers add to the
-    residual stream, attention_scale: scores (0 stands for 1 / sqrt(head_dim)), logit_divisor: what divides logits;
-    is_turned: whether RoPE turns queries and keys; values_are_keys: whether values are what keys are before they are normed and
-    turned; kv_layer: an earlier layer, whose keys and values a layer takes instead of its own, or OF_TARGET; layers: what each
-    layer has of its own, nothing where all are alike (`of_layer`); conv, delta: the layers that are none of attention;
-    attention_gate: whether what attention mixes is gated; head: what else a head that drafts needs, of whose target vocab_size
-    counts the tokens; experts: of layers whose MLP is a mixture; sinks: whether each head has a score that is no position's;
-    norms: where they stand, of what a block takes, of what it makes, or of both; activation: what gates an MLP; value_norm:
-    whether values are normed, head by head, by no weights; layer_scale: whether a layer ends by a factor of the residual
-    stream; inputs: what layers take of a token beside; logit_cap: what tanh keeps logits below, in the end (0: does not).
+    `ARCHITECTURES`; norm_eps: what keeps a norm from dividing by 0; head_dim: 0 stands for dim / n_heads; attention: how layers
+    mix positions; layers: what each layer has of its own, nothing where all are alike (`of_layer`); mixer: of such a layer alone,
+    what stands in the place of attention; mlp_bias: whether MLPs add biases; activation: what gates them; experts: of layers
+    whose MLP is a mixture; norms: where they stand, of what a block takes, of what it makes, or of both; embedding_scale: what
+    embeddings are multiplied by, residual_scale: what layers add to the residual stream; layer_scale: whether a layer ends by a
+    factor of that; logit_divisor: what divides logits, logit_cap: what tanh keeps them below, in the end (0: does not); inputs:
+    what layers take of a token beside the stream; head: what else a head that drafts needs, of whose target vocab_size counts the
+    tokens.
     """
 
     dim: int
@@ -290,41 +349,21 @@ class Config:
     shared_classifier: bool = True
     architecture: str = "llama"
     norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
     head_dim: int = 0
-    rope_scaling: RopeScaling | YarnScaling | None = None
-    rope_dim: int = 0
-    rope_scale: float = 1.0
-    rope_divisors: tuple[float, ...] = ()
-    long_divisors: tuple[float, ...] = ()
-    n_short: int = 0
-    query_scale: float = 0.0
-    query_span: int = 0
-    window: int = 0
-    qkv_bias: bool = False
-    wo_bias: bool = False
+    attention: AttentionConfig = AttentionConfig()
+    layers: tuple[LayerConfig, ...] = ()
+    mixer: ConvConfig | DeltaConfig | None = None
     mlp_bias: bool = False
-    qk_norm: bool | Literal["whole"] = False
+    activation: Literal["silu", "gelu"] = "silu"
+    experts: ExpertsConfig | None = None
+    norms: Literal["before", "behind", "around"] = "before"
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
-    attention_scale: float = 0.0
-    logit_divisor: float = 1.0
-    is_turned: bool = True
-    values_are_keys: bool = False
-    kv_layer: int | None = None
-    layers: tuple[LayerConfig, ...] = ()
-    conv: ConvConfig | None = None
-    delta: DeltaConfig | None = None
-    attention_gate: bool = False
-    head: HeadConfig | None = None
-    experts: ExpertsConfig | None = None
-    sinks: bool = False
-    norms: Literal["before", "behind", "around"] = "before"
-    activation: Literal["silu", "gelu"] = "silu"
-    value_norm: bool = False
     layer_scale: bool = False
-    inputs: InputsConfig | None = None
+    logit_divisor: float = 1.0
     logit_cap: float = 0.0
+    inputs: InputsConfig | None = None
+    head: HeadConfig | None = None
 
     def __post_init__(self) -> None:
         if self.head_dim == 0 and self.n_heads > 0:
@@ -345,39 +384,19 @@ class Config:
             return f"head_dim {self.head_dim} (dim / n_heads) is odd; RoPE turns pairs"
         if not 0 <= self.norm_eps < math.inf:
             return f"norm_eps is {self.norm_eps}; expected 0 or more"
-        if not 1 <= self.rope_theta < math.inf:  # no pair turns by more than a radian a position
-            return f"rope_theta is {self.rope_theta}; expected 1 or more"
-        if self.window < 0:
-            return f"window is {self.window}; expected a number of positions, or 0 for all"
-        if self.rope_scaling and (flaw := self.rope_scaling.flaw()):
-            return f"rope_scaling's {flaw}"
-        if isinstance(self.rope_scaling, YarnScaling) and self.rope_theta == 1:
-            return "rope_theta is 1.0; expected more: all pairs turn alike, and yarn cannot tell fast ones"
-        if self.rope_dim % 2 or not 0 <= self.rope_dim <= self.head_dim:
-            return f"rope_dim is {self.rope_dim}; expected an even number of a head's {self.head_dim} rows"
-        for name, of_pairs in (("rope_divisors", self.rope_divisors), ("long_divisors", self.long_divisors)):
-            if of_pairs and len(of_pairs) != self.n_turned // 2:
-                return f"there are {len(of_pairs)} {name}; expected one for each of {self.n_turned // 2} pairs"
-            if not all(0 < divisor < math.inf for divisor in of_pairs):
-                return f"{name} are not all positive numbers"
-        if self.n_short < 0 or (self.n_short > 0) != bool(self.long_divisors) or (self.n_short and self.query_scale):
-            return f"n_short is {self.n_short}; expected a number of tokens beside long_divisors, else 0, and no query_scale"
-        for name in ("rope_scale", "embedding_scale", "residual_scale", "logit_divisor"):
+        if flaw := self.rope.flaw(self.head_dim):
+            return f"rope's {flaw}"
+        if flaw := self.attention.flaw():
+            return f"attention's {flaw}"
+        for name in ("embedding_scale", "residual_scale", "logit_divisor"):
             if not LEAST_SCALE <= getattr(self, name) <= 1 / LEAST_SCALE:
                 return f"{name} is {getattr(self, name)}; expected {LEAST_SCALE:g} to {1 / LEAST_SCALE:g}"
-        if not 0 <= self.query_scale <= 1 / LEAST_SCALE or (self.query_scale and self.query_span < 1):
-            return f"query_scale is {self.query_scale} by {self.query_span} positions; expected 0, or a number by 1 or more"
-        if not 0 <= self.attention_scale <= 1 / LEAST_SCALE:
-            return f"attention_scale is {self.attention_scale}; expected 0 to {1 / LEAST_SCALE:g}"
         if flaw := self._flaw_of_layers():
             return flaw
         if (self.architecture in HEADS) != (self.head is not None):
             return f"the architecture is {self.architecture} and head is {self.head}; expected both of a head, or neither"
-        for name, part in (("conv", self.conv), ("delta", self.delta), ("experts", self.experts)):
-            if part and (flaw := part.flaw(self.n_layers)):
-                return f"{name}'s {flaw}"
-        if self.conv and self.delta:
-            return "there are convolutions and delta nets; expected one of them beside attention"
+        if self.experts and (flaw := self.experts.flaw(self.n_layers)):
+            return f"experts' {flaw}"
         if flaw := self._flaw_around_layers():
             return flaw
         if self.head and (flaw := self.head.flaw(self.dim, self.vocab_size)):
@@ -404,27 +423,50 @@ class Config:
         """The same of what layers have of their own."""
         if len(self.layers) not in (0, self.n_layers):
             return f"there are {len(self.layers)} layers; expected one of each of {self.n_layers}, or none"
-        if any(own.rope_theta or own.rope_divisors or own.head_dim for own in self.layers) and (self.n_short or self.query_scale):
+        turned = self.attention.rope
+        differ = any(own.head_dim or (own.attention and own.attention.rope != turned) for own in self.layers)
+        if differ and (turned.n_short or turned.query_scale):
             return "layers turn heads by angles of their own; expected no n_short and no query_scale beside them"
+        if flaw := self._flaw_of_mixers():
+            return flaw
         sound = set[LayerConfig]()
         for i, own in enumerate(self.layers):
-            if own not in sound and (flaw := self.of_layer(i).flaw()):
+            layer = self.of_layer(i)
+            if own not in sound and (flaw := replace(layer, mixer=None).flaw()):
                 return f"layer {i}'s {flaw}"
             sound.add(own)
-            alike = replace(own, kv_layer=None, hidden_dim=None)
+            j = layer.attention.kv_layer
             if self.architecture == ASSISTANT:
-                if own.kv_layer != OF_TARGET:
-                    return f"layer {i}'s kv_layer is {own.kv_layer}; expected {OF_TARGET}, one of its target's"
+                if j != OF_TARGET:
+                    return f"layer {i}'s kv_layer is {j}; expected {OF_TARGET}, one of its target's"
                 continue
-            if (j := own.kv_layer) is not None and not (0 <= j < i and alike == replace(self.layers[j], hidden_dim=None)):
+            alike = replace(layer, hidden_dim=self.hidden_dim, attention=replace(layer.attention, kv_layer=None))
+            if j is not None and not (0 <= j < i and alike == replace(self.of_layer(j), hidden_dim=self.hidden_dim)):
                 return f"layer {i}'s kv_layer is {j}; expected an earlier one that is like it, with keys and values of its own"
         return ""
+
+    def _flaw_of_mixers(self) -> str:
+        """The same of what stands in the place of attention."""
+        mixers = {own.mixer for own in self.layers if own.mixer}
+        if len(mixers) > 1:
+            return f"layers have {len(mixers)} kinds of mixers; expected one beside attention"
+        if self.mixer or (mixers and all(own.mixer for own in self.layers)):
+            return "all layers have mixers; expected attention in some"
+        return next((f"mixer's {flaw}" for mixer in mixers if (flaw := mixer.flaw())), "")
 
     def of_layer(self, i: int) -> "Config":
         """The same where all layers are as that one is."""
         if not self.layers:
             return self
         return _of_layer(self, self.layers[i])
+
+    def mixing(self, kind: type) -> list[int]:
+        """Layers that have such a mixer."""
+        return [i for i, own in enumerate(self.layers) if isinstance(own.mixer, kind)]
+
+    @property
+    def rope(self) -> RopeConfig:
+        return self.attention.rope
 
     @property
     def q_dim(self) -> int:
@@ -433,7 +475,7 @@ class Config:
     @property
     def has_cache(self) -> bool:
         """Whether a layer of attention has keys and values of its own."""
-        return self.kv_layer is None
+        return self.attention.kv_layer is None
 
     @property
     def kv_dim(self) -> int:
@@ -442,21 +484,21 @@ class Config:
     @property
     def n_turned(self) -> int:
         """How many rows of a head RoPE turns."""
-        return self.rope_dim or self.head_dim
+        return self.rope.dim or self.head_dim
 
     def is_long(self, n_tokens: int) -> bool:
         """Whether a text of so many tokens has long_divisors."""
-        return 0 < self.n_short < n_tokens
+        return 0 < self.rope.n_short < n_tokens
 
     @property
     def score_scale(self) -> float:
         """What a query's products with keys are multiplied by, a float32."""
-        return float(self.attention_scale or np.float32(1) / np.sqrt(np.float32(self.head_dim)))
+        return float(self.attention.scale or np.float32(1) / np.sqrt(np.float32(self.head_dim)))
 
     @property
     def n_seen(self) -> int:
         """How many positions, its own the last, a token sees at most: of a text beyond seq_len, those of a sliding window."""
-        return min(self.window or self.seq_len, self.seq_len)
+        return min(self.attention.window or self.seq_len, self.seq_len)
 
 
 @functools.lru_cache(256)

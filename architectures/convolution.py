@@ -14,9 +14,9 @@ INPUTS = ("conv_b", "conv_c", "conv_x")  # products: what the convolution sees i
 
 
 def conv_of(config: Config) -> ConvConfig:
-    """The numbers of the convolutions, which `Config.flaw` has asked for."""
-    assert config.conv is not None
-    return config.conv
+    """The numbers of a layer's convolution."""
+    assert isinstance(config.mixer, ConvConfig)
+    return config.mixer
 
 
 def shapes(config: Config) -> Shapes:
@@ -50,10 +50,10 @@ def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
     """projected (T, 3 D padded): products; inputs (L, N, D padded): a `ring` of each layer's; gated (1, T, D padded): what they
     hand on.
     """
-    conv, padded = conv_of(config), round_up(config.dim, STRIP_ROWS)
+    layers, padded = config.mixing(ConvConfig), round_up(config.dim, STRIP_ROWS)
     return {
         "projected": Buffer((MAX_TOKENS, len(INPUTS) * padded), whose="token"),
-        "inputs": ring(len(conv.layers), conv.n_taps, padded),
+        "inputs": ring(len(layers), conv_of(config.of_layer(layers[0])).n_taps, padded),
         "gated": Buffer((1, MAX_TOKENS, padded), whose="token"),
     }
 
@@ -61,12 +61,12 @@ def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
 def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
     """x += out (c * conv(b * x)) of b, c, x = in rmsnorm(x)."""
     w, v, (source, before) = weights.matrices, weights.vectors, taken(config, weights, b, f"{i}.{NORM}")
-    inputs, bias = b.inputs[conv_of(config).layers.index(i)], v.get(f"{i}.conv_bias", NO_BIAS)
+    bias = v.get(f"{i}.conv_bias", NO_BIAS)
     first = [
         *before,
         w[f"{i}.in"].product(b.projected, source, b.scratch, unit=len(INPUTS)),
         *biased(weights, b.projected, f"{i}.bin", len(INPUTS)),
-        gated_convolution(b.gated, b.projected, inputs, v[f"{i}.conv"], bias),
+        gated_convolution(b.gated, b.projected, b.inputs, v[f"{i}.conv"], bias),
     ]
     return [first, *added(config, weights, b, w[f"{i}.wo"], b.gated, f"{i}.bo", f"{i}.{NORM}")]
 

@@ -14,9 +14,9 @@ from .states import N_KEPT, N_STATES, NO_BIAS, convolve, delta_net, ring
 
 
 def delta_of(config: Config) -> DeltaConfig:
-    """The numbers of the delta net, which `Config.flaw` has asked for."""
-    assert config.delta is not None
-    return config.delta
+    """The numbers of a layer's delta net."""
+    assert isinstance(config.mixer, DeltaConfig)
+    return config.mixer
 
 
 def shapes(config: Config) -> Shapes:
@@ -54,8 +54,9 @@ def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
     """Of L layers: projected (T, columns): products; inputs (L, N, channels) of convolutions; mixed_values (1, T, values padded):
     what they hand on; and of each what `DeltaNet` says.
     """
-    d = delta_of(config)
-    n, width = len(d.layers), round_up(d.value_dim, STRIP_ROWS)
+    layers = config.mixing(DeltaConfig)
+    d, n = delta_of(config.of_layer(layers[0])), len(layers)
+    width = round_up(d.value_dim, STRIP_ROWS)
     columns = [matrix.whole_rows for name, matrix in weights.matrices.items() if name.endswith(".in")]
     strips = d.n_value_heads * (width // STRIP_ROWS)
     return {
@@ -75,14 +76,14 @@ def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
 def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
     """x += out delta_net(conv(in rmsnorm(x)))."""
     d, w, v = delta_of(config), weights.matrices, weights.vectors
-    place, (source, before) = d.layers.index(i), taken(config, weights, b, f"{i}.{NORM}")
+    source, before = taken(config, weights, b, f"{i}.{NORM}")
     product = weights.product(f"{i}.in", b.projected, source, scratches(b))
-    own = [getattr(b, name)[place] for name in ("states", "lengths", "delta_keys", "deltas", "decays")]
+    own = b.states, b.lengths, b.delta_keys, b.deltas, b.decays
     numbers = config.norm_eps, d.value_dim, d.n_key_heads, d.in_turns
     given = b.delta_scratch, b.guess, v[f"{i}.rates"], v[f"{i}.delta_norm"]
     return [
-        [*before, *product, convolve(b.projected, 1, 0, b.inputs[place], v[f"{i}.conv"], NO_BIAS)],
-        [delta_net(b.mixed_values, b.projected, *own, *given, *numbers)._replace(work=b.states[place].nbytes)],
+        [*before, *product, convolve(b.projected, 1, 0, b.inputs, v[f"{i}.conv"], NO_BIAS)],
+        [delta_net(b.mixed_values, b.projected, *own, *given, *numbers)._replace(work=b.states.nbytes)],
         *added(config, weights, b, w[f"{i}.wo"], b.mixed_values, "", f"{i}.{NORM}"),
     ]
 

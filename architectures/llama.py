@@ -13,7 +13,7 @@ from ..machine.vectors import LANES
 from . import inputs
 from .attention import ATTENTION, move_path
 from .blocks import ANGLES, TURNING, Block, Shapes, alike, block_buffers, by_layer, norm, of_layers
-from .config import Config
+from .config import Config, ConvConfig, DeltaConfig
 from .convolution import CONVOLUTION
 from .delta import DELTA
 from .gates import cap
@@ -23,14 +23,12 @@ from .mlp import MLP
 from .plan import Architecture, Buffer, Buffers, Layers, Part, Room, Vector, Weights
 from .rope import fill_query_tables, fill_tables
 
+MIXERS = {ConvConfig: CONVOLUTION, DeltaConfig: DELTA}  # what may stand in the place of attention
+
 
 def blocks_of(config: Config, i: int) -> tuple[Block, ...]:
     """What mixes positions in layer i, what does not, and what takes more of a token than the residual stream has."""
-    first = ATTENTION
-    if config.conv and i in config.conv.layers:
-        first = CONVOLUTION
-    if config.delta and i in config.delta.layers:
-        first = DELTA
+    first = MIXERS.get(type(config.of_layer(i).mixer), ATTENTION)
     second = MLP
     if config.experts and i not in config.experts.dense_layers:
         second = BESIDE if config.experts.is_beside else MIXTURE
@@ -44,7 +42,7 @@ def all_blocks(config: Config) -> Iterator[tuple[int, Block]]:
 
 def shapes(config: Config) -> Shapes:
     """By llama2.c's names; `wcls` only where it is not the embedding."""
-    differ = config.conv or config.delta or config.experts or config.layers
+    differ = config.experts or config.layers
     layers = [
         {name: shape for block in blocks_of(config, i) for name, shape in block.shapes(config.of_layer(i)).items()}
         for i in range(config.n_layers if differ else 1)  # of all alike, one tells of all
@@ -92,8 +90,10 @@ def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
     for end, layers in alike(config, *ANGLES).items():
         table = Buffer((room.n_positions, config.of_layer(layers[0]).head_dim + LANES))
         own |= {name + end: table for name in TURNING}
-    more = ["query_cos", "query_sin"] * bool(config.query_scale) + ["long_rope_cos", "long_rope_sin"] * bool(config.n_short)
-    own |= dict.fromkeys(more, own["rope_cos"])
+    if config.rope.query_scale:
+        own |= dict.fromkeys(("query_cos", "query_sin"), own["rope_cos"])
+    if config.rope.n_short:
+        own |= dict.fromkeys(("long_rope_cos", "long_rope_sin"), own["rope_cos"])
     for _, block in all_blocks(config):
         own |= block.buffers(config, weights, room)
     return own
@@ -104,9 +104,10 @@ def fill(config: Config, b: Buffers, start: int) -> None:
     for end, layers in alike(config, *ANGLES).items():
         cos, sin = (getattr(b, name + end) for name in TURNING)
         fill_tables(config.of_layer(layers[0]), cos, sin, start)
-    if config.n_short:
-        fill_tables(replace(config, rope_divisors=config.long_divisors), b.long_rope_cos, b.long_rope_sin, start)
-    if config.query_scale:
+    if config.rope.n_short:
+        long = replace(config.rope, divisors=config.rope.long_divisors)
+        fill_tables(replace(config, attention=replace(config.attention, rope=long)), b.long_rope_cos, b.long_rope_sin, start)
+    if config.rope.query_scale:
         fill_query_tables(config, b.query_cos, b.query_sin, b.rope_cos, b.rope_sin, start)
 
 

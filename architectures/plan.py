@@ -365,7 +365,7 @@ class Architecture:
             normed = [self.outcome(config, weights, buffers)] if layer > config.n_layers and self.outcome else []
             kept = buffers.normed if normed else buffers.x
             before[layer] = [[*normed, copy_rows(buffers.hidden_states, kept, i * config.dim, 0, config.dim, True)]]
-        of_both = [buffers, buffers.of_long_texts()][: 1 + (config.n_short > 0)]
+        of_both = [buffers, buffers.of_long_texts()][: 1 + (config.rope.n_short > 0)]
         runners = [Runner(self.program(config, weights, each).program(before), own, by_token) for each in of_both]
         common.runners[room.n_positions, layers] = [runner.without_texts() for runner in runners]
         return runners

@@ -19,11 +19,11 @@ def positions_a_radian(config: Config) -> Float64:
     """How many positions each pair of a head takes to turn by one radian: theta^(2i/n) of n rows, scaled as the config says."""
     with localcontext() as context:
         context.prec = DIGITS
-        theta, pairs = Decimal(config.rope_theta), range(0, config.n_turned, 2)
+        theta, pairs = Decimal(config.rope.theta), range(0, config.n_turned, 2)
         positions = np.array([float(theta ** (Decimal(row) / config.n_turned)) for row in pairs])
-    if config.rope_divisors:
-        positions *= config.rope_divisors
-    if (scaling := config.rope_scaling) is None:
+    if config.rope.divisors:
+        positions *= config.rope.divisors
+    if (scaling := config.rope.scaling) is None:
         return positions
     kept = _kept_by_pair(scaling, config) if isinstance(scaling, YarnScaling) else _kept_by_turns(scaling, positions)
     scaled: Float64 = positions / (kept + (1 - kept) / scaling.factor)
@@ -41,7 +41,7 @@ def _kept_by_pair(scaling: YarnScaling, config: Config) -> Float64:
     """The same of yarn, as transformers' modeling_rope_utils has it."""
     with localcontext() as context:
         context.prec = DIGITS
-        theta = Decimal(config.rope_theta).ln()
+        theta = Decimal(config.rope.theta).ln()
         first, last = (
             float(
                 config.n_turned * (Decimal(scaling.original_seq_len) / (Decimal(turns) * Decimal(2 * math.pi))).ln() / (2 * theta)
@@ -71,12 +71,12 @@ def longrope_scale(factor: float, original: int) -> float:
 
 def fill_tables(config: Config, cos: Float32, sin: Float32, start: int = 0) -> None:
     """cos and signed sin (S, K + LANES) from position start on, periodic in K: a vector may begin in any row of a head."""
-    fill_rotations(cos, sin, positions_a_radian(config), start, config.head_dim, config.rope_scale)
+    fill_rotations(cos, sin, positions_a_radian(config), start, config.head_dim, config.rope.scale)
 
 
 def fill_query_tables(config: Config, query_cos: Float32, query_sin: Float32, cos: Float32, sin: Float32, start: int) -> None:
     """Of queries: the tables of keys, scaled by position."""
-    scales = [1 + config.query_scale * log(1.0 + position // config.query_span) for position in range(start, len(cos))]
+    scales = [1 + config.rope.query_scale * log(1.0 + position // config.rope.query_span) for position in range(start, len(cos))]
     by_position = np.array(scales, np.float32)[:, None]
     query_cos[start:], query_sin[start:] = cos[start:] * by_position, sin[start:] * by_position
 

@@ -249,7 +249,7 @@ class Team:
     @property
     def turns(self) -> set[int]:
         """Behind how many tokens a text is read anew, by a model that turns long ones otherwise."""
-        return {model.config.n_short for model in self.models.values()} - {0}
+        return {model.config.rope.n_short for model in self.models.values()} - {0}
 
     def read(self, tokens: list[int]) -> Iterator[float]:
         """Let each model that can hold a text `read` it; tells the share of that work, by bytes, that is done, 0 at first."""

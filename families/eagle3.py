@@ -1,6 +1,6 @@
 """EAGLE-3's heads (Li et al. 2025, arXiv:2503.01840): as llama.cpp writes them to GGUF, and for which families they are made."""
 
-from ..architectures import Config, HeadConfig
+from ..architectures import Config, ConvConfig, HeadConfig
 from . import ggufs
 from .family import Family, InGguf, Keys
 from .places import Place
@@ -37,13 +37,13 @@ def family_like(target: Config) -> str:
     """Which family that looks like, by what tells families apart in a config."""
     if target.architecture != "llama":
         return target.architecture
-    if target.conv or target.delta:
-        return "lfm2" if target.conv else "qwen35"
+    if any(layer.mixer for layer in target.layers):
+        return "lfm2" if target.mixing(ConvConfig) else "qwen35"
     if target.norms != "before":
         return "gemma"
-    if target.qk_norm:
+    if target.attention.qk_norm:
         return "qwen3"
-    return "qwen2" if target.qkv_bias and not target.wo_bias else "llama"
+    return "qwen2" if target.attention.qkv_bias and not target.attention.wo_bias else "llama"
 
 
 def gguf_config(k: Keys) -> Config:
@@ -62,8 +62,7 @@ def gguf_config(k: Keys) -> Config:
         norm_before_residual=k.flag("norm_before_residual", False),
         fc_norm="whole" if k.flag("norm_before_fc", False) else "",
     )
-    sizes = ggufs.numbers(k) | ggufs.NO_BIASES
-    return Config(**sizes, architecture="eagle3", head=head)
+    return Config(**ggufs.numbers(k, has_biases=False), architecture="eagle3", head=head)
 
 
 FAMILY = Family((), (InGguf("eagle3", gguf_config, PLACES, is_head=True),))

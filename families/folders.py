@@ -5,12 +5,13 @@ The keys are those of transformers 5.23, `models/*/configuration_*.py`.
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ..architectures import ExpertsConfig, LayerConfig
-from ..architectures.config import LEAST_SCALE, RopeScaling, YarnScaling, of_some
+from ..architectures import AttentionConfig, ExpertsConfig, LayerConfig, RopeConfig, RopeScaling, YarnScaling
+from ..architectures.config import LEAST_SCALE, of_some
 from ..architectures.rope import yarn_scale
 from .places import EXPERTS_GATED, GATED, QKV, Place
 from .values import Values
@@ -122,51 +123,42 @@ def numbers(values: Values, activation: str = "hidden_act", choices: Sequence[st
     }
 
 
-def biases(values: Values) -> dict[str, Any]:
-    """Of all of attention's products, or of none, and of MLPs."""
+def attention(values: Values, turning: RopeConfig | None = None, **own: Any) -> AttentionConfig:
+    """All of its products add biases, or none; turning: its RoPE, where that is not said as by Llama; own: what else it does."""
     has = values.flag("attention_bias")
-    return {"qkv_bias": has, "wo_bias": has, "mlp_bias": values.flag("mlp_bias")}
+    return AttentionConfig(turning or rope(values), qkv_bias=has, wo_bias=has, **own)
 
 
-def attention_biases(values: Values) -> dict[str, Any]:
-    """The same, where MLPs have none."""
-    values.must_be("mlp_bias", False)
-    return biases(values)
-
-
-def no_biases(values: Values) -> dict[str, Any]:
+def no_biases(values: Values) -> None:
     """Raises CheckpointError for any."""
     values.must_be("attention_bias", False)
     values.must_be("mlp_bias", False)
-    return {}
 
 
 # Windows
 
 
-def window(values: Values) -> dict[str, Any]:
+def window(values: Values) -> int:
     """Of all layers, or of none; a list of layers says the same."""
     seen = 0 if values["sliding_window"] is None else values.whole("sliding_window")
     n_layers = values.whole("num_hidden_layers", MOST_LAYERS)
     expected = SLIDING if seen else FULL
     if values["layer_types"] is not None and values["layer_types"] != [expected] * n_layers:
         raise values.refusal("layer_types", f"{expected} in all {n_layers} layers")
-    return {"window": seen}
+    return seen
 
 
-def no_window(values: Values, family: str) -> dict[str, Any]:
+def no_window(values: Values, family: str) -> None:
     """Raises CheckpointError for a window that is said where transformers does not look at it."""
     if values["sliding_window"] is not None and values.whole("sliding_window") < values.whole("max_position_embeddings"):
         raise values.refusal("sliding_window", f"null in a {family} model")
-    return {}
 
 
-def only_full(values: Values) -> dict[str, Any]:
+def only_full(values: Values) -> None:
     """Raises CheckpointError for a list of layers of which some are not full."""
     n_layers = values.whole("num_hidden_layers", MOST_LAYERS)
     if values["layer_types"] is not None and values["layer_types"] != [FULL] * n_layers:
         raise values.refusal("layer_types", f"{FULL} in all {n_layers} layers")
-    return {}
 
 
 def full_layers(values: Values, n_layers: int) -> tuple[int, ...]:
@@ -175,9 +167,9 @@ def full_layers(values: Values, n_layers: int) -> tuple[int, ...]:
     return tuple(layer for layer, kind in enumerate(types) if kind == FULL)
 
 
-def unwindowed(full: Collection[int], n_layers: int) -> tuple[LayerConfig, ...]:
+def unwindowed(windowed: AttentionConfig, full: Collection[int], n_layers: int) -> tuple[LayerConfig, ...]:
     """`Config.layers` of which those have no window."""
-    return of_some(LayerConfig(window=0), full, n_layers)
+    return of_some(LayerConfig(attention=replace(windowed, window=0)), full, n_layers)
 
 
 # RoPE
@@ -200,7 +192,7 @@ def rope_values(values: Values, otherwise: Mapping[str, Any] | None = None) -> V
     return Values(values.path, given, silent)
 
 
-def partial_rope(rope: Values, values: Values, *sources: Values) -> dict[str, Any]:
+def partial_rope(rope: Values, values: Values, *sources: Values) -> RopeConfig:
     """The base of the angles, and how many rows of a head are turned, by the share that the last one of sources tells."""
     partial, head_dim = "partial_rotary_factor", head_length(values)
     share = 1.0
@@ -209,21 +201,21 @@ def partial_rope(rope: Values, values: Values, *sources: Values) -> dict[str, An
     n_turned = int(head_dim * share)
     if n_turned < 2 or n_turned % 2:
         raise values.refusal(partial, f"what leaves an even number of a head's {head_dim} rows, 2 or more")
-    return {"rope_theta": rope.real("rope_theta", 1, MAX_THETA), "rope_dim": 0 if n_turned == head_dim else n_turned}
+    return RopeConfig(rope.real("rope_theta", 1, MAX_THETA), 0 if n_turned == head_dim else n_turned)
 
 
-def rope(values: Values, otherwise: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def rope(values: Values, otherwise: Mapping[str, Any] | None = None) -> RopeConfig:
     """The base of the angles, and how they are scaled; otherwise: as in `rope_values`. Raises CheckpointError."""
     said = rope_values(values, otherwise)
     said.must_be("mrope_section", None)
     said.must_be("partial_rotary_factor", None, 1)
-    found: dict[str, Any] = {"rope_theta": said.real("rope_theta", 1, MAX_THETA)}
+    found = RopeConfig(said.real("rope_theta", 1, MAX_THETA))
     if said["rope_type"] == "default":
         return found
     if said["rope_type"] == "yarn":
-        return found | _yarn(values, said)
+        return _yarn(found, values, said)
     if said["rope_type"] == "linear":  # Chen et al. 2023, arXiv:2306.15595
-        return found | {"rope_divisors": (said.real("factor", 1, 1e6),) * (head_length(values) // 2)}
+        return replace(found, divisors=(said.real("factor", 1, 1e6),) * (head_length(values) // 2))
     if said["rope_type"] == "dynamic" and original_positions(values, said) >= values.whole("max_position_embeddings"):
         return found  # other angles are for texts beyond those positions alone
     if said["rope_type"] != "llama3":
@@ -236,7 +228,7 @@ def rope(values: Values, otherwise: Mapping[str, Any] | None = None) -> dict[str
     )
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         raise said.refusal("high_freq_factor", f"more than low_freq_factor, {scaling.low_freq_factor:g}")
-    return found | {"rope_scaling": scaling}
+    return replace(found, scaling=scaling)
 
 
 def original_positions(values: Values, said: Values) -> int:
@@ -246,7 +238,7 @@ def original_positions(values: Values, said: Values) -> int:
     return source.whole(key) if key in source else values.whole("max_position_embeddings")
 
 
-def _yarn(values: Values, said: Values) -> dict[str, Any]:
+def _yarn(rope: RopeConfig, values: Values, said: Values) -> RopeConfig:
     original, scale = original_positions(values, said), 1.0
     factor = values.whole("max_position_embeddings") / original if said["factor"] is None else said.real("factor", 1, 1e6)
     if factor < 1:
@@ -260,7 +252,7 @@ def _yarn(values: Values, said: Values) -> dict[str, Any]:
     else:
         shares = [0.0 if said[key] is None else said.real(key, 0, 1e6) for key in ("mscale", "mscale_all_dim")]
         scale = yarn_scale(factor, shares[0]) / yarn_scale(factor, shares[1]) if all(shares) else yarn_scale(factor)
-    return {"rope_scaling": scaling, "rope_scale": float(np.float32(scale))}
+    return replace(rope, scaling=scaling, scale=float(np.float32(scale)))
 
 
 # Experts

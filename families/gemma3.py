@@ -3,12 +3,13 @@
 Most layers see a window and turn heads by angles of their own; only every sixth, of those as published, sees the whole text.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ..architectures import Config, LayerConfig
+from ..architectures import AttentionConfig, Config, LayerConfig, RopeConfig
 from ..architectures.config import LEAST_SCALE, of_some
 from . import folders, ggufs
 from .family import Family, InFolder, InGguf, Keys
@@ -38,7 +39,7 @@ GGUF_PLACES = ggufs.PLACES | {
 }
 # where a GGUF file is silent; and the model whose scale of scores is not by a head's length
 PATTERN, LOCAL_THETA, LAYERS_OF_27B = 6, 10000.0, 62
-BLOCKS: dict[str, Any] = {"norms": "around", "activation": "gelu", "qk_norm": True}
+BLOCKS: dict[str, Any] = {"norms": "around", "activation": "gelu"}
 
 
 def config(values: Values) -> Config:
@@ -57,24 +58,25 @@ def config(values: Values) -> Config:
     else:
         full = folders.full_layers(values, n_layers)
     window = values.whole("sliding_window") if len(full) < n_layers else 0
-    scales = _scales(sizes["dim"], head_dim, values.real("query_pre_attn_scalar", LEAST_SCALE, 1 / LEAST_SCALE))
     local, whole = _rope(values, head_dim)
-    return Config(**sizes, **scales, **BLOCKS, **_layers(window, full, n_layers, local, whole))
+    scale = _score_scale(head_dim, values.real("query_pre_attn_scalar", LEAST_SCALE, 1 / LEAST_SCALE))
+    return _config(sizes, AttentionConfig(local, window=window, qk_norm=True, scale=scale), whole, full)
 
 
-def _scales(dim: int, head_dim: int, query_scalar: float) -> dict[str, Any]:
-    """Of embeddings sqrt(dim), of scores 1 / sqrt(query_scalar), which mostly is a head's length."""
-    attention_scale = 0.0 if query_scalar == head_dim else float(np.float32(1 / np.sqrt(np.float64(query_scalar))))
-    return {"embedding_scale": float(np.sqrt(np.float32(dim))), "attention_scale": attention_scale}
+def _score_scale(head_dim: int, query_scalar: float) -> float:
+    """1 / sqrt(query_scalar), which mostly is a head's length."""
+    return 0.0 if query_scalar == head_dim else float(np.float32(1 / np.sqrt(np.float64(query_scalar))))
 
 
-def _layers(window: int, full: Collection[int], n_layers: int, local: float, whole: LayerConfig) -> dict[str, Any]:
-    """Layers with a window, whose angles have a base of their own, and those that have none."""
-    return {"window": window, "rope_theta": local, "layers": of_some(whole, full, n_layers)}
+def _config(sizes: Mapping[str, Any], windowed: AttentionConfig, whole: RopeConfig, full: Collection[int]) -> Config:
+    """Of layers with a window, and of those that have none, whose angles are others. Embeddings are scaled by sqrt(dim)."""
+    layers = of_some(LayerConfig(attention=replace(windowed, window=0, rope=whole)), full, sizes["n_layers"])
+    embedding_scale = float(np.sqrt(np.float32(sizes["dim"])))
+    return Config(**{**sizes, "attention": windowed}, **BLOCKS, layers=layers, embedding_scale=embedding_scale)
 
 
-def _rope(values: Values, head_dim: int) -> tuple[float, LayerConfig]:
-    """The base of angles in layers with a window, and what the others have, whose angles one number may divide."""
+def _rope(values: Values, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
+    """In layers with a window, and in the others, whose angles one number may divide."""
     key = "rope_parameters"
     given = {} if values[key] is None else values[key]
     if not isinstance(given, dict) or not all(
@@ -93,14 +95,14 @@ def _rope(values: Values, head_dim: int) -> tuple[float, LayerConfig]:
         rope.must_be("rope_type", "default", *["linear"][: kind == FULL])
     factor = rope.real("factor", 1, 1e6) if rope["rope_type"] == "linear" else 1.0
     divisors = (factor,) * (head_dim // 2) if factor != 1 else ()
-    return thetas[0], LayerConfig(window=0, rope_theta=thetas[1], rope_divisors=divisors)
+    return RopeConfig(thetas[0]), RopeConfig(thetas[1], divisors=divisors)
 
 
 def gguf_config(k: Keys) -> Config:
     """The numbers that a GGUF file's keys say; of its scales it does not tell."""
     k.must_be("rope.scaling.type", None, "linear", "none")
-    sizes, pattern = ggufs.numbers(k) | ggufs.NO_BIASES, f"{ggufs.WINDOW}_pattern"
-    dim, n_layers = k.common["dim"], k.common["n_layers"]
+    sizes, pattern = ggufs.numbers(k, has_biases=False, qk_norm=True), f"{ggufs.WINDOW}_pattern"
+    dim, n_layers, attention = k.common["dim"], k.common["n_layers"], sizes["attention"]
     head_dim, window, full = sizes["head_dim"], 0, (*range(n_layers),)
     if k[ggufs.WINDOW] not in (None, 0):
         window = k.whole(ggufs.WINDOW)
@@ -110,10 +112,9 @@ def gguf_config(k: Keys) -> Config:
         else:
             every = k.whole(pattern, PATTERN)
             full = (*range(every - 1, n_layers, every),)
-    scales = _scales(dim, head_dim, dim // k.common["n_heads"] if n_layers == LAYERS_OF_27B else head_dim)
-    theta = k.real("rope.freq_base_swa", 1, MAX_THETA, LOCAL_THETA)
-    whole = LayerConfig(window=0, rope_theta=sizes.pop("rope_theta"), rope_divisors=sizes.pop("rope_divisors"))
-    return Config(**sizes, **scales, **BLOCKS, **_layers(window, full, n_layers, theta, whole))
+    scale = _score_scale(head_dim, dim // k.common["n_heads"] if n_layers == LAYERS_OF_27B else head_dim)
+    local = replace(attention.rope, theta=k.real("rope.freq_base_swa", 1, MAX_THETA, LOCAL_THETA), divisors=())
+    return _config(sizes, replace(attention, rope=local, window=window, scale=scale), attention.rope, full)
 
 
 FAMILY = Family(

@@ -6,13 +6,13 @@ pairs turn. Smaller models give each layer more of a token than the residual str
 
 import itertools
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ..architectures import Config, InputsConfig, LayerConfig
+from ..architectures import AttentionConfig, Config, InputsConfig, LayerConfig, RopeConfig
 from ..architectures.config import LEAST_SCALE
 from . import folders, ggufs
 from .family import Family, InFolder, InGguf, Keys
@@ -86,9 +86,8 @@ GGUF_PLACES = (
         "inputs_norm": Place("blk.{}.post_norm.weight"),
     }
 )
-BLOCKS: dict[str, Any] = {
-    "norms": "around", "activation": "gelu", "qk_norm": True, "value_norm": True, "attention_scale": 1.0, "layer_scale": True,
-}  # fmt: skip
+BLOCKS: dict[str, Any] = {"norms": "around", "activation": "gelu"}
+ATTENTION: dict[str, Any] = {"qk_norm": True, "value_norm": True, "scale": 1.0}
 SHARED = ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_norm.weight", "self_attn.v_norm.weight")
 GGUF_SHARED = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
 
@@ -105,18 +104,19 @@ def config(values: Values) -> Config:
         full = {*range(PATTERN - 1, n_layers, PATTERN), n_layers - 1}
     else:
         full = {*folders.full_layers(values, n_layers), n_layers - 1}  # in transformers, too, the last one in any case
-    own = _of_full(values, full, n_layers)
-    head_dim = own.head_dim or sizes["head_dim"]
-    theta, turned = _rope(values, head_dim)
-    whole = replace(own, window=0, rope_theta=turned[0], rope_divisors=turned[1])
+    own, same = _of_full(values, full, n_layers), values.flag("attention_k_eq_v")
+    local, turned = _rope(values, own.head_dim or sizes["head_dim"])
+    window = values.whole("sliding_window") if len(full) < n_layers else 0
+    attention = AttentionConfig(local, window=window, **ATTENTION)
+    whole = replace(own, attention=replace(attention, window=0, rope=turned, values_are_keys=same))
     n_shared = values.whole("num_kv_shared_layers", n_layers - 1) if values["num_kv_shared_layers"] != 0 else 0
     wide = 2 * sizes["hidden_dim"] if values.flag("use_double_wide_mlp") else None
-    layers = _layers(n_layers, full, whole, n_shared, wide)
+    layers = _layers([whole if i in full else LayerConfig() for i in range(n_layers)], attention, full, n_shared, wide)
     if not layers:
         raise values.refusal("num_kv_shared_layers", "so few that a layer of each type has keys and values of its own")
     return Config(
-        **sizes, **BLOCKS, rope_theta=theta, layers=layers, inputs=_inputs(values), embedding_scale=embedding_scale(dim),
-        window=values.whole("sliding_window") if len(full) < n_layers else 0,
+        **sizes, **BLOCKS, attention=attention, layers=layers, inputs=_inputs(values), embedding_scale=embedding_scale(dim),
+        layer_scale=True,
         experts=folders.experts(values, "moe_intermediate_size", is_beside=True) if values.flag("enable_moe_block") else None,
         logit_cap=0.0 if values[CAP] is None else values.real(CAP, LEAST_SCALE, 1 / LEAST_SCALE),
     )  # fmt: skip
@@ -134,31 +134,30 @@ def _inputs(values: Values) -> InputsConfig | None:
 
 def _of_full(values: Values, full: Collection[int], n_layers: int) -> LayerConfig:
     """How heads differ in layers that see the whole text: by keys of their own, or layer by layer, as transformers saves it."""
-    same = values.flag("attention_k_eq_v") or None
     if values[BY_LAYER] is None:
-        n_kv_heads = values.whole("num_global_key_value_heads") if same and values["num_global_key_value_heads"] else None
-        return LayerConfig(head_dim=values.whole("global_head_dim"), n_kv_heads=n_kv_heads, values_are_keys=same)
+        has_own = values.flag("attention_k_eq_v") and values["num_global_key_value_heads"]
+        n_kv_heads = values.whole("num_global_key_value_heads") if has_own else None
+        return LayerConfig(head_dim=values.whole("global_head_dim"), n_kv_heads=n_kv_heads)
     given, names = values[BY_LAYER], {f"{i}" for i in full}
     alike = isinstance(given, dict) and {*given} == names and all(each == given[f"{n_layers - 1}"] for each in given.values())
     if not alike or not isinstance(given[f"{n_layers - 1}"], dict) or not {*given[f"{n_layers - 1}"]} <= {*OF_HEADS}:
         raise values.refusal(BY_LAYER, f"the same {' and '.join(OF_HEADS)} of each layer of {FULL}, and of no other")
     heads = Values(values.path, given[f"{n_layers - 1}"], {})
     head_dim, n_kv_heads = (heads.whole(key) if key in heads else None for key in OF_HEADS)
-    return LayerConfig(head_dim=head_dim, n_kv_heads=n_kv_heads, values_are_keys=same)
+    return LayerConfig(head_dim=head_dim, n_kv_heads=n_kv_heads)
 
 
-def _layers(n_layers: int, full: Collection[int], whole: LayerConfig, n_shared: int, wide: int | None) -> tuple[LayerConfig, ...]:
-    """Those that see the whole text, and the others; the last n_shared take keys and values of the last one before them that is
-    alike, and have an MLP of that width. Nothing where there is none.
+def _layers(
+    own: Sequence[LayerConfig], attention: AttentionConfig, full: Collection[int], n_shared: int, wide: int | None
+) -> tuple[LayerConfig, ...]:
+    """Those, of which the last n_shared take keys and values of the last one before them that is alike, and have an MLP of that
+    width; attention: of those that have none of their own. Nothing where there is none to take from.
     """
-    first, layers = n_layers - n_shared, list[LayerConfig]()
-    for i in range(n_layers):
-        own = whole if i in full else LayerConfig()
-        if i >= first:
-            if (source := _source(i, full, first)) is None:
-                return ()
-            own = replace(own, kv_layer=source, hidden_dim=wide)
-        layers.append(own)
+    layers, first = [*own], len(own) - n_shared
+    for i in range(first, len(own)):
+        if (source := _source(i, full, first)) is None:
+            return ()
+        layers[i] = replace(own[i], attention=replace(own[i].attention or attention, kv_layer=source), hidden_dim=wide)
     return tuple(layers)
 
 
@@ -167,8 +166,8 @@ def _source(i: int, full: Collection[int], first: int) -> int | None:
     return next((j for j in reversed(range(first)) if (j in full) == (i in full)), None)
 
 
-def _rope(values: Values, head_dim: int) -> tuple[float, tuple[float, tuple[float, ...]]]:
-    """The base of angles in layers with a window; of the others the base, and what divides each pair's."""
+def _rope(values: Values, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
+    """In layers with a window, and in the others."""
     key = "rope_parameters"
     given = ROPE if values[key] is None else values[key]
     if not isinstance(given, dict) or not all(isinstance(given.get(kind), dict) for kind in (SLIDING, FULL)):
@@ -179,7 +178,8 @@ def _rope(values: Values, head_dim: int) -> tuple[float, tuple[float, tuple[floa
     whole.must_be("rope_type", "proportional")
     n_turned = int(whole.real("partial_rotary_factor", 0, 1) * head_dim // 2)
     divisors = proportional(n_turned, head_dim // 2, whole.real("factor", LEAST_SCALE, 1 / LEAST_SCALE))
-    return local.real("rope_theta", 1, MAX_THETA), (whole.real("rope_theta", 1, MAX_THETA), divisors)
+    thetas = (each.real("rope_theta", 1, MAX_THETA) for each in (local, whole))
+    return RopeConfig(next(thetas)), RopeConfig(next(thetas), divisors=divisors)
 
 
 def proportional(n_turned: int, n_pairs: int, factor: float = 1.0) -> tuple[float, ...]:
@@ -196,38 +196,31 @@ def gguf_config(k: Keys, n_shared: int | None = None) -> Config:
     flags = k.values.of_layers(k.key(f"{ggufs.WINDOW}_pattern"), n_layers, (True, False), "true or false")
     full = {i for i, flag in enumerate(flags) if not flag}
     n_kv_heads, widths = (_by_layer(k, key, n_layers) for key in ("attention.head_count_kv", "feed_forward_length"))
-    sizes = ggufs.numbers(k, n_kv_heads=max(n_kv_heads)) | ggufs.NO_BIASES
+    sizes = ggufs.numbers(k, n_kv_heads=max(n_kv_heads), has_biases=False, window=k.whole(ggufs.WINDOW), **ATTENTION)
     local = k.whole("attention.key_length_swa", sizes["head_dim"])
     for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
         if k.whole(key, local) != local:
             raise k.values.refusal(k.key(key), f"{local}, a head's length")
     if n_shared is None:
         n_shared = k.whole(SHARED_LAYERS) if k[SHARED_LAYERS] not in (0, None) else 0
+    whole: AttentionConfig = replace(sizes["attention"], window=0)
+    theta = k.real("rope.freq_base_swa", 1, MAX_THETA, ROPE[SLIDING]["rope_theta"])
+    attention = replace(sizes["attention"], rope=replace(whole.rope, theta=theta, divisors=()))
     layers = []
     for i in range(n_layers):
         is_shared, source = i >= n_layers - n_shared, _source(i, full, n_layers - n_shared)
         if is_shared and source is None:
             raise k.values.refusal(k.key(SHARED_LAYERS), "so few that a layer of each type has keys and values of its own")
-        layers.append(
-            LayerConfig(
-                n_kv_heads=n_kv_heads[i],
-                head_dim=sizes["head_dim"] if i in full else local,
-                hidden_dim=widths[i],
-                window=0 if i in full else None,
-                rope_theta=sizes["rope_theta"] if i in full else None,
-                rope_divisors=sizes["rope_divisors"] if i in full else (),
-                values_are_keys=(not is_shared and f"blk.{i}.attn_v.weight" not in k.tensors) or None,
-                kv_layer=source if is_shared else None,
-            )
-        )
+        same = not is_shared and f"blk.{i}.attn_v.weight" not in k.tensors
+        own = replace(whole if i in full else attention, values_are_keys=same, kv_layer=source if is_shared else None)
+        layers.append(LayerConfig(n_kv_heads[i], sizes["head_dim"] if i in full else local, widths[i], own))
     if sizes["experts"]:
         sizes["experts"] = replace(sizes["experts"], is_beside=True)
     n_inputs = k.whole(INPUTS) if k[INPUTS] not in (0, None) else 0
-    sizes |= {"head_dim": local, "hidden_dim": widths[0], "n_kv_heads": n_kv_heads[0], "rope_divisors": ()}
-    sizes["rope_theta"] = k.real("rope.freq_base_swa", 1, MAX_THETA, ROPE[SLIDING]["rope_theta"])
+    sizes |= {"head_dim": local, "hidden_dim": widths[0], "n_kv_heads": n_kv_heads[0], "attention": attention}
     return Config(
-        **sizes, **BLOCKS | {"layer_scale": "blk.0.layer_output_scale.weight" in k.tensors}, layers=tuple(layers),
-        window=k.whole(ggufs.WINDOW), embedding_scale=embedding_scale(dim),
+        **sizes, **BLOCKS, layers=tuple(layers), layer_scale="blk.0.layer_output_scale.weight" in k.tensors,
+        embedding_scale=embedding_scale(dim),
         inputs=InputsConfig(n_inputs, k.tensors.shape("per_layer_token_embd.weight")[0]) if n_inputs else None,
         logit_cap=k.real(CAP, 0, 1 / LEAST_SCALE, 0.0),
     )  # fmt: skip
@@ -241,14 +234,19 @@ def _by_layer(k: Keys, key: str, n_layers: int) -> list[int]:
     return given
 
 
+def _sharing_layers(config: Config) -> list[int]:
+    """Those that take the keys and values of others."""
+    return [i for i in range(config.n_layers) if not config.of_layer(i).has_cache]
+
+
 def unused(config: Config) -> Iterator[str]:
     """What a folder may hold of layers that take the keys and values of others."""
-    return (f"layers.{i}.{name}" for i, own in enumerate(config.layers) if own.kv_layer is not None for name in SHARED)
+    return (f"layers.{i}.{name}" for i in _sharing_layers(config) for name in SHARED)
 
 
 def gguf_unused(config: Config) -> Iterator[str]:
     """The same of a GGUF file."""
-    of_layers = (f"blk.{i}.{name}" for i, own in enumerate(config.layers) if own.kv_layer is not None for name in GGUF_SHARED)
+    of_layers = (f"blk.{i}.{name}" for i in _sharing_layers(config) for name in GGUF_SHARED)
     return itertools.chain([ggufs.ROPE_DIVISORS], of_layers)
 
 

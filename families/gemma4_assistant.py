@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from ..architectures import ASSISTANT, Config
+from ..architectures import ASSISTANT, AttentionConfig, Config
 from ..architectures.assistant import CENTROIDS, POST, PRE, AssistantConfig
 from ..architectures.config import OF_TARGET
 from . import gemma4, ggufs
@@ -49,13 +49,18 @@ def gguf_config(k: Keys) -> Config:
     return _on_target(gemma4.gguf_config(alone, n_shared=0), k.whole("embedding_length_out"), 0, 0)
 
 
+def _of_target(attention: AttentionConfig) -> AttentionConfig:
+    """The same by the target's keys and values; in transformers it sees as many tokens and one more behind its own position."""
+    return replace(attention, kv_layer=OF_TARGET, values_are_keys=False, window=attention.window + (attention.window > 0))
+
+
 def _on_target(model: Config, target_dim: int, n_centroids: int, n_chosen: int) -> Config:
     """An assistant of a Gemma 4 whose layers make keys and values."""
     return replace(
         model,
         architecture=ASSISTANT,
-        layers=tuple(replace(layer, kv_layer=OF_TARGET, values_are_keys=None) for layer in model.layers),
-        window=model.window + (model.window > 0),  # in transformers it sees as many tokens and one more behind its own position
+        attention=_of_target(model.attention),
+        layers=tuple(replace(layer, attention=_of_target(layer.attention or model.attention)) for layer in model.layers),
         embedding_scale=gemma4.embedding_scale(target_dim),
         head=AssistantConfig(
             target_dim=target_dim,

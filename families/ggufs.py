@@ -3,12 +3,13 @@
 Keys, names and what a silent file means are llama.cpp's (gguf-py's constants.py, src/llama-model.cpp).
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ..architectures import ExpertsConfig
-from ..architectures.config import LEAST_SCALE, YarnScaling
+from ..architectures import AttentionConfig, ExpertsConfig, RopeConfig, YarnScaling
+from ..architectures.config import LEAST_SCALE
 from ..architectures.rope import yarn_scale
 from .family import Keys
 from .folders import MAX_THETA
@@ -70,14 +71,16 @@ EXPERTS_PLACES = {
 }
 EXPERTS_IN_ONE = dict.fromkeys(EXPERTS_GATED, Place("blk.{}.ffn_gate_up_exps.weight", among=EXPERTS_GATED, each=True))
 YARN_SCALE, CLOSE = "rope.scaling.yarn_attn_factor", 1e-3  # which llama.cpp computes anew; what rounding moves
-NO_BIASES = dict.fromkeys(("qkv_bias", "wo_bias", "mlp_bias"), False)  # of a family that has none, whatever lies in a file
 BETAS = "beta_fast", "beta_slow"
 
 
-def numbers(k: Keys, is_partial: bool = False, n_kv_heads: int | None = None) -> dict[str, Any]:
+def numbers(
+    k: Keys, is_partial: bool = False, n_kv_heads: int | None = None, has_biases: bool = True, **own: Any
+) -> dict[str, Any]:
     """The numbers of a family that is like Llama. Raises CheckpointError.
 
-    is_partial: whether RoPE may turn a part of a head; n_kv_heads: where it is told otherwise than in one number.
+    is_partial: whether RoPE may turn a part of a head; n_kv_heads: where it is told otherwise than in one number; has_biases:
+    whether those that lie in a file are added; own: what else attention does.
     """
     n_heads = k.common["n_heads"]
     head_dim = k.whole("attention.key_length", k.common["dim"] // n_heads)
@@ -87,20 +90,21 @@ def numbers(k: Keys, is_partial: bool = False, n_kv_heads: int | None = None) ->
     n_turned = k.whole("rope.dimension_count", head_dim)
     return {
         **k.common,
-        **_rope(k, n_turned),
         "n_kv_heads": n_kv_heads or k.whole("attention.head_count_kv", n_heads),
         "norm_eps": k.real("attention.layer_norm_rms_epsilon", 0, 1),
-        "rope_theta": k.real("rope.freq_base", 1, MAX_THETA, 10000.0),
         "head_dim": head_dim,
-        "rope_dim": 0 if n_turned == head_dim else n_turned,
-        "qkv_bias": "blk.0.attn_q.bias" in k.tensors,
-        "wo_bias": "blk.0.attn_output.bias" in k.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in k.tensors,
+        "attention": AttentionConfig(
+            _rope(k, n_turned, head_dim),
+            qkv_bias=has_biases and "blk.0.attn_q.bias" in k.tensors,
+            wo_bias=has_biases and "blk.0.attn_output.bias" in k.tensors,
+            **own,
+        ),
+        "mlp_bias": has_biases and "blk.0.ffn_gate.bias" in k.tensors,
         "experts": experts(k) if k[EXPERTS] not in (0, None) else None,
     }
 
 
-def _rope(k: Keys, n_turned: int) -> dict[str, Any]:
+def _rope(k: Keys, n_turned: int, head_dim: int) -> RopeConfig:
     """What scales its angles: of each pair, one number for all, or yarn; and its queries."""
     kind, older, factor = k.key("rope.scaling.type"), "rope.scale_linear", "rope.scaling.factor"
     if kind in k.values:
@@ -110,15 +114,16 @@ def _rope(k: Keys, n_turned: int) -> dict[str, Any]:
     divisors: tuple[float, ...] = ()
     if ROPE_DIVISORS in k.tensors:  # as Llama 3.1 has them
         divisors = tuple(float(x) for x in k.tensors.tensor(ROPE_DIVISORS, (n_turned // 2,))[:])
-    found: dict[str, Any] = {"rope_divisors": divisors}
+    theta = k.real("rope.freq_base", 1, MAX_THETA, 10000.0)
+    found = RopeConfig(theta, 0 if n_turned == head_dim else n_turned, divisors=divisors)
     span = k.whole("rope.scaling.original_context_length", k.common["seq_len"])
     if QUERY_SCALE in k:
-        found |= {"query_scale": float(np.float32(k.real(QUERY_SCALE, 0, 1e6))), "query_span": span}
+        found = replace(found, query_scale=float(np.float32(k.real(QUERY_SCALE, 0, 1e6))), query_span=span)
     if k.values[kind] != "yarn":
         if YARN_SCALE in k:
             k.must_be(YARN_SCALE, 1)
         scaled = tuple(common * each for each in divisors or (1.0,) * (n_turned // 2))
-        return found if common == 1 else found | {"rope_divisors": scaled}
+        return found if common == 1 else replace(found, divisors=scaled)
     betas: dict[str, Any] = {name: k.real(each, 1e-6, 1e6) for name in BETAS if (each := f"rope.scaling.yarn_{name}") in k}
     share = k.real("rope.scaling.yarn_log_multiplier", 0, 1e6, 0.0)
     if common < 1:
@@ -126,7 +131,7 @@ def _rope(k: Keys, n_turned: int) -> dict[str, Any]:
     rope_scale = yarn_scale(common) / (yarn_scale(common, share) if share else 1.0)
     if YARN_SCALE in k and k[YARN_SCALE] != 1 and abs(k.real(YARN_SCALE, 0, 1e6) - rope_scale) > CLOSE:
         raise k.values.refusal(k.key(YARN_SCALE), f"{rope_scale:.4g}, which follows from the factor, or 1")
-    return found | {"rope_scaling": YarnScaling(common, span, **betas), "rope_scale": float(np.float32(rope_scale))}
+    return replace(found, scaling=YarnScaling(common, span, **betas), scale=float(np.float32(rope_scale)))
 
 
 def n_nextn(k: Keys) -> int:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ..architectures import Config
+from ..architectures import AttentionConfig, Config, YarnScaling
 from ..architectures.config import LEAST_SCALE
 from . import folders, ggufs
 from .family import Family, InFolder, InGguf, Keys
@@ -59,19 +59,20 @@ def config(values: Values) -> Config:
         limit=values.real("swiglu_limit", LEAST_SCALE, 1 / LEAST_SCALE), alpha=values.real("swiglu_alpha", 0, 1 / LEAST_SCALE),
     )  # fmt: skip
     window = values.whole("sliding_window") if len(full) < n_layers else 0
-    return Config(
-        **folders.numbers(values), **folders.rope(values, ROPE), **folders.attention_biases(values), sinks=True, window=window,
-        layers=folders.unwindowed(full, n_layers), experts=experts,
-    )  # fmt: skip
+    values.must_be("mlp_bias", False)
+    attention = folders.attention(values, folders.rope(values, ROPE), sinks=True, window=window)
+    layers = folders.unwindowed(attention, full, n_layers)
+    return Config(**folders.numbers(values), attention=attention, layers=layers, experts=experts)
 
 
 def gguf_config(k: Keys) -> Config:
     """The numbers that a GGUF file's keys say. YaRN fades from pair to pair, as in folders: llama.cpp rounds to whole ones."""
-    sizes, n_layers = ggufs.numbers(k), k.common["n_layers"]
-    if sizes.get("rope_scaling"):
-        sizes["rope_scaling"] = replace(sizes["rope_scaling"], in_whole_pairs=False)
-    sizes["experts"] = ggufs.experts(k, limit=GGUF_LIMIT, alpha=GGUF_ALPHA)
-    return Config(**sizes, sinks=True, window=k.whole(ggufs.WINDOW), layers=folders.unwindowed(range(1, n_layers, 2), n_layers))
+    sizes, n_layers = ggufs.numbers(k, sinks=True, window=k.whole(ggufs.WINDOW)), k.common["n_layers"]
+    attention: AttentionConfig = sizes["attention"]
+    if isinstance(yarn := attention.rope.scaling, YarnScaling):
+        attention = replace(attention, rope=replace(attention.rope, scaling=replace(yarn, in_whole_pairs=False)))
+    sizes |= {"experts": ggufs.experts(k, limit=GGUF_LIMIT, alpha=GGUF_ALPHA), "attention": attention}
+    return Config(**sizes, layers=folders.unwindowed(attention, range(1, n_layers, 2), n_layers))
 
 
 FAMILY = Family(

@@ -12,14 +12,12 @@ from .places import EXPERTS_GATED, GATED, SHARED_GATED, Place
 from .values import Values
 
 SCALES = {
-    "embedding_scale": "embedding_multiplier", "attention_scale": "attention_multiplier",
-    "residual_scale": "residual_multiplier", "logit_divisor": "logits_scaling",
+    "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier", "logit_divisor": "logits_scaling",
 }  # fmt: skip
-GGUF_SCALES = {
-    "embedding_scale": "embedding_scale", "attention_scale": "attention.scale", "residual_scale": "residual_scale",
-    "logit_divisor": "logit_scale",
-}  # fmt: skip
-DEFAULTS = folders.DEFAULTS | dict.fromkeys(SCALES.values(), 1.0)
+OF_SCORES, GGUF_OF_SCORES = "attention_multiplier", "attention.scale"
+GGUF_SCALES = {"embedding_scale": "embedding_scale", "residual_scale": "residual_scale", "logit_divisor": "logit_scale"}
+DOES, GGUF_DOES = (*SCALES.values(), OF_SCORES), (*GGUF_SCALES.values(), GGUF_OF_SCORES)
+DEFAULTS = folders.DEFAULTS | dict.fromkeys(DOES, 1.0)
 HYBRID_DEFAULTS = DEFAULTS | {
     "num_local_experts": 8, "shared_intermediate_size": 1024, "position_embedding_type": None, "layer_types": None,
 }  # fmt: skip
@@ -40,26 +38,27 @@ EXPERTS = {
 }
 
 
-def scales(values: Values) -> dict[str, Any]:
-    """What embeddings, scores, residuals and logits are scaled by."""
-    return {name: values.real(key, LEAST_SCALE, 1 / LEAST_SCALE) for name, key in SCALES.items()}
+def scaled(values: Values, **own: Any) -> dict[str, Any]:
+    """Llama's numbers, and what scales embeddings, residuals, logits and scores; own: what else attention does."""
+    scales = {name: values.real(key, LEAST_SCALE, 1 / LEAST_SCALE) for name, key in SCALES.items()}
+    attention = folders.attention(values, scale=values.real(OF_SCORES, LEAST_SCALE, 1 / LEAST_SCALE), **own)
+    return folders.numbers(values) | scales | {"attention": attention}
 
 
 def config(values: Values) -> Config:
     """The numbers that a config.json says."""
-    window = folders.no_window(values, "granite") | folders.only_full(values)
-    return Config(
-        **folders.numbers(values), **folders.rope(values), **window, **scales(values),
-        **folders.biases(values),
-    )  # fmt: skip
+    folders.no_window(values, "granite")
+    folders.only_full(values)
+    return Config(**scaled(values), mlp_bias=values.flag("mlp_bias"))
 
 
 def moe_config(values: Values) -> Config:
     """The same with experts, and one that all tokens go through where its width is not 0."""
     shared = values.whole("shared_intermediate_size") if values["shared_intermediate_size"] != 0 else 0
     experts = folders.experts(values, "intermediate_size", "num_local_experts", shared_dim=shared)
-    more = folders.no_window(values, "granitemoe") | folders.attention_biases(values) | scales(values)
-    return Config(**folders.numbers(values), **folders.rope(values), **more, experts=experts)
+    folders.no_window(values, "granitemoe")
+    values.must_be("mlp_bias", False)
+    return Config(**scaled(values), experts=experts)
 
 
 def hybrid_config(values: Values) -> Config:
@@ -68,37 +67,39 @@ def hybrid_config(values: Values) -> Config:
     values.must_be("num_local_experts", 0)
     values.of_layers("layer_types", n_layers, ATTENTION, "attention, as others are not done here,")
     values.must_be("position_embedding_type", "rope", "nope", None)
+    folders.no_window(values, "granitemoehybrid")
+    values.must_be("mlp_bias", False)
     is_turned = values["position_embedding_type"] == "rope"
-    sizes = folders.numbers(values) | {"hidden_dim": values.whole("shared_intermediate_size")}
-    more = folders.no_window(values, "granitemoehybrid") | folders.attention_biases(values) | scales(values)
-    return Config(**sizes, **folders.rope(values), **more, is_turned=is_turned)
+    return Config(**scaled(values, is_turned=is_turned) | {"hidden_dim": values.whole("shared_intermediate_size")})
 
 
 def gguf_config(k: Keys) -> Config:
     """The numbers that a GGUF file's keys say; 0 stands for no scale, too."""
-    more: dict[str, Any] = {
-        ours: k.real(key, LEAST_SCALE, 1 / LEAST_SCALE) for ours, key in GGUF_SCALES.items() if k[key] not in (None, 0)
-    }
+
+    def scale(key: str, otherwise: float) -> float:
+        return k.real(key, LEAST_SCALE, 1 / LEAST_SCALE) if k[key] not in (None, 0) else otherwise
+
     is_turned = k.flag("rope.scaling.finetuned", True)
-    return Config(**ggufs.numbers(k), **more, is_turned=is_turned)
+    scales = {ours: scale(key, 1.0) for ours, key in GGUF_SCALES.items()}
+    return Config(**ggufs.numbers(k, scale=scale(GGUF_OF_SCORES, 0.0), is_turned=is_turned) | scales)
 
 
 FAMILY = Family(
     (
-        InFolder("granite", DEFAULTS, config, folders.PLACES, does=(*SCALES.values(),)),
+        InFolder("granite", DEFAULTS, config, folders.PLACES, does=DOES),
         *(
-            InFolder(name, MOE_DEFAULTS, moe_config, folders.PLACES | EXPERTS, does=(*SCALES.values(), "num_local_experts"))
+            InFolder(name, MOE_DEFAULTS, moe_config, folders.PLACES | EXPERTS, does=(*DOES, "num_local_experts"))
             for name in ("granitemoe", "granitemoeshared")
         ),
         InFolder(
             "granitemoehybrid", HYBRID_DEFAULTS, hybrid_config, folders.PLACES, instead=(SHARED_MLP,),
-            does=(*SCALES.values(), "num_local_experts"),
+            does=(*DOES, "num_local_experts"),
         ),
     ),
     (
-        InGguf("granite", gguf_config, ggufs.PAIRS_PLACES, does=(*GGUF_SCALES.values(),)),
+        InGguf("granite", gguf_config, ggufs.PAIRS_PLACES, does=GGUF_DOES),
         InGguf(
-            "granitemoe", gguf_config, ggufs.PAIRS_PLACES | ggufs.EXPERTS_PLACES, does=(*GGUF_SCALES.values(), ggufs.EXPERTS)
+            "granitemoe", gguf_config, ggufs.PAIRS_PLACES | ggufs.EXPERTS_PLACES, does=(*GGUF_DOES, ggufs.EXPERTS)
         ),
     ),
 )  # fmt: skip

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from ..architectures import Config, ConvConfig
-from ..architectures.config import LEAST_SCALE
+from ..architectures import Config, ConvConfig, LayerConfig
+from ..architectures.config import LEAST_SCALE, of_some
 from . import folders, ggufs
 from .family import Family, InFolder, InGguf, Keys
 from .places import CONV_IN, CONV_IN_BIASES, EXPERTS_GATED, TAPS, TURNED_TAPS, Place
@@ -63,10 +63,12 @@ GGUF_PLACES = ggufs.PLACES | {
 
 def config(values: Values) -> Config:
     """The numbers that a config.json says."""
-    more = folders.no_window(values, "lfm2") | folders.no_biases(values)
+    folders.no_window(values, "lfm2")
+    folders.no_biases(values)
     sizes = folders.numbers(values) | {"hidden_dim": hidden_dim(values), "norm_eps": values.real("norm_eps", 0, 1)}
-    conv = ConvConfig(convolutions(values, sizes["n_layers"]), values.whole("conv_L_cache"), values.flag("conv_bias"))
-    return Config(**sizes, **folders.rope(values), **more, qk_norm=True, conv=conv)
+    conv = LayerConfig(mixer=ConvConfig(values.whole("conv_L_cache"), values.flag("conv_bias")))
+    layers = of_some(conv, convolutions(values, sizes["n_layers"]), sizes["n_layers"])
+    return Config(**sizes, attention=folders.attention(values, qk_norm=True), layers=layers)
 
 
 def moe_config(values: Values) -> Config:
@@ -117,8 +119,9 @@ def gguf_config(k: Keys) -> Config:
         raise k.values.refusal(key, f"numbers of {n_layers} layers, 0 of convolutions")
     if 0 not in heads or len({*heads} - {0}) != 1:
         raise k.values.refusal(key, "layers of both kinds, all attention with as many heads")
-    conv = ConvConfig(tuple(i for i, n in enumerate(heads) if n == 0), k.whole("shortconv.l_cache"))
-    return Config(**ggufs.numbers(k, n_kv_heads=max(heads)), qk_norm=True, conv=conv)
+    conv = LayerConfig(mixer=ConvConfig(k.whole("shortconv.l_cache")))
+    layers = of_some(conv, [i for i, n in enumerate(heads) if n == 0], n_layers)
+    return Config(**ggufs.numbers(k, n_kv_heads=max(heads), qk_norm=True), layers=layers)
 
 
 def moe_gguf_config(k: Keys) -> Config:

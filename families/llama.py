@@ -8,8 +8,9 @@ from .values import Values
 
 def config(values: Values) -> Config:
     """The numbers that a config.json says."""
-    window = folders.no_window(values, "llama") | folders.only_full(values)
-    return Config(**folders.numbers(values), **folders.rope(values), **window, **folders.biases(values))
+    folders.no_window(values, "llama")
+    folders.only_full(values)
+    return Config(**folders.numbers(values), attention=folders.attention(values), mlp_bias=values.flag("mlp_bias"))
 
 
 def gguf_config(k: Keys) -> Config:

@@ -1,6 +1,6 @@
 """Ministral 3: YaRN (Peng et al. 2023, arXiv:2309.00071), and queries that are scaled by their positions."""
 
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,9 +24,9 @@ def config(values: Values) -> Config:
     """The numbers that a config.json says."""
     said = folders.rope_values(values, ROPE)
     scale = float(np.float32(said.real("llama_4_scaling_beta", 0, 1e6)))
-    of_queries: dict[str, Any] = {"query_scale": scale, "query_span": folders.original_positions(values, said)}
-    window = folders.window(values) | folders.no_biases(values)
-    return Config(**folders.numbers(values), **folders.rope(values, ROPE), **of_queries, **window)
+    rope = replace(folders.rope(values, ROPE), query_scale=scale, query_span=folders.original_positions(values, said))
+    folders.no_biases(values)
+    return Config(**folders.numbers(values), attention=folders.attention(values, rope, window=folders.window(values)))
 
 
 FAMILY = Family(

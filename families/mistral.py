@@ -2,6 +2,8 @@
 arXiv:2401.04088). GGUF files call both a llama.
 """
 
+from dataclasses import replace
+
 from ..architectures import Config
 from . import folders
 from .family import Family, InFolder
@@ -22,14 +24,14 @@ MIXTRAL = {
 
 def config(values: Values) -> Config:
     """The numbers that a config.json says."""
-    window = folders.window(values) | folders.no_biases(values)
-    return Config(**folders.numbers(values), **folders.rope(values), **window)
+    folders.no_biases(values)
+    return Config(**folders.numbers(values), attention=folders.attention(values, window=folders.window(values)))
 
 
 def mixtral_config(values: Values) -> Config:
     """The same of a Mixtral."""
     experts = folders.experts(values, "intermediate_size", "num_local_experts")
-    return Config(**vars(config(values)) | {"experts": experts})
+    return replace(config(values), experts=experts)
 
 
 PLACES = folders.PLACES | folders.EXPERTS

@@ -21,13 +21,14 @@ GGUF_PLACES = ggufs.PLACES | {
 
 def config(values: Values) -> Config:
     """The numbers that a config.json says."""
-    more = folders.no_window(values, "olmo2") | folders.attention_biases(values)
-    return Config(**folders.numbers(values), **folders.rope(values), **more, norms="behind", qk_norm="whole")
+    folders.no_window(values, "olmo2")
+    values.must_be("mlp_bias", False)
+    return Config(**folders.numbers(values), attention=folders.attention(values, qk_norm="whole"), norms="behind")
 
 
 def gguf_config(k: Keys) -> Config:
     """The numbers that a GGUF file's keys say."""
-    return Config(**ggufs.numbers(k), norms="behind", qk_norm="whole")
+    return Config(**ggufs.numbers(k, qk_norm="whole"), norms="behind")
 
 
 FAMILY = Family((InFolder("olmo2", DEFAULTS, config, PLACES),), (InGguf("olmo2", gguf_config, GGUF_PLACES),))

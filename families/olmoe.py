@@ -14,14 +14,15 @@ DEFAULTS = folders.DEFAULTS | {
 
 def config(values: Values) -> Config:
     """The numbers that a config.json says."""
-    more = folders.no_window(values, "olmoe") | folders.attention_biases(values)
+    folders.no_window(values, "olmoe")
+    values.must_be("mlp_bias", False)
     experts = folders.experts(values, "intermediate_size", is_normed=values.flag("norm_topk_prob"))
-    return Config(**folders.numbers(values), **folders.rope(values), **more, qk_norm="whole", experts=experts)
+    return Config(**folders.numbers(values), attention=folders.attention(values, qk_norm="whole"), experts=experts)
 
 
 def gguf_config(k: Keys) -> Config:
     """The numbers that a GGUF file's keys say; what the chosen ones count is as it is, in llama.cpp too."""
-    return Config(**ggufs.numbers(k) | {"experts": ggufs.experts(k, is_normed=False)}, qk_norm="whole")
+    return Config(**ggufs.numbers(k, qk_norm="whole") | {"experts": ggufs.experts(k, is_normed=False)})
 
 
 FAMILY = Family(

@@ -1,10 +1,10 @@
 """Phi-3 and Phi-4-mini, which turn a part of each head, by factors of their own (Ding et al. 2024, arXiv:2402.13753)."""
 
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
-from ..architectures import Config
+from ..architectures import Config, RopeConfig
 from ..architectures.config import LEAST_SCALE
 from ..architectures.rope import longrope_scale
 from . import folders, ggufs
@@ -26,17 +26,18 @@ GGUF_PLACES = ggufs.PAIRS_PLACES | {
 
 def config(values: Values) -> Config:
     """The numbers that a config.json says. A window that is as long as a text can be is none."""
-    window = folders.window(values) | folders.no_biases(values)
-    if window["window"] >= values.whole("max_position_embeddings"):
-        window = {}
-    return Config(**folders.numbers(values), **_rope(values), **window)
+    window = folders.window(values)
+    folders.no_biases(values)
+    if window >= values.whole("max_position_embeddings"):
+        window = 0
+    return Config(**folders.numbers(values), attention=folders.attention(values, _rope(values), window=window))
 
 
-def _rope(values: Values) -> dict[str, Any]:
+def _rope(values: Values) -> RopeConfig:
     rope = folders.rope_values(values)
     rope.must_be("mrope_section", None)
     found = folders.partial_rope(rope, values, rope, values)
-    n_turned = found["rope_dim"] or folders.head_length(values)
+    n_turned = found.dim or folders.head_length(values)
     if rope["rope_type"] == "default":
         return found
     if rope["rope_type"] not in LONGROPE:
@@ -50,7 +51,7 @@ def _rope(values: Values) -> dict[str, Any]:
         raise values.refusal("original_max_position_embeddings", "2 or more")
     else:
         scale = longrope_scale(factor, original)
-    return found | {"rope_scale": float(np.float32(scale))} | _switching(short, long, n_positions, original)
+    return _switching(replace(found, scale=float(np.float32(scale))), short, long, n_positions, original)
 
 
 def _factors(rope: Values, key: str, n: int) -> tuple[float, ...]:
@@ -65,24 +66,27 @@ def _factors(rope: Values, key: str, n: int) -> tuple[float, ...]:
     return tuple(float(np.float32(factor)) for factor in given)  # as transformers and GGUF keep them
 
 
-def _switching(short: tuple[float, ...], long: tuple[float, ...], n_positions: int, original: int) -> dict[str, Any]:
+def _switching(
+    rope: RopeConfig, short: tuple[float, ...], long: tuple[float, ...], n_positions: int, original: int
+) -> RopeConfig:
     """Divisors of short texts, and of those of more than the original positions where there may be any."""
     switches = short != long and n_positions > original
-    return {"rope_divisors": short} | ({"long_divisors": long, "n_short": original} if switches else {})
+    return replace(rope, divisors=short, long_divisors=long if switches else (), n_short=original if switches else 0)
 
 
 def gguf_config(k: Keys) -> Config:
     """The numbers that a GGUF file's keys and factors say."""
-    found, n_positions = ggufs.numbers(k, is_partial=True), k.common["seq_len"]
-    if k[ggufs.WINDOW] not in (None, 0) and (window := k.whole(ggufs.WINDOW)) < n_positions:
-        found["window"] = window
+    n_positions = k.common["seq_len"]
+    window = k.whole(ggufs.WINDOW) if k[ggufs.WINDOW] not in (None, 0) else 0
+    config = Config(**ggufs.numbers(k, is_partial=True, window=window if window < n_positions else 0))
+    rope = config.rope
     if k[ggufs.ATTENTION_FACTOR] not in (None, 0):
-        found["rope_scale"] = float(np.float32(k.real(ggufs.ATTENTION_FACTOR, LEAST_SCALE, 1 / LEAST_SCALE)))
+        rope = replace(rope, scale=float(np.float32(k.real(ggufs.ATTENTION_FACTOR, LEAST_SCALE, 1 / LEAST_SCALE))))
     if SHORT in k.tensors or LONG in k.tensors:
-        n_pairs = (found["rope_dim"] or found["head_dim"]) // 2
+        n_pairs = config.n_turned // 2
         short, long = (tuple(float(x) for x in k.tensors.tensor(name, (n_pairs,))[:]) for name in (SHORT, LONG))
-        found |= _switching(short, long, n_positions, k.whole("rope.scaling.original_context_length"))
-    return Config(**found)
+        rope = _switching(rope, short, long, n_positions, k.whole("rope.scaling.original_context_length"))
+    return replace(config, attention=replace(config.attention, rope=rope))
 
 
 FAMILY = Family(

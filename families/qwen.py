@@ -2,9 +2,9 @@
 arXiv:2505.09388), and Qwen3 with experts.
 """
 
-from typing import Any
+from dataclasses import replace
 
-from ..architectures import Config
+from ..architectures import AttentionConfig, Config
 from . import folders, ggufs
 from .family import Family, InFolder, InGguf, Keys
 from .llama import gguf_config
@@ -22,8 +22,8 @@ MOE_DEFAULTS = DEFAULTS | {
 }  # fmt: skip
 
 
-def windows(values: Values) -> dict[str, Any]:
-    """Of the layers behind the first max_window_layers, or of those that a list says."""
+def dense_config(values: Values, attention: AttentionConfig) -> Config:
+    """That of attention with a window in the layers behind the first max_window_layers, or in those that a list says."""
     n_layers, types, before = (
         values.whole("num_hidden_layers", folders.MOST_LAYERS),
         values["layer_types"],
@@ -37,22 +37,23 @@ def windows(values: Values) -> dict[str, Any]:
     else:
         raise values.refusal("max_window_layers", "a whole number")
     if window and values.flag("use_sliding_window") and len(full) < n_layers:
-        return {"window": window, "layers": folders.unwindowed(full, n_layers)}
+        attention = replace(attention, window=window)
+        return Config(**folders.numbers(values), attention=attention, layers=folders.unwindowed(attention, full, n_layers))
     if types is not None and len(full) < n_layers:
         raise values.refusal("layer_types", f"{folders.FULL} in all {n_layers} layers, without a window")
-    return {}
+    return Config(**folders.numbers(values), attention=attention)
 
 
 def qwen2_config(values: Values) -> Config:
     """The numbers that a config.json says."""
     values.must_be("mlp_bias", False)
-    return Config(**folders.numbers(values), **folders.rope(values), **windows(values), qkv_bias=True)
+    return dense_config(values, AttentionConfig(folders.rope(values), qkv_bias=True))
 
 
 def qwen3_config(values: Values) -> Config:
     """The same of a Qwen3."""
-    biases = folders.attention_biases(values)
-    return Config(**folders.numbers(values), **folders.rope(values), **windows(values), **biases, qk_norm=True)
+    values.must_be("mlp_bias", False)
+    return dense_config(values, folders.attention(values, qk_norm=True))
 
 
 def moe_config(values: Values) -> Config:
@@ -66,15 +67,14 @@ def moe_config(values: Values) -> Config:
     window = 0
     if values.flag("use_sliding_window") and values["sliding_window"] is not None:
         window = values.whole("sliding_window")
-    biases = folders.attention_biases(values)
-    return Config(
-        **folders.numbers(values), **folders.rope(values), **biases, window=window, qk_norm=True, experts=experts
-    )  # fmt: skip
+    values.must_be("mlp_bias", False)
+    attention = folders.attention(values, window=window, qk_norm=True)
+    return Config(**folders.numbers(values), attention=attention, experts=experts)
 
 
 def normed_gguf_config(k: Keys) -> Config:
     """The numbers that a GGUF file's keys say of a Qwen3."""
-    return Config(**ggufs.numbers(k), qk_norm=True)
+    return Config(**ggufs.numbers(k, qk_norm=True))
 
 
 FAMILY = Family(

@@ -5,7 +5,8 @@ tokens (MTP) comes along in the same files. Qwen3.5 and 3.6 with experts, of whi
 import re
 from dataclasses import replace
 
-from ..architectures import Config, DeltaConfig
+from ..architectures import Config, DeltaConfig, LayerConfig
+from ..architectures.config import of_some
 from . import folders, ggufs
 from .family import Family, InFolder, InGguf, Keys
 from .folders import FULL, LINEAR
@@ -82,7 +83,8 @@ def config(values: Values) -> Config:
     rope = folders.rope_values(values)
     rope.must_be("rope_type", "default")
     turned = folders.partial_rope(rope, values, values, rope)
-    more = folders.no_window(values, "qwen3_5_text") | folders.no_biases(values)
+    folders.no_window(values, "qwen3_5_text")
+    folders.no_biases(values)
     n_layers, types = values.whole("num_hidden_layers", folders.MOST_LAYERS), values["layer_types"]
     if types is None:
         interval = values.whole("full_attention_interval")
@@ -91,14 +93,14 @@ def config(values: Values) -> Config:
         kinds = values.of_layers("layer_types", n_layers, (LINEAR, FULL), f"{LINEAR} or {FULL}")
         layers = [i for i, kind in enumerate(kinds) if kind == LINEAR]
     delta = DeltaConfig(
-        layers=tuple(layers),
         n_key_heads=values.whole("linear_num_key_heads"),
         n_value_heads=values.whole("linear_num_value_heads"),
         key_dim=values.whole("linear_key_head_dim"),
         value_dim=values.whole("linear_value_head_dim"),
         n_taps=values.whole("linear_conv_kernel_dim"),
     )
-    return Config(**folders.numbers(values), **turned, **more, qk_norm=True, attention_gate=True, delta=delta)
+    attention = folders.attention(values, turned, qk_norm=True, gate=True)
+    return Config(**folders.numbers(values), attention=attention, layers=of_some(LayerConfig(mixer=delta), layers, n_layers))
 
 
 def moe_config(values: Values) -> Config:
@@ -120,7 +122,6 @@ def gguf_config(k: Keys) -> Config:
     if n_values % n_value_heads:
         raise k.values.refusal(k.key("ssm.inner_size"), f"a multiple of {n_value_heads}, the heads")
     delta = DeltaConfig(
-        layers=tuple(i for i in range(n_layers) if are[i]),
         n_key_heads=n_key_heads,
         n_value_heads=n_value_heads,
         key_dim=k.whole("ssm.state_size"),
@@ -128,7 +129,8 @@ def gguf_config(k: Keys) -> Config:
         n_taps=k.whole("ssm.conv_kernel"),
         in_turns=n_key_heads != n_value_heads,
     )
-    return Config(**ggufs.numbers(k, is_partial=True), qk_norm=True, attention_gate=True, delta=delta)
+    layers = of_some(LayerConfig(mixer=delta), [i for i in range(n_layers) if are[i]], n_layers)
+    return Config(**ggufs.numbers(k, is_partial=True, qk_norm=True, gate=True), layers=layers)
 
 
 def moe_gguf_config(k: Keys) -> Config:

@@ -1,6 +1,9 @@
 """SmolLM3, some of whose layers do not turn heads (Yang et al. 2025, arXiv:2501.18795)."""
 
-from ..architectures import Config, LayerConfig
+from collections.abc import Collection
+from dataclasses import replace
+
+from ..architectures import AttentionConfig, Config, LayerConfig
 from ..architectures.config import of_some
 from . import folders, ggufs
 from .family import Family, InFolder, InGguf, Keys
@@ -12,7 +15,10 @@ DEFAULTS = folders.DEFAULTS | {
     "use_sliding_window": False, "no_rope_layers": None, "no_rope_layer_interval": 4, "layer_types": None, "rope_theta": 2e6,
 }  # fmt: skip
 GGUF_INTERVAL = 4  # of which a file does not tell
-UNTURNED = LayerConfig(is_turned=False)
+
+
+def _layers(attention: AttentionConfig, unturned: Collection[int], n_layers: int) -> tuple[LayerConfig, ...]:
+    return of_some(LayerConfig(attention=replace(attention, is_turned=False)), unturned, n_layers)
 
 
 def config(values: Values) -> Config:
@@ -26,16 +32,17 @@ def config(values: Values) -> Config:
     else:
         flags = values.of_layers("no_rope_layers", n_layers, (0, 1), "0 or 1")
         unturned = tuple(layer for layer, flag in enumerate(flags) if flag == 0)
-    return Config(
-        **folders.numbers(values), **folders.rope(values), **folders.only_full(values),
-        **folders.biases(values), layers=of_some(UNTURNED, unturned, n_layers),
-    )  # fmt: skip
+    folders.only_full(values)
+    attention = folders.attention(values)
+    layers = _layers(attention, unturned, n_layers)
+    return Config(**folders.numbers(values), attention=attention, mlp_bias=values.flag("mlp_bias"), layers=layers)
 
 
 def gguf_config(k: Keys) -> Config:
     """The numbers that a GGUF file's keys say."""
-    n_layers = k.common["n_layers"]
-    return Config(**ggufs.numbers(k), layers=of_some(UNTURNED, range(GGUF_INTERVAL - 1, n_layers, GGUF_INTERVAL), n_layers))
+    numbers, n_layers = ggufs.numbers(k), k.common["n_layers"]
+    layers = _layers(numbers["attention"], range(GGUF_INTERVAL - 1, n_layers, GGUF_INTERVAL), n_layers)
+    return Config(**numbers, layers=layers)
 
 
 FAMILY = Family(

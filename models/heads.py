@@ -251,7 +251,7 @@ def speculators_config(config: Config) -> dict[str, Any]:
         "model_type": "llama", "hidden_size": config.dim, "intermediate_size": config.hidden_dim, "num_hidden_layers": 1,
         "num_attention_heads": config.n_heads, "num_key_value_heads": config.n_kv_heads, "head_dim": config.head_dim,
         "vocab_size": config.vocab_size, "max_position_embeddings": config.seq_len, "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+        "rope_theta": config.rope.theta, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
         "tie_word_embeddings": False,
     }  # fmt: skip
     return {

@@ -27,7 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rope_table(config: Config) -> Tensor:
     """cos and sin of pos / theta^(2i/K): (2, seq_len, K/2)."""
-    freqs = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
+    freqs = config.rope.theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
     angles = torch.arange(config.seq_len, dtype=torch.float64)[:, None] * freqs
     return torch.stack([angles.cos(), angles.sin()]).float()
 

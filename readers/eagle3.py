@@ -119,9 +119,8 @@ def _config(path: Path, folder: Folder) -> tuple[Config, HeadConfig]:
     )
     if config.shared_classifier and head.own_embedding and not head.own_classifier:
         raise layer.refusal("tie_word_embeddings", "false: a head without a classifier takes the target's")
-    config = replace(
-        config, architecture="eagle3", shared_classifier=False, qkv_bias=config.qkv_bias or flags["qkv_bias"], head=head
-    )
+    attention = replace(config.attention, qkv_bias=config.attention.qkv_bias or flags["qkv_bias"])
+    config = replace(config, architecture="eagle3", shared_classifier=False, attention=attention, head=head)
     if flaw := config.flaw():
         raise CheckpointError(f"{path} describes no head: {flaw}")
     check_rows(head, config.vocab_size, IDS in folder, f"{path}")

@@ -66,4 +66,4 @@ def head_config(target: Config) -> Config:
         norm_output=True,
     )
     experts = target.experts and replace(target.experts, dense_layers=())
-    return replace(target, architecture="mtp", n_layers=1, shared_classifier=False, delta=None, head=head, experts=experts)
+    return replace(target, architecture="mtp", n_layers=1, shared_classifier=False, layers=(), head=head, experts=experts)

@@ -5,16 +5,16 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from specdec.architectures import Config, ConvConfig, DeltaConfig, ExpertsConfig, InputsConfig, LayerConfig
-from specdec.architectures.config import RopeScaling, YarnScaling, of_some
+from specdec.architectures import ConvConfig, DeltaConfig, ExpertsConfig, InputsConfig
+from specdec.architectures.config import RopeScaling, YarnScaling
 from specdec.readers import Checkpoint, CheckpointError, load_checkpoint
+from tests.configs import made
 
 FIXTURES = Path(__file__).parent / "fixtures"
 MICROSCALED = "gpt_oss_mxfp4"  # whose blocks' product is not that of the floats that transformers makes of them
@@ -23,15 +23,23 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U8": np.uint8, "I64": np.int64}
 GONE = sys.intern("<gone>")  # as a key's value, by identity: no such key
 GRANITE: dict[str, float] = {"embedding_scale": 1.5, "attention_scale": 0.3, "residual_scale": 0.7, "logit_divisor": 2}
-UNTURNED = LayerConfig(is_turned=False)
+UNTURNED = {"is_turned": False}
 PHI3_FACTORS = tuple(float(np.float32(factor)) for factor in (1, 1.15, 1.3, 1.45, 1.6, 1.75))
 PHI3_LONG = {"long_divisors": (1.0, 3.5, 6.0, 8.5, 11.0, 13.5), "n_short": 64}
 PHI3_SCALE = float(np.sqrt(np.float32(7) / np.float32(6)))  # sqrt(1 + log(128 / 64) / log(64))
 
 
-def full_layers(layers: Collection[int], n_layers: int, **more: Any) -> tuple[LayerConfig, ...]:
-    """`Config.layers` of which those have no window, and that of their own."""
-    return of_some(LayerConfig(window=0, **more), layers, n_layers)
+Layers = tuple[dict[str, Any], ...]  # as `made` takes them
+
+
+def some_layers(own: dict[str, Any], layers: Collection[int], n_layers: int) -> Layers:
+    """Of n_layers those have that of their own."""
+    return tuple(own if i in layers else {} for i in range(n_layers)) if layers else ()
+
+
+def full_layers(layers: Collection[int], n_layers: int, **more: Any) -> Layers:
+    """Of which those have no window, and that of their own."""
+    return some_layers({"window": 0, **more}, layers, n_layers)
 
 
 def gemma(dim: int, full: Collection[int], n_layers: int, theta: float = 1e4, divisors: tuple[float, ...] = ()) -> dict[str, Any]:
@@ -50,11 +58,11 @@ def gemma4(
     of layers that take the keys and values of others.
     """
     divisors = (1.0,) * n_turned + (float(np.float32(1e30)),) * (head_dim // 2 - n_turned)
-    whole = LayerConfig(head_dim=head_dim, window=0, rope_theta=1e4, rope_divisors=divisors, **own)
-    layers = [whole if kind == "a" else LayerConfig() for kind in kinds]
+    whole = {"head_dim": head_dim, "window": 0, "rope_theta": 1e4, "rope_divisors": divisors, **own}
+    layers = [whole if kind == "a" else {} for kind in kinds]
     first = len(kinds) - n_shared
     for i in range(first, len(kinds)):
-        layers[i] = replace(layers[i], kv_layer=kinds.rindex(kinds[i], 0, first), hidden_dim=hidden_dim)
+        layers[i] = layers[i] | {"kv_layer": kinds.rindex(kinds[i], 0, first), "hidden_dim": hidden_dim}
     return {
         "norms": "around", "activation": "gelu", "norm_eps": 1e-6, "rope_theta": 100.0, "qk_norm": True, "value_norm": True,
         "embedding_scale": float(np.sqrt(np.float32(dim))), "attention_scale": 1.0, "layer_scale": True, "window": window,
@@ -62,26 +70,26 @@ def gemma4(
     }  # fmt: skip
 
 
-def gemma_layers(full: Collection[int], n_layers: int, divisors: tuple[float, ...] = ()) -> tuple[LayerConfig, ...]:
+def gemma_layers(full: Collection[int], n_layers: int, divisors: tuple[float, ...] = ()) -> Layers:
     """Those of a Gemma 3 of which some see the whole text."""
     return full_layers(full, n_layers, rope_theta=1e6, rope_divisors=divisors)
 
 
 CONFIGS = {
-    "llama": Config(20, 37, 2, 2, 2, 65, 128, False, norm_eps=1e-6),
-    "llama_tied": Config(32, 48, 2, 4, 2, 72, 128, True, norm_eps=1e-6),
-    "llama_biases": Config(24, 40, 2, 3, 1, 64, 128, False, norm_eps=1e-6, qkv_bias=True, wo_bias=True, mlp_bias=True),
-    "llama3": Config(
+    "llama": made(20, 37, 2, 2, 2, 65, 128, False, norm_eps=1e-6),
+    "llama_tied": made(32, 48, 2, 4, 2, 72, 128, True, norm_eps=1e-6),
+    "llama_biases": made(24, 40, 2, 3, 1, 64, 128, False, norm_eps=1e-6, qkv_bias=True, wo_bias=True, mlp_bias=True),
+    "llama3": made(
         32, 48, 2, 4, 2, 70, 128, True, norm_eps=1e-6, rope_theta=5e5, head_dim=16, rope_scaling=RopeScaling(8, 1, 4, 64)
     ),
-    "mistral": Config(32, 40, 3, 4, 2, 64, 128, False, norm_eps=1e-6, window=12),
-    "qwen2": Config(32, 48, 2, 4, 2, 80, 128, True, norm_eps=1e-6, qkv_bias=True),
-    "qwen2_window": Config(24, 30, 2, 2, 1, 64, 128, False, norm_eps=1e-6, qkv_bias=True, window=17),
-    "qwen3": Config(32, 48, 2, 4, 2, 66, 128, False, norm_eps=1e-6, head_dim=12, qk_norm=True),
-    "gpt2": Config(18, 72, 2, 3, 3, 71, 64, True, "gpt2"),
-    "gpt2_base": Config(32, 50, 2, 4, 4, 64, 96, True, "gpt2"),
-    "granite": Config(24, 45, 3, 4, 2, 68, 128, True, norm_eps=1e-6, **GRANITE),
-    "granite_biases": Config(
+    "mistral": made(32, 40, 3, 4, 2, 64, 128, False, norm_eps=1e-6, window=12),
+    "qwen2": made(32, 48, 2, 4, 2, 80, 128, True, norm_eps=1e-6, qkv_bias=True),
+    "qwen2_window": made(24, 30, 2, 2, 1, 64, 128, False, norm_eps=1e-6, qkv_bias=True, window=17),
+    "qwen3": made(32, 48, 2, 4, 2, 66, 128, False, norm_eps=1e-6, head_dim=12, qk_norm=True),
+    "gpt2": made(18, 72, 2, 3, 3, 71, 64, True, "gpt2"),
+    "gpt2_base": made(32, 50, 2, 4, 4, 64, 96, True, "gpt2"),
+    "granite": made(24, 45, 3, 4, 2, 68, 128, True, norm_eps=1e-6, **GRANITE),
+    "granite_biases": made(
         20,
         30,
         2,
@@ -97,9 +105,9 @@ CONFIGS = {
         attention_scale=1,
         logit_divisor=0.5,
     ),
-    "granite_hybrid": Config(32, 36, 2, 4, 2, 64, 128, False, norm_eps=1e-6, **GRANITE),
-    "smollm3": Config(24, 40, 5, 3, 1, 72, 128, True, norm_eps=1e-6, rope_theta=2e6, layers=of_some(UNTURNED, (3,), 5)),
-    "smollm3_layers": Config(
+    "granite_hybrid": made(32, 36, 2, 4, 2, 64, 128, False, norm_eps=1e-6, **GRANITE),
+    "smollm3": made(24, 40, 5, 3, 1, 72, 128, True, norm_eps=1e-6, rope_theta=2e6, layers=some_layers(UNTURNED, (3,), 5)),
+    "smollm3_layers": made(
         36,
         30,
         2,
@@ -112,11 +120,11 @@ CONFIGS = {
         rope_theta=2e6,
         qkv_bias=True,
         wo_bias=True,
-        layers=of_some(UNTURNED, (0,), 2),
+        layers=some_layers(UNTURNED, (0,), 2),
     ),
-    "phi3": Config(32, 44, 2, 2, 1, 68, 128, rope_dim=12, rope_divisors=PHI3_FACTORS, rope_scale=PHI3_SCALE, **PHI3_LONG),
-    "phi3_plain": Config(20, 30, 2, 2, 2, 65, 128, False, window=9),
-    "phi3_factor": Config(
+    "phi3": made(32, 44, 2, 2, 1, 68, 128, rope_dim=12, rope_divisors=PHI3_FACTORS, rope_scale=PHI3_SCALE, **PHI3_LONG),
+    "phi3_plain": made(20, 30, 2, 2, 2, 65, 128, False, window=9),
+    "phi3_factor": made(
         40,
         37,
         2,
@@ -131,7 +139,7 @@ CONFIGS = {
         long_divisors=(1.0, 3.5),
         n_short=64,
     ),
-    "ministral3": Config(
+    "ministral3": made(
         28,
         44,
         2,
@@ -146,7 +154,7 @@ CONFIGS = {
         query_scale=float(np.float32(0.1)),
         query_span=16,
     ),
-    "ministral3_beside": Config(
+    "ministral3_beside": made(
         24,
         37,
         2,
@@ -162,7 +170,7 @@ CONFIGS = {
         query_scale=float(np.float32(0.4)),
         query_span=20,
     ),
-    "ministral3_scale": Config(
+    "ministral3_scale": made(
         20,
         30,
         2,
@@ -178,7 +186,7 @@ CONFIGS = {
         query_scale=1.5,
         query_span=7,
     ),
-    "phi3_long": Config(
+    "phi3_long": made(
         24,
         40,
         2,
@@ -193,8 +201,8 @@ CONFIGS = {
         long_divisors=(1.0, 3.5, 6.0),
         n_short=17,
     ),
-    "gemma3": Config(18, 21, 7, 3, 1, 70, 128, head_dim=6, window=9, **gemma(18, (5,), 7)),
-    "gemma3_scaled": Config(
+    "gemma3": made(18, 21, 7, 3, 1, 70, 128, head_dim=6, window=9, **gemma(18, (5,), 7)),
+    "gemma3_scaled": made(
         20,
         26,
         4,
@@ -208,62 +216,62 @@ CONFIGS = {
         attention_scale=float(np.float32(11**-0.5)),
         **gemma(20, (0, 3), 4, 500.0, (8.0,) * 7),
     ),
-    "gemma3_half": Config(22, 30, 5, 2, 2, 77, 128, head_dim=8, window=5, **gemma(22, (2,), 5)),
-    "lfm2": Config(32, 48, 4, 4, 2, 68, 128, True, rope_theta=1e6, qk_norm=True, conv=ConvConfig((0, 1, 3))),
-    "lfm2_biases": Config(20, 37, 3, 2, 1, 65, 128, False, rope_theta=1e6, qk_norm=True, conv=ConvConfig((1,), 4, True)),
-    "lfm2_odd": Config(36, 55, 3, 3, 3, 70, 128, False, norm_eps=1e-6, rope_theta=1e4, qk_norm=True, conv=ConvConfig((0, 2), 2)),
+    "gemma3_half": made(22, 30, 5, 2, 2, 77, 128, head_dim=8, window=5, **gemma(22, (2,), 5)),
+    "lfm2": made(32, 48, 4, 4, 2, 68, 128, True, rope_theta=1e6, qk_norm=True, conv=((0, 1, 3), ConvConfig())),
+    "lfm2_biases": made(20, 37, 3, 2, 1, 65, 128, False, rope_theta=1e6, qk_norm=True, conv=((1,), ConvConfig(4, True))),
+    "lfm2_odd": made(36, 55, 3, 3, 3, 70, 128, False, norm_eps=1e-6, rope_theta=1e4, qk_norm=True, conv=((0, 2), ConvConfig(2))),
 }
 CONFIGS |= {
-    "qwen35": Config(
+    "qwen35": made(
         32, 48, 4, 2, 1, 70, 128, True, norm_eps=1e-6, head_dim=16, rope_dim=4, qk_norm=True, attention_gate=True,
-        delta=DeltaConfig((0, 1, 2), 2, 4, 8, 16),
+        delta=((0, 1, 2), DeltaConfig(2, 4, 8, 16)),
     ),
-    "qwen35_odd": Config(
+    "qwen35_odd": made(
         36, 40, 3, 3, 1, 65, 128, False, norm_eps=1e-6, rope_theta=1e5, head_dim=20, rope_dim=10, qk_norm=True,
-        attention_gate=True, delta=DeltaConfig((1,), 3, 3, 7, 5, 3),
+        attention_gate=True, delta=((1,), DeltaConfig(3, 3, 7, 5, 3)),
     ),
-    "qwen35_images": Config(
+    "qwen35_images": made(
         64, 40, 2, 2, 2, 72, 128, True, norm_eps=1e-6, rope_theta=1e7, head_dim=32, rope_dim=8, qk_norm=True,
-        attention_gate=True, delta=DeltaConfig((0,), 1, 2, 32, 40),
+        attention_gate=True, delta=((0,), DeltaConfig(1, 2, 32, 40)),
     ),
-    "qwen2_layers": Config(
+    "qwen2_layers": made(
         24, 30, 3, 2, 1, 66, 128, False, norm_eps=1e-6, qkv_bias=True, window=9, rope_divisors=(4.0,) * 6,
         layers=full_layers((0,), 3),
     ),
-    "qwen3_moe": Config(
+    "qwen3_moe": made(
         32, 40, 3, 4, 2, 70, 128, False, norm_eps=1e-6, head_dim=12, qk_norm=True,
         experts=ExpertsConfig(6, 2, 20, True, (1,)),
     ),
-    "mixtral": Config(24, 36, 2, 3, 1, 66, 128, False, norm_eps=1e-5, rope_theta=1e6, experts=ExpertsConfig(5, 3, 36)),
-    "olmo2": Config(40, 36, 3, 5, 1, 69, 128, False, norms="behind", qk_norm="whole"),
-    "olmoe": Config(36, 20, 2, 3, 1, 67, 128, False, qk_norm="whole", experts=ExpertsConfig(7, 3, 20, False)),
-    "granitemoe": Config(32, 24, 2, 4, 2, 70, 128, False, norm_eps=1e-6, experts=ExpertsConfig(4, 4, 24), **GRANITE),
-    "granitemoe_shared": Config(
+    "mixtral": made(24, 36, 2, 3, 1, 66, 128, False, norm_eps=1e-5, rope_theta=1e6, experts=ExpertsConfig(5, 3, 36)),
+    "olmo2": made(40, 36, 3, 5, 1, 69, 128, False, norms="behind", qk_norm="whole"),
+    "olmoe": made(36, 20, 2, 3, 1, 67, 128, False, qk_norm="whole", experts=ExpertsConfig(7, 3, 20, False)),
+    "granitemoe": made(32, 24, 2, 4, 2, 70, 128, False, norm_eps=1e-6, experts=ExpertsConfig(4, 4, 24), **GRANITE),
+    "granitemoe_shared": made(
         40, 20, 2, 5, 1, 65, 128, False, norm_eps=1e-6, experts=ExpertsConfig(5, 2, 20, shared_dim=33), **GRANITE
     ),
-    "lfm2_moe": Config(
-        32, 44, 4, 4, 2, 68, 128, True, rope_theta=1e6, qk_norm=True, conv=ConvConfig((0, 1, 3)),
+    "lfm2_moe": made(
+        32, 44, 4, 4, 2, 68, 128, True, rope_theta=1e6, qk_norm=True, conv=((0, 1, 3), ConvConfig()),
         experts=ExpertsConfig(6, 3, 20, True, (0,), True, True),
     ),
-    "qwen35_moe": Config(
+    "qwen35_moe": made(
         32, 48, 4, 2, 1, 70, 128, False, norm_eps=1e-6, head_dim=16, rope_dim=4, qk_norm=True, attention_gate=True,
-        delta=DeltaConfig((0, 1, 2), 2, 2, 16, 16), experts=ExpertsConfig(6, 2, 12, shared_dim=28, shared_gate=True),
+        delta=((0, 1, 2), DeltaConfig(2, 2, 16, 16)), experts=ExpertsConfig(6, 2, 12, shared_dim=28, shared_gate=True),
     ),
-    "gpt_oss": Config(
+    "gpt_oss": made(
         32, 32, 3, 4, 2, 70, 128, False, rope_theta=100, head_dim=12, rope_scaling=YarnScaling(8, 16, 4, 1, in_whole_pairs=False),
         rope_scale=float(np.float32(1 + 0.1 * math.log(8))), window=11, layers=full_layers((1,), 3), qkv_bias=True,
         wo_bias=True, sinks=True, experts=ExpertsConfig(6, 3, 32, limit=7.0, alpha=1.702),
     ),
-    "gemma4": Config(
+    "gemma4": made(
         20, 21, 6, 2, 1, 70, 128, head_dim=6, inputs=InputsConfig(7, 70), logit_cap=3.0, **gemma4(20, "wawwaa", 3, 16, 9, 2, 42)
     ),
-    "gemma4_images": Config(
+    "gemma4_images": made(
         32, 24, 5, 4, 2, 66, 128, head_dim=8, inputs=InputsConfig(32, 66), logit_cap=30.0, **gemma4(32, "wwawa", 2, 12, 5, 1)
     ),
-    "gemma4_dense": Config(
+    "gemma4_dense": made(
         24, 30, 4, 4, 2, 75, 128, False, head_dim=8, **gemma4(24, "wwwa", 0, 16, 11, 2, n_kv_heads=1, values_are_keys=True)
     ),
-    "gemma4_moe": Config(
+    "gemma4_moe": made(
         28, 26, 4, 4, 2, 68, 128, head_dim=8, logit_cap=20.0, experts=ExpertsConfig(6, 3, 12, is_beside=True),
         **gemma4(28, "wwwa", 0, 12, 8, 1, values_are_keys=True),
     ),

@@ -11,6 +11,7 @@ from specdec.architectures.config import RopeScaling
 from specdec.readers import CheckpointError, load_checkpoint
 from specdec.readers.heads import misfit
 from tests import folders, gguf_files
+from tests.configs import changed, made
 from tests.fuzzing import EXTREMES, FINE, FOLDER, damaged, one_line, random_json
 from tests.gguf_files import Raw, Typed
 from tests.head_files import DIALECTS, folder_tensors, gguf_parts, write_folder
@@ -44,11 +45,11 @@ def random_head(rng):
         rng.choice(["", "each", "whole"]),
         rng.random() < 0.5,
     )
-    config = Config(
+    config = made(
         dim, rng.choice([8, 40]), 1, 2, rng.choice([1, 2]), vocab, 64, False, "eagle3", head_dim=rng.choice([4, 6, 8]), head=head,
         rope_scaling=rng.choice([None, None, RopeScaling(8, 1, 4, 32)]), qk_norm=rng.random() < 0.3, wo_bias=rng.random() < 0.1,
     )  # fmt: skip
-    config = Config(**vars(config) | {"qkv_bias": config.wo_bias})
+    config = changed(config, qkv_bias=config.attention.wo_bias)
     numbers = np.random.default_rng(rng.getrandbits(32))
     tensors = {name: numbers.standard_normal(shape, np.float32) for name, shape in architecture_of(config).shapes(config).items()}
     ids = None if n_rows == vocab and rng.random() < 0.7 else numbers.permutation(vocab)[:n_rows]
@@ -154,7 +155,7 @@ def folder_of_head(rng, config, tensors, ids, is_harmed):
 
 
 def gguf_head(rng, config, tensors, ids, is_harmed):
-    config = Config(**vars(config) | {"qk_norm": False, "qkv_bias": False, "wo_bias": False})
+    config = changed(config, qk_norm=False, qkv_bias=False, wo_bias=False)
     assert config.head
     tensors = {name: tensor for name, tensor in tensors.items() if name not in ("q_norm", "k_norm", "bq", "bk", "bv", "bo")}
     if config.head.fc_norm == "each":

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec.architectures import Config, RopeScaling, YarnScaling
+from specdec.architectures import Config, ConvConfig, DeltaConfig, RopeScaling, YarnScaling
 from specdec.architectures.states import fill_rates
 from specdec.readers.gguf_file import GgufFile
 from tests import folders
@@ -171,7 +171,7 @@ CONVERTED = [
 ]  # not written here
 PERMUTED = ("llama", "granite", "smollm3", "mistral3")
 SCALES = {
-    "attention_scale": "attention.scale", "embedding_scale": "embedding_scale", "residual_scale": "residual_scale",
+    "embedding_scale": "embedding_scale", "residual_scale": "residual_scale",
     "logit_divisor": "logit_scale",
 }  # fmt: skip
 
@@ -186,7 +186,7 @@ def architecture(name: str) -> str:
 NAMES = [
     name
     for name in folders.NAMES
-    if name in CONFIGS and (not CONFIGS[name].window or name.startswith("gemma3")) and name not in (*APART, *CONVERTED)
+    if name in CONFIGS and (not CONFIGS[name].attention.window or name.startswith("gemma3")) and name not in (*APART, *CONVERTED)
 ]
 
 
@@ -243,7 +243,7 @@ def model_tensors(name: str) -> dict[str, Any]:
         factors = json.loads((FIXTURES / name / "config.json").read_text())["rope_parameters"]
         for kind in ("short", "long"):
             tensors[f"rope_factors_{kind}.weight"] = np.array(factors[f"{kind}_factor"], np.float32)
-    if isinstance(config.rope_scaling, RopeScaling):
+    if isinstance(config.rope.scaling, RopeScaling):
         tensors["rope_freqs.weight"] = rope_divisors(config)
     return tensors
 
@@ -259,9 +259,14 @@ def experts(name: str) -> dict[str, Any]:
     return {stored: np.stack(arrays) for stored, arrays in found.items()}
 
 
+def delta_of(config: Config) -> DeltaConfig | None:
+    """The numbers of a config's delta nets."""
+    return next((own.mixer for own in config.layers if isinstance(own.mixer, DeltaConfig)), None)
+
+
 def of_qwen35(config: Config, full: str, array: Any) -> Any:
     """A tensor as llama.cpp's converter has it: norms as they are, heads of values in turns, each with the next one of keys."""
-    d = config.delta
+    d = delta_of(config)
     assert d
     wide = (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array.astype(np.float32)
     if full.endswith("A_log"):
@@ -299,9 +304,9 @@ def with_head(name: str) -> tuple[Keys, dict[str, Any]]:
 
 def rope_divisors(config: Config) -> Any:
     """Llama 3.1's, in fp32: 1 for fast angles, the factor for slow ones."""
-    scaling = config.rope_scaling
+    scaling = config.rope.scaling
     assert isinstance(scaling, RopeScaling)
-    waves = 2 * math.pi * config.rope_theta ** (np.arange(0, config.head_dim, 2) / config.head_dim)
+    waves = 2 * math.pi * config.rope.theta ** (np.arange(0, config.head_dim, 2) / config.head_dim)
     low, high = (scaling.original_seq_len / each for each in (scaling.low_freq_factor, scaling.high_freq_factor))
     smooth = (scaling.original_seq_len / waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     between = 1 / ((1 - smooth) / scaling.factor + smooth)
@@ -322,23 +327,24 @@ def model_keys(name: str) -> Keys:
     if a == "gpt2":
         return keys | {"gpt2.attention.layer_norm_epsilon": config.norm_eps}
     if a == "phi3":
-        keys |= {"phi3.rope.dimension_count": config.n_turned, "phi3.rope.scaling.attn_factor": config.rope_scale}
+        keys |= {"phi3.rope.dimension_count": config.n_turned, "phi3.rope.scaling.attn_factor": config.rope.scale}
         keys |= {"phi3.context_length": 128, "phi3.rope.scaling.original_context_length": 64}
     if a == "gemma3":
-        keys |= {"gemma3.attention.sliding_window": config.window}
+        keys |= {"gemma3.attention.sliding_window": config.attention.window}
         if name != "gemma3":  # of one layer in six that sees all a file need not tell
-            keys |= {"gemma3.attention.sliding_window_pattern": [own.window for own in config.layers].index(0) + 1}
-    if isinstance(yarn := config.rope_scaling, YarnScaling):
+            windows = [config.of_layer(i).attention.window for i in range(config.n_layers)]
+            keys |= {"gemma3.attention.sliding_window_pattern": windows.index(0) + 1}
+    if isinstance(yarn := config.rope.scaling, YarnScaling):
         scaling = {"type": "yarn", "factor": yarn.factor, "original_context_length": yarn.original_seq_len}
         scaling |= {"yarn_beta_fast": yarn.beta_fast, "yarn_beta_slow": yarn.beta_slow, "yarn_log_multiplier": 1.0}
         keys |= {f"{a}.rope.scaling.{key}": value for key, value in scaling.items()}
-        keys |= {f"{a}.attention.temperature_scale": config.query_scale, f"{a}.rope.dimension_count": config.head_dim}
+        keys |= {f"{a}.attention.temperature_scale": config.rope.query_scale, f"{a}.rope.dimension_count": config.head_dim}
     kv_heads: Any = config.n_kv_heads
-    if config.conv:
-        kv_heads = [0 if i in config.conv.layers else kv_heads for i in range(config.n_layers)]
-        keys["lfm2.shortconv.l_cache"] = config.conv.n_taps
-    if d := config.delta:
-        recurrent = [i in d.layers for i in range(config.n_layers)]
+    if convolutions := config.mixing(ConvConfig):
+        kv_heads = [0 if i in convolutions else kv_heads for i in range(config.n_layers)]
+        keys["lfm2.shortconv.l_cache"] = config.layers[convolutions[0]].mixer.n_taps
+    if d := delta_of(config):
+        recurrent = [i in config.mixing(DeltaConfig) for i in range(config.n_layers)]
         keys |= {"qwen35.rope.dimension_count": config.n_turned, "qwen35.rope.dimension_sections": Typed(9, [11, 11, 10, 0], 5)}
         keys |= {"qwen35.attention.recurrent_layers": Typed(9, recurrent, 7), "qwen35.full_attention_interval": 4}
         numbers = (d.n_taps, d.key_dim, d.n_key_heads, d.n_value_heads, d.n_values)
@@ -350,11 +356,12 @@ def model_keys(name: str) -> Keys:
     return keys | {
         f"{a}.attention.head_count_kv": kv_heads,
         f"{a}.attention.layer_norm_rms_epsilon": config.norm_eps,
-        f"{a}.rope.freq_base": next((own.rope_theta for own in config.layers if own.rope_theta), config.rope_theta),
+        f"{a}.rope.freq_base": next((own.attention.rope.theta for own in config.layers if own.attention), config.rope.theta),
         f"{a}.attention.key_length": config.head_dim,
         f"{a}.attention.value_length": config.head_dim,
         f"{a}.vocab_size": config.vocab_size,
         **({f"{a}.{key}": getattr(config, ours) for ours, key in SCALES.items()} if a == "granite" else {}),
+        **({f"{a}.attention.scale": config.attention.scale} if a == "granite" else {}),
     }
 
 

@@ -39,15 +39,16 @@ def config_values(config: Config, dialect: str) -> dict[str, Any]:
     head = config.head
     assert head
     layer: dict[str, Any] = {
-        "model_type": "qwen3" if config.qk_norm else "llama", "vocab_size": config.vocab_size, "hidden_size": config.dim,
+        "model_type": "qwen3" if config.attention.qk_norm else "llama",
+        "vocab_size": config.vocab_size, "hidden_size": config.dim,
         "intermediate_size": config.hidden_dim, "num_hidden_layers": 1, "num_attention_heads": config.n_heads,
         "num_key_value_heads": config.n_kv_heads, "head_dim": config.head_dim, "hidden_act": "silu",
         "max_position_embeddings": config.seq_len, "rms_norm_eps": config.norm_eps, "tie_word_embeddings": False,
-        "attention_bias": config.wo_bias, "mlp_bias": config.mlp_bias,
+        "attention_bias": config.attention.wo_bias, "mlp_bias": config.mlp_bias,
     }  # fmt: skip
-    if config.rope_theta != 10000:
-        layer["rope_theta"] = config.rope_theta
-    if scaling := config.rope_scaling:
+    if config.rope.theta != 10000:
+        layer["rope_theta"] = config.rope.theta
+    if scaling := config.rope.scaling:
         layer["rope_scaling"] = {
             "rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor,
             "high_freq_factor": scaling.high_freq_factor, "original_max_position_embeddings": scaling.original_seq_len,
@@ -60,7 +61,7 @@ def config_values(config: Config, dialect: str) -> dict[str, Any]:
     if dialect.startswith("eagle"):
         if head.layers:
             own["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in head.layers], "use_aux_hidden_state": True}
-        if config.qkv_bias and not config.wo_bias:
+        if config.attention.qkv_bias and not config.attention.wo_bias:
             own["qkv_bias"] = True
         return {"architectures": ["LlamaForCausalLM"]} | layer | own
     verifier = {"architectures": [head.made_for] if head.made_for else [], "name_or_path": "org/name"}
@@ -122,7 +123,7 @@ def gguf_parts(config: Config, tensors: dict[str, Any], target_ids: Any = None) 
         "eagle3.attention.key_length": config.head_dim,
         "eagle3.attention.value_length": config.head_dim,
         "eagle3.attention.layer_norm_rms_epsilon": config.norm_eps,
-        "eagle3.rope.freq_base": config.rope_theta,
+        "eagle3.rope.freq_base": config.rope.theta,
         "eagle3.rope.dimension_count": config.head_dim,
         "eagle3.vocab_size": config.vocab_size,
         "eagle3.target_layers": list(head.layers),
@@ -137,7 +138,7 @@ def gguf_parts(config: Config, tensors: dict[str, Any], target_ids: Any = None) 
         is_bits = array.ndim == 1 and array.dtype == np.uint16
         vector = (array.astype(np.uint32) << 16).view(np.float32) if is_bits else array
         stored[f"{place}.weight"] = vector.astype(np.float32) if array.ndim == 1 else np.ascontiguousarray(array)
-    if config.rope_scaling:
+    if config.rope.scaling:
         stored["rope_freqs.weight"] = gguf_files.rope_divisors(config)
     if target_ids is not None:
         ids = np.asarray(target_ids, np.int64)

@@ -11,6 +11,7 @@ from specdec.machine.vectors import Int64
 from specdec.transformer import Transformer
 from specdec.weights import FP32, Kind
 from tests import reference
+from tests.configs import made
 
 
 def random_head(target: Config, seed: int = 0, n_rows: int = 0, **numbers: Any) -> tuple[Config, dict[str, Any], Int64 | None]:
@@ -27,7 +28,7 @@ def random_head(target: Config, seed: int = 0, n_rows: int = 0, **numbers: Any) 
         "dim": target.dim, "hidden_dim": target.hidden_dim, "n_layers": 1, "n_heads": target.n_heads,
         "n_kv_heads": target.n_kv_heads, "vocab_size": target.vocab_size, "seq_len": target.seq_len, "architecture": "eagle3",
     }  # fmt: skip
-    config = Config(**{**sizes, **numbers}, head=HeadConfig(**{**defaults, **of_head}))
+    config = made(**{**sizes, **numbers}, head=HeadConfig(**{**defaults, **of_head}))
     rng = np.random.default_rng(seed)
     tensors = {
         name: (1 + 0.2 * noise if "norm" in name or name.startswith("rms") else noise / np.sqrt(shape[-1]) * 2).astype(np.float32)
@@ -63,7 +64,7 @@ def oracle(config: Config, tensors: dict[str, Any], states: Any, tokens: list[in
         normed = reference.rms_norm(x, t["rms_hidden"], eps)
         pair = np.concatenate([reference.rms_norm(t["tok_emb"][token], t["rms_emb"], eps), normed])
         q, k, v = ((t[f"w{c}"] @ pair + t.get(f"b{c}", 0)).reshape(-1, config.head_dim) for c in "qkv")
-        if config.qk_norm:
+        if config.attention.qk_norm:
             q, k = reference.rms_norm(q, t["q_norm"], eps), reference.rms_norm(k, t["k_norm"], eps)
         q = reference.rope(q, i * angles)
         keys.append(reference.rope(k, i * angles))

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from specdec.architectures import Config
+from specdec.architectures import Config, ConvConfig
 from specdec.architectures.config import YarnScaling
 from specdec.machine.vectors import Float32
+from tests.configs import changed
 
 
 def rms_norm(x, weight, eps=1e-5):
@@ -33,13 +33,13 @@ def frequencies(config):
     """Radians a position (K / 2,): Llama 3.1's scaling pair by pair, by wavelengths, as its paper's code says it."""
     frequencies = []
     for i in range(config.n_turned // 2):
-        frequency = config.rope_theta ** (-2 * i / config.n_turned)
-        if config.rope_divisors:
-            frequency /= config.rope_divisors[i]
-        s = config.rope_scaling
+        frequency = config.rope.theta ** (-2 * i / config.n_turned)
+        if config.rope.divisors:
+            frequency /= config.rope.divisors[i]
+        s = config.rope.scaling
         if isinstance(s, YarnScaling):
             at = [
-                config.n_turned * math.log(s.original_seq_len / turns / 2 / math.pi) / 2 / math.log(config.rope_theta)
+                config.n_turned * math.log(s.original_seq_len / turns / 2 / math.pi) / 2 / math.log(config.rope.theta)
                 for turns in (s.beta_fast, s.beta_slow)
             ]
             first, last = (math.floor(at[0]), math.ceil(at[1])) if s.in_whole_pairs else at
@@ -150,10 +150,10 @@ def forward(
     Matrices may be `Quantized` (a list of them where layers have one each): then it is runq.c's forward. A bias or a norm of
     heads is there where its tensor is. Of a family that turns long texts otherwise, each row is of the text up to it.
     """
-    if config.n_short:
-        short = replace(config, n_short=0, long_divisors=())
-        long = replace(short, rope_divisors=config.long_divisors)
-        texts = [(long if n > config.n_short else short, tokens[:n]) for n in range(1, len(tokens) + 1)]
+    if config.rope.n_short:
+        short = changed(config, n_short=0, long_divisors=())
+        long = changed(short, rope_divisors=config.rope.long_divisors)
+        texts = [(long if n > config.rope.n_short else short, tokens[:n]) for n in range(1, len(tokens) + 1)]
         return np.stack([forward(turned, tensors, text, window, kept)[-1] for turned, text in texts])
     t = {name: tensor.astype(np.float64) if isinstance(tensor, np.ndarray) else tensor for name, tensor in tensors.items()}
     if config.architecture == "gpt2":
@@ -164,30 +164,30 @@ def forward(
         return product(x, t[f"w{c}"][i]) + (t[f"b{c}"][i] if f"b{c}" in t else 0)
 
     def mixed(x, i):
-        if config.conv and i in config.conv.layers:
-            return convolved(x, t, i, config.conv)
         own = config.of_layer(i)
-        seen = (window or own.window) if own.window == config.window else own.window
-        sinks = t["sinks"][i] if config.sinks else None
-        if own.kv_layer is None:
+        if isinstance(own.mixer, ConvConfig):
+            return convolved(x, t, i, own.mixer)
+        seen = (window or own.attention.window) if own.attention.window == config.attention.window else own.attention.window
+        sinks = t["sinks"][i] if config.attention.sinks else None
+        if own.attention.kv_layer is None:
             cached[i] = heads(x, "k", i), heads(x, "v", i)
-        keys, values = cached[i if own.kv_layer is None else own.kv_layer]
+        keys, values = cached[i if own.attention.kv_layer is None else own.attention.kv_layer]
         return projected(attention(heads(x, "q", i), keys, values, seen, kept, own.score_scale, sinks), "o", i)
 
     def heads(x, c, i):
         own = config.of_layer(i)
-        x = product(x, t["wk_as_v"][i]) if c == "v" and own.values_are_keys else projected(x, c, i)
-        if c != "v" and config.qk_norm == "whole":
+        x = product(x, t["wk_as_v"][i]) if c == "v" and own.attention.values_are_keys else projected(x, c, i)
+        if c != "v" and config.attention.qk_norm == "whole":
             x = rms_norm(x, t[f"{c}_norm"][i], eps)
         x = x.reshape(n, -1, own.head_dim)
-        if c == "v" and config.value_norm:
+        if c == "v" and config.attention.value_norm:
             x = rms_norm(x, 1, eps)
         if c != "v":
-            x = rms_norm(x, t[f"{c}_norm"][i], eps) if config.qk_norm is True else x
-            angles = frequencies(own) * own.is_turned
-            x = np.stack([rope(x[pos], pos * angles, config.rope_scale) for pos in range(n)])
-        if c == "q" and config.query_scale:
-            x = x * (1 + config.query_scale * np.log(1 + np.arange(n) // config.query_span))[:, None, None]
+            x = rms_norm(x, t[f"{c}_norm"][i], eps) if config.attention.qk_norm is True else x
+            angles = frequencies(own) * own.attention.is_turned
+            x = np.stack([rope(x[pos], pos * angles, config.rope.scale) for pos in range(n)])
+        if c == "q" and config.rope.query_scale:
+            x = x * (1 + config.rope.query_scale * np.log(1 + np.arange(n) // config.rope.query_span))[:, None, None]
         return x
 
     def branch(x, name, i):

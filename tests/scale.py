@@ -18,9 +18,10 @@ from specdec.architectures.llama import LLAMA
 from specdec.machine.memory import all_finite, zeros
 from specdec.readers.loading import load_model
 from tests.checkpoints import FIELDS, V1_HEADER, V1_NAMES
+from tests.configs import made
 
 LLAMA2_7B = Config(4096, 11008, 32, 32, 32, 32000, 4096, shared_classifier=False)
-SMOLLM2_17B = Config(2048, 8192, 24, 32, 32, 49152, 8192, rope_theta=130000.0)
+SMOLLM2_17B = made(2048, 8192, 24, 32, 32, 49152, 8192, rope_theta=130000.0)
 GROUP = 64
 BLOCK = 1 << 24  # bytes of random weights, which repeat
 MIB = 2**20
@@ -68,7 +69,7 @@ def bf16_folder(folder: Path, config: Config, n_shards: int = 3) -> None:
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "tie_word_embeddings": True,
         "hidden_size": config.dim, "intermediate_size": config.hidden_dim, "num_hidden_layers": config.n_layers,
         "num_attention_heads": config.n_heads, "num_key_value_heads": config.n_kv_heads, "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.seq_len, "rms_norm_eps": config.norm_eps, "rope_theta": config.rope_theta,
+        "max_position_embeddings": config.seq_len, "rms_norm_eps": config.norm_eps, "rope_theta": config.rope.theta,
         "eos_token_id": 2, "bos_token_id": 1,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(numbers))

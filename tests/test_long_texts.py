@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,15 +16,16 @@ from specdec.tokenizer import Tokenizer
 from specdec.transformer import Transformer, room_behind
 from specdec.weights import FP32, INT8
 from tests.architectures.test_architectures import FAMILIES, random_tensors
+from tests.configs import changed
 from tests.heads import head_of
 from tests.models import tokens_for
 
 CONFIG = FAMILIES["phi 3"]
-N_SHORT = CONFIG.n_short
+N_SHORT = CONFIG.rope.n_short
 
 
 def model_of(kind: Any = FP32, **numbers: Any) -> Transformer:
-    config = replace(CONFIG, **numbers)
+    config = changed(CONFIG, **numbers)
     return Transformer(config, LLAMA.pack(config, random_tensors(config), kind), 1)
 
 

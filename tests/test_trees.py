@@ -14,10 +14,11 @@ from specdec.machine.vectors import Float32
 from specdec.transformer import FIRST_POSITIONS, Transformer
 from specdec.weights import BF16, FP32, INT8, Kind
 from tests.architectures.test_architectures import FAMILIES, POISON, model_of, random_tensors
+from tests.configs import changed, made
 from tests.models import CONFIGS, THREADS, random_model, tokens_for
 
 # head_dims of 2 to 128, heads that share keys, windows, norms of heads, learned positions
-ALL = FAMILIES | CONFIGS | {"head_dim 2": Config(14, 20, 2, 7, 1, 105, 400), "many heads": Config(96, 40, 1, 24, 1, 105, 400)}
+ALL = FAMILIES | CONFIGS | {"head_dim 2": made(14, 20, 2, 7, 1, 105, 400), "many heads": made(96, 40, 1, 24, 1, 105, 400)}
 SHAPES = {name: config for name, config in ALL.items() if architecture_of(config).move}  # of the families that run trees
 
 
@@ -83,7 +84,7 @@ def test_a_nodes_logits_are_those_of_the_chain_of_its_ancestors_bit_for_bit(name
 @pytest.mark.parametrize(("name", "window"), [*(("mistral", window) for window in (1, 2, 5, 16, 33)), ("gemma", 5)])
 def test_a_window_is_one_of_positions_and_not_of_slots(name: str, window: int) -> None:
     """Shorter than the tree is deep, too."""
-    config = replace(FAMILIES[name], window=window)
+    config = changed(FAMILIES[name], window=window)
     for n, parents in itertools.product((1, 17, 40), (a_chain(20), combs(30), random_parents(50, window), a_star(10))):
         tokens, nodes = tokens_for(config, n), tokens_for(config, len(parents), 5)
         expected = logits_of_chains(model_of(config), tokens, nodes, parents)
@@ -305,7 +306,7 @@ def test_a_growth_that_fails_leaves_a_tree_that_works(monkeypatch: pytest.Monkey
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs signal.setitimer")
 def test_a_pass_or_a_keep_that_is_interrupted_leaves_a_cache_that_knows_what_it_holds() -> None:
     """KeyboardInterrupts at random moments of 200 rounds of trees, by a timer, most of them before a round is done."""
-    config = Config(64, 172, 2, 8, 4, 512, 400)
+    config = made(64, 172, 2, 8, 4, 512, 400)
     model, fresh = random_model(config), random_model(config)
     rng, n_interrupts = np.random.default_rng(0), 0
 

@@ -15,6 +15,7 @@ from specdec.transformer import FIRST_POSITIONS, Transformer
 from specdec.verification import CoupledVerifier
 from specdec.weights import FP32, INT8
 from tests import reference
+from tests.configs import changed, made
 from tests.folders import full_layers, gemma4
 from tests.models import END_MARKS, THREADS, begun, continuation, run_in_blocks, tokens_for
 
@@ -34,48 +35,48 @@ GEMMA_LAYERS = full_layers((2,), 4, rope_theta=1e6, rope_divisors=(8.0,) * 12)
 
 # dim, hidden, layers, heads, kv heads, vocab, seq_len
 FAMILIES = {
-    "llama 3": Config(40, 50, 2, 4, 2, 105, 400, head_dim=12, rope_theta=5e5, rope_scaling=LLAMA_3, norm_eps=1e-6),
-    "llama with biases": Config(36, 33, 2, 3, 1, 105, 400, wo_bias=True, qkv_bias=True, mlp_bias=True),
-    "mistral": Config(64, 96, 2, 4, 2, 105, 400, shared_classifier=False, head_dim=8, window=19),
-    "qwen2": Config(96, 64, 2, 6, 2, 105, 400, rope_theta=1e6, norm_eps=1e-6, qkv_bias=True),
-    "qwen3": Config(64, 96, 2, 2, 1, 105, 400, head_dim=128, rope_theta=1e6, norm_eps=1e-6, qk_norm=True),
-    "qwen3, heads across strips": Config(64, 40, 2, 4, 2, 105, 400, head_dim=80, qk_norm=True),
-    "qwen3, heads of 12": Config(40, 50, 2, 5, 5, 105, 400, head_dim=12, qk_norm=True),
-    "everything": Config(40, 50, 2, 6, 3, 105, 400, False, head_dim=24, window=30, rope_scaling=LLAMA_3, **ALL),
-    "gemma": Config(40, 50, 4, 4, 2, 105, 400, head_dim=24, window=13, layers=GEMMA_LAYERS, **GEMMA),
-    "phi 3": Config(40, 50, 2, 4, 2, 105, 400, head_dim=12, rope_scale=1.2, **LONGROPE),
-    "ministral 3": Config(40, 50, 2, 4, 2, 105, 400, head_dim=20, rope_scale=1.1, **YARN),
-    "lfm2": Config(64, 96, 3, 4, 2, 105, 400, qk_norm=True, conv=ConvConfig((0, 2))),
-    "lfm2, odd": Config(
-        40, 50, 3, 5, 1, 105, 400, False, norm_eps=1e-6, head_dim=12, qk_norm=True, conv=ConvConfig((1,), 4, True)
+    "llama 3": made(40, 50, 2, 4, 2, 105, 400, head_dim=12, rope_theta=5e5, rope_scaling=LLAMA_3, norm_eps=1e-6),
+    "llama with biases": made(36, 33, 2, 3, 1, 105, 400, wo_bias=True, qkv_bias=True, mlp_bias=True),
+    "mistral": made(64, 96, 2, 4, 2, 105, 400, shared_classifier=False, head_dim=8, window=19),
+    "qwen2": made(96, 64, 2, 6, 2, 105, 400, rope_theta=1e6, norm_eps=1e-6, qkv_bias=True),
+    "qwen3": made(64, 96, 2, 2, 1, 105, 400, head_dim=128, rope_theta=1e6, norm_eps=1e-6, qk_norm=True),
+    "qwen3, heads across strips": made(64, 40, 2, 4, 2, 105, 400, head_dim=80, qk_norm=True),
+    "qwen3, heads of 12": made(40, 50, 2, 5, 5, 105, 400, head_dim=12, qk_norm=True),
+    "everything": made(40, 50, 2, 6, 3, 105, 400, False, head_dim=24, window=30, rope_scaling=LLAMA_3, **ALL),
+    "gemma": made(40, 50, 4, 4, 2, 105, 400, head_dim=24, window=13, layers=GEMMA_LAYERS, **GEMMA),
+    "phi 3": made(40, 50, 2, 4, 2, 105, 400, head_dim=12, rope_scale=1.2, **LONGROPE),
+    "ministral 3": made(40, 50, 2, 4, 2, 105, 400, head_dim=20, rope_scale=1.1, **YARN),
+    "lfm2": made(64, 96, 3, 4, 2, 105, 400, qk_norm=True, conv=((0, 2), ConvConfig())),
+    "lfm2, odd": made(
+        40, 50, 3, 5, 1, 105, 400, False, norm_eps=1e-6, head_dim=12, qk_norm=True, conv=((1,), ConvConfig(4, True))
     ),
-    "olmo2": Config(40, 50, 2, 4, 2, 105, 400, False, norms="behind", qk_norm="whole"),
-    "all norms of the whole": Config(40, 50, 2, 5, 1, 105, 400, head_dim=12, norms="around", qk_norm="whole", qkv_bias=True),
-    "experts": Config(40, 50, 3, 4, 2, 105, 400, False, experts=ExpertsConfig(5, 2, 30, False, (1,))),
-    "experts, one shared": Config(48, 1, 2, 4, 4, 105, 400, qk_norm="whole", experts=ExpertsConfig(8, 3, 20, shared_dim=35)),
-    "gpt-oss": Config(
+    "olmo2": made(40, 50, 2, 4, 2, 105, 400, False, norms="behind", qk_norm="whole"),
+    "all norms of the whole": made(40, 50, 2, 5, 1, 105, 400, head_dim=12, norms="around", qk_norm="whole", qkv_bias=True),
+    "experts": made(40, 50, 3, 4, 2, 105, 400, False, experts=ExpertsConfig(5, 2, 30, False, (1,))),
+    "experts, one shared": made(48, 1, 2, 4, 4, 105, 400, qk_norm="whole", experts=ExpertsConfig(8, 3, 20, shared_dim=35)),
+    "gpt-oss": made(
         40, 50, 3, 6, 2, 105, 400, False, head_dim=12, window=17, layers=full_layers((1,), 3), qkv_bias=True, wo_bias=True,
         sinks=True, experts=ExpertsConfig(5, 3, 20, limit=0.9, alpha=1.702),
     ),
-    "gemma 4": Config(
+    "gemma 4": made(
         40, 50, 6, 4, 2, 105, 400, False, head_dim=12, inputs=InputsConfig(9, 110), logit_cap=2.0,
         **gemma4(40, "wawwaw", 3, 20, 13, 3, 70) | {"attention_scale": 0.2},  # else a last bit makes other texts
     ),
-    "gemma 4, experts": Config(
+    "gemma 4, experts": made(
         40, 50, 3, 4, 2, 105, 400, False, head_dim=12, inputs=InputsConfig(20, 105),
         experts=ExpertsConfig(5, 2, 30, is_beside=True),
         **gemma4(40, "waw", 1, 24, 13, 4, 70) | {"attention_scale": 0.2},
     ),
-    "gemma 4, values that are keys": Config(
+    "gemma 4, values that are keys": made(
         36, 50, 3, 6, 3, 105, 400, head_dim=8, **gemma4(36, "waa", 1, 20, 19, 2, n_kv_heads=1, values_are_keys=True)
     ),
-    "experts of sigmoids": Config(
-        40, 50, 3, 5, 1, 105, 400, False, head_dim=12, conv=ConvConfig((1,), 4, True),
+    "experts of sigmoids": made(
+        40, 50, 3, 5, 1, 105, 400, False, head_dim=12, conv=((1,), ConvConfig(4, True)),
         experts=ExpertsConfig(4, 2, 24, True, (0,), True, True, 1.5, 17, True),
     ),
-    "experts of sigmoids, as they are": Config(40, 1, 1, 5, 1, 105, 400, experts=ExpertsConfig(3, 3, 33, False, (), True)),
-    "gpt2": Config(48, 96, 2, 4, 4, 105, 400, architecture="gpt2"),
-    "gpt2, odd": Config(40, 50, 2, 5, 5, 64, 400, False, architecture="gpt2", norm_eps=1e-6),
+    "experts of sigmoids, as they are": made(40, 1, 1, 5, 1, 105, 400, experts=ExpertsConfig(3, 3, 33, False, (), True)),
+    "gpt2": made(48, 96, 2, 4, 4, 105, 400, architecture="gpt2"),
+    "gpt2, odd": made(40, 50, 2, 5, 5, 64, 400, False, architecture="gpt2", norm_eps=1e-6),
 }  # fmt: skip
 
 
@@ -207,7 +208,7 @@ def test_a_token_that_is_not_finite_leaves_nothing_behind(name: str) -> None:
 
 @pytest.mark.parametrize(("seq_len", "window"), [(20, 12), (12, 20), (12, 0)])
 def test_beyond_its_seq_len_a_model_sees_what_its_window_or_its_seq_len_holds(seq_len: int, window: int) -> None:
-    config = replace(FAMILIES["mistral"], seq_len=seq_len, window=window)
+    config = changed(FAMILIES["mistral"], seq_len=seq_len, window=window)
     tokens = tokens_for(config, 60)
     expected = reference.forward(config, random_tensors(config), tokens, 12)
     got = run_in_blocks(model_of(config, n_positions=64), tokens, 7)
@@ -215,9 +216,9 @@ def test_beyond_its_seq_len_a_model_sees_what_its_window_or_its_seq_len_holds(se
 
 
 def test_llama_3_scales_slow_pairs_alone() -> None:
-    config = replace(FAMILIES["llama 3"], head_dim=128, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192))
+    config = changed(FAMILIES["llama 3"], head_dim=128, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192))
     np.testing.assert_allclose(1 / positions_a_radian(config), reference.frequencies(config), rtol=1e-12)
-    ratio = positions_a_radian(config) / positions_a_radian(replace(config, rope_scaling=None))
+    ratio = positions_a_radian(config) / positions_a_radian(changed(config, rope_scaling=None))
     assert ratio[0] == 1 and ratio[-1] == pytest.approx(32) and ((ratio > 1.01) & (ratio < 31)).any()
 
 
@@ -258,13 +259,13 @@ def test_a_context_that_is_not_used_takes_no_memory() -> None:
 
 def test_an_architecture_that_is_not_there_is_named_with_those_that_are() -> None:
     with pytest.raises(ValueError, match=r"'mamba'.*llama.*gpt2"):
-        architecture_of(Config(8, 8, 1, 1, 1, 8, 8, architecture="mamba"))
+        architecture_of(made(8, 8, 1, 1, 1, 8, 8, architecture="mamba"))
 
 
 @pytest.mark.parametrize("flag", ["qkv_bias", "wo_bias", "mlp_bias", "qk_norm"])
 def test_weights_of_another_flag_are_refused(flag: str) -> None:
     config = FAMILIES["everything"]
-    other = replace(config, **{flag: False})
+    other = changed(config, **{flag: False})
     weights = [architecture_of(c).pack(c, random_tensors(c)) for c in (config, other)]
     with pytest.raises(ValueError, match="none of the config's"):
         Transformer(other, weights[0])
@@ -279,23 +280,23 @@ def test_weights_of_another_flag_are_refused(flag: str) -> None:
         ({"head_dim": 7}, "head_dim 7"),
         ({"norm_eps": -1e-5}, "norm_eps"),
         ({"norm_eps": float("nan")}, "norm_eps"),
-        ({"rope_theta": 0.0}, "rope_theta"),
-        ({"rope_theta": float("inf")}, "rope_theta"),
-        ({"window": -1}, "window"),
-        ({"rope_scaling": RopeScaling(0.0, 1.0, 4.0, 40)}, "rope_scaling's factor"),
-        ({"rope_scaling": RopeScaling(8.0, 4.0, 4.0, 40)}, "rope_scaling's high_freq_factor"),
-        ({"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 0)}, "rope_scaling's original_seq_len"),
-        ({"rope_scaling": YarnScaling(0.5, 40)}, "rope_scaling's factor is 0.5"),
-        ({"rope_scaling": YarnScaling(2.0, 40, 1.0, 2.0)}, "rope_scaling's beta_fast"),
-        ({"rope_scaling": YarnScaling(2.0, 40), "rope_theta": 1.0}, "rope_theta is 1.0"),
-        ({"query_scale": -0.1, "query_span": 5}, "query_scale is -0.1"),
-        ({"long_divisors": (2.0,) * 6}, "n_short is 0"),
-        ({"n_short": 5}, "n_short is 5"),
-        ({"n_short": 5, "long_divisors": (2.0,) * 5}, "there are 5 long_divisors; expected one for each of 6 pairs"),
-        ({"n_short": 5, "long_divisors": (0.0,) * 6}, "long_divisors are not all positive"),
-        ({"n_short": 5, "long_divisors": (2.0,) * 6, "query_scale": 0.1, "query_span": 5}, "n_short is 5"),
-        ({"query_scale": 0.1}, "query_scale is 0.1 by 0 positions"),
+        ({"rope_theta": 0.0}, "rope's theta"),
+        ({"rope_theta": float("inf")}, "rope's theta"),
+        ({"window": -1}, "attention's window"),
+        ({"rope_scaling": RopeScaling(0.0, 1.0, 4.0, 40)}, "rope's scaling's factor"),
+        ({"rope_scaling": RopeScaling(8.0, 4.0, 4.0, 40)}, "rope's scaling's high_freq_factor"),
+        ({"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 0)}, "rope's scaling's original_seq_len"),
+        ({"rope_scaling": YarnScaling(0.5, 40)}, "rope's scaling's factor is 0.5"),
+        ({"rope_scaling": YarnScaling(2.0, 40, 1.0, 2.0)}, "rope's scaling's beta_fast"),
+        ({"rope_scaling": YarnScaling(2.0, 40), "rope_theta": 1.0}, "rope's theta is 1.0"),
+        ({"query_scale": -0.1, "query_span": 5}, "rope's query_scale is -0.1"),
+        ({"long_divisors": (2.0,) * 6}, "rope's n_short is 0"),
+        ({"n_short": 5}, "rope's n_short is 5"),
+        ({"n_short": 5, "long_divisors": (2.0,) * 5}, "rope's long_divisors are 5; expected one for each of 6 pairs"),
+        ({"n_short": 5, "long_divisors": (0.0,) * 6}, "rope's long_divisors are not all positive"),
+        ({"n_short": 5, "long_divisors": (2.0,) * 6, "query_scale": 0.1, "query_span": 5}, "rope's n_short is 5"),
+        ({"query_scale": 0.1}, "rope's query_scale is 0.1 by 0 positions"),
     ],
 )
 def test_numbers_that_are_no_models_are_named(flaw: dict, words: str) -> None:
-    assert replace(FAMILIES["llama 3"], **flaw).flaw().startswith(words)
+    assert changed(FAMILIES["llama 3"], **flaw).flaw().startswith(words)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.architectures import Config, ConvConfig, DeltaConfig, architecture_of
+from specdec.architectures import ConvConfig, DeltaConfig, LayerConfig, architecture_of
 from specdec.decoding import Step, decode
 from specdec.drafting.ngrams import NgramDrafter
 from specdec.drafting.planning import FixedLength
@@ -17,17 +17,19 @@ from specdec.transformer import FIRST_POSITIONS, Transformer
 from specdec.verification import VERIFIERS, Draft
 from specdec.weights import FP32, INT8
 from tests.architectures.test_architectures import random_tensors
+from tests.configs import changed, made
 from tests.models import CONFIGS, THREADS, broken_off, continuation, random_model, tokens_for
 
-CONFIG = Config(40, 50, 4, 5, 1, 105, 700, False, head_dim=12, qk_norm=True, conv=ConvConfig((0, 1, 3), 4, True))
+CONFIG = made(40, 50, 4, 5, 1, 105, 700, False, head_dim=12, qk_norm=True, conv=((0, 1, 3), ConvConfig(4, True)))
+CONV = LayerConfig(mixer=ConvConfig(4, True))
 FLAWS = [
-    ({"delta": DeltaConfig((1,), 1, 1, 4, 4)}, "there are convolutions and delta nets"),
-    ({"conv": ConvConfig(())}, r"conv's layers are \(\)"),
-    ({"conv": ConvConfig((0, 1, 2, 3))}, r"conv's layers are \(0, 1, 2, 3\)"),
-    ({"conv": ConvConfig((1, 1))}, r"conv's layers are \(1, 1\)"),
-    ({"conv": ConvConfig((4,))}, r"conv's layers are \(4,\)"),
-    ({"conv": ConvConfig((1,), 0)}, "conv's n_taps is 0"),
-    ({"conv": ConvConfig((1,), 17)}, "conv's n_taps is 17"),
+    ({"layers": (CONV, LayerConfig(mixer=DeltaConfig(1, 1, 4, 4)), CONV, LayerConfig())}, "layers have 2 kinds of mixers"),
+    ({"layers": (CONV, LayerConfig(mixer=ConvConfig(4)), CONV, LayerConfig())}, "layers have 2 kinds of mixers"),
+    ({"layers": (CONV,) * 4}, "all layers have mixers"),
+    ({"layers": (), "mixer": ConvConfig()}, "all layers have mixers"),
+    ({"layers": (CONV,) * 3}, "there are 3 layers"),
+    ({"conv": ((1,), ConvConfig(0))}, "mixer's n_taps is 0"),
+    ({"conv": ((1,), ConvConfig(17))}, "mixer's n_taps is 17"),
 ]
 
 
@@ -38,7 +40,7 @@ def model_of(n_threads=1, kind=FP32):
 @pytest.mark.parametrize(("changes", "words"), FLAWS, ids=str)
 def test_layers_that_are_none_are_refused(changes, words):
     with pytest.raises(ValueError, match=words):
-        Transformer(replace(CONFIG, **changes), model_of().weights)
+        Transformer(changed(CONFIG, **changes), model_of().weights)
 
 
 def test_a_text_goes_back_by_a_pass_for_nothing_and_farther_from_its_beginning():
@@ -124,7 +126,7 @@ def test_a_tree_is_refused_and_a_draft_of_another_family_may_draft_for_it():
 
 def test_a_decoder_refuses_trees_or_does_without_them(tokenizer_path):
     """Also of a draft alone, and in a sweep."""
-    config = replace(CONFIG, vocab_size=300, conv=ConvConfig((0, 1, 3)))
+    config = changed(CONFIG, vocab_size=300, conv=((0, 1, 3), ConvConfig()))
     target, other = (Transformer(config, architecture_of(config).pack(config, random_tensors(config)), 1) for _ in range(2))
     llama = random_model(replace(CONFIGS["odd"], vocab_size=300))
     for models, whose in (((target, other), "target"), ((llama, target), "draft")):

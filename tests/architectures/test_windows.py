@@ -17,6 +17,7 @@ from specdec.kernels import MAX_TOKENS
 from specdec.machine.memory import GIVES_BACK, copy_written, give_back, lazy_zeros
 from specdec.transformer import KV, Transformer
 from tests.architectures.test_architectures import FAMILIES, random_tensors
+from tests.configs import changed
 from tests.models import THREADS, broken_off, run_in_blocks, tokens_for
 
 NAMES = ("gemma", "gpt-oss", "mistral", "gemma 4", "gemma 4, experts", "gemma 4, values that are keys")
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.skipif(not GIVES_BACK, reason="nothing is given back he
 
 
 def model_of(name: str, n_threads: int = 1, kv: KV = "auto", **numbers: Any) -> Transformer:
-    config = replace(FAMILIES[name], seq_len=3000, **numbers)
+    config = changed(FAMILIES[name], seq_len=3000, **numbers)
     return Transformer(config, architecture_of(config).pack(config, random_tensors(config)), n_threads, kv=kv)
 
 
@@ -179,7 +180,8 @@ def test_memory_falls_and_stays_low_as_buffers_grow_and_texts_move(small: None) 
     if lazy_bytes() == before:
         pytest.skip("the system has no large pages to ask for small ones")
     model.forward(tokens, 0)
-    held, most = lazy_bytes() - before, (config.window + SLACK + STEP + 3 * MAX_TOKENS) * per_position + 24 * 2 * mmap.PAGESIZE
+    held, n_kept = lazy_bytes() - before, config.attention.window + SLACK + STEP + 3 * MAX_TOKENS
+    most = n_kept * per_position + 24 * 2 * mmap.PAGESIZE
     assert model._capacity > 4096 and model.whole_from > 3800
     assert held < most < 0.25 * len(tokens) * per_position
     model._reserve(8000)
@@ -249,6 +251,6 @@ def test_pages_that_hold_anything_else_stay() -> None:
 
 def test_every_config_of_a_family_with_windows_is_looked_at() -> None:
     def has_window(config: Config) -> bool:
-        return any(config.of_layer(i).window for i in range(config.n_layers))
+        return any(config.of_layer(i).attention.window for i in range(config.n_layers))
 
     assert {name for name, config in FAMILIES.items() if has_window(config)} - {"everything"} == {*NAMES}

@@ -8,10 +8,10 @@ import numba
 import numpy as np
 import pytest
 
-from specdec.architectures import Config
 from specdec.architectures.rope import positions_a_radian
 from specdec.machine.elementary import exp, log, sine_and_cosine
 from specdec.machine.vectors import LANES, Float32, fma, load, portable_fma, store
+from tests.configs import made
 from tests.models import round_to_float32
 
 PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803482534211706798214808651")
@@ -95,7 +95,7 @@ def test_sine_and_cosine_are_within_their_bound_up_to_two_billion_radians() -> N
 
 @pytest.mark.parametrize("theta", [1.0, 10000.0, 5e5, 1e6, 123456.789])
 def test_frequencies_are_the_powers_correctly_rounded(theta: float) -> None:
-    config = Config(128, 8, 1, 1, 1, 8, 8, rope_theta=theta)
+    config = made(128, 8, 1, 1, 1, 8, 8, rope_theta=theta)
     with localcontext() as context:
         context.prec = 60
         exact = [(Decimal(theta).ln() * row / 128).exp() for row in range(0, 128, 2)]

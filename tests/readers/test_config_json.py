@@ -2,7 +2,6 @@
 
 import math
 import tracemalloc
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from specdec.architectures import Config
 from specdec.architectures.config import YarnScaling
 from specdec.readers import load_checkpoint
+from tests.configs import changed
 from tests.folders import CONFIGS, GONE, INDEX, beside_images, configure, copy, full_layers, gemma_layers, message_of
 
 
@@ -26,7 +26,7 @@ def test_rope_of_an_older_transformers_is_the_same(tmp_path: Path) -> None:
     new = scaling | {"rope_type": "llama3"}
     assert config_of(tmp_path / "both", "llama3", **old | {"rope_scaling": new}) == CONFIGS["llama3"]
     none = {"rope_parameters": GONE, "rope_theta": GONE, "rope_scaling": None}
-    plain = replace(CONFIGS["llama3"], rope_theta=10000.0, rope_scaling=None)
+    plain = changed(CONFIGS["llama3"], rope_theta=10000.0, rope_scaling=None)
     assert config_of(tmp_path / "none", "llama3", **none) == plain
 
 
@@ -35,15 +35,15 @@ def test_where_a_file_is_silent_its_familys_default_holds(tmp_path: Path) -> Non
     silent = dict.fromkeys(("rms_norm_eps", "tie_word_embeddings", "num_key_value_heads", "head_dim", "hidden_act"), GONE)
     assert config_of(tmp_path / "llama", "llama", **silent) == CONFIGS["llama"]
     windows = dict.fromkeys(("use_sliding_window", "sliding_window", "layer_types", "max_window_layers"), GONE)
-    assert config_of(tmp_path / "qwen2", "qwen2_window", **windows).window == 0
-    assert config_of(tmp_path / "mistral", "mistral", sliding_window=GONE).window == 4096
-    assert config_of(tmp_path / "null", "mistral", sliding_window=None).window == 0
+    assert config_of(tmp_path / "qwen2", "qwen2_window", **windows).attention.window == 0
+    assert config_of(tmp_path / "mistral", "mistral", sliding_window=GONE).attention.window == 4096
+    assert config_of(tmp_path / "null", "mistral", sliding_window=None).attention.window == 0
     assert config_of(tmp_path / "gpt2", "gpt2", tie_word_embeddings=GONE, layer_norm_epsilon=GONE) == CONFIGS["gpt2"]
 
 
 def test_rope_that_is_scaled_by_one_number_or_beyond_the_context_alone_is_done(tmp_path: Path) -> None:
     linear = config_of(tmp_path / "linear", "llama", rope_scaling={"type": "linear", "factor": 2.0})
-    assert linear == replace(CONFIGS["llama"], rope_divisors=(2.0,) * 5)
+    assert linear == changed(CONFIGS["llama"], rope_divisors=(2.0,) * 5)
     assert config_of(tmp_path / "dynamic", "llama", rope_scaling={"type": "dynamic", "factor": 2.0}) == CONFIGS["llama"]
 
 
@@ -70,23 +70,23 @@ def test_a_window_of_qwen_counts_in_the_layers_that_have_it(tmp_path: Path) -> N
         else:
             config = load_checkpoint(folder).config
             is_mixed = changes.get("max_window_layers") == 1 or changes.get("layer_types") == [full[0], sliding[0]]
-            assert (config.window, config.layers) == (window, full_layers([0][:is_mixed], 2)), changes
+            assert config == changed(config, window=window, layers=full_layers([0][:is_mixed], 2)), changes
 
 
 def test_longrope_turns_a_part_of_a_head_by_factors_of_short_texts_and_of_long_ones(tmp_path: Path) -> None:
     """Those of long ones begin behind the original length, unless they are the same."""
     long = {"rope_type": "longrope", "short_factor": [1, 1.15, 1.3, 1.45, 1.6, 1.75], "long_factor": [2] * 6}
-    expected = replace(CONFIGS["phi3"], long_divisors=(2.0,) * 6)
+    expected = changed(CONFIGS["phi3"], long_divisors=(2.0,) * 6)
     alike = {"long_divisors": (), "n_short": 0}
     for i, (changes, config) in enumerate(
         [
             ({}, CONFIGS["phi3"]),
             ({"partial_rotary_factor": GONE, "rope_parameters": long | {"partial_rotary_factor": 0.75}}, expected),
             ({"rope_parameters": GONE, "rope_scaling": long | {"type": "su"} | {"rope_type": "su"}}, expected),
-            ({"max_position_embeddings": 50}, replace(CONFIGS["phi3"], seq_len=50, rope_scale=1.0, **alike)),
-            ({"rope_parameters": long | {"long_factor": long["short_factor"]}}, replace(expected, **alike)),
-            ({"rope_parameters": long | {"attention_factor": 1.25}}, replace(expected, rope_scale=1.25)),
-            ({"rope_parameters": None}, replace(expected, rope_divisors=(), rope_scale=1.0, **alike)),
+            ({"max_position_embeddings": 50}, changed(CONFIGS["phi3"], seq_len=50, rope_scale=1.0, **alike)),
+            ({"rope_parameters": long | {"long_factor": long["short_factor"]}}, changed(expected, **alike)),
+            ({"rope_parameters": long | {"attention_factor": 1.25}}, changed(expected, rope_scale=1.25)),
+            ({"rope_parameters": None}, changed(expected, rope_divisors=(), rope_scale=1.0, **alike)),
         ]
     ):
         assert config_of(tmp_path / str(i), "phi3", **changes) == config, changes
@@ -119,7 +119,7 @@ def test_gemma_3_tells_of_its_layers_and_of_their_rope_in_two_ways(tmp_path: Pat
             ("gemma3_scaled", {"rope_parameters": GONE, "rope_scaling": linear, "rope_local_base_freq": 500}, {}),
         ]
     ):
-        assert config_of(tmp_path / str(i), name, **changes) == replace(CONFIGS[name], **others), changes
+        assert config_of(tmp_path / str(i), name, **changes) == changed(CONFIGS[name], **others), changes
 
 
 def test_which_layers_of_qwen35_have_attention_and_how_far_a_head_is_turned(tmp_path: Path) -> None:
@@ -132,10 +132,10 @@ def test_which_layers_of_qwen35_have_attention_and_how_far_a_head_is_turned(tmp_
             ({"rope_parameters": GONE}, expected),
             (
                 {"rope_parameters": rope | {"partial_rotary_factor": 0.5}, "partial_rotary_factor": 1},
-                replace(expected, rope_dim=8),
+                changed(expected, rope_dim=8),
             ),
-            ({"rope_parameters": rope, "partial_rotary_factor": 0.75}, replace(expected, rope_dim=12)),
-            ({"rope_parameters": rope, "partial_rotary_factor": 1.0}, replace(expected, rope_dim=0)),
+            ({"rope_parameters": rope, "partial_rotary_factor": 0.75}, changed(expected, rope_dim=12)),
+            ({"rope_parameters": rope, "partial_rotary_factor": 1.0}, changed(expected, rope_dim=0)),
         ]
     ):
         assert config_of(tmp_path / str(i), "qwen35", **changes) == config, changes
@@ -185,23 +185,23 @@ def test_yarn_is_told_in_any_of_transformers_ways(tmp_path: Path) -> None:
     for i, (changes, config) in enumerate(
         [
             (YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, expected),
-            (YARN | {"mscale": 1.0}, replace(expected, rope_scale=scale)),
-            (YARN | {"mscale": 0, "mscale_all_dim": 1.0}, replace(expected, rope_scale=scale)),
+            (YARN | {"mscale": 1.0}, changed(expected, rope_scale=scale)),
+            (YARN | {"mscale": 0, "mscale_all_dim": 1.0}, changed(expected, rope_scale=scale)),
             (
                 YARN | {"mscale": 2.0, "mscale_all_dim": 1.0},
-                replace(expected, rope_scale=float(np.float32((1 + 0.2 * math.log(4)) / (1 + 0.1 * math.log(4))))),
+                changed(expected, rope_scale=float(np.float32((1 + 0.2 * math.log(4)) / (1 + 0.1 * math.log(4))))),
             ),
             (YARN | {"attention_factor": 1}, expected),
             (YARN | {"rope_type": None, "type": "yarn"}, None),
             (
                 YARN | {"factor": None, "attention_factor": 1, "original_max_position_embeddings": 32},
-                replace(expected, query_span=32, rope_scaling=YarnScaling(4, 32, 2)),
+                changed(expected, query_span=32, rope_scaling=YarnScaling(4, 32, 2)),
             ),
             (
                 YARN | {"attention_factor": 1, "beta_slow": 0, "truncate": False},
-                replace(expected, rope_scaling=YarnScaling(4, 16, 2, in_whole_pairs=False)),
+                changed(expected, rope_scaling=YarnScaling(4, 16, 2, in_whole_pairs=False)),
             ),
-            (None, replace(expected, rope_theta=1e6, rope_scaling=YarnScaling(16, 16384), query_span=16384)),
+            (None, changed(expected, rope_theta=1e6, rope_scaling=YarnScaling(16, 16384), query_span=16384)),
         ]
     ):
         folder = copy(tmp_path / str(i), "ministral3", rope_parameters=changes)
@@ -210,7 +210,7 @@ def test_yarn_is_told_in_any_of_transformers_ways(tmp_path: Path) -> None:
         else:
             assert load_checkpoint(folder).config == config, changes
     plain = config_of(tmp_path / "llama", "llama", rope_parameters=YARN | {"rope_theta": 1e4})
-    assert plain == replace(CONFIGS["llama"], rope_scaling=YarnScaling(4, 16, 2), rope_scale=scale)
+    assert plain == changed(CONFIGS["llama"], rope_scaling=YarnScaling(4, 16, 2), rope_scale=scale)
 
 
 ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
@@ -239,7 +239,7 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
     ("ministral3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "llama_4_scaling_beta is null"),
     ("ministral3", {"rope_parameters": YARN | {"factor": 0.5}}, "factor is 0.5"),
     ("ministral3", {"rope_parameters": YARN | {"factor": None, "original_max_position_embeddings": 999}}, "factor is null"),
-    ("ministral3", {"rope_parameters": YARN | {"rope_theta": 1}}, "rope_theta"),
+    ("ministral3", {"rope_parameters": YARN | {"rope_theta": 1}}, "rope's theta"),
     ("ministral3", {"rope_parameters": YARN | {"beta_fast": 0.5}}, "beta_slow, 1, or more"),
     ("ministral3", {"rope_parameters": YARN | {"truncate": 1}}, "truncate"),
     ("ministral3", {"rope_parameters": YARN | {"mscale": -1}}, "mscale"),

@@ -5,7 +5,6 @@ import struct
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from specdec.readers.gguf_file import GgufFile
 from specdec.readers.loading import load_model
 from specdec.transformer import Transformer
 from tests import folders
+from tests.configs import changed
 from tests.folders import CONFIGS, FIXTURES, gemma_layers, message_of, read_all
 from tests.gguf_files import (
     BLOCK_SIZES,
@@ -85,8 +85,8 @@ def test_a_model_is_bit_for_bit_that_of_the_folder_it_was_made_of(tmp_path: Path
     checkpoint, folder = load_checkpoint(write(tmp_path, name)), load_checkpoint(FIXTURES / name)
     expected, got = read_all(folder), read_all(checkpoint)
     config = folder.config
-    if isinstance(config.rope_scaling, RopeScaling):
-        config = replace(config, rope_scaling=None, rope_divisors=tuple(map(float, rope_divisors(config))))
+    if isinstance(config.rope.scaling, RopeScaling):
+        config = changed(config, rope_scaling=None, rope_divisors=tuple(map(float, rope_divisors(config))))
     assert checkpoint.config == config
     assert set(got) == set(expected)
     for key, array in got.items():
@@ -189,13 +189,13 @@ def test_gemma_3_is_what_llama_cpp_makes_of_the_keys(tmp_path: Path) -> None:
         ({"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}, {"layers": gemma_layers((5,), 7, (8.0,) * 3)}),
     ):
         keys = {f"gemma3.{key}": value for key, value in changes.items()}
-        assert load_checkpoint(write(tmp_path, "gemma3", **keys)).config == replace(config, **others), changes
+        assert load_checkpoint(write(tmp_path, "gemma3", **keys)).config == changed(config, **others), changes
     tensors = model_tensors("gemma3_half")
     for i in range(5, 62):
         tensors |= {name.replace("blk.0.", f"blk.{i}."): each for name, each in tensors.items() if name.startswith("blk.0.")}
     path = tmp_path / "model.gguf"
     path.write_bytes(gguf_bytes(model_keys("gemma3_half") | {"gemma3.block_count": 62}, tensors))
-    assert load_checkpoint(path).config.attention_scale == pytest.approx((22 / 2) ** -0.5)
+    assert load_checkpoint(path).config.attention.scale == pytest.approx((22 / 2) ** -0.5)
     bias = {"blk.0.attn_output.bias": np.zeros(22, np.float32)}
     path.write_bytes(gguf_bytes(model_keys("gemma3_half"), model_tensors("gemma3_half") | bias))
     assert "blk.0.attn_output.bias" in refused(path)
@@ -499,7 +499,7 @@ BAD_TENSORS: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]] 
         with_other(**dict.fromkeys(("token_embd.weight", "output.weight"), Raw("F32", (2**40, 0), b""))),
         ("(1099511627776, 0)", "nothing"),
     ),
-    "divisors that are none": (with_other(**{"rope_freqs.weight": np.zeros(4, np.float32)}), ("rope_divisor",)),
+    "divisors that are none": (with_other(**{"rope_freqs.weight": np.zeros(4, np.float32)}), ("rope's divisors",)),
     "divisors of another head": (with_other(**{"rope_freqs.weight": np.ones(5, np.float32)}), ("rope_freqs", "(5,)")),
 }
 

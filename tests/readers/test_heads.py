@@ -17,6 +17,7 @@ from specdec.readers import Checkpoint, CheckpointError, load_checkpoint
 from specdec.readers.files import needs
 from specdec.readers.heads import check_fit, misfit
 from tests import folders, fuzz_heads, gguf_files, head_files
+from tests.configs import changed, made
 from tests.folders import CONFIGS, GONE, configure, message_of, read_all, retensor
 from tests.fuzzing import FINE
 from tests.fuzzing import REFUSED as REFUSED_IN_ONE_LINE
@@ -24,7 +25,7 @@ from tests.gguf_files import Raw
 from tests.head_files import DIALECTS, write_folder, write_gguf
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-HEAD = Config(
+HEAD = made(
     32, 48, 1, 4, 2, 72, 64, False, "eagle3", norm_eps=1e-6, head_dim=8,
     head=HeadConfig(32, (2, 4, 7), 20, False, True, made_for="LlamaForCausalLM"),
 )  # fmt: skip
@@ -32,13 +33,13 @@ HEADS = {
     "of some ids": HEAD,
     "of all ids": replace(HEAD, head=replace(HEAD.head, n_rows=72)),
     "with nothing of its own": replace(HEAD, head=replace(HEAD.head, n_rows=72, own_classifier=False)),
-    "of another width": replace(
+    "of another width": changed(
         HEAD, rope_theta=5e5, head_dim=12,
         head=HeadConfig(24, (1, 8, 3), 20, True, True, norm_before_residual=True, fc_norm="whole"),
     ),
-    "like qwen3": replace(HEAD, qk_norm=True, head=replace(HEAD.head, fc_norm="each", norm_output=True, layers=())),
-    "of scaled angles": replace(HEAD, rope_scaling=RopeScaling(8, 1, 4, 32), seq_len=96),
-    "with biases": replace(HEAD, qkv_bias=True, wo_bias=True, mlp_bias=True),
+    "like qwen3": changed(HEAD, qk_norm=True, head=replace(HEAD.head, fc_norm="each", norm_output=True, layers=())),
+    "of scaled angles": changed(HEAD, rope_scaling=RopeScaling(8, 1, 4, 32), seq_len=96),
+    "with biases": changed(HEAD, qkv_bias=True, wo_bias=True, mlp_bias=True),
     "of four states": replace(HEAD, head=replace(HEAD.head, layers=(1, 2, 5, 3), fc_norm="each")),
 }  # fmt: skip
 TARGET = Config(32, 64, 8, 4, 2, 72, 128)
@@ -113,8 +114,8 @@ def test_a_head_in_gguf_is_the_same(tmp_path: Path, name: str) -> None:
 def test_angles_in_gguf_are_divided_as_a_folder_says(tmp_path: Path) -> None:
     config = HEADS["of scaled angles"]
     checkpoint = load_checkpoint(write_gguf(tmp_path / "head.gguf", config, random_tensors(config), random_ids(config)))
-    assert checkpoint.config.rope_divisors == tuple(map(float, gguf_files.rope_divisors(config)))
-    assert checkpoint.config.rope_scaling is None
+    assert checkpoint.config.rope.divisors == tuple(map(float, gguf_files.rope_divisors(config)))
+    assert checkpoint.config.rope.scaling is None
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.uint16])
@@ -152,7 +153,7 @@ def test_a_silent_config_means_what_its_dialect_means(tmp_path: Path) -> None:
         configure(tmp_path, **silent)
         config = load_checkpoint(tmp_path).config
         assert config.head
-        assert (config.rope_theta, config.head.layers, config.head.target_dim) == (10000, (), 32)
+        assert (config.rope.theta, config.head.layers, config.head.target_dim) == (10000, (), 32)
         assert not (config.head.norm_before_residual or config.head.norm_output or config.head.fc_norm)
     configure(sound(tmp_path, HEADS["of all ids"], "eagle"), draft_vocab_size=GONE)
     head = load_checkpoint(tmp_path).config.head
@@ -161,7 +162,7 @@ def test_a_silent_config_means_what_its_dialect_means(tmp_path: Path) -> None:
     layer = head_files.config_values(HEADS["like qwen3"], "speculators")["transformer_layer_config"]
     del layer["model_type"]
     configure(sound(tmp_path, HEADS["like qwen3"]), transformer_layer_config=layer)
-    assert load_checkpoint(tmp_path).config.qk_norm
+    assert load_checkpoint(tmp_path).config.attention.qk_norm
 
 
 @pytest.mark.parametrize(
@@ -382,7 +383,7 @@ def test_of_5000_damaged_heads_each_is_refused_in_one_line_or_is_sound() -> None
 )
 def test_a_head_fits_by_width_layers_ids_and_family(head: dict[str, Any], target: dict[str, Any], words: str) -> None:
     assert HEAD.head
-    told = misfit(replace(HEAD, head=replace(HEAD.head, **head)), replace(TARGET, **target))
+    told = misfit(replace(HEAD, head=replace(HEAD.head, **head)), changed(TARGET, **target))
     assert (words in told) if words else told == ""
     assert "\n" not in told
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.architectures import Config, DeltaConfig, architecture_of
+from specdec.architectures import Config, ConvConfig, DeltaConfig, architecture_of
 from specdec.architectures.config import RopeScaling, YarnScaling
 from specdec.architectures.states import fill_rates
 from specdec.readers import CheckpointError, load_checkpoint
@@ -21,6 +21,7 @@ from specdec.readers.places import Transposed
 from specdec.transformer import Transformer
 from specdec.weights.matrix import floats
 from tests import folders
+from tests.configs import changed
 from tests.folders import (
     CONFIGS,
     FIXTURES,
@@ -137,7 +138,7 @@ def qwen35_oracle(config: Config, tensors: dict[str, Any]) -> dict[str, Any]:
     layers = [llama_oracle(config, t, i) for i in range(config.n_layers)]
     own |= {name: np.stack([layer[name] for layer in layers]) for name in both}
     for i, layer in enumerate(layers):
-        if config.delta and i not in config.delta.layers:
+        if (linear := config.mixing(DeltaConfig)) and i not in linear:
             double = t[f"model.layers.{i}.self_attn.q_proj.weight"].reshape(config.n_heads, 2, config.head_dim, config.dim)
             layer["wq"], gates = (double[:, part].reshape(config.q_dim, config.dim) for part in (0, 1))
             own |= {f"{i}.wq": adjacent(layer.pop("wq"), config), f"{i}.wg": gates}
@@ -182,10 +183,10 @@ def mixture_oracle(config: Config, t: dict[str, Any]) -> dict[str, Any]:
 
 def oracle(name: str, config: Config) -> dict[str, Any]:
     tensors = {full.removeprefix("language_model."): array for full, (_, array) in folders.stored(FIXTURES / name).items()}
-    if config.conv:
+    if config.mixing(ConvConfig):
         found = lfm2_oracle(config, tensors)  # taps are made, which are floats then
         return found | {key: floats(array) for key, array in found.items() if key.endswith(".conv")}
-    if config.delta:
+    if config.mixing(DeltaConfig):
         return qwen35_oracle(config, tensors)
     if config.experts:
         return mixture_oracle(config, tensors)
@@ -261,7 +262,7 @@ def test_a_config_says_what_config_json_says(name: str) -> None:
 def model_of(name: str, **changes: Any) -> Transformer:
     """A fixture's model, some numbers of whose config are others, with keys and values in fp32 as transformers' are."""
     checkpoint = load_checkpoint(FIXTURES / name)
-    config = replace(checkpoint.config, **changes)
+    config = changed(checkpoint.config, **changes)
     return Transformer(config, architecture_of(config).pack(config, checkpoint.tensors), kv="f32")
 
 
@@ -316,7 +317,7 @@ FEATURES: list[tuple[str, dict[str, Any]]] = [
     ("qwen35", {"rope_dim": 8}),
     ("qwen35_odd", {"rope_theta": 2e5}),
     ("qwen35_images", {"norm_eps": 0.1}),
-    ("qwen35", {"delta": DeltaConfig((0, 1, 2), 2, 4, 8, 16, in_turns=True)}),
+    ("qwen35", {"delta": ((0, 1, 2), DeltaConfig(2, 4, 8, 16, in_turns=True))}),
 ]
 
 

@@ -22,6 +22,7 @@ from specdec.tokenizer import BOS
 from specdec.transformer import Transformer
 from specdec.verification import Draft
 from specdec.weights import INT8
+from tests.configs import changed
 from tests.heads import head_of
 from tests.models import begun
 
@@ -513,7 +514,7 @@ def test_a_text_in_a_shape_is_that_of_the_library_beside_texts_without_one(name,
 def test_texts_that_get_long_are_read_anew_beside_others(draft, pair, engines):
     """Of a family that turns all of a long text otherwise: prompts that are long, and texts that get so."""
     checkpoint = load_checkpoint(pair.target)
-    config = replace(checkpoint.config, n_short=30, long_divisors=(3.0,) * 8)
+    config = changed(checkpoint.config, n_short=30, long_divisors=(3.0,) * 8)
     weights = LLAMA.pack(config, {name: np.array(tensor[:]) for name, tensor in checkpoint.tensors.items()})
     target = Transformer(config, weights, 1)
     decoder = SpeculativeDecoder(target, pair.draft if draft == "draft" else draft, pair.tokenizer, n_threads=1)
