@@ -1,8 +1,9 @@
-"""Calls of tools in what a model writes as JSON: in tags, as Qwen and SmolLM do, or alone, as Llama 3. Knows no requests."""
+"""Calls of tools in a text that comes letter by letter: JSON in tags, as of Qwen and SmolLM, or alone, as of Llama 3. Knows no
+requests."""
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -204,67 +205,69 @@ class Reading:
         return [call] if call else []
 
 
-class InTags:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as often as there are calls; space around them is dropped."""
+class Letters:
+    """A text that is read letter by letter, each by what `_read` is by then. held: what has come and is not said."""
 
-    def __init__(self, tools: Collection[str]) -> None:
-        self._tools = tools
-        self._held, self._space = "", ""
-        self._reading: Reading | None = None
-        self._has_called = False
+    def __init__(self) -> None:
+        self._held, self._read = "", self._outside
 
     def push(self, piece: str) -> list[Said]:
         said = list[Said]()
         for letter in piece:
-            said += self._inside(letter) if self._reading else self._outside(letter)
+            said += self._read(letter)
         return said
 
+    def _outside(self, letter: str) -> list[Said]:
+        """A letter that is in no call."""
+        raise NotImplementedError
+
+
+class Blocks(Letters):
+    """Text, and between two marks calls. The space around them is dropped; what is no call is text, marks and all.
+
+    reads: the calls of what stands between the marks; none where it is something else.
+    """
+
+    def __init__(self, marks: tuple[str, str], reads: Callable[[str], list[Call]]) -> None:
+        super().__init__()
+        self._open, self._close, self._reads = *marks, reads
+        self._space, self._has_called = "", False
+        self._inner, self._tail = list[str](), ""  # letters that wait for a mark, and the last of them
+
     def end(self) -> list[Said]:
-        reading, self._reading = self._reading, None
-        said = [] if reading and reading.is_call else self._text((OPEN + reading.held if reading else "") + self._held)
-        self._held = ""
+        said = self._text(("" if self._read == self._outside else self._open) + self._held + "".join(self._inner))
         return said if self._has_called or not self._space else [*said, self._space]
 
     def _outside(self, letter: str) -> list[Said]:
-        """What may become a tag waits for what follows."""
         self._held += letter
-        if self._held == OPEN:
-            self._held, self._reading = "", Reading(self._tools)
-            return []
-        n = n_begun(self._held, OPEN)
-        words, self._held = self._held[: len(self._held) - n], self._held[len(self._held) - n :]
+        is_open = self._held.endswith(self._open)
+        n = len(self._held) - (len(self._open) if is_open else n_begun(self._held, self._open))
+        words, self._held = self._held[:n], self._held[n:]
+        if is_open:
+            self._held, self._read = "", self._inside
         return self._text(words)
 
     def _inside(self, letter: str) -> list[Said]:
-        """The tag that closes is none within a string."""
-        reading = self._reading
-        assert reading
-        if not reading.in_string and (self._held or letter == CLOSE[0]):
-            self._held += letter
-            if self._held == CLOSE:
-                return self._closed()
-            if CLOSE.startswith(self._held):
-                return []
-        letters, self._held = self._held or letter, ""
-        said = list[Said]()
-        for i, each in enumerate(letters):
-            if reading.is_over and each not in SPACE:
-                return [*said, *self._none(letters[i:])]
-            said += reading.push(each)
-            if reading.is_text:
-                return [*said, *self._none(letters[i + 1 :])]
-        if any(isinstance(each, Call) for each in said):
-            self._space, self._has_called = "", True
-        return said
+        if (inner := self._until(self._close, letter)) is None:
+            return []
+        self._read = self._outside
+        if calls := self._reads(inner):
+            return self._calls(*calls)
+        return self._text(self._open + inner + self._close)
 
-    def _closed(self) -> list[Said]:
-        return self._none(CLOSE) if self._reading and not self._reading.is_call else self._none("")
+    def _until(self, mark: str, letter: str) -> str | None:
+        """What came before the mark, once it has."""
+        self._inner.append(letter)
+        self._tail = (self._tail + letter)[-len(mark) :]
+        if self._tail != mark:
+            return None
+        inner = "".join(self._inner)[: -len(mark)]
+        self._inner, self._tail = [], ""
+        return inner
 
-    def _none(self, rest: str) -> list[Said]:
-        """The reading is over; if it was of no call, it was text, and so is the rest."""
-        reading, self._reading, self._held = self._reading, None, ""
-        before = OPEN + reading.held if reading and not reading.is_call else ""
-        return self._text(before + rest)
+    def _calls(self, *calls: Call) -> list[Said]:
+        self._space, self._has_called = "", True
+        return [*calls]
 
     def _text(self, text: str) -> list[Said]:
         """Without the space at its end, which may stand before a call."""
@@ -274,29 +277,65 @@ class InTags:
         return [words] if words else []
 
 
-class Alone:
+class InTags(Blocks):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as often as there are calls, each as soon as it is one."""
+
+    def __init__(self, tools: Collection[str]) -> None:
+        super().__init__((OPEN, CLOSE), lambda _: [])
+        self._tools, self._reading = tools, Reading(tools)
+
+    def end(self) -> list[Said]:
+        if self._read == self._inside:
+            if self._reading.is_call:
+                return []
+            self._held = self._reading.held + self._held
+        return super().end()
+
+    def _inside(self, letter: str) -> list[Said]:
+        """The tag that closes is none within a string."""
+        reading = self._reading
+        if not reading.in_string and (self._held or letter == CLOSE[0]):
+            self._held += letter
+            if self._held == CLOSE:
+                return self._is_over("" if reading.is_call else CLOSE)
+            if CLOSE.startswith(self._held):
+                return []
+        letters, self._held = self._held or letter, ""
+        said = list[Said]()
+        for i, each in enumerate(letters):
+            if reading.is_over and each not in SPACE:
+                return [*said, *self._is_over(letters[i:])]
+            said += reading.push(each)
+            if reading.is_text:
+                return [*said, *self._is_over(letters[i + 1 :])]
+        if any(isinstance(each, Call) for each in said):
+            self._space, self._has_called = "", True
+        return said
+
+    def _is_over(self, rest: str) -> list[Said]:
+        """The reading is; if it was of no call, it was text, and so is the rest."""
+        before = "" if self._reading.is_call else OPEN + self._reading.held
+        self._held, self._read, self._reading = "", self._outside, Reading(self._tools)
+        return self._text(before + rest)
+
+
+class Alone(Letters):
     """An answer that is one JSON object of a name and parameters."""
 
     def __init__(self, tools: Collection[str]) -> None:
-        self._reading: Reading | None = Reading(tools)
+        super().__init__()
+        self._reading = Reading(tools)
 
-    def push(self, piece: str) -> list[Said]:
-        said = list[Said]()
-        for i, letter in enumerate(piece):
-            reading = self._reading
-            if not reading:
-                return [*said, piece[i:]]
-            if reading.is_over:
-                if letter not in SPACE:
-                    self._reading = None
-                    return [*said, piece[i:]]
-                continue
-            said += reading.push(letter)
-            if reading.is_text:
-                self._reading = None
-                said.append(reading.held)
-        return said
+    def _outside(self, letter: str) -> list[Said]:
+        reading = self._reading
+        if reading.is_text or (reading.is_over and letter not in SPACE):
+            reading.is_text = True
+            return [letter]
+        if reading.is_over:
+            return []
+        said = reading.push(letter)
+        return [*said, reading.held] if reading.is_text else said
 
     def end(self) -> list[Said]:
-        reading, self._reading = self._reading, None
-        return [reading.held] if reading and not reading.is_call and reading.held else []
+        reading = self._reading
+        return [reading.held] if reading.held and not (reading.is_text or reading.is_call) else []

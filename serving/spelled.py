@@ -3,10 +3,10 @@
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from .calls import CLOSE, OPEN, Call, More, Said, n_begun
+from .calls import CLOSE, OPEN, Blocks, Call, More, Said
 
 Tools = Mapping[str, Mapping[str, Any]]  # the schemas of arguments, by the tools' names
 XML = "<function="
@@ -24,66 +24,6 @@ PIECE = re.compile(
     r"""|(-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w.-]))|([A-Za-z_][\w.-]*)|(.))\s*""",
     re.DOTALL | re.ASCII,
 )
-
-
-class Blocks:
-    """Text, and between two marks calls. The space around them is dropped; what is no call is text, marks and all.
-
-    reads: the calls of what stands between the marks; none where it is something else.
-    """
-
-    def __init__(self, marks: tuple[str, str], reads: Callable[[str], list[Call]]) -> None:
-        self._open, self._close, self._reads = *marks, reads
-        self._held, self._space = "", ""
-        self._inner, self._tail = list[str](), ""  # letters that wait for a mark, and the last of them
-        self._read, self._has_called = self._outside, False
-
-    def push(self, piece: str) -> list[Said]:
-        said = list[Said]()
-        for letter in piece:
-            said += self._read(letter)
-        return said
-
-    def end(self) -> list[Said]:
-        said = self._text(("" if self._read == self._outside else self._open) + self._held + "".join(self._inner))
-        return said if self._has_called or not self._space else [*said, self._space]
-
-    def _outside(self, letter: str) -> list[Said]:
-        self._held += letter
-        is_open = self._held.endswith(self._open)
-        n = len(self._held) - (len(self._open) if is_open else n_begun(self._held, self._open))
-        words, self._held = self._held[:n], self._held[n:]
-        if is_open:
-            self._held, self._read = "", self._inside
-        return self._text(words)
-
-    def _inside(self, letter: str) -> list[Said]:
-        if (inner := self._until(self._close, letter)) is None:
-            return []
-        self._read = self._outside
-        if calls := self._reads(inner):
-            return self._calls(*calls)
-        return self._text(self._open + inner + self._close)
-
-    def _until(self, mark: str, letter: str) -> str | None:
-        """What came before the mark, once it has."""
-        self._inner.append(letter)
-        self._tail = (self._tail + letter)[-len(mark) :]
-        if self._tail != mark:
-            return None
-        inner = "".join(self._inner)[: -len(mark)]
-        self._inner, self._tail = [], ""
-        return inner
-
-    def _calls(self, *calls: Call) -> list[Said]:
-        self._space, self._has_called = "", True
-        return [*calls]
-
-    def _text(self, text: str) -> list[Said]:
-        text = self._space + text
-        words = text.rstrip()
-        self._space = text[len(words) :]
-        return [words] if words else []
 
 
 class Xml(Blocks):
@@ -229,6 +169,15 @@ class Values:
         if not self.takes(letter):
             raise ValueError(f"expected {letter}")
 
+    def up_to(self, close: str) -> Iterator[None]:
+        """Once for each of several, between which commas stand, until the letter that closes them."""
+        if self.takes(close):
+            return
+        yield
+        while not self.takes(close):
+            self.wants(",")
+            yield
+
     @property
     def is_over(self) -> bool:
         return self._piece is None
@@ -243,9 +192,7 @@ class Values:
     def items(self, close: str, equals: str, depth: int = 0) -> dict[str, Any]:
         """Names and values, up to the letter that closes them. Names may be in quotes."""
         found = dict[str, Any]()
-        while not self.takes(close):
-            if found:
-                self.wants(",")
+        for _ in self.up_to(close):
             key = self.value() if self._piece and (self._piece[1] or self._piece[2]) else self.word()
             self.wants(equals)
             found[str(key)] = self.value(depth)
@@ -263,12 +210,7 @@ class Values:
         if piece[4] in WORDS:
             return WORDS[piece[4]]
         if piece[5] == "[":
-            values = list[Any]()
-            while not self.takes("]"):
-                if values:
-                    self.wants(",")
-                values.append(self.value(depth + 1))
-            return values
+            return [self.value(depth + 1) for _ in self.up_to("]")]
         if piece[5] == "{":
             return self.items("}", ":", depth + 1)
         raise ValueError("expected a value")
@@ -290,40 +232,33 @@ def _string(piece: str) -> str:
 def python_calls(tools: Tools) -> Blocks:
     """`<|tool_call_start|>[name(key="value"), ...]<|tool_call_end|>`."""
 
-    def reads(text: str) -> list[Call]:
-        values, found = Values(text), list[Call]()
-        try:
-            values.wants("[")
-            while not values.takes("]"):
-                if found:
-                    values.wants(",")
-                name = values.word()
-                values.wants("(")
-                found.append(_call(name, values.items(")", "="), tools))
-        except (ValueError, RecursionError):
-            return []
-        return found if values.is_over else []
+    def reads(values: Values) -> Iterator[tuple[str, dict[str, Any]]]:
+        values.wants("[")
+        for _ in values.up_to("]"):
+            name = values.word()
+            values.wants("(")
+            yield name, values.items(")", "=")
 
-    return Blocks(PYTHON, reads)
+    return Blocks(PYTHON, lambda text: _calls(text, reads, tools))
 
 
 def gemma_calls(marks: tuple[str, str], tools: Tools) -> Blocks:
     """`<|tool_call>call:name{key:<|"|>value<|"|>}<tool_call|>`."""
 
-    def reads(text: str) -> list[Call]:
-        values = Values(text.removeprefix("call:"))
-        try:
-            name = values.word()
-            values.wants("{")
-            call = _call(name, values.items("}", ":"), tools)
-        except (ValueError, RecursionError):
-            return []
-        return [call] if values.is_over else []
+    def reads(values: Values) -> Iterator[tuple[str, dict[str, Any]]]:
+        name = values.word()
+        values.wants("{")
+        yield name, values.items("}", ":")
 
-    return Blocks(marks, reads)
+    return Blocks(marks, lambda text: _calls(text.removeprefix("call:"), reads, tools))
 
 
-def _call(name: str, arguments: dict[str, Any], tools: Tools) -> Call:
-    if name not in tools:
-        raise ValueError("there is no such tool")
-    return Call(name, json.dumps(arguments, ensure_ascii=False))
+def _calls(text: str, reads: Callable[[Values], Iterator[tuple[str, dict[str, Any]]]], tools: Tools) -> list[Call]:
+    """The calls that a text is, all of them of tools that there are; none where it is something else."""
+    values = Values(text)
+    try:
+        found = [*reads(values)]
+    except (ValueError, RecursionError):
+        return []
+    is_right = values.is_over and all(name in tools for name, _ in found)
+    return [Call(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in found] if is_right else []

@@ -4,8 +4,8 @@ requests."""
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .calls import CLOSE, OPEN, SPACE, Alone, Call, Calls, InTags, Json, More, Reading, Said, Thought, n_begun
-from .spelled import GEMMA, PYTHON, XML, Blocks, Tools, Xml, gemma_calls, python_calls
+from .calls import CLOSE, OPEN, SPACE, Alone, Blocks, Call, Calls, InTags, Json, Letters, More, Reading, Said, Thought, n_begun
+from .spelled import GEMMA, PYTHON, XML, Tools, Xml, gemma_calls, python_calls
 
 TOOL_CALLS, ARGS = "[TOOL_CALLS]", "[ARGS]"  # Mistral's marks
 LONGEST_NAME = 100  # of a tool, with what may stand beside it
@@ -15,21 +15,14 @@ LONGEST_HEAD = 200  # letters, of a message's names
 RECIPIENT = "to=functions."
 
 
-class Marked:
+class Marked(Letters):
     """Mistral's: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]NAME[ARGS]{...}` as often as there are
     calls. What comes behind the mark and is no call is text."""
 
     def __init__(self, tools: Tools) -> None:
-        self._tools = tools
-        self._held, self._read = "", self._outside
+        super().__init__()
+        self._tools, self._has_called = tools, False
         self._reading: Reading | Json = Json()
-        self._has_called = False
-
-    def push(self, piece: str) -> list[Said]:
-        said = list[Said]()
-        for letter in piece:
-            said += self._read(letter)
-        return said
 
     def end(self) -> list[Said]:
         """What was held and is no call; of a JSON list also the object that is cut before its arguments."""
@@ -107,21 +100,15 @@ class Marked:
         return [said]
 
 
-class Channels:
+class Channels(Letters):
     """Harmony's messages: `<|channel|>NAME<|message|>words<|end|>`, of which analysis is thought and one to a function a call."""
 
     def __init__(self, tools: Tools) -> None:
-        self._tools, self._held = tools, ""
-        self._head = ""  # the mark of a message, before whose words it stands
+        super().__init__()
+        self._tools, self._head = tools, ""  # the mark of a message, before whose words it stands
         self._says: Callable[[str], Said] = str
 
-    def push(self, piece: str) -> list[Said]:
-        said = list[Said]()
-        for letter in piece:
-            said += self._takes(letter)
-        return said
-
-    def _takes(self, letter: str) -> list[Said]:
+    def _outside(self, letter: str) -> list[Said]:
         self._held += letter
         marks = (MESSAGE,) if self._head else (CHANNEL, START, *ENDS)
         mark = next((mark for mark in marks if self._held.endswith(mark)), "")
