@@ -172,26 +172,39 @@ class Part:
     text: str = ""
 
 
-class Parts:
-    """What an answer says, in parts that follow each other."""
+class InParts(Form):
+    """A text that is told in parts, which follow each other."""
 
-    def __init__(self) -> None:
-        self.all = list[Part]()
+    def __init__(self, asked: Asked, model: Model, fingerprint: str) -> None:
+        super().__init__(asked, model, fingerprint)
+        self._parts, self._finish = list[Part](), "stop"
 
-    def take(self, said: Sequence[Said]) -> Iterator[tuple[str, Part, str]]:
-        """What becomes of them: "ends", "begins" and "grows" by some text."""
-        for each in said:
-            last = self.all[-1] if self.all else None
+    def grows(self, index: int, delta: Delta) -> bytes:
+        return b"".join([self._part(*each) for each in self._take(delta)])
+
+    def _part(self, what: str, part: Part, grown: str) -> bytes:
+        """The events of what becomes of a part: it "begins", "grows" by some text, or "ends"."""
+        raise NotImplementedError
+
+    def _stops(self) -> bytes:
+        """The events of the last part's end."""
+        return b"".join([self._part("ends", part, "") for part in self._parts[-1:]])
+
+    def _take(self, delta: Delta) -> Iterator[tuple[str, Part, str]]:
+        """What becomes of parts by what the text grows by."""
+        self._finish = delta.finish or self._finish
+        for each in delta.said:
+            last = self._parts[-1] if self._parts else None
             kind = Call if isinstance(each, More) else type(each)
             if last is None or last.kind is not kind or isinstance(each, Call):
                 if last:
                     yield "ends", last, ""
-                self.all.append(Part(kind, len(self.all), new_id(), each.name if isinstance(each, Call) else ""))
-                yield "begins", self.all[-1], ""
+                self._parts.append(Part(kind, len(self._parts), new_id(), each.name if isinstance(each, Call) else ""))
+                yield "begins", self._parts[-1], ""
             text = each if isinstance(each, str) else each.words if isinstance(each, Thought) else each.arguments
-            self.all[-1].text += text
+            self._parts[-1].text += text
             if text:
-                yield "grows", self.all[-1], text
+                yield "grows", self._parts[-1], text
 
 
 def new_id() -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..checks import one_of, short, text
-from .answers import Delta, Form, Part, Parts, event
+from .answers import Delta, InParts, Part, event
 from .asked import COMMON, Asked, Model, chat_asked
 from .calls import Call, Thought
 from .fields import NOT_DONE, NOTHING, Fields, Refused, a_list, an_object, between, words, yes_or_no
@@ -144,46 +144,35 @@ def _output(name: str, value: Any) -> dict[str, Any]:
     return chat
 
 
-class Message(Form):
+class Message(InParts):
     """Anthropic's events, and its whole."""
 
     def __init__(self, asked: Asked, model: Model, fingerprint: str) -> None:
         super().__init__(asked, model, fingerprint)
-        self._parts, self._finish, self._id = Parts(), "stop", f"msg_{secrets.token_hex(12)}"
+        self._id = f"msg_{secrets.token_hex(12)}"
 
     def begins(self) -> bytes:
         return _event({"type": "message_start", "message": self._message([], None)})
 
-    def grows(self, index: int, delta: Delta) -> bytes:
-        self._finish = delta.finish or self._finish
-        told = list[bytes]()
-        for what, part, grown in self._parts.take(delta.said):
-            block, kind, key = PARTS[part.kind]
-            if what == "begins":
-                told.append(_event({"type": "content_block_start", "index": part.index, "content_block": block | _named(part)}))
-            elif what == "grows":
-                delta_of = {"type": kind, key: grown}
-                told.append(_event({"type": "content_block_delta", "index": part.index, "delta": delta_of}))
-            else:
-                told.append(_event({"type": "content_block_stop", "index": part.index}))
-        return b"".join(told)
+    def _part(self, what: str, part: Part, grown: str) -> bytes:
+        block, kind, key = PARTS[part.kind]
+        if what == "begins":
+            return _event({"type": "content_block_start", "index": part.index, "content_block": block | _named(part)})
+        if what == "grows":
+            return _event({"type": "content_block_delta", "index": part.index, "delta": {"type": kind, key: grown}})
+        return _event({"type": "content_block_stop", "index": part.index})
 
     def ends(self) -> bytes:
-        told = [_event({"type": "content_block_stop", "index": part.index}) for part in self._parts.all[-1:]]
         ended = {"type": "message_delta", "delta": self._ended(), "usage": {"output_tokens": self.n_text}}
-        return b"".join([*told, _event(ended), _event({"type": "message_stop"})])
+        return self._stops() + _event(ended) + _event({"type": "message_stop"})
 
     def fails(self, error: Refused) -> bytes:
         kind = KINDS.get(error.status, "api_error")
         return _event({"type": "error", "error": {"type": kind, "message": str(error)}})
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        (delta,) = deltas
-        self._finish = delta.finish or self._finish
-        for _ in self._parts.take(delta.said):
-            pass
-        content = [self._block(part) for part in self._parts.all]
-        return self._message(content, self._ended())
+        self.grows(0, *deltas)
+        return self._message([self._block(part) for part in self._parts], self._ended())
 
     def _block(self, part: Part) -> dict[str, Any]:
         block, _, key = PARTS[part.kind]

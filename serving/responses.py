@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ..checks import one_of, short, text
-from .answers import Delta, Form, Part, Parts, event
+from .answers import Delta, InParts, Part, event
 from .asked import COMMON, Asked, Model, chat_asked
 from .calls import Call, Thought
 from .fields import NOT_DONE, NOTHING, Fields, Refused, a_list, an_object, between, words, yes_or_no
@@ -140,40 +140,33 @@ def _effort(name: str, value: Any) -> dict[str, Any]:
     return {"reasoning_effort": effort} if effort else {}
 
 
-class Told(Form):
+class Told(InParts):
     """That interface's events, and its whole. shown: what a response repeats of the request."""
 
     def __init__(self, asked: Asked, model: Model, fingerprint: str, shown: Mapping[str, Any]) -> None:
         super().__init__(asked, model, fingerprint)
-        self._parts, self._finish, self._shown, self._n = Parts(), "stop", shown, 0
-        self._id = f"resp_{secrets.token_hex(12)}"
+        self._shown, self._n, self._id = shown, 0, f"resp_{secrets.token_hex(12)}"
 
     def begins(self) -> bytes:
         begun = self._response("in_progress", [])
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
-    def grows(self, index: int, delta: Delta) -> bytes:
-        self._finish = delta.finish or self._finish
-        return b"".join([self._part(*each) for each in self._parts.take(delta.said)])
-
     def ends(self) -> bytes:
-        last = b"".join([self._part("ends", part, "") for part in self._parts.all[-1:]])
-        status = "incomplete" if self._finish == "length" else "completed"
-        return last + self._event(f"response.{status}", response=self._response(status, self._items()))
+        stops, response = self._stops(), self._ended()
+        return stops + self._event(f"response.{response['status']}", response=response)
 
     def fails(self, error: Refused) -> bytes:
         told = {"error": {"code": error.code or "server_error", "message": str(error)}}
         return self._event("response.failed", response=self._response("failed", self._items()) | told)
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        (delta,) = deltas
-        self._finish = delta.finish or self._finish
-        for _ in self._parts.take(delta.said):
-            pass
+        self.grows(0, *deltas)
+        return self._ended()
+
+    def _ended(self) -> dict[str, Any]:
         return self._response("incomplete" if self._finish == "length" else "completed", self._items())
 
     def _part(self, what: str, part: Part, grown: str) -> bytes:
-        """The events of what becomes of a part."""
         at = {"item_id": _id_of(part), "output_index": part.index}
         inside = at | {"content_index": 0}
         is_call, kind = part.kind is Call, "output_text" if part.kind is str else "reasoning_text"
@@ -193,7 +186,7 @@ class Told(Form):
 
     def _items(self) -> list[dict[str, Any]]:
         is_cut = self._finish == "length"
-        return [_item(part, not (is_cut and part is self._parts.all[-1])) for part in self._parts.all]
+        return [_item(part, not (is_cut and part is self._parts[-1])) for part in self._parts]
 
     def _event(self, kind: str, **more: Any) -> bytes:
         self._n += 1
