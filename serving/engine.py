@@ -7,8 +7,9 @@ at a time. Logits at a position depend on that text's tokens alone, so each text
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -63,7 +64,6 @@ class Failed:
 
 
 Hear = Callable[[Event | Prefill | Failed], None]
-Judged = tuple[list[int], int] | Exception
 
 
 class Ticket:
@@ -168,9 +168,15 @@ class Engine:
         self._is_closed = self._is_cut = False
         self._is_prompts_turn = False  # for want of room in the last pass
         self._sharing: Sharing
-        self.figures = Figures()
+        self._figures = Figures()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
+
+    @property
+    def figures(self) -> Figures:
+        """What is counted, and how many texts run and wait now."""
+        self._figures.running, self._figures.queued = len(self._running), len(self._waiting)
+        return self._figures
 
     def submit(self, job: Job, hear: Hear, who: Client = ANYBODY) -> Ticket:
         """`hear` is called on the engine's thread with the text's events: the last one is a step that has a reason to stop, or
@@ -189,7 +195,6 @@ class Engine:
             if len(there) + len(tickets) > self._n_slots + self._n_queue + MORE_CLIENTS * (is_new and bool(there)):
                 raise Full
             self._waiting.extend(tickets)
-            self.figures.queued = len(self._waiting)
             self._changed.notify()
         return tickets
 
@@ -262,13 +267,10 @@ class Engine:
             gone = [ticket for ticket in self._waiting if ticket.is_cancelled or self._is_cut]
             for ticket in gone:
                 self._waiting.remove(ticket)
-            self.figures.queued = len(self._waiting)
         for ticket in gone:
-            if ticket.is_cancelled:
-                self.figures.cancelled += 1
-            else:
+            if not ticket.is_cancelled:
                 self._cut(ticket, self._decoder.team.wording(ticket.job), False)
-                self.figures.done += 1
+            self._is_done(ticket.is_cancelled)
 
     def _cut(self, ticket: Ticket, wording: Wording, has_begun: bool) -> None:
         """The last word of a text that nobody lets end."""
@@ -277,15 +279,15 @@ class Engine:
         self._tell(ticket, wording.of(Step([], [], 0, 0.0, 0.0, INTERRUPTED)))
 
     def _leaves(self, writing: Writing) -> None:
-        figures, ticket = self.figures, writing.ticket
         self._running.remove(writing)
         self._seats.keep(writing.seat, writing.text.tokens)
         self._seats.give(writing.seat, len(writing.text.tokens))
-        figures.running = len(self._running)
-        if ticket.is_cancelled and not writing.is_over:
-            figures.cancelled += 1
-        else:
-            figures.done += 1
+        self._is_done(writing.ticket.is_cancelled and not writing.is_over)
+
+    def _is_done(self, is_cancelled: bool) -> None:
+        """One that is counted, as cancelled or done."""
+        self._figures.cancelled += is_cancelled
+        self._figures.done += not is_cancelled
 
     def _admit(self) -> None:
         """Those that wait, by turns, as long as there is a slot, and room for their caches."""
@@ -305,7 +307,6 @@ class Engine:
                 continue
             self._taken(ticket)
             self._running.append(writing)
-            self.figures.running = len(self._running)
 
     def _first(self) -> Ticket | None:
         """Whose turn it is: of the client that has fewest texts running the first, if there is a slot, or it has none."""
@@ -319,7 +320,6 @@ class Engine:
         """One of those that wait, which waits no more."""
         with self._changed:
             self._waiting.remove(ticket)
-            self.figures.queued = len(self._waiting)
         return ticket
 
     def _writing(self, ticket: Ticket, seat: Seat) -> Writing:
@@ -363,23 +363,21 @@ class Engine:
 
     def _waits(self, writing: Writing) -> bool:
         """Whether another text reads for it, too."""
-        try:
+        with self._blaming(writing):
             return writing.waits(self._running)
-        except Exception as error:
-            self._breaks(writing, error)
-            return True
+        return True
 
     def _begins(self, writing: Writing) -> bool:
         """Its prompt has run; whether it goes on."""
-        figures, job, text = self.figures, writing.ticket.job, writing.text
-        try:
+        figures, job, text = self._figures, writing.ticket.job, writing.text
+        with self._blaming(writing):
             if text.drafter:
                 if writing.reads_drafts():
                     return False
                 text.drafter.get_ready(job.prompt)
-        except Exception as error:
-            return self._breaks(writing, error)
-        writing.has_begun = True
+            writing.has_begun = True
+        if not writing.has_begun:
+            return False
         self._seats.keep(writing.seat, job.prompt)
         figures.prompt_tokens += len(job.prompt)
         figures.cached_tokens += writing.n_cached
@@ -439,14 +437,17 @@ class Engine:
         for writing in stepping:
             proposed = writing.draft.tokens if writing.draft else []
             jobs.append((writing.model, writing.text.tokens + proposed, len(proposed) + 1, 0))
-        self.figures.passes += 1
+        self._figures.passes += 1
         with self._decoder.target.lock:
             try:
                 rows = Transformer.forward_together(jobs)
             except Exception:
                 self._one_by_one(stepping, pieces)
                 return
-            judged = [_judged(writing.text, logits) for writing, logits in zip(stepping, rows[len(pieces) :], strict=True)]
+            judged = list[tuple[Writing, tuple[list[int], int]]]()
+            for writing, logits in zip(stepping, rows[len(pieces) :], strict=True):
+                with self._blaming(writing):
+                    judged.append((writing, writing.text.judge(logits)))
         seconds = time.perf_counter() - begin
         n_tokens, n_pieces = sum(len(logits) for logits in rows), sum(n for _, n in pieces)
         self._sharing.saw(n_tokens + n_pieces, seconds)
@@ -454,38 +455,30 @@ class Engine:
             self._seats.keep(writing.seat, writing.ticket.job.prompt, False)
         if not pieces:
             self._decoder.tuning.saw(n_tokens, seconds)
-        n_written = sum([self._goes_on(writing, one, seconds) for writing, one in zip(stepping, judged, strict=True)])
+        n_written = sum([self._goes_on(writing, *one, seconds) for writing, one in judged])
         if stepping and not pieces:
             self._sharing.brought(n_tokens, n_written, seconds)
 
     def _one_by_one(self, stepping: list[Writing], pieces: list[tuple[Writing, int]]) -> None:
         """A pass that failed is made of each text alone, so that it ends the one that is to blame for it."""
         for writing, n in pieces:
-            try:
+            with self._blaming(writing):
                 writing.model.forward(writing.piece(n), 0, len(writing.text.tokens))
-            except Exception as error:
-                self._breaks(writing, error)
         for writing in stepping:
             self._alone(writing)
 
     def _alone(self, writing: Writing) -> None:
         """A step of one text in a pass of its own."""
         begin = time.perf_counter()
-        try:
+        with self._blaming(writing):
             judged = run(writing.model, writing.text)
-        except Exception as error:
-            self._breaks(writing, error)
-            return
-        self.figures.passes += 1
-        self._goes_on(writing, judged, time.perf_counter() - begin)
+            self._figures.passes += 1
+            self._goes_on(writing, *judged, time.perf_counter() - begin)
 
-    def _goes_on(self, writing: Writing, judged: Judged, seconds: float) -> int:
+    def _goes_on(self, writing: Writing, new: list[int], n_accepted: int, seconds: float) -> int:
         """A text has made a step; how many tokens it grew by."""
-        if isinstance(judged, Exception):
-            self._breaks(writing, judged)
-            return 0
-        n = len(judged[0])
-        told = writing.wording.of(writing.text.takes(*judged, seconds))
+        n = len(new)  # with an end mark, which is none of the text's
+        told = writing.wording.of(writing.text.takes(new, n_accepted, seconds))
         writing.draft = None
         assert isinstance(told, Step)
         self._count(writing, told)
@@ -496,7 +489,7 @@ class Engine:
         return n
 
     def _count(self, writing: Writing, step: Step) -> None:
-        figures = self.figures
+        figures = self._figures
         if step.tokens and not writing.has_spoken:
             writing.has_spoken = True
             figures.first_token.add(time.perf_counter() - writing.ticket.asked)
@@ -509,16 +502,21 @@ class Engine:
         self._leaves(writing)
         self._tell(writing.ticket, step)
 
-    def _breaks(self, writing: Writing, error: Exception) -> bool:
-        """An error ends that text alone."""
+    @contextmanager
+    def _blaming(self, writing: Writing) -> Iterator[None]:
+        """Around work of one text, whose error ends that text alone."""
+        try:
+            yield
+        except Exception as error:
+            self._breaks(writing, error)
+
+    def _breaks(self, writing: Writing, error: Exception) -> None:
         self._running.remove(writing)
         self._seats.drop(writing.seat)
-        self.figures.running = len(self._running)
         self._fails(writing.ticket, error)
-        return False
 
     def _fails(self, ticket: Ticket, error: Exception) -> None:
-        self.figures.failed += 1
+        self._figures.failed += 1
         self._tell(ticket, Failed(error))
 
     @staticmethod
@@ -530,14 +528,6 @@ class Engine:
             ticket.hear(event)
         except Exception:
             ticket.is_cancelled = True
-
-
-def _judged(text: Text, logits: Float32) -> Judged:
-    """What a text goes on with, or its error."""
-    try:
-        return text.judge(logits)
-    except Exception as error:
-        return error
 
 
 def logprobs_of(logits: Float32, draft: Draft, new: list[int], n_top: int, n_ids: int | None = None) -> list[TokenLogprob]:
