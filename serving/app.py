@@ -28,7 +28,7 @@ from .metrics import exposition
 from .responses import response_asked
 from .shelf import Served, Shelf
 from .tokens import detokenized, tokenized
-from .writing import CLOSING, FULL, Answering, json_of, leaving, loaded, place_of
+from .writing import CLOSING, FULL, Answering, json_of, loaded, place_of, unless, watched
 
 PAGE = Path(__file__).with_name("page.html")
 LARGE_AT_ONCE = 1  # other bodies of which tokens are made: small ones have another process then
@@ -142,14 +142,14 @@ class Paths:
     def telling(self, read: Callable[[Mapping[str, Any], Model], Any]) -> Callable[[Request], Awaitable[Response]]:
         async def tell(request: Request) -> Response:
             body, turn = await self._body(request)
-            async with self._shelf_of(body, request) as served, turn:
+            async with self._loaded(body, request) as (served, _), turn:
                 return JSONResponse(await asyncio.to_thread(read, body, served.model))
 
         return tell
 
     async def embeddings(self, request: Request) -> Response:
         body, turn = await self._body(request)
-        async with self._shelf_of(body, request) as served:
+        async with self._loaded(body, request) as (served, leaving):
             async with turn:
                 asked = await asyncio.to_thread(embeddings_asked, body, served.model)
             try:
@@ -158,15 +158,15 @@ class Paths:
                 raise FULL() from None
             except Closed:
                 raise CLOSING() from None
-            vectors = await leaving(request, asyncio.gather(*map(asyncio.wrap_future, futures)))
+            vectors = await unless(leaving, asyncio.gather(*map(asyncio.wrap_future, futures)))
             answer = await asyncio.to_thread(lambda: json_of(asked.answer(vectors, served.model.name)))
             return Response(answer, media_type="application/json")
 
     @asynccontextmanager
-    async def _shelf_of(self, body: Mapping[str, Any], request: Request) -> AsyncIterator[Served]:
-        """The model that a body names, loaded."""
-        async with place_of(self._shelf, body) as place:
-            yield await loaded(place, request.receive)
+    async def _loaded(self, body: Mapping[str, Any], request: Request) -> "AsyncIterator[tuple[Served, asyncio.Future[Any]]]":
+        """The model that a body names, and what is done once the client has left."""
+        async with place_of(self._shelf, body) as place, watched(request.receive) as leaving:
+            yield await loaded(place, leaving), leaving
 
 
 async def wrong(request: Request, error: Exception) -> Response:

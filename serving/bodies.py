@@ -16,14 +16,7 @@ BODY_SECONDS = 10.0  # that a client may take for so much of a body
 NO_JSON = partial(Refused, "the body has to be application/json", None, "unsupported_media_type", 415)
 TOO_LARGE = partial(Refused, f"the body has more than {MOST_BYTES >> 20} MiB", None, "request_too_large", 413)
 TOO_SLOW = partial(Refused, "the body comes too slowly", None, "request_timeout", 408)
-NO_ROOM = partial(
-    Refused,
-    "the bodies of others take all room, and this one came slowest; send it again",
-    None,
-    "no_room",
-    429,
-    "rate_limit_error",
-)
+NO_ROOM = partial(Refused, "the bodies of others take all room, and this one came slowest; send it again", None, "no_room", 429)
 
 
 class Body:

@@ -10,6 +10,7 @@ from ..checks import short, text, whole
 
 MOST_NESTED, MOST_VALUES = 64, 50_000  # lists and objects of a body: within each other, and in all
 INVALID, NOT_DONE, UNKNOWN, TOO_LONG = "invalid_value", "unsupported_parameter", "unknown_parameter", "context_length_exceeded"
+KINDS = {429: "rate_limit_error"}  # by a status; of others that depends on whether it is the server's fault
 STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # of JSON; one that never ends is looked through once
 NOTHING: dict[str, Any] = {}
 Value = TypeVar("Value")
@@ -29,12 +30,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 class Refused(Exception):
     """What a client is told instead of an answer: a message, its status and, in OpenAI's words, the parameter and a code."""
 
-    def __init__(
-        self, message: str, param: str | None = None, code: str | None = INVALID, status: int = 400, kind: str = ""
-    ) -> None:
+    def __init__(self, message: str, param: str | None = None, code: str | None = INVALID, status: int = 400) -> None:
         super().__init__(message)
         self.param, self.code, self.status = param, code, status
-        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+        self.kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
 
     @property
     def note(self) -> str:

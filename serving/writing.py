@@ -8,8 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from starlette.requests import Request
-
 from ..decoding import Event, Job, Shape
 from ..text.shapes import ShapeError
 from .answers import Answer, Delta, event
@@ -26,7 +24,7 @@ SIGN_OF_LIFE_SECONDS = 5.0  # between comments in a stream that has nothing to s
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
 Value = TypeVar("Value")
 # made anew each time: an exception holds on to the frames that raised it, and so to what is in them
-FULL = partial(Refused, "as many requests wait as may; ask again later", None, "queue_full", 429, "rate_limit_error")
+FULL = partial(Refused, "as many requests wait as may; ask again later", None, "queue_full", 429)
 CLOSING = partial(Refused, "the server is shutting down", None, "shutting_down", 503)
 SLOW_SHAPES = partial(
     Refused,
@@ -34,7 +32,6 @@ SLOW_SHAPES = partial(
     "response_format",
     "shapes_busy",
     429,
-    "rate_limit_error",
 )
 
 
@@ -49,37 +46,45 @@ async def place_of(shelf: Shelf, body: Mapping[str, Any]) -> AsyncIterator[Place
         shelf.end(place)
 
 
-async def loaded(place: Place, receive: Receive, tell: Callable[[], Awaitable[None]] | None = None) -> Served:
-    """A model, once it is loaded; tell is awaited now and then. Raises ConnectionResetError once the client has left."""
-    if served := place.served:
-        return served
-    loading = asyncio.wrap_future(place.loading)
-    gone: asyncio.Future[Any] = asyncio.ensure_future(receive())
+@asynccontextmanager
+async def watched(receive: Receive) -> "AsyncIterator[asyncio.Future[Any]]":
+    """What is done once the client has left."""
+
+    async def leaves() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    leaving = asyncio.ensure_future(leaves())
     try:
-        while not loading.done():
+        yield leaving
+    finally:
+        leaving.cancel()
+
+
+async def unless(
+    leaving: "asyncio.Future[Any]", working: "asyncio.Future[Value]", tell: Callable[[], Awaitable[None]] | None = None
+) -> Value:
+    """What work comes to; tell is awaited now and then. Raises ConnectionResetError once the client has left, which ends it."""
+    try:
+        while not working.done():
             if tell:
                 await tell()
-            await asyncio.wait([loading, gone], timeout=LOADING_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            if gone.done():
+            await asyncio.wait([working, leaving], timeout=LOADING_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if leaving.done() and not working.done():
                 raise ConnectionResetError
-        return loading.result()
-    except Refused as error:
-        raise Refused(str(error), error.param, error.code, error.status) from None
-    finally:
-        gone.cancel()
-
-
-async def leaving(request: Request, working: "asyncio.Future[Value]") -> Value:
-    """What work comes to, unless the client leaves, which ends it. Raises ConnectionResetError then."""
-    gone: asyncio.Future[Any] = asyncio.ensure_future(request.receive())
-    try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ConnectionResetError
         return working.result()
     finally:
-        gone.cancel()
         working.cancel()
+
+
+async def loaded(place: Place, leaving: "asyncio.Future[Any]", tell: Callable[[], Awaitable[None]] | None = None) -> Served:
+    """A model, once it is loaded, as `unless` has it."""
+    if served := place.served:
+        return served
+    try:
+        return await unless(leaving, asyncio.shield(asyncio.wrap_future(place.loading)), tell)
+    except Refused as error:
+        raise Refused(str(error), error.param, error.code, error.status) from None
 
 
 class Answering:
@@ -99,7 +104,7 @@ class Answering:
         self._is_open = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with place_of(self._shelf, self._body) as place:
+        async with place_of(self._shelf, self._body) as place, watched(receive) as leaving:
 
             async def tell() -> None:
                 await self._open(send)
@@ -107,7 +112,7 @@ class Answering:
                 await send({"type": "http.response.body", "body": told.encode(), "more_body": True})
 
             try:
-                served = await loaded(place, receive, tell if self._body.get("stream") is True else None)
+                served = await loaded(place, leaving, tell if self._body.get("stream") is True else None)
                 async with self._turn:
                     asked = await asyncio.to_thread(self._read, self._body, served.model)
             except Exception as error:
@@ -115,7 +120,7 @@ class Answering:
                     told = error if isinstance(error, Refused) else FAILED()
                     await send({"type": "http.response.body", "body": event(told.body, "error"), "more_body": False})
                 raise
-            await Writing(served, self._fingerprint, self._building, asked, self._is_open)(scope, receive, send)
+            await Writing(served, self._fingerprint, self._building, asked, self._is_open)(scope, leaving, send)
 
     async def _open(self, send: Send) -> None:
         if not self._is_open:
@@ -133,11 +138,11 @@ class Writing:
         self._loop = asyncio.get_running_loop()
         self._tickets: Sequence[Ticket] = ()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, leaving: "asyncio.Future[Any]", send: Send) -> None:
         notes: list[str] = scope["notes"]
-        watching = asyncio.ensure_future(self._watch(receive))
+        leaving.add_done_callback(lambda _: self._events.put_nowait(None))
         try:
-            jobs = [replace(job, shape=await self._shape(scope["who"], watching)) for job in self._asked.jobs]
+            jobs = [replace(job, shape=await self._shape(scope["who"], leaving)) for job in self._asked.jobs]
             self._submit(jobs, scope["who"])
             if self._asked.is_stream:
                 await self._stream(send)
@@ -145,7 +150,6 @@ class Writing:
                 await self._whole(send)
             notes.append(f"{self._answer.n_prompt}+{self._answer.n_text} tokens")
         finally:
-            watching.cancel()
             for ticket in self._tickets:
                 ticket.cancel()
 
@@ -153,15 +157,10 @@ class Writing:
         """What the texts may say. Raises Refused, and ConnectionResetError once the client has left."""
         if not self._asked.grammar:
             return None
-        building: asyncio.Future[Any] = asyncio.ensure_future(self._building.built(self._asked.grammar, who.name))
-        await asyncio.wait({building, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not building.done():
-            building.cancel()
-            raise ConnectionResetError
+        building = asyncio.ensure_future(self._building.built(self._asked.grammar, who.name))
         try:
             with encoding(self._served.model, self._asked.grammar.param):
-                shape: Shape = building.result()
-                return shape
+                return await unless(leaving, building)
         except Busy:
             raise SLOW_SHAPES() from None
 
@@ -181,12 +180,6 @@ class Writing:
         """Called by the engine's thread, maybe when nobody listens any more."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
-
-    async def _watch(self, receive: Receive) -> None:
-        """Tells when the client has left."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._events.put_nowait(None)
 
     async def _deltas(self) -> AsyncIterator[tuple[int, Delta] | None]:
         """What the texts grow by, until all have ended; None where nothing has come for a while.
