@@ -5,7 +5,8 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ..checks import one_of, real, short, strings, text
@@ -27,9 +28,11 @@ from .fields import (
     an_object,
     between,
     body_of,
+    false,
+    objects,
     words,
     yes_or_no,
-)  # fmt: skip
+)
 from .forcing import grammar_of_calls
 from .ways import Way, way_of
 
@@ -45,6 +48,12 @@ COMMON = (
     "model", "temperature", "top_p", "top_k", "stream", "seed", "min_p", "repetition_penalty", "repeat_penalty",
     "presence_penalty", "frequency_penalty", "logit_bias", "chat_template_kwargs", "service_tier", "specdec",
 )  # fmt: skip
+# what `Sampling` has, by the names of clients: its own, and llama.cpp's
+SAMPLERS = {
+    **{name: name for name in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")},
+    "repeat_penalty": "repetition_penalty",
+    "logit_bias": "logit_bias",
+}
 OF_NO_EFFECT = ("user", "safety_identifier", "prompt_cache_key", "service_tier", "verbosity")  # texts that are taken
 OF_A_MESSAGE = {"refusal", "audio", "function_call", "annotations"}  # what answers have that come back
 THINKING = "enable_thinking"  # what most templates ask for that let a model think
@@ -65,6 +74,10 @@ class Model:
     sampling: Sampling = Sampling()  # noqa: RUF009 (it cannot be changed)
 
 
+def no_calls() -> None:
+    """In the place of what finds calls."""
+
+
 @dataclass(frozen=True)
 class Asked:
     """A request. jobs: the texts that it wants; calls: makes what finds calls of tools in one of them.
@@ -79,17 +92,9 @@ class Asked:
     has_usage: bool = False
     details: bool = False
     one_call: bool = False
-    calls: Callable[[], Calls | None] = field(default=lambda: None)
+    calls: Callable[[], Calls | None] = no_calls
     grammar: Grammar | None = None
     form: Callable[["Asked", Model, str], Any] | None = None
-
-
-@dataclass(frozen=True)
-class Said:
-    """How an answer is read. calls: makes what finds calls of tools in a text; shown: special tokens that it is to see."""
-
-    calls: Callable[[], Calls | None] = field(default=lambda: None)
-    shown: Mapping[int, str] = field(default_factory=dict)
 
 
 def _biases(name: str, value: Any) -> dict[int, float]:
@@ -108,7 +113,7 @@ def chat_asked(body: Mapping[str, Any], model: Model) -> Asked:
         raise Refused(
             "this model has no chat template: it goes on with texts, at /v1/completions", "messages", "unsupported_model"
         )
-    way, shown = way_of(model.template.source), dict[int, str]()
+    way = way_of(model.template.source)
     tools = fields.take("tools", _tools, list[dict[str, Any]]())
     strict = {tool["function"]["name"] for tool in tools if tool.pop("strict")}
     choice, named = fields.take("tool_choice", lambda name, value: _tool_choice(name, value, tools), ("auto", tools))
@@ -134,15 +139,15 @@ def chat_asked(body: Mapping[str, Any], model: Model) -> Asked:
     most = fields.take("max_completion_tokens", between(1), None)
     other = fields.take("max_tokens", between(1), None)
     options = _options(fields, model.template)
-    asked = _Rest(fields, model, most or other, top if told else None, grammar)
+    read = way if way and (given or way.is_always_read) else None
+    specials = getattr(model.decoder.tokenizer, "specials", {}) if read else {}
+    shown = {token: name for name, token in specials.items() if read and name in read.shown}
+    asked = _rest(fields, model, "messages", most or other, top if told else None, shown)
     with encoding(model, "messages"):
         prompt = model.decoder.encode_chat(messages, given or None, options)
-    read = way if way and (given or way.is_always_read) else None
-    if read:
-        specials = getattr(model.decoder.tokenizer, "specials", {})
-        shown = {token: name for name, token in specials.items() if name in read.shown}
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in given}
-    return asked.of(model, [prompt], one_call, Said(lambda: read.reads(schemas) if read else None, shown))
+    calls = partial(read.reads, schemas) if read else no_calls
+    return replace(asked([prompt]), is_chat=True, one_call=one_call, calls=calls, grammar=grammar)
 
 
 def _forced(
@@ -167,7 +172,7 @@ def completion_asked(body: Mapping[str, Any], model: Model) -> Asked:
     answer = fields.take("response_format", _answer_schema, None)
     with encoding(model, "response_format"):
         grammar = None if answer is None else grammar_of(model.decoder.tokenizer, answer)
-    asked = _Rest(fields, model, fields.take("max_tokens", between(1), COMPLETION_TOKENS), top, grammar)
+    asked = _rest(fields, model, "prompt", fields.take("max_tokens", between(1), COMPLETION_TOKENS), top)
     for prompt in prompts:
         longest, unit = (_longest(model), "characters") if isinstance(prompt, str) else (model.decoder.n_positions, "tokens")
         if len(prompt) > longest:
@@ -175,86 +180,70 @@ def completion_asked(body: Mapping[str, Any], model: Model) -> Asked:
     with encoding(model, "prompt"):
         encode = model.decoder.tokenizer.encode
         encoded = [encode(prompt) if isinstance(prompt, str) else model.decoder.encode(prompt) for prompt in prompts]
-    return asked.of(model, encoded)
+    return replace(asked(encoded), grammar=grammar)
 
 
-class _Rest:
-    """What both kinds of requests have beside their prompts; takes the last of the fields."""
+def _rest(
+    fields: Fields, model: Model, name: str, max_tokens: int | None, top: int | None, shown: Mapping[int, str] | None = None
+) -> Callable[[list[list[int]]], Asked]:
+    """What both kinds of requests have beside their prompts, the last of the fields: what makes a request of these. name: of the
+    field of prompts."""
+    sampling = _sampling(fields, model.sampling)
+    stops = fields.take("stop", _stops, list[str]())
+    n = fields.take("n", between(1, MOST_CHOICES), 1)
+    is_stream = fields.take("stream", yes_or_no, False)
+    options = Fields(fields.take("stream_options", an_object, {}))
+    has_usage = options.take("include_usage", yes_or_no, False)
+    options.take("include_obfuscation", false, False)
+    options.end()
+    prediction = fields.take("prediction", _prediction, "")
+    details = fields.take("specdec", yes_or_no, False)
+    fields.take("metadata", an_object, dict[str, Any]())
+    for each in OF_NO_EFFECT:
+        fields.take(each, text, "")
+    fields.end()
 
-    def __init__(self, fields: Fields, model: Model, max_tokens: int | None, top: int | None, grammar: Grammar | None) -> None:
-        self._max_tokens, self._top, self._grammar = max_tokens, top, grammar
-        top_p = fields.take("top_p", lambda name, value: real(name, value, 1, "a number from 0 to 1"), None)
-        if top_p is None:  # ours of 0 is all, OpenAI's the likeliest token alone
-            top_p = model.sampling.top_p or 1.0
-        top_k = fields.take("top_k", between(0), model.sampling.top_k)
-        default = model.sampling.temperature
-        temperature = fields.take("temperature", lambda name, value: real(name, value, math.inf, "0 or more"), default)
-        seed = fields.take("seed", between(-SEEDS, SEEDS - 1), secrets.randbits(31))
-        self._sampling = replace(
-            model.sampling, temperature=temperature, top_k=top_k if top_p else 1, top_p=top_p, seed=seed % SEEDS
-        )
-        for name in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-            self._set(fields, name, name)
-        self._set(fields, "repeat_penalty", "repetition_penalty")  # llama.cpp's name
-        self._set(fields, "logit_bias", "logit_bias")
-        self._stops = fields.take("stop", _stops, list[str]())
-        self._n = fields.take("n", between(1, MOST_CHOICES), 1)
-        self._is_stream = fields.take("stream", yes_or_no, False)
-        options = Fields(fields.take("stream_options", an_object, {}))
-        self._has_usage = options.take("include_usage", yes_or_no, False)
-        options.take("include_obfuscation", _not_obfuscated, False)
-        options.end()
-        self._predicted = fields.take("prediction", _prediction, "")
-        self._details = fields.take("specdec", yes_or_no, False)
-        fields.take("metadata", an_object, dict[str, Any]())
-        for name in OF_NO_EFFECT:
-            fields.take(name, text, "")
-        fields.end()
-
-    def _set(self, fields: Fields, name: str, ours: str) -> None:
-        """One of the numbers of `Sampling`, which checks them."""
-
-        def checked(_: str, value: Any) -> Sampling:
-            given: dict[str, Any] = {ours: _biases(name, value) if ours == "logit_bias" else value}
-            return replace(self._sampling, **given)
-
-        self._sampling = fields.take(name, checked, self._sampling)
-
-    def of(
-        self,
-        model: Model,
-        prompts: list[list[int]],
-        one_call: bool = False,
-        said: "Said | None" = None,
-    ) -> Asked:
-        """The request of those prompts. Raises Refused for what does not fit."""
-        decoder = model.decoder
-        is_chat, said = said is not None, said or Said()
-        name = "messages" if is_chat else "prompt"
-        most = decoder.n_positions
-        if self._n * len(prompts) > MOST_CHOICES:
-            raise Refused(f"{self._n * len(prompts)} texts are more than {MOST_CHOICES}, which a request may have", "n")
+    def asked(prompts: list[list[int]]) -> Asked:
+        """Raises Refused for what does not fit."""
+        tokenizer, most, predicted = model.decoder.tokenizer, model.decoder.n_positions, list[int]()
+        if n * len(prompts) > MOST_CHOICES:
+            raise Refused(f"{n * len(prompts)} texts are more than {MOST_CHOICES}, which a request may have", "n")
         if (longest := max(map(len, prompts))) > most:
-            raise Refused(f"{name} {'have' if is_chat else 'has'} {longest} tokens; the context holds {most}", name, TOO_LONG)
-        tokenizer, predicted = decoder.tokenizer, list[int]()
-        if self._predicted and isinstance(tokenizer, ChatTokenizer):
+            have = "has" if name == "prompt" else "have"
+            raise Refused(f"{name} {have} {longest} tokens; the context holds {most}", name, TOO_LONG)
+        if prediction and isinstance(tokenizer, ChatTokenizer):
             with encoding(model, "prediction"):
-                predicted = tokenizer.encode_rendered([Part(self._predicted[: _longest(model)], True)])
+                predicted = tokenizer.encode_rendered([Part(prediction[: _longest(model)], True)])[:most]
+        texts = [(prompt, replace(sampling, seed=(sampling.seed + i) % SEEDS)) for prompt in prompts for i in range(n)]
         jobs = [
             Job(
-                prompt,
-                min(self._max_tokens or most, most + 1 - len(prompt)),
-                replace(self._sampling, seed=(self._sampling.seed + i) % SEEDS),
-                self._stops,
-                self._top,
-                predicted[:most],
-                shown=said.shown,
-                tells_guesses=self._details,
+                prompt, min(max_tokens or most, most + 1 - len(prompt)), drawn, stops, top, predicted,
+                shown=shown or {}, tells_guesses=details,
             )
-            for prompt in prompts
-            for i in range(self._n)
-        ]
-        return Asked(jobs, is_chat, self._is_stream, self._has_usage, self._details, one_call, said.calls, self._grammar)
+            for prompt, drawn in texts
+        ]  # fmt: skip
+        return Asked(jobs, False, is_stream, has_usage, details)
+
+    return asked
+
+
+def _sampling(fields: Fields, own: Sampling) -> Sampling:
+    """By the fields, and where they are silent the model's own."""
+    top_p = fields.take("top_p", lambda name, value: real(name, value, 1, "a number from 0 to 1"), own.top_p or 1.0)
+    top_k = fields.take("top_k", between(0), own.top_k)
+    temperature = fields.take("temperature", lambda name, value: real(name, value, math.inf, "0 or more"), own.temperature)
+    seed = fields.take("seed", between(-SEEDS, SEEDS - 1), secrets.randbits(31))
+    # a top-p of 0 is all here, and of OpenAI the likeliest token alone
+    sampling = replace(own, temperature=temperature, top_k=top_k if top_p else 1, top_p=top_p, seed=seed % SEEDS)
+    for name in SAMPLERS:
+        sampling = fields.take(name, partial(_with, sampling), sampling)
+    return sampling
+
+
+def _with(sampling: Sampling, name: str, value: Any) -> Sampling:
+    """One of the numbers of `Sampling`, which checks them."""
+    given: dict[str, Any] = {SAMPLERS[name]: _biases(name, value) if name == "logit_bias" else value}
+    return replace(sampling, **given)
 
 
 def _longest(model: Model) -> int:
@@ -321,12 +310,6 @@ def _stops(name: str, value: Any) -> list[str]:
     return several
 
 
-def _not_obfuscated(name: str, value: Any) -> bool:
-    if yes_or_no(name, value):
-        raise Refused(f"{name} is not done here; expected false", name, NOT_DONE)
-    return False
-
-
 def _prediction(name: str, value: Any) -> str:
     one_of(f"type of {name}", an_object(name, value).get("type"), ["content"])
     return words(f"content of {name}", value.get("content"))
@@ -368,7 +351,7 @@ def _tool(name: str, value: Any) -> dict[str, Any]:
 
 def _messages(name: str, value: Any) -> list[dict[str, Any]]:
     called = dict[str, str]()
-    return [_message(f"{name}[{i}]", an_object(f"{name}[{i}]", each), called) for i, each in enumerate(a_list(name, value))]
+    return [_message(told, each, called) for told, each in objects(name, a_list(name, value))]
 
 
 def _message(name: str, value: dict[str, Any], called: dict[str, str]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -125,6 +125,12 @@ def yes_or_no(name: str, value: Any) -> bool:
     return value
 
 
+def false(name: str, value: Any) -> bool:
+    if yes_or_no(name, value):
+        raise Refused(f"{name} is not done here; expected false", name, NOT_DONE)
+    return False
+
+
 def an_object(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise TypeError(f"{name} is {short(value, repr)}; expected an object")
@@ -137,6 +143,12 @@ def a_list(name: str, value: Any) -> list[Any]:
     return value
 
 
+def objects(name: str, values: Iterable[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Of a list, each with what it is called."""
+    for i, value in enumerate(values):
+        yield f"{name}[{i}]", an_object(f"{name}[{i}]", value)
+
+
 def between(least: int, most: int | None = None) -> Callable[[str, Any], int]:
     return lambda name, value: whole(name, value, least, most)
 
@@ -146,9 +158,8 @@ def words(name: str, value: Any, kinds: Collection[str] = ("text",), between: st
     if not isinstance(value, list):
         return text(name, value)
     said = list[str]()
-    for i, part in enumerate(value):
-        told = f"{name}[{i}]"
-        if (kind := an_object(told, part).get("type")) not in kinds:
+    for told, part in objects(name, value):
+        if (kind := part.get("type")) not in kinds:
             raise Refused(f"{told} is of the type {short(kind, repr)}, which is not done here; expected text", name, NOT_DONE)
         said.append(text(f"text of {told}", part.get("text")))
     return between.join(said)

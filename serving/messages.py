@@ -10,7 +10,7 @@ from ..checks import one_of, short, text
 from .answers import Delta, InParts, Part, event
 from .asked import COMMON, Asked, Model, chat_asked
 from .calls import Call, Thought
-from .fields import NOT_DONE, NOTHING, Fields, Refused, a_list, an_object, between, words, yes_or_no
+from .fields import NOT_DONE, NOTHING, Fields, Refused, a_list, an_object, between, objects, words, yes_or_no
 
 OF_NO_EFFECT = ("metadata", "context_management", "diagnostics")  # objects that are taken
 WAYS_TO_CHOOSE = {"auto": "auto", "any": "required", "none": "none"}
@@ -65,8 +65,8 @@ def _paragraphs(name: str, value: Any) -> str:
 def _messages(name: str, value: Any) -> list[dict[str, Any]]:
     """As a chat has them: what tools have told is a message of its own."""
     messages = list[dict[str, Any]]()
-    for i, each in enumerate(a_list(name, value)):
-        told, content = f"{name}[{i}]", an_object(f"{name}[{i}]", each).get("content")
+    for told, each in objects(name, a_list(name, value)):
+        content = each.get("content")
         role = one_of(f"role of {told}", each.get("role"), ["user", "assistant", "system"])
         if isinstance(content, list) and role != "system":
             messages += _answered(told, content) if role == "assistant" else _said(told, content)
@@ -78,9 +78,8 @@ def _messages(name: str, value: Any) -> list[dict[str, Any]]:
 def _said(name: str, blocks: Sequence[Any]) -> list[dict[str, Any]]:
     """What a user said, and before it what tools told."""
     results, others = list[dict[str, Any]](), list[Any]()
-    for i, block in enumerate(blocks):
-        told = f"content of {name}[{i}]"
-        if an_object(told, block).get("type") == "tool_result":
+    for told, block in objects(f"content of {name}", blocks):
+        if block.get("type") == "tool_result":
             content = _paragraphs(f"content of {told}", block.get("content") or "")
             failed = "Error: " * yes_or_no(f"is_error of {told}", block.get("is_error") or False)
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": failed + content})
@@ -93,9 +92,8 @@ def _answered(name: str, blocks: Sequence[Any]) -> list[dict[str, Any]]:
     """What the model answered: text, thoughts and calls."""
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     said, calls, thought = list[Any](), list[Any](), ""
-    for i, block in enumerate(blocks):
-        told = f"content of {name}[{i}]"
-        match an_object(told, block).get("type"):
+    for told, block in objects(f"content of {name}", blocks):
+        match block.get("type"):
             case "thinking":
                 thought += text(f"thinking of {told}", block.get("thinking"))
             case "redacted_thinking":
@@ -111,9 +109,8 @@ def _answered(name: str, blocks: Sequence[Any]) -> list[dict[str, Any]]:
 
 def _tools(name: str, value: Any) -> list[dict[str, Any]]:
     tools = list[dict[str, Any]]()
-    for i, tool in enumerate(value if isinstance(value, list) else [value]):
-        told = f"{name}[{i}]"
-        if (kind := an_object(told, tool).get("type") or "custom") != "custom":
+    for told, tool in objects(name, value if isinstance(value, list) else [value]):
+        if (kind := tool.get("type") or "custom") != "custom":
             raise Refused(f"{told} is of the type {short(kind, repr)}, which is not done here; expected custom", name, NOT_DONE)
         function = {key: tool.get(key) for key in ("name", "description", "strict")} | {"parameters": tool.get("input_schema")}
         tools.append({"type": "function", "function": function})

@@ -11,7 +11,7 @@ from ..checks import one_of, short, text
 from .answers import Delta, InParts, Part, event
 from .asked import COMMON, Asked, Model, chat_asked
 from .calls import Call, Thought
-from .fields import NOT_DONE, NOTHING, Fields, Refused, a_list, an_object, between, words, yes_or_no
+from .fields import NOT_DONE, NOTHING, Fields, Refused, a_list, an_object, between, false, objects, words, yes_or_no
 
 MORE = ("parallel_tool_calls", "user", "safety_identifier", "prompt_cache_key", "metadata")  # of a chat's
 OF_NO_EFFECT = ("stream_options", "client_metadata", "prompt_cache_retention", "include", "max_tool_calls")  # which are taken
@@ -39,7 +39,7 @@ def response_asked(body: Mapping[str, Any], model: Model) -> Asked:
     chat |= fields.take("text", _form, NOTHING)
     chat |= fields.take("reasoning", _effort, NOTHING)
     fields.take("store", yes_or_no, False)
-    fields.take("background", _is_not, False)
+    fields.take("background", false, False)
     fields.take("truncation", lambda name, value: one_of(name, value, ["disabled", "auto"]), "disabled")
     for name in OF_NO_EFFECT:
         fields.take(name, lambda _, value: value, None)
@@ -55,20 +55,13 @@ def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [*([{"role": "system", "content": said}] if said else []), *messages[n:]]
 
 
-def _is_not(name: str, value: Any) -> bool:
-    if yes_or_no(name, value):
-        raise Refused(f"{name} is not done here; expected false", name, NOT_DONE)
-    return False
-
-
 def _messages(name: str, value: Any) -> list[dict[str, Any]]:
     """As a chat has them: thoughts, words and calls that follow each other are one answer."""
     if isinstance(value, str):
         return [{"role": "user", "content": text(name, value)}]
     messages = list[dict[str, Any]]()
-    for i, each in enumerate(a_list(name, value)):
-        told = f"{name}[{i}]"
-        kind = an_object(told, each).get("type") or "message"
+    for told, each in objects(name, a_list(name, value)):
+        kind = each.get("type") or "message"
         match kind:
             case "message":
                 role = one_of(f"role of {told}", each.get("role"), ["user", "assistant", "system", "developer"])
@@ -103,12 +96,12 @@ def _answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
 def _tools(name: str, value: Any) -> list[dict[str, Any]]:
     """Functions; others that may stand there the model is not told of."""
     tools = list[dict[str, Any]]()
-    for i, tool in enumerate(value if isinstance(value, list) else [value]):
-        kind = an_object(f"{name}[{i}]", tool).get("type")
+    for told, tool in objects(name, value if isinstance(value, list) else [value]):
+        kind = tool.get("type")
         if kind in UNTOLD:
             continue
         if kind != "function":
-            raise Refused(f"{name}[{i}] is of the type {short(kind, repr)}; expected function", name, NOT_DONE)
+            raise Refused(f"{told} is of the type {short(kind, repr)}; expected function", name, NOT_DONE)
         function = {key: tool.get(key) for key in ("name", "description", "parameters", "strict")}
         tools.append({"type": "function", "function": function})
     return tools
