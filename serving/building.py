@@ -75,15 +75,12 @@ class Builder:
         """The shape; who: the client. Raises Busy, and what `Grammar.built` raises."""
         if (kept := grammar.kept()) is not None:
             return kept
-        self._check(who)
-        if self._turns.n_waiting >= MOST_WAITING:
+        if self._owes(who) > MOST_SECONDS or self._turns.n_waiting >= MOST_WAITING:
             raise Busy
         await self._turns.begin(who)
-        try:
-            self._check(who)
-        except Busy:
+        if self._owes(who) > MOST_SECONDS:
             self._turns.end(who)
-            raise
+            raise Busy
         begin = time.monotonic()
         building = asyncio.get_running_loop().run_in_executor(self._pool, grammar.built)
         building.add_done_callback(lambda done: self._over(who, time.monotonic() - begin, done))
@@ -100,7 +97,3 @@ class Builder:
     def _owes(self, who: str) -> float:
         seconds, when = self._spent.get(who, (0.0, 0.0))
         return max(seconds - SECONDS_BACK * (time.monotonic() - when), 0.0)
-
-    def _check(self, who: str) -> None:
-        if self._owes(who) > MOST_SECONDS:
-            raise Busy

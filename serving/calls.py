@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 ARGUMENTS = ("arguments", "parameters")  # what they are called
@@ -41,13 +41,6 @@ class Thought:
 
 
 Said = str | Thought | Call | More
-
-
-class Calls(Protocol):
-    """A text that comes in pieces becomes text and calls, in their order, each as soon as it cannot become anything else."""
-
-    def push(self, piece: str) -> list[Said]: ...
-    def end(self) -> list[Said]: ...
 
 
 def call_of(text: str, tools: Collection[str]) -> Call | None:
@@ -205,8 +198,11 @@ class Reading:
         return [call] if call else []
 
 
-class Letters:
-    """A text that is read letter by letter, each by what `_read` is by then. held: what has come and is not said."""
+class Calls:
+    """A text that comes in pieces becomes text and calls, in their order, each as soon as it cannot become anything else.
+
+    Letters are read one by one, each by what `_read` is by then; `_held` is what has come and is not said.
+    """
 
     def __init__(self) -> None:
         self._held, self._read = "", self._outside
@@ -217,12 +213,15 @@ class Letters:
             said += self._read(letter)
         return said
 
+    def end(self) -> list[Said]:
+        raise NotImplementedError
+
     def _outside(self, letter: str) -> list[Said]:
         """A letter that is in no call."""
         raise NotImplementedError
 
 
-class Blocks(Letters):
+class Blocks(Calls):
     """Text, and between two marks calls. The space around them is dropped; what is no call is text, marks and all.
 
     reads: the calls of what stands between the marks; none where it is something else.
@@ -319,7 +318,7 @@ class InTags(Blocks):
         return self._text(before + rest)
 
 
-class Alone(Letters):
+class Alone(Calls):
     """An answer that is one JSON object of a name and parameters."""
 
     def __init__(self, tools: Collection[str]) -> None:

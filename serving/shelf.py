@@ -1,6 +1,7 @@
 """The models that are served: each is loaded when somebody asks for it, and dropped when it is idle. Knows no HTTP."""
 
 import gc
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -101,11 +102,15 @@ class Shelf:
         return place.served if place else None
 
     @property
+    def _served(self) -> list[Served]:
+        """The models that are loaded."""
+        return [served for place in [*self._places.values()] if (served := place.served)]
+
+    @property
     def figures(self) -> Figures:
         """Of all texts."""
         with self._lock:
-            served = [place.served for place in self._places.values()]
-            return merged([self._gone, *(each.engine.figures for each in served if each)])
+            return merged([self._gone, *(each.engine.figures for each in self._served)])
 
     def begin(self, name: str) -> Place:
         """That model, or that of which the last request was, or the first that there is; it is loaded if need be.
@@ -135,15 +140,18 @@ class Shelf:
         if self._keep_alive is None:
             return
         oldest = time.monotonic() - self._keep_alive
-        if any(not place.users and place.served and place.since < oldest for place in [*self._places.values()]):
+        if self._idle(oldest):
             self._loader.submit(self._drop_idle, oldest)
+
+    def _idle(self, oldest: float = math.inf) -> list[Place]:
+        """Those that nobody has asked since then."""
+        return [each for each in [*self._places.values()] if each.served and not each.users and each.since < oldest]
 
     def close(self, grace: float) -> None:
         """No new texts; those that run end, or are cut after so many seconds."""
         end = time.monotonic() + grace
-        for place in [*self._places.values()]:
-            if served := place.served:
-                served.engine.close(max(end - time.monotonic(), 0.0))
+        for served in self._served:
+            served.engine.close(max(end - time.monotonic(), 0.0))
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     def _load(self, place: Place) -> None:
@@ -156,7 +164,7 @@ class Shelf:
             place.since = time.monotonic()
             self._tell(f"loaded {place.name} in {place.since - begin:.1f} s")
             place.loading.set_result(served)
-            self._source.limit([each for one in self._places.values() if (each := one.served)])
+            self._source.limit(self._served)
         except Exception as error:
             with self._lock:
                 self._places.pop(place.name, None)
@@ -170,8 +178,7 @@ class Shelf:
                 others = [each for each in self._places.values() if each is not place]
                 if not others or sum(each.n_bytes for each in (place, *others)) <= WEIGHTS_SHARE * self._source.n_bytes:
                     return
-                idle = [each for each in others if each.served and not each.users]
-                if not idle:
+                if not (idle := self._idle()):
                     busy = ", ".join(each.name for each in others)
                     raise Refused(
                         f"there is no memory for {place.name} beside {busy}; ask again later", "model", "no_memory", 503
@@ -182,8 +189,7 @@ class Shelf:
 
     def _drop_idle(self, oldest: float) -> None:
         with self._lock:
-            idle = [each for each in self._places.values() if each.served and not each.users and each.since < oldest]
-            for place in idle:
+            for place in (idle := self._idle(oldest)):
                 del self._places[place.name]
         for place in idle:
             self._drop(place)
@@ -197,7 +203,7 @@ class Shelf:
         del served
         gc.collect()  # weights are large, and models refer to themselves
         self._tell(f"dropped {place.name}")
-        self._source.limit([each for one in self._places.values() if (each := one.served)])
+        self._source.limit(self._served)
 
 
 def only(served: Served) -> Shelf:

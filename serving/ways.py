@@ -3,9 +3,10 @@ requests."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from .calls import CLOSE, OPEN, SPACE, Alone, Blocks, Call, Calls, InTags, Json, Letters, More, Reading, Said, Thought, n_begun
-from .spelled import GEMMA, PYTHON, XML, Tools, Xml, gemma_calls, python_calls
+from .calls import CLOSE, OPEN, SPACE, Alone, Call, Calls, InTags, Json, More, Reading, Said, Thought, n_begun
+from .spelled import GEMMA, PYTHON, QUOTES, XML, Tools, Xml, gemma_calls, python_calls
 
 TOOL_CALLS, ARGS = "[TOOL_CALLS]", "[ARGS]"  # Mistral's marks
 LONGEST_NAME = 100  # of a tool, with what may stand beside it
@@ -15,7 +16,7 @@ LONGEST_HEAD = 200  # letters, of a message's names
 RECIPIENT = "to=functions."
 
 
-class Marked(Letters):
+class Marked(Calls):
     """Mistral's: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]NAME[ARGS]{...}` as often as there are
     calls. What comes behind the mark and is no call is text."""
 
@@ -100,7 +101,7 @@ class Marked(Letters):
         return [said]
 
 
-class Channels(Letters):
+class Channels(Calls):
     """Harmony's messages: `<|channel|>NAME<|message|>words<|end|>`, of which analysis is thought and one to a function a call."""
 
     def __init__(self, tools: Tools) -> None:
@@ -167,18 +168,10 @@ class Way:
         return (*filter(None, (self.opens, self.closes)), *self.marks)
 
 
-def _gemma(marks: tuple[str, str], quote: str) -> Way:
-    def reads(tools: Tools) -> Blocks:
-        return gemma_calls(marks, tools)
-
-    return Way("gemma", (marks[0],), reads, *marks, (quote,))
-
-
 # of several, the first whose signs a template has
 WAYS = (
     Way("harmony", (CHANNEL, MESSAGE), Channels, marks=(CHANNEL, MESSAGE, START, CONSTRAIN, *ENDS)),
-    _gemma(GEMMA[0], '<|"|>'),
-    _gemma(GEMMA[1], "<escape>"),
+    *(Way("gemma", marks[:1], partial(gemma_calls, marks), *marks, (quote,)) for marks, quote in zip(GEMMA, QUOTES, strict=True)),
     Way("python", ("<|tool_call_start|>",), python_calls, *PYTHON),
     Way("python", ("<|tool_list_start|>",), python_calls, *PYTHON),
     Way("named", (TOOL_CALLS, ARGS), Marked, TOOL_CALLS, marks=(ARGS,)),
