@@ -20,7 +20,6 @@ from .asked import Asked, Model, chat_asked, completion_asked
 from .bodies import SMALL_BYTES, Room, body_of_bytes
 from .building import Builder, Turns
 from .embeddings import embeddings_asked
-from .engine import Closed, Full
 from .fields import Refused, body_of
 from .guard import FAILED, App, Receive, Scope, Send, refusal
 from .messages import messages_asked, tokens_counted
@@ -28,7 +27,7 @@ from .metrics import exposition
 from .responses import response_asked
 from .shelf import Served, Shelf
 from .tokens import detokenized, tokenized
-from .writing import CLOSING, FULL, Answering, json_of, loaded, place_of, unless, watched
+from .writing import Answering, asking, json_of, loaded, place_of, unless, watched
 
 PAGE = Path(__file__).with_name("page.html")
 LARGE_AT_ONCE = 1  # other bodies of which tokens are made: small ones have another process then
@@ -152,12 +151,8 @@ class Paths:
         async with self._loaded(body, request) as (served, leaving):
             async with turn:
                 asked = await asyncio.to_thread(embeddings_asked, body, served.model)
-            try:
+            with asking():
                 futures = served.engine.beside(asked.work, request.scope["who"])
-            except Full:
-                raise FULL() from None
-            except Closed:
-                raise CLOSING() from None
             vectors = await unless(leaving, asyncio.gather(*map(asyncio.wrap_future, futures)))
             answer = await asyncio.to_thread(lambda: json_of(asked.answer(vectors, served.model.name)))
             return Response(answer, media_type="application/json")

@@ -132,36 +132,29 @@ class Json:
         self._awaits, self.is_over = ",", not self._inside
 
 
-class Reading:
+class Reading(Json):
     """A text that may be a call: a JSON object of a name and arguments. What it says is what can be nothing else.
 
     is_text: whether it is none; held: what has come and is not said; is_call: whether it is one.
     """
 
     def __init__(self, tools: Collection[str]) -> None:
-        self._tools, self._json = tools, Json()
+        super().__init__()
+        self._tools = tools
         self.held, self._name, self._key, self._string = "", "", "", ""
         self.is_text = self.is_call = self._is_within = False
 
-    @property
-    def is_over(self) -> bool:
-        return self._json.is_over
-
-    @property
-    def in_string(self) -> bool:
-        return self._json.in_string
-
     def push(self, letter: str) -> list[Said]:
         """Of text, nothing: `held` has it."""
-        was, awaited, depth = self._json.in_string, self._json.awaits, self._json.depth
-        is_taken = self._json.takes(letter)
+        was, awaited, depth = self.in_string, self.awaits, self.depth
+        is_taken = self.takes(letter)
         if not self.is_call:
             self.held += letter
         if not is_taken:
             self.is_text = not self.is_call
             return [More(letter)] if self._is_within else []
         if self._is_within:
-            self._is_within = self._json.depth > 1
+            self._is_within = self.depth > 1
             return [More(letter)]
         if depth == 0 and letter not in SPACE and letter != "{":
             self.is_text = True
@@ -175,7 +168,7 @@ class Reading:
         """A letter right within the object, of a key or a value."""
         if self.is_over:
             return self._whole()
-        if self._json.in_string:
+        if self.in_string:
             self._string = self._string + letter if was_string else '"'
         elif was_string:
             said, self._string = json.loads(self._string + letter), ""

@@ -44,7 +44,7 @@ class _Rules:
     def __init__(self, tokenizer: AnyTokenizer, way: Way, one_call: bool) -> None:
         self._tokenizer, self._way, self._one_call = tokenizer, way, one_call
         self._specials: Mapping[str, int] = getattr(tokenizer, "specials", {})
-        self._lines, self._of = list[str](), list[str]()
+        self._lines = list[tuple[str, str]]()
         self._tool, self._is_strict, self._has_any = "", False, False
 
     def grammar(self, tools: Sequence[Mapping[str, Any]], is_needed: bool, answer: Mapping[str, Any] | None) -> Grammar:
@@ -59,15 +59,14 @@ class _Rules:
             start = f"{other} | {self._calls(call, '')}"
         else:
             start = self._calls(call) if is_needed else self._beside(call)
-        self._lines.append(f"start: {start}")
-        said = json.dumps({"grammars": [{"lark_grammar": "\n".join(self._lines)}]}, ensure_ascii=False)
-        return Grammar(self._tokenizer, "tools", said, tuple(self._of))
+        lines = [*(line for line, _ in self._lines), f"start: {start}"]
+        said = json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}]}, ensure_ascii=False)
+        return Grammar(self._tokenizer, "tools", said, tuple(of for _, of in self._lines))
 
     def _rule(self, said: str, more: str = "") -> str:
         """The name of a rule of its own."""
         name = f"r{len(self._lines)}"
-        self._lines.append(f"{name}{more}: {said}")
-        self._of.append(self._tool)
+        self._lines.append((f"{name}{more}: {said}", self._tool))
         return name
 
     def _mark(self, name: str) -> str:
@@ -108,8 +107,7 @@ class _Rules:
         if way.opens in self._specials:
             words = self._rule(ANYTHING)
             return f"{words} | {words}? {self._calls(call)}"
-        self._lines.append(f"OTHER: {ANYTHING} & ~/(?s:.*){re.escape(way.opens)}(?s:.*)/")
-        self._of.append("")
+        self._lines.append((f"OTHER: {ANYTHING} & ~/(?s:.*){re.escape(way.opens)}(?s:.*)/", ""))
         opening = self._rule("/(?s:.*)/", f"[suffix={_said(way.opens)}]")
         return f"OTHER | {self._calls(call, opening)}"
 
@@ -213,14 +211,14 @@ class _Rules:
             quote = self._mark(self._way.marks[0])
             self._has_any = True
             simple = self._json({"type": ["number", "boolean", "null"]})
-            self._lines += [
+            several = (
                 f"any_string: {quote} {self._rule(ANYTHING if quote[0] == '<' else NO_QUOTE)}? {quote}",
                 "KEY: /[A-Za-z_][A-Za-z0-9_.-]*/",
                 'any_list: "[" (any ("," any)*)? "]"',
                 'any_object: "{" (KEY ":" any ("," KEY ":" any)*)? "}"',
                 f"any: any_string | any_list | any_object | {simple}",
-            ]
-            self._of += [""] * 5
+            )
+            self._lines += [(line, "") for line in several]
         return "any_string" if kind else "any"
 
     def _check_words(self, names: Sequence[str]) -> None:

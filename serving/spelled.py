@@ -79,9 +79,7 @@ class Xml(Blocks):
         """What is held is no part of a call, and may hold the beginning of one."""
         said, letters = self._text(before), self._held
         self._held, self._read = "", self._outside
-        for letter in letters:
-            said += self._outside(letter)
-        return said
+        return said + self.push(letters)
 
     def end(self) -> list[Said]:
         """A call that has begun is cut as it stands: of a parameter, as of a string that has no end, what has come is told."""

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -87,6 +87,19 @@ async def loaded(place: Place, leaving: "asyncio.Future[Any]", tell: Callable[[]
         raise Refused(str(error), error.param, error.code, error.status) from None
 
 
+@contextmanager
+def asking() -> Iterator[None]:
+    """Around what an engine is asked for. Raises Refused where there is no room, or no more."""
+    try:
+        yield
+    except Full:
+        raise FULL() from None
+    except Closed:
+        raise CLOSING() from None
+    except ValueError as error:
+        raise Refused(str(error)) from None
+
+
 class Answering:
     """A request to write, once its model is loaded: who waits for that in a stream is told."""
 
@@ -167,14 +180,8 @@ class Writing:
     def _submit(self, jobs: Sequence[Job], who: Client) -> None:
         """Raises Refused where there is no room, or no more."""
         hears = [partial(self._hear, i) for i in range(len(jobs))]
-        try:
+        with asking():
             self._tickets = self._served.engine.submit_all(jobs, hears, who)
-        except Full:
-            raise FULL() from None
-        except Closed:
-            raise CLOSING() from None
-        except ValueError as error:
-            raise Refused(str(error)) from None
 
     def _hear(self, index: int, event: Event | Failed) -> None:
         """Called by the engine's thread, maybe when nobody listens any more."""
