@@ -283,8 +283,9 @@ def test_a_stream_that_fails_says_so(serving, path):  # noqa: F811
     assert "the shape cannot go on" in json.dumps(events[-1])
 
 
+@pytest.mark.parametrize("n_bodies", [400, pytest.param(2500, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("path", [CHAT, *BODIES, COUNT, EMBEDDINGS])
-def test_no_body_is_answered_by_a_failure(app, path):  # noqa: F811
+def test_no_body_is_answered_by_a_failure(app, path, n_bodies):  # noqa: F811
     """Any value in any field: an answer, or a refusal in a line that names a parameter or says what is wrong."""
     rng = random.Random(path)
     body = {"input": "a", "dimensions": 3} if path == EMBEDDINGS else BODIES.get(path) or BODIES[MESSAGES]
@@ -292,7 +293,7 @@ def test_no_body_is_answered_by_a_failure(app, path):  # noqa: F811
              "stop_sequences", "response_format", "logit_bias", "min_p", "repetition_penalty", "chat_template_kwargs", "metadata",
              "include", "n", "stream", "parallel_tool_calls"]  # fmt: skip
     statuses = set()
-    for _ in range(2500):
+    for _ in range(n_bodies):
         one = json.loads(json.dumps(body | (FORCED.get(path, {}) if rng.random() < 0.5 else {})))
         for _ in range(rng.randrange(1, 3)):
             one[rng.choice(names)] = some(rng, 0)

@@ -108,25 +108,35 @@ def test_a_text_of_a_hundred_thousand_tokens_is_counted_once():
     assert np.array_equal(once.adjusted(row, []), bit_by_bit.adjusted(row, []))
 
 
+@pytest.fixture(scope="module")
+def drafted(pair):
+    """The target alone, and with drafts of every kind."""
+    kinds = (
+        (4, "off", pair.draft, None), (5, "on", pair.draft, None), (4, "off", "ngram", None), ("auto", "off", "self", None),
+        (3, "off", pair.draft, "ngram"),
+    )  # fmt: skip
+    decoders = [
+        SpeculativeDecoder(pair.target, draft, pair.tokenizer, gamma=gamma, tree=tree, stage=stage)
+        for gamma, tree, draft, stage in kinds
+    ]
+    return SpeculativeDecoder(pair.target, None, pair.tokenizer), dict(zip(kinds, decoders, strict=True))
+
+
 def text_of(decoder, sampling, **more):
     return decoder.generate("abc abd abc abd abc ab", 60, sampling, **more).tokens
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", ASKED)
-def test_the_text_is_the_targets_own_whatever_drafts(pair, name, temperature):
+def test_the_text_is_the_targets_own_whatever_drafts(drafted, name, temperature):
     bias = ASKED[name].get("logit_bias")
     asked = ASKED[name] | ({"logit_bias": {270: 3.0, 265: -100.0}} if bias else {})
     sampling = Sampling(temperature, seed=3, **asked)
-    plain = SpeculativeDecoder(pair.target, None, pair.tokenizer)
+    plain, decoders = drafted
     expected = text_of(plain, sampling)
     assert (expected != text_of(plain, Sampling(temperature, seed=3))) or name in ("min p", "less than one")
-    for gamma, tree, draft, stage in (
-        (4, "off", pair.draft, None), (5, "on", pair.draft, None), (4, "off", "ngram", None), ("auto", "off", "self", None),
-        (3, "off", pair.draft, "ngram"),
-    ):  # fmt: skip
-        decoder = SpeculativeDecoder(pair.target, draft, pair.tokenizer, gamma=gamma, tree=tree, stage=stage)
-        assert text_of(decoder, sampling) == expected, (gamma, tree, draft, stage)
+    for kind, decoder in decoders.items():
+        assert text_of(decoder, sampling) == expected, kind
 
 
 def test_drafts_are_drawn_alike(pair):
