@@ -1,6 +1,7 @@
 """How long proposals get in passes that texts share, played with costs and acceptance that are known: whatever was measured."""
 
 import random
+from functools import cache
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ def sharing_of(machine, n_texts, draft, wrong):
     return Sharing(Costs(passes, draft * of_draft), Acceptance(MARGIN_RATES if draft else ODDS_RATES))
 
 
+@cache
 def play(machine, n_texts, right, draft, wrong=(1.0, 1.0, 1.0), fixed=None, begin=0, seed=0):
     """Tokens a second of all texts from a pass on; draft: seconds of its token, which is right so often; fixed: how many."""
     rng, passes, odds = random.Random(seed), MACHINES[machine], right / (1 - right)
