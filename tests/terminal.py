@@ -318,10 +318,15 @@ class Job:
 
 
 def in_terminal(
-    arguments: Sequence[object], width: int, height: int, interrupt_after: int | None = None, **environment: str
+    arguments: Sequence[object],
+    width: int,
+    height: int,
+    interrupt_after: int | None = None,
+    command: Sequence[str] = COMMAND,
+    **environment: str,
 ) -> tuple[int, Screen, str]:
     """Run in a terminal of that size: exit code, screen, raw output. Ctrl-C is typed after that many frames."""
-    with Job(arguments, width, height, **environment) as job:
+    with Job(arguments, width, height, command, **environment) as job:
         if interrupt_after is not None:
             job.read_until(frames=interrupt_after)
             job.type(b"\x03")

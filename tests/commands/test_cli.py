@@ -664,6 +664,10 @@ def test_a_real_story_through_a_pipe(pair: Pair) -> None:
 # Real processes: terminals
 
 
+# a text is seen for a second at least, in place of four
+HURRIED = [sys.executable, "-c", "import specdec; from specdec.screens import panel; panel.SEEN_SECONDS = 1.0; specdec.main()"]
+
+
 def colours(screen: Screen) -> set[int]:
     return {code for code in screen.styles if 30 <= code <= 49 or 90 <= code <= 107}
 
@@ -673,7 +677,7 @@ def test_a_terminal_shows_the_panel_and_then_the_story_once(run: Run, pair: Pair
     arguments = endless(pair, "-n", 5000)
     result = from_json(run(*arguments, "--json"))
     story = result["text"]
-    code, screen, raw = in_terminal(arguments, width, height)
+    code, screen, raw = in_terminal(arguments, width, height, command=HURRIED)
     assert code == 0
     assert "loading" in raw
     assert screen.hid_cursor
@@ -736,7 +740,7 @@ def test_a_dumb_terminal_and_plain_get_the_text_alone(run: Run, pair: Pair, argu
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10)])
 def test_ctrl_c_prints_what_there_is_and_restores_the_cursor(pair: Pair, width: int, height: int) -> None:
-    code, screen, raw = in_terminal(endless(pair, "-n", 0, "--pace", 0), width, height, interrupt_after=6)
+    code, screen, raw = in_terminal(endless(pair, "-n", 0, "--pace", 0), width, height, interrupt_after=2)
     assert code == 130
     assert not screen.cursor_hidden
     assert raw.rindex("\x1b[?25h") > raw.rindex("\x1b[?25l")
@@ -767,8 +771,9 @@ def test_a_model_that_writes_control_characters_cannot_move_the_cursor(run: Run,
     prompt = "a\x1b[2J\x07"
     arguments = ["-m", path, "-d", path, "-i", prompt, "-t", 1.5, "-k", 100, "-s", 2, "-n", 4000, "-j", 1]
     assert from_json(run(*arguments, "--json"))["n_generated"] > 3000
-    code, screen, _ = in_terminal(arguments, 80, 24)
+    code, screen, _ = in_terminal(arguments, 80, 24, command=HURRIED)
     assert code == 0
+    assert len(screen.pictures) > 20
     assert screen.text().startswith("a")
     assert "[2J" not in screen.text()
 

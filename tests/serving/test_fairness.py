@@ -61,7 +61,7 @@ def test_clients_that_read_nothing_make_room_and_are_closed_in_time(monkeypatch:
                 raise ConnectionError
         monkeypatch.setattr(listening, "READER_SECONDS", 0.3)
         with who_reads_nothing(address) as stuck:
-            time.sleep(1.0)
+            time.sleep(0.7)
             n, piece = 0, b"x"
             with contextlib.suppress(ConnectionError):
                 while piece := stuck.recv(1 << 20):
@@ -70,7 +70,7 @@ def test_clients_that_read_nothing_make_room_and_are_closed_in_time(monkeypatch:
 
 
 def test_who_reads_slowly_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "READER_SECONDS", 2.0)
+    monkeypatch.setattr(listening, "READER_SECONDS", 1.0)
     with listener(much, []) as address, socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         slow.settimeout(60)
@@ -79,17 +79,17 @@ def test_who_reads_slowly_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> Non
         n, begin = 0, time.monotonic()
         while piece := slow.recv(16384):
             n += len(piece)
-            if time.monotonic() - begin < 3:
+            if time.monotonic() - begin < 1.5:
                 time.sleep(0.03)
         assert n > LARGE
 
 
 async def late(scope: Any, receive: Any, send: Any) -> None:
-    """Answers behind a second, or tells that its client has left."""
+    """Answers behind a while, or tells that its client has left."""
     while (message := await receive())["type"] != "http.disconnect" and message.get("more_body"):
         pass
     leaving = asyncio.ensure_future(receive())
-    done, _ = await asyncio.wait({leaving}, timeout=1.0 if scope["path"] == "/x" else 60)
+    done, _ = await asyncio.wait({leaving}, timeout=0.4 if scope["path"] == "/x" else 60)
     leaving.cancel()
     if done:
         raise ConnectionResetError
@@ -168,7 +168,7 @@ def test_unfinished_bodies_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_body_has_to_come_at_a_least_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.5)
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.25)
     monkeypatch.setattr(bodies, "SMALL_BYTES", 1000)
 
     async def run() -> None:
@@ -177,7 +177,7 @@ def test_a_body_has_to_come_at_a_least_rate(monkeypatch: pytest.MonkeyPatch) -> 
         for _ in range(12):
             drips.send(1)
             flows.send(1000)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
         flows.send(1, False)
         slow, size = await asyncio.gather(*reading)
         assert isinstance(slow, Refused) and slow.status == 408 and size == 12_001
@@ -204,21 +204,21 @@ class Slow:
 
 
 def test_a_clients_shapes_keep_no_other_client_waiting_and_who_left_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(building, "MOST_SECONDS", 0.5)
+    monkeypatch.setattr(building, "MOST_SECONDS", 0.4)
 
     async def run() -> None:
-        builder, hostile = Builder(), [Slow(0.4) for _ in range(8)]
+        builder, hostile = Builder(), [Slow(0.3) for _ in range(8)]
         asks = [asyncio.ensure_future(builder.built(each, "enemy")) for each in hostile]  # type: ignore[arg-type]
         await asyncio.sleep(0.01)
         begin = time.monotonic()
         quick = Slow(0.0)
         assert await builder.built(quick, "friend") is quick  # type: ignore[arg-type,comparison-overlap]
-        assert time.monotonic() - begin < 0.35  # before the first of the others is done
+        assert time.monotonic() - begin < 0.25  # before the first of the others is done
         asks[1].cancel()
         done = await asyncio.gather(*asks, return_exceptions=True)
         assert [each.n_built for each in hostile] == [1, 0, 1, 0, 0, 0, 0, 0]
         assert [type(each) for each in done] == [Slow, asyncio.CancelledError, Slow, *[Busy] * 5]
-        many = [asyncio.ensure_future(builder.built(Slow(0.1), f"{i}")) for i in range(building.MOST_WAITING + 4)]  # type: ignore[arg-type]
+        many = [asyncio.ensure_future(builder.built(Slow(0.03), f"{i}")) for i in range(building.MOST_WAITING + 4)]  # type: ignore[arg-type]
         told = await asyncio.gather(*many, return_exceptions=True)
         assert sum(isinstance(each, Busy) for each in told) == 2
 
@@ -303,7 +303,7 @@ def test_a_log_that_nobody_reads_stops_nothing() -> None:
         "log = serve.Log()\n"
         "for i in range(50_000): log.tell('x' * 100)\n"
         "print('said', flush=True); sys.stdin.readline()\n"
-        "time.sleep(0.5); log.tell('at the end'); time.sleep(0.5)"
+        "time.sleep(0.3); log.tell('at the end'); time.sleep(0.3)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipe = subprocess.PIPE
