@@ -9,6 +9,7 @@ import pytest
 
 from specdec.machine import cache
 from tests.checkpoints import ROOT
+from tests.commands.test_cli import Run, assert_refused, run  # noqa: F401
 
 TEXT = "Once upon a time, there was a little girl named Lily."
 RUNS = {
@@ -47,10 +48,6 @@ def test_what_windows_has_not_is_not_needed(code: str, name: str, encoding: str)
 
 
 @pytest.mark.parametrize("name", ["C:\\models\\x.gguf", "C:/models/x.gguf", "D:x", "\\\\server\\share\\x.bin"])
-def test_paths_of_windows_are_told_as_they_are(name: str) -> None:
+def test_paths_of_windows_are_told_as_they_are(run: Run, name: str) -> None:  # noqa: F811
     """And are no names on the hub."""
-    done = subprocess.run(
-        [sys.executable, "specdec.py", "-m", name, "-i", "x"], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"specdec: there is no {name} here")
+    assert assert_refused(run("-m", name, "-i", "x")).startswith(f"specdec: there is no {name} here")

@@ -133,10 +133,11 @@ def test_a_call_that_is_cut_says_so_and_is_not_dropped(talker):
     pytest.fail("no call was whole after 140 tokens")
 
 
-def test_what_is_strict_is_forced_from_the_marker_on(talker):
+@pytest.mark.parametrize("n_texts", [4, pytest.param(12, marks=pytest.mark.campaign)])
+def test_what_is_strict_is_forced_from_the_marker_on(talker, n_texts):
     """A text, or a sound call; what stands before one is text."""
     finishes = set()
-    for seed in range(12):
+    for seed in range(n_texts):
         (choice,) = asked(talker, seed, tools=tools_of(WEATHER, TIME, strict=True), max_tokens=60).json["choices"]
         finishes.add(choice["finish_reason"])
         calls = choice["message"].get("tool_calls", [])

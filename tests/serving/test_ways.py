@@ -118,14 +118,15 @@ def _joined(said):
     return found
 
 
+@pytest.mark.parametrize("n_texts", [300, pytest.param(1500, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("name", sorted(OF))
-def test_whatever_a_model_writes_is_read_and_nothing_of_it_is_dropped(name):
+def test_whatever_a_model_writes_is_read_and_nothing_of_it_is_dropped(name, n_texts):
     """Damaged calls, cut anywhere, in pieces of any size: the same is said, no error, and letters of text all come."""
     rng, way = random.Random(name), OF[name]
     texts = [text for other, text, _ in CASES if other == name and len(text) < 400] or [
         '<tool_call>\n{"name": "weather", "arguments": {"city": "x"}}\n</tool_call>', '{"name": "weather", "parameters": {}}',
     ]  # fmt: skip
-    for _ in range(1500):
+    for _ in range(n_texts):
         text = rng.choice(texts)
         for _ in range(rng.randrange(4)):
             at, n = rng.randrange(len(text) + 1), rng.randrange(8)

@@ -74,7 +74,7 @@ def test_who_asks_while_a_process_is_busy_asks_another_one() -> None:
 
     def wait_for_the_slow() -> None:
         with pytest.raises(Unanswered):
-            worker.ask(slow, 3.0)
+            worker.ask(slow, 1.2)
         answers.append({"slow": True})
 
     waiting = threading.Thread(target=wait_for_the_slow)
