@@ -1,10 +1,12 @@
 """Machine code that outlives the process: one stamp over all that is compiled, and no file that is taken on trust."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,6 +30,42 @@ def high(x):
 """
 KEPT = "code"  # the folder in the package
 ASK = "from p.high import high; print(high(1), sum(high.stats.cache_hits.values()))"
+
+
+# Each line that it reads is a program, which it runs in a process that has loaded numba already; it tells when that ends.
+LOADED = """
+import json, os, sys
+import numba, numpy
+from numba.core import caching, ccallback
+from numba.core.runtime import _nrt_python
+from numba.np import numpy_support
+for line in sys.stdin:
+    place, code, environment, told = json.loads(line)
+    if not (process := os.fork()):
+        for descriptor in (1, 2):
+            os.dup2(os.open(told, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+        os.chdir(place)
+        os.environ |= environment
+        del sys.path[0]
+        sys.path.insert(0, "")
+        exec(code, {"__name__": "__main__"})
+        break
+    os.waitpid(process, 0)
+    print("done", flush=True)
+"""
+
+
+_loaded: "list[subprocess.Popen[str]]" = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> Iterator[None]:
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # who has threads had better not fork
+    command = [sys.executable, "-W", "error", "-c", LOADED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        _loaded.append(process)
+        yield
+        _loaded.pop()
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +97,21 @@ def throw_away(package: Path) -> None:
 
 
 def ask(package: Path, code: str = ASK, **environment: str) -> str:
+    """What a program prints in a process of its own, or the last line of what is wrong."""
+    if not hasattr(os, "fork"):
+        return ask_anew(package, code, **environment)
+    (process,), told = _loaded, package.parent / "told"
+    assert process.stdin and process.stdout
+    told.write_text("")
+    environment = {"NUMBA_CACHE_DIR": str(package / KEPT)} | environment
+    print(json.dumps([str(package.parent), code, environment, str(told)]), file=process.stdin, flush=True)
+    assert process.stdout.readline() == "done\n"
+    lines = told.read_text().strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def ask_anew(package: Path, code: str = ASK, **environment: str) -> str:
+    """The same of a process that begins with nothing."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], cwd=package.parent, capture_output=True, text=True, check=False,
         env=os.environ | {"NUMBA_CACHE_DIR": str(package / KEPT)} | environment,
@@ -110,7 +163,7 @@ def test_two_processes_compile_nothing_twice(package: Path) -> None:
         "print(high(1), sum(high.stats.cache_hits.values()))"
     )
     with ThreadPoolExecutor(2) as pool:
-        answers = [pool.submit(ask, package, code) for _ in range(2)]
+        answers = [pool.submit(ask_anew, package, code) for _ in range(2)]
         while len(list(package.glob("ready*"))) < 2:
             time.sleep(0.01)
         go.touch()
@@ -263,7 +316,7 @@ def test_code_lies_in_the_users_cache_or_where_that_cannot_be_written_beside_the
 
 
 def test_what_is_not_to_be_compiled_is_told(package: Path) -> None:
-    assert "NUMBA_DISABLE_JIT" in ask(package, NUMBA_DISABLE_JIT="1")
+    assert "NUMBA_DISABLE_JIT" in ask_anew(package, NUMBA_DISABLE_JIT="1")
 
 
 COMPILED = """
