@@ -1,5 +1,7 @@
 """Fixtures: a tiny random pair of models with its tokenizer on disk, so that no test downloads anything."""
 
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +13,9 @@ from specdec.tokenizer import Tokenizer
 from tests.checkpoints import random_tensors, small_pieces, tame, write_checkpoint, write_tokenizer
 
 VOCAB = 300
+# Hundreds of processes are begun: what Python has compiled for one serves the others, also where that is not asked for.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 class Pair(NamedTuple):
