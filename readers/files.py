@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..families.splits import BYTES, CHARACTERS, KINDS
 from ..tokenizer import TokenizerError
 from . import CheckpointError, extras, hub, is_head, read_vocabulary
 from .names import short_names
@@ -172,7 +173,7 @@ def _has_json_tokenizer(name: str) -> bool:
         return hub.is_repository(name)
     if path.is_dir():
         return not is_head(path)
-    return path.suffix == ".json" or read_vocabulary(path).get("model") == "gpt2"
+    return path.suffix == ".json" or KINDS.get(str(read_vocabulary(path).get("model"))) in (BYTES, CHARACTERS)
 
 
 def _did_you_mean(path: Path, words: Sequence[str]) -> str:

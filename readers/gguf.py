@@ -15,6 +15,7 @@ from ..families.eagle3 import IDS
 from ..families.family import chosen
 from ..families.folders import MOST_LAYERS
 from ..families.ggufs import BY_LAYER, EMBEDDING, EXPERT_DIM, HEAD, NEUTRAL, NEXTN
+from ..families.splits import special_tokens_strip
 from ..families.values import CheckpointError, Values, shown
 from ..machine.vectors import Int64
 from ..tokenizer import STRIPS
@@ -172,11 +173,9 @@ def _parts(first: GgufFile) -> list[GgufFile]:
 
 
 def _vocabulary(file: GgufFile) -> dict[str, Any]:
-    """Also whether special tokens take the white space behind them, which a Phi-3's name tells (llama-vocab.cpp)."""
+    """Also whether special tokens take the white space behind them."""
     own = {key.removeprefix(VOCABULARY): value for key, value in file.keys.items() if key.startswith(VOCABULARY)}
-    is_named = any(name in str(file.keys.get("general.name")).lower() for name in ("phi-3", "phi3"))
-    is_phi3 = is_named or (file.keys.get(ARCHITECTURE) == "phi3" and own.get("model") == "llama")
-    return own | {STRIPS: True} if own and is_phi3 else own
+    return own | {STRIPS: True} if own and special_tokens_strip(file.keys) else own
 
 
 def config_of(model: Model) -> Config:

@@ -46,7 +46,7 @@ MAY_IMPORT = {
         "text", "decoding", "verification", "readers", "transformer", "sampling", "architectures", "weights", "kernels",
         "tokenizer", "machine", "checks",
     },
-    "text": {"decoding", "verification", "readers", "sampling", "tokenizer", "checks"},
+    "text": {"decoding", "verification", "readers", "families", "sampling", "tokenizer", "checks"},
     "decoding": {"verification", "sampling", "machine"},
     "verification": {"sampling", "machine"},
     "readers": {"families", "transformer", "architectures", "weights", "tokenizer", "machine", "checks"},

@@ -1,8 +1,7 @@
 """The tokenizer whose keys a GGUF file holds. Knows nothing of models.
 
 What the keys mean, and what holds where they are silent, is llama.cpp's (src/llama-vocab.cpp): `llama` is SentencePiece's BPE,
-which `Tokenizer` does; `gpt2` is BPE over bytes, for which a tokenizer.json of the split that `pre` names is written, and read by
-`JsonTokenizer`.
+which `Tokenizer` does; for BPE a tokenizer.json of the split that `pre` names is written, and read by `JsonTokenizer`.
 """
 
 import json
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checks import short
+from ..families.splits import BYTES, DEFAULT, KINDS, KNOWN_SPLITS, LEAVING, PIECES, SPLITS
 from ..tokenizer import STRIPS, AnyTokenizer, Pieces, Tokenizer, TokenizerError
 from .tokenizer_json import JsonTokenizer
 
@@ -28,53 +28,6 @@ END_NAMES = {
 }
 END = "<|end|>"  # which is within an answer where there are both of one of these pairs, as in harmony's channels
 OF_CHANNELS = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
-# of the special tokens of Phi-3, those that leave the white space behind them
-LEAVING = ("<unk>", "<s>", "<|endoftext|>")
-# Llama 3's and Qwen2's splits differ in how many digits stay together
-WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# in Qwen3.5's marks are letters
-MARKED_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-# GPT-4o's and Mistral's cut where a capital follows a small letter, GPT-4o's (Phi-4-mini's too) keeps more together
-_UPPER, _LOWER, _CONTRACTION = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-CASED_WORDS = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
-    r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-GPT4O = ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2")
-TEKKEN = ("tekken",)  # Mistral's since Nemo, Ministral 3's
-LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano")
-GLM = ("glm4", "glm5")
-THREE_DIGITS = (*LLAMA3, *GLM, "dbrx", "smaug-bpe", "chatglm-bpe")  # Granite 4's and SmolLM3's among them
-QWEN35 = ("qwen35",)
-QWEN2 = ("qwen2", "deepseek-r1-qwen")
-ONE_DIGIT = (*QWEN2, "megrez", "kormo", "f2llmv2", "stablelm2", "hunyuan", "solar-open", "grok-2")
-GPT2 = (
-    "gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4", "gigachat", "a.x-4.0", "mellum",
-    "modern-bert", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de",
-)  # fmt: skip
-SMOLLM = ("smollm", "refact", "starcoder", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2")  # and Granite 3's
-GEMMA4 = "gemma4"  # a model: BPE as SentencePiece has it
-DEFAULT = "default"  # what a silent file means, too: of nobody's own, but llama.cpp's
-# of splits that are made one behind the other, those of each
-_HAN = r"[\u4E00-\u9FA5\u0800-\u4E00\uAC00-\uD7FF]+"
-CHAINS = {
-    "falcon": (
-        r"[\p{P}$+<=>^~|`]+", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)", "[0-9][0-9][0-9]",
-    ),
-    "deepseek-llm": (
-        r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
-        r"\s?[!-/:-~\uFF01-\uFF0F\uFF1A-\uFF5E\u2018-\u201F\u3000-\u3002]+", r"\s+$", _HAN, r"\p{N}+",
-    ),
-    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}"),
-    DEFAULT: (
-        r"[\p{P}$+<=>^~|]+", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)", r"\p{N}+",
-        "[0-9][0-9][0-9]",
-    ),
-}  # fmt: skip
-SPLITS = (*CHAINS, *GPT2, *SMOLLM, *THREE_DIGITS, *ONE_DIGIT, *QWEN35, *GPT4O, *TEKKEN)
 
 
 def gguf_tokenizer(path: Path, keys: Mapping[str, Any]) -> AnyTokenizer:
@@ -83,12 +36,13 @@ def gguf_tokenizer(path: Path, keys: Mapping[str, Any]) -> AnyTokenizer:
     Raises TokenizerError for keys that do not fit together, and for a kind of tokenizer that is not done here.
     """
     values = _Keys(path, keys)
-    model = values.a("model", str, "")
-    if model == "llama":
+    kind = KINDS.get(values.a("model", str, ""))
+    if kind is None:
+        *others, last = KINDS
+        raise values.refusal("model", f"{', '.join(others)} or {last}: other kinds of tokenizers are not done here")
+    if kind == PIECES:
         return Tokenizer(path, _pieces(values))
-    if model not in ("gpt2", GEMMA4):
-        raise values.refusal("model", "llama, gpt2 or gemma4: other kinds of tokenizers are not done here")
-    data = json.dumps(_gemma_json(values) if model == GEMMA4 else _tokenizer_json(values)).encode()
+    data = json.dumps((_of_bytes if kind == BYTES else _of_characters)(values)).encode()
     return JsonTokenizer(path, values.token("bos_token_id"), values.end_marks(), data)
 
 
@@ -159,7 +113,7 @@ class _Keys:
         }
 
     def stripping(self) -> list[int]:
-        """The ids that take the white space behind them: special tokens of Phi-3."""
+        """The ids that take the white space behind them."""
         special = self.of(UNKNOWN, CONTROL, USER_DEFINED) if self.a(STRIPS, bool, False) else []
         return [token for token in special if self.tokens[token] not in LEAVING]
 
@@ -202,47 +156,50 @@ def _pieces(keys: _Keys) -> Pieces:
     )
 
 
-def _gemma_json(keys: _Keys) -> dict[str, Any]:
+def _of_characters(keys: _Keys) -> dict[str, Any]:
     """BPE over characters, where spaces are letters: cut at the ends of lines alone; bytes stand for what is no token."""
-    vocabulary, bos, unknown = keys.vocabulary(), keys.token("bos_token_id"), keys.token("unknown_token_id")
+    unknown = keys.token("unknown_token_id")
     ends = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
     return _written_as_json(
         keys,
+        begins=True,
+        unk_token=None if unknown is None else keys.tokens[unknown],
+        is_of_bytes=False,
+        ignore_merges=False,
         normalizer={"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
-        pre_tokenizer={"type": "Split", "pattern": {"Regex": r"[^\n]+|\n+"}, "behavior": "Isolated", "invert": False},
-        post_processor=_beginning(keys.tokens[bos], bos) if bos is not None else None,
+        pre_tokenizer=_cut(r"[^\n]+|\n+"),
         decoder={"type": "Sequence", "decoders": ends},
-        model={
-            "unk_token": None if unknown is None else keys.tokens[unknown], "fuse_unk": True, "byte_fallback": True,
-            "ignore_merges": False, "vocab": vocabulary, "merges": keys.merges(vocabulary),
-        },
-    )  # fmt: skip
+    )
 
 
-def _tokenizer_json(keys: _Keys) -> dict[str, Any]:
-    pre = keys.a("pre", str, DEFAULT)
-    if pre not in SPLITS:
-        raise keys.refusal("pre", "a split that is done here, as are llama-bpe, qwen2, gpt-4o, tekken, smollm and gpt-2")
-    of_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": pre in GPT2 + SMOLLM}
-    vocabulary, bos = keys.vocabulary(), keys.token("bos_token_id")
-    begins = keys.a("add_bos_token", bool, pre in LLAMA3 + TEKKEN) and bos is not None
+def _of_bytes(keys: _Keys) -> dict[str, Any]:
+    """BPE over bytes, of the split that the keys name."""
+    split = SPLITS.get(keys.a("pre", str, DEFAULT))
+    if split is None:
+        raise keys.refusal("pre", f"a split that is done here, as are {KNOWN_SPLITS}")
+    of_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split.has_words}
+    digits = [{"type": "Digits", "individual_digits": True}] if split.each_digit else []
     return _written_as_json(
         keys,
-        normalizer={"type": "NFC"} if pre in QWEN2 + QWEN35 else None,
-        pre_tokenizer={"type": "Sequence", "pretokenizers": [*_first_split(pre), of_bytes]},
-        post_processor=_beginning(keys.tokens[bos], bos) if begins and bos is not None else None,
+        begins=keys.a("add_bos_token", bool, split.begins),
+        unk_token=None,
+        is_of_bytes=True,
+        ignore_merges=split.ignore_merges,
+        normalizer={"type": "NFC"} if split.composes else None,
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [*digits, *map(_cut, split.regexes), of_bytes]},
         decoder=of_bytes,
-        model={
-            "unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": pre in LLAMA3 + GLM + TEKKEN,
-            "vocab": vocabulary, "merges": keys.merges(vocabulary),
-        },
-    )  # fmt: skip
+    )
 
 
-def _written_as_json(keys: _Keys, model: dict[str, Any], **parts: Any) -> dict[str, Any]:
-    """What a tokenizer.json of BPE holds, with the added tokens of the keys."""
-    marks, stripping = keys.end_marks(), keys.stripping()
-    of_bpe = {"type": "BPE", "dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
+def _cut(regex: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+
+
+def _written_as_json(
+    keys: _Keys, begins: bool, unk_token: str | None, is_of_bytes: bool, ignore_merges: bool, **parts: Any
+) -> dict[str, Any]:
+    """What a tokenizer.json of BPE holds, with the vocabulary and the added tokens of the keys."""
+    marks, stripping, vocabulary, bos = keys.end_marks(), keys.stripping(), keys.vocabulary(), keys.token("bos_token_id")
     return {
         "version": "1.0",
         "added_tokens": [
@@ -252,26 +209,14 @@ def _written_as_json(keys: _Keys, model: dict[str, Any], **parts: Any) -> dict[s
             }
             for token in sorted({*keys.of(CONTROL, USER_DEFINED), *marks})
         ],
-        "model": of_bpe | model,
+        "model": {
+            "type": "BPE", "dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "unk_token": unk_token,
+            "fuse_unk": not is_of_bytes, "byte_fallback": not is_of_bytes, "ignore_merges": ignore_merges, "vocab": vocabulary,
+            "merges": keys.merges(vocabulary),
+        },
+        "post_processor": _beginning(keys.tokens[bos], bos) if begins and bos is not None else None,
         **parts,
     }  # fmt: skip
-
-
-def _first_split(pre: str) -> list[dict[str, Any]]:
-    """What cuts a text before its words become bytes; GPT-2's own split is made with the bytes."""
-    if pre in SMOLLM:
-        return [{"type": "Digits", "individual_digits": True}]
-    if pre in GPT2:
-        return []
-    if pre in GPT4O + TEKKEN:
-        splits = [CASED_WORDS % ((_CONTRACTION, _CONTRACTION, "{1,3}") if pre in GPT4O else ("", "", ""))]
-    elif pre in QWEN35:
-        splits = [MARKED_WORDS]
-    elif pre in CHAINS:
-        splits = [*CHAINS[pre]]
-    else:
-        splits = [WORDS % ("{1,3}" if pre in THREE_DIGITS else "")]
-    return [{"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False} for each in splits]
 
 
 def _beginning(name: str, token: int) -> dict[str, Any]:

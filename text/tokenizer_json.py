@@ -252,14 +252,14 @@ def _json_object(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _gpt2_table() -> dict[str, int]:
+def _byte_table() -> dict[str, int]:
     """A character for each byte, as in GPT-2: what Latin-1 prints is itself, the others follow from U+0100 on."""
     printed = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-BYTE_OF = _gpt2_table()
+BYTE_OF = _byte_table()
 
 
 def _each_byte(error: UnicodeError) -> tuple[str, int]:

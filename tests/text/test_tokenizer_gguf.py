@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from specdec import Sampling, SpeculativeDecoder, Step
+from specdec.families.splits import SPLITS
 from specdec.readers import load_checkpoint, read_vocabulary
 from specdec.readers.loading import load_model
-from specdec.text.tokenizer_gguf import CHAINS, gguf_tokenizer
+from specdec.text.tokenizer_gguf import gguf_tokenizer
 from specdec.text.vocabulary import common_vocabulary
 from specdec.tokenizer import STRIPS, Part, Tokenizer, TokenizerError
 from tests.commands.test_cli import Run, run  # noqa: F401  (a fixture)
@@ -306,7 +307,7 @@ def test_splits_that_are_made_one_behind_the_other_cut_as_they_say(pre: str) -> 
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import Sequence, Split
 
-    steps = [Split(Regex(each), "isolated") for each in CHAINS[pre]]
+    steps = [Split(Regex(each), "isolated") for each in SPLITS[pre].regexes]
     for text, words in CUT[pre]:
         assert [word for word, _ in Sequence(steps).pre_tokenize_str(text)] == words, text
 
