@@ -5,7 +5,7 @@ arithmetic is either done or refused by name; other keys are not looked at.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,11 @@ from ..families.folders import MOST_LAYERS
 from ..families.ggufs import BY_LAYER, EMBEDDING, EXPERT_DIM, HEAD, NEUTRAL, NEXTN
 from ..families.splits import special_tokens_strip
 from ..families.values import CheckpointError, Values, shown
-from ..machine.vectors import Int64
 from ..tokenizer import STRIPS
 from .gguf_file import MAGIC, GgufFile
 from .heads import check_rows, checked_ids
 from .model_file import Checkpoint, ModelFile, advised, telling_os_errors
+from .named_tensors import NamedTensors
 from .places import are_equal, tensors_of
 
 ARCHITECTURE = "general.architecture"
@@ -72,19 +72,20 @@ def load_checkpoint(path: Path) -> Checkpoint:
     )  # fmt: skip
 
 
-class Model:
+class Model(NamedTensors[GgufFile]):
     """The keys of a model's first file, and the tensors of all. Raises CheckpointError for parts that do not fit together."""
 
+    needed, said, described = "its keys need", "the keys say", "the keys describe"
+
     def __init__(self, path: Path) -> None:
+        super().__init__(path)
         self.first = GgufFile(path)
-        self.path, self.keys = path, self.first.keys
-        self._sources: dict[str, GgufFile] = {}
-        self._used: set[str] = set()
+        self.keys = self.first.keys
         for file in _parts(self.first):
             for name in file.entries:
-                if name in self._sources:
-                    raise CheckpointError(f"{file.path} holds the tensor {shown(name)}, as {self._sources[name].path} does")
-                self._sources[name] = file
+                if name in self:
+                    raise CheckpointError(f"{file.path} holds the tensor {shown(name)}, as {self._sources[name][0].path} does")
+                self._sources[name] = file, name
         n, expected = len(self._sources), self.keys.get(SPLIT_TENSORS)
         if expected is not None and expected != n:
             raise CheckpointError(f"{path}: {SPLIT_TENSORS} is {shown(expected)}; its parts hold {n} tensors")
@@ -97,51 +98,14 @@ class Model:
         # layers behind those of the model, which draft
         self.n_nextn = Values(path, self.keys, {}).whole(nextn) if is_there else 0
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._sources
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sources)
-
     def leave_out(self, beginnings: Iterable[str]) -> None:
         """Tensors whose names begin so are not needed."""
         starts = (*beginnings,)
-        self._used |= {name for name in self._sources if name.startswith(starts)}
-
-    def check_all_used(self) -> None:
-        """Raises CheckpointError for a tensor that nobody asked for."""
-        for name in self._sources:
-            if name not in self._used:
-                raise CheckpointError(f"{self.told(name)} has no place in the model that the keys describe")
-
-    def told(self, name: str) -> str:
-        """Its file and its name, for people."""
-        return f"{self._sources[name].path}: {shown(name)}"
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Raises CheckpointError for a tensor that is missing."""
-        if name not in self._sources:
-            raise CheckpointError(f"{self.path} holds no tensor {name}, which its keys need")
-        return self._sources[name].entries[name].shape
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Any:
-        """Raises CheckpointError for one that is missing or of another shape."""
-        return self._source(name, shape).tensor(name)
-
-    def integers(self, name: str, n: int) -> Int64:
-        """As `tensor`, of n whole numbers, which are read."""
-        return self._source(name, (n,)).integers(name)
-
-    def _source(self, name: str, shape: tuple[int, ...]) -> GgufFile:
-        found = self.shape(name)
-        if found != shape:
-            raise CheckpointError(f"{self.told(name)} has the shape {found}; the keys say {shape}")
-        self._used.add(name)
-        return self._sources[name]
+        self._used |= {name for name in self if name.startswith(starts)}
 
     def is_twice(self, name: str, other: str) -> bool:
         """Whether two tensors are one; then the second is left out."""
-        a, b = (self._sources[each] for each in (name, other))
+        a, b = (self._sources[each][0] for each in (name, other))
         result = a.entries[name][:2] == b.entries[other][:2] and are_equal(a.stored(name), b.stored(other))
         if result:
             self._used.add(other)

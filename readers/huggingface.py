@@ -4,7 +4,6 @@ The names are those that transformers 5.23 saves (`models/*/modeling_*.py`), tho
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -13,10 +12,10 @@ from ..families.family import chosen
 from ..families.folders import HEAD
 from ..families.places import Place
 from ..families.values import CheckpointError, shown
-from ..machine.vectors import Int64
 from .config_json import CONFIG, GENERATION_CONFIG, read_config
 from .json_text import read_object
 from .model_file import MOST_ADVISED, Checkpoint, FileTensor, advised, telling_os_errors
+from .named_tensors import NamedTensors
 from .places import are_equal, tensors_of
 from .safetensors import INDEX, WEIGHTS, SafetensorsFile
 
@@ -27,14 +26,14 @@ POOLING = "1_Pooling/config.json"
 POOLINGS = {"last": "pooling_mode_lasttoken", "cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens"}
 
 
-class Folder:
+class Folder(NamedTensors[SafetensorsFile]):
     """The tensors of a folder's safetensors files, by name without what prefix finds at its beginning, but for harmless ones."""
 
+    needed, said, described = f"its {CONFIG} needs", f"{CONFIG} says", f"{CONFIG} describes"
+
     def __init__(self, path: Path, prefix: re.Pattern[str], harmless: re.Pattern[str]) -> None:
-        self.path = path
+        super().__init__(path)
         files, listed = _open_files(path)
-        self._sources: dict[str, tuple[SafetensorsFile, str]] = {}
-        self._used: set[str] = set()
         for file in files:
             for full in file.entries:
                 name = full[found.end() :] if (found := prefix.match(full)) else full
@@ -42,55 +41,18 @@ class Folder:
                     continue
                 if listed is not None and listed.get(full) is not file:
                     raise CheckpointError(f"{file.path} holds {shown(full)}, which {INDEX} does not say")
-                if name in self._sources:
+                if name in self:
                     raise CheckpointError(f"{file.path} holds {shown(full)} a second time, by another name")
                 self._sources[name] = file, full
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._sources
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sources)
 
     def leave_out(self, name: str) -> None:
         """That tensor is not needed."""
         self._used.add(name)
 
-    def told(self, name: str) -> str:
-        """Its file and its name there, for people."""
-        file, full = self._sources[name]
-        return f"{file.path}: {shown(full)}"
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> FileTensor:
-        """Raises CheckpointError for one that is missing or of another shape or dtype."""
-        file, full = self._source(name, shape)
-        return file.tensor(full)
-
     def octets(self, name: str, shape: tuple[int, ...]) -> FileTensor:
         """As `tensor`, of bytes."""
         file, full = self._source(name, shape)
         return file.octets(full)
-
-    def integers(self, name: str, n: int) -> Int64:
-        """As `tensor`, of n whole numbers, which are read."""
-        file, full = self._source(name, (n,))
-        return file.integers(full)
-
-    def check_all_used(self) -> None:
-        """Raises CheckpointError for a tensor that nobody asked for."""
-        for name in self._sources:
-            if name not in self._used:
-                raise CheckpointError(f"{self.told(name)} has no place in the model that {CONFIG} describes")
-
-    def _source(self, name: str, shape: tuple[int, ...]) -> tuple[SafetensorsFile, str]:
-        if name not in self._sources:
-            raise CheckpointError(f"{self.path} holds no tensor {name}, which its {CONFIG} needs")
-        self._used.add(name)
-        file, full = self._sources[name]
-        found = file.entries[full].shape
-        if found != shape:
-            raise CheckpointError(f"{self.told(name)} has the shape {found}; {CONFIG} says {shape}")
-        return file, full
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
