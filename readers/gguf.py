@@ -4,7 +4,6 @@ Keys, names and what a silent file means are llama.cpp's (gguf-py's constants.py
 arithmetic is either done or refused by name; other keys are not looked at.
 """
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,13 @@ from .gguf_file import MAGIC, GgufFile
 from .heads import check_rows, checked_ids
 from .model_file import Checkpoint, ModelFile, advised, telling_os_errors
 from .named_tensors import NamedTensors
+from .parts import parts_of
 from .places import are_equal, tensors_of
 
 ARCHITECTURE = "general.architecture"
 VOCABULARY, TOKENS, CHAT_TEMPLATE = "tokenizer.ggml.", "tokenizer.ggml.tokens", "tokenizer.chat_template"
 SPLIT_NUMBER, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
 MOST_PARTS = 99999
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.ASCII | re.DOTALL)
 POOLINGS = {"1": "mean", "2": "cls", "3": "last"}
 SAMPLING = {
     "temperature": "general.sampling.temp", "top_p": "general.sampling.top_p", "top_k": "general.sampling.top_k",
@@ -119,10 +118,9 @@ def _parts(first: GgufFile) -> list[GgufFile]:
         raise CheckpointError(f"{first.path}: {SPLIT_COUNT} is {shown(count)}; expected 1 to {MOST_PARTS}")
     if count <= 1:
         return [first]
-    name = _PART.fullmatch(first.path.name)
-    if not name or int(name[3]) != count:
+    paths = [first.path.with_name(name) for name in parts_of(first.path.name)]
+    if len(paths) != count:
         raise CheckpointError(f"{first.path} is one of {count} parts; expected a name that ends in -00001-of-{count:05}.gguf")
-    paths = [first.path.with_name(f"{name[1]}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
     if number != 0:
         raise CheckpointError(f"{first.path} is a later part of {count}; name the first, {paths[0]}")
     files = [first]

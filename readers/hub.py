@@ -20,6 +20,7 @@ from pathlib import Path
 
 from . import CheckpointError, extras, replace_text
 from .hub_words import COMMIT, ETAG, SHA256, are_of_one_server, endpoint, may_be_a_file, named, without_password
+from .parts import parts_of
 from .safetensors import INDEX, PICKLE, WEIGHTS
 
 GGUF = ".gguf"
@@ -33,7 +34,6 @@ TRIES = 2  # without a byte that came, of several by the library each
 NO_ROOM = (errno.ENOSPC, errno.EFBIG, *([errno.EDQUOT] if hasattr(errno, "EDQUOT") else []))
 RANGE_NOT_SATISFIABLE = 416
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*(:[\w.-]+)?", re.ASCII)
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.ASCII)
 _BITS = re.compile(r"(?<![A-Za-z0-9])((?:I?Q\d|BF16|F16|F32)\w*)[.-]", re.IGNORECASE)  # as a GGUF file's name says them
 _NO_MODEL = re.compile(r"mmproj|imatrix|(^|/)mtp-", re.IGNORECASE)  # what lies beside models in GGUF
 _FILE_ENDINGS = (".bin", ".json", ".gguf", ".safetensors", ".pt", ".model")
@@ -143,8 +143,7 @@ def purpose_of_fetching(name: str) -> str:
 
 def may_be_a_model(name: str) -> bool:
     """Whether a file's name is that of a model in one file, or of the first part of one."""
-    part = _PART.fullmatch(name)
-    return not _NO_MODEL.search(name) and not (part and int(part[2]) > 1)
+    return not _NO_MODEL.search(name) and parts_of(name)[0] == name
 
 
 class _Fetch:
@@ -468,16 +467,11 @@ def _lacks(folder: Path) -> list[str]:
 
 def gguf_of(files: Iterable[str], bits: str) -> list[str]:
     """The GGUF file whose name says those bits, all its parts; without bits, of the first of DEFAULT_BITS or any. Empty: none."""
-    models = [file for file in sorted(files) if file.endswith(GGUF) and not _NO_MODEL.search(file)]
-    parts = {file: _PART.fullmatch(file) for file in models}
-    firsts = [file for file, part in parts.items() if not part or int(part[2]) == 1]
+    firsts = [file for file in sorted(files) if file.endswith(GGUF) and may_be_a_model(file)]
     for wanted in [bits] if bits else [*DEFAULT_BITS, ""]:
         said = re.compile(rf"(?<![a-z0-9]){re.escape(wanted)}[.-]", re.IGNORECASE)
-        for file in firsts:
-            if not wanted or said.search(file):
-                part = parts[file]
-                n = int(part[3]) if part else 1
-                return [f"{part[1]}-{i + 1:05}-of-{part[3]}{GGUF}" for i in range(n)] if part else [file]
+        if found := next((file for file in firsts if not wanted or said.search(file)), None):
+            return parts_of(found)
     return []
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from . import CheckpointError
 from .files import MODELS
+from .parts import parts_of
 
 
 def files_of(path: Path) -> list[Path]:
@@ -49,12 +50,5 @@ def _storage_of(path: Path) -> Path | None:
 
 def _parts(path: Path) -> list[Path]:
     """A model's files: a folder, or a file and the others that it is split into."""
-    head, mark, count = path.name.rpartition("-of-")
-    if path.is_dir() or not mark or not head[-5:].isdecimal():
-        return [path]
-    return sorted(path.parent.glob(f"{_escaped(head[:-5])}?????-of-{count}"))
-
-
-def _escaped(name: str) -> str:
-    """A name whose letters are no pattern's."""
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+    others = (path.with_name(name) for name in parts_of(path.name))
+    return [path] if path.is_dir() else [other for other in others if other == path or other.is_file()]
