@@ -144,16 +144,11 @@ encoder: Encoder | None = None
 def answer(request: dict[str, Any], data: bytes) -> dict[str, Any]:
     """With data, which is a tokenizer.json, what it holds; then the ids of a "text", or of a conversation's "parts"."""
     global encoder
-    try:
-        if encoder is None:
-            encoder = Encoder(data)
-            return encoder.description()
-        ids = encoder.encode(request["text"]) if "text" in request else encoder.rendered(request["parts"])
-        n_characters = len(request["text"]) if "text" in request else sum(len(words) for words, _ in request["parts"])
-        if len(ids) > MOST_IDS + MOST_IDS_PER_CHARACTER * n_characters:
-            return {"error": f"it becomes {len(ids)} tokens"}
-        return {"ids": ids}
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic of the library is no Exception
-        return {"error": str(error) or type(error).__name__}
+    if encoder is None:
+        encoder = Encoder(data)
+        return encoder.description()
+    ids = encoder.encode(request["text"]) if "text" in request else encoder.rendered(request["parts"])
+    n_characters = len(request["text"]) if "text" in request else sum(len(words) for words, _ in request["parts"])
+    if len(ids) > MOST_IDS + MOST_IDS_PER_CHARACTER * n_characters:
+        return {"error": f"it becomes {len(ids)} tokens"}
+    return {"ids": ids}

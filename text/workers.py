@@ -6,7 +6,7 @@ own, which a busy machine does not take from it; where a system counts none, and
 as many.
 
 This file is both ends. As a program it reads a line of JSON and, if the line names a size, so many bytes; it writes what the
-`answer` of the module that it was told to load makes of them, which is a line of JSON, too.
+`answer` of the module that it was told to load makes of them, which is a line of JSON, too, or what it raises as an "error".
 """
 
 import functools
@@ -182,8 +182,18 @@ def main() -> None:
         request = json.loads(line)
         data = sys.stdin.buffer.read(request.get("size", 0))
         _limited("RLIMIT_CPU", math.ceil(time.process_time() + request["seconds"]))
-        sys.stdout.write(json.dumps(module.answer(request, data)) + "\n")
+        sys.stdout.write(json.dumps(_answered(module.answer, request, data)) + "\n")
         sys.stdout.flush()
+
+
+def _answered(answer: Callable[[dict[str, Any], bytes], dict[str, Any]], request: dict[str, Any], data: bytes) -> dict[str, Any]:
+    """The answer; where there is none, an "error" of what was raised instead."""
+    try:
+        return answer(request, data)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of a library is no Exception
+        return {"error": str(error) or type(error).__name__}
 
 
 def _limited(name: str, limit: int) -> None:
