@@ -49,24 +49,22 @@ class SafetensorsFile:
 
     def tensor(self, name: str) -> FileTensor:
         """Raises CheckpointError for numbers that are not F32, F16 or BF16."""
-        entry = self.entries[name]
-        if entry.dtype not in DTYPES:
-            raise CheckpointError(f"{self.path}: {shown(name)} is {shown(entry.dtype)}; expected {', '.join(DTYPES)}")
-        return FileTensor(self._file, name, entry.shape, entry.first, dtype=DTYPES[entry.dtype])
+        return self._tensor(name, DTYPES)
 
     def octets(self, name: str) -> FileTensor:
         """Bytes that are no numbers by themselves. Raises CheckpointError for what are not U8."""
-        entry = self.entries[name]
-        if entry.dtype != OCTETS:
-            raise CheckpointError(f"{self.path}: {shown(name)} is {shown(entry.dtype)}; expected {OCTETS}")
-        return FileTensor(self._file, name, entry.shape, entry.first, dtype=BYTE)
+        return self._tensor(name, {OCTETS: BYTE})
 
     def integers(self, name: str) -> Int64:
         """The whole numbers of a tensor, in a row. Raises CheckpointError for what are not I64."""
+        numbers = self._tensor(name, {INTEGERS: np.dtype("<i8")})
+        return self._file.read(numbers.start, math.prod(numbers.shape) * 8).view("<i8").astype(np.int64)
+
+    def _tensor(self, name: str, dtypes: dict[str, np.dtype[Any]]) -> FileTensor:
         entry = self.entries[name]
-        if entry.dtype != INTEGERS:
-            raise CheckpointError(f"{self.path}: {shown(name)} is {shown(entry.dtype)}; expected {INTEGERS}")
-        return self._file.read(entry.first, entry.last - entry.first).view("<i8").astype(np.int64)
+        if entry.dtype not in dtypes:
+            raise CheckpointError(f"{self.path}: {shown(name)} is {shown(entry.dtype)}; expected {', '.join(dtypes)}")
+        return FileTensor(self._file, name, entry.shape, entry.first, dtype=dtypes[entry.dtype])
 
     def _read_header(self) -> dict[str, Entry]:
         size = self._file.size

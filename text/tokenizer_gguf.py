@@ -161,15 +161,10 @@ def _of_characters(keys: _Keys) -> dict[str, Any]:
     unknown = keys.token("unknown_token_id")
     ends = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
     return _written_as_json(
-        keys,
-        begins=True,
-        unk_token=None if unknown is None else keys.tokens[unknown],
-        is_of_bytes=False,
-        ignore_merges=False,
-        normalizer={"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
-        pre_tokenizer=_cut(r"[^\n]+|\n+"),
+        keys, begins=True, unk_token=None if unknown is None else keys.tokens[unknown], is_of_bytes=False, ignore_merges=False,
+        normalizer={"type": "Replace", "pattern": {"String": " "}, "content": SPACE}, pre_tokenizer=_cut(r"[^\n]+|\n+"),
         decoder={"type": "Sequence", "decoders": ends},
-    )
+    )  # fmt: skip
 
 
 def _of_bytes(keys: _Keys) -> dict[str, Any]:
@@ -180,15 +175,10 @@ def _of_bytes(keys: _Keys) -> dict[str, Any]:
     of_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split.has_words}
     digits = [{"type": "Digits", "individual_digits": True}] if split.each_digit else []
     return _written_as_json(
-        keys,
-        begins=keys.a("add_bos_token", bool, split.begins),
-        unk_token=None,
-        is_of_bytes=True,
-        ignore_merges=split.ignore_merges,
-        normalizer={"type": "NFC"} if split.composes else None,
-        pre_tokenizer={"type": "Sequence", "pretokenizers": [*digits, *map(_cut, split.regexes), of_bytes]},
-        decoder=of_bytes,
-    )
+        keys, begins=keys.a("add_bos_token", bool, split.begins), unk_token=None, is_of_bytes=True,
+        ignore_merges=split.ignore_merges, normalizer={"type": "NFC"} if split.composes else None,
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [*digits, *map(_cut, split.regexes), of_bytes]}, decoder=of_bytes,
+    )  # fmt: skip
 
 
 def _cut(regex: str) -> dict[str, Any]:
