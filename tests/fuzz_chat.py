@@ -230,7 +230,7 @@ def harm(rng):
     template, begin = ChatTemplate(source, "here", {"bos_token": "<s>"}), time.monotonic()
     with mock.patch.object(templates, "PATIENCE_SECONDS", 1.0), contextlib.closing(template):
         try:
-            template.render([[{"role": "user", "content": "hi"}]])
+            template.render([{"role": "user", "content": "hi"}])
             outcome = FINE
         except ValueError as error:
             outcome = one_line(error, "here")

@@ -231,13 +231,13 @@ jinja2.runtime.str_join = joined  # what `~` becomes
 
 
 def ends_of(render: Callable[..., str], request: dict[str, Any], whole: str) -> list[int]:
-    """Where in the first conversation's text its beginnings end, of so many messages each; -1 for what does not begin it.
+    """Where in a conversation's text its beginnings end, of so many messages each; -1 for what does not begin it.
 
     A talk of n turns has n beginnings, all of them the next turn's too: the length of each and its hash are kept.
     """
     if len(known) > MOST_KNOWN:
         known.clear()
-    messages, ends = request["conversations"][0], []
+    messages, ends = request["messages"], []
     hashes = [hash((request["source"], json.dumps([request[name] for name in ("variables", "options", "tools")])))]
     for message in messages:
         hashes.append(hash((hashes[-1], json.dumps(message))))
@@ -286,14 +286,13 @@ def edges_of(render: Callable[..., str], messages: list[dict[str, Any]], tools: 
 
 
 def answer(request: dict[str, Any], _: bytes) -> dict[str, Any]:
-    """The text of each conversation, or what is wrong with the template.
+    """A conversation's text, the edges of what messages say, and where its "beginnings" end; or what is wrong with the template.
 
-    With "beginnings", of the first one also the edges of what messages say, and where its beginnings end. "most" are the
-    characters that all texts may have.
+    "most" are the characters that the text may have.
     """
     global meaning, moment
     moment = datetime.datetime.now()
-    tools = request["tools"]
+    messages, tools = request["messages"], request["tools"]
 
     def render(messages: list[dict[str, Any]], tools: Any = tools) -> str:
         random.seed(0)
@@ -307,14 +306,10 @@ def answer(request: dict[str, Any], _: bytes) -> dict[str, Any]:
         version = tuple(int(part) for part in jinja2.__version__.split(".")[:3])
         if version < LEAST_VERSION:
             return {"error": f"jinja2 {jinja2.__version__} has a leaky sandbox; pip install 'jinja2>=3.1.6'"}
-        texts = [render(messages) for messages in request["conversations"]]
-        n_characters = sum(map(len, texts))
-        if n_characters > request["most"]:
-            wrong = f"the template makes a text of {n_characters} characters; there is room for {request['most']}"
+        whole = render(messages)
+        if len(whole) > request["most"]:
+            wrong = f"the template makes a text of {len(whole)} characters; there is room for {request['most']}"
             return {"error": wrong, "is_too_long": True}
-        if request["beginnings"] is None:
-            return {"texts": texts}
-        (messages,), (whole,) = request["conversations"], texts
         taken = [request["source"], *request["variables"].values(), *strings_in([messages, tools, request["options"]])]
         if 2 * len(set().union(*taken)) > len(STAND_INS):
             return {"error": f"messages of more than {len(STAND_INS) // 2} different characters"}
@@ -322,7 +317,7 @@ def answer(request: dict[str, Any], _: bytes) -> dict[str, Any]:
         edges = edges_of(render, messages, tools, whole)
         if edges is None:
             return {"error": "the template makes of a message what cannot be followed; expected one that writes it as it is"}
-        return {"texts": texts, "edges": edges, "ends": ends_of(render, request, whole)}
+        return {"text": whole, "edges": edges, "ends": ends_of(render, request, whole)}
     except jinja2.TemplateSyntaxError as error:
         return {"error": f"line {error.lineno} of the template: {error.message}"}
     except jinja2.exceptions.SecurityError as error:

@@ -103,10 +103,9 @@ class ChatTemplate:
         """End the process that renders; the next rendering begins another."""
         self._worker.close()
 
-    def render(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
-        """The text of each, with the beginning of an answer at its end. Raises TemplateError."""
-        texts: list[str] = self._asked(conversations, None, MOST_CHARACTERS)["texts"]
-        return texts
+    def render(self, messages: Sequence[Message]) -> str:
+        """The text of a conversation, with the beginning of an answer at its end. Raises TemplateError."""
+        return self._rendered(messages, [], MOST_CHARACTERS, None, NO_OPTIONS).text
 
     def _rendered(
         self, messages: Sequence[Message], beginnings: list[int], most: int, tools: Tools | None, options: Options
@@ -117,39 +116,30 @@ class ChatTemplate:
         """
         ends = list[int]()
         for first in range(0, len(beginnings) or 1, RENDERED_AT_ONCE):
-            reply = self._asked([messages], beginnings[first : first + RENDERED_AT_ONCE], most, tools, options)
+            reply = self._asked(messages, beginnings[first : first + RENDERED_AT_ONCE], most, tools, options)
             ends += reply["ends"]
-        return _Rendered(reply["texts"][0], reply["edges"], ends)
+        return _Rendered(reply["text"], reply["edges"], ends)
 
     def _asked(
-        self,
-        conversations: Sequence[Sequence[Message]],
-        beginnings: list[int] | None,
-        most: int,
-        tools: Tools | None = None,
-        options: Options = NO_OPTIONS,
+        self, messages: Sequence[Message], beginnings: list[int], most: int, tools: Tools | None, options: Options
     ) -> dict[str, Any]:
         """The worker's reply. Raises TemplateError."""
-        given = [[{key: message[key] for key in TOLD if key in message} for message in messages] for messages in conversations]
-        told = {
-            "source": self.source,
-            "variables": self.variables,
-            "tools": [*tools] if tools else None,
-            "options": dict(options),
-        }
-        request = told | {"conversations": given, "beginnings": beginnings}
-        n_characters = sum(len(message["content"]) for messages in given for message in messages)
+        request = {
+            "source": self.source, "variables": self.variables, "tools": [*tools] if tools else None, "options": dict(options),
+            "messages": [{key: message[key] for key in TOLD if key in message} for message in messages],
+            "beginnings": beginnings, "most": most,
+        }  # fmt: skip
+        n_characters = sum(len(message["content"]) for message in messages)
         seconds = PATIENCE_SECONDS + SECONDS_PER_CHARACTER * n_characters
         try:
-            reply = self._worker.ask(request | {"most": most}, seconds)
+            reply = self._worker.ask(request, seconds)
         except Unanswered as error:
             late, ended = f"the template is not done after {seconds:.0f} seconds", "rendering ended without a word"
             reply = {"error": late if error.is_late else ended}
         if "error" in reply:
             kind = TooLong if reply.get("is_too_long") else TemplateError
             raise kind(f"{self.place}: {' '.join(str(reply['error']).split())[:300]}")
-        for rendered in reply["texts"]:
-            text(f"what {self.place} makes of the messages", rendered)
+        text(f"what {self.place} makes of the messages", reply["text"])
         return reply
 
     def encode(

@@ -35,7 +35,7 @@ def library_of(name: str) -> JsonTokenizer:
 @pytest.mark.parametrize("name", [*CASES, "built in"])
 def test_prompts_are_those_of_transformers_to_the_byte(name: str) -> None:
     cases = CASES["llama2" if name == "built in" else name]["chats"]
-    assert template(name).render([case["messages"] for case in cases]) == [case["text"] for case in cases]
+    assert [template(name).render(case["messages"]) for case in cases] == [case["text"] for case in cases]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -49,7 +49,7 @@ def test_ids_are_the_texts_and_what_is_typed_commands_nothing(name: str) -> None
         plain = [m | {"content": "".join(c for c in m["content"] if c not in "<|>/")} for m in case["messages"]]
         ids_of_plain = chat.encode(library, plain)
         assert n_marks == sum(token in library.specials.values() for token in ids_of_plain)
-        text = chat.render([plain])[0]
+        text = chat.render(plain)
         assert ids_of_plain == oracle(name).encode(text, add_special_tokens=False).ids
         said = b"".join(
             (mark or "").encode() if mark else library.says(token) or b"" for token, mark in zip(ids, names, strict=True)
@@ -97,7 +97,7 @@ def test_llama2_exports_have_a_template_and_their_marks(tokenizer: Tokenizer) ->
 
 def failure(source: str, messages: Any = USER) -> str:
     with pytest.raises(TemplateError) as caught:
-        ChatTemplate(source, "here", {}).render([messages])
+        ChatTemplate(source, "here", {}).render(messages)
     message = str(caught.value)
     assert message.startswith("here: ")
     assert "\n" not in message and len(message) < 320
@@ -133,9 +133,9 @@ def test_a_template_that_loops_is_ended_and_the_next_one_renders(monkeypatch: py
     endless = "{% if messages %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}x"
     looping = ChatTemplate(endless, "here", {})
     with pytest.raises(TemplateError, match="not done after"):
-        looping.render([USER])
+        looping.render(USER)
     monkeypatch.setattr(templates, "PATIENCE_SECONDS", 30)
-    assert looping.render([[]]) == ["x"]
+    assert looping.render([]) == "x"
 
 
 @pytest.mark.parametrize(
@@ -150,12 +150,12 @@ def test_a_template_is_found_where_models_have_it(tmp_path: Path) -> None:
     config = {"chat_template": [{"name": "default", "template": "A{{ bos_token }}"}], "bos_token": {"content": "<b>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     found = template_of(None, tmp_path / "tokenizer.json")
-    assert found.render([USER]) == ["A<b>"]
+    assert found.render(USER) == "A<b>"
     (tmp_path / "chat_template.jinja").write_text("B{{ bos_token }}")
-    assert template_of(None, tmp_path / "tokenizer.json").render([USER]) == ["B<b>"]
+    assert template_of(None, tmp_path / "tokenizer.json").render(USER) == "B<b>"
     mine = tmp_path / "mine"
     mine.write_text("C")
-    assert template_of(None, tmp_path / "tokenizer.json", mine).render([USER]) == ["C"]
+    assert template_of(None, tmp_path / "tokenizer.json", mine).render(USER) == "C"
     mine.write_bytes(b"\xff")
     with pytest.raises(TemplateError, match="no UTF-8"):
         template_of(None, tmp_path / "tokenizer.json", mine)
@@ -256,11 +256,7 @@ def test_whatever_a_template_makes_of_messages_they_command_nothing(changing: st
     for words in WORDS:
         said = [USER[0] | {"content": words}]
         try:
-            text = chat.render([said])[0]
-        except TemplateError:
-            continue
-        try:
-            ids = chat.encode(library, said)
+            text, ids = chat.render(said), chat.encode(library, said)
         except TemplateError as error:
             is_refused |= str(error).startswith("here: the template makes of a message what cannot be followed; expected ")
             continue
@@ -289,7 +285,7 @@ def test_a_thinking_models_template_is_followed() -> None:
     answer = {"role": "assistant", "content": "<think>\nthe <|im_start|>\n</think>\n\n a river \n"}
     for words in ("  hi ", "<tool>hi</tool>", "hi x"):
         messages = [USER[0], answer, {"role": "user", "content": words}]
-        text = chat.render([messages])[0]
+        text = chat.render(messages)
         ids = chat.encode(library, messages)
         assert spelled(library, ids) == text and len(marks_of(library, ids)) == 7
     assert "a river<|im_end|>" in text and "hi x/no" in text
@@ -371,7 +367,7 @@ def test_messages_of_more_characters_than_there_are_stand_ins_are_refused(monkey
     request = {
         "source": CHATML,
         "variables": {},
-        "conversations": [USER],
+        "messages": USER,
         "beginnings": [],
         "tools": None,
         "options": {},
