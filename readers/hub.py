@@ -98,7 +98,8 @@ def cached(name: str, will_do: bool = False) -> Path | None:
     folder = _cached_folder(name)
     if not folder:
         return None
-    if not bits and not _lacks(folder) and (will_do or all(_is_settled(folder, file) for file in SMALL_FILES)):
+    known = folder, _no_exist(folder)  # what is there, and what is known not to be in the repository
+    if not bits and not _lacks(folder) and (will_do or all(any((at / file).exists() for at in known) for file in SMALL_FILES)):
         return folder
     is_to_be = bits or ("" if will_do else DEFAULT_BITS[0])
     return _cached_gguf(folder, is_to_be) if bits or _has_no_others(folder) else None
@@ -484,11 +485,6 @@ def _cached_gguf(folder: Path, bits: str) -> Path | None:
 def _has_no_others(folder: Path) -> bool:
     """Whether GGUF files are known to be a repository's only weights."""
     return all((_no_exist(folder) / file).exists() for file in (WEIGHTS, INDEX))
-
-
-def _is_settled(folder: Path, file: str) -> bool:
-    """Whether the file is there, or known not to be in the repository."""
-    return (folder / file).exists() or (_no_exist(folder) / file).exists()
 
 
 def _no_exist(folder: Path) -> Path:
