@@ -13,7 +13,7 @@ from ..architectures import Config, architecture_of
 from ..drafting.team import MTP
 from ..readers import CheckpointError, hub, load_checkpoint
 from ..readers.files import model_folders, models_in
-from ..readers.heads import misfit
+from ..readers.heads import fits
 from ..readers.own_heads import has_own_head
 from ..text.vocabulary import MOST_PADDING
 
@@ -106,7 +106,7 @@ def _drafts_for(one: Entry, target: Entry) -> bool:
     if not one.config or not target.config or target.is_head:
         return False
     if one.is_head:
-        return not misfit(one.config, target.config)
+        return fits(one.config, target.config)
     return one.n_parameters <= MOST_OF_A_TARGET * target.n_parameters and _are_alike(one, target)
 
 

@@ -19,7 +19,7 @@ from . import (
     qwen35,
     smollm3,
 )
-from .family import Family, InFolder, InGguf, Keys
+from .family import Family, HeadInFolder, InFolder, InGguf, Keys
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
@@ -41,6 +41,7 @@ FAMILIES: tuple[Family, ...] = (
     eagle3.FAMILY,
 )
 FOLDERS = {each.model_type: each for family in FAMILIES for each in family.folders}
+HEADS = [each for family in FAMILIES for each in family.heads]
 GGUFS = {each.architecture: each for family in FAMILIES for each in family.ggufs}
 
-__all__ = ["FAMILIES", "FOLDERS", "GGUFS", "Family", "InFolder", "InGguf", "Keys"]
+__all__ = ["FAMILIES", "FOLDERS", "GGUFS", "HEADS", "Family", "HeadInFolder", "InFolder", "InGguf", "Keys"]

@@ -1,8 +1,9 @@
 """What a family says of itself: how a Hugging Face folder writes it, and how a GGUF file does. Knows no family."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ..architectures import Config
@@ -47,9 +48,34 @@ class InFolder:
 
 
 class Named(Protocol):
-    """What tells whether it has a tensor of that name."""
+    """What tells whether it has a tensor of that name, and which it has."""
 
     def __contains__(self, name: str, /) -> bool: ...
+
+    def __iter__(self) -> Iterator[str]: ...
+
+
+@dataclass(frozen=True)
+class HeadInFolder:
+    """A head that drafts, in a folder of its own.
+
+    is_one: whether a config.json is that of one; config: its numbers, of that file, of its keys and by which tensors there are.
+    Raises CheckpointError. places: of its tensors; ids: the tensor that says which ids its rows are of, "" where they need none;
+    are_offsets: whether those count from a row's own number; in_order: tensors that hold their rows by ids, and are taken by
+    rows; prefix, harmless, unused: as of `InFolder`; beside: what a folder is called that lies in a model's, and one beside it,
+    "{}" for its name.
+    """
+
+    is_one: Callable[[Mapping[str, Any]], bool]
+    config: Callable[[Path, Mapping[str, Any], Named], Config]
+    places: Callable[[Config, Named], Places]
+    ids: Callable[[Config, Named], str]
+    are_offsets: bool = False
+    in_order: tuple[str, ...] = ()
+    prefix: re.Pattern[str] = PREFIX
+    harmless: re.Pattern[str] = HARMLESS
+    unused: Callable[[Config], Iterable[str]] = no_names
+    beside: tuple[str, str] | None = None
 
 
 class Tensors(Named, Protocol):
@@ -107,7 +133,7 @@ class InGguf:
     architecture: its name there; config: its numbers. Raises CheckpointError. places, instead: as of a folder; mtp: places of the
     head that it may bring along in the layer behind its last, and of what may lie there instead. does: which of `ggufs.NEUTRAL`
     it does; by_layer: which of `ggufs.BY_LAYER` tell its layers apart; is_head: whether it is a head that drafts, for another
-    file's model; unused: as of a folder.
+    file's model; ids: the tensor that says which ids a head's rows are of, where it has one; unused: as of a folder.
     """
 
     architecture: str
@@ -118,6 +144,7 @@ class InGguf:
     does: tuple[str, ...] = ()
     by_layer: tuple[str, ...] = ()
     is_head: bool = False
+    ids: str = ""
     unused: Callable[[Config], Iterable[str]] = no_names
 
 
@@ -136,3 +163,4 @@ class Family(NamedTuple):
 
     folders: tuple[InFolder, ...]
     ggufs: tuple[InGguf, ...] = ()
+    heads: tuple[HeadInFolder, ...] = ()

@@ -17,6 +17,7 @@ from .places import EXPERTS_GATED, GATED, QKV, Place
 from .values import Values
 
 HEAD = "lm_head.weight"
+TEXT = "text_config"  # of a model of texts beside others
 MOST_LAYERS = 1 << 16  # where some of them are listed
 MAX_THETA = 1e18
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"

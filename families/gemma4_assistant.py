@@ -1,15 +1,20 @@
-"""Gemma 4's own draft, which Google publishes beside each model as its "assistant" (Gemma Team 2026): numbers and names."""
+"""Gemma 4's own draft, which Google publishes beside each model as its "assistant" (Gemma Team 2026): numbers and names.
 
+Those of a folder are what transformers 5.23 saves (`models/gemma4_assistant`).
+"""
+
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ..architectures import ASSISTANT, AttentionConfig, Config
-from ..architectures.assistant import CENTROIDS, POST, PRE, AssistantConfig
+from ..architectures.assistant import CENTROIDS, POST, PRE, AssistantConfig, assistant_of
 from ..architectures.config import OF_TARGET
-from . import gemma4, ggufs
-from .family import Family, InGguf, Keys
+from . import folders, gemma4, ggufs
+from .family import Family, HeadInFolder, InGguf, Keys, Named
 from .places import Place
-from .values import MAX_SIZE, Values
+from .values import MAX_SIZE, Values, check_neutral
 
 DEFAULTS: dict[str, Any] = {
     "backbone_hidden_size": 1536, "use_ordered_embeddings": False, "num_centroids": 2048, "centroid_intermediate_top_k": 32,
@@ -24,8 +29,24 @@ PLACES = gemma4.PLACES | {
 ORDER = "masked_embedding.token_ordering"
 
 
-def config(own: Values, text: Values) -> Config:
+def is_one(given: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of an assistant."""
+    return given.get("model_type") == ASSISTANT
+
+
+def ids(config: Config, tensors: Named) -> str:
+    """The tensor of the ids in the order of their centroids; "" where there are none."""
+    return ORDER if assistant_of(config).n_centroids else ""
+
+
+def config(path: Path, given: Mapping[str, Any], tensors: Named) -> Config:
     """The numbers that its config.json says, at its top and of its layers; these take keys and values of the target's."""
+    own, of_text = Values(path, given, DEFAULTS), given.get(folders.TEXT)
+    if not isinstance(of_text, dict):
+        raise own.refusal(folders.TEXT, "an object, the config of its layers")
+    text = Values(path, of_text, gemma4.DEFAULTS | INPUTS)
+    for values in (own, text):
+        check_neutral(values, {key: neutral for key, neutral in folders.NEUTRAL.items() if key not in gemma4.DOES})
     own.must_be("tie_word_embeddings", True)
     n_layers = text.whole("num_hidden_layers")
     text.must_be("num_kv_shared_layers", n_layers, 0, None)
@@ -81,6 +102,12 @@ FAMILY = Family(
         InGguf(
             "gemma4-assistant", gguf_config, GGUF_PLACES, does=(ggufs.WINDOW, ggufs.NEXTN),
             by_layer=("attention.head_count_kv", "feed_forward_length"), is_head=True, unused=gemma4.gguf_unused,
+        ),
+    ),
+    (
+        HeadInFolder(
+            is_one, config, lambda config, tensors: PLACES, ids, in_order=("tok_emb",), unused=gemma4.unused,
+            beside=("assistant", "{}-assistant"),
         ),
     ),
 )  # fmt: skip

@@ -80,6 +80,15 @@ class Values:
             raise self.refusal(key, f"{shown(choices[0])}: nothing else is done here")
 
 
+def check_neutral(values: Values, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises CheckpointError for a key that asks for other arithmetic; neutral: those that might, and what asks for nothing."""
+    for key in filter(values.__contains__, neutral):
+        if key == "quantization_config" and isinstance(values[key], dict):
+            method = shown(values[key].get("quant_method"))
+            raise CheckpointError(f"{values.path}: the weights are quantized by {method}; expected F32, F16 or BF16 ones")
+        values.must_be(key, *neutral[key])
+
+
 def _same(value: Any, choice: Any) -> bool:
     """Equality, of 1 and true not."""
     return value == choice and isinstance(value, bool) == isinstance(choice, bool)

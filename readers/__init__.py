@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from ..families.values import CheckpointError
-from . import assistant, eagle3, gguf, huggingface, llama2c
+from . import gguf, head_folder, huggingface, llama2c
 from .gguf import read_vocabulary
 from .json_text import read_object, replace_text
 from .model_file import Checkpoint, telling_os_errors
@@ -18,9 +18,8 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     path = Path(path)
     if _is_folder(path):
-        if assistant.is_assistant(path):
-            return assistant.load_checkpoint(path)
-        return eagle3.load_checkpoint(path) if eagle3.is_head(path) else huggingface.load_checkpoint(path)
+        head = head_folder.head_of(path)
+        return head_folder.load_checkpoint(path, head) if head else huggingface.load_checkpoint(path)
     if path.suffix in (".safetensors", ".json"):
         raise CheckpointError(f"{path} is a part of a model; name the folder that holds it and its config.json")
     if gguf.is_gguf(path):
@@ -31,7 +30,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 def is_head(folder: Path) -> bool:
     """Whether a folder's config.json is that of a head. Raises CheckpointError for one that is damaged."""
-    return assistant.is_assistant(folder) or eagle3.is_head(folder)
+    return head_folder.head_of(folder) is not None
 
 
 def is_llama2c(path: Path) -> bool:

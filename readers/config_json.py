@@ -10,12 +10,11 @@ from typing import Any
 
 from ..architectures import Config
 from ..families import FOLDERS, InFolder
-from ..families.folders import NEUTRAL
-from ..families.values import CheckpointError, Values, shown
+from ..families.folders import NEUTRAL, TEXT
+from ..families.values import CheckpointError, Values, check_neutral, shown
 from .json_text import read_object
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-TEXT = "text_config"
 END = "eos"
 BESIDE = {name: is_tied for family in FOLDERS.values() for name, is_tied in family.beside.items()}
 OF_ALL = ("tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id")  # are said beside it, and go before
@@ -56,15 +55,6 @@ def _of_text(path: Path, given: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"{path}: {TEXT} is {shown(of_text)}; expected an object, the config of the text's model")
     of_all = {key: given[key] for key in OF_ALL if given.get(key) is not None}
     return of_text | {"tie_word_embeddings": BESIDE[name]} | of_all
-
-
-def check_neutral(values: Values, neutral: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises CheckpointError for a key that asks for other arithmetic; neutral: those that might, and what asks for nothing."""
-    for key in filter(values.__contains__, neutral):
-        if key == "quantization_config" and isinstance(values[key], dict):
-            method = shown(values[key].get("quant_method"))
-            raise CheckpointError(f"{values.path}: the weights are quantized by {method}; expected F32, F16 or BF16 ones")
-        values.must_be(key, *neutral[key])
 
 
 # Marks

@@ -10,7 +10,6 @@ from typing import Any
 
 from ..architectures import Config
 from ..families import GGUFS, Keys
-from ..families.eagle3 import IDS
 from ..families.family import chosen
 from ..families.folders import MOST_LAYERS
 from ..families.ggufs import BY_LAYER, EMBEDDING, EXPERT_DIM, HEAD, NEUTRAL, NEXTN
@@ -57,8 +56,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
     config = config_of(model)
     tensors = tensors_of(config, chosen(model.family.places, model.family.instead, model, config.n_layers), model)
     ids = None
-    if config.head and IDS in model:
-        ids = checked_ids(model.integers(IDS, config.head.n_rows), config.vocab_size, model.told(IDS))
+    if config.head and (told := model.family.ids) in model:
+        ids = checked_ids(model.integers(told, config.head.n_rows), config.vocab_size, model.told(told))
     model.leave_out([*(f"blk.{config.n_layers + i}." for i in range(model.n_nextn)), *model.family.unused(config)])
     model.check_all_used()
     if config.head:  # whose tokenizer, where the file has one, is the target's
@@ -162,7 +161,7 @@ def config_of(model: Model) -> Config:
     if flaw := config.flaw():
         raise CheckpointError(f"{model.path} describes no model: {flaw}")
     if config.head:
-        check_rows(config.head, rows, IDS in model, f"{model.path}")
+        check_rows(config.head, rows, model.family.ids in model, f"{model.path}")
     return config
 
 

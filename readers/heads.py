@@ -3,10 +3,9 @@
 import numpy as np
 
 from ..architectures import Config
-from ..architectures.assistant import AssistantConfig, sources
 from ..architectures.config import HeadConfig
-from ..families.eagle3 import MADE_FOR, are_layers, family_like
-from ..families.values import CheckpointError, shown
+from ..families.fitting import misfit
+from ..families.values import CheckpointError
 from ..machine.vectors import Int64
 from .model_file import Checkpoint
 
@@ -34,32 +33,6 @@ def check_fit(head: Checkpoint, target: Config) -> None:
         raise CheckpointError(f"{head.path} does not fit the target: {flaw}")
 
 
-def misfit(config: Config, target: Config) -> str:
-    """What keeps a head from drafting for a target, in words; empty where nothing does."""
-    head, n_layers = config.head, target.n_layers
-    if not head:
-        return "it is no head"
-    if head.target_dim != target.dim:
-        return f"it takes states of {head.target_dim} numbers; the target's have {target.dim}"
-    if isinstance(head, AssistantConfig):
-        return _misfit_of_caches(config, target)
-    layers = head.layers_of(n_layers)
-    if not are_layers(layers) or max(layers) > n_layers:
-        return f"it takes the states before the layers {', '.join(map(str, layers))}; the target has {n_layers} layers"
-    if config.vocab_size != target.vocab_size:
-        return f"it is for {config.vocab_size} ids; the target has {target.vocab_size}"
-    family = family_like(target)
-    if MADE_FOR.get(head.made_for, family) != family:
-        return f"it was made for a {shown(head.made_for)}; the target is like {family}"
-    return ""
-
-
-def _misfit_of_caches(config: Config, target: Config) -> str:
-    """The same of an assistant, which takes the target's keys and values."""
-    if config.vocab_size != target.vocab_size:
-        return f"it is for {config.vocab_size} ids; the target has {target.vocab_size}"
-    try:
-        sources(config, target)
-    except ValueError as error:
-        return str(error)
-    return ""
+def fits(head: Config, target: Config) -> bool:
+    """Whether nothing keeps a head from drafting for that target."""
+    return not misfit(head, target)

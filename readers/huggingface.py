@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
+from ..architectures import Config
 from ..families.family import chosen
 from ..families.folders import HEAD
 from ..families.places import Place
@@ -66,13 +67,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
     family, config, end_marks, bos = read_config(path)
     folder = Folder(path, family.prefix, family.harmless)
     places = chosen(family.places, family.instead, folder, config.n_layers)
-    if config.shared_classifier and HEAD in folder:
-        if places["tok_emb"].name not in folder:
-            places["tok_emb"] = Place(HEAD)
-        elif are_equal(*(folder.tensor(places[name].name, (config.vocab_size, config.dim)) for name in ("tok_emb", "wcls"))):
-            folder.leave_out(HEAD)
-        else:  # transformers, too, believes the weights
-            config = replace(config, shared_classifier=False)
+    if config.shared_classifier and not is_tied(folder, places, config):  # transformers, too, believes the weights
+        config = replace(config, shared_classifier=False)
     if not config.shared_classifier and HEAD not in folder:
         raise CheckpointError(f"{path} holds no {HEAD}, and its {CONFIG} ties none to the embedding; expected a language model")
     tensors = tensors_of(config, places, folder)
@@ -85,6 +81,19 @@ def load_checkpoint(path: Path) -> Checkpoint:
         path, config, tensors, end_marks, bos, family=family.model_type.removesuffix("_text"), sampling=sampling, mtp=family.mtp,
         pooling=_pooling(path),
     )  # fmt: skip
+
+
+def is_tied(folder: Folder, places: dict[str, Place], config: Config) -> bool:
+    """Whether the classifier is the embedding, whichever of them lies there; places: of which the embedding's is that one's."""
+    if HEAD not in folder:
+        return True
+    if places["tok_emb"].name not in folder:
+        places["tok_emb"] = Place(HEAD)
+        return True
+    table = (config.vocab_size, config.dim)
+    if is_one := are_equal(*(folder.tensor(name, table) for name in (places["tok_emb"].name, HEAD))):
+        folder.leave_out(HEAD)
+    return is_one
 
 
 def _pooling(path: Path) -> str:

@@ -1,9 +1,9 @@
-"""The head that a model brings along: in its own files, or, of a Gemma 4, its assistant beside them. Knows no format."""
+"""The head that a model brings along: in its own files, or in a folder beside them. Knows no format."""
 
 from contextlib import suppress
 
 from ..families.values import CheckpointError
-from . import assistant, mtp
+from . import head_folder, mtp
 from .heads import check_fit
 from .model_file import Checkpoint
 
@@ -12,7 +12,7 @@ def own_head(target: Checkpoint) -> Checkpoint | None:
     """None where there is none. Raises CheckpointError for one that is damaged, not done here, or of another target."""
     if head := mtp.head_of(target):
         return head
-    if head := assistant.beside(target.path):
+    if head := head_folder.beside(target.path):
         check_fit(head, target.config)
     return head
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from specdec.architectures import Config, HeadConfig, architecture_of
 from specdec.architectures.config import RopeScaling
+from specdec.families.fitting import misfit
 from specdec.readers import CheckpointError, load_checkpoint
-from specdec.readers.heads import misfit
 from tests import folders, gguf_files
 from tests.configs import changed, made
 from tests.fuzzing import EXTREMES, FINE, FOLDER, damaged, one_line, random_json

@@ -17,9 +17,9 @@ from specdec.decoding import Statistics, decode
 from specdec.drafting.assistant import Assistant
 from specdec.drafting.model_drafter import HeadDrafter
 from specdec.drafting.planning import FixedLength
+from specdec.families import gemma4_assistant
 from specdec.machine import programs
 from specdec.readers import CheckpointError, load_checkpoint
-from specdec.readers.assistant import config_of
 from specdec.readers.heads import check_fit
 from specdec.readers.loading import Loader
 from specdec.sampling import Sampler
@@ -173,7 +173,7 @@ def test_one_of_another_target_is_told_before_its_weights_are_read(
     given = json.loads((PLACE / "plain" / "config.json").read_text())
     text = given["text_config"] | of_text
     (folder / "config.json").write_text(json.dumps(given | values | {"text_config": text}))
-    config = config_of(folder)
+    config = gemma4_assistant.config(folder / "config.json", json.loads((folder / "config.json").read_text()), ())
     with pytest.raises(CheckpointError, match=re.escape(f"does not fit the target: {flaw}")):
         check_fit(replace(one, config=config), target.config)
 
@@ -196,9 +196,10 @@ def test_one_of_another_target_is_told_before_its_weights_are_read(
 def test_what_is_not_done_is_told_in_a_line(values: dict[str, Any], of_text: dict[str, Any], flaw: str, tmp_path: Path) -> None:
     given = json.loads((PLACE / "plain" / "config.json").read_text())
     text = given["text_config"] | of_text
-    (tmp_path / "config.json").write_text(json.dumps(given | {"text_config": text} | values))
+    folder = shutil.copytree(PLACE / "plain", tmp_path / "assistant")
+    (folder / "config.json").write_text(json.dumps(given | {"text_config": text} | values))
     with pytest.raises(CheckpointError, match=re.escape(flaw)):
-        load_checkpoint(tmp_path)
+        load_checkpoint(folder)
 
 
 def test_an_order_that_is_none_is_told(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ import pytest
 
 from specdec.architectures import Config, HeadConfig, architecture_of
 from specdec.architectures.config import RopeScaling
+from specdec.families.fitting import misfit
 from specdec.readers import Checkpoint, CheckpointError, load_checkpoint
 from specdec.readers.files import needs
-from specdec.readers.heads import check_fit, misfit
+from specdec.readers.heads import check_fit
 from tests import folders, fuzz_heads, gguf_files, head_files
 from tests.configs import changed, made
 from tests.folders import CONFIGS, GONE, configure, message_of, read_all, retensor

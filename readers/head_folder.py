@@ -1,0 +1,102 @@
+"""The folder of a head that drafts, to a `Checkpoint`; and where one lies beside its model. Knows no head."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..architectures import Config
+from ..families import HEADS, HeadInFolder
+from ..families.values import CheckpointError
+from ..machine.vectors import Int64
+from .config_json import CONFIG
+from .heads import check_rows, checked_ids
+from .huggingface import Folder, is_tied
+from .json_text import read_object
+from .model_file import Checkpoint, telling_os_errors
+from .places import tensors_of
+from .safetensors import INDEX, PICKLE, WEIGHTS
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """A matrix whose rows are those of a stored one in another order."""
+
+    stored: Any
+    order: Int64
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape  # type: ignore[no-any-return]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.stored.dtype  # type: ignore[no-any-return]
+
+    @functools.cached_property
+    def _rows(self) -> npt.NDArray[Any]:
+        return self.stored[:]  # type: ignore[no-any-return]
+
+    def __getitem__(self, index: slice) -> npt.NDArray[Any]:
+        return self._rows[self.order[index]]
+
+
+def head_of(folder: Path) -> HeadInFolder | None:
+    """Which head a folder's config.json is that of, if of any. Raises CheckpointError for one that is damaged."""
+    with telling_os_errors(folder):
+        if not (folder / CONFIG).exists():
+            return None
+    given = read_object(folder / CONFIG)
+    return next((head for head in HEADS if head.is_one(given)), None)
+
+
+def beside(model: Path) -> Checkpoint | None:
+    """The head in a model's folder, or in one beside that; None where there is none. Raises CheckpointError."""
+    whole = model.absolute()
+    for head in HEADS:
+        for folder in (whole / head.beside[0], whole.with_name(head.beside[1].format(whole.name))) if head.beside else ():
+            if model.is_dir() and head_of(folder) is head:
+                return load_checkpoint(folder, head)
+    return None
+
+
+def load_checkpoint(path: Path, head: HeadInFolder) -> Checkpoint:
+    """Open a head's folder, after checking all that its headers can tell.
+
+    Raises CheckpointError for anything but a complete and consistent head; numbers are checked when they are read.
+    """
+    with telling_os_errors(path):
+        if (path / PICKLE).exists() and not any((path / name).exists() for name in (WEIGHTS, INDEX)):
+            raise CheckpointError(
+                f"{path} holds its weights in {PICKLE} alone, which may run code when it is read; write them to {WEIGHTS}: "
+                f"save_file(torch.load('{PICKLE}', weights_only=True), '{WEIGHTS}'), with save_file of safetensors.torch"
+            )
+    given, folder = read_object(path / CONFIG), Folder(path, head.prefix, head.harmless)
+    config = config_of(path, given, folder, head)
+    assert config.head
+    places, ids = {**head.places(config, folder)}, None
+    if config.shared_classifier and not is_tied(folder, places, config):
+        raise CheckpointError(f"{path} holds a classifier that is not the embedding, as which {CONFIG} says that it is saved")
+    tensors = tensors_of(config, places, folder)
+    if told := head.ids(config, folder):
+        numbers = folder.integers(told, config.head.n_rows)
+        ids = numbers + np.arange(len(numbers)) if head.are_offsets else numbers
+        ids = checked_ids(ids, config.vocab_size, folder.told(told))
+        tensors |= {name: Ordered(tensors[name], ids) for name in head.in_order}
+    for name in head.unused(config):
+        folder.leave_out(name)
+    folder.check_all_used()
+    return Checkpoint(path, config, tensors, target_ids=ids, family=config.architecture)
+
+
+def config_of(path: Path, given: Mapping[str, Any], folder: Folder, head: HeadInFolder) -> Config:
+    """The numbers of a head's folder. Raises CheckpointError for what are none, and for arithmetic that is not done."""
+    config = head.config(path / CONFIG, given, folder)
+    if (flaw := config.flaw()) or not config.head:
+        raise CheckpointError(f"{path / CONFIG} describes no head: {flaw}")
+    check_rows(config.head, config.vocab_size, bool(head.ids(config, folder)), f"{path / CONFIG}")
+    return config
