@@ -71,7 +71,7 @@ class AnswerView(View):
 
     def _begin_rows(self) -> None:
         self._width, self._story = self._width_of(), Story()
-        self._n_rows = self._n_shown = 0  # rows that are done, and letters of the next
+        self._n_shown = 0  # letters of the last row
         self._last = self._story.tail(self._width, 1)[0] if self._width else None
 
     def __exit__(self, *_: Any) -> None:
@@ -79,8 +79,7 @@ class AnswerView(View):
         self._end_rows()
 
     def _end_rows(self) -> None:
-        if self._width:
-            self._put(self._story.rows(self._width)[self._n_rows :])
+        self._show_rows(is_whole=True)
         self._out.write("\n")
         self._out.flush()
 
@@ -114,7 +113,11 @@ class AnswerView(View):
             self._out.write(text)
         elif text:
             self._story.add(text, kind)
-            rows = self._story.tail(self._width, KEPT_ROWS)
+            self._show_rows()
+
+    def _show_rows(self, is_whole: bool = False) -> None:
+        if self._width:
+            rows = self._story.tail(self._width, KEPT_ROWS, is_whole)
             self._put(rows[next(i for i, row in enumerate(rows) if row is self._last) :])
             self._last = rows[-1]
 
@@ -123,7 +126,7 @@ class AnswerView(View):
         for i, row in enumerate(rows):
             if i:
                 self._out.write("\n")
-                self._n_rows, self._n_shown = self._n_rows + 1, 0
+                self._n_shown = 0
             skip = self._n_shown
             for text, kind in row:
                 new = text[skip:]

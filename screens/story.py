@@ -109,11 +109,6 @@ class Rows:
             self._end_word()
             self._goes_on = True
 
-    def finished(self) -> list[Row]:
-        """With it, as the text is at its end."""
-        self._end_word()
-        return self.so_far()
-
     def _hold(self, text: str, kind: str) -> None:
         append(self._held, text, kind)
         end = self._column + width_of(self._held)
@@ -194,7 +189,8 @@ class Story:
         rows = Rows(width)
         for text, kind in self._runs:
             rows.add(text, kind)
-        return rows.finished()
+        rows.settle()
+        return rows.so_far()
 
     def _append(self, text: str, kind: str) -> None:
         append(self._runs, text, kind)

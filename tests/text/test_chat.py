@@ -209,6 +209,17 @@ def test_an_answer_goes_on_in_the_width_that_a_terminal_gets(model: Path) -> Non
     assert out.getvalue().split() == words.split() and max(map(len, rows)) == 30 and max(map(len, rows[-12:])) <= 17
 
 
+@pytest.mark.parametrize("width", [8, 20, 40])
+def test_a_word_that_outgrows_its_row_is_shown_once(width: int) -> None:
+    """As an address is, the first letters of which had their place before its end was known."""
+    out, pieces = io.StringIO(), ["see", " http", "://", "example", ".org/", "and/so/on/", "to/the/end", " of", " it"]
+    with AnswerView(out, lambda: width, {}) as view:
+        for piece in pieces:
+            view.show(Step([1], [], 0, 0.0, 0.0, pieces=[piece]))
+    rows = out.getvalue().split("\n")
+    assert "".join(out.getvalue().split()) == "".join("".join(pieces).split()) and max(map(len, rows)) <= width
+
+
 def test_no_damaged_file_changes_a_conversation(talk: Callable[..., Conversation], tmp_path: Path) -> None:
     conversation, path, rng = talk(), tmp_path / "kept", random.Random(1)
     said(conversation)
