@@ -9,8 +9,8 @@ inside and change with any version. As a command: specdec "Once upon a time", in
 
 import gc
 import os
+import re
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -80,14 +80,13 @@ def __dir__() -> list[str]:
 
 
 # numba's own settings, and what they may be: of a wrong one it tells with a traceback, or goes on without
-_SETTINGS: dict[str, tuple[Callable[[str], bool], str]] = {
-    "NUMBA_DISABLE_JIT": (lambda value: int(value) == 0, "0, for nothing here runs uncompiled"),
-    "NUMBA_NUM_THREADS": (lambda value: int(value) > 0, "a number of threads, 1 or more"),
+_SETTINGS = {
+    "NUMBA_DISABLE_JIT": (r"\s*[-+]?0+\s*", "0, for nothing here runs uncompiled"),
+    "NUMBA_NUM_THREADS": (r"\s*\+?0*[1-9]\d*\s*", "a number of threads, 1 or more"),
     "NUMBA_THREADING_LAYER": (
-        lambda value: value in ("default", "safe", "forksafe", "threadsafe", "omp", "tbb", "workqueue"),
-        "default, safe, forksafe, threadsafe, omp, tbb or workqueue",
+        "default|safe|forksafe|threadsafe|omp|tbb|workqueue", "default, safe, forksafe, threadsafe, omp, tbb or workqueue"
     ),
-}
+}  # fmt: skip
 
 
 def main() -> None:
@@ -98,7 +97,7 @@ def main() -> None:
     signals.install()
     for name, (fits, right) in _SETTINGS.items():
         value = os.environ.get(name)
-        if value is not None and not _holds(fits, value):
+        if value is not None and not re.fullmatch(fits, value):
             _refuse(f"{name} is {value!r} in the environment; it must be {right}, or not set")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # nothing here uses numpy's threads, each of which takes 30 MB
     try:
@@ -111,13 +110,6 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     command.main()
-
-
-def _holds(fits: Callable[[str], bool], value: str) -> bool:
-    try:
-        return fits(value)
-    except ValueError:
-        return False
 
 
 def _first_cause(error: BaseException) -> str:

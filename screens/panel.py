@@ -93,10 +93,18 @@ class Watched:
             return key_rows(self.SPEED, self.END, width, n)
         return filled(self._meanings(self.N_MEANINGS) if self._roles.guessed else [[]], width, n)
 
-    def _on_page(self, rows: list[Row], are_explained: bool = True) -> str:
-        """Rows for the terminal's first page, and what their colours mean."""
+    def _text(self, reading: Reading, width: int, n: int) -> list[Row]:
+        """The end of a text, in n rows of a frame of that width."""
+        rows = reading.story.tail(width - 4, n, self._is_paused)
+        return [self._pen.framed(row, width - 4) for row in [*rows, *([[]] * (n - len(rows)))]]
+
+    def _on_page(self, reading: Reading, are_explained: bool = True) -> str:
+        """A text that is over, for the terminal's first page, and what its colours mean."""
+        reading.end()
+        width = min(self._console.width, WIDEST)
+        rows = reading.story.rows(width)
         if are_explained:
-            rows = [*rows, [], *fitting(self._meanings(2), min(self._console.width, WIDEST), 2)]
+            rows = [*rows, [], *fitting(self._meanings(2), width, 2)]
         return "".join([self._pen.styled(row).rstrip(" ") + "\n" for row in rows])
 
 
@@ -146,11 +154,8 @@ class LivePanel(Watched):
         self._window.leave(self._whole_text)
 
     def _whole_text(self) -> str:
-        """For the terminal's first page, with the colours' meaning."""
         self._read()
-        self._reading.end()
-        rows = self._reading.story.rows(min(self._console.width, WIDEST))
-        return self._on_page(rows, bool(self._roles.guessed and self._statistics.n_drafted))
+        return self._on_page(self._reading, bool(self._roles.guessed and self._statistics.n_drafted))
 
     def show(self, event: Event | Prefill) -> None:
         now = self._clock()
@@ -235,7 +240,7 @@ class LivePanel(Watched):
 
     def _frame(self) -> None:
         begin = self._clock()
-        self._draw()
+        self._window.draw(self.rows)
         end = self._clock()
         shortest, longest = REFRESH_SECONDS
         self._next_frame = end + min(max(shortest, (end - begin) / RENDER_SHARE), longest)
@@ -249,7 +254,7 @@ class LivePanel(Watched):
                 break
             self._window.sleep(min(left, LOOK_SECONDS))
             if self._look() or signals.stop_asked:
-                self._draw()
+                self._window.draw(self.rows)
         if at_step:
             self._steps_asked = max(0, self._steps_asked - 1)
 
@@ -262,9 +267,6 @@ class LivePanel(Watched):
         if self._pace:
             return min(1 / frames_a_step / self._pace, LONGEST_HOLD_SECONDS)
         return self._next_step - since if at_step else self._gap / 2
-
-    def _draw(self) -> None:
-        self._window.draw(self.rows)
 
     # What
 
@@ -287,20 +289,15 @@ class LivePanel(Watched):
         has_passes = bool(self._roles.guessed)
         free = height - 1 - len(legend) - (4 if is_all else 2) - has_passes
         n_passes = min(max(1, free // 3), MOST_PASSES) if has_passes else 0
-        inner = width - 4
-        text = self._reading.story.tail(inner, min(free - n_passes, MOST_TEXT_ROWS), self._is_paused)
-        text += [[] for _ in range(min(free - n_passes, MOST_TEXT_ROWS) - len(text))]
-        rows = [self._pen.rule(width, "╭─╮", self._roles.pair, self._speed()), *(self._pen.framed(row, inner) for row in text)]
+        inner, n_text = width - 4, min(free - n_passes, MOST_TEXT_ROWS)
+        rows = [self._pen.rule(width, "╭─╮", self._roles.pair, self._speed()), *self._text(self._reading, width, n_text)]
         if has_passes:
             rows += [
                 self._pen.rule(width, "├─┤", *self._heading(width)),
                 *(self._pen.framed(row, inner) for row in self._guesses(inner, n_passes)),
             ]
         if is_all:
-            rows += [
-                self._pen.progress(width, self._share),
-                self._pen.framed(self._figures(inner), inner),
-            ]
+            rows += [self._pen.progress(width, self._share), self._pen.framed(self._figures(inner), inner)]
         figures = "" if is_all else "".join([text for text, _ in self._figures(width - 6)])
         keys = "? keys" if self._window.has_keys and is_all else ""
         return [*rows, self._pen.rule(width, "╰─╯", "paused" if self._is_paused else figures, keys), *legend]

@@ -8,7 +8,7 @@ from .interrupts import signals
 from .output import Roles
 from .panel import Reading, Watched
 from .story import Row, cells
-from .window import MIN_ROWS, MIN_WIDTH, WIDEST, Window
+from .window import MIN_ROWS, MIN_WIDTH, Window
 
 FRAME_SECONDS = 0.05
 SHOW_SECONDS = 8.0  # at least, of the slower one; no more than 2.5 times that
@@ -40,15 +40,10 @@ class Track:
         """What it has taken in all, as measured."""
         return self.ends[-1] if self.ends else 0.0
 
-    @property
-    def next_end(self) -> float:
-        """When its next pass is over."""
-        return self.seconds if self.is_done else self.ends[self.n_passes]
-
     def go_to(self, seconds: float) -> bool:
         """Whether it has come any further."""
         before = self.n_passes
-        while not self.is_done and self.next_end <= seconds:
+        while not self.is_done and self.ends[self.n_passes] <= seconds:
             self.reading.go_on(self._steps[self.n_passes])
             self.n_tokens += len(self._steps[self.n_passes].tokens)
             self.n_passes += 1
@@ -78,19 +73,14 @@ class RaceView(Watched):
     def __init__(self, race: Race, roles: Roles, window: Window) -> None:
         super().__init__(window, roles)
         self._race = race
-        self._alone = Track(f"{roles.target} alone", race.alone)
-        self._pair = Track(roles.pair, race.pair)
-        self._length = max(self._alone.seconds, self._pair.seconds)
+        self._tracks = Track(f"{roles.target} alone", race.alone), Track(roles.pair, race.pair)
+        self._length = max(track.seconds for track in self._tracks)
         self.factor = next((factor for factor in FACTORS if factor * self._length >= SHOW_SECONDS), FACTORS[-1])
         self._seconds = 0.0  # of the race
 
     @property
-    def _tracks(self) -> tuple[Track, Track]:
-        return self._alone, self._pair
-
-    @property
     def is_over(self) -> bool:
-        return self._alone.is_done and self._pair.is_done
+        return all(track.is_done for track in self._tracks)
 
     def play(self) -> None:
         """Until both are at the end, or somebody has seen enough."""
@@ -121,17 +111,17 @@ class RaceView(Watched):
         slower = FACTORS.index(self.factor)
         if wish == "step":
             self._is_paused = True
-            self._seconds = min((track.next_end for track in self._tracks if not track.is_done), default=self._seconds)
+            ends = [track.ends[track.n_passes] for track in self._tracks if not track.is_done]
+            self._seconds = min(ends, default=self._seconds)
         elif wish == "faster":
             self.factor = FACTORS[max(slower - 1, 0)]
         elif wish == "slower":
             self.factor = FACTORS[min(slower + 1, len(FACTORS) - 1)]
 
     def _whole_text(self) -> str:
-        """For the terminal's first page, with the colours' meaning."""
-        self._pair.go_to(self._length)
-        self._pair.reading.end()
-        return self._on_page(self._pair.reading.story.rows(min(self._console.width, WIDEST))) + "\n"
+        pair = self._tracks[1]
+        pair.go_to(self._length)
+        return self._on_page(pair.reading) + "\n"
 
     # What
 
@@ -150,30 +140,23 @@ class RaceView(Watched):
         blocks = [
             [
                 self._pen.rule(room, "╭─╮", track.name, ""),
-                *(self._pen.framed(row, room - 4) for row in self._text(track, room - 4, n)),
+                *self._text(track.reading, room, n),
                 self._pen.progress(room, track.n_tokens / track.n_tokens_of_all),
-                self._pen.framed([(track.figures(self._seconds, room - 4), self._kind(track))], room - 4),
+                self._pen.framed([(track.figures(self._seconds, room - 4), "strong" if track.is_done else "plain")], room - 4),
                 self._pen.rule(room, "╰─╯", "", keys),
             ]
-            for track, room, keys in ((self._alone, left, ""), (self._pair, width - left, self._keys()))
+            for track, room, keys in zip(self._tracks, (left, width - left), ("", self._keys()), strict=True)
         ]
         return [[*a, *b] for a, b in zip(*blocks, strict=True)]
 
     def _stacked(self, width: int, height: int) -> list[Row]:
         n = min((height - 3) // 2, MOST_TEXT_ROWS)
         rows: list[Row] = []
-        for track, corners in ((self._alone, "╭─╮"), (self._pair, "├─┤")):
+        for track, corners in zip(self._tracks, ("╭─╮", "├─┤"), strict=True):
             name = track.name.removeprefix(f"{self._roles.target} ")
             rows += [self._pen.rule(width, corners, name, track.figures(self._seconds, width - 10 - cells(name)))]
-            rows += [self._pen.framed(row, width - 4) for row in self._text(track, width - 4, n)]
+            rows += self._text(track.reading, width, n)
         return [*rows, self._pen.rule(width, "╰─╯", "", self._keys())]
-
-    def _text(self, track: Track, width: int, n: int) -> list[Row]:
-        rows = track.reading.story.tail(width, n, self._is_paused)
-        return rows + [[] for _ in range(n - len(rows))]
-
-    def _kind(self, track: Track) -> str:
-        return "strong" if track.is_done else "plain"
 
     def _keys(self) -> str:
         return "? keys" if self._window.has_keys else ""
