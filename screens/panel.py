@@ -12,7 +12,7 @@ from ..decoding import Event, Prefill, Prompt, Proposal, Statistics, Step
 from .interrupts import signals
 from .output import Printable, Roles, printable, time_left
 from .story import Row, Run, Story, cells, cut, last_cells, width_of, word_at_end, word_at_start
-from .window import MIN_ROWS, MIN_WIDTH, WIDEST, Window, filled, fitting, key_rows
+from .window import MIN_ROWS, MIN_WIDTH, WIDEST, Window, fitting
 
 REFRESH_SECONDS = 0.1, 0.5  # between frames, at the least and at the most
 RENDER_SHARE = 0.01  # of the time that frames may take: where one is slow, there are fewer
@@ -29,6 +29,7 @@ ROWS_OF_ALL = 10  # from which on there is room for the legend and the progress
 WIDTH_OF_HISTOGRAM = 92  # within the frame, from which on there is room for one
 SIDE_WIDTH, BAR_WIDTH = 26, 12
 MOST_TEXT_ROWS, MOST_PASSES = 14, 8
+SHORT_KEYS = "space pause", "→ step", "+ - speed", "q end"
 CONTEXT = 100  # characters, of which the last word of a text is one
 
 
@@ -84,14 +85,25 @@ class Watched:
             self.ended = True
 
     def _meanings(self, n: int) -> list[Row]:
-        """Of the first n colours, the longest form first."""
-        return [meanings(self._roles, self._console.no_color, form)[:n] for form in range(4)]
+        """What the first n colours mean, in plain words, the longest form first."""
+        green = "underlined" if self._console.no_color else "green"
+        by, target = self._roles.guessed, self._roles.target
+        forms = (
+            (f"{green}: guessed {by} and confirmed", f"plain: {target}'s own", "struck: guessed wrong"),
+            (f"{green}: guessed {by}, confirmed", f"plain: {target}'s own", "struck: wrong"),
+            (f"{green}: guessed right", "plain: its own", "struck: wrong"),
+            ("guessed right", "its own", "wrong"),
+        )
+        return [list(zip(form, ("accepted", "target", "rejected"), strict=True))[:n] for form in forms]
 
     def _legend(self, width: int, n: int) -> list[Row]:
         """What the colours mean, or the keys, in n rows."""
+        forms: list[Row] = self._meanings(self.N_MEANINGS) if self._roles.guessed else [[]]
         if self._shows_keys:
-            return key_rows(self.SPEED, self.END, width, n)
-        return filled(self._meanings(self.N_MEANINGS) if self._roles.guessed else [[]], width, n)
+            long = "space: pause", "→: one pass", f"+ -: {self.SPEED}", f"q: {self.END}", "?: the colours"
+            forms = [[(text, "plain") for text in form] for form in (long, SHORT_KEYS)]
+        rows = fitting(forms, width, n)
+        return [*rows, *([[]] * (n - len(rows)))]
 
     def _text(self, reading: Reading, width: int, n: int) -> list[Row]:
         """The end of a text, in n rows of a frame of that width."""
@@ -440,16 +452,3 @@ def bins(n: int, most: int) -> list[tuple[int, int]]:
 def apart(before: str, text: str) -> str:
     """The text with a space in front, if it needs one."""
     return text if not before or before.endswith(" ") or text.startswith(" ") else f" {text}"
-
-
-def meanings(roles: Roles, no_color: bool, form: int = 0) -> Row:
-    """What the colours mean, in plain words; form 0 is the longest of four."""
-    green = "underlined" if no_color else "green"
-    by, target = roles.guessed, roles.target
-    accepted, own, rejected = (
-        (f"{green}: guessed {by} and confirmed", f"plain: {target}'s own", "struck: guessed wrong"),
-        (f"{green}: guessed {by}, confirmed", f"plain: {target}'s own", "struck: wrong"),
-        (f"{green}: guessed right", "plain: its own", "struck: wrong"),
-        ("guessed right", "its own", "wrong"),
-    )[form]
-    return [(accepted, "accepted"), (own, "target"), (rejected, "rejected")]

@@ -155,16 +155,3 @@ def fitting(forms: Sequence[Row], width: int, n: int) -> list[Row]:
     """The first of these items, `laid_out`, that n rows of that width hold; else what they hold of the last."""
     laid = [laid_out(form, width) for form in forms]
     return next((rows for rows in laid if len(rows) <= n and all(width_of(row) <= width for row in rows)), laid[-1][:n])
-
-
-def filled(forms: Sequence[Row], width: int, n: int) -> list[Row]:
-    """`fitting`, in n rows."""
-    rows = fitting(forms, width, n)
-    return rows + [[] for _ in range(n - len(rows))]
-
-
-def key_rows(speed: str, end: str, width: int, n: int) -> list[Row]:
-    """What the keys do, in n rows. speed, end: what + and - change, and q does."""
-    long = ("space: pause", "→: one pass", f"+ -: {speed}", f"q: {end}", "?: the colours")
-    short = ("space pause", "→ step", "+ - speed", "q end")
-    return filled([[(text, "plain") for text in form] for form in (long, short)], width, n)
