@@ -54,11 +54,7 @@ class Lines:
     """
 
     def __init__(
-        self,
-        history: Path | None,
-        is_command: Callable[[str], bool],
-        completions: Callable[[str], list[str]],
-        is_bold: bool,
+        self, history: Path | None, is_command: Callable[[str], bool], completions: Callable[[str], list[str]], is_bold: bool
     ) -> None:
         self._history, self._is_command, self._completions = history, is_command, completions
         self._ways: list[str] = []  # how the word at the cursor may go on

@@ -132,14 +132,7 @@ class LivePanel(Watched):
 
     SPEED, END, N_MEANINGS = "pace", "end, keep the text", 3
 
-    def __init__(
-        self,
-        window: Window,
-        statistics: Statistics,
-        max_tokens: int,
-        roles: Roles,
-        pace: float | None = 0.0,
-    ) -> None:
+    def __init__(self, window: Window, statistics: Statistics, max_tokens: int, roles: Roles, pace: float | None = 0.0) -> None:
         super().__init__(window, roles)
         self._statistics = statistics
         self._max_tokens, self._pace, self._is_even = max_tokens, pace or 0.0, pace is None

@@ -1,5 +1,6 @@
 """A window on a terminal: rows in frames and colours, keys meanwhile, and Ctrl-Z. Knows no views and no models."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -8,7 +9,6 @@ from rich.console import Console, ConsoleDimensions
 
 from .interrupts import in_foreground, signals
 from .keys import WISHES, Keyboard
-from .screen import Screen
 from .story import Row, cells, cut, width_of
 
 # What terminals call select graphic rendition: the kinds of runs in a row
@@ -18,6 +18,11 @@ STYLES = {
 }  # fmt: skip
 # without colour, the words have to differ in something else
 STYLES_NO_COLOR = STYLES | {"accepted": "4", "rejected": "9", "proposed": "3"}
+# The second page, which the terminal takes away again; no cursor; rows that are too long are cut, not broken
+ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"
+ERASE = "\r\x1b[J"
+LEAVE = f"\x1b[?2026l{ERASE}\x1b[?7h\x1b[?25h\x1b[?1049l"
+BEGIN_FRAME, END_FRAME = "\x1b[?2026h", "\x1b[?2026l"  # between which a terminal that knows them shows nothing
 MIN_ROWS, MIN_WIDTH = 8, 20  # of a terminal that holds a frame with a text in it
 WIDEST = 100  # cells: longer lines are hard to read
 
@@ -68,7 +73,9 @@ class Pen:
 class Window:
     """Frames on the terminal's second page, and the keys that are pressed meanwhile, between `enter` and `leave`.
 
-    In the background nothing is drawn, and Ctrl-Z takes the frame off the screen until the job is in the foreground again.
+    Each has the same rows, from where the cursor stood, and the cursor waits in the first of them: it stays there when the
+    terminal is resized, and on a terminal of one page nothing above is touched. In the background nothing is drawn, and Ctrl-Z
+    takes the frame off the screen until the job is in the foreground again.
     was_seen: whether there was a frame; has_keys: whether any are read; clock, sleep: in seconds.
     """
 
@@ -79,10 +86,12 @@ class Window:
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = signals.sleep,
     ) -> None:
-        self.console, self._keyboard, self._screen = console, keyboard or Keyboard(), Screen(console)
+        self.console, self._keyboard = console, keyboard or Keyboard()
         self.clock, self.sleep = clock, sleep
-        self._stops = ExitStack()
+        self._stops, self._page = ExitStack(), ExitStack()
         self.pen = Pen(console)
+        self._size: ConsoleDimensions | None = None  # of the last frame, while there is one
+        self._n_rows = 0
         self.was_seen = False
 
     @property
@@ -92,8 +101,7 @@ class Window:
     @property
     def is_stale(self) -> bool:
         """Whether the terminal wants a frame of its own accord: it has another size, or is ours again."""
-        is_back = self.was_seen and not self._screen.is_open and in_foreground(self.console.file)
-        return self._screen.is_resized or is_back
+        return self._size != self.console.size if self._size else self.was_seen and in_foreground(self.console.file)
 
     def enter(self) -> None:
         with ExitStack() as stops:
@@ -105,8 +113,7 @@ class Window:
         """Take the frame away and write a text where it was, on the terminal's first page."""
         with self._stops:
             self._clear()
-            self.console.file.write(write())
-            self.console.file.flush()
+            self._write(write())
 
     def wishes(self) -> list[str]:
         """What the keys that were pressed since the last time ask for, as in `WISHES`."""
@@ -120,14 +127,37 @@ class Window:
         if in_foreground(self.console.file):
             self._keyboard.open()
             size = self.console.size
-            self._screen.draw([self.pen.codes(row) for row in rows(size)], size)
+            self._show([self.pen.codes(row) for row in rows(size)], size)
             self.was_seen = True
 
+    def _show(self, rows: list[str], size: ConsoleDimensions) -> None:
+        if not self._size:
+            with ExitStack() as opening:
+                opening.enter_context(signals.at_sudden_end(self._leave_at_once, do=lambda: self._write(ENTER)))
+                opening.callback(self._write, LEAVE)
+                self._page = opening.pop_all()
+        frame = [BEGIN_FRAME]
+        if self._size and size.height < self._size.height:  # some terminals move up what they show, and not the cursor
+            frame.append(f"\x1b[{self._size.height - size.height}A")
+        if size != self._size or len(rows) != self._n_rows:
+            frame.append(ERASE)
+        self._size, self._n_rows = size, len(rows)
+        frame += ["\r", "\r\n".join(rows), f"\x1b[{len(rows) - 1}A\r" if len(rows) > 1 else "\r", END_FRAME]
+        self._write("".join(frame))
+
     def _clear(self) -> None:
+        self._size = None
         try:
-            self._screen.close()
+            self._page.close()
         finally:
             self._keyboard.close()
+
+    def _leave_at_once(self) -> None:
+        os.write(self.console.file.fileno(), LEAVE.encode())
+
+    def _write(self, codes: str) -> None:
+        self.console.file.write(codes)
+        self.console.file.flush()
 
 
 def obstacle(console: Console) -> str:
