@@ -171,11 +171,12 @@ class Chat:
         """Show an answer, until it or somebody's patience is at its end, and its figures."""
         statistics, n_dropped = Statistics(n_prompt=0), self._conversation.n_dropped
         with self._keeping(), closing(events), Keyboard().unheard():
-            first = self._first(events)
+            with closing(read_in_a_line(events)) as told:  # which shows the reading where that takes its time
+                first = next((event for event in told if signals.asked or not isinstance(event, Prefill)), None)
             if left_out := (self._conversation.n_dropped - n_dropped) // 2:
                 turns = "turn is" if left_out == 1 else f"{left_out} turns are"
                 self._tell(f"the context is full: the oldest {turns} left out from here on")
-            if not first:
+            if first is None or isinstance(first, Prefill):
                 self._tell("interrupted before the answer began")
                 return
             view = self._view(statistics)
@@ -196,20 +197,10 @@ class Chat:
             settings = asdict(self._conversation.settings)
             nothing: dict[str, Any] = {"content": "", "attempt": 0}
             answer = self._conversation.messages[-1] if view.tokens else nothing
-            told = {"attempt": answer["attempt"], "settings": settings, **self._showing.told, **self._conversation.made_with}
-            print(to_json(statistics, answer["content"], view.tokens, **told), flush=True)
+            more = {"attempt": answer["attempt"], "settings": settings, **self._showing.told, **self._conversation.made_with}
+            print(to_json(statistics, answer["content"], view.tokens, **more), flush=True)
         else:
             self._tell(figures(statistics))
-
-    def _first(self, events: Generator[Event | Prefill]) -> Event | None:
-        """What comes behind the reading, which is shown where it takes its time; None where somebody stops it."""
-        with closing(read_in_a_line(events)) as told:
-            for event in told:
-                if not isinstance(event, Prefill):
-                    return event
-                if signals.asked:
-                    break
-        return None
 
     def converse(self, first: str, state: Path | None) -> None:
         """Until the person leaves. first: a message, whatever it begins with; state: a folder for what outlives the talk."""

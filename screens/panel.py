@@ -134,6 +134,7 @@ class LivePanel(Watched):
 
     def __init__(self, window: Window, statistics: Statistics, max_tokens: int, roles: Roles, pace: float | None = 0.0) -> None:
         super().__init__(window, roles)
+        self._shown = window.shown(self._whole_text)
         self._statistics = statistics
         self._max_tokens, self._pace, self._is_even = max_tokens, pace or 0.0, pace is None
         self._next_step = 0.0  # when it is due, at an even pace
@@ -152,11 +153,11 @@ class LivePanel(Watched):
         return self._window.was_seen
 
     def __enter__(self) -> "LivePanel":
-        self._window.enter()
+        self._shown.__enter__()
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        self._window.leave(self._whole_text)
+    def __exit__(self, *raised: Any) -> None:
+        self._shown.__exit__(*raised)
 
     def _whole_text(self) -> str:
         self._read()

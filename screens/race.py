@@ -84,8 +84,7 @@ class RaceView(Watched):
 
     def play(self) -> None:
         """Until both are at the end, or somebody has seen enough."""
-        self._window.enter()
-        try:
+        with self._window.shown(self._whole_text):
             self._window.draw(self.rows)
             last, left = self._clock(), LAST_SECONDS
             while left > 0 and not (self.ended or signals.asked):
@@ -103,8 +102,6 @@ class RaceView(Watched):
                 if any(has_moved) or wishes or self._window.is_stale or signals.stop_asked:
                     self._window.draw(self.rows)
                     last = self._clock()  # Ctrl-Z may have come in between
-        finally:
-            self._window.leave(self._whole_text)
 
     def _obey(self, wish: str) -> None:
         super()._obey(wish)

@@ -64,12 +64,10 @@ def last_cells(row: Row, width: int, mark: str) -> Row:
     short: Row = []
     room = width - cells(mark)
     for text, kind in reversed(row):
-        n = len(text)
-        while n and room >= cells(text[n - 1]):
-            n -= 1
-            room -= cells(text[n])
-        short.insert(0, (text[n:], kind))
-        if n:
+        end = cut(text[::-1], room, "")[::-1]
+        short.insert(0, (end, kind))
+        room -= cells(end)
+        if end != text:
             break
     return [(mark, "faint"), *short]
 

@@ -2,8 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 from rich.console import Console, ConsoleDimensions
 
@@ -71,7 +71,7 @@ class Pen:
 
 
 class Window:
-    """Frames on the terminal's second page, and the keys that are pressed meanwhile, between `enter` and `leave`.
+    """Frames on the terminal's second page, and the keys that are pressed meanwhile, while it is `shown`.
 
     Each has the same rows, from where the cursor stood, and the cursor waits in the first of them: it stays there when the
     terminal is resized, and on a terminal of one page nothing above is touched. In the background nothing is drawn, and Ctrl-Z
@@ -88,7 +88,7 @@ class Window:
     ) -> None:
         self.console, self._keyboard = console, keyboard or Keyboard()
         self.clock, self.sleep = clock, sleep
-        self._stops, self._page = ExitStack(), ExitStack()
+        self._page = ExitStack()
         self.pen = Pen(console)
         self._size: ConsoleDimensions | None = None  # of the last frame, while there is one
         self._n_rows = 0
@@ -103,17 +103,16 @@ class Window:
         """Whether the terminal wants a frame of its own accord: it has another size, or is ours again."""
         return self._size != self.console.size if self._size else self.was_seen and in_foreground(self.console.file)
 
-    def enter(self) -> None:
-        with ExitStack() as stops:
-            stops.enter_context(signals.noting_stops())
+    @contextmanager
+    def shown(self, last: Callable[[], str]) -> Iterator[None]:
+        """Around what draws; at the end a text stands where the frame was, on the terminal's first page."""
+        with signals.noting_stops():
             self._keyboard.open()
-            self._stops = stops.pop_all()
-
-    def leave(self, write: Callable[[], str]) -> None:
-        """Take the frame away and write a text where it was, on the terminal's first page."""
-        with self._stops:
-            self._clear()
-            self._write(write())
+            try:
+                yield
+            finally:
+                self._clear()
+                self._write(last())
 
     def wishes(self) -> list[str]:
         """What the keys that were pressed since the last time ask for, as in `WISHES`."""
