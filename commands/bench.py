@@ -39,7 +39,7 @@ class BenchRequest(Request):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.threads_to_time, self.tokens("--n-prompt", self.prompts), self.tokens("--n-gen", self.counts)
+        _ = self.threads_to_time
         if not any((*self.tokens("--n-prompt", self.prompts), *self.tokens("--n-gen", self.counts))):
             raise ValueError("-p and -n are 0: nothing is left to time")
 

@@ -303,15 +303,11 @@ class LivePanel(Watched):
                 *(self._pen.framed(row, inner) for row in self._guesses(inner, n_passes)),
             ]
         if is_all:
-            rows += [self._pen.progress(width, self._share), self._pen.framed(self._figures(inner), inner)]
+            share = self._prefill.share if self._prefill else self._statistics.n_generated / max(1, self._max_tokens)
+            rows += [self._pen.progress(width, share), self._pen.framed(self._figures(inner), inner)]
         figures = "" if is_all else "".join([text for text, _ in self._figures(width - 6)])
         keys = "? keys" if self._window.has_keys and is_all else ""
         return [*rows, self._pen.rule(width, "╰─╯", "paused" if self._is_paused else figures, keys), *legend]
-
-    @property
-    def _share(self) -> float:
-        """How far it is: with the prompt, then with the text."""
-        return self._prefill.share if self._prefill else self._statistics.n_generated / max(1, self._max_tokens)
 
     def _speed(self) -> str:
         """The pace, or how fast the text is written."""
