@@ -24,6 +24,7 @@ from specdec.readers.strangers import STRANGERS
 from specdec.screens.progress import loading
 from specdec.tokenizer import Tokenizer
 from tests.commands.test_cli import Run, assert_refused, from_json, run  # noqa: F401  (a fixture)
+from tests.configs import changed
 from tests.conftest import VOCAB, Pair
 from tests.folders import FIXTURES
 from tests.gguf_files import CONFIGS, gguf_bytes, model_keys, model_tensors
@@ -387,7 +388,7 @@ def test_heads_are_listed_with_the_models_that_they_fit(run: Run, tmp_path: Path
     shutil.copytree(FIXTURES / "llama3", folder / "target")
     shutil.copytree(FIXTURES / "llama_tied", folder / "other")
     target, head = CONFIGS["llama3"], HeadConfig(32, (0, 1, 2), 20, False, True)
-    config = replace(target, n_layers=1, shared_classifier=False, architecture="eagle3", rope_scaling=None, head=head)
+    config = changed(target, n_layers=1, shared_classifier=False, architecture="eagle3", rope_scaling=None, head=head)
     of_nobody = replace(config, vocab_size=99, head=replace(head, layers=(2, 9, 4)))
     for name, each in (("drafts", config), ("nobody", of_nobody)):
         tensors = {tensor: np.zeros(shape, np.float32) for tensor, shape in architecture_of(each).shapes(each).items()}

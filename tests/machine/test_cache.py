@@ -29,6 +29,8 @@ def high(x):
     return 10 * low(x)
 """
 KEPT = "code"  # the folder in the package
+# Sources are edited faster than a clock of seconds tells, by which Python takes what it has compiled for what they are.
+ANEW = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
 ASK = "from p.high import high; print(high(1), sum(high.stats.cache_hits.values()))"
 
 
@@ -60,7 +62,7 @@ _loaded: "list[subprocess.Popen[str]]" = []
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded() -> Iterator[None]:
-    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # who has threads had better not fork
+    environment = ANEW | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # who has threads had better not fork
     command = [sys.executable, "-W", "error", "-c", LOADED]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
         _loaded.append(process)
@@ -114,7 +116,7 @@ def ask_anew(package: Path, code: str = ASK, **environment: str) -> str:
     """The same of a process that begins with nothing."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], cwd=package.parent, capture_output=True, text=True, check=False,
-        env=os.environ | {"NUMBA_CACHE_DIR": str(package / KEPT)} | environment,
+        env=ANEW | {"NUMBA_CACHE_DIR": str(package / KEPT)} | environment,
     )  # fmt: skip
     return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
 
