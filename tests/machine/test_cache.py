@@ -372,7 +372,7 @@ print(high(1), high(1.0))
 def interrupt(package: Path, where: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, where], cwd=package.parent, capture_output=True, text=True, check=False,
-        env=os.environ | {"NUMBA_CACHE_DIR": str(package / KEPT)},
+        env=ANEW | {"NUMBA_CACHE_DIR": str(package / KEPT)},
     )  # fmt: skip
     return done.stdout + done.stderr[-1000:]
 
