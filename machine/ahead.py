@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
+from pkgutil import resolve_name
 
 if __name__ == "__main__":
     path, package, file, jobs = json.loads(sys.argv[1])
@@ -69,10 +70,10 @@ def work(jobs: Sequence[str]) -> None:
     """As such a process: run the jobs, but for what others are at."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     cache.claims.waits = False
+    package = __name__.rpartition(".machine")[0]
     for job in jobs:
-        room, _, name = job.rpartition(".")
-        thing = getattr(import_module(f"..{room}", __package__), name)
         with suppress(Exception):  # `Taken`, or what the other process will tell
+            thing = resolve_name(f"{package}.{job}")
             _ = thing.address if isinstance(thing, Operation) else thing()
     os._exit(0)
 

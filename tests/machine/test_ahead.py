@@ -29,6 +29,9 @@ cache.on_compiling.append(told.append)
 print([operation.address != 0 for operation in operations], told, len(ahead.compile_ahead(operations, [])))
 """
 )
+OF_BLOCKS = COMPILED.replace("[add_bias, rms_norm, swiglu]", "[add_bias, rms_norm, KINDS['Q4_0'].embed]").replace(
+    "from specdec.machine", "from specdec.weights.blocks import KINDS\nfrom specdec.machine"
+)
 LEFT = (
     BEGIN
     + """
@@ -56,8 +59,9 @@ def has_ended(pid: int) -> bool:
     return False
 
 
-def test_what_another_process_compiles_is_not_compiled_here(tmp_path: Path) -> None:
-    output, _ = run(COMPILED, tmp_path).communicate()
+@pytest.mark.parametrize("code", [COMPILED, OF_BLOCKS], ids=["operations of files", "operations that a kind of blocks made"])
+def test_what_another_process_compiles_is_not_compiled_here(code: str, tmp_path: Path) -> None:
+    output, _ = run(code, tmp_path).communicate()
     assert output.splitlines() == ["[0] [True, True, True]", "[True, True, True] [] 0"]
 
 
