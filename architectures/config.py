@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -318,6 +318,11 @@ class LayerConfig:
     attention: AttentionConfig | None = None
     mixer: ConvConfig | DeltaConfig | None = None
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """What is not None."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
 
 def of_some(own: LayerConfig, layers: Collection[int], n_layers: int) -> tuple[LayerConfig, ...]:
     """`Config.layers` where some of n_layers have that of their own."""
@@ -423,9 +428,9 @@ class Config:
         """The same of what layers have of their own."""
         if len(self.layers) not in (0, self.n_layers):
             return f"there are {len(self.layers)} layers; expected one of each of {self.n_layers}, or none"
-        turned = self.attention.rope
-        differ = any(own.head_dim or (own.attention and own.attention.rope != turned) for own in self.layers)
-        if differ and (turned.n_short or turned.query_scale):
+        ropes = {self.rope, *(own.attention.rope for own in self.layers if own.attention)}
+        differ = len(ropes) > 1 or any(own.head_dim for own in self.layers)
+        if differ and any(rope.n_short or rope.query_scale for rope in ropes):
             return "layers turn heads by angles of their own; expected no n_short and no query_scale beside them"
         if flaw := self._flaw_of_mixers():
             return flaw
@@ -440,8 +445,10 @@ class Config:
                 if j != OF_TARGET:
                     return f"layer {i}'s kv_layer is {j}; expected {OF_TARGET}, one of its target's"
                 continue
+            if j is None:
+                continue
             alike = replace(layer, hidden_dim=self.hidden_dim, attention=replace(layer.attention, kv_layer=None))
-            if j is not None and not (0 <= j < i and alike == replace(self.of_layer(j), hidden_dim=self.hidden_dim)):
+            if not 0 <= j < i or alike != replace(self.of_layer(j), hidden_dim=self.hidden_dim):
                 return f"layer {i}'s kv_layer is {j}; expected an earlier one that is like it, with keys and values of its own"
         return ""
 
@@ -456,9 +463,13 @@ class Config:
 
     def of_layer(self, i: int) -> "Config":
         """The same where all layers are as that one is."""
-        if not self.layers:
-            return self
-        return _of_layer(self, self.layers[i])
+        return self._of_layers[i] if self.layers else self
+
+    @functools.cached_property
+    def _of_layers(self) -> "tuple[Config, ...]":
+        """Of each layer, one for all that are alike."""
+        found = {own: replace(self, layers=(), **own.given) for own in dict.fromkeys(self.layers)}
+        return tuple(found[own] for own in self.layers)
 
     def mixing(self, kind: type) -> list[int]:
         """Layers that have such a mixer."""
@@ -499,8 +510,3 @@ class Config:
     def n_seen(self) -> int:
         """How many positions, its own the last, a token sees at most: of a text beyond seq_len, those of a sliding window."""
         return min(self.attention.window or self.seq_len, self.seq_len)
-
-
-@functools.lru_cache(256)
-def _of_layer(config: Config, own: LayerConfig) -> Config:
-    return replace(config, layers=(), **{name: value for name, value in vars(own).items() if value is not None})
