@@ -190,6 +190,12 @@ class InParts(Form):
         """The events of the last part's end."""
         return b"".join([self._part("ends", part, "") for part in self._parts[-1:]])
 
+    def _take_all(self, deltas: Sequence[Delta]) -> None:
+        """The whole text, of which nobody is told in parts."""
+        for delta in deltas:
+            for _ in self._take(delta):
+                pass
+
     def _take(self, delta: Delta) -> Iterator[tuple[str, Part, str]]:
         """What becomes of parts by what the text grows by."""
         self._finish = delta.finish or self._finish

@@ -168,7 +168,7 @@ class Message(InParts):
         return _event({"type": "error", "error": {"type": kind, "message": str(error)}})
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        self.grows(0, *deltas)
+        self._take_all(deltas)
         return self._message([self._block(part) for part in self._parts], self._ended())
 
     def _block(self, part: Part) -> dict[str, Any]:

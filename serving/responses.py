@@ -153,7 +153,7 @@ class Told(InParts):
         return self._event("response.failed", response=self._response("failed", self._items()) | told)
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        self.grows(0, *deltas)
+        self._take_all(deltas)
         return self._ended()
 
     def _ended(self) -> dict[str, Any]:
