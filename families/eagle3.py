@@ -116,7 +116,7 @@ def config(path: Path, given: Mapping[str, Any], tensors: Named) -> Config:
 def _layer(path: Path, given: Mapping[str, Any], silent: str) -> Values:
     """The keys of a head's layer, which is one of `OF_LAYER`; silent: which, where they tell none."""
     family = given.get("model_type", silent)
-    if family not in OF_LAYER:
+    if not isinstance(family, str) or family not in OF_LAYER:
         raise CheckpointError(f"{path}: the head's layer is that of {shown(family)}; there are {', '.join(OF_LAYER)}")
     layer = Values(path, given, dict(OF_LAYER[family].defaults) | {"model_type": family, "num_hidden_layers": 1})
     check_neutral(layer, folders.NEUTRAL)
