@@ -35,9 +35,9 @@ class SpeculativeDecoder:
 
     target: a Hugging Face folder, a GGUF file, a name on the hub ("org/name", "org/name:Q4_K_M"), the path of a llama2.c file,
         also looked for in models/, or a loaded `Transformer`.
-    draft: the same, or a head; "mtp": the head that a Qwen3.5 brings along in its file, or a Gemma 4's assistant beside it;
-        "ngram": what followed in the text before; "auto", the default: "mtp" where there is one, else "ngram"; "self": an int8 or
-        int4 copy of the target; None. A model of another vocabulary drafts by the tokens that both have (`shared`).
+    draft: the same, or a head; "mtp": the head in the target's own file, or beside it; "ngram": what followed in the text before;
+        "auto", the default: "mtp" where there is one, else "ngram"; "self": an int8 or int4 copy of the target; None. A model of
+        another vocabulary drafts by the tokens that both have (`shared`).
     tokenizer: a path or a tokenizer; by default the one in the target's folder or file, beside it or in models/.
     stage: "ngram" or a smaller model, which guesses for the draft model. The draft checks that before the target does.
     gamma: draft tokens a step, 1 to 63, or "auto": as many as pay, and none where none do.
@@ -121,16 +121,6 @@ class SpeculativeDecoder:
     def plain_seconds(self) -> float:
         """What a token of the last text would have taken the target alone, as measured while it ran; 0 where nothing drafts."""
         return self.tuning.costs.plain_seconds if self.tuning.costs else 0.0
-
-    @property
-    def advised_sampling(self) -> Mapping[str, float]:
-        """What the target's files advise to draw with: by the names of `Sampling`, those that they tell."""
-        return self.team.source.sampling if self.team.source else {}
-
-    @property
-    def pooling(self) -> str:
-        """Which hidden states its files say are a text's embedding: "mean", "last", "cls", or "" where they do not."""
-        return self.team.source.pooling if self.team.source else ""
 
     @property
     def n_ids(self) -> int:

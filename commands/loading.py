@@ -150,7 +150,8 @@ def _room_of(request: Request, decoder: SpeculativeDecoder, n_prompt: int) -> in
 def drawn_as_advised(request: Request, decoder: SpeculativeDecoder) -> dict[str, Any]:
     """How the model's files advise to draw, by the names of `Sampling`, where no option says otherwise; a line tells it."""
     given = {name.removeprefix("served_") for name in request.given}
-    advised: dict[str, Any] = {name: value for name, value in decoder.advised_sampling.items() if name not in given}
+    of_files = decoder.team.source.sampling if decoder.team.source else {}
+    advised: dict[str, Any] = {name: value for name, value in of_files.items() if name not in given}
     if "top_k" in advised:
         advised["top_k"] = int(advised["top_k"])
     if advised:

@@ -65,7 +65,8 @@ def embeddings_asked(body: Mapping[str, Any], model: Model) -> Embedding:
         ]
     if (most := max(map(len, texts))) > decoder.n_positions:
         raise Refused(f"input has {most} tokens; the context holds {decoder.n_positions}", "input", TOO_LONG)
-    return Embedding(texts, cast(Pooling, decoder.pooling or "mean"), dimensions, form == "base64")
+    pooling = decoder.team.source.pooling if decoder.team.source else ""
+    return Embedding(texts, cast(Pooling, pooling or "mean"), dimensions, form == "base64")
 
 
 def _texts(name: str, value: Any) -> list[str | list[int]]:

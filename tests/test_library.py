@@ -227,7 +227,7 @@ def test_a_decoder_shows_what_is_its_users_and_nothing_else(decoder):
     shown = {name for name in dir(decoder) if not name.startswith("_")}
     calls = {"answer", "chat", "encode", "encode_chat", "generate", "read", "read_and_stream", "stream", "warm_up"}
     calls |= {"json_object", "json_schema", "regex"}
-    models = {"advised_sampling", "pooling", "target", "draft", "stage", "tokenizer", "chat_template", "has_draft", "has_stage"}
+    models = {"target", "draft", "stage", "tokenizer", "chat_template", "has_draft", "has_stage"}
     for_many_texts = {"team", "text", "tuning"}  # of whoever lets texts share passes
     assert shown == calls | models | for_many_texts | {
         "gamma",

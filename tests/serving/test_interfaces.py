@@ -4,7 +4,9 @@ import base64
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -177,7 +179,7 @@ def test_tokens_are_counted(app):  # noqa: F811
 
 @pytest.mark.parametrize("pooling", ["", "mean", "last", "cls"])
 def test_embeddings_are_the_models_last_hidden_states(app, decoder, monkeypatch, pooling):  # noqa: F811
-    monkeypatch.setattr(type(decoder), "pooling", pooling)
+    monkeypatch.setattr(decoder, "team", replace(decoder.team, source=SimpleNamespace(pooling=pooling)))
     texts = ["The robin flew away. " * 12, "One", "One, two, three"]
     model = decoder.target.seat([decoder.target.config.n_layers + 1])
     expected = []
