@@ -15,7 +15,7 @@ from . import folders, ggufs, llama, qwen
 from .family import Family, HeadInFolder, InGguf, Keys, Named
 from .fitting import are_layers
 from .folders import HEAD
-from .places import Place
+from .places import Place, named
 from .values import CheckpointError, Values, check_neutral, shown
 
 IDS, EMBEDDING = "d2t", "embed_tokens.weight"  # of rows' ids, absolute in GGUF files alone
@@ -25,7 +25,7 @@ GGUF_PLACES = ggufs.OUTER_PLACES | {
     "fc_norm": Place("enc.output_norm.weight", alone=True),
     "rms_emb": Place("blk.0.attn_norm.weight"),
     "rms_hidden": Place("blk.0.attn_norm_2.weight"),
-    **{name: Place(f"blk.0.{ggufs.LAYER_NAMES[name]}") for name in ("wq", "wk", "wv", "wo", "rms_ffn", "w1", "w2", "w3")},
+    **{name: Place(ggufs.PAIRS_PLACES[name].name.format(0)) for name in ("wq", "wk", "wv", "wo", "rms_ffn", "w1", "w2", "w3")},
     "rms_final": Place("output_norm.weight"),
 }
 
@@ -40,12 +40,7 @@ LAYERS = ("midlayer", "layers.0")  # a head's only one, in EAGLE's dialect and i
 PREFIX = re.compile(r"model\.")
 HARMLESS = re.compile(r"t2d|((midlayer|layers\.0)\.self_attn\.)?rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight")
 NORMS = {"": {}, "each": {"fc_norm": Place("fc_norm.{}.weight")}, "whole": {"fc_norm": Place("input_norm.weight", alone=True)}}
-OUTER_PLACES = {
-    "fc": Place("fc.weight"),
-    "rms_final": Place("norm.weight"),
-    "wcls": Place(HEAD),
-    "tok_emb": Place(EMBEDDING),
-}
+OUTER_PLACES = named("%s.weight", fc="fc", rms_final="norm", wcls="lm_head", tok_emb="embed_tokens")
 LAYER_PLACES = {
     "rms_emb": Place("layers.{}.input_layernorm.weight"),
     "rms_hidden": Place("layers.{}.hidden_norm.weight"),

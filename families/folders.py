@@ -13,7 +13,7 @@ import numpy as np
 from ..architectures import AttentionConfig, ExpertsConfig, LayerConfig, RopeConfig, RopeScaling, YarnScaling
 from ..architectures.config import LEAST_SCALE, of_some
 from ..architectures.rope import yarn_scale
-from .places import EXPERTS_GATED, GATED, QKV, Place
+from .places import GATED, OF_EXPERTS, QKV, TURNED, changed, experts_in_one, named, together
 from .values import Values
 
 HEAD = "lm_head.weight"
@@ -61,49 +61,34 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 PREFIX = re.compile(r"(model\.language_model|language_model\.model|language_model|model)\.")  # the first three beside images
 HARMLESS = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(vision_tower|multi_modal_projector)\..*")
-PLACES = {
-    "tok_emb": Place("embed_tokens.weight"),
-    "rms_att": Place("layers.{}.input_layernorm.weight"),
-    "wq": Place("layers.{}.self_attn.q_proj.weight", halves=True),
-    "wk": Place("layers.{}.self_attn.k_proj.weight", halves=True),
-    "wv": Place("layers.{}.self_attn.v_proj.weight"),
-    "wo": Place("layers.{}.self_attn.o_proj.weight"),
-    "bq": Place("layers.{}.self_attn.q_proj.bias", halves=True),
-    "bk": Place("layers.{}.self_attn.k_proj.bias", halves=True),
-    "bv": Place("layers.{}.self_attn.v_proj.bias"),
-    "bo": Place("layers.{}.self_attn.o_proj.bias"),
-    "q_norm": Place("layers.{}.self_attn.q_norm.weight", halves=True),
-    "k_norm": Place("layers.{}.self_attn.k_norm.weight", halves=True),
-    "rms_ffn": Place("layers.{}.post_attention_layernorm.weight"),
-    "w1": Place("layers.{}.mlp.gate_proj.weight"),
-    "w2": Place("layers.{}.mlp.down_proj.weight"),
-    "w3": Place("layers.{}.mlp.up_proj.weight"),
-    "b1": Place("layers.{}.mlp.gate_proj.bias"),
-    "b2": Place("layers.{}.mlp.down_proj.bias"),
-    "b3": Place("layers.{}.mlp.up_proj.bias"),
-    "rms_final": Place("norm.weight"),
-    "wcls": Place(HEAD),
-}
-FUSED = {  # some of them in one tensor
-    **{name: Place("layers.{}.self_attn.qkv_proj.weight", halves=name != "wv", among=QKV) for name in QKV},
-    **dict.fromkeys(GATED, Place("layers.{}.mlp.gate_up_proj.weight", among=GATED)),
-}
-EXPERTS = {
-    "router": Place("layers.{}.mlp.gate.weight"),
-    "experts_w1": Place("layers.{}.mlp.experts.{}.gate_proj.weight", each=True),
-    "experts_w2": Place("layers.{}.mlp.experts.{}.down_proj.weight", each=True),
-    "experts_w3": Place("layers.{}.mlp.experts.{}.up_proj.weight", each=True),
-}
-SHARED = {  # the expert that all tokens go through
-    "shared_w1": Place("layers.{}.mlp.shared_expert.gate_proj.weight"),
-    "shared_w2": Place("layers.{}.mlp.shared_expert.down_proj.weight"),
-    "shared_w3": Place("layers.{}.mlp.shared_expert.up_proj.weight"),
-    "shared_gate": Place("layers.{}.mlp.shared_expert_gate.weight"),
-}
-EXPERTS_IN_ONE = {  # as transformers 5 has them in memory
-    **dict.fromkeys(EXPERTS_GATED, Place("layers.{}.mlp.experts.gate_up_proj", among=EXPERTS_GATED, each=True)),
-    "experts_w2": Place("layers.{}.mlp.experts.down_proj", each=True),
-}
+OF_LAYERS, BIASES = "layers.{}.%s.weight", "layers.{}.%s.bias"
+PLACES = changed(
+    named("%s.weight", tok_emb="embed_tokens", rms_final="norm", wcls="lm_head")
+    | named(
+        OF_LAYERS, rms_att="input_layernorm", wq="self_attn.q_proj", wk="self_attn.k_proj", wv="self_attn.v_proj",
+        wo="self_attn.o_proj", q_norm="self_attn.q_norm", k_norm="self_attn.k_norm", rms_ffn="post_attention_layernorm",
+        w1="mlp.gate_proj", w2="mlp.down_proj", w3="mlp.up_proj",
+    )
+    | named(
+        BIASES, bq="self_attn.q_proj", bk="self_attn.k_proj", bv="self_attn.v_proj", bo="self_attn.o_proj",
+        b1="mlp.gate_proj", b2="mlp.down_proj", b3="mlp.up_proj",
+    ),
+    TURNED, halves=True,
+)  # fmt: skip
+NORMS_BEHIND = named(OF_LAYERS, rms_att_out="post_attention_layernorm", rms_ffn_out="post_feedforward_layernorm")
+NORMS_AROUND = NORMS_BEHIND | named(OF_LAYERS, rms_ffn="pre_feedforward_layernorm")
+FUSED = changed(  # some of them in one tensor
+    together(QKV, OF_LAYERS % "self_attn.qkv_proj") | together(GATED, OF_LAYERS % "mlp.gate_up_proj"), TURNED, halves=True
+)
+EXPERTS = named(OF_LAYERS, router="mlp.gate") | changed(
+    named("layers.{}.mlp.experts.{}.%s.weight", experts_w1="gate_proj", experts_w2="down_proj", experts_w3="up_proj"),
+    OF_EXPERTS, each=True,
+)  # fmt: skip
+SHARED = named(  # the expert that all tokens go through
+    OF_LAYERS, shared_w1="mlp.shared_expert.gate_proj", shared_w2="mlp.shared_expert.down_proj",
+    shared_w3="mlp.shared_expert.up_proj", shared_gate="mlp.shared_expert_gate",
+)  # fmt: skip
+EXPERTS_IN_ONE = experts_in_one("layers.{}.mlp.experts.%s")
 
 
 def numbers(values: Values, activation: str = "hidden_act", choices: Sequence[str] = SILU) -> dict[str, Any]:

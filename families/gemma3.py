@@ -14,7 +14,7 @@ from ..architectures.config import LEAST_SCALE, of_some
 from . import folders, ggufs
 from .family import Family, InFolder, InGguf, Keys
 from .folders import FULL, MAX_THETA, SLIDING
-from .places import ONE_MORE, Place
+from .places import ONE_MORE, changed
 from .values import Values
 
 DEFAULTS: dict[str, Any] = {
@@ -24,19 +24,9 @@ DEFAULTS: dict[str, Any] = {
     "query_pre_attn_scalar": 256, "sliding_window": 4096, "sliding_window_pattern": 6, "layer_types": None,
     "rope_theta": 1e6, "rope_local_base_freq": 1e4, "use_bidirectional_attention": False,
 }  # fmt: skip
-PLACES = folders.PLACES | {
-    "rms_att": Place("layers.{}.input_layernorm.weight", made=ONE_MORE),
-    "rms_att_out": Place("layers.{}.post_attention_layernorm.weight", made=ONE_MORE),
-    "rms_ffn": Place("layers.{}.pre_feedforward_layernorm.weight", made=ONE_MORE),
-    "rms_ffn_out": Place("layers.{}.post_feedforward_layernorm.weight", made=ONE_MORE),
-    "q_norm": Place("layers.{}.self_attn.q_norm.weight", halves=True, made=ONE_MORE),
-    "k_norm": Place("layers.{}.self_attn.k_norm.weight", halves=True, made=ONE_MORE),
-    "rms_final": Place("norm.weight", made=ONE_MORE),
-}
-GGUF_PLACES = ggufs.PLACES | {
-    "rms_att_out": Place("blk.{}.post_attention_norm.weight"),
-    "rms_ffn_out": Place("blk.{}.post_ffw_norm.weight"),
-}
+NORMS = ("rms_att", "rms_att_out", "rms_ffn", "rms_ffn_out", "q_norm", "k_norm", "rms_final")
+PLACES = changed(folders.PLACES | folders.NORMS_AROUND, NORMS, made=ONE_MORE)
+GGUF_PLACES = ggufs.PLACES | ggufs.NORMS_BEHIND
 # where a GGUF file is silent; and the model whose scale of scores is not by a head's length
 PATTERN, LOCAL_THETA, LAYERS_OF_27B = 6, 10000.0, 62
 BLOCKS: dict[str, Any] = {"norms": "around", "activation": "gelu"}

@@ -17,7 +17,7 @@ from ..architectures.config import LEAST_SCALE
 from . import folders, ggufs
 from .family import Family, InFolder, InGguf, Keys
 from .folders import FULL, MAX_THETA, SLIDING
-from .places import EXPERTS_GATED, Place
+from .places import experts_in_one, named
 from .values import MAX_SIZE, Values
 
 DEFAULTS: dict[str, Any] = {
@@ -40,52 +40,29 @@ ROPE: dict[str, dict[str, Any]] = {
 }
 PATTERN = 6  # where no list tells, each so many-th layer is full
 UNTURNED = float(np.float32(1e30))  # what divides the angles of pairs that do not turn, in GGUF files too
-PLACES = folders.PLACES | {
-    "rms_att_out": Place("layers.{}.post_attention_layernorm.weight"),
-    "rms_ffn": Place("layers.{}.pre_feedforward_layernorm.weight"),
-    "rms_ffn_out": Place("layers.{}.post_feedforward_layernorm.weight"),
-    "wk_as_v": Place("layers.{}.self_attn.k_proj.weight"),
-    "layer_scale": Place("layers.{}.layer_scalar"),
-    "input_rows": Place("embed_tokens_per_layer.weight"),
-    "inputs": Place("per_layer_model_projection.weight"),
-    "inputs_norm_in": Place("per_layer_projection_norm.weight"),
-    "inputs_gate": Place("layers.{}.per_layer_input_gate.weight"),
-    "inputs_back": Place("layers.{}.per_layer_projection.weight"),
-    "inputs_norm": Place("layers.{}.post_per_layer_input_norm.weight"),
-}
-EXPERTS_IN_ONE = {
-    **dict.fromkeys(EXPERTS_GATED, Place("layers.{}.experts.gate_up_proj", among=EXPERTS_GATED, each=True)),
-    "experts_w2": Place("layers.{}.experts.down_proj", each=True),
-}
-PLACES |= EXPERTS_IN_ONE | {
-    "router": Place("layers.{}.router.proj.weight"),
-    "router_scale": Place("layers.{}.router.scale"),
-    "expert_scale": Place("layers.{}.router.per_expert_scale"),
-    "rms_experts": Place("layers.{}.pre_feedforward_layernorm_2.weight"),
-    "rms_mlp_out": Place("layers.{}.post_feedforward_layernorm_1.weight"),
-    "rms_experts_out": Place("layers.{}.post_feedforward_layernorm_2.weight"),
-}
-GGUF_PLACES = (
-    ggufs.PLACES
-    | ggufs.EXPERTS_PLACES
-    | {
-        "router_scale": Place("blk.{}.ffn_gate_inp.scale"),
-        "expert_scale": Place("blk.{}.ffn_down_exps.scale"),
-        "rms_experts": Place("blk.{}.pre_ffw_norm_2.weight"),
-        "rms_mlp_out": Place("blk.{}.post_ffw_norm_1.weight"),
-        "rms_experts_out": Place("blk.{}.post_ffw_norm_2.weight"),
-        "rms_att_out": Place("blk.{}.post_attention_norm.weight"),
-        "rms_ffn_out": Place("blk.{}.post_ffw_norm.weight"),
-        "wk_as_v": Place("blk.{}.attn_k.weight"),
-        "layer_scale": Place("blk.{}.layer_output_scale.weight"),
-        "input_rows": Place("per_layer_token_embd.weight"),
-        "inputs": Place("per_layer_model_proj.weight"),
-        "inputs_norm_in": Place("per_layer_proj_norm.weight"),
-        "inputs_gate": Place("blk.{}.inp_gate.weight"),
-        "inputs_back": Place("blk.{}.proj.weight"),
-        "inputs_norm": Place("blk.{}.post_norm.weight"),
-    }
-)
+EXPERTS_IN_ONE = experts_in_one("layers.{}.experts.%s")
+PLACES = folders.PLACES | folders.NORMS_AROUND | EXPERTS_IN_ONE | {
+    **named(
+        folders.OF_LAYERS, wk_as_v="self_attn.k_proj", inputs_gate="per_layer_input_gate", inputs_back="per_layer_projection",
+        inputs_norm="post_per_layer_input_norm", router="router.proj", rms_experts="pre_feedforward_layernorm_2",
+        rms_mlp_out="post_feedforward_layernorm_1", rms_experts_out="post_feedforward_layernorm_2",
+    ),
+    **named("layers.{}.%s", layer_scale="layer_scalar", router_scale="router.scale", expert_scale="router.per_expert_scale"),
+    **named(
+        "%s.weight", input_rows="embed_tokens_per_layer", inputs="per_layer_model_projection",
+        inputs_norm_in="per_layer_projection_norm",
+    ),
+}  # fmt: skip
+GGUF_PLACES = ggufs.PLACES | ggufs.EXPERTS_PLACES | ggufs.NORMS_BEHIND | {
+    **named(
+        ggufs.OF_LAYERS, wk_as_v="attn_k", layer_scale="layer_output_scale", inputs_gate="inp_gate", inputs_back="proj",
+        inputs_norm="post_norm", rms_experts="pre_ffw_norm_2", rms_mlp_out="post_ffw_norm_1", rms_experts_out="post_ffw_norm_2",
+    ),
+    **named("blk.{}.%s.scale", router_scale="ffn_gate_inp", expert_scale="ffn_down_exps"),
+    **named(
+        "%s.weight", input_rows="per_layer_token_embd", inputs="per_layer_model_proj", inputs_norm_in="per_layer_proj_norm"
+    ),
+}  # fmt: skip
 BLOCKS: dict[str, Any] = {"norms": "around", "activation": "gelu"}
 ATTENTION: dict[str, Any] = {"qk_norm": True, "value_norm": True, "scale": 1.0}
 SHARED = ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_norm.weight", "self_attn.v_norm.weight")

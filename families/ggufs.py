@@ -13,7 +13,7 @@ from ..architectures.config import LEAST_SCALE
 from ..architectures.rope import yarn_scale
 from .family import Keys
 from .folders import MAX_THETA
-from .places import EXPERTS_GATED, Place
+from .places import EXPERTS_GATED, OF_EXPERTS, TURNED, Place, changed, named, together
 
 EMBEDDING, HEAD, ROPE_DIVISORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 EXPERT_DIM = "expert_feed_forward_length"
@@ -45,31 +45,29 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     GATING: (SOFTMAX, 0, None),
     "expert_group_count": (0, 1, None),
 }
-LAYER_NAMES = {
-    "rms_att": "attn_norm.weight", "wq": "attn_q.weight", "wk": "attn_k.weight", "wv": "attn_v.weight",
-    "wo": "attn_output.weight", "bq": "attn_q.bias", "bk": "attn_k.bias", "bv": "attn_v.bias", "bo": "attn_output.bias",
-    "q_norm": "attn_q_norm.weight", "k_norm": "attn_k_norm.weight", "rms_ffn": "ffn_norm.weight", "w1": "ffn_gate.weight",
-    "w2": "ffn_down.weight", "w3": "ffn_up.weight", "b1": "ffn_gate.bias", "b2": "ffn_down.bias", "b3": "ffn_up.bias",
-}  # fmt: skip
+OF_LAYERS, BIASES = "blk.{}.%s.weight", "blk.{}.%s.bias"
 OUTER_PLACES = {"tok_emb": Place(EMBEDDING), "wcls": Place(HEAD)}
-TURNED = ("wq", "wk", "bq", "bk", "q_norm", "k_norm")  # stored in adjacent pairs by llama.cpp's converter for some families
-PAIRS_PLACES = OUTER_PLACES | {
-    "rms_final": Place("output_norm.weight"),
-    **{name: Place(f"blk.{{}}.{stored}") for name, stored in LAYER_NAMES.items()},
-}
-PLACES = PAIRS_PLACES | {name: PAIRS_PLACES[name]._replace(halves=True) for name in TURNED}
-EXPERTS_PLACES = {
-    "router": Place("blk.{}.ffn_gate_inp.weight"),
-    "experts_w1": Place("blk.{}.ffn_gate_exps.weight", each=True),
-    "experts_w2": Place("blk.{}.ffn_down_exps.weight", each=True),
-    "experts_w3": Place("blk.{}.ffn_up_exps.weight", each=True),
-    "router_bias": Place("blk.{}.exp_probs_b.bias"),
-    "shared_w1": Place("blk.{}.ffn_gate_shexp.weight"),
-    "shared_w2": Place("blk.{}.ffn_down_shexp.weight"),
-    "shared_w3": Place("blk.{}.ffn_up_shexp.weight"),
-    "shared_gate": Place("blk.{}.ffn_gate_inp_shexp.weight"),
-}
-EXPERTS_IN_ONE = dict.fromkeys(EXPERTS_GATED, Place("blk.{}.ffn_gate_up_exps.weight", among=EXPERTS_GATED, each=True))
+PAIRS_PLACES = (  # of families whose q and k llama.cpp's converter stores in adjacent pairs
+    OUTER_PLACES
+    | {"rms_final": Place("output_norm.weight")}
+    | named(
+        OF_LAYERS, rms_att="attn_norm", wq="attn_q", wk="attn_k", wv="attn_v", wo="attn_output", q_norm="attn_q_norm",
+        k_norm="attn_k_norm", rms_ffn="ffn_norm", w1="ffn_gate", w2="ffn_down", w3="ffn_up",
+    )
+    | named(
+        BIASES, bq="attn_q", bk="attn_k", bv="attn_v", bo="attn_output", b1="ffn_gate", b2="ffn_down", b3="ffn_up"
+    )
+)  # fmt: skip
+PLACES = changed(PAIRS_PLACES, TURNED, halves=True)
+NORMS_BEHIND = named(OF_LAYERS, rms_att_out="post_attention_norm", rms_ffn_out="post_ffw_norm")
+EXPERTS_PLACES = named(BIASES, router_bias="exp_probs_b") | changed(
+    named(
+        OF_LAYERS, router="ffn_gate_inp", experts_w1="ffn_gate_exps", experts_w2="ffn_down_exps", experts_w3="ffn_up_exps",
+        shared_w1="ffn_gate_shexp", shared_w2="ffn_down_shexp", shared_w3="ffn_up_shexp", shared_gate="ffn_gate_inp_shexp",
+    ),
+    OF_EXPERTS, each=True,
+)  # fmt: skip
+EXPERTS_IN_ONE = together(EXPERTS_GATED, OF_LAYERS % "ffn_gate_up_exps", each=True)
 YARN_SCALE, CLOSE = "rope.scaling.yarn_attn_factor", 1e-3  # which llama.cpp computes anew; what rounding moves
 BETAS = "beta_fast", "beta_slow"
 

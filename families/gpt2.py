@@ -6,7 +6,7 @@ from typing import Any
 from ..architectures import Config
 from . import folders, ggufs
 from .family import Family, InFolder, InGguf, Keys
-from .places import QKV, QKV_BIASES, Place
+from .places import QKV, QKV_BIASES, Place, named, together
 from .values import Values
 
 DEFAULTS: dict[str, Any] = {
@@ -19,40 +19,23 @@ ALIASES = {
     "num_hidden_layers": "n_layer",
 }  # fmt: skip
 PLACES = {
-    "tok_emb": Place("wte.weight"),
-    "pos_emb": Place("wpe.weight"),
-    "ln_att": Place("h.{}.ln_1.weight"),
-    "ln_att_bias": Place("h.{}.ln_1.bias"),
-    **dict.fromkeys(QKV, Place("h.{}.attn.c_attn.weight", conv=True, among=QKV)),
-    **dict.fromkeys(QKV_BIASES, Place("h.{}.attn.c_attn.bias", among=QKV_BIASES)),
-    "wo": Place("h.{}.attn.c_proj.weight", conv=True),
-    "bo": Place("h.{}.attn.c_proj.bias"),
-    "ln_ffn": Place("h.{}.ln_2.weight"),
-    "ln_ffn_bias": Place("h.{}.ln_2.bias"),
-    "w1": Place("h.{}.mlp.c_fc.weight", conv=True),
-    "b1": Place("h.{}.mlp.c_fc.bias"),
-    "w2": Place("h.{}.mlp.c_proj.weight", conv=True),
-    "b2": Place("h.{}.mlp.c_proj.bias"),
-    "ln_final": Place("ln_f.weight"),
+    **named("%s.weight", tok_emb="wte", pos_emb="wpe", ln_final="ln_f", wcls="lm_head"),
     "ln_final_bias": Place("ln_f.bias"),
-    "wcls": Place(folders.HEAD),
+    **named("h.{}.%s.weight", ln_att="ln_1", ln_ffn="ln_2"),
+    **named("h.{}.%s.bias", ln_att_bias="ln_1", ln_ffn_bias="ln_2", bo="attn.c_proj", b1="mlp.c_fc", b2="mlp.c_proj"),
+    **together(QKV, "h.{}.attn.c_attn.weight", conv=True),
+    **together(QKV_BIASES, "h.{}.attn.c_attn.bias"),
+    "wo": Place("h.{}.attn.c_proj.weight", conv=True),
+    "w1": Place("h.{}.mlp.c_fc.weight", conv=True),
+    "w2": Place("h.{}.mlp.c_proj.weight", conv=True),
 }
 GGUF_PLACES = ggufs.OUTER_PLACES | {
-    "pos_emb": Place("position_embd.weight"),
-    "ln_att": Place("blk.{}.attn_norm.weight"),
-    "ln_att_bias": Place("blk.{}.attn_norm.bias"),
-    **dict.fromkeys(QKV, Place("blk.{}.attn_qkv.weight", among=QKV)),
-    **dict.fromkeys(QKV_BIASES, Place("blk.{}.attn_qkv.bias", among=QKV_BIASES)),
-    "wo": Place("blk.{}.attn_output.weight"),
-    "bo": Place("blk.{}.attn_output.bias"),
-    "ln_ffn": Place("blk.{}.ffn_norm.weight"),
-    "ln_ffn_bias": Place("blk.{}.ffn_norm.bias"),
-    "w1": Place("blk.{}.ffn_up.weight"),
-    "b1": Place("blk.{}.ffn_up.bias"),
-    "w2": Place("blk.{}.ffn_down.weight"),
-    "b2": Place("blk.{}.ffn_down.bias"),
-    "ln_final": Place("output_norm.weight"),
+    **named("%s.weight", pos_emb="position_embd", ln_final="output_norm"),
     "ln_final_bias": Place("output_norm.bias"),
+    **named(ggufs.OF_LAYERS, ln_att="attn_norm", wo="attn_output", ln_ffn="ffn_norm", w1="ffn_up", w2="ffn_down"),
+    **named(ggufs.BIASES, ln_att_bias="attn_norm", bo="attn_output", ln_ffn_bias="ffn_norm", b1="ffn_up", b2="ffn_down"),
+    **together(QKV, ggufs.OF_LAYERS % "attn_qkv"),
+    **together(QKV_BIASES, ggufs.BIASES % "attn_qkv"),
 }
 
 

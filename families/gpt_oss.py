@@ -6,7 +6,7 @@ from ..architectures import AttentionConfig, Config, YarnScaling
 from ..architectures.config import LEAST_SCALE
 from . import folders, ggufs
 from .family import Family, InFolder, InGguf, Keys
-from .places import EVEN, ODD, Place
+from .places import EVEN, ODD, OF_EXPERTS, Place, named
 from .values import Values
 
 ROPE = {
@@ -20,30 +20,28 @@ DEFAULTS = folders.DEFAULTS | {
     "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "layer_types": None, "rope_theta": 150000.0,
 }  # fmt: skip
 GGUF_LIMIT, GGUF_ALPHA = 7.0, 1.702  # of which a file does not tell
+EXPERT = "layers.{}.mlp.experts."
 PLACES = folders.PLACES | {
     "sinks": Place("layers.{}.self_attn.sinks"),
     "router": Place("layers.{}.mlp.router.weight"),
     "router_b": Place("layers.{}.mlp.router.bias"),
-    "experts_w1": Place("layers.{}.mlp.experts.gate_up_proj", conv=True, each=True, step=(0, 2)),
-    "experts_w2": Place("layers.{}.mlp.experts.down_proj", conv=True, each=True),
-    "experts_w3": Place("layers.{}.mlp.experts.gate_up_proj", conv=True, each=True, step=(1, 2)),
-    "experts_b1": Place("layers.{}.mlp.experts.gate_up_proj_bias", made=EVEN),
-    "experts_b2": Place("layers.{}.mlp.experts.down_proj_bias"),
-    "experts_b3": Place("layers.{}.mlp.experts.gate_up_proj_bias", made=ODD),
+    "experts_w1": Place(EXPERT + "gate_up_proj", conv=True, each=True, step=(0, 2)),
+    "experts_w2": Place(EXPERT + "down_proj", conv=True, each=True),
+    "experts_w3": Place(EXPERT + "gate_up_proj", conv=True, each=True, step=(1, 2)),
+    "experts_b1": Place(EXPERT + "gate_up_proj_bias", made=EVEN),
+    "experts_b2": Place(EXPERT + "down_proj_bias"),
+    "experts_b3": Place(EXPERT + "gate_up_proj_bias", made=ODD),
 }
-EXPERT = "layers.{}.mlp.experts."
 BLOCKS = {  # as published, not as transformers saves what it has in memory
-    "experts_w1": Place(EXPERT + "gate_up_proj_blocks", each=True, step=(0, 2), scales=EXPERT + "gate_up_proj_scales"),
-    "experts_w2": Place(EXPERT + "down_proj_blocks", each=True, scales=EXPERT + "down_proj_scales"),
-    "experts_w3": Place(EXPERT + "gate_up_proj_blocks", each=True, step=(1, 2), scales=EXPERT + "gate_up_proj_scales"),
+    name: place._replace(name=f"{place.name}_blocks", conv=False, scales=f"{place.name}_scales")
+    for name, place in PLACES.items()
+    if name in OF_EXPERTS
 }
 GGUF_PLACES = ggufs.PLACES | ggufs.EXPERTS_PLACES | {
-    "rms_ffn": Place("blk.{}.post_attention_norm.weight"),
-    "sinks": Place("blk.{}.attn_sinks.weight"),
-    "router_b": Place("blk.{}.ffn_gate_inp.bias"),
-    "experts_b1": Place("blk.{}.ffn_gate_exps.bias"),
-    "experts_b2": Place("blk.{}.ffn_down_exps.bias"),
-    "experts_b3": Place("blk.{}.ffn_up_exps.bias"),
+    **named(ggufs.OF_LAYERS, rms_ffn="post_attention_norm", sinks="attn_sinks"),
+    **named(
+        ggufs.BIASES, router_b="ffn_gate_inp", experts_b1="ffn_gate_exps", experts_b2="ffn_down_exps", experts_b3="ffn_up_exps"
+    ),
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from ..architectures import Config
 from ..architectures.config import LEAST_SCALE
 from . import folders, ggufs
 from .family import Family, InFolder, InGguf, Keys
-from .places import EXPERTS_GATED, GATED, SHARED_GATED, Place
+from .places import EXPERTS_GATED, GATED, SHARED_GATED, Place, together
 from .values import Values
 
 SCALES = {
@@ -23,18 +23,14 @@ HYBRID_DEFAULTS = DEFAULTS | {
 }  # fmt: skip
 MOE_DEFAULTS = DEFAULTS | {"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0}
 ATTENTION = (folders.FULL, "attention")  # as transformers 5 and 4 name it
-SHARED_MLP = {  # of a hybrid, whose other experts a dense model has not
-    **dict.fromkeys(GATED, Place("layers.{}.shared_mlp.input_linear.weight", among=GATED)),
-    "w2": Place("layers.{}.shared_mlp.output_linear.weight"),
-}
-
-
+SHARED_IN, SHARED_OUT = (folders.OF_LAYERS % f"shared_mlp.{name}_linear" for name in ("input", "output"))
+SHARED_MLP = together(GATED, SHARED_IN) | {"w2": Place(SHARED_OUT)}  # of a hybrid, whose other experts a dense model has not
 EXPERTS = {
     "router": Place("layers.{}.block_sparse_moe.router.layer.weight"),
-    **dict.fromkeys(EXPERTS_GATED, Place("layers.{}.block_sparse_moe.input_linear.weight", among=EXPERTS_GATED, each=True)),
+    **together(EXPERTS_GATED, "layers.{}.block_sparse_moe.input_linear.weight", each=True),
     "experts_w2": Place("layers.{}.block_sparse_moe.output_linear.weight", each=True),
-    **dict.fromkeys(SHARED_GATED, Place("layers.{}.shared_mlp.input_linear.weight", among=SHARED_GATED)),
-    "shared_w2": Place("layers.{}.shared_mlp.output_linear.weight"),
+    **together(SHARED_GATED, SHARED_IN),
+    "shared_w2": Place(SHARED_OUT),
 }
 
 

@@ -6,7 +6,7 @@ from ..architectures import Config, ConvConfig, LayerConfig
 from ..architectures.config import LEAST_SCALE, of_some
 from . import folders, ggufs
 from .family import Family, InFolder, InGguf, Keys
-from .places import CONV_IN, CONV_IN_BIASES, EXPERTS_GATED, TAPS, TURNED_TAPS, Place
+from .places import CONV_IN, CONV_IN_BIASES, TAPS, TURNED, TURNED_TAPS, Place, changed, experts_in_one, named, together
 from .values import MAX_SIZE, Values
 
 DEFAULTS = folders.DEFAULTS | {
@@ -22,39 +22,27 @@ MOE_DEFAULTS = DEFAULTS | {
 }  # fmt: skip
 ALIASES = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
 KINDS = ("conv", folders.FULL)
-PLACES = {
-    "tok_emb": Place("embed_tokens.weight"),
-    "rms_att": Place("layers.{}.operator_norm.weight"),
-    "wq": Place("layers.{}.self_attn.q_proj.weight", halves=True),
-    "wk": Place("layers.{}.self_attn.k_proj.weight", halves=True),
-    "wv": Place("layers.{}.self_attn.v_proj.weight"),
-    "wo": Place("layers.{}.self_attn.out_proj.weight"),
-    "q_norm": Place("layers.{}.self_attn.q_layernorm.weight", halves=True),
-    "k_norm": Place("layers.{}.self_attn.k_layernorm.weight", halves=True),
-    **dict.fromkeys(CONV_IN, Place("layers.{}.conv.in_proj.weight", among=CONV_IN)),
-    **dict.fromkeys(CONV_IN_BIASES, Place("layers.{}.conv.in_proj.bias", among=CONV_IN_BIASES)),
-    "conv": Place("layers.{}.conv.conv.weight", made=TAPS),
-    "conv_bias": Place("layers.{}.conv.conv.bias"),
-    "conv_out": Place("layers.{}.conv.out_proj.weight"),
-    "conv_out_bias": Place("layers.{}.conv.out_proj.bias"),
-    "rms_ffn": Place("layers.{}.ffn_norm.weight"),
-    "w1": Place("layers.{}.feed_forward.w1.weight"),
-    "w2": Place("layers.{}.feed_forward.w2.weight"),
-    "w3": Place("layers.{}.feed_forward.w3.weight"),
-    "rms_final": Place("embedding_norm.weight"),
-    "wcls": Place(folders.HEAD),
-}
+PLACES = changed(
+    named("%s.weight", tok_emb="embed_tokens", rms_final="embedding_norm", wcls="lm_head")
+    | named(
+        folders.OF_LAYERS, rms_att="operator_norm", wq="self_attn.q_proj", wk="self_attn.k_proj", wv="self_attn.v_proj",
+        wo="self_attn.out_proj", q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm",
+        conv_out="conv.out_proj", rms_ffn="ffn_norm", w1="feed_forward.w1", w2="feed_forward.w2", w3="feed_forward.w3",
+    )
+    | named(folders.BIASES, conv_bias="conv.conv", conv_out_bias="conv.out_proj")
+    | together(CONV_IN, folders.OF_LAYERS % "conv.in_proj")
+    | together(CONV_IN_BIASES, folders.BIASES % "conv.in_proj")
+    | {"conv": Place("layers.{}.conv.conv.weight", made=TAPS)},
+    TURNED, halves=True,
+)  # fmt: skip
 EXPERTS = {
     "router": Place("layers.{}.feed_forward.gate.weight"),
     "router_bias": Place("layers.{}.feed_forward.expert_bias"),
     **{f"experts_w{n}": Place(f"layers.{{}}.feed_forward.experts.{{}}.w{n}.weight", each=True) for n in (1, 2, 3)},
 }
-EXPERTS_IN_ONE = {
-    **dict.fromkeys(EXPERTS_GATED, Place("layers.{}.feed_forward.experts.gate_up_proj", among=EXPERTS_GATED, each=True)),
-    "experts_w2": Place("layers.{}.feed_forward.experts.down_proj", each=True),
-}
+EXPERTS_IN_ONE = experts_in_one("layers.{}.feed_forward.experts.%s")
 GGUF_PLACES = ggufs.PLACES | {
-    **dict.fromkeys(CONV_IN, Place("blk.{}.shortconv.in_proj.weight", among=CONV_IN)),
+    **together(CONV_IN, ggufs.OF_LAYERS % "shortconv.in_proj"),
     "conv": Place("blk.{}.shortconv.conv.weight", made=TURNED_TAPS),
     "conv_out": Place("blk.{}.shortconv.out_proj.weight"),
     "rms_final": Place("token_embd_norm.weight"),

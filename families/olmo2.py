@@ -5,18 +5,9 @@ one over all of its keys.
 from ..architectures import Config
 from . import folders, ggufs
 from .family import Family, InFolder, InGguf, Keys
-from .places import Place
 from .values import Values
 
 DEFAULTS = folders.DEFAULTS | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "bos_token_id": None, "eos_token_id": 50279}
-PLACES = folders.PLACES | {
-    "rms_att_out": Place("layers.{}.post_attention_layernorm.weight"),
-    "rms_ffn_out": Place("layers.{}.post_feedforward_layernorm.weight"),
-}
-GGUF_PLACES = ggufs.PLACES | {
-    "rms_att_out": Place("blk.{}.post_attention_norm.weight"),
-    "rms_ffn_out": Place("blk.{}.post_ffw_norm.weight"),
-}
 
 
 def config(values: Values) -> Config:
@@ -31,4 +22,7 @@ def gguf_config(k: Keys) -> Config:
     return Config(**ggufs.numbers(k, qk_norm="whole"), norms="behind")
 
 
-FAMILY = Family((InFolder("olmo2", DEFAULTS, config, PLACES),), (InGguf("olmo2", gguf_config, GGUF_PLACES),))
+FAMILY = Family(
+    (InFolder("olmo2", DEFAULTS, config, folders.PLACES | folders.NORMS_BEHIND),),
+    (InGguf("olmo2", gguf_config, ggufs.PLACES | ggufs.NORMS_BEHIND),),
+)

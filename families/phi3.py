@@ -9,7 +9,7 @@ from ..architectures.config import LEAST_SCALE
 from ..architectures.rope import longrope_scale
 from . import folders, ggufs
 from .family import Family, InFolder, InGguf, Keys
-from .places import GATED, QKV, Place
+from .places import GATED, QKV, TURNED, changed, together
 from .values import Values
 
 DEFAULTS = folders.DEFAULTS | {
@@ -18,10 +18,9 @@ DEFAULTS = folders.DEFAULTS | {
 }  # fmt: skip
 LONGROPE = ("longrope", "su", "yarn")  # the last two are older names of it
 SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
-GGUF_PLACES = ggufs.PAIRS_PLACES | {
-    **{name: Place("blk.{}.attn_qkv.weight", halves=name != "wv", among=QKV) for name in QKV},
-    **dict.fromkeys(GATED, Place("blk.{}.ffn_up.weight", among=GATED)),
-}
+GGUF_PLACES = ggufs.PAIRS_PLACES | changed(
+    together(QKV, ggufs.OF_LAYERS % "attn_qkv") | together(GATED, ggufs.OF_LAYERS % "ffn_up"), TURNED, halves=True
+)
 
 
 def config(values: Values) -> Config:

@@ -1,6 +1,6 @@
 """Where a family's tensors lie among those of a file, and how they become what blocks take. Knows no format and no family."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +9,9 @@ import numpy.typing as npt
 from ..architectures.states import fill_rates
 
 GATED, QKV, QKV_BIASES = ("w1", "w3"), ("wq", "wk", "wv"), ("bq", "bk", "bv")  # what may lie in one tensor
+OF_EXPERTS = ("experts_w1", "experts_w2", "experts_w3")
 EXPERTS_GATED, SHARED_GATED = ("experts_w1", "experts_w3"), ("shared_w1", "shared_w3")
+TURNED = ("wq", "wk", "bq", "bk", "q_norm", "k_norm")  # of heads that RoPE turns
 CONV_IN, CONV_IN_BIASES = ("conv_b", "conv_c", "conv_x"), ("conv_b_bias", "conv_c_bias", "conv_x_bias")
 
 
@@ -41,6 +43,29 @@ class Making(NamedTuple):
 
     numbers: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
     stored: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple
+
+
+def named(form: str, **stored: str) -> dict[str, Place]:
+    """Places, by our names, of tensors whose own names fill a form such as `layers.{}.%s.weight`."""
+    return {name: Place(form % each) for name, each in stored.items()}
+
+
+def together(names: tuple[str, ...], stored: str, each: bool = False, conv: bool = False) -> dict[str, Place]:
+    """Places of tensors that are one in the file."""
+    return dict.fromkeys(names, Place(stored, among=names, each=each, conv=conv))
+
+
+def experts_in_one(form: str) -> dict[str, Place]:
+    """Places of a folder's experts of which all are one tensor, as transformers 5 has them in memory."""
+    return {
+        **together(EXPERTS_GATED, form % "gate_up_proj", each=True),
+        "experts_w2": Place(form % "down_proj", each=True),
+    }
+
+
+def changed(places: Mapping[str, Place], names: Collection[str], **how: Any) -> dict[str, Place]:
+    """The same places, those of some names in another form."""
+    return {name: place._replace(**how) if name in names else place for name, place in places.items()}
 
 
 def _rates(logarithms: npt.NDArray[Any]) -> npt.NDArray[Any]:

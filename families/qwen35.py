@@ -10,7 +10,7 @@ from ..architectures.config import of_some
 from . import folders, ggufs
 from .family import Family, InFolder, InGguf, Keys
 from .folders import FULL, LINEAR
-from .places import ONE_MORE, RATE, TAPS, TURNED_TAPS, Place
+from .places import ONE_MORE, RATE, TAPS, TURNED_TAPS, Place, changed, named
 from .values import Values
 
 DEFAULTS = folders.DEFAULTS | {
@@ -23,40 +23,29 @@ MOE_DEFAULTS = DEFAULTS | {
     "hidden_size": 2048, "intermediate_size": 512, "num_hidden_layers": 40, "num_key_value_heads": 2,
     "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts_per_tok": 8, "num_experts": 256,
 }  # fmt: skip
-ATTENTION = {  # and norms
+NORMS = ("q_norm", "k_norm", "rms_att", "rms_ffn", "rms_final")
+PLACES = changed(folders.PLACES, NORMS, made=ONE_MORE) | {
     "wq": Place("layers.{}.self_attn.q_proj.weight", halves=True, turn=(0, 2)),
     "wg": Place("layers.{}.self_attn.q_proj.weight", turn=(1, 2)),
-    "q_norm": Place("layers.{}.self_attn.q_norm.weight", halves=True, made=ONE_MORE),
-    "k_norm": Place("layers.{}.self_attn.k_norm.weight", halves=True, made=ONE_MORE),
-    "rms_att": Place("layers.{}.input_layernorm.weight", made=ONE_MORE),
-    "rms_ffn": Place("layers.{}.post_attention_layernorm.weight", made=ONE_MORE),
-    "rms_final": Place("norm.weight", made=ONE_MORE),
-}
-PLACES = folders.PLACES | ATTENTION | {
-    "delta_qkv": Place("layers.{}.linear_attn.in_proj_qkv.weight"),
-    "delta_z": Place("layers.{}.linear_attn.in_proj_z.weight"),
-    "delta_b": Place("layers.{}.linear_attn.in_proj_b.weight"),
-    "delta_a": Place("layers.{}.linear_attn.in_proj_a.weight"),
-    "delta_out": Place("layers.{}.linear_attn.out_proj.weight"),
+    **named(
+        "layers.{}.linear_attn.%s.weight", delta_qkv="in_proj_qkv", delta_z="in_proj_z", delta_b="in_proj_b",
+        delta_a="in_proj_a", delta_out="out_proj", delta_norm="norm",
+    ),
     "conv": Place("layers.{}.linear_attn.conv1d.weight", made=TAPS),
     "rate": Place("layers.{}.linear_attn.A_log", made=RATE),
     "dt": Place("layers.{}.linear_attn.dt_bias"),
-    "delta_norm": Place("layers.{}.linear_attn.norm.weight"),
 }  # fmt: skip
 GGUF_PLACES = ggufs.PLACES | {
     "wq": Place("blk.{}.attn_q.weight", halves=True, turn=(0, 2)),
     "wg": Place("blk.{}.attn_q.weight", turn=(1, 2)),
-    "rms_ffn": Place("blk.{}.post_attention_norm.weight"),
-    "delta_qkv": Place("blk.{}.attn_qkv.weight"),
-    "delta_z": Place("blk.{}.attn_gate.weight"),
-    "delta_b": Place("blk.{}.ssm_beta.weight"),
-    "delta_a": Place("blk.{}.ssm_alpha.weight"),
-    "delta_out": Place("blk.{}.ssm_out.weight"),
+    **named(
+        ggufs.OF_LAYERS, rms_ffn="post_attention_norm", delta_qkv="attn_qkv", delta_z="attn_gate", delta_b="ssm_beta",
+        delta_a="ssm_alpha", delta_out="ssm_out", delta_norm="ssm_norm",
+    ),
     "conv": Place("blk.{}.ssm_conv1d.weight", made=TURNED_TAPS),
     "rate": Place("blk.{}.ssm_a"),
     "dt": Place("blk.{}.ssm_dt.bias"),
-    "delta_norm": Place("blk.{}.ssm_norm.weight"),
-}
+}  # fmt: skip
 HARMLESS = re.compile(r"(visual|mtp)\..*")
 LAYER = ("rms_att", "wq", "wk", "wv", "wg", "wo", "q_norm", "k_norm", "rms_ffn", "w1", "w2", "w3")  # of the head
 
