@@ -27,7 +27,7 @@ def read_config(folder: Path) -> tuple[InFolder, Config, dict[int, str], int | N
     """
     path = folder / CONFIG
     given = _of_text(path, read_object(path))
-    name, all_names = given.get("model_type"), (*FOLDERS, *BESIDE)
+    name, all_names = given.get("model_type"), sorted((*FOLDERS, *BESIDE))
     known = ", ".join(each for each in all_names if not any(each != other and each.startswith(other) for other in all_names))
     if name is None:
         raise CheckpointError(f"{path} names no model_type; expected one of {known}")

@@ -222,7 +222,7 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"model_type": "bloom"},
-        '"bloom" is not read; those are llama, mistral, mixtral, qwen2, qwen3, granite, ',
+        '"bloom" is not read; those are gemma3, gemma4, gpt2, gpt_oss, granite, lfm2, ',
     ),
     ("llama", {"model_type": GONE}, "model_type"),
     ("llama", {"model_type": ["llama"]}, "model_type"),
