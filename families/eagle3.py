@@ -92,9 +92,9 @@ def config(path: Path, given: Mapping[str, Any], tensors: Named) -> Config:
         raise own.refusal("fc_norm", "false beside norm_before_fc, which norms the same numbers")
     own_layer = OF_LAYER[layer["model_type"]].config(layer)
     head = HeadConfig(
-        target_dim=own_layer.dim if own[TARGET_DIM] is None else own.whole(TARGET_DIM),
+        target_dim=own.whole(TARGET_DIM, own_layer.dim),
         layers=_layers(path, given, eagle),
-        n_rows=own_layer.vocab_size if own[ROWS] is None else own.whole(ROWS),
+        n_rows=own.whole(ROWS, own_layer.vocab_size),
         own_embedding=EMBEDDING in tensors,
         own_classifier=HEAD in tensors,
         norm_before_residual=flags["norm_before_residual"],
@@ -157,7 +157,7 @@ def gguf_config(k: Keys) -> Config:
     k.must_be("block_count", 1)
     layers = next((key for key in TARGET_LAYERS if key in k), TARGET_LAYERS[0])
     if not are_layers(k[layers]):
-        raise k.values.refusal(k.key(layers), "layers of the target, each once")
+        raise k.refusal(layers, "layers of the target, each once")
     sized = next((name for name in (IDS, ggufs.HEAD) if name in k.tensors), "")
     head = HeadConfig(
         target_dim=k.whole("target_hidden_size"),

@@ -88,42 +88,14 @@ class Tensors(Named, Protocol):
         """Raises CheckpointError for one that is missing or of another shape."""
 
 
-@dataclass(frozen=True)
-class Keys:
-    """What a GGUF file says of a model: its keys, those of its architecture by a name that begins with that; the numbers that all
-    families have, by `Config`'s names; and its tensors.
+class Keys(Values):
+    """What a GGUF file says of a model: the keys of its architecture; the numbers that all families have, by `Config`'s names;
+    and its tensors.
     """
 
-    architecture: str
-    values: Values
-    common: Mapping[str, Any]
-    tensors: Tensors
-
-    def key(self, name: str) -> str:
-        """The whole key of that name."""
-        return f"{self.architecture}.{name}"
-
-    def __getitem__(self, name: str) -> Any:
-        return self.values[self.key(name)]
-
-    def __contains__(self, name: object) -> bool:
-        return self.key(str(name)) in self.values
-
-    def whole(self, name: str, otherwise: int | None = None) -> int:
-        """A whole number from 1 on; otherwise: where the file is silent. Raises CheckpointError."""
-        return otherwise if otherwise is not None and name not in self else self.values.whole(self.key(name))
-
-    def real(self, name: str, least: float, most: float, otherwise: float | None = None) -> float:
-        """A number from least to most; otherwise: where the file is silent. Raises CheckpointError."""
-        return otherwise if otherwise is not None and name not in self else self.values.real(self.key(name), least, most)
-
-    def flag(self, name: str, otherwise: bool) -> bool:
-        """true or false; otherwise: where the file is silent. Raises CheckpointError."""
-        return self.values.flag(self.key(name)) if name in self else otherwise
-
-    def must_be(self, name: str, *choices: Any) -> None:
-        """As `Values.must_be`."""
-        self.values.must_be(self.key(name), *choices)
+    def __init__(self, path: Path, given: Mapping[str, Any], beginning: str, common: Mapping[str, Any], tensors: Tensors) -> None:
+        super().__init__(path, given, beginning=beginning)
+        self.common, self.tensors = common, tensors
 
 
 @dataclass(frozen=True)

@@ -98,14 +98,14 @@ def numbers(values: Values, activation: str = "hidden_act", choices: Sequence[st
     return {
         "dim": values.whole("hidden_size"),
         "hidden_dim": values.whole("intermediate_size"),
-        "n_layers": values.whole("num_hidden_layers", MOST_LAYERS),
+        "n_layers": values.whole("num_hidden_layers", most=MOST_LAYERS),
         "n_heads": n_heads,
-        "n_kv_heads": n_heads if values["num_key_value_heads"] is None else values.whole("num_key_value_heads"),
+        "n_kv_heads": values.whole("num_key_value_heads", n_heads),
         "vocab_size": values.whole("vocab_size"),
         "seq_len": values.whole("max_position_embeddings"),
         "shared_classifier": values.flag("tie_word_embeddings"),
         "norm_eps": values.real("rms_norm_eps", 0, 1),
-        "head_dim": 0 if values["head_dim"] is None else values.whole("head_dim"),
+        "head_dim": values.whole("head_dim", 0),
     }
 
 
@@ -126,8 +126,8 @@ def no_biases(values: Values) -> None:
 
 def window(values: Values) -> int:
     """Of all layers, or of none; a list of layers says the same."""
-    seen = 0 if values["sliding_window"] is None else values.whole("sliding_window")
-    n_layers = values.whole("num_hidden_layers", MOST_LAYERS)
+    seen = values.whole("sliding_window", 0)
+    n_layers = values.whole("num_hidden_layers", most=MOST_LAYERS)
     expected = SLIDING if seen else FULL
     if values["layer_types"] is not None and values["layer_types"] != [expected] * n_layers:
         raise values.refusal("layer_types", f"{expected} in all {n_layers} layers")
@@ -142,7 +142,7 @@ def no_window(values: Values, family: str) -> None:
 
 def only_full(values: Values) -> None:
     """Raises CheckpointError for a list of layers of which some are not full."""
-    n_layers = values.whole("num_hidden_layers", MOST_LAYERS)
+    n_layers = values.whole("num_hidden_layers", most=MOST_LAYERS)
     if values["layer_types"] is not None and values["layer_types"] != [FULL] * n_layers:
         raise values.refusal("layer_types", f"{FULL} in all {n_layers} layers")
 
@@ -163,9 +163,7 @@ def unwindowed(windowed: AttentionConfig, full: Collection[int], n_layers: int) 
 
 def head_length(values: Values) -> int:
     """How many rows a head has, or would have if they were whole."""
-    if values["head_dim"] is not None:
-        return values.whole("head_dim")
-    return values.whole("hidden_size") // values.whole("num_attention_heads")
+    return values.whole("head_dim", 0) or values.whole("hidden_size") // values.whole("num_attention_heads")
 
 
 def rope_values(values: Values, otherwise: Mapping[str, Any] | None = None) -> Values:
@@ -226,7 +224,7 @@ def original_positions(values: Values, said: Values) -> int:
 
 def _yarn(rope: RopeConfig, values: Values, said: Values) -> RopeConfig:
     original, scale = original_positions(values, said), 1.0
-    factor = values.whole("max_position_embeddings") / original if said["factor"] is None else said.real("factor", 1, 1e6)
+    factor = said.real("factor", 1, 1e6, values.whole("max_position_embeddings") / original)
     if factor < 1:
         raise said.refusal("factor", "a number from 1 on")
     betas = {key: said.real(key, 1e-6, 1e6) for key in ("beta_fast", "beta_slow") if said[key] not in (None, 0)}
@@ -236,7 +234,7 @@ def _yarn(rope: RopeConfig, values: Values, said: Values) -> RopeConfig:
     if said["attention_factor"] is not None:
         scale = said.real("attention_factor", LEAST_SCALE, 1 / LEAST_SCALE)
     else:
-        shares = [0.0 if said[key] is None else said.real(key, 0, 1e6) for key in ("mscale", "mscale_all_dim")]
+        shares = [said.real(key, 0, 1e6, 0.0) for key in ("mscale", "mscale_all_dim")]
         scale = yarn_scale(factor, shares[0]) / yarn_scale(factor, shares[1]) if all(shares) else yarn_scale(factor)
     return replace(rope, scaling=scaling, scale=float(np.float32(scale)))
 

@@ -36,11 +36,7 @@ def config(values: Values) -> Config:
     """The numbers that a config.json says."""
     values.must_be("attention_bias", False)
     values.must_be("use_bidirectional_attention", False, None)
-    values.must_be("hidden_activation", *folders.GELU_TANH)
-    silu = Values(
-        values.path, {"hidden_act": "silu"}, {key: values[key] for key in DEFAULTS}
-    )  # what an older key says is nothing
-    sizes, head_dim = folders.numbers(silu), values.whole("head_dim")
+    sizes, head_dim = folders.numbers(values, "hidden_activation", folders.GELU_TANH), values.whole("head_dim")
     n_layers = sizes["n_layers"]
     if values["layer_types"] is None:
         pattern = values.whole("sliding_window_pattern")
@@ -97,7 +93,7 @@ def gguf_config(k: Keys) -> Config:
     if k[ggufs.WINDOW] not in (None, 0):
         window = k.whole(ggufs.WINDOW)
         if isinstance(k[pattern], list):
-            flags = k.values.of_layers(k.key(pattern), n_layers, (True, False), "true or false")
+            flags = k.of_layers(pattern, n_layers, (True, False), "true or false")
             full = tuple(layer for layer, flag in enumerate(flags) if not flag)
         else:
             every = k.whole(pattern, PATTERN)

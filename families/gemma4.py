@@ -73,9 +73,7 @@ def config(values: Values) -> Config:
     """The numbers that a config.json says."""
     values.must_be("attention_bias", False)
     values.must_be("use_bidirectional_attention", None, "vision")
-    values.must_be("hidden_activation", *folders.GELU_TANH)
-    silu = Values(values.path, {"hidden_act": "silu"}, {key: values[key] for key in DEFAULTS})  # an older key says nothing
-    sizes = folders.numbers(silu)
+    sizes = folders.numbers(values, "hidden_activation", folders.GELU_TANH)
     n_layers, dim = sizes["n_layers"], sizes["dim"]
     if values["layer_types"] is None:
         full = {*range(PATTERN - 1, n_layers, PATTERN), n_layers - 1}
@@ -86,7 +84,7 @@ def config(values: Values) -> Config:
     window = values.whole("sliding_window") if len(full) < n_layers else 0
     attention = AttentionConfig(local, window=window, **ATTENTION)
     whole = replace(own, attention=replace(attention, window=0, rope=turned, values_are_keys=same))
-    n_shared = values.whole("num_kv_shared_layers", n_layers - 1) if values["num_kv_shared_layers"] != 0 else 0
+    n_shared = values.whole("num_kv_shared_layers", most=n_layers - 1) if values["num_kv_shared_layers"] != 0 else 0
     wide = 2 * sizes["hidden_dim"] if values.flag("use_double_wide_mlp") else None
     layers = _layers([whole if i in full else LayerConfig() for i in range(n_layers)], attention, full, n_shared, wide)
     if not layers:
@@ -95,7 +93,7 @@ def config(values: Values) -> Config:
         **sizes, **BLOCKS, attention=attention, layers=layers, inputs=_inputs(values), embedding_scale=embedding_scale(dim),
         layer_scale=True,
         experts=folders.experts(values, "moe_intermediate_size", is_beside=True) if values.flag("enable_moe_block") else None,
-        logit_cap=0.0 if values[CAP] is None else values.real(CAP, LEAST_SCALE, 1 / LEAST_SCALE),
+        logit_cap=values.real(CAP, LEAST_SCALE, 1 / LEAST_SCALE, 0.0),
     )  # fmt: skip
 
 
@@ -170,16 +168,16 @@ def gguf_config(k: Keys, n_shared: int | None = None) -> Config:
     n_shared: how many layers, the last, take others' keys and values, by default as many as the file says.
     """
     n_layers, dim = k.common["n_layers"], k.common["dim"]
-    flags = k.values.of_layers(k.key(f"{ggufs.WINDOW}_pattern"), n_layers, (True, False), "true or false")
+    flags = k.of_layers(f"{ggufs.WINDOW}_pattern", n_layers, (True, False), "true or false")
     full = {i for i, flag in enumerate(flags) if not flag}
     n_kv_heads, widths = (_by_layer(k, key, n_layers) for key in ("attention.head_count_kv", "feed_forward_length"))
     sizes = ggufs.numbers(k, n_kv_heads=max(n_kv_heads), has_biases=False, window=k.whole(ggufs.WINDOW), **ATTENTION)
     local = k.whole("attention.key_length_swa", sizes["head_dim"])
     for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
         if k.whole(key, local) != local:
-            raise k.values.refusal(k.key(key), f"{local}, a head's length")
+            raise k.refusal(key, f"{local}, a head's length")
     if n_shared is None:
-        n_shared = k.whole(SHARED_LAYERS) if k[SHARED_LAYERS] not in (0, None) else 0
+        n_shared = k.count(SHARED_LAYERS)
     whole: AttentionConfig = replace(sizes["attention"], window=0)
     theta = k.real("rope.freq_base_swa", 1, MAX_THETA, ROPE[SLIDING]["rope_theta"])
     attention = replace(sizes["attention"], rope=replace(whole.rope, theta=theta, divisors=()))
@@ -187,13 +185,13 @@ def gguf_config(k: Keys, n_shared: int | None = None) -> Config:
     for i in range(n_layers):
         is_shared, source = i >= n_layers - n_shared, _source(i, full, n_layers - n_shared)
         if is_shared and source is None:
-            raise k.values.refusal(k.key(SHARED_LAYERS), "so few that a layer of each type has keys and values of its own")
+            raise k.refusal(SHARED_LAYERS, "so few that a layer of each type has keys and values of its own")
         same = not is_shared and f"blk.{i}.attn_v.weight" not in k.tensors
         own = replace(whole if i in full else attention, values_are_keys=same, kv_layer=source if is_shared else None)
         layers.append(LayerConfig(n_kv_heads[i], sizes["head_dim"] if i in full else local, widths[i], own))
     if sizes["experts"]:
         sizes["experts"] = replace(sizes["experts"], is_beside=True)
-    n_inputs = k.whole(INPUTS) if k[INPUTS] not in (0, None) else 0
+    n_inputs = k.count(INPUTS)
     sizes |= {"head_dim": local, "hidden_dim": widths[0], "n_kv_heads": n_kv_heads[0], "attention": attention}
     return Config(
         **sizes, **BLOCKS, layers=tuple(layers), layer_scale="blk.0.layer_output_scale.weight" in k.tensors,
@@ -207,7 +205,7 @@ def _by_layer(k: Keys, key: str, n_layers: int) -> list[int]:
     """A whole number for each layer, of a list or of one for all."""
     given = k[key] if isinstance(k[key], list) else [k[key]] * n_layers
     if len(given) != n_layers or not all(type(n) is int and 1 <= n <= MAX_SIZE for n in given):
-        raise k.values.refusal(k.key(key), f"a whole number from 1 on, or one for each of {n_layers} layers")
+        raise k.refusal(key, f"a whole number from 1 on, or one for each of {n_layers} layers")
     return given
 
 

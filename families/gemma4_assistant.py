@@ -14,7 +14,7 @@ from ..architectures.config import OF_TARGET
 from . import folders, gemma4, ggufs
 from .family import Family, HeadInFolder, InGguf, Keys, Named
 from .places import Place
-from .values import MAX_SIZE, Values, check_neutral
+from .values import Values, check_neutral
 
 DEFAULTS: dict[str, Any] = {
     "backbone_hidden_size": 1536, "use_ordered_embeddings": False, "num_centroids": 2048, "centroid_intermediate_top_k": 32,
@@ -55,8 +55,8 @@ def config(path: Path, given: Mapping[str, Any], tensors: Named) -> Config:
     text.must_be(gemma4.CAP, None)
     alone = Values(text.path, {"num_kv_shared_layers": 0}, {key: text[key] for key in gemma4.DEFAULTS})
     is_ordered = own.flag("use_ordered_embeddings")
-    n_centroids = own.whole("num_centroids", MAX_SIZE) if is_ordered else 0
-    n_chosen = own.whole("centroid_intermediate_top_k", n_centroids) if is_ordered else 0
+    n_centroids = own.whole("num_centroids") if is_ordered else 0
+    n_chosen = own.whole("centroid_intermediate_top_k", most=n_centroids) if is_ordered else 0
     return _on_target(gemma4.config(alone), own.whole("backbone_hidden_size"), n_centroids, n_chosen)
 
 
@@ -66,8 +66,8 @@ def gguf_config(k: Keys) -> Config:
     k.must_be(ggufs.NEXTN, k.common["n_layers"])
     k.must_be(gemma4.INPUTS, 0, None)
     k.must_be(gemma4.CAP, None)
-    alone = replace(k, common={**k.common, "shared_classifier": True})
-    return _on_target(gemma4.gguf_config(alone, n_shared=0), k.whole("embedding_length_out"), 0, 0)
+    tied = replace(gemma4.gguf_config(k, n_shared=0), shared_classifier=True)
+    return _on_target(tied, k.whole("embedding_length_out"), 0, 0)
 
 
 def _of_target(attention: AttentionConfig) -> AttentionConfig:

@@ -16,8 +16,8 @@ from .folders import MAX_THETA
 from .places import EXPERTS_GATED, OF_EXPERTS, TURNED, Place, changed, named, together
 
 EMBEDDING, HEAD, ROPE_DIVISORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
-EXPERT_DIM = "expert_feed_forward_length"
-BY_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length", EXPERT_DIM)  # one, or a list of one a layer
+MLP_DIM, EXPERT_DIM = "feed_forward_length", "expert_feed_forward_length"
+BY_LAYER = ("attention.head_count", "attention.head_count_kv", MLP_DIM, EXPERT_DIM)  # one, or a list of one a layer
 WINDOW, EXPERTS, QUERY_SCALE = "attention.sliding_window", "expert_count", "attention.temperature_scale"
 GATING, SOFTMAX, SIGMOID = "expert_gating_func", 1, 2
 ATTENTION_FACTOR, NEXTN = "rope.scaling.attn_factor", "nextn_predict_layers"
@@ -84,7 +84,7 @@ def numbers(
     head_dim = k.whole("attention.key_length", k.common["dim"] // n_heads)
     for name in ("attention.value_length", "rope.dimension_count")[: 1 if is_partial else 2]:
         if k.whole(name, head_dim) != head_dim:
-            raise k.values.refusal(k.key(name), f"{head_dim}, a head's length")
+            raise k.refusal(name, f"{head_dim}, a head's length")
     n_turned = k.whole("rope.dimension_count", head_dim)
     return {
         **k.common,
@@ -104,11 +104,10 @@ def numbers(
 
 def _rope(k: Keys, n_turned: int, head_dim: int) -> RopeConfig:
     """What scales its angles: of each pair, one number for all, or yarn; and its queries."""
-    kind, older, factor = k.key("rope.scaling.type"), "rope.scale_linear", "rope.scaling.factor"
-    if kind in k.values:
-        k.values.must_be(kind, "linear", "yarn", "none")
+    kind, older, factor = "rope.scaling.type", "rope.scale_linear", "rope.scaling.factor"
+    k.must_be(kind, "linear", "yarn", "none", None)
     said = factor if factor in k else older
-    common = (k.real(said, 0, 1e6, 0.0) if k.values[kind] != "none" else 0.0) or 1.0  # 0 stands for none, too
+    common = (k.real(said, 0, 1e6, 0.0) if k[kind] != "none" else 0.0) or 1.0  # 0 stands for none, too
     divisors: tuple[float, ...] = ()
     if ROPE_DIVISORS in k.tensors:  # as Llama 3.1 has them
         divisors = tuple(float(x) for x in k.tensors.tensor(ROPE_DIVISORS, (n_turned // 2,))[:])
@@ -117,7 +116,7 @@ def _rope(k: Keys, n_turned: int, head_dim: int) -> RopeConfig:
     span = k.whole("rope.scaling.original_context_length", k.common["seq_len"])
     if QUERY_SCALE in k:
         found = replace(found, query_scale=float(np.float32(k.real(QUERY_SCALE, 0, 1e6))), query_span=span)
-    if k.values[kind] != "yarn":
+    if k[kind] != "yarn":
         if YARN_SCALE in k:
             k.must_be(YARN_SCALE, 1)
         scaled = tuple(common * each for each in divisors or (1.0,) * (n_turned // 2))
@@ -125,16 +124,11 @@ def _rope(k: Keys, n_turned: int, head_dim: int) -> RopeConfig:
     betas: dict[str, Any] = {name: k.real(each, 1e-6, 1e6) for name in BETAS if (each := f"rope.scaling.yarn_{name}") in k}
     share = k.real("rope.scaling.yarn_log_multiplier", 0, 1e6, 0.0)
     if common < 1:
-        raise k.values.refusal(k.key(said), "a number from 1 on")
+        raise k.refusal(said, "a number from 1 on")
     rope_scale = yarn_scale(common) / (yarn_scale(common, share) if share else 1.0)
     if YARN_SCALE in k and k[YARN_SCALE] != 1 and abs(k.real(YARN_SCALE, 0, 1e6) - rope_scale) > CLOSE:
-        raise k.values.refusal(k.key(YARN_SCALE), f"{rope_scale:.4g}, which follows from the factor, or 1")
+        raise k.refusal(YARN_SCALE, f"{rope_scale:.4g}, which follows from the factor, or 1")
     return replace(found, scaling=YarnScaling(common, span, **betas), scale=float(np.float32(rope_scale)))
-
-
-def n_nextn(k: Keys) -> int:
-    """How many layers behind those of the model draft."""
-    return k.whole(NEXTN) if k[NEXTN] not in (0, None) else 0
 
 
 def experts(k: Keys, **more: Any) -> ExpertsConfig:
@@ -146,6 +140,6 @@ def experts(k: Keys, **more: Any) -> ExpertsConfig:
         hidden_dim=k.whole(EXPERT_DIM, k.common["hidden_dim"]),
         dense_layers=tuple(i for i in range(n_layers) if router.format(i) not in k.tensors),
         scale=k.real("expert_weights_scale", 0, 1 / LEAST_SCALE, 1.0) or 1.0,  # 0 stands for none, too
-        shared_dim=k.whole("expert_shared_feed_forward_length", 0) if k["expert_shared_feed_forward_length"] else 0,
+        shared_dim=k.count("expert_shared_feed_forward_length"),
         **more,
     )

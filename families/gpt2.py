@@ -47,7 +47,7 @@ def config(values: Values) -> Config:
     dim, n_heads = values.whole("n_embd"), values.whole("n_head")
     return Config(
         dim=dim,
-        hidden_dim=4 * dim if values["n_inner"] is None else values.whole("n_inner"),
+        hidden_dim=values.whole("n_inner", 4 * dim),
         n_layers=values.whole("n_layer"),
         n_heads=n_heads,
         n_kv_heads=n_heads,

@@ -50,7 +50,7 @@ def config(values: Values) -> Config:
     quantization = values["quantization_config"]
     if quantization is not None and (not isinstance(quantization, dict) or quantization.get("quant_method") != "mxfp4"):
         raise values.refusal("quantization_config", "none, or one whose quant_method is mxfp4")
-    n_layers = values.whole("num_hidden_layers", folders.MOST_LAYERS)
+    n_layers = values.whole("num_hidden_layers", most=folders.MOST_LAYERS)
     full = (*range(1, n_layers, 2),) if values["layer_types"] is None else folders.full_layers(values, n_layers)
     experts = folders.experts(
         values, "intermediate_size", "num_local_experts",

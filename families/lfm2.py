@@ -62,7 +62,7 @@ def config(values: Values) -> Config:
 def moe_config(values: Values) -> Config:
     """The same of a model with experts behind its first layers."""
     dense = values["num_dense_layers"]
-    if type(dense) is not int or not 0 <= dense <= values.whole("num_hidden_layers", folders.MOST_LAYERS):
+    if type(dense) is not int or not 0 <= dense <= values.whole("num_hidden_layers", most=folders.MOST_LAYERS):
         raise values.refusal("num_dense_layers", "a number of layers")
     experts = folders.experts(
         values, "moe_intermediate_size", is_normed=values.flag("norm_topk_prob"), dense_layers=(*range(dense),), is_sigmoid=True,
@@ -101,12 +101,13 @@ def convolutions(values: Values, n_layers: int) -> tuple[int, ...]:
 
 def gguf_config(k: Keys) -> Config:
     """The numbers that a GGUF file's keys say."""
-    heads, key = k["attention.head_count_kv"], k.key("attention.head_count_kv")
+    key = "attention.head_count_kv"
+    heads = k[key]
     n_layers = k.common["n_layers"]
     if not isinstance(heads, list) or len(heads) != n_layers or any(type(n) is not int or n < 0 for n in heads):
-        raise k.values.refusal(key, f"numbers of {n_layers} layers, 0 of convolutions")
+        raise k.refusal(key, f"numbers of {n_layers} layers, 0 of convolutions")
     if 0 not in heads or len({*heads} - {0}) != 1:
-        raise k.values.refusal(key, "layers of both kinds, all attention with as many heads")
+        raise k.refusal(key, "layers of both kinds, all attention with as many heads")
     conv = LayerConfig(mixer=ConvConfig(k.whole("shortconv.l_cache")))
     layers = of_some(conv, [i for i, n in enumerate(heads) if n == 0], n_layers)
     return Config(**ggufs.numbers(k, n_kv_heads=max(heads), qk_norm=True), layers=layers)

@@ -43,7 +43,7 @@ def _rope(values: Values) -> RopeConfig:
         raise rope.refusal("rope_type", "default or longrope: other kinds of RoPE are not done here")
     n_positions, original = values.whole("max_position_embeddings"), values.whole("original_max_position_embeddings")
     short, long = (_factors(rope, key, n_turned // 2) for key in ("short_factor", "long_factor"))
-    factor = n_positions / original if rope["factor"] is None else rope.real("factor", 0, 1e6)
+    factor = rope.real("factor", 0, 1e6, n_positions / original)
     if rope["attention_factor"] is not None:
         scale = rope.real("attention_factor", LEAST_SCALE, 1 / LEAST_SCALE)
     elif original == 1 and factor > 1:
@@ -76,7 +76,7 @@ def _switching(
 def gguf_config(k: Keys) -> Config:
     """The numbers that a GGUF file's keys and factors say."""
     n_positions = k.common["seq_len"]
-    window = k.whole(ggufs.WINDOW) if k[ggufs.WINDOW] not in (None, 0) else 0
+    window = k.count(ggufs.WINDOW)
     config = Config(**ggufs.numbers(k, is_partial=True, window=window if window < n_positions else 0))
     rope = config.rope
     if k[ggufs.ATTENTION_FACTOR] not in (None, 0):

@@ -25,11 +25,11 @@ MOE_DEFAULTS = DEFAULTS | {
 def dense_config(values: Values, attention: AttentionConfig) -> Config:
     """That of attention with a window in the layers behind the first max_window_layers, or in those that a list says."""
     n_layers, types, before = (
-        values.whole("num_hidden_layers", folders.MOST_LAYERS),
+        values.whole("num_hidden_layers", most=folders.MOST_LAYERS),
         values["layer_types"],
         values["max_window_layers"],
     )
-    window = 0 if values["sliding_window"] is None else values.whole("sliding_window")
+    window = values.whole("sliding_window", 0)
     if types is not None:
         full = folders.full_layers(values, n_layers)
     elif type(before) is int:
@@ -58,7 +58,7 @@ def qwen3_config(values: Values) -> Config:
 
 def moe_config(values: Values) -> Config:
     """The same of a Qwen3 with experts in each so many layers, where a list does not say otherwise; windows are all layers'."""
-    n_layers, step = values.whole("num_hidden_layers", folders.MOST_LAYERS), values.whole("decoder_sparse_step")
+    n_layers, step = values.whole("num_hidden_layers", most=folders.MOST_LAYERS), values.whole("decoder_sparse_step")
     dense = [] if values["mlp_only_layers"] is None else values.layers("mlp_only_layers", n_layers)
     experts = folders.experts(
         values, "moe_intermediate_size", "num_local_experts" if values["num_experts"] is None else "num_experts",

@@ -74,7 +74,7 @@ def config(values: Values) -> Config:
     turned = folders.partial_rope(rope, values, values, rope)
     folders.no_window(values, "qwen3_5_text")
     folders.no_biases(values)
-    n_layers, types = values.whole("num_hidden_layers", folders.MOST_LAYERS), values["layer_types"]
+    n_layers, types = values.whole("num_hidden_layers", most=folders.MOST_LAYERS), values["layer_types"]
     if types is None:
         interval = values.whole("full_attention_interval")
         layers = [i for i in range(n_layers) if (i + 1) % interval]
@@ -101,15 +101,15 @@ def moe_config(values: Values) -> Config:
 def gguf_config(k: Keys) -> Config:
     """The numbers that a GGUF file's keys say; heads of values that share one of keys lie in turns."""
     n_layers, recurrent = k.common["n_layers"], "attention.recurrent_layers"
-    interval = 4 if k["full_attention_interval"] is None else k.whole("full_attention_interval")
-    are, n = k[recurrent], n_layers + ggufs.n_nextn(k)
+    interval = k.whole("full_attention_interval", 4)
+    are, n = k[recurrent], n_layers + k.count(ggufs.NEXTN)
     if are is None:
         are = [(i + 1) % interval != 0 for i in range(n_layers)]
     elif not isinstance(are, list) or len(are) not in (n_layers, n) or not all(type(each) is bool for each in are):
-        raise k.values.refusal(k.key(recurrent), f"true or false for each of {n} layers")
+        raise k.refusal(recurrent, f"true or false for each of {n} layers")
     n_values, n_value_heads, n_key_heads = (k.whole(f"ssm.{key}") for key in ("inner_size", "time_step_rank", "group_count"))
     if n_values % n_value_heads:
-        raise k.values.refusal(k.key("ssm.inner_size"), f"a multiple of {n_value_heads}, the heads")
+        raise k.refusal("ssm.inner_size", f"a multiple of {n_value_heads}, the heads")
     delta = DeltaConfig(
         n_key_heads=n_key_heads,
         n_value_heads=n_value_heads,

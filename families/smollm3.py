@@ -23,7 +23,7 @@ def _layers(attention: AttentionConfig, unturned: Collection[int], n_layers: int
 
 def config(values: Values) -> Config:
     """The numbers that a config.json says."""
-    n_layers = values.whole("num_hidden_layers", folders.MOST_LAYERS)
+    n_layers = values.whole("num_hidden_layers", most=folders.MOST_LAYERS)
     if values.flag("use_sliding_window") and values["sliding_window"] is not None:
         raise values.refusal("sliding_window", "null: windows in some layers are not done here")
     if values["no_rope_layers"] is None:

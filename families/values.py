@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_SIZE = 2**31 - 1
+NO_DEFAULTS: Mapping[str, Any] = {}
 
 
 class CheckpointError(ValueError):
@@ -24,33 +25,49 @@ def shown(value: object) -> str:
 class Values:
     """The keys of a config file, where a file is silent its family's, each checked as it is read."""
 
-    def __init__(self, path: Path, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, given: Mapping[str, Any], defaults: Mapping[str, Any] = NO_DEFAULTS, beginning: str = ""
+    ) -> None:
+        """beginning: of all of its keys in the file, which nobody has to say."""
+        self.path, self._beginning = path, beginning
         self._values = {**defaults, **given}
 
     def __getitem__(self, key: str) -> Any:
-        return self._values.get(key)
+        return self._values.get(self._beginning + key)
 
     def __contains__(self, key: str) -> bool:
-        return key in self._values
+        return self._beginning + key in self._values
 
     def refusal(self, key: str, expected: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {key} is {shown(self[key])}; expected {expected}")
+        return CheckpointError(f"{self.path}: {self._beginning}{key} is {shown(self[key])}; expected {expected}")
 
-    def whole(self, key: str, most: int = MAX_SIZE) -> int:
+    def whole(self, key: str, otherwise: int | None = None, most: int = MAX_SIZE) -> int:
+        """A whole number from 1 to most; otherwise: what a silent file means."""
         value = self[key]
+        if value is None and otherwise is not None:
+            return otherwise
         if type(value) is not int or not 1 <= value <= most:
             raise self.refusal(key, f"a whole number from 1 to {most}")
         return value
 
-    def real(self, key: str, least: float, most: float) -> float:
+    def count(self, key: str) -> int:
+        """As `whole`; 0 where the file says 0, or is silent."""
+        return 0 if self[key] in (0, None) else self.whole(key)
+
+    def real(self, key: str, least: float, most: float, otherwise: float | None = None) -> float:
+        """A number from least to most; otherwise: what a silent file means."""
         value = self[key]
+        if value is None and otherwise is not None:
+            return otherwise
         if type(value) not in (int, float) or not least <= value <= most:
             raise self.refusal(key, f"a number from {least:g} to {most:g}")
         return float(value)
 
-    def flag(self, key: str) -> bool:
+    def flag(self, key: str, otherwise: bool | None = None) -> bool:
+        """True or false; otherwise: what a silent file means."""
         value = self[key]
+        if value is None and otherwise is not None:
+            return otherwise
         if type(value) is not bool:
             raise self.refusal(key, "true or false")
         return value
@@ -68,11 +85,6 @@ class Values:
         if not isinstance(value, list) or not all(type(i) is int and 0 <= i < n for i in value):
             raise self.refusal(key, f"a list of layers from 0 to {n - 1}")
         return value
-
-    def with_one_of_lists(self, keys: Iterable[str], n: int) -> "Values":
-        """These, a number that a list has n times in the place of such a list."""
-        lists = {key: value for key in keys if isinstance(value := self[key], list) and value == value[:1] * n}
-        return Values(self.path, {key: value[0] for key, value in lists.items()}, self._values)
 
     def must_be(self, key: str, *choices: Any) -> None:
         """Raises CheckpointError for a value that is none of the choices; the error names the first."""

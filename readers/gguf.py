@@ -12,9 +12,9 @@ from ..architectures import Config
 from ..families import GGUFS, Keys
 from ..families.family import chosen
 from ..families.folders import MOST_LAYERS
-from ..families.ggufs import BY_LAYER, EMBEDDING, EXPERT_DIM, HEAD, NEUTRAL, NEXTN
+from ..families.ggufs import BY_LAYER, EMBEDDING, EXPERT_DIM, HEAD, MLP_DIM, NEUTRAL, NEXTN
 from ..families.splits import special_tokens_strip
-from ..families.values import CheckpointError, Values, shown
+from ..families.values import CheckpointError, Values, check_neutral, shown
 from ..tokenizer import STRIPS
 from .gguf_file import MAGIC, GgufFile
 from .heads import check_rows, checked_ids
@@ -91,10 +91,8 @@ class Model(NamedTensors[GgufFile]):
         if not isinstance(architecture, str) or architecture not in GGUFS:
             raise CheckpointError(f"{path}: {ARCHITECTURE} is {shown(architecture)}; there are {', '.join(GGUFS)}")
         self.family = GGUFS[architecture]
-        nextn = f"{architecture}.{NEXTN}"
-        is_there = self.family.mtp and self.keys.get(nextn, 0) != 0
         # layers behind those of the model, which draft
-        self.n_nextn = Values(path, self.keys, {}).whole(nextn) if is_there else 0
+        self.n_nextn = Values(path, self.keys, beginning=f"{architecture}.").count(NEXTN) if self.family.mtp else 0
 
     def leave_out(self, beginnings: Iterable[str]) -> None:
         """Tensors whose names begin so are not needed."""
@@ -141,23 +139,27 @@ def _vocabulary(file: GgufFile) -> dict[str, Any]:
 
 def config_of(model: Model) -> Config:
     """What the keys, and the tensors that are there or not, say of the model."""
-    a, values = model.family.architecture, Values(model.path, model.keys, {TOKENS: None})
-    for key, neutral in NEUTRAL.items():
-        if f"{a}.{key}" in values and key not in model.family.does:
-            values.must_be(f"{a}.{key}", *neutral)
-    rows = _rows(model, values, f"{a}.vocab_size", is_borrowed=model.family.is_head and EMBEDDING not in model)
-    n_blocks = values.whole(f"{a}.block_count", MOST_LAYERS)
-    values = values.with_one_of_lists([f"{a}.{key}" for key in BY_LAYER if key not in model.family.by_layer], n_blocks)
+    family, a = model.family, f"{model.family.architecture}."
+    said = Values(model.path, model.keys, beginning=a)
+    check_neutral(said, {key: neutral for key, neutral in NEUTRAL.items() if key not in family.does})
+    rows = _rows(model, said, is_borrowed=family.is_head and EMBEDDING not in model)
+    n_blocks = said.whole("block_count", most=MOST_LAYERS)
+    lists = {key: said[key] for key in BY_LAYER if key not in family.by_layer and isinstance(said[key], list)}
+    one_of_list = {a + key: numbers[0] for key, numbers in lists.items() if numbers == numbers[:1] * n_blocks}
+    given = model.keys | one_of_list
+    said = Values(model.path, given, beginning=a)
+    # of an MLP; 1 where each layer's own is told
+    width = 1 if isinstance(said[MLP_DIM], list) and MLP_DIM in family.by_layer else None
     common: dict[str, Any] = {
-        "dim": values.whole(f"{a}.embedding_length"),
-        "hidden_dim": _width(model, values, f"{a}.feed_forward_length", f"{a}.{EXPERT_DIM}"),
+        "dim": said.whole("embedding_length"),
+        "hidden_dim": width or said.whole(MLP_DIM if MLP_DIM in said else EXPERT_DIM),
         "n_layers": n_blocks - model.n_nextn,
-        "n_heads": values.whole(f"{a}.attention.head_count"),
-        "seq_len": values.whole(f"{a}.context_length"),
+        "n_heads": said.whole("attention.head_count"),
+        "seq_len": said.whole("context_length"),
         "vocab_size": rows,
-        "shared_classifier": not model.family.is_head and (HEAD not in model or model.is_twice(EMBEDDING, HEAD)),
+        "shared_classifier": not family.is_head and (HEAD not in model or model.is_twice(EMBEDDING, HEAD)),
     }
-    config = model.family.config(Keys(a, values, common, model))
+    config = family.config(Keys(model.path, given, a, common, model))
     if flaw := config.flaw():
         raise CheckpointError(f"{model.path} describes no model: {flaw}")
     if config.head:
@@ -165,21 +167,14 @@ def config_of(model: Model) -> Config:
     return config
 
 
-def _width(model: Model, values: Values, key: str, otherwise: str) -> int:
-    """Of an MLP; 1 where each layer's own is told."""
-    if "feed_forward_length" in model.family.by_layer and isinstance(values[key], list):
-        return 1
-    return values.whole(key if key in values else otherwise)
-
-
-def _rows(model: Model, values: Values, key: str, is_borrowed: bool) -> int:
+def _rows(model: Model, said: Values, is_borrowed: bool) -> int:
     """How many ids there are: rows of the table of tokens, whatever the keys say, or what they say where it is borrowed."""
-    tokens = values[TOKENS]
+    tokens, key = model.keys.get(TOKENS), "vocab_size"
     if is_borrowed:
-        return values.whole(key) if key in values or not isinstance(tokens, list) else len(tokens)
+        return said.whole(key) if key in said or not isinstance(tokens, list) else len(tokens)
     rows = model.shape(EMBEDDING)[0]
-    if key in values and values[key] != rows:
-        raise values.refusal(key, f"{rows}, the rows of {EMBEDDING}")
+    if key in said and said[key] != rows:
+        raise said.refusal(key, f"{rows}, the rows of {EMBEDDING}")
     if isinstance(tokens, list) and len(tokens) != rows:
-        raise CheckpointError(f"{values.path}: {TOKENS} are {len(tokens)}; expected {rows}, the rows of {EMBEDDING}")
+        raise CheckpointError(f"{said.path}: {TOKENS} are {len(tokens)}; expected {rows}, the rows of {EMBEDDING}")
     return rows
