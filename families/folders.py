@@ -31,33 +31,19 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 # what other arithmetic than ours is asked for by, in any family, and the values that ask for nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
-    "partial_rotary_factor": (None, 1),
-    "rotary_pct": (None, 1),
-    "rope_interleaved": (None, False),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "query_pre_attn_scalar": (None,),
-    "attention_multiplier": (None,),
-    "embedding_multiplier": (None, 1),
-    "residual_multiplier": (None, 1),
-    "logits_scaling": (None, 1),
-    "logit_scale": (None, 1),
-    "clip_qkv": (None,),
-    "num_experts": (None, 0, 1),
-    "num_local_experts": (None, 0, 1),
-    "n_routed_experts": (None, 0),
-    "use_mrope": (None, False),
-    "use_qk_norm": (None, False),
-    "qk_layernorm": (None, False),
-    "alibi": (None, False),
-    "is_causal": (None, True),
-    "attention_chunk_size": (None,),
-    "no_rope_layers": (None, []),
-    "add_cross_attention": (None, False),
-    "is_encoder_decoder": (None, False),
-    "pruned_heads": (None, {}),
-    "per_layer_config": (None, {}),
+    key: neutral
+    for neutral, keys in (
+        ((None,), "quantization_config attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar clip_qkv"),
+        ((None,), "attention_multiplier attention_chunk_size"),
+        ((None, 1), "partial_rotary_factor rotary_pct embedding_multiplier residual_multiplier logits_scaling logit_scale"),
+        ((None, False), "rope_interleaved use_mrope use_qk_norm qk_layernorm alibi add_cross_attention is_encoder_decoder"),
+        ((None, True), "is_causal"),
+        ((None, 0), "n_routed_experts"),
+        ((None, 0, 1), "num_experts num_local_experts"),
+        ((None, []), "no_rope_layers"),
+        ((None, {}), "pruned_heads per_layer_config"),
+    )
+    for key in keys.split()
 }
 PREFIX = re.compile(r"(model\.language_model|language_model\.model|language_model|model)\.")  # the first three beside images
 HARMLESS = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(vision_tower|multi_modal_projector)\..*")
@@ -127,10 +113,7 @@ def no_biases(values: Values) -> None:
 def window(values: Values) -> int:
     """Of all layers, or of none; a list of layers says the same."""
     seen = values.whole("sliding_window", 0)
-    n_layers = values.whole("num_hidden_layers", most=MOST_LAYERS)
-    expected = SLIDING if seen else FULL
-    if values["layer_types"] is not None and values["layer_types"] != [expected] * n_layers:
-        raise values.refusal("layer_types", f"{expected} in all {n_layers} layers")
+    all_are(SLIDING if seen else FULL, values)
     return seen
 
 
@@ -140,16 +123,19 @@ def no_window(values: Values, family: str) -> None:
         raise values.refusal("sliding_window", f"null in a {family} model")
 
 
-def only_full(values: Values) -> None:
-    """Raises CheckpointError for a list of layers of which some are not full."""
+def all_are(kind: str, values: Values) -> None:
+    """Raises CheckpointError for a list of layers of which some are not of that kind."""
     n_layers = values.whole("num_hidden_layers", most=MOST_LAYERS)
-    if values["layer_types"] is not None and values["layer_types"] != [FULL] * n_layers:
-        raise values.refusal("layer_types", f"{FULL} in all {n_layers} layers")
+    if values["layer_types"] is not None and values["layer_types"] != [kind] * n_layers:
+        raise values.refusal("layer_types", f"{kind} in all {n_layers} layers")
 
 
-def full_layers(values: Values, n_layers: int) -> tuple[int, ...]:
-    """Those of the list of all that have no window."""
-    types = values.of_layers("layer_types", n_layers, (FULL, SLIDING), f"{FULL} or {SLIDING}")
+def full_layers(values: Values, n_layers: int, every: int | str, others: str = SLIDING) -> tuple[int, ...]:
+    """Those that the list of all calls full; without a list each so many-th, or as many as that key says."""
+    if values["layer_types"] is None:
+        step = values.whole(every) if isinstance(every, str) else every
+        return (*range(step - 1, n_layers, step),)
+    types = values.of_layers("layer_types", n_layers, (FULL, others), f"{FULL} or {others}")
     return tuple(layer for layer, kind in enumerate(types) if kind == FULL)
 
 

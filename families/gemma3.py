@@ -38,11 +38,7 @@ def config(values: Values) -> Config:
     values.must_be("use_bidirectional_attention", False, None)
     sizes, head_dim = folders.numbers(values, "hidden_activation", folders.GELU_TANH), values.whole("head_dim")
     n_layers = sizes["n_layers"]
-    if values["layer_types"] is None:
-        pattern = values.whole("sliding_window_pattern")
-        full = (*range(pattern - 1, n_layers, pattern),)
-    else:
-        full = folders.full_layers(values, n_layers)
+    full = folders.full_layers(values, n_layers, "sliding_window_pattern")
     window = values.whole("sliding_window") if len(full) < n_layers else 0
     local, whole = _rope(values, head_dim)
     scale = _score_scale(head_dim, values.real("query_pre_attn_scalar", LEAST_SCALE, 1 / LEAST_SCALE))
@@ -89,15 +85,12 @@ def gguf_config(k: Keys) -> Config:
     k.must_be("rope.scaling.type", None, "linear", "none")
     sizes, pattern = ggufs.numbers(k, has_biases=False, qk_norm=True), f"{ggufs.WINDOW}_pattern"
     dim, n_layers, attention = k.common["dim"], k.common["n_layers"], sizes["attention"]
-    head_dim, window, full = sizes["head_dim"], 0, (*range(n_layers),)
-    if k[ggufs.WINDOW] not in (None, 0):
-        window = k.whole(ggufs.WINDOW)
-        if isinstance(k[pattern], list):
-            flags = k.of_layers(pattern, n_layers, (True, False), "true or false")
-            full = tuple(layer for layer, flag in enumerate(flags) if not flag)
-        else:
-            every = k.whole(pattern, PATTERN)
-            full = (*range(every - 1, n_layers, every),)
+    head_dim, window, full = sizes["head_dim"], k.count(ggufs.WINDOW), {*range(n_layers)}
+    if window and isinstance(k[pattern], list):
+        full = ggufs.full_layers(k)
+    elif window:
+        every = k.whole(pattern, PATTERN)
+        full = {*range(every - 1, n_layers, every)}
     scale = _score_scale(head_dim, dim // k.common["n_heads"] if n_layers == LAYERS_OF_27B else head_dim)
     local = replace(attention.rope, theta=k.real("rope.freq_base_swa", 1, MAX_THETA, LOCAL_THETA), divisors=())
     return _config(sizes, replace(attention, rope=local, window=window, scale=scale), attention.rope, full)

@@ -75,10 +75,7 @@ def config(values: Values) -> Config:
     values.must_be("use_bidirectional_attention", None, "vision")
     sizes = folders.numbers(values, "hidden_activation", folders.GELU_TANH)
     n_layers, dim = sizes["n_layers"], sizes["dim"]
-    if values["layer_types"] is None:
-        full = {*range(PATTERN - 1, n_layers, PATTERN), n_layers - 1}
-    else:
-        full = {*folders.full_layers(values, n_layers), n_layers - 1}  # in transformers, too, the last one in any case
+    full = {*folders.full_layers(values, n_layers, PATTERN), n_layers - 1}  # the last in any case
     own, same = _of_full(values, full, n_layers), values.flag("attention_k_eq_v")
     local, turned = _rope(values, own.head_dim or sizes["head_dim"])
     window = values.whole("sliding_window") if len(full) < n_layers else 0
@@ -168,8 +165,7 @@ def gguf_config(k: Keys, n_shared: int | None = None) -> Config:
     n_shared: how many layers, the last, take others' keys and values, by default as many as the file says.
     """
     n_layers, dim = k.common["n_layers"], k.common["dim"]
-    flags = k.of_layers(f"{ggufs.WINDOW}_pattern", n_layers, (True, False), "true or false")
-    full = {i for i, flag in enumerate(flags) if not flag}
+    full = ggufs.full_layers(k)
     n_kv_heads, widths = (_by_layer(k, key, n_layers) for key in ("attention.head_count_kv", "feed_forward_length"))
     sizes = ggufs.numbers(k, n_kv_heads=max(n_kv_heads), has_biases=False, window=k.whole(ggufs.WINDOW), **ATTENTION)
     local = k.whole("attention.key_length_swa", sizes["head_dim"])

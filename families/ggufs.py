@@ -23,27 +23,19 @@ GATING, SOFTMAX, SIGMOID = "expert_gating_func", 1, 2
 ATTENTION_FACTOR, NEXTN = "rope.scaling.attn_factor", "nextn_predict_layers"
 # what other arithmetic than ours is asked for by, behind the architecture's name, and the values that ask for nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    EXPERTS: (0, None),
-    "use_parallel_residual": (False, None),
-    "hidden_activation": ("silu", None),
-    "logit_scale": (1, 0, None),
-    "residual_scale": (1, 0, None),
-    "embedding_scale": (1, 0, None),
-    "attn_logit_softcapping": (0, None),
-    "final_logit_softcapping": (0, None),
-    "attention.causal": (True, None),
-    "attention.scale": (0, None),
-    "attention.clamp_kqv": (0, None),
-    "attention.max_alibi_bias": (0, None),
-    WINDOW: (0, None),
-    QUERY_SCALE: (0, None),
-    ATTENTION_FACTOR: (1, 0, None),
-    "rope.scaling.alpha": (0, None),
-    "rope.scaling.yarn_ext_factor": (1, None),
-    "norm_output": (False, None),
-    NEXTN: (0, None),
-    GATING: (SOFTMAX, 0, None),
-    "expert_group_count": (0, 1, None),
+    key: neutral
+    for neutral, keys in (
+        ((0, None), f"{EXPERTS} {WINDOW} {QUERY_SCALE} {NEXTN} attn_logit_softcapping final_logit_softcapping attention.scale"),
+        ((0, None), "attention.clamp_kqv attention.max_alibi_bias rope.scaling.alpha"),
+        ((1, 0, None), f"{ATTENTION_FACTOR} logit_scale residual_scale embedding_scale"),
+        ((1, None), "rope.scaling.yarn_ext_factor"),
+        ((0, 1, None), "expert_group_count"),
+        ((False, None), "use_parallel_residual norm_output"),
+        ((True, None), "attention.causal"),
+        (("silu", None), "hidden_activation"),
+        ((SOFTMAX, 0, None), GATING),
+    )
+    for key in keys.split()
 }
 OF_LAYERS, BIASES = "blk.{}.%s.weight", "blk.{}.%s.bias"
 OUTER_PLACES = {"tok_emb": Place(EMBEDDING), "wcls": Place(HEAD)}
@@ -129,6 +121,12 @@ def _rope(k: Keys, n_turned: int, head_dim: int) -> RopeConfig:
     if YARN_SCALE in k and k[YARN_SCALE] != 1 and abs(k.real(YARN_SCALE, 0, 1e6) - rope_scale) > CLOSE:
         raise k.refusal(YARN_SCALE, f"{rope_scale:.4g}, which follows from the factor, or 1")
     return replace(found, scaling=YarnScaling(common, span, **betas), scale=float(np.float32(rope_scale)))
+
+
+def full_layers(k: Keys) -> set[int]:
+    """Those that have no window, as a list of all says."""
+    flags = k.of_layers(f"{WINDOW}_pattern", k.common["n_layers"], (True, False), "true or false")
+    return {i for i, flag in enumerate(flags) if not flag}
 
 
 def experts(k: Keys, **more: Any) -> ExpertsConfig:

@@ -51,7 +51,7 @@ def config(values: Values) -> Config:
     if quantization is not None and (not isinstance(quantization, dict) or quantization.get("quant_method") != "mxfp4"):
         raise values.refusal("quantization_config", "none, or one whose quant_method is mxfp4")
     n_layers = values.whole("num_hidden_layers", most=folders.MOST_LAYERS)
-    full = (*range(1, n_layers, 2),) if values["layer_types"] is None else folders.full_layers(values, n_layers)
+    full = folders.full_layers(values, n_layers, 2)
     experts = folders.experts(
         values, "intermediate_size", "num_local_experts",
         limit=values.real("swiglu_limit", LEAST_SCALE, 1 / LEAST_SCALE), alpha=values.real("swiglu_alpha", 0, 1 / LEAST_SCALE),

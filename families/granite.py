@@ -44,7 +44,7 @@ def scaled(values: Values, **own: Any) -> dict[str, Any]:
 def config(values: Values) -> Config:
     """The numbers that a config.json says."""
     folders.no_window(values, "granite")
-    folders.only_full(values)
+    folders.all_are(folders.FULL, values)
     return Config(**scaled(values), mlp_bias=values.flag("mlp_bias"))
 
 

@@ -24,22 +24,15 @@ MOE_DEFAULTS = DEFAULTS | {
 
 def dense_config(values: Values, attention: AttentionConfig) -> Config:
     """That of attention with a window in the layers behind the first max_window_layers, or in those that a list says."""
-    n_layers, types, before = (
-        values.whole("num_hidden_layers", most=folders.MOST_LAYERS),
-        values["layer_types"],
-        values["max_window_layers"],
-    )
-    window = values.whole("sliding_window", 0)
-    if types is not None:
-        full = folders.full_layers(values, n_layers)
-    elif type(before) is int:
-        full = (*range(min(max(before, 0), n_layers)),)
-    else:
+    n_layers, before = values.whole("num_hidden_layers", most=folders.MOST_LAYERS), values["max_window_layers"]
+    window, is_listed = values.whole("sliding_window", 0), values["layer_types"] is not None
+    if not is_listed and type(before) is not int:
         raise values.refusal("max_window_layers", "a whole number")
+    full = folders.full_layers(values, n_layers, 1) if is_listed else (*range(min(max(before, 0), n_layers)),)
     if window and values.flag("use_sliding_window") and len(full) < n_layers:
         attention = replace(attention, window=window)
         return Config(**folders.numbers(values), attention=attention, layers=folders.unwindowed(attention, full, n_layers))
-    if types is not None and len(full) < n_layers:
+    if is_listed and len(full) < n_layers:
         raise values.refusal("layer_types", f"{folders.FULL} in all {n_layers} layers, without a window")
     return Config(**folders.numbers(values), attention=attention)
 

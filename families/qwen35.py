@@ -9,7 +9,7 @@ from ..architectures import Config, DeltaConfig, LayerConfig
 from ..architectures.config import of_some
 from . import folders, ggufs
 from .family import Family, InFolder, InGguf, Keys
-from .folders import FULL, LINEAR
+from .folders import LINEAR
 from .places import ONE_MORE, RATE, TAPS, TURNED_TAPS, Place, changed, named
 from .values import Values
 
@@ -74,13 +74,9 @@ def config(values: Values) -> Config:
     turned = folders.partial_rope(rope, values, values, rope)
     folders.no_window(values, "qwen3_5_text")
     folders.no_biases(values)
-    n_layers, types = values.whole("num_hidden_layers", most=folders.MOST_LAYERS), values["layer_types"]
-    if types is None:
-        interval = values.whole("full_attention_interval")
-        layers = [i for i in range(n_layers) if (i + 1) % interval]
-    else:
-        kinds = values.of_layers("layer_types", n_layers, (LINEAR, FULL), f"{LINEAR} or {FULL}")
-        layers = [i for i, kind in enumerate(kinds) if kind == LINEAR]
+    n_layers = values.whole("num_hidden_layers", most=folders.MOST_LAYERS)
+    full = folders.full_layers(values, n_layers, "full_attention_interval", LINEAR)
+    layers = [i for i in range(n_layers) if i not in full]
     delta = DeltaConfig(
         n_key_heads=values.whole("linear_num_key_heads"),
         n_value_heads=values.whole("linear_num_value_heads"),

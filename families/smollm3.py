@@ -32,7 +32,7 @@ def config(values: Values) -> Config:
     else:
         flags = values.of_layers("no_rope_layers", n_layers, (0, 1), "0 or 1")
         unturned = tuple(layer for layer, flag in enumerate(flags) if flag == 0)
-    folders.only_full(values)
+    folders.all_are(folders.FULL, values)
     attention = folders.attention(values)
     layers = _layers(attention, unturned, n_layers)
     return Config(**folders.numbers(values), attention=attention, mlp_bias=values.flag("mlp_bias"), layers=layers)
