@@ -161,7 +161,7 @@ class Tokenizer:
     def _cut(self, text: str) -> list[str]:
         """The text in parts, every second of them a piece that is one token wherever it stands: of several the longest.
 
-        Gemma has six thousand, which a pattern of alternatives would try one by one.
+        There may be six thousand, which a pattern of alternatives would try one by one.
         """
         parts, begin = [], 0
         for found in self._begins_whole.finditer(text):

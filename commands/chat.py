@@ -9,7 +9,7 @@ import typer
 from ..checks import text
 from ..drafting.settings import AUTO
 from ..readers import is_llama2c
-from ..text.templates import LLAMA2_NAME, RENDERING
+from ..text.templates import GUESSED, RENDERING
 from .endings import say, writing
 from .loading import drawn_as_advised, found, models_of, shaping
 from .options import as_utf8, flag, most_used, of_text
@@ -70,7 +70,7 @@ def run(request: ChatRequest) -> None:
     request = request.settled()
     places, shape_with = found(request, RENDERING), shaping(request)
     if is_guess := not request.template and is_llama2c(Path(places[0])):
-        request = replace(request, template=LLAMA2_NAME)
+        request = replace(request, template=GUESSED)
     with models_of(request, places) as models:
         # a model that cannot chat is told before it is warm
         models.decoder.encode_chat([{"role": USER, "content": ""}])

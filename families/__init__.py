@@ -10,5 +10,6 @@ FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in _MODULES if has
 FOLDERS = {each.model_type: each for family in FAMILIES for each in family.folders}
 HEADS = [each for family in FAMILIES for each in family.heads]
 GGUFS = {each.architecture: each for family in FAMILIES for each in family.ggufs}
+TEMPLATES = {name: template for family in FAMILIES for name, template in family.templates.items()}
 
-__all__ = ["FAMILIES", "FOLDERS", "GGUFS", "HEADS", "Family", "HeadInFolder", "InFolder", "InGguf", "Keys"]
+__all__ = ["FAMILIES", "FOLDERS", "GGUFS", "HEADS", "TEMPLATES", "Family", "HeadInFolder", "InFolder", "InGguf", "Keys"]

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from ..architectures import Config
@@ -130,9 +131,18 @@ def chosen(places: Places, instead: Sequence[Places], source: Named, n_layers: i
     return found
 
 
+class Template(NamedTuple):
+    """A chat template that no file brings along; variables: bos_token and so on; whose: of which models, for people."""
+
+    source: str
+    variables: Mapping[str, str]
+    whose: str
+
+
 class Family(NamedTuple):
-    """All ways in which files write a family, or several that differ in little."""
+    """All ways in which files write a family, or several that differ in little; templates: by the names that people give them."""
 
     folders: tuple[InFolder, ...]
     ggufs: tuple[InGguf, ...] = ()
     heads: tuple[HeadInFolder, ...] = ()
+    templates: Mapping[str, Template] = MappingProxyType({})

@@ -2,7 +2,7 @@
 
 from ..architectures import Config
 from . import folders, ggufs
-from .family import Family, InFolder, InGguf, Keys
+from .family import Family, InFolder, InGguf, Keys, Template
 from .values import Values
 
 
@@ -18,7 +18,21 @@ def gguf_config(k: Keys) -> Config:
     return Config(**ggufs.numbers(k))
 
 
+# which llama2.c exports were trained with: such files name none
+LLAMA2 = Template(
+    """{% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}{% set system = messages[0]['content'] %}\
+{% else %}{% set turns = messages %}{% set system = false %}{% endif %}\
+{% for message in turns %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('user and assistant have to take turns, user first') }}{% endif %}\
+{% if loop.index0 == 0 and system is not false %}{% set content = '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + message['content'] %}\
+{% else %}{% set content = message['content'] %}{% endif %}\
+{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}\
+{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}""",
+    {"bos_token": "<s>", "eos_token": "</s>"},
+    "a llama2.c export of Llama 2 chat",
+)
 FAMILY = Family(
     (InFolder("llama", folders.DEFAULTS, config, folders.PLACES),),
     (InGguf("llama", gguf_config, ggufs.PAIRS_PLACES | ggufs.EXPERTS_PLACES, does=(ggufs.EXPERTS,)),),  # a Mixtral, too
+    templates={"llama2": LLAMA2},
 )

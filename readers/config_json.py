@@ -63,7 +63,7 @@ def _of_text(path: Path, given: dict[str, Any]) -> dict[str, Any]:
 def _read_marks(folder: Path, given: Mapping[str, Any], values: Values, vocab_size: int) -> tuple[dict[int, str], int | None]:
     """The ids that end a text, of both files, and the one that begins one; the family's where neither tells.
 
-    Ids beyond the vocabulary never come: transformers writes 50256 into the config of a GPT-2 of 100 tokens.
+    Ids beyond the vocabulary never come: transformers writes 50256 into a config of 100 tokens.
     """
     path = folder / GENERATION_CONFIG
     sources = [Values(folder / CONFIG, given, {}), Values(path, read_object(path) if path.exists() else {}, {})]

@@ -1,6 +1,6 @@
 """Blocks of MXFP4 as safetensors have them, codes and exponents apart, as the blocks of GGUF that hold the same.
 
-The OCP's MX format of 2023, as gpt-oss is published in: of 32 weights 16 bytes of two codes each, the lower half first, and a
+The OCP's MX format of 2023: of 32 weights 16 bytes of two codes each, the lower half first, and a
 byte that is the exponent of their scale plus 127. A block of GGUF begins with that byte, and its lower halves are the first 16.
 """
 

@@ -14,7 +14,7 @@ from ..weights.matrix import floats
 from .microscaled import microscaled
 from .model_file import FileTensor
 
-TURNED_AT_ONCE = 16  # inputs of a stored matrix: a cache line of each output; GPT-2 large in fp32 at 2.7 GB/s, all at once 0.7
+TURNED_AT_ONCE = 16  # inputs of a stored matrix: a cache line of each output; 3 GB in fp32 at 2.7 GB/s, all at once at 0.7
 COMPARED_ROWS = 2048  # of an embedding and a head at a time
 
 

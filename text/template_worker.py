@@ -26,7 +26,7 @@ MOST_BYTES = 1 << 30  # of memory
 MOST_KNOWN = 100_000  # beginnings
 LEAST_VERSION = (3, 1, 6)  # of jinja2: before, there were ways out of the sandbox
 STAND_INS = range(0x40000, 0xE0000)  # planes 4 to 13, of which Unicode has given out none
-WORD = re.compile(r"[\w-]+", re.ASCII)  # a role that a template may make a special token of, as Phi-3's does
+WORD = re.compile(r"[\w-]+", re.ASCII)  # a role that a template may make a special token of
 known: dict[int, tuple[int, int]] = {}  # lengths and hashes of the texts of beginnings, by hashes of their messages
 moment = datetime.datetime.now()  # of the request: all its texts are of one time
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ..checks import file_name, one_of, short, text
+from ..families import TEMPLATES
 from ..readers import Checkpoint, extras, read_object
 from ..tokenizer import AnyTokenizer, Part, TextStream, file_bytes
 from .workers import Unanswered, Worker
@@ -25,17 +26,7 @@ TOLD = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "n
 NO_OPTIONS: Options = {}
 ROLES = ("system", "user", "assistant", "tool", "developer", "ipython", "function")
 
-# Llama 2's own, which its llama2.c exports were trained with: such files name none
-LLAMA2_NAME = "llama2"
-LLAMA2 = """{% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}{% set system = messages[0]['content'] %}\
-{% else %}{% set turns = messages %}{% set system = false %}{% endif %}\
-{% for message in turns %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
-{{ raise_exception('user and assistant have to take turns, user first') }}{% endif %}\
-{% if loop.index0 == 0 and system is not false %}{% set content = '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + message['content'] %}\
-{% else %}{% set content = message['content'] %}{% endif %}\
-{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}\
-{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"""
-LLAMA2_VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
+GUESSED, *_ = TEMPLATES  # of a llama2.c file, which names none
 TEMPLATE_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
 VARIABLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 GGUF_VARIABLES = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id"}
@@ -89,7 +80,7 @@ class ChatTemplate:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether it asks for any; SmolLM3's by another name."""
+        """Whether it asks for any, by either name."""
         return self.asks_for("(xml_)?tools")
 
     def asks_for(self, name: str) -> bool:
@@ -199,7 +190,7 @@ def check_roles(messages: Sequence[Message]) -> None:
 
 
 def template_of(checkpoint: Checkpoint | None, tokenizer: Path, given: str | os.PathLike[str] | None = None) -> ChatTemplate:
-    """The template of a model, or the one in a file, or Llama 2's, given by its name.
+    """The template of a model, or the one in a file, or one of `TEMPLATES`, given by its name.
 
     tokenizer: its file, for a model that came without one. Raises TemplateError where there is none.
     """
@@ -217,16 +208,17 @@ def template_of(checkpoint: Checkpoint | None, tokenizer: Path, given: str | os.
             source = next((one.get("template") for one in source if isinstance(one, dict) and one.get("name") == "default"), None)
         if (folder / TEMPLATE_FILE).exists():
             source, place = _read(folder / TEMPLATE_FILE), folder / TEMPLATE_FILE
-    elif checkpoint:  # a llama2.c file, which names none
-        variables = LLAMA2_VARIABLES
-    if given == LLAMA2_NAME:
-        source, place, variables = LLAMA2, Path(LLAMA2_NAME), LLAMA2_VARIABLES | variables
+    elif checkpoint:  # a llama2.c file
+        variables = {**TEMPLATES[GUESSED].variables}
+    if isinstance(given, str) and given in TEMPLATES:
+        source, place, variables = TEMPLATES[given].source, Path(given), {**TEMPLATES[given].variables} | variables
     elif given is not None:
         source, place = _read(Path(file_name("template", given))), Path(given)
     if not isinstance(source, str):
+        others = " or ".join(f"{name} for {one.whose}" for name, one in TEMPLATES.items())
         raise TemplateError(
-            f"{folder} has no chat template; name one with template=... (a file, or {LLAMA2_NAME} for a llama2.c export "
-            "of Llama 2 chat), or take a model that was taught to chat"
+            f"{folder} has no chat template; name one with template=... (a file, or {others}), or take a model that was taught "
+            "to chat"
         )
     return ChatTemplate(source, str(place), variables)
 

@@ -17,7 +17,7 @@ from .tokenizer_json import JsonTokenizer
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token_type
 SPACE = "\u2581"  # as SentencePiece writes it
 END_KEYS = {"eos_token_id": "eos", "eot_token_id": "eot", "eom_token_id": "eom"}
-# what ends a text by its name, of whatever type, also where the keys name but one: Qwen2's say <|im_end|> and not <|endoftext|>
+# what ends a text by its name, of whatever type, also where the keys name but one: some say <|im_end|> and not <|endoftext|>
 END_NAMES = {
     **dict.fromkeys(
         ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<\uff5cend\u2581of\u2581sentence\uff5c>"), "eos"

@@ -12,8 +12,9 @@ from tests.folders import FIXTURES
 
 pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
+from specdec.families.llama import LLAMA2
 from specdec.text import template_worker, templates, tokenizer_json
-from specdec.text.templates import LLAMA2, ChatTemplate, TemplateError, TooLong, template_of
+from specdec.text.templates import ChatTemplate, TemplateError, TooLong, template_of
 from specdec.text.tokenizer_json import JsonTokenizer
 from tests.text.test_tokenizer_json import oracle
 
@@ -23,7 +24,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 def template(name: str) -> ChatTemplate:
-    source = LLAMA2 if name == "built in" else (CHATS / f"{name}.jinja").read_text(encoding="utf-8")
+    source = LLAMA2.source if name == "built in" else (CHATS / f"{name}.jinja").read_text(encoding="utf-8")
     return ChatTemplate(source, name, CASES["llama2" if name == "built in" else name]["variables"])
 
 
@@ -88,7 +89,7 @@ def test_what_is_kept_of_a_talk_changes_no_id(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_llama2_exports_have_a_template_and_their_marks(tokenizer: Tokenizer) -> None:
-    ids = ChatTemplate(LLAMA2, "here", {"bos_token": "<s>", "eos_token": "</s>"}).encode(
+    ids = ChatTemplate(LLAMA2.source, "here", {"bos_token": "<s>", "eos_token": "</s>"}).encode(
         tokenizer, [*USER, {"role": "assistant", "content": "</s>"}, *USER]
     )
     assert [token for token in ids if token in (1, 2)] == [1, 2, 1]
