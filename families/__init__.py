@@ -2,14 +2,15 @@
 
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from .family import Family, HeadInFolder, InFolder, InGguf, Keys
+from .family import HeadInFolder, InFolder, InGguf, Keys, Template
 
-_MODULES = [import_module(f".{path.stem}", __name__) for path in sorted(Path(__file__).parent.glob("[a-z]*.py"))]
-FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in _MODULES if hasattr(module, "FAMILY"))
-FOLDERS = {each.model_type: each for family in FAMILIES for each in family.folders}
-HEADS = [each for family in FAMILIES for each in family.heads]
-GGUFS = {each.architecture: each for family in FAMILIES for each in family.ggufs}
-TEMPLATES = {name: template for family in FAMILIES for name, template in family.templates.items()}
+_FILES = sorted(Path(__file__).parent.glob("[a-z]*.py"))
+_WAYS: list[Any] = [way for file in _FILES for way in getattr(import_module(f".{file.stem}", __name__), "FAMILY", ())]
+FOLDERS = {way.model_type: way for way in _WAYS if isinstance(way, InFolder)}
+HEADS = [way for way in _WAYS if isinstance(way, HeadInFolder)]
+GGUFS = {way.architecture: way for way in _WAYS if isinstance(way, InGguf)}
+TEMPLATES = {way.name: way for way in _WAYS if isinstance(way, Template)}
 
-__all__ = ["FAMILIES", "FOLDERS", "GGUFS", "HEADS", "TEMPLATES", "Family", "HeadInFolder", "InFolder", "InGguf", "Keys"]
+__all__ = ["FOLDERS", "GGUFS", "HEADS", "TEMPLATES", "HeadInFolder", "InFolder", "InGguf", "Keys"]

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..architectures import Config, HeadConfig
 from . import folders, ggufs, llama, qwen
-from .family import Family, HeadInFolder, InGguf, Keys, Named
+from .family import HeadInFolder, InFolder, InGguf, Keys, Named
 from .fitting import are_layers
 from .folders import HEAD
 from .places import Place, named
@@ -34,7 +34,9 @@ SPECULATORS, LAYER, EAGLE = "speculators_model_type", "transformer_layer_config"
 ROWS, LAYER_IDS, TARGET_DIM = "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "target_hidden_size"
 # a head's layer is one of these; where a file is silent, EAGLE's and that of speculators
 OF_LAYER = {
-    each.model_type: each for each in (*llama.FAMILY.folders, *qwen.FAMILY.folders) if each.model_type in ("llama", "qwen3")
+    each.model_type: each
+    for each in (*llama.FAMILY, *qwen.FAMILY)
+    if isinstance(each, InFolder) and each.model_type in ("llama", "qwen3")
 }
 LAYERS = ("midlayer", "layers.0")  # a head's only one, in EAGLE's dialect and in that of speculators
 PREFIX = re.compile(r"model\.")
@@ -171,8 +173,7 @@ def gguf_config(k: Keys) -> Config:
     return Config(**ggufs.numbers(k, has_biases=False), architecture="eagle3", head=head)
 
 
-FAMILY = Family(
-    (),
-    (InGguf("eagle3", gguf_config, GGUF_PLACES, is_head=True, ids=IDS),),
-    (HeadInFolder(is_one, config, places, ids, are_offsets=True, prefix=PREFIX, harmless=HARMLESS),),
+FAMILY = (
+    InGguf("eagle3", gguf_config, GGUF_PLACES, is_head=True, ids=IDS),
+    HeadInFolder(is_one, config, places, ids, are_offsets=True, prefix=PREFIX, harmless=HARMLESS),
 )

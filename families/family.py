@@ -1,10 +1,9 @@
-"""What a family says of itself: how a Hugging Face folder writes it, and how a GGUF file does. Knows no family."""
+"""The ways in which files write a family: a Hugging Face folder, a GGUF file, a head. Knows no family."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from ..architectures import Config
@@ -132,17 +131,12 @@ def chosen(places: Places, instead: Sequence[Places], source: Named, n_layers: i
 
 
 class Template(NamedTuple):
-    """A chat template that no file brings along; variables: bos_token and so on; whose: of which models, for people."""
+    """A chat template that no file brings along, by the name that people give it.
 
+    variables: bos_token and so on; whose: of which models, for people.
+    """
+
+    name: str
     source: str
     variables: Mapping[str, str]
     whose: str
-
-
-class Family(NamedTuple):
-    """All ways in which files write a family, or several that differ in little; templates: by the names that people give them."""
-
-    folders: tuple[InFolder, ...]
-    ggufs: tuple[InGguf, ...] = ()
-    heads: tuple[HeadInFolder, ...] = ()
-    templates: Mapping[str, Template] = MappingProxyType({})

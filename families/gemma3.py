@@ -12,7 +12,7 @@ import numpy as np
 from ..architectures import AttentionConfig, Config, LayerConfig, RopeConfig
 from ..architectures.config import LEAST_SCALE, of_some
 from . import folders, ggufs
-from .family import Family, InFolder, InGguf, Keys
+from .family import InFolder, InGguf, Keys
 from .folders import FULL, MAX_THETA, SLIDING
 from .places import ONE_MORE, changed
 from .values import Values
@@ -96,12 +96,7 @@ def gguf_config(k: Keys) -> Config:
     return _config(sizes, replace(attention, rope=local, window=window, scale=scale), attention.rope, full)
 
 
-FAMILY = Family(
-    (
-        InFolder(
-            "gemma3_text", DEFAULTS, config, PLACES,
-            does=("query_pre_attn_scalar",), beside={"gemma3": True},
-        ),
-    ),
-    (InGguf("gemma3", gguf_config, GGUF_PLACES, does=(ggufs.WINDOW,)),),
-)  # fmt: skip
+FAMILY = (
+    InFolder("gemma3_text", DEFAULTS, config, PLACES, does=("query_pre_attn_scalar",), beside={"gemma3": True}),
+    InGguf("gemma3", gguf_config, GGUF_PLACES, does=(ggufs.WINDOW,)),
+)

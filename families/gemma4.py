@@ -15,7 +15,7 @@ import numpy as np
 from ..architectures import AttentionConfig, Config, InputsConfig, LayerConfig, RopeConfig
 from ..architectures.config import LEAST_SCALE
 from . import folders, ggufs
-from .family import Family, InFolder, InGguf, Keys
+from .family import InFolder, InGguf, Keys
 from .folders import FULL, MAX_THETA, SLIDING
 from .places import experts_in_one, named
 from .values import MAX_SIZE, Values
@@ -32,6 +32,7 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 CAP, BY_LAYER, OF_HEADS = "final_logit_softcapping", "per_layer_config", ("head_dim", "num_key_value_heads")
 DOES = (CAP, BY_LAYER)
+GGUF_BY_LAYER = ("attention.head_count_kv", ggufs.MLP_DIM)
 SHARED_LAYERS, INPUTS = "attention.shared_kv_layers", "embedding_length_per_layer_input"
 HARMLESS = re.compile(folders.HARMLESS.pattern + r"|(model\.)?(audio_tower|embed_vision|embed_audio)\..*")
 ROPE: dict[str, dict[str, Any]] = {
@@ -166,7 +167,7 @@ def gguf_config(k: Keys, n_shared: int | None = None) -> Config:
     """
     n_layers, dim = k.common["n_layers"], k.common["dim"]
     full = ggufs.full_layers(k)
-    n_kv_heads, widths = (_by_layer(k, key, n_layers) for key in ("attention.head_count_kv", "feed_forward_length"))
+    n_kv_heads, widths = (_by_layer(k, key, n_layers) for key in GGUF_BY_LAYER)
     sizes = ggufs.numbers(k, n_kv_heads=max(n_kv_heads), has_biases=False, window=k.whole(ggufs.WINDOW), **ATTENTION)
     local = k.whole("attention.key_length_swa", sizes["head_dim"])
     for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
@@ -221,17 +222,13 @@ def gguf_unused(config: Config) -> Iterator[str]:
     return itertools.chain([ggufs.ROPE_DIVISORS], of_layers)
 
 
-FAMILY = Family(
-    (
-        InFolder(
-            "gemma4_text", DEFAULTS, config, PLACES, harmless=HARMLESS, does=(*DOES, "num_experts"),
-            aliases={"top_k_experts": "num_experts_per_tok"}, beside={"gemma4": True}, unused=unused,
-        ),
+FAMILY = (
+    InFolder(
+        "gemma4_text", DEFAULTS, config, PLACES, harmless=HARMLESS, does=(*DOES, "num_experts"),
+        aliases={"top_k_experts": "num_experts_per_tok"}, beside={"gemma4": True}, unused=unused,
     ),
-    (
-        InGguf(
-            "gemma4", gguf_config, GGUF_PLACES, (ggufs.EXPERTS_IN_ONE,), does=(ggufs.WINDOW, CAP, ggufs.EXPERTS),
-            by_layer=("attention.head_count_kv", "feed_forward_length"), unused=gguf_unused,
-        ),
+    InGguf(
+        "gemma4", gguf_config, GGUF_PLACES, (ggufs.EXPERTS_IN_ONE,), does=(ggufs.WINDOW, CAP, ggufs.EXPERTS),
+        by_layer=GGUF_BY_LAYER, unused=gguf_unused,
     ),
 )  # fmt: skip

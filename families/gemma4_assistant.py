@@ -12,7 +12,7 @@ from ..architectures import ASSISTANT, AttentionConfig, Config
 from ..architectures.assistant import CENTROIDS, POST, PRE, AssistantConfig, assistant_of
 from ..architectures.config import OF_TARGET
 from . import folders, gemma4, ggufs
-from .family import Family, HeadInFolder, InGguf, Keys, Named
+from .family import HeadInFolder, InGguf, Keys, Named
 from .places import Place
 from .values import Values, check_neutral
 
@@ -96,18 +96,13 @@ def _on_target(model: Config, target_dim: int, n_centroids: int, n_chosen: int) 
 
 
 GGUF_PLACES = gemma4.GGUF_PLACES | {PRE: Place("nextn.pre_projection.weight"), POST: Place("nextn.post_projection.weight")}
-FAMILY = Family(
-    (),
-    (
-        InGguf(
-            "gemma4-assistant", gguf_config, GGUF_PLACES, does=(ggufs.WINDOW, ggufs.NEXTN),
-            by_layer=("attention.head_count_kv", "feed_forward_length"), is_head=True, unused=gemma4.gguf_unused,
-        ),
+FAMILY = (
+    InGguf(
+        "gemma4-assistant", gguf_config, GGUF_PLACES, does=(ggufs.WINDOW, ggufs.NEXTN), by_layer=gemma4.GGUF_BY_LAYER,
+        is_head=True, unused=gemma4.gguf_unused,
     ),
-    (
-        HeadInFolder(
-            is_one, config, lambda config, tensors: PLACES, ids, in_order=("tok_emb",), unused=gemma4.unused,
-            beside=("assistant", "{}-assistant"),
-        ),
+    HeadInFolder(
+        is_one, config, lambda config, tensors: PLACES, ids, in_order=("tok_emb",), unused=gemma4.unused,
+        beside=("assistant", "{}-assistant"),
     ),
 )  # fmt: skip

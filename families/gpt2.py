@@ -5,7 +5,7 @@ from typing import Any
 
 from ..architectures import Config
 from . import folders, ggufs
-from .family import Family, InFolder, InGguf, Keys
+from .family import InFolder, InGguf, Keys
 from .places import QKV, QKV_BIASES, Place, named, together
 from .values import Values
 
@@ -18,6 +18,7 @@ ALIASES = {
     "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }  # fmt: skip
+PREFIX, HARMLESS = re.compile(r"transformer\."), re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # the causal mask
 PLACES = {
     **named("%s.weight", tok_emb="wte", pos_emb="wpe", ln_final="ln_f", wcls="lm_head"),
     "ln_final_bias": Place("ln_f.bias"),
@@ -65,13 +66,7 @@ def gguf_config(k: Keys) -> Config:
     return Config(**k.common, n_kv_heads=k.common["n_heads"], architecture="gpt2", norm_eps=eps)
 
 
-FAMILY = Family(
-    (
-        InFolder(
-            "gpt2", DEFAULTS, config, PLACES, prefix=re.compile(r"transformer\."),
-            harmless=re.compile(r"h\.\d+\.attn\.(masked_)?bias"),  # the causal mask
-            aliases=ALIASES,
-        ),
-    ),
-    (InGguf("gpt2", gguf_config, GGUF_PLACES),),
-)  # fmt: skip
+FAMILY = (
+    InFolder("gpt2", DEFAULTS, config, PLACES, prefix=PREFIX, harmless=HARMLESS, aliases=ALIASES),
+    InGguf("gpt2", gguf_config, GGUF_PLACES),
+)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from ..architectures import AttentionConfig, Config, YarnScaling
 from ..architectures.config import LEAST_SCALE
 from . import folders, ggufs
-from .family import Family, InFolder, InGguf, Keys
+from .family import InFolder, InGguf, Keys
 from .places import EVEN, ODD, OF_EXPERTS, Place, named
 from .values import Values
 
@@ -73,7 +73,7 @@ def gguf_config(k: Keys) -> Config:
     return Config(**sizes, layers=folders.unwindowed(attention, range(1, n_layers, 2), n_layers))
 
 
-FAMILY = Family(
-    (InFolder("gpt_oss", DEFAULTS, config, PLACES, (BLOCKS,), does=("num_local_experts", "quantization_config")),),
-    (InGguf("gpt-oss", gguf_config, GGUF_PLACES, does=(ggufs.EXPERTS, ggufs.WINDOW, ggufs.GATING)),),
+FAMILY = (
+    InFolder("gpt_oss", DEFAULTS, config, PLACES, (BLOCKS,), does=("num_local_experts", "quantization_config")),
+    InGguf("gpt-oss", gguf_config, GGUF_PLACES, does=(ggufs.EXPERTS, ggufs.WINDOW, ggufs.GATING)),
 )

@@ -7,7 +7,7 @@ from typing import Any
 from ..architectures import Config
 from ..architectures.config import LEAST_SCALE
 from . import folders, ggufs
-from .family import Family, InFolder, InGguf, Keys
+from .family import InFolder, InGguf, Keys
 from .places import EXPERTS_GATED, GATED, SHARED_GATED, Place, together
 from .values import Values
 
@@ -80,22 +80,12 @@ def gguf_config(k: Keys) -> Config:
     return Config(**ggufs.numbers(k, scale=scale(GGUF_OF_SCORES, 0.0), is_turned=is_turned) | scales)
 
 
-FAMILY = Family(
-    (
-        InFolder("granite", DEFAULTS, config, folders.PLACES, does=DOES),
-        *(
-            InFolder(name, MOE_DEFAULTS, moe_config, folders.PLACES | EXPERTS, does=(*DOES, "num_local_experts"))
-            for name in ("granitemoe", "granitemoeshared")
-        ),
-        InFolder(
-            "granitemoehybrid", HYBRID_DEFAULTS, hybrid_config, folders.PLACES, instead=(SHARED_MLP,),
-            does=(*DOES, "num_local_experts"),
-        ),
-    ),
-    (
-        InGguf("granite", gguf_config, ggufs.PAIRS_PLACES, does=GGUF_DOES),
-        InGguf(
-            "granitemoe", gguf_config, ggufs.PAIRS_PLACES | ggufs.EXPERTS_PLACES, does=(*GGUF_DOES, ggufs.EXPERTS)
-        ),
-    ),
-)  # fmt: skip
+MOE_PLACES, MOE_DOES = folders.PLACES | EXPERTS, (*DOES, "num_local_experts")
+FAMILY = (
+    InFolder("granite", DEFAULTS, config, folders.PLACES, does=DOES),
+    InFolder("granitemoe", MOE_DEFAULTS, moe_config, MOE_PLACES, does=MOE_DOES),
+    InFolder("granitemoeshared", MOE_DEFAULTS, moe_config, MOE_PLACES, does=MOE_DOES),
+    InFolder("granitemoehybrid", HYBRID_DEFAULTS, hybrid_config, folders.PLACES, instead=(SHARED_MLP,), does=MOE_DOES),
+    InGguf("granite", gguf_config, ggufs.PAIRS_PLACES, does=GGUF_DOES),
+    InGguf("granitemoe", gguf_config, ggufs.PAIRS_PLACES | ggufs.EXPERTS_PLACES, does=(*GGUF_DOES, ggufs.EXPERTS)),
+)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from ..architectures import Config, ConvConfig, LayerConfig
 from ..architectures.config import LEAST_SCALE, of_some
 from . import folders, ggufs
-from .family import Family, InFolder, InGguf, Keys
+from .family import InFolder, InGguf, Keys
 from .places import CONV_IN, CONV_IN_BIASES, TAPS, TURNED, TURNED_TAPS, Place, changed, experts_in_one, named, together
 from .values import MAX_SIZE, Values
 
@@ -121,19 +121,10 @@ def moe_gguf_config(k: Keys) -> Config:
     return replace(gguf_config(k), experts=ggufs.experts(k, is_sigmoid=True, is_biased=is_biased))
 
 
-FAMILY = Family(
-    (
-        InFolder("lfm2", DEFAULTS, config, PLACES, aliases=ALIASES),
-        InFolder(
-            "lfm2_moe", MOE_DEFAULTS, moe_config, PLACES | EXPERTS, instead=(EXPERTS_IN_ONE,), does=("num_experts",),
-            aliases=ALIASES,
-        ),
-    ),
-    (
-        InGguf("lfm2", gguf_config, GGUF_PLACES, by_layer=("attention.head_count_kv",)),
-        InGguf(
-            "lfm2moe", moe_gguf_config, GGUF_PLACES | ggufs.EXPERTS_PLACES, does=(ggufs.EXPERTS, ggufs.GATING),
-            by_layer=("attention.head_count_kv",),
-        ),
-    ),
-)  # fmt: skip
+MOE_PLACES, MOE_GGUF_PLACES, BY_LAYER = PLACES | EXPERTS, GGUF_PLACES | ggufs.EXPERTS_PLACES, ("attention.head_count_kv",)
+FAMILY = (
+    InFolder("lfm2", DEFAULTS, config, PLACES, aliases=ALIASES),
+    InFolder("lfm2_moe", MOE_DEFAULTS, moe_config, MOE_PLACES, (EXPERTS_IN_ONE,), does=("num_experts",), aliases=ALIASES),
+    InGguf("lfm2", gguf_config, GGUF_PLACES, by_layer=BY_LAYER),
+    InGguf("lfm2moe", moe_gguf_config, MOE_GGUF_PLACES, does=(ggufs.EXPERTS, ggufs.GATING), by_layer=BY_LAYER),
+)

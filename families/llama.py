@@ -2,7 +2,7 @@
 
 from ..architectures import Config
 from . import folders, ggufs
-from .family import Family, InFolder, InGguf, Keys, Template
+from .family import InFolder, InGguf, Keys, Template
 from .values import Values
 
 
@@ -20,6 +20,7 @@ def gguf_config(k: Keys) -> Config:
 
 # which llama2.c exports were trained with: such files name none
 LLAMA2 = Template(
+    "llama2",
     """{% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}{% set system = messages[0]['content'] %}\
 {% else %}{% set turns = messages %}{% set system = false %}{% endif %}\
 {% for message in turns %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
@@ -31,8 +32,8 @@ LLAMA2 = Template(
     {"bos_token": "<s>", "eos_token": "</s>"},
     "a llama2.c export of Llama 2 chat",
 )
-FAMILY = Family(
-    (InFolder("llama", folders.DEFAULTS, config, folders.PLACES),),
-    (InGguf("llama", gguf_config, ggufs.PAIRS_PLACES | ggufs.EXPERTS_PLACES, does=(ggufs.EXPERTS,)),),  # a Mixtral, too
-    templates={"llama2": LLAMA2},
+FAMILY = (
+    InFolder("llama", folders.DEFAULTS, config, folders.PLACES),
+    InGguf("llama", gguf_config, ggufs.PAIRS_PLACES | ggufs.EXPERTS_PLACES, does=(ggufs.EXPERTS,)),  # a Mixtral, too
+    LLAMA2,
 )

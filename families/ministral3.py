@@ -6,7 +6,7 @@ import numpy as np
 
 from ..architectures import Config
 from . import folders, ggufs
-from .family import Family, InFolder, InGguf
+from .family import InFolder, InGguf
 from .llama import gguf_config
 from .values import Values
 
@@ -29,7 +29,7 @@ def config(values: Values) -> Config:
     return Config(**folders.numbers(values), attention=folders.attention(values, rope, window=folders.window(values)))
 
 
-FAMILY = Family(
-    (InFolder("ministral3", DEFAULTS, config, folders.PLACES, beside={"mistral3": True}),),
-    (InGguf("mistral3", gguf_config, ggufs.PAIRS_PLACES, does=(ggufs.QUERY_SCALE,)),),
+FAMILY = (
+    InFolder("ministral3", DEFAULTS, config, folders.PLACES, beside={"mistral3": True}),
+    InGguf("mistral3", gguf_config, ggufs.PAIRS_PLACES, does=(ggufs.QUERY_SCALE,)),
 )

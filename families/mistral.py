@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..architectures import Config
 from . import folders
-from .family import Family, InFolder
+from .family import InFolder
 from .places import Place
 from .values import Values
 
@@ -35,12 +35,8 @@ def mixtral_config(values: Values) -> Config:
 
 
 PLACES = folders.PLACES | folders.EXPERTS
-FAMILY = Family(
-    (
-        InFolder("mistral", DEFAULTS, config, folders.PLACES),
-        InFolder(
-            "mixtral", MIXTRAL_DEFAULTS, mixtral_config, PLACES, instead=(folders.EXPERTS_IN_ONE, MIXTRAL),
-            does=("num_local_experts",),
-        ),
-    )
-)  # fmt: skip
+INSTEAD = (folders.EXPERTS_IN_ONE, MIXTRAL)
+FAMILY = (
+    InFolder("mistral", DEFAULTS, config, folders.PLACES),
+    InFolder("mixtral", MIXTRAL_DEFAULTS, mixtral_config, PLACES, INSTEAD, does=("num_local_experts",)),
+)

@@ -4,7 +4,7 @@ one over all of its keys.
 
 from ..architectures import Config
 from . import folders, ggufs
-from .family import Family, InFolder, InGguf, Keys
+from .family import InFolder, InGguf, Keys
 from .values import Values
 
 DEFAULTS = folders.DEFAULTS | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "bos_token_id": None, "eos_token_id": 50279}
@@ -22,7 +22,7 @@ def gguf_config(k: Keys) -> Config:
     return Config(**ggufs.numbers(k, qk_norm="whole"), norms="behind")
 
 
-FAMILY = Family(
-    (InFolder("olmo2", DEFAULTS, config, folders.PLACES | folders.NORMS_BEHIND),),
-    (InGguf("olmo2", gguf_config, ggufs.PLACES | ggufs.NORMS_BEHIND),),
+FAMILY = (
+    InFolder("olmo2", DEFAULTS, config, folders.PLACES | folders.NORMS_BEHIND),
+    InGguf("olmo2", gguf_config, ggufs.PLACES | ggufs.NORMS_BEHIND),
 )

@@ -2,7 +2,7 @@
 
 from ..architectures import Config
 from . import folders, ggufs
-from .family import Family, InFolder, InGguf, Keys
+from .family import InFolder, InGguf, Keys
 from .values import Values
 
 DEFAULTS = folders.DEFAULTS | {
@@ -25,11 +25,8 @@ def gguf_config(k: Keys) -> Config:
     return Config(**ggufs.numbers(k, qk_norm="whole") | {"experts": ggufs.experts(k, is_normed=False)})
 
 
-FAMILY = Family(
-    (
-        InFolder(
-            "olmoe", DEFAULTS, config, folders.PLACES | folders.EXPERTS, instead=(folders.EXPERTS_IN_ONE,), does=("num_experts",)
-        ),
-    ),
-    (InGguf("olmoe", gguf_config, ggufs.PLACES | ggufs.EXPERTS_PLACES, does=(ggufs.EXPERTS,)),),
-)  # fmt: skip
+PLACES = folders.PLACES | folders.EXPERTS
+FAMILY = (
+    InFolder("olmoe", DEFAULTS, config, PLACES, (folders.EXPERTS_IN_ONE,), does=("num_experts",)),
+    InGguf("olmoe", gguf_config, ggufs.PLACES | ggufs.EXPERTS_PLACES, does=(ggufs.EXPERTS,)),
+)

@@ -8,7 +8,7 @@ from ..architectures import Config, RopeConfig
 from ..architectures.config import LEAST_SCALE
 from ..architectures.rope import longrope_scale
 from . import folders, ggufs
-from .family import Family, InFolder, InGguf, Keys
+from .family import InFolder, InGguf, Keys
 from .places import GATED, QKV, TURNED, changed, together
 from .values import Values
 
@@ -88,7 +88,7 @@ def gguf_config(k: Keys) -> Config:
     return replace(config, attention=replace(config.attention, rope=rope))
 
 
-FAMILY = Family(
-    (InFolder("phi3", DEFAULTS, config, folders.PLACES, instead=(folders.FUSED,), does=("partial_rotary_factor",)),),
-    (InGguf("phi3", gguf_config, GGUF_PLACES, does=(ggufs.ATTENTION_FACTOR, ggufs.WINDOW)),),
+FAMILY = (
+    InFolder("phi3", DEFAULTS, config, folders.PLACES, (folders.FUSED,), does=("partial_rotary_factor",)),
+    InGguf("phi3", gguf_config, GGUF_PLACES, does=(ggufs.ATTENTION_FACTOR, ggufs.WINDOW)),
 )

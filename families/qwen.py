@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..architectures import AttentionConfig, Config
 from . import folders, ggufs
-from .family import Family, InFolder, InGguf, Keys
+from .family import InFolder, InGguf, Keys
 from .llama import gguf_config
 from .values import Values
 
@@ -70,18 +70,12 @@ def normed_gguf_config(k: Keys) -> Config:
     return Config(**ggufs.numbers(k, qk_norm=True))
 
 
-FAMILY = Family(
-    (
-        InFolder("qwen2", DEFAULTS, qwen2_config, folders.PLACES),
-        InFolder("qwen3", DEFAULTS | {"head_dim": 128}, qwen3_config, folders.PLACES),
-        InFolder(
-            "qwen3_moe", MOE_DEFAULTS, moe_config, folders.PLACES | folders.EXPERTS, instead=(folders.EXPERTS_IN_ONE,),
-            does=("num_experts", "num_local_experts"),
-        ),
-    ),
-    (
-        InGguf("qwen2", gguf_config, ggufs.PLACES),
-        InGguf("qwen3", normed_gguf_config, ggufs.PLACES),
-        InGguf("qwen3moe", normed_gguf_config, ggufs.PLACES | ggufs.EXPERTS_PLACES, does=(ggufs.EXPERTS,)),
-    ),
-)  # fmt: skip
+MOE_PLACES, MOE_DOES = folders.PLACES | folders.EXPERTS, ("num_experts", "num_local_experts")
+FAMILY = (
+    InFolder("qwen2", DEFAULTS, qwen2_config, folders.PLACES),
+    InFolder("qwen3", DEFAULTS | {"head_dim": 128}, qwen3_config, folders.PLACES),
+    InFolder("qwen3_moe", MOE_DEFAULTS, moe_config, MOE_PLACES, (folders.EXPERTS_IN_ONE,), does=MOE_DOES),
+    InGguf("qwen2", gguf_config, ggufs.PLACES),
+    InGguf("qwen3", normed_gguf_config, ggufs.PLACES),
+    InGguf("qwen3moe", normed_gguf_config, ggufs.PLACES | ggufs.EXPERTS_PLACES, does=(ggufs.EXPERTS,)),
+)

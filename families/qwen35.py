@@ -3,12 +3,13 @@ tokens (MTP) comes along in the same files. Qwen3.5 and 3.6 with experts, of whi
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import replace
 
 from ..architectures import Config, DeltaConfig, LayerConfig
 from ..architectures.config import of_some
 from . import folders, ggufs
-from .family import Family, InFolder, InGguf, Keys
+from .family import InFolder, InGguf, Keys
 from .folders import LINEAR
 from .places import ONE_MORE, RATE, TAPS, TURNED_TAPS, Place, changed, named
 from .values import Values
@@ -50,20 +51,17 @@ HARMLESS = re.compile(r"(visual|mtp)\..*")
 LAYER = ("rms_att", "wq", "wk", "wv", "wg", "wo", "q_norm", "k_norm", "rms_ffn", "w1", "w2", "w3")  # of the head
 
 
-def mtp_places(places: dict[str, Place]) -> dict[str, Place]:
+def mtp_places(places: dict[str, Place], layer: Collection[str]) -> dict[str, Place]:
     """Of the head in a folder: its one layer, by names of a model's, and its own."""
-    return {name: place._replace(name="mtp." + place.name) for name, place in places.items()} | {
-        "fc": Place("mtp.fc.weight"),
-        "rms_emb": Place("mtp.pre_fc_norm_embedding.weight", made=ONE_MORE),
-        "rms_hidden": Place("mtp.pre_fc_norm_hidden.weight", made=ONE_MORE),
-        "rms_final": Place("mtp.norm.weight", made=ONE_MORE),
-    }
+    own = named("%s.weight", fc="fc", rms_emb="pre_fc_norm_embedding", rms_hidden="pre_fc_norm_hidden", rms_final="norm")
+    own = {name: places[name] for name in layer} | changed(own, ("rms_emb", "rms_hidden", "rms_final"), made=ONE_MORE)
+    return {name: place._replace(name=f"mtp.{place.name}") for name, place in own.items()}
 
 
-def nextn_places(places: dict[str, Place]) -> dict[str, Place]:
+def nextn_places(places: dict[str, Place], layer: Collection[str]) -> dict[str, Place]:
     """Of the head in a GGUF file."""
-    own = {"fc": "eh_proj", "rms_emb": "enorm", "rms_hidden": "hnorm", "rms_final": "shared_head_norm"}
-    return places | {name: Place(f"blk.{{}}.nextn.{stored}.weight") for name, stored in own.items()}
+    own = named("blk.{}.nextn.%s.weight", fc="eh_proj", rms_emb="enorm", rms_hidden="hnorm", rms_final="shared_head_norm")
+    return {name: places[name] for name in layer} | own
 
 
 def config(values: Values) -> Config:
@@ -126,27 +124,19 @@ def moe_gguf_config(k: Keys) -> Config:
 MOE_PLACES, MOE_GGUF_PLACES = PLACES | folders.EXPERTS | folders.SHARED, GGUF_PLACES | ggufs.EXPERTS_PLACES
 MTP_EXPERTS_IN_ONE = {name: place._replace(name="mtp." + place.name) for name, place in folders.EXPERTS_IN_ONE.items()}
 MOE_LAYER = (*[name for name in LAYER if name not in ("w1", "w2", "w3")], *folders.EXPERTS, *folders.SHARED)
-FAMILY = Family(
-    (
-        InFolder(
-            "qwen3_5_text", DEFAULTS, config, PLACES, harmless=HARMLESS,
-            mtp=(mtp_places({name: PLACES[name] for name in LAYER}),), does=("partial_rotary_factor",), beside={"qwen3_5": False},
-        ),
-        InFolder(
-            "qwen3_5_moe_text", MOE_DEFAULTS, moe_config, MOE_PLACES, instead=(folders.EXPERTS_IN_ONE,), harmless=HARMLESS,
-            mtp=(mtp_places({name: MOE_PLACES[name] for name in MOE_LAYER}), MTP_EXPERTS_IN_ONE),
-            does=("partial_rotary_factor", "num_experts"), beside={"qwen3_5_moe": False},
-        ),
+FAMILY = (
+    InFolder(
+        "qwen3_5_text", DEFAULTS, config, PLACES, mtp=(mtp_places(PLACES, LAYER),), harmless=HARMLESS,
+        does=("partial_rotary_factor",), beside={"qwen3_5": False},
     ),
-    (
-        InGguf(
-            "qwen35", gguf_config, GGUF_PLACES, mtp=(nextn_places({name: GGUF_PLACES[name] for name in LAYER}),),
-            does=(ggufs.NEXTN,),
-        ),
-        InGguf(
-            "qwen35moe", moe_gguf_config, MOE_GGUF_PLACES, instead=(ggufs.EXPERTS_IN_ONE,),
-            mtp=(nextn_places({name: MOE_GGUF_PLACES[name] for name in MOE_LAYER}), ggufs.EXPERTS_IN_ONE),
-            does=(ggufs.NEXTN, ggufs.EXPERTS),
-        ),
+    InFolder(
+        "qwen3_5_moe_text", MOE_DEFAULTS, moe_config, MOE_PLACES, (folders.EXPERTS_IN_ONE,), harmless=HARMLESS,
+        mtp=(mtp_places(MOE_PLACES, MOE_LAYER), MTP_EXPERTS_IN_ONE),
+        does=("partial_rotary_factor", "num_experts"), beside={"qwen3_5_moe": False},
+    ),
+    InGguf("qwen35", gguf_config, GGUF_PLACES, mtp=(nextn_places(GGUF_PLACES, LAYER),), does=(ggufs.NEXTN,)),
+    InGguf(
+        "qwen35moe", moe_gguf_config, MOE_GGUF_PLACES, (ggufs.EXPERTS_IN_ONE,),
+        mtp=(nextn_places(MOE_GGUF_PLACES, MOE_LAYER), ggufs.EXPERTS_IN_ONE), does=(ggufs.NEXTN, ggufs.EXPERTS),
     ),
 )  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import replace
 from ..architectures import AttentionConfig, Config, LayerConfig
 from ..architectures.config import of_some
 from . import folders, ggufs
-from .family import Family, InFolder, InGguf, Keys
+from .family import InFolder, InGguf, Keys
 from .values import Values
 
 DEFAULTS = folders.DEFAULTS | {
@@ -45,7 +45,7 @@ def gguf_config(k: Keys) -> Config:
     return Config(**numbers, layers=layers)
 
 
-FAMILY = Family(
-    (InFolder("smollm3", DEFAULTS, config, folders.PLACES, does=("no_rope_layers",)),),
-    (InGguf("smollm3", gguf_config, ggufs.PAIRS_PLACES),),
+FAMILY = (
+    InFolder("smollm3", DEFAULTS, config, folders.PLACES, does=("no_rope_layers",)),
+    InGguf("smollm3", gguf_config, ggufs.PAIRS_PLACES),
 )
