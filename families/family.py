@@ -79,7 +79,7 @@ class HeadInFolder:
 
 
 class Tensors(Named, Protocol):
-    """Those of a GGUF file."""
+    """Those of a model's files."""
 
     def shape(self, name: str, /) -> tuple[int, ...]:
         """Raises CheckpointError for a tensor that is missing."""

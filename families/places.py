@@ -21,9 +21,9 @@ class Place(NamedTuple):
     halves: in each head all first parts of RoPE's pairs, then all second ones; conv: a matrix (inputs, outputs), not (outputs,
     inputs); among: the tensors, by our names, that lie there one behind the other along the outputs, itself one of them;
     alone: of several that there may be, each with its number in its name, it is the only one and has none; turn: of heads that
-    lie in turns with those of other tensors, see `Heads`; made: how a small one is made of what is stored; each: there is one for
-    each expert, by a second `{}` in the name, or all of them are one tensor; step: of outputs in turns those from the first on,
-    so many apart; scales: the name of the exponents of such blocks of MXFP4 as lie there.
+    lie in turns with those of other tensors, see `FileTensor`; made: how a small one is made of what is stored; each: there is
+    one for each expert, by a second `{}` in the name, or all of them are one tensor; step: of outputs in turns those from the
+    first on, so many apart; scales: the name of the exponents of such blocks of MXFP4 as lie there.
     """
 
     name: str

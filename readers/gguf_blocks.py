@@ -230,6 +230,6 @@ class BlockTensor:
         return replace(self, stored=self.stored.part(first, last))
 
     def heads(self, head_dim: int, n_turned: int, turn: tuple[int, int] = (0, 1)) -> "BlockTensor":
-        """The same whose rows are in our order, or a part of them: see `Heads`."""
+        """The same whose rows are in our order, or a part of them: see `FileTensor.heads`."""
         assert isinstance(self.stored, FileTensor)
         return replace(self, stored=self.stored.heads(head_dim, n_turned, turn))

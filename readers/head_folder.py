@@ -2,12 +2,10 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..architectures import Config
 from ..families import HEADS, HeadInFolder
@@ -17,32 +15,15 @@ from .config_json import CONFIG
 from .heads import check_rows, checked_ids
 from .huggingface import Folder, is_tied
 from .json_text import read_object
-from .model_file import Checkpoint, telling_os_errors
+from .model_file import Checkpoint, Derived, telling_os_errors
 from .places import tensors_of
 from .safetensors import INDEX, PICKLE, WEIGHTS
 
 
-@dataclass(frozen=True)
-class Ordered:
+def ordered(stored: Any, order: Int64) -> Derived:
     """A matrix whose rows are those of a stored one in another order."""
-
-    stored: Any
-    order: Int64
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape  # type: ignore[no-any-return]
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.stored.dtype  # type: ignore[no-any-return]
-
-    @functools.cached_property
-    def _rows(self) -> npt.NDArray[Any]:
-        return self.stored[:]  # type: ignore[no-any-return]
-
-    def __getitem__(self, index: slice) -> npt.NDArray[Any]:
-        return self._rows[self.order[index]]
+    whole = functools.cache(lambda: stored[:])
+    return Derived(stored, stored.shape, stored.dtype, lambda first, last: whole()[order[first:last]])
 
 
 def head_of(folder: Path) -> HeadInFolder | None:
@@ -86,7 +67,7 @@ def load_checkpoint(path: Path, head: HeadInFolder) -> Checkpoint:
         numbers = folder.integers(told, config.head.n_rows)
         ids = numbers + np.arange(len(numbers)) if head.are_offsets else numbers
         ids = checked_ids(ids, config.vocab_size, folder.told(told))
-        tensors |= {name: Ordered(tensors[name], ids) for name in head.in_order}
+        tensors |= {name: ordered(tensors[name], ids) for name in head.in_order}
     for name in head.unused(config):
         folder.leave_out(name)
     folder.check_all_used()

@@ -5,40 +5,31 @@ byte that is the exponent of their scale plus 127. A block of GGUF begins with t
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ..families.values import CheckpointError
 from .gguf_blocks import BLOCKS, BlockTensor
-from .model_file import Bytes, FileTensor
+from .model_file import Bytes, Derived, FileTensor
 
 TYPE = "MXFP4"
 N_WEIGHTS, N_BYTES, *_ = BLOCKS[TYPE]
 
 
-@dataclass(frozen=True)
-class Joined:
+def joined(codes: FileTensor, exponents: FileTensor, n_rows: int, first: int, step: int) -> Derived:
     """Rows (n_rows, bytes) of blocks as GGUF has them: of codes and of exponents each step-th row from the first on."""
+    n_bytes = exponents.shape[1] * N_BYTES
 
-    codes: FileTensor
-    exponents: FileTensor
-    n_rows: int
-    first: int
-    step: int
+    def rows(begin: int, end: int) -> Bytes:
+        lines = slice(first + begin * step, first + end * step)
+        own, scales = codes[lines][::step], exponents[lines][::step]
+        halves = np.stack([own & 15, own >> 4], -1).reshape(*scales.shape, 2, N_WEIGHTS // 2)
+        blocks = np.concatenate([scales[..., None], halves[..., 0, :] | halves[..., 1, :] << 4], -1)
+        return blocks.reshape(len(scales), n_bytes)
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.n_rows, self.exponents.shape[1] * N_BYTES
-
-    def __getitem__(self, index: slice) -> Bytes:
-        first, last, _ = index.indices(self.n_rows)
-        lines = slice(self.first + first * self.step, self.first + last * self.step)
-        codes, exponents = self.codes[lines][:: self.step], self.exponents[lines][:: self.step]
-        halves = np.stack([codes & 15, codes >> 4], -1).reshape(*exponents.shape, 2, N_WEIGHTS // 2)
-        blocks = np.concatenate([exponents[..., None], halves[..., 0, :] | halves[..., 1, :] << 4], -1)
-        return blocks.reshape(len(exponents), self.shape[1])
+    return Derived(codes, (n_rows, n_bytes), codes.dtype, rows)
 
 
 def microscaled(source: Any, names: tuple[str, str], shape: tuple[int, ...], first: int, step: int) -> list[BlockTensor]:
@@ -56,6 +47,6 @@ def microscaled(source: Any, names: tuple[str, str], shape: tuple[int, ...], fir
         return replace(stored, shape=(n * lines, math.prod(row)))
 
     both = flat(codes, groups, N_WEIGHTS // 2), flat(exponents, groups)
-    rows = ([each.part(i * lines, (i + 1) * lines) for each in both] for i in range(n))
-    joined = (Joined(own_codes, own_exponents, n_rows, first, step) for own_codes, own_exponents in rows)
-    return [BlockTensor(each, TYPE, f"{source.path} is damaged: {codes}") for each in joined]
+    parts = ([each.part(i * lines, (i + 1) * lines) for each in both] for i in range(n))
+    rows = [joined(own, scales, n_rows, first, step) for own, scales in parts]
+    return [BlockTensor(each, TYPE, f"{source.path} is damaged: {codes}") for each in rows]

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from io import FileIO
@@ -145,9 +145,21 @@ class FileTensor:
         """The same matrices, one below the other."""
         return replace(self, shape=(math.prod(self.shape[:-1]), self.shape[-1]))
 
-    def heads(self, head_dim: int, n_turned: int, turn: tuple[int, int] = (0, 1)) -> "Heads":
-        """The same in our order, or a part of it: see `Heads`."""
-        return Heads(self, head_dim, n_turned, turn)
+    def heads(self, head_dim: int, n_turned: int, turn: tuple[int, int] = (0, 1)) -> "Derived":
+        """A tensor of heads, of whose first n_turned rows i and i + n/2 become 2i and 2i + 1, as our RoPE has its pairs.
+
+        turn: the number of these heads and how many there are, where those of several matrices lie in turns.
+        """
+        (number, n_turns), inner = turn, self.shape[1:]
+        order = np.arange(head_dim)
+        order[:n_turned] = order[:n_turned].reshape(2, -1).T.reshape(-1)
+
+        def rows(first: int, last: int) -> npt.NDArray[Any]:
+            begin, end = first // head_dim * head_dim, -(-last // head_dim) * head_dim
+            heads = self[begin * n_turns : end * n_turns].reshape(-1, n_turns, head_dim, *inner)[:, number]
+            return np.ascontiguousarray(heads[:, order]).reshape(-1, *inner)[first - begin : last - begin]
+
+        return Derived(self, (self.shape[0] // n_turns, *inner), self.dtype, rows)
 
     def columns(self, first: int, last: int) -> npt.NDArray[Any]:
         """(n, last - first) of a matrix (n, columns), read."""
@@ -163,33 +175,17 @@ class FileTensor:
 
 
 @dataclass(frozen=True)
-class Heads:
-    """A tensor of heads, of whose first n rows i and i + n/2 become 2i and 2i + 1, as our RoPE has its pairs.
+class Derived:
+    """A tensor whose rows are made of a stored one when they are asked for; rows(first, last) gives them."""
 
-    turn: the number of these heads and how many there are, where those of several matrices lie in turns.
-    """
-
-    stored: FileTensor
-    head_dim: int
-    n_turned: int
-    turn: tuple[int, int] = (0, 1)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape[0] // self.turn[1], *self.stored.shape[1:]
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.stored.dtype
+    stored: Any
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    rows: Callable[[int, int], npt.NDArray[Any]]
 
     def __getitem__(self, index: slice) -> npt.NDArray[Any]:
         first, last, _ = index.indices(self.shape[0])
-        (number, n_turns), begin = self.turn, first // self.head_dim * self.head_dim
-        end = -(-last // self.head_dim) * self.head_dim
-        order = np.arange(self.head_dim)
-        order[: self.n_turned] = order[: self.n_turned].reshape(2, -1).T.reshape(-1)
-        heads = self.stored[begin * n_turns : end * n_turns].reshape(-1, n_turns, self.head_dim, *self.shape[1:])[:, number]
-        return np.ascontiguousarray(heads[:, order]).reshape(-1, *self.shape[1:])[first - begin : last - begin]
+        return self.rows(first, last)
 
 
 @contextmanager

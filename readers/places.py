@@ -1,31 +1,24 @@
 """Where a family's tensors lie among those of a file, and how they become what its architecture takes. Knows no format."""
 
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..architectures import Config, architecture_of
+from ..families.family import Tensors
 from ..families.places import Place
 from ..weights.matrix import floats
 from .microscaled import microscaled
-from .model_file import FileTensor
+from .model_file import FP32, Derived, FileTensor
 
 TURNED_AT_ONCE = 16  # inputs of a stored matrix: a cache line of each output; 3 GB in fp32 at 2.7 GB/s, all at once at 0.7
 COMPARED_ROWS = 2048  # of an embedding and a head at a time
 
 
-class Source(Protocol):
-    """The tensors of a model's files."""
-
-    def tensor(self, name: str, shape: tuple[int, ...], /) -> Any:
-        """Raises CheckpointError for one that is missing or of another shape."""
-
-
-def tensors_of(config: Config, places: Mapping[str, Place], source: Source) -> dict[str, Any]:
+def tensors_of(config: Config, places: Mapping[str, Place], source: Tensors) -> dict[str, Any]:
     """What the config's architecture takes, by its names; of layers a list."""
     tensors: dict[str, Any] = {}
     shapes = architecture_of(config).shapes(config)
@@ -38,14 +31,16 @@ def tensors_of(config: Config, places: Mapping[str, Place], source: Source) -> d
         for each in itertools.takewhile(lambda each: each != name, rows):
             first += rows[each]
         if place.conv:
-            return Transposed(source.tensor(stored_name, (*others, total)), n_rows, first)
+            return transposed(source.tensor(stored_name, (*others, total)), n_rows, first)
         whole = (total * place.turn[1], *others)
         stored = source.tensor(stored_name, place.made.stored(whole) if place.made else whole)
         own = stored.part(first, first + n_rows) if place.among else stored
         if place.halves or place.turn[1] > 1:
             heads = config.of_layer(layer)
             own = own.heads(heads.head_dim, heads.n_turned if place.halves else 0, place.turn)
-        return Made(own, shape, place.made.numbers) if place.made else own
+        if not (made := place.made):
+            return own
+        return Derived(own, shape, FP32, lambda first, last: made.numbers(floats(own[:]))[first:last])  # a small one
 
     def experts(name: str, layer: str, shape: tuple[int, ...], place: Place) -> list[Any]:
         """One tensor for each: all of one that holds them all, one behind the other, are parts of it."""
@@ -59,7 +54,7 @@ def tensors_of(config: Config, places: Mapping[str, Place], source: Source) -> d
         if place.conv:
             columns = n_rows * place.step[1]
             whole = source.tensor(place.name.format(layer), (n, n_columns, columns)).flat()
-            return [Transposed(whole.part(i * n_columns, (i + 1) * n_columns), n_rows, *place.step) for i in range(n)]
+            return [transposed(whole.part(i * n_columns, (i + 1) * n_columns), n_rows, *place.step) for i in range(n)]
         among = [f"{layer}.{each}" for each in place.among] or [name]
         sizes = [shapes[each][1] for each in among]
         total, first = sum(sizes), sum(sizes[: among.index(name)])
@@ -88,41 +83,15 @@ def are_equal(a: Any, b: Any) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class Made:
-    """A small tensor of that shape, whose numbers are made of those of another, which are read whole."""
-
-    source: Any
-    shape: tuple[int, ...]
-    numbers: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
-    dtype = np.dtype(np.float32)
-
-    def __getitem__(self, index: slice) -> npt.NDArray[Any]:
-        return self.numbers(floats(self.source[:]))[index]
-
-
-@dataclass(frozen=True)
-class Transposed:
+def transposed(stored: FileTensor, n_rows: int, first: int, step: int = 1) -> Derived:
     """The matrix whose rows are the columns from `first` on, so many, each step-th, of a stored one, which are read alone."""
 
-    stored: FileTensor
-    n_rows: int
-    first: int
-    step: int = 1
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.n_rows, self.stored.shape[0]
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.stored.dtype
-
-    def __getitem__(self, index: slice) -> npt.NDArray[Any]:
-        first, last, _ = index.indices(self.n_rows)
-        n, begin = max(last - first, 0), self.first + first * self.step
-        columns = self.stored.columns(begin, begin + n * self.step - (self.step - 1) * (n > 0))[:, :: self.step]
+    def rows(begin: int, end: int) -> npt.NDArray[Any]:
+        n, at = max(end - begin, 0), first + begin * step
+        columns = stored.columns(at, at + n * step - (step - 1) * (n > 0))[:, ::step]
         rows = np.empty(columns.shape[::-1], columns.dtype)
         for i in range(0, len(columns), TURNED_AT_ONCE):
             rows[:, i : i + TURNED_AT_ONCE] = columns[i : i + TURNED_AT_ONCE].T
         return rows
+
+    return Derived(stored, (n_rows, stored.shape[0]), stored.dtype, rows)

@@ -16,8 +16,7 @@ from specdec.architectures.config import RopeScaling, YarnScaling
 from specdec.architectures.states import fill_rates
 from specdec.readers import CheckpointError, load_checkpoint
 from specdec.readers.loading import load_model
-from specdec.readers.model_file import Heads
-from specdec.readers.places import Transposed
+from specdec.readers.model_file import Derived
 from specdec.transformer import Transformer
 from specdec.weights.matrix import floats
 from tests import folders
@@ -609,9 +608,9 @@ def test_loading_copies_no_weights(tmp_path: Path) -> None:
 
 def test_views_know_their_shapes_without_reading() -> None:
     tensors = load_checkpoint(FIXTURES / "gpt2").tensors
-    assert isinstance(tensors["w1"][0], Transposed)
+    assert isinstance(tensors["w1"][0], Derived)
     assert (tensors["w1"][0].shape, tensors["wk"][1].shape, tensors["bk"][1].shape) == ((72, 18), (18, 18), (18,))
     llama = load_checkpoint(FIXTURES / "llama_tied").tensors
-    assert isinstance(llama["wk"][0], Heads)
+    assert isinstance(llama["wk"][0], Derived)
     assert (llama["wk"][0].shape, llama["wk"][0].dtype) == ((16, 32), np.dtype(np.uint16))
     assert re.fullmatch(r"model\.layers\.0\..*q_proj\.weight", llama["wq"][0].stored.name)
