@@ -3,8 +3,10 @@
 import math
 import operator
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Real
+from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
@@ -69,6 +71,25 @@ def file_name(name: str, value: str | os.PathLike[str]) -> str | os.PathLike[str
     if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes):
         raise TypeError(f"{name} is {short(value, repr)}; expected a path")
     return value
+
+
+@contextmanager
+def reading(path: Path, kind: type[ValueError], what: str = "") -> Iterator[None]:
+    """Around reading: what the system says of a file, in one line, as an error of that kind.
+
+    what: is expected, where it has to be a regular file.
+    """
+    try:
+        if what and path.is_dir():
+            raise kind(f"{path} is a directory; expected {what}")
+        if what and path.exists() and not path.is_file():
+            raise kind(f"{path} is no regular file; expected {what}")
+        yield
+    except kind:
+        raise
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise kind(f"cannot read {path}: {reason}") from None
 
 
 def short(value: object, words_of: Callable[[object], str] = str) -> str:

@@ -268,17 +268,8 @@ def text_of(tokenizer: AnyTokenizer, tokens: Iterable[int]) -> str:
 
 def file_bytes(path: Path, what: str) -> bytes:
     """All of a file that is to be `what`. Raises TokenizerError."""
-    try:
-        if path.is_dir():
-            raise TokenizerError(f"{path} is a directory; expected {what}")
-        if path.exists() and not path.is_file():
-            raise TokenizerError(f"{path} is no regular file; expected {what}")
+    with checks.reading(path, TokenizerError, what):
         return path.read_bytes()
-    except TokenizerError:
-        raise
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise TokenizerError(f"cannot read {path}: {reason}") from None
 
 
 def _read(path: Path) -> Pieces:

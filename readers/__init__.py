@@ -3,11 +3,12 @@
 import os
 from pathlib import Path
 
+from ..checks import reading
 from ..families.values import CheckpointError
 from . import gguf, head_folder, huggingface, llama2c
 from .gguf import read_vocabulary
 from .json_text import read_object, replace_text
-from .model_file import Checkpoint, telling_os_errors
+from .model_file import Checkpoint
 from .strangers import refuse_strangers
 
 
@@ -39,7 +40,7 @@ def is_llama2c(path: Path) -> bool:
 
 
 def _is_folder(path: Path) -> bool:
-    with telling_os_errors(path):
+    with reading(path, CheckpointError):
         return path.is_dir()
 
 

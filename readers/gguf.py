@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..architectures import Config
+from ..checks import reading
 from ..families import GGUFS, Keys
 from ..families.family import chosen
 from ..families.folders import MOST_LAYERS
@@ -18,7 +19,7 @@ from ..families.values import CheckpointError, Values, check_neutral, shown
 from ..tokenizer import STRIPS
 from .gguf_file import MAGIC, GgufFile
 from .heads import check_rows, checked_ids
-from .model_file import Checkpoint, ModelFile, advised, telling_os_errors
+from .model_file import Checkpoint, ModelFile, advised
 from .named_tensors import NamedTensors
 from .parts import parts_of
 from .places import are_equal, tensors_of
@@ -122,7 +123,7 @@ def _parts(first: GgufFile) -> list[GgufFile]:
         raise CheckpointError(f"{first.path} is a later part of {count}; name the first, {paths[0]}")
     files = [first]
     for i, path in enumerate(paths[1:], 1):
-        with telling_os_errors(path):
+        with reading(path, CheckpointError):
             if not path.exists():
                 raise CheckpointError(f"{path} is missing, which is a part of {first.path.name}; download it again, whole")
         files.append(GgufFile(path))

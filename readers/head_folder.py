@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..architectures import Config
+from ..checks import reading
 from ..families import HEADS, HeadInFolder
 from ..families.values import CheckpointError
 from ..machine.vectors import Int64
@@ -15,7 +16,7 @@ from .config_json import CONFIG
 from .heads import check_rows, checked_ids
 from .huggingface import Folder, is_tied
 from .json_text import read_object
-from .model_file import Checkpoint, Derived, telling_os_errors
+from .model_file import Checkpoint, Derived
 from .places import tensors_of
 from .safetensors import INDEX, PICKLE, WEIGHTS
 
@@ -28,7 +29,7 @@ def ordered(stored: Any, order: Int64) -> Derived:
 
 def head_of(folder: Path) -> HeadInFolder | None:
     """Which head a folder's config.json is that of, if of any. Raises CheckpointError for one that is damaged."""
-    with telling_os_errors(folder):
+    with reading(folder, CheckpointError):
         if not (folder / CONFIG).exists():
             return None
     given = read_object(folder / CONFIG)
@@ -50,7 +51,7 @@ def load_checkpoint(path: Path, head: HeadInFolder) -> Checkpoint:
 
     Raises CheckpointError for anything but a complete and consistent head; numbers are checked when they are read.
     """
-    with telling_os_errors(path):
+    with reading(path, CheckpointError):
         if (path / PICKLE).exists() and not any((path / name).exists() for name in (WEIGHTS, INDEX)):
             raise CheckpointError(
                 f"{path} holds its weights in {PICKLE} alone, which may run code when it is read; write them to {WEIGHTS}: "

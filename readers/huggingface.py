@@ -9,13 +9,14 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from ..architectures import Config
+from ..checks import reading
 from ..families.family import chosen
 from ..families.folders import HEAD
 from ..families.places import Place
 from ..families.values import CheckpointError, shown
 from .config_json import CONFIG, GENERATION_CONFIG, read_config
 from .json_text import read_object
-from .model_file import MOST_ADVISED, Checkpoint, FileTensor, advised, telling_os_errors
+from .model_file import MOST_ADVISED, Checkpoint, FileTensor, advised
 from .named_tensors import NamedTensors
 from .places import are_equal, tensors_of
 from .safetensors import INDEX, WEIGHTS, SafetensorsFile
@@ -61,7 +62,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
     Raises CheckpointError for anything but a complete and consistent model; numbers are checked when they are read.
     """
-    with telling_os_errors(path):
+    with reading(path, CheckpointError):
         if not (path / CONFIG).exists():
             raise CheckpointError(f"{path} is a directory without {CONFIG}; {_hint(path)}")
     family, config, end_marks, bos = read_config(path)
@@ -104,7 +105,7 @@ def _pooling(path: Path) -> str:
 
 def _open_files(path: Path) -> tuple[list[SafetensorsFile], dict[str, SafetensorsFile] | None]:
     """The folder's safetensors files, and which of them holds each tensor where an index says it."""
-    with telling_os_errors(path):
+    with reading(path, CheckpointError):
         if (path / WEIGHTS).exists():
             return [SafetensorsFile(path / WEIGHTS)], None
         if not (path / INDEX).exists():
@@ -131,7 +132,7 @@ def _shard(index: Path, name: Any) -> Path:
     if any(path.anchor or ".." in path.parts for path in (PurePosixPath(name), PureWindowsPath(name))):
         raise CheckpointError(f"{told}, outside of its folder; expected one beside it")
     shard = index.parent / name
-    with telling_os_errors(shard):
+    with reading(shard, CheckpointError):
         if not shard.exists():
             raise CheckpointError(f"{told}, which is missing; fetch the folder again, whole")
     return shard

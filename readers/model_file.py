@@ -2,8 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..architectures import Config
+from ..checks import reading
 from ..families.places import Place
 from ..families.values import CheckpointError
 from ..machine.memory import all_finite
@@ -74,11 +74,7 @@ class ModelFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with telling_os_errors(path):
-            if path.is_dir():
-                raise CheckpointError(f"{path} is a directory; expected a model file")
-            if path.exists() and not path.is_file():
-                raise CheckpointError(f"{path} is no regular file; expected a model file")
+        with reading(path, CheckpointError, "a model file"):
             self._identity = _identity(path.stat())
             self.size = path.stat().st_size
 
@@ -89,7 +85,7 @@ class ModelFile:
     def read_runs(self, start: int, n: int, n_bytes: int, stride: int) -> Bytes:
         """(n, n_bytes): so many runs, one every stride bytes. Raises CheckpointError as `read`."""
         runs = np.empty((n, n_bytes), np.uint8)
-        with telling_os_errors(self.path), self.path.open("rb", buffering=0) as file:
+        with reading(self.path, CheckpointError), self.path.open("rb", buffering=0) as file:
             parts = runs.reshape(1, -1) if n_bytes == stride else runs
             is_whole = all(_fill(file, start + i * stride, part) for i, part in enumerate(parts))
             identity = _identity(os.fstat(file.fileno()))
@@ -186,15 +182,3 @@ class Derived:
     def __getitem__(self, index: slice) -> npt.NDArray[Any]:
         first, last, _ = index.indices(self.shape[0])
         return self.rows(first, last)
-
-
-@contextmanager
-def telling_os_errors(path: Path) -> Iterator[None]:
-    """What the system says of a file, as a CheckpointError."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointError(f"cannot read {path}: {reason}") from None
