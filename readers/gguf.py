@@ -4,7 +4,6 @@ Keys, names and what a silent file means are llama.cpp's (gguf-py's constants.py
 arithmetic is either done or refused by name; other keys are not looked at.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
     ids = None
     if config.head and (told := model.family.ids) in model:
         ids = checked_ids(model.integers(told, config.head.n_rows), config.vocab_size, model.told(told))
-    model.leave_out([*(f"blk.{config.n_layers + i}." for i in range(model.n_nextn)), *model.family.unused(config)])
+    behind = tuple(f"blk.{config.n_layers + i}." for i in range(model.n_nextn))
+    model.leave_out([*(name for name in model if name.startswith(behind)), *model.family.unused(config)])
     model.check_all_used()
     if config.head:  # whose tokenizer, where the file has one, is the target's
         return Checkpoint(path, config, tensors, target_ids=ids)
@@ -94,11 +94,6 @@ class Model(NamedTensors[GgufFile]):
         self.family = GGUFS[architecture]
         # layers behind those of the model, which draft
         self.n_nextn = Values(path, self.keys, beginning=f"{architecture}.").count(NEXTN) if self.family.mtp else 0
-
-    def leave_out(self, beginnings: Iterable[str]) -> None:
-        """Tensors whose names begin so are not needed."""
-        starts = (*beginnings,)
-        self._used |= {name for name in self if name.startswith(starts)}
 
     def is_twice(self, name: str, other: str) -> bool:
         """Whether two tensors are one; then the second is left out."""

@@ -17,7 +17,7 @@ from ..families.values import CheckpointError, shown
 from ..machine.vectors import Int64
 from .gguf_blocks import BLOCKS, BlockTensor
 from .json_text import MAX_BYTES
-from .model_file import BF16, BYTE, FP16, FP32, FileTensor, ModelFile
+from .model_file import BYTE, FLOATS, FP32, FileTensor, ModelFile
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -33,7 +33,6 @@ NUMBERS: dict[int, np.dtype[Any]] = {
     FLOAT32: FP32, BOOL: np.dtype("u1"), 10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8"),
 }  # fmt: skip
 INTEGERS = "I64"
-FLOATS: dict[str, np.dtype[Any]] = {"F32": FP32, "F16": FP16, "BF16": BF16}
 TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K",
     13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",

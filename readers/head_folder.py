@@ -69,8 +69,7 @@ def load_checkpoint(path: Path, head: HeadInFolder) -> Checkpoint:
         ids = numbers + np.arange(len(numbers)) if head.are_offsets else numbers
         ids = checked_ids(ids, config.vocab_size, folder.told(told))
         tensors |= {name: ordered(tensors[name], ids) for name in head.in_order}
-    for name in head.unused(config):
-        folder.leave_out(name)
+    folder.leave_out(head.unused(config))
     folder.check_all_used()
     return Checkpoint(path, config, tensors, target_ids=ids, family=config.architecture)
 

@@ -47,10 +47,6 @@ class Folder(NamedTensors[SafetensorsFile]):
                     raise CheckpointError(f"{file.path} holds {shown(full)} a second time, by another name")
                 self._sources[name] = file, full
 
-    def leave_out(self, name: str) -> None:
-        """That tensor is not needed."""
-        self._used.add(name)
-
     def octets(self, name: str, shape: tuple[int, ...]) -> FileTensor:
         """As `tensor`, of bytes."""
         file, full = self._source(name, shape)
@@ -73,8 +69,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     if not config.shared_classifier and HEAD not in folder:
         raise CheckpointError(f"{path} holds no {HEAD}, and its {CONFIG} ties none to the embedding; expected a language model")
     tensors = tensors_of(config, places, folder)
-    for name in family.unused(config):
-        folder.leave_out(name)
+    folder.leave_out(family.unused(config))
     folder.check_all_used()
     values = read_object(told) if (told := path / GENERATION_CONFIG).exists() else {}
     sampling = advised(values, {name: name for name in MOST_ADVISED})
@@ -93,7 +88,7 @@ def is_tied(folder: Folder, places: dict[str, Place], config: Config) -> bool:
         return True
     table = (config.vocab_size, config.dim)
     if is_one := are_equal(*(folder.tensor(name, table) for name in (places["tok_emb"].name, HEAD))):
-        folder.leave_out(HEAD)
+        folder.leave_out([HEAD])
     return is_one
 
 

@@ -16,7 +16,7 @@ from ..architectures import Config
 from ..architectures.llama import LLAMA
 from ..families.values import CheckpointError
 from ..weights.matrix import Grouped
-from .model_file import FLOAT_BYTES, Checkpoint, FileTensor, ModelFile
+from .model_file import Checkpoint, FileTensor, ModelFile
 
 MAGIC = 0x616B3432  # "ak42"
 V0_HEADER_BYTES, V1_HEADER_BYTES = 28, 256
@@ -43,33 +43,21 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     file = ModelFile(Path(path))
     config, order, at, file_group = _read_header(file)
-    shapes = LLAMA.shapes(config)
-    if ROPE in order:
-        shapes[ROPE] = (config.seq_len, config.head_dim)
+    shapes: dict[str, tuple[int, ...]] = {**LLAMA.shapes(config), ROPE: (config.seq_len, config.head_dim)}
     groups = {name: 0 if name in NORMS else file_group for name in order if name in shapes}
     _check_groups(file.path, groups, shapes)
-    _check_size(file, at + sum(_n_bytes(math.prod(shapes[name]), group) for name, group in groups.items()))
-
-    def take(n_bytes: int) -> int:
-        nonlocal at
-        at += n_bytes
-        return at - n_bytes
-
-    def take_int8(name: str, shape: tuple[int, ...], group: int) -> "Int8Tensor":
-        n = math.prod(shape)
-        values = take(n)
-        scales = FileTensor(file, name, (n // group,), take(FLOAT_BYTES * n // group), "scales")
-        return Int8Tensor(file, (shape[0], shape[1]), values, scales, group)
-
+    sizes = {name: _n_bytes(math.prod(shapes[name]), group) for name, group in groups.items()}
+    _check_size(file, at + sum(sizes.values()))
     tensors: dict[str, Any] = {}
     for name, group in groups.items():
-        shape = shapes[name]
+        shape, n_matrices = shapes[name], math.prod(shapes[name][:-2])
         if not group:
-            tensors[name] = FileTensor(file, name, shape, take(_n_bytes(math.prod(shape), 0)))
-        elif len(shape) == 2:
-            tensors[name] = take_int8(name, shape, group)
+            tensors[name] = FileTensor(file, name, shape, at)
         else:
-            tensors[name] = [take_int8(name, shape[1:], group) for _ in range(shape[0])]
+            n_bytes = sizes[name] // n_matrices
+            own = [Int8Tensor(file, name, (shape[-2], shape[-1]), at + i * n_bytes, group) for i in range(n_matrices)]
+            tensors[name] = own if len(shape) > 2 else own[0]
+        at += sizes[name]
     tensors.pop(ROPE, None)
     return Checkpoint(file.path, config, tensors)
 
@@ -82,10 +70,15 @@ class Int8Tensor:
     """
 
     file: ModelFile
+    name: str
     shape: tuple[int, int]
     start: int
-    scales: FileTensor
     file_group: int
+
+    @property
+    def scales(self) -> FileTensor:
+        n = math.prod(self.shape)
+        return FileTensor(self.file, self.name, (n // self.file_group,), self.start + n, "scales")
 
     @property
     def group(self) -> int:
@@ -99,7 +92,7 @@ class Int8Tensor:
         runs = np.arange(first * n, last * n, self.group) // self.file_group
         scales = self.scales[runs[0] : runs[-1] + 1] if last > first else self.scales[:0]
         if (scales < 0).any():
-            raise CheckpointError(f"{self.file.path} is damaged: {self.scales.name} holds negative scales")
+            raise CheckpointError(f"{self.file.path} is damaged: {self.name} holds negative scales")
         rows = last - first
         return Grouped(values.reshape(rows, -1, self.group), scales[runs - runs[0] if rows else runs].reshape(rows, -1))
 

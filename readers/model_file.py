@@ -18,8 +18,8 @@ from ..families.values import CheckpointError
 from ..machine.memory import all_finite
 from ..machine.vectors import Int64
 
-FLOAT_BYTES = 4
 FP32, FP16, BF16 = np.dtype("<f4"), np.dtype("<f2"), np.dtype("<u2")  # of bf16 the bits: numpy has no such numbers
+FLOATS: dict[str, np.dtype[Any]] = {"F32": FP32, "F16": FP16, "BF16": BF16}  # by the names that files give them
 BYTE = np.dtype("u1")  # of blocks, which are no numbers yet
 PIECE_BYTES = 1 << 26  # read at once: between two reads Ctrl-C is heard
 Bytes = npt.NDArray[np.uint8]

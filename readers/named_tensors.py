@@ -1,6 +1,6 @@
 """The tensors of a model's files by their names: which there are, of which shape, and which nobody asked for. Knows no format."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -25,6 +25,10 @@ class NamedTensors(Generic[File]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)
+
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Those tensors are not needed."""
+        self._used.update(names)
 
     def check_all_used(self) -> None:
         """Raises CheckpointError for a tensor that nobody asked for."""

@@ -13,7 +13,7 @@ import numpy as np
 from ..families.values import CheckpointError, shown
 from ..machine.vectors import Int64
 from .json_text import MAX_BYTES, parse_object
-from .model_file import BF16, BYTE, FP16, FP32, FileTensor, ModelFile
+from .model_file import BYTE, FLOATS, FileTensor, ModelFile
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # files of a folder: all its weights, and what names shards
 PICKLE = "pytorch_model.bin"  # what older folders have in their place
@@ -21,7 +21,6 @@ LENGTH_BYTES = 8
 MAX_DIMENSIONS = 64
 METADATA = "__metadata__"
 LFS_POINTER = b"version https://git-lfs"  # what a clone without git-lfs holds in the place of a large file
-DTYPES: dict[str, np.dtype[Any]] = {"F32": FP32, "F16": FP16, "BF16": BF16}  # that are read
 INTEGERS, OCTETS = "I64", "U8"
 BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
@@ -49,7 +48,7 @@ class SafetensorsFile:
 
     def tensor(self, name: str) -> FileTensor:
         """Raises CheckpointError for numbers that are not F32, F16 or BF16."""
-        return self._tensor(name, DTYPES)
+        return self._tensor(name, FLOATS)
 
     def octets(self, name: str) -> FileTensor:
         """Bytes that are no numbers by themselves. Raises CheckpointError for what are not U8."""
