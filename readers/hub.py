@@ -172,8 +172,7 @@ class _Fetch:
         if not found:
             there = ", ".join(sorted(Path(file).name for file in sizes if file.endswith(GGUF))[:4]) or "none at all"
             raise CheckpointError(f"{self.name} on the hub has no GGUF file of {bits}; there is {there}")
-        missing = [file for file in found if file not in sizes]
-        if missing:
+        if missing := [file for file in found if file not in sizes]:
             raise CheckpointError(f"{self.name} on the hub has {found[0]!r} and lacks {missing[0]!r}")
         path = self._weights(found, sizes)[0]
         for file in (WEIGHTS, INDEX):
@@ -196,16 +195,12 @@ class _Fetch:
                 if needed == WEIGHTS and PICKLE in sizes:
                     lacking += f"; its {PICKLE} may run code when it is read: write it to {WEIGHTS} with safetensors.torch"
                 raise CheckpointError(lacking)
-        folder = self._small(wanted[0]).parent
-        for file in wanted[1:]:
-            self._small(file)
-        if WEIGHTS in sizes:
-            weights = [WEIGHTS]
-        else:
-            weights = _shards(self._small(INDEX))
-            missing = [file for file in weights if file not in sizes]
-            if missing:
-                raise CheckpointError(f"{self.name} on the hub names {missing[0]!r} in its {INDEX}, and has no such file")
+        with self._without_bars():
+            paths = [self._file(file, self._revision) for file in wanted]
+            weights = [WEIGHTS] if WEIGHTS in sizes else _shards(self._file(INDEX, self._revision))
+        if missing := [file for file in weights if file not in sizes]:
+            raise CheckpointError(f"{self.name} on the hub names {missing[0]!r} in its {INDEX}, and has no such file")
+        folder = paths[0].parent
         for file in SMALL_FILES:
             if file not in sizes:
                 _touch(_no_exist(folder) / file)
@@ -248,14 +243,15 @@ class _Fetch:
         blob = _storage(self.name) / "blobs" / self._sums.get(file, "none")
         return max(0, size - _size(blob) - _size(_partial(blob)))
 
-    def _small(self, file: str) -> Path:
-        """Without a bar."""
+    @contextmanager
+    def _without_bars(self) -> Iterator[None]:
+        """Within, small files are fetched."""
         bars = self._hub.utils
         was_on = not bars.are_progress_bars_disabled()
         if was_on:
             bars.disable_progress_bars()
         try:
-            return self._file(file, self._revision)
+            yield
         finally:
             if was_on:
                 bars.enable_progress_bars()
@@ -316,10 +312,9 @@ class _Fetch:
         os.replace(partial, path)
 
     def _check(self, partial: Path, file: str) -> None:
-        expected = self._sums.get(file)
-        if expected is None:
+        digest, expected = hashlib.sha256(), self._sums.get(file)
+        if not expected:
             return
-        digest = hashlib.sha256()
         with partial.open("rb") as data:
             while block := data.read(1 << 20):
                 digest.update(block)
@@ -516,10 +511,7 @@ def _partial(path: Path) -> Path:
 
 
 def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
+    return path.stat().st_size if path.exists() else 0
 
 
 def _touch(path: Path) -> None:
