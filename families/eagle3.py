@@ -89,7 +89,7 @@ def config(path: Path, given: Mapping[str, Any], tensors: Named) -> Config:
         own.must_be(SPECULATORS, "eagle3")
     layer = _layer(path, _object(path, given, LAYER) if SPECULATORS in given else given, [*OF_LAYER][SPECULATORS in given])
     check_neutral(own, NEUTRAL)
-    flags = {key: own[key] is not None and own.flag(key) for key in FLAGS}
+    flags = {key: own.flag(key, False) for key in FLAGS}
     if flags["norm_before_fc"] and flags["fc_norm"]:
         raise own.refusal("fc_norm", "false beside norm_before_fc, which norms the same numbers")
     own_layer = OF_LAYER[layer["model_type"]].config(layer)

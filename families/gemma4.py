@@ -64,6 +64,7 @@ GGUF_PLACES = ggufs.PLACES | ggufs.EXPERTS_PLACES | ggufs.NORMS_BEHIND | {
         "%s.weight", input_rows="per_layer_token_embd", inputs="per_layer_model_proj", inputs_norm_in="per_layer_proj_norm"
     ),
 }  # fmt: skip
+SO_FEW = "so few that a layer of each type has keys and values of its own"
 BLOCKS: dict[str, Any] = {"norms": "around", "activation": "gelu"}
 ATTENTION: dict[str, Any] = {"qk_norm": True, "value_norm": True, "scale": 1.0}
 SHARED = ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_norm.weight", "self_attn.v_norm.weight")
@@ -86,7 +87,7 @@ def config(values: Values) -> Config:
     wide = 2 * sizes["hidden_dim"] if values.flag("use_double_wide_mlp") else None
     layers = _layers([whole if i in full else LayerConfig() for i in range(n_layers)], attention, full, n_shared, wide)
     if not layers:
-        raise values.refusal("num_kv_shared_layers", "so few that a layer of each type has keys and values of its own")
+        raise values.refusal("num_kv_shared_layers", SO_FEW)
     return Config(
         **sizes, **BLOCKS, attention=attention, layers=layers, inputs=_inputs(values), embedding_scale=embedding_scale(dim),
         layer_scale=True,
@@ -121,22 +122,19 @@ def _of_full(values: Values, full: Collection[int], n_layers: int) -> LayerConfi
 
 
 def _layers(
-    own: Sequence[LayerConfig], attention: AttentionConfig, full: Collection[int], n_shared: int, wide: int | None
+    own: Sequence[LayerConfig], attention: AttentionConfig, full: Collection[int], n_shared: int, wide: int | None = None
 ) -> tuple[LayerConfig, ...]:
     """Those, of which the last n_shared take keys and values of the last one before them that is alike, and have an MLP of that
     width; attention: of those that have none of their own. Nothing where there is none to take from.
     """
     layers, first = [*own], len(own) - n_shared
     for i in range(first, len(own)):
-        if (source := _source(i, full, first)) is None:
+        source = next((j for j in reversed(range(first)) if (j in full) == (i in full)), None)
+        if source is None:
             return ()
-        layers[i] = replace(own[i], attention=replace(own[i].attention or attention, kv_layer=source), hidden_dim=wide)
+        taking = replace(own[i].attention or attention, kv_layer=source)
+        layers[i] = replace(own[i], attention=taking, hidden_dim=wide or own[i].hidden_dim)
     return tuple(layers)
-
-
-def _source(i: int, full: Collection[int], first: int) -> int | None:
-    """Whose keys and values layer i takes: the last one's of its type in front of `first`, if there is one."""
-    return next((j for j in reversed(range(first)) if (j in full) == (i in full)), None)
 
 
 def _rope(values: Values, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
@@ -178,20 +176,19 @@ def gguf_config(k: Keys, n_shared: int | None = None) -> Config:
     whole: AttentionConfig = replace(sizes["attention"], window=0)
     theta = k.real("rope.freq_base_swa", 1, MAX_THETA, ROPE[SLIDING]["rope_theta"])
     attention = replace(sizes["attention"], rope=replace(whole.rope, theta=theta, divisors=()))
-    layers = []
+    own = []
     for i in range(n_layers):
-        is_shared, source = i >= n_layers - n_shared, _source(i, full, n_layers - n_shared)
-        if is_shared and source is None:
-            raise k.refusal(SHARED_LAYERS, "so few that a layer of each type has keys and values of its own")
-        same = not is_shared and f"blk.{i}.attn_v.weight" not in k.tensors
-        own = replace(whole if i in full else attention, values_are_keys=same, kv_layer=source if is_shared else None)
-        layers.append(LayerConfig(n_kv_heads[i], sizes["head_dim"] if i in full else local, widths[i], own))
+        same = i < n_layers - n_shared and f"blk.{i}.attn_v.weight" not in k.tensors
+        sees = replace(whole if i in full else attention, values_are_keys=same)
+        own.append(LayerConfig(n_kv_heads[i], sizes["head_dim"] if i in full else local, widths[i], sees))
+    if not (layers := _layers(own, attention, full, n_shared)):
+        raise k.refusal(SHARED_LAYERS, SO_FEW)
     if sizes["experts"]:
         sizes["experts"] = replace(sizes["experts"], is_beside=True)
     n_inputs = k.count(INPUTS)
     sizes |= {"head_dim": local, "hidden_dim": widths[0], "n_kv_heads": n_kv_heads[0], "attention": attention}
     return Config(
-        **sizes, **BLOCKS, layers=tuple(layers), layer_scale="blk.0.layer_output_scale.weight" in k.tensors,
+        **sizes, **BLOCKS, layers=layers, layer_scale="blk.0.layer_output_scale.weight" in k.tensors,
         embedding_scale=embedding_scale(dim),
         inputs=InputsConfig(n_inputs, k.tensors.shape("per_layer_token_embd.weight")[0]) if n_inputs else None,
         logit_cap=k.real(CAP, 0, 1 / LEAST_SCALE, 0.0),

@@ -20,28 +20,20 @@ def head_of(target: Checkpoint) -> Checkpoint | None:
     """The head in a target's files; None where there is none. Raises CheckpointError for one that is damaged or not done here."""
     if not target.mtp:
         return None
-    return _of_folder(target) if target.path.is_dir() else _of_gguf(target)
-
-
-def _of_folder(target: Checkpoint) -> Checkpoint | None:
-    beginning = re.escape(next(iter(target.mtp[0].values())).name.partition(".")[0])
-    folder = Folder(target.path, re.compile(r"(?!)"), re.compile(rf"(?!{beginning}\.).*", re.DOTALL))  # of the folder those alone
-    if not any(True for _ in folder):
+    source: Folder | gguf.Model
+    if target.path.is_dir():
+        beginning, layer = re.escape(next(iter(target.mtp[0].values())).name.partition(".")[0]), 0
+        source = Folder(target.path, re.compile(r"(?!)"), re.compile(rf"(?!{beginning}\.).*", re.DOTALL))  # those alone
+        has_one = any(True for _ in source)
+    else:
+        source, layer = gguf.Model(target.path), target.config.n_layers
+        source.leave_out(name for name in source if not name.startswith(f"blk.{layer}."))
+        has_one = source.n_nextn > 0
+    if not has_one:
         return None
     config = head_config(target.config)
-    tensors = tensors_of(config, _of_layer(target, 0, folder), folder)
-    folder.check_all_used()
-    return Checkpoint(target.path, config, tensors)
-
-
-def _of_gguf(target: Checkpoint) -> Checkpoint | None:
-    model, n_layers = gguf.Model(target.path), target.config.n_layers
-    if not model.n_nextn:
-        return None
-    config = head_config(target.config)
-    tensors = tensors_of(config, _of_layer(target, n_layers, model), model)
-    model.leave_out(name for name in model if not name.startswith(f"blk.{n_layers}."))
-    model.check_all_used()
+    tensors = tensors_of(config, _of_layer(target, layer, source), source)
+    source.check_all_used()
     return Checkpoint(target.path, config, tensors)
 
 

@@ -33,12 +33,9 @@ class Adjusting:
 
     def follow(self, tokens: Sequence[int]) -> None:
         """The text has grown to these, the prompt's among them."""
-        if self._n_read < 0:
-            for token in tokens:
-                self._count(token, 0.0)
-        else:
-            for token in tokens[self._n_read :]:
-                self._count(token, 1.0)
+        times, n_read = (1.0, self._n_read) if self._n_read >= 0 else (0.0, 0)
+        for token in tokens[n_read:]:
+            self._count(token, times)
         self._n_read = len(tokens)
 
     def _count(self, token: int, times: float) -> bool:

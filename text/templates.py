@@ -238,13 +238,14 @@ def _object(path: Path) -> dict[str, Any]:
 def _variables(config: Mapping[str, Any]) -> dict[str, str]:
     """bos_token and so on, each a string or an object with its content."""
     values = {name: config.get(name) for name in VARIABLES}
-    values = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
-    return {name: value for name, value in values.items() if isinstance(value, str)}
+    return _strings({name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()})
 
 
 def _gguf_variables(keys: Mapping[str, Any]) -> dict[str, str]:
-    ids = {name: keys.get(key) for name, key in GGUF_VARIABLES.items()}
     tokens = keys.get("tokens")  # anything, where another tokenizer was given
     names = dict(enumerate(tokens)) if isinstance(tokens, list) else {}
-    values = {name: names.get(i) for name, i in ids.items() if type(i) is int}
+    return _strings({name: names.get(i) for name, key in GGUF_VARIABLES.items() if type(i := keys.get(key)) is int})
+
+
+def _strings(values: Mapping[str, Any]) -> dict[str, str]:
     return {name: value for name, value in values.items() if isinstance(value, str)}
