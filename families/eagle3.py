@@ -83,11 +83,12 @@ def ids(config: Config, tensors: Named) -> str:
 
 def config(path: Path, given: Mapping[str, Any], tensors: Named) -> Config:
     """The numbers of a head's config.json; what is not in the folder is the target's."""
-    eagle = _object(path, given, EAGLE)
+    said = Values(path, given)
+    eagle, own_layer_keys = said.object(EAGLE), said.object(LAYER) if SPECULATORS in given else given
     own = Values(path, {**given, **eagle}, {ROWS: 32000} if SPECULATORS in given else {})
     if SPECULATORS in given:
         own.must_be(SPECULATORS, "eagle3")
-    layer = _layer(path, _object(path, given, LAYER) if SPECULATORS in given else given, [*OF_LAYER][SPECULATORS in given])
+    layer = _layer(path, own_layer_keys, [*OF_LAYER][SPECULATORS in given])
     check_neutral(own, NEUTRAL)
     flags = {key: own.flag(key, False) for key in FLAGS}
     if flags["norm_before_fc"] and flags["fc_norm"]:
@@ -119,14 +120,6 @@ def _layer(path: Path, given: Mapping[str, Any], silent: str) -> Values:
     check_neutral(layer, folders.NEUTRAL)
     layer.must_be("num_hidden_layers", 1)
     return layer
-
-
-def _object(path: Path, given: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """One in another; {} where there is none."""
-    value = {} if given.get(key) is None else given[key]
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: {key} is {shown(value)}; expected an object")
-    return value
 
 
 def _layers(path: Path, given: Mapping[str, Any], eagle: Mapping[str, Any]) -> tuple[int, ...]:

@@ -40,25 +40,18 @@ def misfit(config: Config, target: Config) -> str:
         return "it is no head"
     if head.target_dim != target.dim:
         return f"it takes states of {head.target_dim} numbers; the target's have {target.dim}"
-    if isinstance(head, AssistantConfig):
-        return _misfit_of_caches(config, target)
+    if config.vocab_size != target.vocab_size:
+        return f"it is for {config.vocab_size} ids; the target has {target.vocab_size}"
+    if isinstance(head, AssistantConfig):  # which takes the target's keys and values
+        try:
+            sources(config, target)
+        except ValueError as error:
+            return str(error)
+        return ""
     layers = head.layers_of(n_layers)
     if not are_layers(layers) or max(layers) > n_layers:
         return f"it takes the states before the layers {', '.join(map(str, layers))}; the target has {n_layers} layers"
-    if config.vocab_size != target.vocab_size:
-        return f"it is for {config.vocab_size} ids; the target has {target.vocab_size}"
     family = family_like(target)
     if MADE_FOR.get(head.made_for, family) != family:
         return f"it was made for a {shown(head.made_for)}; the target is like {family}"
-    return ""
-
-
-def _misfit_of_caches(config: Config, target: Config) -> str:
-    """The same of an assistant, which takes the target's keys and values."""
-    if config.vocab_size != target.vocab_size:
-        return f"it is for {config.vocab_size} ids; the target has {target.vocab_size}"
-    try:
-        sources(config, target)
-    except ValueError as error:
-        return str(error)
     return ""

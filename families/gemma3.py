@@ -45,6 +45,10 @@ def config(values: Values) -> Config:
     return _config(sizes, AttentionConfig(local, window=window, qk_norm=True, scale=scale), whole, full)
 
 
+def embedding_scale(dim: int) -> float:
+    return float(np.sqrt(np.float32(dim)))
+
+
 def _score_scale(head_dim: int, query_scalar: float) -> float:
     """1 / sqrt(query_scalar), which mostly is a head's length."""
     return 0.0 if query_scalar == head_dim else float(np.float32(1 / np.sqrt(np.float64(query_scalar))))
@@ -53,8 +57,7 @@ def _score_scale(head_dim: int, query_scalar: float) -> float:
 def _config(sizes: Mapping[str, Any], windowed: AttentionConfig, whole: RopeConfig, full: Collection[int]) -> Config:
     """Of layers with a window, and of those that have none, whose angles are others. Embeddings are scaled by sqrt(dim)."""
     layers = of_some(LayerConfig(attention=replace(windowed, window=0, rope=whole)), full, sizes["n_layers"])
-    embedding_scale = float(np.sqrt(np.float32(sizes["dim"])))
-    return Config(**{**sizes, "attention": windowed}, **BLOCKS, layers=layers, embedding_scale=embedding_scale)
+    return Config(**{**sizes, "attention": windowed}, **BLOCKS, layers=layers, embedding_scale=embedding_scale(sizes["dim"]))
 
 
 def _rope(values: Values, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
@@ -65,10 +68,7 @@ def _rope(values: Values, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
         kind in (FULL, SLIDING) and isinstance(part, dict | None) for kind, part in given.items()
     ):
         raise values.refusal(key, f"an object of {FULL} and {SLIDING}")
-    scaling = {} if values["rope_scaling"] is None else values["rope_scaling"]
-    if not isinstance(scaling, dict):
-        raise values.refusal("rope_scaling", "an object or null")
-    thetas = []
+    scaling, thetas = values.object("rope_scaling"), []
     for kind, theta, more in ((SLIDING, "rope_local_base_freq", {}), (FULL, "rope_theta", scaling)):
         part = (given.get(kind) or {}) | more
         rope = Values(values.path, part, {"rope_theta": values[theta], "rope_type": part.get("type", "default")})

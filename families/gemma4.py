@@ -17,6 +17,7 @@ from ..architectures.config import LEAST_SCALE
 from . import folders, ggufs
 from .family import InFolder, InGguf, Keys
 from .folders import FULL, MAX_THETA, SLIDING
+from .gemma3 import BLOCKS, embedding_scale
 from .places import experts_in_one, named
 from .values import MAX_SIZE, Values
 
@@ -65,7 +66,6 @@ GGUF_PLACES = ggufs.PLACES | ggufs.EXPERTS_PLACES | ggufs.NORMS_BEHIND | {
     ),
 }  # fmt: skip
 SO_FEW = "so few that a layer of each type has keys and values of its own"
-BLOCKS: dict[str, Any] = {"norms": "around", "activation": "gelu"}
 ATTENTION: dict[str, Any] = {"qk_norm": True, "value_norm": True, "scale": 1.0}
 SHARED = ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_norm.weight", "self_attn.v_norm.weight")
 GGUF_SHARED = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
@@ -94,10 +94,6 @@ def config(values: Values) -> Config:
         experts=folders.experts(values, "moe_intermediate_size", is_beside=True) if values.flag("enable_moe_block") else None,
         logit_cap=values.real(CAP, LEAST_SCALE, 1 / LEAST_SCALE, 0.0),
     )  # fmt: skip
-
-
-def embedding_scale(dim: int) -> float:
-    return float(np.sqrt(np.float32(dim)))
 
 
 def _inputs(values: Values) -> InputsConfig | None:

@@ -11,7 +11,7 @@ from typing import Any
 from ..architectures import ASSISTANT, AttentionConfig, Config
 from ..architectures.assistant import CENTROIDS, POST, PRE, AssistantConfig, assistant_of
 from ..architectures.config import OF_TARGET
-from . import folders, gemma4, ggufs
+from . import folders, gemma3, gemma4, ggufs
 from .family import HeadInFolder, InGguf, Keys, Named
 from .places import Place
 from .values import Values, check_neutral
@@ -82,7 +82,7 @@ def _on_target(model: Config, target_dim: int, n_centroids: int, n_chosen: int) 
         architecture=ASSISTANT,
         attention=_of_target(model.attention),
         layers=tuple(replace(layer, attention=_of_target(layer.attention or model.attention)) for layer in model.layers),
-        embedding_scale=gemma4.embedding_scale(target_dim),
+        embedding_scale=gemma3.embedding_scale(target_dim),
         head=AssistantConfig(
             target_dim=target_dim,
             layers=(),

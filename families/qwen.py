@@ -57,9 +57,7 @@ def moe_config(values: Values) -> Config:
         values, "moe_intermediate_size", "num_local_experts" if values["num_experts"] is None else "num_experts",
         is_normed=values.flag("norm_topk_prob"), dense_layers=tuple(i for i in range(n_layers) if i in dense or (i + 1) % step),
     )  # fmt: skip
-    window = 0
-    if values.flag("use_sliding_window") and values["sliding_window"] is not None:
-        window = values.whole("sliding_window")
+    window = values.whole("sliding_window", 0) if values.flag("use_sliding_window") else 0
     values.must_be("mlp_bias", False)
     attention = folders.attention(values, window=window, qk_norm=True)
     return Config(**folders.numbers(values), attention=attention, experts=experts)

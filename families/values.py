@@ -72,6 +72,13 @@ class Values:
             raise self.refusal(key, "true or false")
         return value
 
+    def object(self, key: str) -> dict[str, Any]:
+        """One in another; {} where the file is silent."""
+        value = {} if self[key] is None else self[key]
+        if not isinstance(value, dict):
+            raise self.refusal(key, "an object")
+        return value
+
     def of_layers(self, key: str, n: int, kinds: Iterable[Any], expected: str) -> list[Any]:
         """A list of one of kinds for each of n layers."""
         value, known = self[key], [*kinds]

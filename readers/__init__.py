@@ -7,7 +7,7 @@ from ..checks import reading
 from ..families.values import CheckpointError
 from . import gguf, head_folder, huggingface, llama2c
 from .gguf import read_vocabulary
-from .json_text import read_object, replace_text
+from .json_text import object_if_there, read_object, replace_text
 from .model_file import Checkpoint
 from .strangers import refuse_strangers
 
@@ -45,5 +45,6 @@ def _is_folder(path: Path) -> bool:
 
 
 __all__ = [
-    "Checkpoint", "CheckpointError", "is_head", "is_llama2c", "load_checkpoint", "read_object", "read_vocabulary", "replace_text",
+    "Checkpoint", "CheckpointError", "is_head", "is_llama2c", "load_checkpoint", "object_if_there", "read_object",
+    "read_vocabulary", "replace_text",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from ..architectures import Config
 from ..families import FOLDERS, InFolder
 from ..families.folders import NEUTRAL, TEXT
 from ..families.values import CheckpointError, Values, check_neutral, shown
-from .json_text import read_object
+from .json_text import object_if_there, read_object
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 END = "eos"
@@ -66,7 +66,7 @@ def _read_marks(folder: Path, given: Mapping[str, Any], values: Values, vocab_si
     Ids beyond the vocabulary never come: transformers writes 50256 into a config of 100 tokens.
     """
     path = folder / GENERATION_CONFIG
-    sources = [Values(folder / CONFIG, given, {}), Values(path, read_object(path) if path.exists() else {}, {})]
+    sources = [Values(folder / CONFIG, given), Values(path, object_if_there(path))]
 
     def ids(key: str) -> list[int]:
         telling = [source for source in sources if key in source] or [values]

@@ -115,8 +115,7 @@ def _mxfp4(blocks: Bytes) -> Float32:
 
 def _iq4_nl(blocks: Bytes) -> Float32:
     """d t[q]."""
-    floats: Float32 = _scale(blocks, 0) * _TABLES["nl"][_nibbles(blocks[:, 2:])]
-    return floats
+    return _scale(blocks, 0) * _TABLES["nl"].take(_nibbles(blocks[:, 2:]))
 
 
 def _iq4_xs(blocks: Bytes) -> Float32:
@@ -125,8 +124,7 @@ def _iq4_xs(blocks: Bytes) -> Float32:
     lower = blocks[:, 4:8].repeat(2, 1) >> np.array([0, 4] * 4, np.uint8) & 15
     scales = _scale(blocks, 0) * ((lower | upper << 4).astype(np.int8) - np.int8(32))
     codes = _nibbles(blocks[:, 8:].reshape(-1, GROUPS, 16))
-    floats: Float32 = (scales[..., None] * _TABLES["nl"][codes]).reshape(len(blocks), -1)
-    return floats
+    return (scales[..., None] * _TABLES["nl"].take(codes)).reshape(len(blocks), -1)
 
 
 def _pairs(blocks: Bytes) -> Bytes:
@@ -202,10 +200,6 @@ class BlockTensor:
 
     def __getitem__(self, index: slice) -> Float32:
         first, last, _ = index.indices(self.shape[0])
-        return self.rows(first, last)
-
-    def rows(self, first: int, last: int) -> Float32:
-        """(last - first, n): the numbers of those rows."""
         return dequantized(self.type, self.blocks(first, last))
 
     def blocks(self, first: int, last: int) -> Bytes:

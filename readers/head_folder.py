@@ -1,13 +1,11 @@
 """The folder of a head that drafts, to a `Checkpoint`; and where one lies beside its model. Knows no head."""
 
 import functools
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..architectures import Config
 from ..checks import reading
 from ..families import HEADS, HeadInFolder
 from ..families.values import CheckpointError
@@ -58,13 +56,16 @@ def load_checkpoint(path: Path, head: HeadInFolder) -> Checkpoint:
                 f"save_file(torch.load('{PICKLE}', weights_only=True), '{WEIGHTS}'), with save_file of safetensors.torch"
             )
     given, folder = read_object(path / CONFIG), Folder(path, head.prefix, head.harmless)
-    config = config_of(path, given, folder, head)
-    assert config.head
+    config = head.config(path / CONFIG, given, folder)
+    if (flaw := config.flaw()) or not config.head:
+        raise CheckpointError(f"{path / CONFIG} describes no head: {flaw}")
+    told = head.ids(config, folder)
+    check_rows(config.head, config.vocab_size, bool(told), f"{path / CONFIG}")
     places, ids = {**head.places(config, folder)}, None
     if config.shared_classifier and not is_tied(folder, places, config):
         raise CheckpointError(f"{path} holds a classifier that is not the embedding, as which {CONFIG} says that it is saved")
     tensors = tensors_of(config, places, folder)
-    if told := head.ids(config, folder):
+    if told:
         numbers = folder.integers(told, config.head.n_rows)
         ids = numbers + np.arange(len(numbers)) if head.are_offsets else numbers
         ids = checked_ids(ids, config.vocab_size, folder.told(told))
@@ -72,12 +73,3 @@ def load_checkpoint(path: Path, head: HeadInFolder) -> Checkpoint:
     folder.leave_out(head.unused(config))
     folder.check_all_used()
     return Checkpoint(path, config, tensors, target_ids=ids, family=config.architecture)
-
-
-def config_of(path: Path, given: Mapping[str, Any], folder: Folder, head: HeadInFolder) -> Config:
-    """The numbers of a head's folder. Raises CheckpointError for what are none, and for arithmetic that is not done."""
-    config = head.config(path / CONFIG, given, folder)
-    if (flaw := config.flaw()) or not config.head:
-        raise CheckpointError(f"{path / CONFIG} describes no head: {flaw}")
-    check_rows(config.head, config.vocab_size, bool(head.ids(config, folder)), f"{path / CONFIG}")
-    return config

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -454,10 +454,9 @@ def _lacks(folder: Path) -> list[str]:
     """What a snapshot lacks of a model."""
     shards = [WEIGHTS]
     if (folder / INDEX).exists() and not (folder / WEIGHTS).exists():
-        try:
+        shards = []
+        with suppress(CheckpointError):  # which the reader will tell of
             shards = _shards(folder / INDEX)
-        except CheckpointError:
-            shards = []  # which the reader will tell of
     return [file for file in (SMALL_FILES[0], *shards) if not (folder / file).exists()]
 
 

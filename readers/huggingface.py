@@ -15,8 +15,8 @@ from ..families.folders import HEAD
 from ..families.places import Place
 from ..families.values import CheckpointError, shown
 from .config_json import CONFIG, GENERATION_CONFIG, read_config
-from .json_text import read_object
-from .model_file import MOST_ADVISED, Checkpoint, FileTensor, advised
+from .json_text import object_if_there, read_object
+from .model_file import ADVISED, Checkpoint, advised
 from .named_tensors import NamedTensors
 from .places import are_equal, tensors_of
 from .safetensors import INDEX, WEIGHTS, SafetensorsFile
@@ -47,11 +47,6 @@ class Folder(NamedTensors[SafetensorsFile]):
                     raise CheckpointError(f"{file.path} holds {shown(full)} a second time, by another name")
                 self._sources[name] = file, full
 
-    def octets(self, name: str, shape: tuple[int, ...]) -> FileTensor:
-        """As `tensor`, of bytes."""
-        file, full = self._source(name, shape)
-        return file.octets(full)
-
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Open a folder of config.json and safetensors files, after checking all that their headers can tell.
@@ -71,8 +66,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     tensors = tensors_of(config, places, folder)
     folder.leave_out(family.unused(config))
     folder.check_all_used()
-    values = read_object(told) if (told := path / GENERATION_CONFIG).exists() else {}
-    sampling = advised(values, {name: name for name in MOST_ADVISED})
+    sampling = advised(object_if_there(path / GENERATION_CONFIG), {name: name for name in ADVISED})
     return Checkpoint(
         path, config, tensors, end_marks, bos, family=family.model_type.removesuffix("_text"), sampling=sampling, mtp=family.mtp,
         pooling=_pooling(path),
@@ -94,7 +88,7 @@ def is_tied(folder: Folder, places: dict[str, Place], config: Config) -> bool:
 
 def _pooling(path: Path) -> str:
     """As sentence-transformers writes it beside a model that embeds texts."""
-    values = read_object(told) if (told := path / POOLING).exists() else {}
+    values = object_if_there(path / POOLING)
     return next((ours for ours, key in POOLINGS.items() if values.get(key) is True), "")
 
 

@@ -20,6 +20,11 @@ def read_object(path: Path) -> dict[str, Any]:
     return parse_object(path, file.read(0, file.size).tobytes())
 
 
+def object_if_there(path: Path) -> dict[str, Any]:
+    """As `read_object`; {} where there is no file."""
+    return read_object(path) if path.exists() else {}
+
+
 def parse_object(path: Path, data: bytes, what: str = "") -> dict[str, Any]:
     """The object that those bytes of the file say; what: they are, for people. Raises CheckpointError, also for a key twice."""
     where = f"{path}: {what}" if what else f"{path}"

@@ -13,6 +13,7 @@ import numpy as np
 from ..families.values import CheckpointError
 from .gguf_blocks import BLOCKS, BlockTensor
 from .model_file import Bytes, Derived, FileTensor
+from .safetensors import OCTETS
 
 TYPE = "MXFP4"
 N_WEIGHTS, N_BYTES, *_ = BLOCKS[TYPE]
@@ -43,7 +44,7 @@ def microscaled(source: Any, names: tuple[str, str], shape: tuple[int, ...], fir
         raise CheckpointError(f"{source.path}: {codes} has rows of {n_columns} weights; blocks have {N_WEIGHTS} each")
 
     def flat(name: str, *row: int) -> FileTensor:
-        stored: FileTensor = source.octets(name, (n, lines, *row))
+        stored: FileTensor = source.tensor(name, (n, lines, *row), OCTETS)
         return replace(stored, shape=(n * lines, math.prod(row)))
 
     both = flat(codes, groups, N_WEIGHTS // 2), flat(exponents, groups)

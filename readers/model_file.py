@@ -52,20 +52,19 @@ class Checkpoint:
     pooling: str = ""
 
 
-MOST_ADVISED = {
-    "temperature": 100.0, "top_p": 1.0, "top_k": 1e9, "min_p": 1.0, "repetition_penalty": 100.0, "presence_penalty": 100.0,
-    "frequency_penalty": 100.0,
+ADVISED = {  # from what on, and up to what
+    "temperature": (0, 100.0), "top_p": (0, 1.0), "top_k": (0, 1e9), "min_p": (0, 1.0), "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (0, 100.0), "frequency_penalty": (0, 100.0),
 }  # fmt: skip
 
 
 def advised(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, float]:
     """Numbers of sampling, by ours of names, under which values have them; what is none is left out: no text depends on it."""
     found = ((ours, values.get(key)) for ours, key in names.items())
-    least = {"repetition_penalty": 0.01}
     return {
         name: value
         for name, value in found
-        if isinstance(value, int | float) and not isinstance(value, bool) and least.get(name, 0) <= value <= MOST_ADVISED[name]
+        if isinstance(value, int | float) and not isinstance(value, bool) and ADVISED[name][0] <= value <= ADVISED[name][1]
     }
 
 

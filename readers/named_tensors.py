@@ -49,10 +49,10 @@ class NamedTensors(Generic[File]):
         shape: tuple[int, ...] = file.entries[full].shape
         return shape
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Any:
-        """Raises CheckpointError for one that is missing or of another shape or type."""
+    def tensor(self, name: str, shape: tuple[int, ...], *types: Any) -> Any:
+        """Raises CheckpointError for one that is missing or of another shape or type; types: as its file takes them."""
         file, full = self._source(name, shape)
-        return file.tensor(full)
+        return file.tensor(full, *types)
 
     def integers(self, name: str, n: int) -> Int64:
         """As `tensor`, of n whole numbers, which are read."""

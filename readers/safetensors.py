@@ -5,6 +5,7 @@ Layout (https://github.com/huggingface/safetensors): the header's length, u64 li
 """
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ LENGTH_BYTES = 8
 MAX_DIMENSIONS = 64
 METADATA = "__metadata__"
 LFS_POINTER = b"version https://git-lfs"  # what a clone without git-lfs holds in the place of a large file
-INTEGERS, OCTETS = "I64", "U8"
+INTEGERS, OCTETS = {"I64": np.dtype("<i8")}, {"U8": BYTE}  # the second are no numbers by themselves
 BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32,
@@ -46,24 +47,17 @@ class SafetensorsFile:
         self._file = ModelFile(path)
         self.entries = self._read_header()
 
-    def tensor(self, name: str) -> FileTensor:
-        """Raises CheckpointError for numbers that are not F32, F16 or BF16."""
-        return self._tensor(name, FLOATS)
-
-    def octets(self, name: str) -> FileTensor:
-        """Bytes that are no numbers by themselves. Raises CheckpointError for what are not U8."""
-        return self._tensor(name, {OCTETS: BYTE})
-
-    def integers(self, name: str) -> Int64:
-        """The whole numbers of a tensor, in a row. Raises CheckpointError for what are not I64."""
-        numbers = self._tensor(name, {INTEGERS: np.dtype("<i8")})
-        return self._file.read(numbers.start, math.prod(numbers.shape) * 8).view("<i8").astype(np.int64)
-
-    def _tensor(self, name: str, dtypes: dict[str, np.dtype[Any]]) -> FileTensor:
+    def tensor(self, name: str, dtypes: Mapping[str, np.dtype[Any]] = FLOATS) -> FileTensor:
+        """Raises CheckpointError for another type than one of those."""
         entry = self.entries[name]
         if entry.dtype not in dtypes:
             raise CheckpointError(f"{self.path}: {shown(name)} is {shown(entry.dtype)}; expected {', '.join(dtypes)}")
         return FileTensor(self._file, name, entry.shape, entry.first, dtype=dtypes[entry.dtype])
+
+    def integers(self, name: str) -> Int64:
+        """The whole numbers of a tensor, in a row. Raises CheckpointError for what are not I64."""
+        numbers = self.tensor(name, INTEGERS)
+        return self._file.read(numbers.start, math.prod(numbers.shape) * 8).view("<i8").astype(np.int64)
 
     def _read_header(self) -> dict[str, Entry]:
         size = self._file.size

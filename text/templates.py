@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ..checks import file_name, one_of, short, text
 from ..families import TEMPLATES
-from ..readers import Checkpoint, extras, read_object
+from ..readers import Checkpoint, extras, object_if_there
 from ..tokenizer import AnyTokenizer, Part, TextStream, file_bytes
 from .workers import Unanswered, Worker
 
@@ -201,8 +201,8 @@ def template_of(checkpoint: Checkpoint | None, tokenizer: Path, given: str | os.
     if checkpoint and checkpoint.vocabulary:
         source, variables = checkpoint.chat_template, _gguf_variables(checkpoint.vocabulary)
     elif folder.is_dir():
-        config = _object(folder / TOKENIZER_CONFIG)
-        variables = _variables(_object(folder / SPECIAL_TOKENS)) | _variables(config)
+        config = object_if_there(folder / TOKENIZER_CONFIG)
+        variables = _variables(object_if_there(folder / SPECIAL_TOKENS)) | _variables(config)
         source, place = config.get("chat_template"), folder / TOKENIZER_CONFIG
         if isinstance(source, list):  # several, by name
             source = next((one.get("template") for one in source if isinstance(one, dict) and one.get("name") == "default"), None)
@@ -229,10 +229,6 @@ def _read(path: Path) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise TemplateError(f"{path} is no UTF-8 at byte {error.start}; expected a chat template") from None
-
-
-def _object(path: Path) -> dict[str, Any]:
-    return read_object(path) if path.exists() else {}
 
 
 def _variables(config: Mapping[str, Any]) -> dict[str, str]:
