@@ -12,7 +12,7 @@ from typing import Any
 
 from ..architectures import Config, HeadConfig
 from . import folders, ggufs, llama, qwen
-from .family import HeadInFolder, InFolder, InGguf, Keys, Named
+from .family import HeadInFolder, InFolder, InGguf, Keys, Tensors
 from .fitting import are_layers
 from .folders import HEAD
 from .places import Place, named
@@ -68,7 +68,7 @@ def is_one(given: Mapping[str, Any]) -> bool:
     return is_said or (isinstance(names, list) and "eagle3" in str(names).lower())
 
 
-def places(config: Config, tensors: Named) -> dict[str, Place]:
+def places(config: Config, tensors: Tensors) -> dict[str, Place]:
     """Of its tensors, in the dialect that the folder has."""
     assert config.head
     layer = LAYERS[not any(name.startswith(LAYERS[0]) for name in tensors)]
@@ -76,12 +76,12 @@ def places(config: Config, tensors: Named) -> dict[str, Place]:
     return OUTER_PLACES | NORMS[config.head.fc_norm] | own
 
 
-def ids(config: Config, tensors: Named) -> str:
+def ids(config: Config, tensors: Tensors) -> str:
     """The tensor that tells by how much the id of each row is more than the row's number; "" of rows of all ids."""
     return IDS if IDS in tensors else ""
 
 
-def config(path: Path, given: Mapping[str, Any], tensors: Named) -> Config:
+def config(path: Path, given: Mapping[str, Any], tensors: Tensors) -> Config:
     """The numbers of a head's config.json; what is not in the folder is the target's."""
     said = Values(path, given)
     eagle, own_layer_keys = said.object(EAGLE), said.object(LAYER) if SPECULATORS in given else given

@@ -19,6 +19,20 @@ def no_names(config: Config) -> Iterable[str]:
     return ()
 
 
+class Tensors(Protocol):
+    """Those of a model's files: whether there is one of a name, and which there are."""
+
+    def __contains__(self, name: str, /) -> bool: ...
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def shape(self, name: str, /) -> tuple[int, ...]:
+        """Raises CheckpointError for a tensor that is missing."""
+
+    def tensor(self, name: str, shape: tuple[int, ...], /) -> Any:
+        """Raises CheckpointError for one that is missing or of another shape."""
+
+
 @dataclass(frozen=True)
 class InFolder:
     """A family in a Hugging Face folder.
@@ -47,14 +61,6 @@ class InFolder:
     unused: Callable[[Config], Iterable[str]] = no_names
 
 
-class Named(Protocol):
-    """What tells whether it has a tensor of that name, and which it has."""
-
-    def __contains__(self, name: str, /) -> bool: ...
-
-    def __iter__(self) -> Iterator[str]: ...
-
-
 @dataclass(frozen=True)
 class HeadInFolder:
     """A head that drafts, in a folder of its own.
@@ -67,25 +73,15 @@ class HeadInFolder:
     """
 
     is_one: Callable[[Mapping[str, Any]], bool]
-    config: Callable[[Path, Mapping[str, Any], Named], Config]
-    places: Callable[[Config, Named], Places]
-    ids: Callable[[Config, Named], str]
+    config: Callable[[Path, Mapping[str, Any], Tensors], Config]
+    places: Callable[[Config, Tensors], Places]
+    ids: Callable[[Config, Tensors], str]
     are_offsets: bool = False
     in_order: tuple[str, ...] = ()
     prefix: re.Pattern[str] = PREFIX
     harmless: re.Pattern[str] = HARMLESS
     unused: Callable[[Config], Iterable[str]] = no_names
     beside: tuple[str, str] | None = None
-
-
-class Tensors(Named, Protocol):
-    """Those of a model's files."""
-
-    def shape(self, name: str, /) -> tuple[int, ...]:
-        """Raises CheckpointError for a tensor that is missing."""
-
-    def tensor(self, name: str, shape: tuple[int, ...], /) -> Any:
-        """Raises CheckpointError for one that is missing or of another shape."""
 
 
 class Keys(Values):
@@ -120,7 +116,7 @@ class InGguf:
     unused: Callable[[Config], Iterable[str]] = no_names
 
 
-def chosen(places: Places, instead: Sequence[Places], source: Named, n_layers: int) -> dict[str, Place]:
+def chosen(places: Places, instead: Sequence[Places], source: Tensors, n_layers: int) -> dict[str, Place]:
     """Places in a source of so many layers: of those that go before, such as have their first tensor there."""
     found = dict(places)
     for others in instead:

@@ -63,10 +63,8 @@ def _config(sizes: Mapping[str, Any], windowed: AttentionConfig, whole: RopeConf
 def _rope(values: Values, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
     """In layers with a window, and in the others, whose angles one number may divide."""
     key = "rope_parameters"
-    given = {} if values[key] is None else values[key]
-    if not isinstance(given, dict) or not all(
-        kind in (FULL, SLIDING) and isinstance(part, dict | None) for kind, part in given.items()
-    ):
+    given = values.object(key)
+    if not all(kind in (FULL, SLIDING) and isinstance(part, dict | None) for kind, part in given.items()):
         raise values.refusal(key, f"an object of {FULL} and {SLIDING}")
     scaling, thetas = values.object("rope_scaling"), []
     for kind, theta, more in ((SLIDING, "rope_local_base_freq", {}), (FULL, "rope_theta", scaling)):

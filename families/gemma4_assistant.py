@@ -12,7 +12,7 @@ from ..architectures import ASSISTANT, AttentionConfig, Config
 from ..architectures.assistant import CENTROIDS, POST, PRE, AssistantConfig, assistant_of
 from ..architectures.config import OF_TARGET
 from . import folders, gemma3, gemma4, ggufs
-from .family import HeadInFolder, InGguf, Keys, Named
+from .family import HeadInFolder, InGguf, Keys, Tensors
 from .places import Place
 from .values import Values, check_neutral
 
@@ -34,12 +34,12 @@ def is_one(given: Mapping[str, Any]) -> bool:
     return given.get("model_type") == ASSISTANT
 
 
-def ids(config: Config, tensors: Named) -> str:
+def ids(config: Config, tensors: Tensors) -> str:
     """The tensor of the ids in the order of their centroids; "" where there are none."""
     return ORDER if assistant_of(config).n_centroids else ""
 
 
-def config(path: Path, given: Mapping[str, Any], tensors: Named) -> Config:
+def config(path: Path, given: Mapping[str, Any], tensors: Tensors) -> Config:
     """The numbers that its config.json says, at its top and of its layers; these take keys and values of the target's."""
     own, of_text = Values(path, given, DEFAULTS), given.get(folders.TEXT)
     if not isinstance(of_text, dict):

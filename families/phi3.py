@@ -56,11 +56,8 @@ def _rope(values: Values) -> RopeConfig:
 def _factors(rope: Values, key: str, n: int) -> tuple[float, ...]:
     """A list of so many positive numbers."""
     given = rope[key]
-    if (
-        not isinstance(given, list)
-        or len(given) != n
-        or not all(type(each) in (int, float) and 1e-6 <= each <= 1e9 for each in given)
-    ):
+    are_numbers = isinstance(given, list) and all(type(each) in (int, float) and 1e-6 <= each <= 1e9 for each in given)
+    if not are_numbers or len(given) != n:
         raise rope.refusal(key, f"{n} positive numbers, one a pair")
     return tuple(float(np.float32(factor)) for factor in given)  # as transformers and GGUF keep them
 

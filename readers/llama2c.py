@@ -45,9 +45,14 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     config, order, at, file_group = _read_header(file)
     shapes: dict[str, tuple[int, ...]] = {**LLAMA.shapes(config), ROPE: (config.seq_len, config.head_dim)}
     groups = {name: 0 if name in NORMS else file_group for name in order if name in shapes}
-    _check_groups(file.path, groups, shapes)
+    for name, group in groups.items():
+        n = math.prod(shapes[name][-2:])
+        if group and n % group:
+            raise CheckpointError(f"{file.path} has a group size of {group}, which does not divide the {n} weights of {name}")
     sizes = {name: _n_bytes(math.prod(shapes[name]), group) for name, group in groups.items()}
-    _check_size(file, at + sum(sizes.values()))
+    if file.size != (expected := at + sum(sizes.values())):
+        what = "truncated" if file.size < expected else "too long"
+        raise CheckpointError(f"{file.path} is {what}: {file.size} bytes, its header describes {expected}")
     tensors: dict[str, Any] = {}
     for name, group in groups.items():
         shape, n_matrices = shapes[name], math.prod(shapes[name][:-2])
@@ -127,21 +132,8 @@ def _read_header(file: ModelFile) -> Header:
     return Header(config, V1_ORDER, V1_HEADER_BYTES, group if version == 2 else 0)
 
 
-def _check_groups(path: Path, groups: dict[str, int], shapes: dict[str, tuple[int, ...]]) -> None:
-    for name, group in groups.items():
-        n = math.prod(shapes[name][-2:])
-        if group and n % group:
-            raise CheckpointError(f"{path} has a group size of {group}, which does not divide the {n} weights of {name}")
-
-
 def _check_config(path: Path, numbers: dict[str, Any], shared: bool) -> Config:
     config = Config(**numbers, shared_classifier=shared)
     if flaw := config.flaw():
         raise CheckpointError(f"{path} is not a llama2.c checkpoint, or a damaged one: {flaw}")
     return config
-
-
-def _check_size(file: ModelFile, expected: int) -> None:
-    if file.size != expected:
-        what = "truncated" if file.size < expected else "too long"
-        raise CheckpointError(f"{file.path} is {what}: {file.size} bytes, its header describes {expected}")

@@ -8,7 +8,7 @@ import re
 from dataclasses import replace
 
 from ..architectures import Config, HeadConfig
-from ..families.family import Named, chosen
+from ..families.family import Tensors, chosen
 from ..families.places import Place
 from . import gguf
 from .huggingface import Folder
@@ -37,7 +37,7 @@ def head_of(target: Checkpoint) -> Checkpoint | None:
     return Checkpoint(target.path, config, tensors)
 
 
-def _of_layer(target: Checkpoint, layer: int, source: Named) -> dict[str, Place]:
+def _of_layer(target: Checkpoint, layer: int, source: Tensors) -> dict[str, Place]:
     """Places of the head, whose one layer has that number in the file."""
 
     def placed(place: Place) -> Place:

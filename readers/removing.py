@@ -44,8 +44,8 @@ def remove(paths: Sequence[Path]) -> None:
 
 def _storage_of(path: Path) -> Path | None:
     """The cache's folder of the repository that a path is of; None for one that lies elsewhere."""
-    storages = [parent for parent in path.parents if parent.name.startswith("models--") and (parent / "snapshots").is_dir()]
-    return storages[0] if storages else None
+    storages = (each for each in path.parents if each.name.startswith("models--") and (each / "snapshots").is_dir())
+    return next(storages, None)
 
 
 def _parts(path: Path) -> list[Path]:

@@ -177,9 +177,7 @@ class _Decoder:
 def _decoder_of(path: Path, decoder: Any) -> _Decoder:
     """The file's decoder. Raises TokenizerError for one that is not done here."""
     if decoder is None:
-        raise TokenizerError(
-            f"{path} has no decoder; expected ByteLevel, Metaspace or SentencePiece's (Replace, ByteFallback, Fuse)"
-        )
+        raise TokenizerError(f"{path} has no decoder; expected {DECODERS}")
     stages = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     if [stage["type"] for stage in stages] == ["ByteLevel"]:
         return _Decoder(is_byte_level=True)
