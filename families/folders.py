@@ -130,13 +130,13 @@ def all_are(kind: str, values: Values) -> None:
         raise values.refusal("layer_types", f"{kind} in all {n_layers} layers")
 
 
-def full_layers(values: Values, n_layers: int, every: int | str, others: str = SLIDING) -> tuple[int, ...]:
+def full_layers(values: Values, n_layers: int, every: int | str, others: str = SLIDING) -> set[int]:
     """Those that the list of all calls full; without a list each so many-th, or as many as that key says."""
     if values["layer_types"] is None:
         step = values.whole(every) if isinstance(every, str) else every
-        return (*range(step - 1, n_layers, step),)
+        return {*range(step - 1, n_layers, step)}
     types = values.of_layers("layer_types", n_layers, (FULL, others), f"{FULL} or {others}")
-    return tuple(layer for layer, kind in enumerate(types) if kind == FULL)
+    return {layer for layer, kind in enumerate(types) if kind == FULL}
 
 
 def unwindowed(windowed: AttentionConfig, full: Collection[int], n_layers: int) -> tuple[LayerConfig, ...]:

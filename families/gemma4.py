@@ -77,7 +77,7 @@ def config(values: Values) -> Config:
     values.must_be("use_bidirectional_attention", None, "vision")
     sizes = folders.numbers(values, "hidden_activation", folders.GELU_TANH)
     n_layers, dim = sizes["n_layers"], sizes["dim"]
-    full = {*folders.full_layers(values, n_layers, PATTERN), n_layers - 1}  # the last in any case
+    full = folders.full_layers(values, n_layers, PATTERN) | {n_layers - 1}  # the last in any case
     own, same = _of_full(values, full, n_layers), values.flag("attention_k_eq_v")
     local, turned = _rope(values, own.head_dim or sizes["head_dim"])
     window = values.whole("sliding_window") if len(full) < n_layers else 0

@@ -28,7 +28,7 @@ def dense_config(values: Values, attention: AttentionConfig) -> Config:
     window, is_listed = values.whole("sliding_window", 0), values["layer_types"] is not None
     if not is_listed and type(before) is not int:
         raise values.refusal("max_window_layers", "a whole number")
-    full = folders.full_layers(values, n_layers, 1) if is_listed else (*range(min(max(before, 0), n_layers)),)
+    full = folders.full_layers(values, n_layers, 1) if is_listed else {*range(min(max(before, 0), n_layers))}
     if window and values.flag("use_sliding_window") and len(full) < n_layers:
         attention = replace(attention, window=window)
         return Config(**folders.numbers(values), attention=attention, layers=folders.unwindowed(attention, full, n_layers))
