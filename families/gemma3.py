@@ -62,11 +62,11 @@ def _config(sizes: Mapping[str, Any], windowed: AttentionConfig, whole: RopeConf
 
 def _rope(values: Values, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
     """In layers with a window, and in the others, whose angles one number may divide."""
-    key = "rope_parameters"
-    given = values.object(key)
+    key, expected = "rope_parameters", f"an object of {FULL} and {SLIDING}"
+    given = values.object(key, expected)
     if not all(kind in (FULL, SLIDING) and isinstance(part, dict | None) for kind, part in given.items()):
-        raise values.refusal(key, f"an object of {FULL} and {SLIDING}")
-    scaling, thetas = values.object("rope_scaling"), []
+        raise values.refusal(key, expected)
+    scaling, thetas = values.object("rope_scaling", "an object or null"), []
     for kind, theta, more in ((SLIDING, "rope_local_base_freq", {}), (FULL, "rope_theta", scaling)):
         part = (given.get(kind) or {}) | more
         rope = Values(values.path, part, {"rope_theta": values[theta], "rope_type": part.get("type", "default")})

@@ -72,11 +72,11 @@ class Values:
             raise self.refusal(key, "true or false")
         return value
 
-    def object(self, key: str) -> dict[str, Any]:
+    def object(self, key: str, expected: str = "an object") -> dict[str, Any]:
         """One in another; {} where the file is silent."""
         value = {} if self[key] is None else self[key]
         if not isinstance(value, dict):
-            raise self.refusal(key, "an object")
+            raise self.refusal(key, expected)
         return value
 
     def of_layers(self, key: str, n: int, kinds: Iterable[Any], expected: str) -> list[Any]:
