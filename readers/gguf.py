@@ -141,7 +141,7 @@ def config_of(model: Model) -> Config:
     rows = _rows(model, said, is_borrowed=family.is_head and EMBEDDING not in model)
     n_blocks = said.whole("block_count", most=MOST_LAYERS)
     lists = {key: said[key] for key in BY_LAYER if key not in family.by_layer and isinstance(said[key], list)}
-    one_of_list = {a + key: numbers[0] for key, numbers in lists.items() if numbers == numbers[:1] * n_blocks}
+    one_of_list = {a + key: numbers[0] for key, numbers in lists.items() if numbers and numbers == numbers[:1] * n_blocks}
     given = model.keys | one_of_list
     said = Values(model.path, given, beginning=a)
     # of an MLP; 1 where each layer's own is told

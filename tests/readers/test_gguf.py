@@ -437,6 +437,7 @@ BAD_KEYS: dict[str, tuple[Keys, tuple[str, ...]]] = {
     "layers in words": ({L + "block_count": "two"}, ("llama.block_count", "two")),
     "a truth of layers": ({L + "block_count": True}, ("llama.block_count", "true")),
     "heads by layer": ({L + "attention.head_count": [4, 2]}, ("llama.attention.head_count", "[4, 2]")),
+    "heads of no layer": ({L + "attention.head_count": Typed(9, [], 5)}, ("llama.attention.head_count", "[]")),
     "too few heads": ({L + "attention.head_count_kv": [2]}, ("llama.attention.head_count_kv", "[2]")),
     "no heads": ({L + "attention.head_count": 0}, ("llama.attention.head_count",)),
     "odd heads": ({L + "attention.head_count_kv": 3}, ("n_kv_heads",)),
