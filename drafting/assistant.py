@@ -1,11 +1,10 @@
-"""Gemma 4's own draft on its target, whose keys and values it reads: a head without a cache. Knows no drafter."""
+"""Assistants: drafts that read the keys and values of the target they were made for, heads without a cache. Knows no drafter."""
 
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ..architectures import Config, Weights
 from ..architectures.assistant import assistant_of, says, taken
 from ..architectures.plan import Buffers
 from ..architectures.rope import Node
@@ -13,8 +12,7 @@ from ..checks import n_common
 from ..machine.memory import aligned
 from ..machine.programs import Runner
 from ..machine.tiles import STRIP_ROWS
-from ..machine.vectors import Float32, Int64, round_up
-from ..transformer import KV, Transformer
+from ..machine.vectors import Float32, round_up
 from .heads import Head
 
 
@@ -27,20 +25,9 @@ class Assistant(Head):
     All else as `Head`; what keys and values are kept in is the target's.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        weights: Weights,
-        target: Transformer,
-        target_ids: Int64 | None = None,
-        n_threads: int | None = None,
-        n_positions: int | None = None,
-        kv: KV = "auto",
-    ) -> None:
-        self._of_target: Buffers  # over which the programs are
-        self._chosen: tuple[Any, Runner] | None  # strips of the classifier that centroids chose, and what multiplies them
-        self._ran: tuple[int, list[int]] | None  # where the guesses of the last pass begin, and the text up to its token
-        super().__init__(config, weights, target, target_ids, n_threads, n_positions, target.kv)
+    _of_target: Buffers  # over which the programs are
+    _chosen: tuple[Any, Runner] | None  # strips of the classifier that centroids chose, and what multiplies them
+    _ran: tuple[int, list[int]] | None  # where the guesses of the last pass begin, and the text up to its token
 
     def drafts_for(self, tokens: list[int]) -> bool:
         """Whether the target holds all of a text but its last token, and more than nothing."""

@@ -48,7 +48,7 @@ class Head(Transformer):
     ) -> None:
         if flaw := config.flaw() or _misfit(config, target.config):
             raise ValueError(flaw)
-        architecture_of(config).check(config, weights)
+        (architecture := architecture_of(config)).check(config, weights)
         self._own, self.target, self.target_ids = (config, weights.aligned()), target, target_ids
         head = replace(head_of(config), layers=head_of(config).layers_of(target.config.n_layers))
         if target.hidden_layers not in ((), head.layers):
@@ -70,6 +70,7 @@ class Head(Transformer):
         if config.architecture == "mtp":
             vectors[TARGET_NORM] = target.weights.vectors["rms_final"]
         whole = replace(config, head=replace(head, own_embedding=True, own_classifier=True))
+        kv = kv if architecture.features else target.kv  # of a head without features, which reads the target's caches
         super().__init__(whole, Weights(self._own[1].matrices | borrowed, vectors), n_threads, n_positions, kv)
         if target.hidden_layers != head.layers:
             target.hidden_layers = head.layers

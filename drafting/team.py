@@ -137,7 +137,7 @@ class Finder:
             return None
         if is_asked:
             if not (head := own_head(self.source)):
-                expected = "expected a Qwen3.5 with one, or a Gemma 4 beside its assistant"
+                expected = "expected one among its own tensors, or an assistant in its folder or beside it"
                 raise CheckpointError(f"{self.source.path} brings no head along ({MTP}); {expected}")
             return head
         with suppress(CheckpointError):
