@@ -287,8 +287,8 @@ def with_more(method: Method) -> Method:
     return method
 
 
-class Target(Protocol):
-    """What the loop asks of a model: logits at the last tokens of a text, under a lock as long as they are read."""
+class Model(Protocol):
+    """What is asked of a model: logits at the last tokens of a text, under a lock as long as they are read."""
 
     @property
     def lock(self) -> AbstractContextManager[object]: ...
@@ -296,11 +296,16 @@ class Target(Protocol):
     def n_positions(self) -> int: ...
     @property
     def n_short(self) -> int: ...
+    def forward(self, tokens: list[int], n_logits: int = 1) -> Float32: ...
+
+
+class Target(Model, Protocol):
+    """What the loop asks of a model."""
+
     @property
     def n_passes(self) -> int: ...
     @property
     def experts_read(self) -> tuple[float, int]: ...
-    def forward(self, tokens: list[int], n_logits: int = 1) -> Float32: ...
     def forward_tree(self, tokens: list[int], nodes: list[int], parents: list[int]) -> Float32: ...
 
 

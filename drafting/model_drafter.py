@@ -1,12 +1,11 @@
 """A model that proposes tokens, one after the other. Knows nothing of verifying."""
 
 from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 from ..architectures import Config
 from ..checks import known
-from ..decoding import Plan
+from ..decoding import Model, Plan
 from ..machine.vectors import Float32, ceil_div
 from ..sampling import Sampler
 from ..text.adjusting import Adjusting
@@ -15,18 +14,11 @@ from ..verification import Draft
 from .heads import Head
 
 
-class Model(Protocol):
-    """What a drafter asks of a model: logits at the last tokens of a text, under a lock as long as they are read."""
+class DraftModel(Model, Protocol):
+    """What a drafter asks of a model."""
 
     @property
-    def lock(self) -> AbstractContextManager[object]: ...
-    @property
     def config(self) -> Config: ...
-    @property
-    def n_positions(self) -> int: ...
-    @property
-    def n_short(self) -> int: ...
-    def forward(self, tokens: list[int], n_logits: int = 1) -> Float32: ...
 
 
 class ModelDrafter:
@@ -36,7 +28,7 @@ class ModelDrafter:
     proposes none.
     """
 
-    def __init__(self, model: Model, sampler: Sampler, noise: Callable[[int], int], end_marks: Container[int]) -> None:
+    def __init__(self, model: DraftModel, sampler: Sampler, noise: Callable[[int], int], end_marks: Container[int]) -> None:
         self._model, self._sampler, self._noise, self._end_marks = model, sampler, noise, end_marks
         self._n_rows = model.config.vocab_size  # the target may know more tokens
         self._q: list[Float32] = []
@@ -93,19 +85,17 @@ class HeadDrafter(ModelDrafter):
     depends on the text alone.
     """
 
-    def __init__(self, head: Head, sampler: Sampler, noise: Callable[[int], int], end_marks: Container[int]) -> None:
-        super().__init__(head, sampler, noise, end_marks)
-        self._head, self._target = head, head.target
+    _model: Head
 
     def get_ready(self, tokens: list[int]) -> None:
-        with self._head.lock, self._target.lock:
-            self._target.forward(tokens[:-1], n_logits=0)
-            super().get_ready(tokens[: self._head.n_positions])
+        with self._model.lock, self._model.target.lock:
+            self._model.target.forward(tokens[:-1], n_logits=0)
+            super().get_ready(tokens[: self._model.n_positions])
 
     def propose(self, tokens: list[int], plan: Plan, tail: Sequence[int] = ()) -> Draft:
-        with self._head.lock, self._target.lock:
-            self._target.forward(tokens[:-1], n_logits=0)
-            return super().propose(tokens, plan, tail) if self._head.drafts_for(tokens) else Draft([])
+        with self._model.lock, self._model.target.lock:
+            self._model.target.forward(tokens[:-1], n_logits=0)
+            return super().propose(tokens, plan, tail) if self._model.drafts_for(tokens) else Draft([])
 
     def _start(self, n_tokens: int) -> int:
         """0: its positions are the target's, and its window slides within a pass."""
