@@ -79,38 +79,36 @@ class Verifier(Protocol):
         """
 
 
-def judge_in_turn(
-    token_at: Callable[[Float32, Draft, list[int], int], int], logits: Float32, draft: Draft, position: int
-) -> tuple[list[int], int]:
-    """`Verifier.judge` by the target's token at one position after the other; none is looked at behind the first mismatch.
-
-    token_at: is told which proposals there are for the position.
-    """
-    tokens, node = list[int](), -1
-    while node + 1 < len(logits):
-        children = draft.children(node)
-        token = token_at(logits[node + 1], draft, children, position + len(tokens))
-        tokens.append(token)
-        stands = next((child for child in children if draft.tokens[child] == token), None)
-        if stands is None:
-            return tokens, len(tokens) - 1
-        node = stands
-    return tokens, len(tokens)
-
-
-class CoupledVerifier:
-    """The target's own token, whatever was proposed."""
+class InTurn:
+    """Judges by the target's token at one position after the other; none is looked at behind the first mismatch."""
 
     def __init__(self, vocab_size: int, sampling: Sampling) -> None:
         self._sampler = Sampler(vocab_size, sampling)
         self._probs = self._sampler.new_probs()
 
+    def judge(self, logits: Float32, draft: Draft, position: int) -> tuple[list[int], int]:
+        tokens, node = list[int](), -1
+        while node + 1 < len(logits):
+            children = draft.children(node)
+            token = self._token(logits[node + 1], draft, children, position + len(tokens))
+            tokens.append(token)
+            stands = next((child for child in children if draft.tokens[child] == token), None)
+            if stands is None:
+                return tokens, len(tokens) - 1
+            node = stands
+        return tokens, len(tokens)
+
+    def _token(self, logits: Float32, draft: Draft, children: list[int], position: int) -> int:
+        """The target's, by which proposals there are for the position."""
+        raise NotImplementedError
+
+
+class CoupledVerifier(InTurn):
+    """The target's own token, whatever was proposed."""
+
     @staticmethod
     def draft_noise(position: int) -> int:
         return TARGET_NOISE
-
-    def judge(self, logits: Float32, draft: Draft, position: int) -> tuple[list[int], int]:
-        return judge_in_turn(self._token, logits, draft, position)
 
     def _token(self, logits: Float32, draft: Draft, children: list[int], position: int) -> int:
         return self._sampler.draw(self._probs, logits, TARGET_NOISE, position)
@@ -125,7 +123,7 @@ def q_of(draft: Draft, i: int, certain: Float32) -> Float32:
     return certain
 
 
-class RejectionVerifier:
+class RejectionVerifier(InTurn):
     """The proposal with probability min(1, p / q), else a draw from the residual; past the proposals, a draw from p.
 
     A round's outcome depends on the noise of the positions that it fills, and on none behind them: those, which the next round
@@ -133,15 +131,12 @@ class RejectionVerifier:
     """
 
     def __init__(self, vocab_size: int, sampling: Sampling) -> None:
-        self._sampler = Sampler(vocab_size, sampling)
-        self._probs, self._certain, self._left = (self._sampler.new_probs() for _ in range(3))
+        super().__init__(vocab_size, sampling)
+        self._certain, self._left = (self._sampler.new_probs() for _ in range(2))
 
     @staticmethod
     def draft_noise(position: int) -> int:
         return DRAFT_NOISE
-
-    def judge(self, logits: Float32, draft: Draft, position: int) -> tuple[list[int], int]:
-        return judge_in_turn(self._token, logits, draft, position)
 
     def _token(self, logits: Float32, draft: Draft, children: list[int], position: int) -> int:
         if not children:
