@@ -117,7 +117,7 @@ class Costs:
     is seen itself; then it is known whether it was the machine or the curve.
 
     credit: tokens of the target alone that drafting may still lose, see `AutoLength`. is_new: whether no step without a draft
-    was seen yet, of this process or of another.
+    was seen yet, of this process or of another; is_asked: whether one is wanted.
     """
 
     def __init__(self, passes: Mapping[int, float], draft: float, start: float = 0.0, experts: Experts | None = None) -> None:
@@ -133,7 +133,7 @@ class Costs:
         self._n_plain, self._n_more = MAX_TOKENS, 0  # such passes since the last one over more, and the other way round
         self._one = self._curve[1]
         self._before = 1.0, self._one  # the scale and a pass over one token, when one over more was seen
-        self._is_asked, self._is_behind_draft = False, draft > 0.0
+        self.is_asked, self._is_behind_draft = False, draft > 0.0
         self.start, self.draft = start, draft
         self.catch_up = CATCH_UP
         self._draft_ratio = 1.0  # of the last draft's seconds to those that were expected
@@ -151,9 +151,7 @@ class Costs:
             self._scale.value = self._scale_then = (self._scale.value * measured) ** 0.5
             self._before = self._scale.value, self._one
         if self._sums[0] and self.start + self.draft > (first := self._first_draft * self._one):
-            share = (first / (self.start + self.draft)) ** 0.5
-            self.start, self.draft = share * self.start, share * self.draft
-            self._sums[3:] = [share * seconds for seconds in self._sums[3:]]
+            self._scale_draft((first / (self.start + self.draft)) ** 0.5)
         self._n_alone, self._alone = 0, 0.0
         self._took = self._believed = 0.0  # seconds of steps, with and without those beyond belief
 
@@ -165,16 +163,14 @@ class Costs:
         """
         return self._alone / self._n_alone * (self._took / self._believed) if self._n_alone else self.of(1)
 
-    def brought(self, n_tokens: int, seconds: float, believed: float) -> None:
-        """A step's tokens and seconds, and those of it that are believed to be no stall."""
+    def brought(self, n_tokens: int, n_drafted: int, seconds: float, n_missed: int = 0) -> float:
+        """A step's tokens and seconds; those of it that are believed to be no stall."""
+        believed = max(min(seconds, 2 * (self.of_last(n_drafted + 1) + self.of_draft(n_drafted, n_missed))), LEAST)
         self._n_alone += n_tokens
         self._alone += n_tokens * self._one
         self._took += seconds
         self._believed += believed
-
-    def believed(self, n_drafted: int, seconds: float, n_missed: int = 0) -> float:
-        """The last step's seconds, as far as they can be believed."""
-        return max(min(seconds, 2 * (self.of_last(n_drafted + 1) + self.of_draft(n_drafted, n_missed))), LEAST)
+        return believed
 
     def of(self, n: int) -> float:
         """Seconds of a pass over n tokens."""
@@ -207,11 +203,7 @@ class Costs:
     def is_doubtful(self) -> bool:
         """Whether it takes such a step to know what a token of the target alone costs, as far as that decides anything."""
         drift = DRIFT if self.credit < SURE_CREDIT else FAR
-        return self._is_asked or self._token.is_doubted or not 1 / drift < self._scale.value / self._scale_then < drift
-
-    def look(self) -> None:
-        """Ask for such a step."""
-        self._is_asked = True
+        return self.is_asked or self._token.is_doubted or not 1 / drift < self._scale.value / self._scale_then < drift
 
     def needed_survivals(self, rate: float) -> "Needed":
         """Of proposals whose each token stands at `rate`; anew where that or the costs' ratios have moved."""
@@ -228,7 +220,7 @@ class Costs:
             self._is_behind_draft = False
             return
         if not n_drafted:
-            self._is_asked = self.is_new = False
+            self.is_asked = self.is_new = False
             if abs(pass_seconds - self._one) < abs(pass_seconds - token.value):  # it was the machine that moved, not the curve
                 token.value = self._one
             token.saw(pass_seconds, min(SHARE_OF_NEW * (1 + self._n_more / 2), 0.5))
@@ -255,6 +247,10 @@ class Costs:
         share = self._n_plain / MAX_TOKENS
         self._scale.value = self._scale_then = max(scale * (self._one / one) ** share, self._one / self._curve[2])
 
+    def _scale_draft(self, by: float) -> None:
+        self.start, self.draft = by * self.start, by * self.draft
+        self._sums[3:] = [by * seconds for seconds in self._sums[3:]]
+
     def _saw_draft(self, n: int, n_missed: int, seconds: float) -> None:
         """A line through the last drafts, start + n draft: the first token finds the draft's weights out of the cache."""
         if 0 < n_missed < FEW_MISSED:  # what they take is lost in what drafts differ by
@@ -266,16 +262,13 @@ class Costs:
         expected = self.of_draft(n)
         last, self._draft_ratio = self._draft_ratio, max(seconds / expected, LEAST)
         moved = min(max(_agreed(last, self._draft_ratio), 0.1), 10.0)
-        one, n1, n2, s, ns = self._sums
-        if not one:
+        if not self._sums[0]:
             self._first_draft = (self.start + self.draft) / self._one
-        if moved != 1.0:
-            expected, self._draft_ratio = expected * moved, self._draft_ratio / moved
-            s, ns, self.draft = s * moved, ns * moved, self.draft * moved
-        seconds = min(max(seconds, 0.5 * expected), 2 * expected)
-        one, n1, n2 = MEMORY * one + 1.0, MEMORY * n1 + n, MEMORY * n2 + n * n
-        s, ns = MEMORY * s + seconds, MEMORY * ns + n * seconds
-        self._sums = [one, n1, n2, s, ns]
+        self._draft_ratio /= moved
+        self._scale_draft(moved)
+        seconds = min(max(seconds, 0.5 * expected * moved), 2 * expected * moved)
+        self._sums = [MEMORY * each + new for each, new in zip(self._sums, (1.0, n, n * n, seconds, n * seconds), strict=True)]
+        one, n1, n2, s, ns = self._sums
         spread = one * n2 - n1 * n1
         if spread > 0.1 * one * one:  # else all are of one length, and what is dear about them cannot be told
             self.draft = min(max((one * ns - n1 * s) / spread, 0.05 * s / n1), s / n1)
@@ -284,25 +277,23 @@ class Costs:
             self.draft = s / n1
 
 
-class Needed:
+class Needed(dict[int, float]):
     """What the chance that the first k proposals stand has to exceed for more of them to pay, for k = 0 to MAX_GAMMA.
 
     It is asked between two passes, which a small model's take hardly longer than: what is not asked is not computed.
     """
 
     def __init__(self, costs: Costs, rate: float) -> None:
+        super().__init__({MAX_GAMMA: math.inf})
         self._seconds = [taken + k * costs.draft + (costs.start if k else 0.0) for k, taken in enumerate(costs.passes[1:])]
         self._gains = [*itertools.accumulate(itertools.repeat(rate, MAX_GAMMA), lambda gain, each: (1.0 + gain) * each)]
         farthest = AHEAD[-1]  # what is farther is never considered at once: a rate that it alone has cannot be had
         self._best = max((1.0 + gain) / taken for gain, taken in zip([0.0, *self._gains[:farthest]], self._seconds, strict=False))
-        self._found: dict[int, float] = {MAX_GAMMA: math.inf}
 
-    def __getitem__(self, k: int) -> float:
-        found = self._found.get(k)
-        if found is None:
-            seconds, gains = self._seconds, self._gains
-            then = [min(k + more, MAX_GAMMA) for more in AHEAD]
-            found = self._found[k] = self._best * max(min([(seconds[n] - seconds[k]) / gains[n - k - 1] for n in then]), 0.0)
+    def __missing__(self, k: int) -> float:
+        seconds, gains = self._seconds, self._gains
+        then = [min(k + more, MAX_GAMMA) for more in AHEAD]
+        self[k] = found = self._best * max(min([(seconds[n] - seconds[k]) / gains[n - k - 1] for n in then]), 0.0)
         return found
 
 

@@ -46,10 +46,8 @@ class FixedLength:
 
     def saw(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
         if self._costs:
-            seconds = pass_seconds + draft_seconds
-            believed = self._costs.believed(n_drafted, seconds)
+            self._costs.brought(n_accepted + 1, n_drafted, pass_seconds + draft_seconds)
             self._costs.saw(n_drafted, pass_seconds, draft_seconds)
-            self._costs.brought(n_accepted + 1, seconds, believed)
 
 
 class Chain:
@@ -116,7 +114,7 @@ class AutoLength(Chain):
         self._begin()
         self._round += 1
         if self._round >= FIRST_LOOK and self._round & (self._round - 1) == 0:
-            costs.look()
+            costs.is_asked = True
         self.most = min(most, MAX_GAMMA)
         if self.most < 1 or costs.is_doubtful or (costs.is_new and self._round <= 2) or costs.credit <= 0.0:
             return False
@@ -184,9 +182,13 @@ class AutoLength(Chain):
         return self._take(confidences, self.rate, seconds, lambda: self._is_tried(of(2) / token - 1.0))
 
     def saw(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
-        costs = self.costs
+        costs, n_tokens = self.costs, n_accepted + 1
         if n_drafted:
-            self._saw_round(n_drafted, n_accepted, pass_seconds + draft_seconds)
+            believed = costs.brought(n_tokens, n_drafted, pass_seconds + draft_seconds, self._since_draft)
+            costs.credit = min(costs.credit + n_tokens - believed / costs.of(1), MOST_CREDIT)
+            self._recent = RECENT * self._recent + believed
+            self._count(n_tokens, believed)
+            self._judged(n_drafted, n_accepted)
         before = costs.of(1)
         costs.saw(n_drafted, pass_seconds, draft_seconds, self._since_draft)
         # the last rounds' gains anew where a token of the target alone turns out to cost something else
@@ -194,22 +196,12 @@ class AutoLength(Chain):
         if n_drafted:
             self._budget, self._since_draft = 0.0, 0
             return
-        costs.brought(1, pass_seconds, costs.believed(0, pass_seconds))
+        costs.brought(1, 0, pass_seconds)
         self._count(1, pass_seconds)
         self._budget, self._since_draft = self._budget + TRIAL_SHARE, self._since_draft + 1
         costs.credit += TRIAL_SHARE if costs.credit < FIRST_CREDIT else 0.0
         self._recent *= RECENT
         costs.credit -= min(draft_seconds / costs.of(1), 1.0)  # what finding no proposal took
-
-    def _saw_round(self, n_drafted: int, n_accepted: int, seconds: float) -> None:
-        """What a round with a draft brought."""
-        costs = self.costs
-        believed = costs.believed(n_drafted, seconds, self._since_draft)
-        costs.brought(n_accepted + 1, seconds, believed)
-        costs.credit = min(costs.credit + n_accepted + 1 - believed / costs.of(1), MOST_CREDIT)
-        self._recent = RECENT * self._recent + believed
-        self._count(n_accepted + 1, believed)
-        self._judged(n_drafted, n_accepted)
 
     def _count(self, n_tokens: int, seconds: float) -> None:
         self._tokens = MEMORY * self._tokens + n_tokens
