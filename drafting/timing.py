@@ -4,7 +4,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
 
 from ..machine.tiles import TILE_TOKENS
 from ..sampling import TARGET_NOISE, Sampler, Sampling
@@ -16,8 +15,8 @@ from .heads import Head
 # Passes over so many tokens are timed in turns, for about so long: of a slow target over the first two, and twice unless once
 # takes SLOW seconds, with what else is needed. Where a second tile begins, a pass costs a step more.
 COSTS_TOKENS, COSTS_SECONDS, SLOW = (TILE_TOKENS, 1, TILE_TOKENS + 1, 2, 4, 2 * TILE_TOKENS, 32), 0.03, 0.1
-Pass = int | str  # which is timed: over so many tokens of the target, or one of these
-ALIKE, FIRST, NEXT = "alike", "first", "next"  # of the target over equal tokens; of a draft, behind others and behind itself
+# Which passes are timed: over so many tokens of the target, or one of these: over equal ones; a draft's, behind others and itself
+ALIKE, FIRST, NEXT = -1, -2, -3
 LEAST_APART = 0.25  # times the experts of a token, by which two passes have to differ to tell what experts take
 SPREAD = 7919  # a prime, by which ids lie apart
 # Of the choice of threads: tokens a trial; the first number unless so much slower
@@ -27,9 +26,9 @@ TRIAL_TOKENS, TRIAL_SECONDS, TRIAL_MARGIN = 4, 0.05, 1.25
 def costs_of(target: Transformer, draft: Transformer | None, vocabulary: Vocabulary) -> Costs:
     """What passes over some tokens take, and a token of the draft, with their draws: the least of several, in turns."""
     sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
-    probs, read = sampler.new_probs(), dict[Pass, float]()  # of experts, by a layer
+    probs, read = sampler.new_probs(), dict[int, float]()  # of experts, by a layer
 
-    def seconds(name: Pass, model: Transformer, tokens: list[int]) -> float:
+    def seconds(name: int, model: Transformer, tokens: list[int]) -> float:
         of = model.target if isinstance(model, Head) else model
         with model.lock, of.lock:
             if isinstance(model, Head):  # behind which a head drafts: another text may have had its turn
@@ -44,8 +43,8 @@ def costs_of(target: Transformer, draft: Transformer | None, vocabulary: Vocabul
             return taken
 
     apart = [i * SPREAD % vocabulary.n_common for i in range(max(COSTS_TOKENS))]  # as many experts as a text's tokens choose
-    passes: dict[Pass, tuple[Transformer, list[int]]] = {n: (target, apart[:n]) for n in COSTS_TOKENS if n <= target.n_positions}
-    needed: dict[Pass, tuple[Transformer, list[int]]] = {n: passes.pop(n) for n in COSTS_TOKENS[:2] if n in passes}
+    passes: dict[int, tuple[Transformer, list[int]]] = {n: (target, apart[:n]) for n in COSTS_TOKENS if n <= target.n_positions}
+    needed: dict[int, tuple[Transformer, list[int]]] = {n: passes.pop(n) for n in COSTS_TOKENS[:2] if n in passes}
     if target.config.experts and TILE_TOKENS in needed:
         needed[ALIKE] = target, apart[:1] * TILE_TOKENS
     if draft:
@@ -57,14 +56,14 @@ def costs_of(target: Transformer, draft: Transformer | None, vocabulary: Vocabul
     token, first = least.pop(NEXT, 0.0), least.pop(FIRST, 0.0)
     experts = _experts(target, least, read)
     base = {n: max(taken - (experts.more_of(read[n]) if experts else 0.0), LEAST) for n, taken in least.items() if n != ALIKE}
-    return Costs(cast(dict[int, float], base), token, max(0.0, first - token), experts)
+    return Costs(base, token, max(0.0, first - token), experts)
 
 
 def _least(
-    jobs: Mapping[Pass, tuple[Transformer, list[int]]], n_needed: int, seconds: Callable[[Pass, Transformer, list[int]], float]
-) -> dict[Pass, float]:
+    jobs: Mapping[int, tuple[Transformer, list[int]]], n_needed: int, seconds: Callable[[int, Transformer, list[int]], float]
+) -> dict[int, float]:
     """The least that each took of those that time was left for, the first ones' at least."""
-    least: dict[Pass, float] = {}
+    least: dict[int, float] = {}
     begin = time.perf_counter()
     for cycle in itertools.count(1):
         for i, (name, job) in enumerate(jobs.items()):
@@ -75,7 +74,7 @@ def _least(
     return least
 
 
-def _experts(target: Transformer, least: Mapping[Pass, float], read: Mapping[Pass, float]) -> Experts | None:
+def _experts(target: Transformer, least: Mapping[int, float], read: Mapping[int, float]) -> Experts | None:
     """What experts add to passes, by two over as many tokens that choose more and fewer; None: the target has none."""
     if ALIKE not in least or not target.config.experts:
         return None

@@ -62,7 +62,8 @@ class Tuning:
         """A text on a seat of the team; shared: of one that shares passes with others, where the clock decides how long proposals
         get.
         """
-        verifier, target = self._verifier(job.sampling, settings), seat.target
+        verify = settings.verify if seat.draft.source else "coupled"  # tokens that a shape forces stand by any
+        verifier, target = VERIFIERS[verify](self._vocabulary.n_target, job.sampling), seat.target
         plan, drafter = self._planned(seat, job.sampling, verifier.draft_noise, settings, shared)
         n, shape = job.max_tokens, adjusted(job.shape, job.sampling)
         return Text([*job.prompt], n, target.n_positions, drafter, verifier, plan, self._end_marks, shape, target.n_short)
@@ -85,10 +86,6 @@ class Tuning:
         if self._pace:
             self._pace.saw(n_tokens, seconds)
 
-    def _verifier(self, sampling: Sampling, settings: Settings) -> Verifier:
-        verify = settings.verify if self._team.draft.source else "coupled"  # tokens that a shape forces stand by any
-        return VERIFIERS[verify](self._vocabulary.n_target, sampling)
-
     def _planned(
         self, team: Team, sampling: Sampling, noise: Callable[[int], int], settings: Settings, shared: Plan | None = None
     ) -> tuple[Plan, Drafter | None]:
@@ -101,11 +98,8 @@ class Tuning:
             tree = FixedTree(settings.n_drafted, None if shared else costs)
             return tree, TreeDrafter(draft.model, sampler, noise, marks)
         auto = costs if settings.follows_clock else None
-        plan: Plan
-        if shared:
-            plan = shared if settings.follows_clock else FixedLength(settings.n_drafted)
-        else:
-            plan = AutoLength(auto, self._acceptance) if auto else FixedLength(settings.n_drafted, costs)
+        plan = shared or (AutoLength(auto, self._acceptance) if auto else None) if settings.follows_clock else None
+        plan = plan or FixedLength(settings.n_drafted, None if shared else costs)
         if self._guesses:
             from .stages import staged
 
@@ -117,11 +111,6 @@ class Tuning:
         """Whether proposals are trees."""
         is_asked = settings.tree == "on" and self._team.draft.model is not None
         return is_asked and not self._team.stage.source and all(model.runs_trees for model in self._models)
-
-    def _run_trees(self) -> None:
-        from .trees import run_trees
-
-        run_trees(self._models, self._vocabulary)
 
     def warm_up(self, settings: Settings) -> None:
         """Compile, or load, whatever a text of these settings needs, and measure what it takes; what is done is done once."""
@@ -139,7 +128,9 @@ class Tuning:
         if self._team.draft.source:
             to_do[verify] = lambda: judge_proposals(verifier, n_ids)
         if self._branches(settings):
-            to_do["trees"] = self._run_trees
+            from .trees import run_trees
+
+            to_do["trees"] = lambda: run_trees(self._models, self._vocabulary)
             to_do[f"{verify} of trees"] = lambda: judge_proposals(verifier, n_ids, [-1, -1])
         to_do["measures"] = lambda: self._measure(settings)
         return {name: do for name, do in to_do.items() if name not in self._done}
