@@ -5,7 +5,6 @@ Shapes: T tokens, V vocab_size, N rows. p is the target's probability and q the 
 
 import argparse
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from ..drafting.model_drafter import ModelDrafter
 from ..drafting.planning import FixedLength
 from ..kernels import MAX_TOKENS
 from ..machine.vectors import Float32, Int64
+from ..measuring.sweep import Setting, Text, measure
 from ..readers.loading import load_model
 from ..sampling import TARGET_NOISE, Sampler, Sampling
 from ..tokenizer import FIRST_BYTE, Tokenizer
@@ -183,41 +183,17 @@ def print_acceptance(args: argparse.Namespace, pair: Pair, tokenizer: Tokenizer,
 # --------------------------------------------------------------------------------------------------------------- speed
 
 
-class Speed(NamedTuple):
-    """Accepted / drafted over all prompts; medians: tokens a second, those of the target alone, and the prompts' ratios."""
-
-    accepted: float
-    per_second: float
-    alone_per_second: float
-    ratio: float
-
-
-def speed(decoder: SpeculativeDecoder, prompts: Sequence[str], n_tokens: int, temperature: float, top_p: float) -> Speed:
-    """Of the decoder as it is, beside its target alone with the same seeds. Raises ValueError where the two texts differ."""
-    alone = SpeculativeDecoder(decoder.target, None, decoder.tokenizer)
-    decoder.warm_up()
-    runs = []
-    for seed, prompt in enumerate(prompts, 1):
-        both = [one.generate(prompt, n_tokens, temperature=temperature, top_p=top_p, seed=seed) for one in (decoder, alone)]
-        if decoder.verify == "coupled" and both[0].text != both[1].text:
-            raise ValueError(f"the text of {prompt!r} with a draft is not the target's own")
-        runs.append([generation.statistics for generation in both])
-    n_drafted = sum(run.n_drafted for run, _ in runs)
-    rates = [(run.tokens_per_second, plain.tokens_per_second) for run, plain in runs]
-    per_second, alone_per_second = (statistics.median(column) for column in zip(*rates, strict=True))
-    ratio = statistics.median(rate / plain for rate, plain in rates)
-    return Speed(sum(run.n_accepted for run, _ in runs) / n_drafted, per_second, alone_per_second, ratio)
-
-
 def print_speeds(args: argparse.Namespace, tokenizer: Tokenizer, held_out: list[str]) -> None:
-    """Of the program with its defaults: coupled, the draft int8."""
+    """Of the program with its defaults, coupled and the draft int8, beside the target alone: means over the prompts."""
     prompts = [" ".join(story.split()[: args.prompt_words]) for story in spread(held_out, args.prompts)]
-    decoder = SpeculativeDecoder(args.out / "target.bin", args.out / "draft.bin", tokenizer)
-    for decoder.gamma in args.gamma:
-        for temperature in (0.0, 1.0):
-            of = speed(decoder, prompts, args.tokens, temperature, 0.9)
-            rates = f"{of.per_second:.0f} tok/s, {of.ratio:.2f} times the target alone ({of.alone_per_second:.0f})"
-            print(f"γ {decoder.gamma}, temperature {temperature}: {of.accepted:.3f} accepted, {rates}", flush=True)
+    pair = SpeculativeDecoder(args.out / "target.bin", args.out / "draft.bin", tokenizer)
+    alone = Setting("target alone", "", SpeculativeDecoder(pair.target, None, tokenizer), "alone")
+    settings = [alone, *(Setting(f"γ {gamma}", "", pair, "pair", gamma) for gamma in args.gamma)]
+    seeded = [*enumerate(prompts, 1)]
+    texts = [Text(prompt, args.tokens, Sampling(t, 0, 0.9, seed)) for t in (0.0, 1.0) for seed, prompt in seeded]
+    for of in measure(settings, texts, 1).cells():
+        rates = f"{of.tokens_per_second:.0f} tok/s, {of.speedup_mean:.2f} times the target alone"
+        print(f"{of.setting}, temperature {of.temperature}: {of.acceptance_rate:.3f} accepted, {rates}", flush=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- command

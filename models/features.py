@@ -3,7 +3,6 @@
 Shapes: N rows of a data set, T tokens, H dim of the target, L layers whose states make a feature.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from ..text.templates import Message, TemplateError
 from ..transformer import Transformer
 from . import evaluate
 from .questions import HELD_OUT_TOPICS, TOPICS, questions
-from .stories import Tokens
+from .stories import Tokens, write_rows
 
 TEMPERATURES = (0.0, 0.0, 0.5, 0.8, 1.0)  # of what is written: a head is asked at 0 more often than anywhere else
 TAUGHT = 32  # likeliest next tokens of each position that a head is taught
@@ -134,17 +133,5 @@ class Features:
         rows, paths = rows[:-HELD_OUT_ROWS], [folder / f"{name}.npy" for name in ("states", "ids", "log_probs")]
         written = (folder / "written.npy").stat().st_mtime
         if not all(path.exists() and path.stat().st_mtime >= written for path in paths):
-            parts = [path.with_suffix(".part") for path in paths]
-            places: list[npt.NDArray[np.generic]] = []
-            for i, row in enumerate(rows):
-                found = vars(lesson(target, row[:-1].tolist())).values()
-                if not places:
-                    places = [
-                        np.lib.format.open_memmap(part, "w+", one.dtype, (len(rows), *one.shape))
-                        for part, one in zip(parts, found, strict=True)
-                    ]
-                for place, one in zip(places, found, strict=True):
-                    place[i] = one
-            for part, path in zip(parts, paths, strict=True):
-                os.replace(part, path)
+            write_rows(paths, len(rows), (vars(lesson(target, row[:-1].tolist())).values() for row in rows))
         return cls(rows, *[np.load(path, mmap_mode="r") for path in paths])

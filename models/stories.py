@@ -3,7 +3,8 @@
 Shapes: T tokens, N rows of a data set.
 """
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,3 +78,18 @@ def batches(stories: list[Tokens], length: int, batch: int, step: int, seed: int
         while len(rest) >= batch:
             yield rest[:batch]
             rest = rest[batch:]
+
+
+def write_rows(paths: Sequence[Path], n_rows: int, rows: Iterable[Iterable[npt.NDArray[np.generic]]]) -> None:
+    """Write what there is of each of N rows, an array for each path, as arrays (N, ...): whole files or none."""
+    parts = [path.with_suffix(".part") for path in paths]
+    places: list[npt.NDArray[np.generic]] = []
+    for i, row in enumerate(rows):
+        found = [*row]
+        places = places or [
+            np.lib.format.open_memmap(part, "w+", one.dtype, (n_rows, *one.shape)) for part, one in zip(parts, found, strict=True)
+        ]
+        for place, one in zip(places, found, strict=True):
+            place[i] = one
+    for part, path in zip(parts, paths, strict=True):
+        os.replace(part, path)

@@ -48,7 +48,7 @@ from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
 from specdec.models import evaluate, heads
 from specdec.models.features import Features, can_chat, default_layers, held_out_texts, written_by
-from specdec.models.stories import Stories, batches, encode_stories, pack_rows
+from specdec.models.stories import Stories, batches, encode_stories, pack_rows, write_rows
 from specdec.models.training import Trainer, as_batch, bf16, rms_norm, rope_table, rotate, total_variation
 from specdec.readers import load_checkpoint
 from specdec.readers.llama2c import FIELDS, ROPE, V0_ORDER
@@ -280,13 +280,8 @@ def write_command(args: argparse.Namespace) -> None:
 def teach(target: Path, rows: np.ndarray, path: Path) -> None:
     """Write the target's log-probabilities after every token of rows (N, T + 1): (N, T, V) float16."""
     model = load_model(target)
-    part = path.with_suffix(".part")
-    shape = (len(rows), rows.shape[1] - 1, model.config.vocab_size)
-    taught = np.lib.format.open_memmap(part, "w+", np.float16, shape)
-    for log_probs, row in zip(taught, rows[:, :-1], strict=True):
-        log_probs[:] = evaluate.log_probs_after(model, row.tolist())
-    taught.flush()
-    os.replace(part, path)
+    log_probs = (evaluate.log_probs_after(model, row.tolist()).astype(np.float16) for row in rows[:, :-1])
+    write_rows([path], len(rows), ([each] for each in log_probs))
 
 
 def draft_windows(
