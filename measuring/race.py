@@ -70,26 +70,22 @@ class Race:
 
     def report(self, alone: str, pair: str, width: int | None = None) -> list[str]:
         """The figures of both behind their names, a line each; in lines of that width under them, where they are longer."""
+        rows = [
+            (name, f"{s.n_generated:,}", f"{s.target_passes:,}", seconds_told(s.decode_seconds), f"{s.tokens_per_second:,.0f}")
+            for name, s in ((alone, self.alone.statistics), (pair, self.pair.statistics))
+        ]
         longest = max(len(alone), len(pair))
-        rows = [(alone, self.alone.statistics), (pair, self.pair.statistics)]
         lines = [
-            f"{name:{longest}}  {s.n_generated:5,} tokens in {s.target_passes:5,} passes  {seconds_told(s.decode_seconds):>8}  "
-            f"{s.tokens_per_second:7,.0f} tok/s"
-            for name, s in rows
+            f"{name:{longest}}  {n:>5} tokens in {passes:>5} passes  {seconds:>8}  {rate:>7} tok/s"
+            for name, n, passes, seconds, rate in rows
         ]
         if width is None or max(map(len, lines)) <= width:
             return lines
-        figures = [
-            (
-                f"{s.n_generated:,} tokens",
-                f"{s.target_passes:,} passes",
-                seconds_told(s.decode_seconds),
-                f"{s.tokens_per_second:,.0f} tok/s",
-            )
-            for _, s in rows
-        ]
-        told = [textwrap.wrap(", ".join(parts), max(width, 1), initial_indent="  ", subsequent_indent="  ") for parts in figures]
-        return [alone, *told[0], pair, *told[1]]
+        told = list[str]()
+        for name, *figures in rows:
+            words = "{} tokens, {} passes, {}, {} tok/s".format(*figures)
+            told += [name, *textwrap.wrap(words, max(width, 1), initial_indent="  ", subsequent_indent="  ")]
+        return told
 
     def figures(self) -> dict[str, Any]:
         """For JSON."""

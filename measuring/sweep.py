@@ -9,8 +9,7 @@ timed is decoding, as the summary of a text counts it: without the prompt's own 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol
 
 from ..decoder import SpeculativeDecoder
 from ..decoding import Event, Statistics
@@ -42,7 +41,6 @@ OF_SUMS = (  # figures that are those of the texts' statistics, summed up
     "experts_per_token",
 )  # fmt: skip
 Kind = Literal["alone", "draft", "ngram", "pair"]
-T = TypeVar("T")
 
 
 class TextsDiffer(Exception):
@@ -125,14 +123,14 @@ class Measured:
 
     def cells(self) -> list[Figures]:
         """Of every temperature and length, the settings in their order; those without a text are left out."""
-        kinds = dict.fromkeys((text.sampling.temperature, text.max_tokens) for text in self.runs)
-        found = (self._figures(setting, *kind) for kind in sorted(kinds) for setting in self.settings)
-        return [figures for figures in found if figures]
+        return self._of((text.sampling.temperature, text.max_tokens) for text in self.runs)
 
     def totals(self) -> list[Figures]:
         """Of every temperature, over all lengths."""
-        temperatures = sorted({text.sampling.temperature for text in self.runs})
-        found = (self._figures(setting, temperature, None) for temperature in temperatures for setting in self.settings)
+        return self._of((text.sampling.temperature, None) for text in self.runs)
+
+    def _of(self, kinds: Iterable[tuple[float, int | None]]) -> list[Figures]:
+        found = (self._figures(setting, *kind) for kind in sorted({*kinds}) for setting in self.settings)
         return [figures for figures in found if figures]
 
     def _figures(self, setting: Setting, temperature: float, max_tokens: int | None) -> Figures | None:
@@ -146,7 +144,9 @@ class Measured:
         if not texts:
             return None
         speedups = [statistics.median(_speed(run) / _speed(alone) for run, alone in pairs) for pairs in texts]
-        total = _sum(run.statistics for pairs in texts for run, _ in pairs)
+        total = Statistics()
+        for step in (step for pairs in texts for run, _ in pairs for step in run.steps):
+            total.add(step)
         return Figures(
             setting.name,
             setting.options,
@@ -164,18 +164,6 @@ class Measured:
 
 def _speed(run: Lane) -> float:
     return run.statistics.tokens_per_second
-
-
-def _sum(runs: Iterable[Statistics]) -> Statistics:
-    """Of several texts together, as far as tokens are counted."""
-    total = Statistics()
-    for run in runs:
-        total.experts_alone = run.experts_alone
-        for name in ("n_generated", "n_drafted", "n_accepted", "target_passes", "experts_read"):
-            setattr(total, name, getattr(total, name) + getattr(run, name))
-        for name in ("drafted_histogram", "accepted_histogram"):
-            setattr(total, name, [sum(both) for both in zip_longest(getattr(total, name), getattr(run, name), fillvalue=0)])
-    return total
 
 
 # What is measured
