@@ -5,9 +5,7 @@ may be faster beside a busy loop. No token depends on the number of threads.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-
-from ..decoding import Event, Prefill, Step
+from collections.abc import Callable, Sequence
 
 WINDOW_SECONDS = 0.02  # of steps that are judged together: a program's time slice lasts some milliseconds
 SLOW = 1.5  # times the least that such steps took: other numbers of threads are tried
@@ -34,13 +32,6 @@ class Pace:
         self._wait = LEAST_WAIT  # seconds until the next trial
         self._n_slow = 0  # windows in a row
         self._lock = threading.Lock()
-
-    def over(self, events: Iterator[Event | Prefill]) -> Iterator[Event | Prefill]:
-        """The same events."""
-        for event in events:
-            if isinstance(event, Step):
-                self.saw(event.n_nodes, event.seconds)
-            yield event
 
     def saw(self, n_proposed: int, seconds: float) -> None:
         """A step, on as many threads as are in use; left out in the middle of another's, of a thread or a signal handler."""

@@ -44,18 +44,19 @@ class Tuning:
         """A text's, of whatever is warm; reader: reads the prompt, by default in one go."""
         target = self._team.target
         events = write(target, self.text(self._team, job, settings), reader or AtOnce(target))
-        events = self._pace.over(events) if self._pace else events
-        return self._remembering(events) if self.costs and settings.follows_clock else events
+        return self._watched(events, settings.follows_clock)
 
-    def _remembering(self, events: Iterator[Event | Prefill]) -> Iterator[Event | Prefill]:
-        """The events; what they show is for the next process, too."""
+    def _watched(self, events: Iterator[Event | Prefill], is_worth_keeping: bool) -> Iterator[Event | Prefill]:
+        """The events; what they show is for the choice of threads and, is_worth_keeping, for the next process."""
         n_steps = 0
         try:
             for event in events:
-                n_steps += isinstance(event, Step)
+                if isinstance(event, Step):
+                    n_steps += 1
+                    self.saw(event.n_nodes, event.seconds)
                 yield event
         finally:
-            if n_steps >= LEAST_STEPS and self._remembered and self.costs:
+            if is_worth_keeping and n_steps >= LEAST_STEPS and self._remembered and self.costs:
                 self._remembered.write(self.costs, self._acceptance)
 
     def text(self, seat: Team, job: Job, settings: Settings, shared: Plan | None = None) -> Text:
@@ -81,10 +82,10 @@ class Tuning:
         costs = self.costs or costs_of(self._team.target, None, self._vocabulary)
         return Sharing(costs, self._acceptance if draft.source else Acceptance(ODDS_RATES))
 
-    def saw(self, n_tokens: int, seconds: float) -> None:
-        """A pass that texts shared."""
+    def saw(self, n_proposed: int, seconds: float) -> None:
+        """A step, or a pass that texts shared."""
         if self._pace:
-            self._pace.saw(n_tokens, seconds)
+            self._pace.saw(n_proposed, seconds)
 
     def _planned(
         self, team: Team, sampling: Sampling, noise: Callable[[int], int], settings: Settings, shared: Plan | None = None

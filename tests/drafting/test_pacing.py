@@ -2,7 +2,6 @@
 
 import pytest
 
-from specdec.decoding import Prompt, Step
 from specdec.drafting.pacing import LOST_SHARE, SLOW, Pace
 
 QUIET = {1: 1.8, 2: 1.3, 3: 1.1, 4: 1.0}  # a step on so many threads of four cores
@@ -74,13 +73,6 @@ def test_two_threads_have_one_other_number() -> None:
     machine.write({1: 1.7, 2: 8.0}, 2)
     assert machine.write({1: 1.7, 2: 8.0}, 20) < 1 + 2 * LOST_SHARE
     assert {*machine.used} == {1, 2}
-
-
-def test_events_go_through_as_they_are() -> None:
-    machine = Machine(0.001)
-    events = [Prompt([1], 9.0), *(Step([5], [], 0, seconds, 0.0) for seconds in [0.001] * 300 + [0.05] * 9)]
-    assert list(machine.pace.over(iter(events))) == events
-    assert {*machine.used} == {4, 3, 2, 1}
 
 
 def test_steps_that_another_text_tells_in_the_middle_of_a_choice_are_left_out() -> None:

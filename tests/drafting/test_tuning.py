@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from specdec.decoding import Job, Step
+from specdec.decoding import Job, Prompt, Step
 from specdec.drafting import tuning
 from specdec.drafting.estimates import Costs
+from specdec.drafting.pacing import Pace
 from specdec.drafting.settings import Settings
 from specdec.drafting.team import NGRAM, Origin, Team
 from specdec.drafting.tuning import Tuning
@@ -90,6 +91,15 @@ def test_a_stage_guesses_once_it_is_measured(told):
     one.warm_up(Settings())
     list(one.events(Job([BOS, 5], 5, Sampling()), Settings()))
     assert [told[0][0], told[-1][0]] == ["ModelDrafter", "StagedDrafter"]
+
+
+def test_events_go_through_as_they_are_and_choose_the_threads(monkeypatch):
+    events = [Prompt([1], 9.0), *(Step([5], [], 0, seconds, 0.0) for seconds in [0.001] * 300 + [0.05] * 9)]
+    monkeypatch.setattr(tuning, "write", lambda *_: iter(events))
+    one, used = tuning_of("none"), [4]
+    one._pace = Pace([4, 3, 2, 1], 4, used.append)
+    assert list(one.events(Job([BOS], 5, Sampling()), Settings())) == events
+    assert {*used} == {4, 3, 2, 1}
 
 
 @pytest.mark.parametrize(
