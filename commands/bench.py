@@ -70,9 +70,7 @@ def run(request: BenchRequest) -> None:
 
     config = bench.parse_shape(request.shape)
     with loading("making weights") as show:
-        kind = "int8" if request.int8 else "fp32"
-        threads = request.threads_to_time[0]
-        result = bench.run(config, threads, kind, lambda doing: telling(show, doing))
+        result = bench.run(config, request.threads_to_time[0], request.int8, lambda doing: telling(show, doing))
     with writing():
         print(bench.to_json(result)) if request.as_json else Console().print(bench.to_table(result, request.shape))
 

@@ -17,18 +17,16 @@ from ..kernels import MAX_TOKENS
 from ..machine import limits
 from ..machine.memory import all_finite, physical_memory_bytes, zeros
 from ..machine.tiles import STRIP_ROWS
-from ..machine.vectors import CPU_FEATURES, F32, I32
+from ..machine.vectors import CPU_FEATURES, F32, I32, Float32
 from ..transformer import Transformer
-from ..weights import BF16, FP16, FP32, INT8, PACKED_BF16
+from ..weights import INT8
 from ..weights.int8 import QUADS, best_dot4, dot4
-from ..weights.matrix import Floats
 
 SHAPES = {  # the public stories models: dim, hidden_dim, layers, heads, kv heads, vocabulary, seq_len
     "15M": (288, 768, 6, 6, 6, 32000, 256),
     "42M": (512, 1376, 8, 8, 8, 32000, 1024),
     "110M": (768, 2048, 12, 12, 12, 32000, 1024),
 }
-KINDS = {kind.name: kind for kind in (FP32, BF16, PACKED_BF16, FP16, INT8)}
 TOKENS = (1, 2, 4, 8, 16, 64)
 PREFILL_TOKENS = 128
 ROUNDS = 15  # each with every T, so that a change of the machine's speed meets them all
@@ -90,39 +88,27 @@ def parse_shape(text: str) -> Config:
     return config
 
 
-def random_tensors(config: Config, kind: str, tell: Callable[[float], None]) -> dict[str, Floats]:
-    """Every tensor of the config as a file of that kind of weights would give it."""
+def random_tensors(config: Config, tell: Callable[[float], None]) -> dict[str, Float32]:
+    """Every tensor of the config, in fp32."""
     rng = np.random.default_rng(0)
-    shapes, tensors = LLAMA.shapes(config), dict[str, Floats]()
-
-    def one(shape: tuple[int, ...]) -> Floats:
-        floats = rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)
-        if kind in (BF16.name, PACKED_BF16.name):
-            return (floats.view(np.uint32) >> 16).astype(np.uint16)
-        return floats.astype(np.float16) if kind == FP16.name else floats
-
+    shapes, tensors = LLAMA.shapes(config), dict[str, Float32]()
     for i, (name, shape) in enumerate(shapes.items()):
         tell(i / len(shapes))
-        tensors[name] = one(shape)
+        tensors[name] = rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)
     return tensors
 
 
-def run(
-    config: Config,
-    n_threads: int | None = None,
-    kind: str = FP32.name,
-    telling: Callable[[str], Callable[[float], None]] = lambda doing: lambda share: None,
-) -> Result:
-    """Passes from an empty cache, of weights of a kind in KINDS; medians of ROUNDS, everything interleaved.
+def run(config: Config, n_threads: int, is_int8: bool, telling: Callable[[str], Callable[[float], None]]) -> Result:
+    """Passes from an empty cache, of fp32 weights or of int8 ones; medians of ROUNDS, everything interleaved.
 
     telling: of what is being done gives what is told the share that is done.
     """
-    tensors = random_tensors(config, kind, telling("making weights"))
+    tensors = random_tensors(config, telling("making weights"))
     n_weights = sum(tensor.size for tensor in tensors.values())
-    weights = LLAMA.pack(config, tensors, KINDS[kind], telling("packing weights"))
+    weights = LLAMA.pack(config, tensors, INT8 if is_int8 else None, telling("packing weights"))
     model = Transformer(config, weights, n_threads)
     del tensors
-    calculate, flops = _arithmetic(kind, model.n_threads)
+    calculate, flops = _arithmetic(is_int8, model.n_threads)
     n_prefill = min(PREFILL_TOKENS, config.seq_len)
     passes = [_pass(model, n_prefill, 1), *(_pass(model, n, n) for n in TOKENS)]
     medians = _medians([_read(weights.n_bytes, model.n_threads), calculate, *passes], telling)
@@ -147,13 +133,11 @@ def run(
     )
 
 
-def _arithmetic(kind: str, n_threads: int) -> tuple[Job, float]:
-    """The kind's multiply-add on registers alone, and how many operations that is."""
+def _arithmetic(is_int8: bool, n_threads: int) -> tuple[Job, float]:
+    """The multiply-add of such weights on registers alone, and how many operations that is."""
     dot = dot4(best_dot4(CPU_FEATURES))
     instruction, lane, products, shape = (
-        (dot.multiply_add, I32, QUADS, dot.shape(STRIP_ROWS, dot.most_tokens))
-        if kind == INT8.name
-        else (limits.fma, F32, 1, limits.FLOATS)
+        (dot.multiply_add, I32, QUADS, dot.shape(STRIP_ROWS, dot.most_tokens)) if is_int8 else (limits.fma, F32, 1, limits.FLOATS)
     )
     n = 2 * products * shape.rows * shape.n_tokens * limits.STEPS * n_threads
     return limits.arithmetic(instruction, lane, shape, n_threads), n
