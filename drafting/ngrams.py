@@ -96,11 +96,22 @@ class NgramDrafter:
         self._automaton, self._shares = SuffixAutomaton(), [*FIRST_SHARES]
 
     def get_ready(self, tokens: list[int]) -> None:
-        self._follow(tokens)
+        """Take in what is new of a text; all of it, where it does not begin with the one before."""
+        automaton = self._automaton
+        if tokens[: len(automaton.text)] != automaton.text:
+            self._begin()
+            automaton = self._automaton
+        shares, text = self._shares, automaton.text
+        for token in tokens[len(text) :]:
+            length, place = automaton.match()
+            if length:
+                rank = _rank(length)
+                shares[rank] += ((text[place] == token) - shares[rank]) / MEMORY
+            automaton.append(token)
 
     def propose(self, tokens: list[int], plan: Plan, tail: Sequence[int] = ()) -> Draft:
         """tail: what may follow tokens, which is not taken in: a proposal of that draft for which this one drafts (`stages`)."""
-        self._follow(tokens)
+        self.get_ready(tokens)
         length, place = self._automaton.match(tail)
         text, likely = self._automaton.text, 1.0
         behind, odds = [*tail], list[float]()  # what is behind the text, the proposal at its end
@@ -120,20 +131,6 @@ class NgramDrafter:
         draft = behind[len(tail) :]
         return Draft(draft[: plan.takes(odds)] if draft else draft)
 
-    def _follow(self, tokens: list[int]) -> None:
-        """Take in what is new of a text; all of it, where it does not begin with the one before."""
-        automaton = self._automaton
-        if tokens[: len(automaton.text)] != automaton.text:
-            self._begin()
-            automaton = self._automaton
-        shares, text = self._shares, automaton.text
-        for token in tokens[len(text) :]:
-            length, place = automaton.match()
-            if length:
-                rank = _rank(length)
-                shares[rank] += ((text[place] == token) - shares[rank]) / MEMORY
-            automaton.append(token)
-
 
 class PredictionDrafter(NgramDrafter):
     """Takes a text to be the one that somebody predicts, as far as it is; then goes on as that one or itself did before."""
@@ -150,8 +147,8 @@ class PredictionDrafter(NgramDrafter):
         end = next((i for i, token in enumerate(draft, 1) if token in self._end_marks), len(draft))
         return Draft(draft[: plan.takes([PREDICTED_ODDS] * end)] if end else [])
 
-    def _follow(self, tokens: list[int]) -> None:
-        super()._follow(self._prediction + tokens)
+    def get_ready(self, tokens: list[int]) -> None:
+        super().get_ready(self._prediction + tokens)
 
 
 def _rank(length: int) -> int:

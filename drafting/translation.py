@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..architectures import Config
-from ..checks import ids, short
+from ..architectures.rope import Node
+from ..checks import short
 from ..machine.vectors import Float32, Int64
 from ..transformer import Transformer
 
@@ -85,22 +86,15 @@ class Translated(Transformer):
     def with_positions(self, n_positions: int) -> Transformer:
         return Translated(super().with_positions(n_positions), self.target_ids, len(self._rows))
 
-    def forward(self, tokens: Sequence[int], n_logits: int = 1, n_total: int = 0) -> Float32:
-        with self.lock:
-            return self._by_target(super().forward(self._own(tokens), n_logits, n_total))
-
-    def forward_tree(
-        self, tokens: Sequence[int], nodes: Sequence[int], parents: Sequence[int], n_logits: int | None = None
-    ) -> Float32:
-        with self.lock:
-            return self._by_target(super().forward_tree(self._own(tokens), self._own(nodes), parents, n_logits))
+    def _forward(self, tokens: list[int], nodes: list[Node], n_logits: int, n_total: int = 0) -> Float32:
+        own_nodes = [(self._own([token])[0], parent) for token, parent in nodes]
+        return self._by_target(super()._forward(self._own(tokens), own_nodes, n_logits, n_total))
 
     def unread(self, tokens: list[int]) -> int:
         return super().unread(self._own(tokens))
 
-    def _own(self, tokens: Sequence[int]) -> list[int]:
+    def _own(self, tokens: list[int]) -> list[int]:
         """The rows of a text's tokens."""
-        tokens = tokens if isinstance(tokens, list) else ids("tokens", tokens)
         try:
             return [*map(self._rows.__getitem__, tokens)]
         except KeyError as error:
