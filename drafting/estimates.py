@@ -87,7 +87,7 @@ class Experts:
 
     def saw(self, n: int, ratio: float, share: float) -> None:
         """The last pass was over n tokens and took so many times what was expected, by u; share: of that what experts took."""
-        if n < 2:
+        if n < 2 or not self.seconds:
             return
         self.seconds *= min(max(ratio, 0.5), 2.0) ** (CURVE_SHARE * share)
         self.repeats += REPEATS_SHARE * (self.repeats_of(n, self._read()) - self.repeats)
@@ -107,6 +107,9 @@ class Experts:
             left *= ratio
 
 
+NO_EXPERTS = Experts(1, 1, 0.0, 0.0, lambda: 1.0)  # one, which every token chooses: nothing is more
+
+
 class Costs:
     """Seconds of a target's pass over T tokens, measured at some T, and of a draft: of its start and of each token.
 
@@ -120,14 +123,13 @@ class Costs:
     was seen yet, of this process or of another; is_asked: whether one is wanted.
     """
 
-    def __init__(self, passes: Mapping[int, float], draft: float, start: float = 0.0, experts: Experts | None = None) -> None:
+    def __init__(self, passes: Mapping[int, float], draft: float, start: float = 0.0, experts: Experts = NO_EXPERTS) -> None:
         measured = sorted(passes)
         curve = np.interp(np.arange(MAX_TOKENS + 1), measured, [passes[n] for n in measured])
         beyond = np.arange(measured[-1] + 1, MAX_TOKENS + 1)
         curve[beyond] *= beyond / measured[-1]  # arithmetic alone
         self._curve: list[float] = curve.tolist()  # Python's numbers: a step of a small model has no microsecond to lose
         self.experts = experts
-        self._more = experts.more if experts else [0.0] * (MAX_TOKENS + 1)
         self._token, self._scale = Level(self._curve[1]), Level(1.0)
         self._scale_then = 1.0  # when a pass over one token was last seen
         self._n_plain, self._n_more = MAX_TOKENS, 0  # such passes since the last one over more, and the other way round
@@ -174,13 +176,11 @@ class Costs:
 
     def of(self, n: int) -> float:
         """Seconds of a pass over n tokens."""
-        return (self._curve[n] + self._more[n]) * self._scale.value if n > 1 else self._one
+        return (self._curve[n] + self.experts.more[n]) * self._scale.value if n > 1 else self._one
 
     def of_last(self, n: int) -> float:
         """The same of the last pass, which was over so many: with the experts that it has read."""
-        if not self.experts or n == 1:
-            return self.of(n)
-        return (self._curve[n] + self.experts.of_last) * self._scale.value
+        return (self._curve[n] + self.experts.of_last) * self._scale.value if n > 1 else self._one
 
     def of_draft(self, n: int, n_missed: int = 0) -> float:
         """Seconds of a draft of n tokens that has not run so many tokens of the text yet."""
@@ -190,7 +190,7 @@ class Costs:
     def passes(self) -> list[float]:
         """Seconds of passes over 0 to MAX_TOKENS tokens; more tokens never take less, whatever the noise has it."""
         scale, one = self._scale.value, self._one
-        seconds = [one, one, *(scale * (each + more) for each, more in zip(self._curve[2:], self._more[2:], strict=True))]
+        seconds = [one, one, *(scale * (each + more) for each, more in zip(self._curve[2:], self.experts.more[2:], strict=True))]
         most, least = itertools.accumulate(seconds, max), [*itertools.accumulate(reversed(seconds), min)]
         return [(high + low) / 2 for high, low in zip(most, reversed(least), strict=True)]
 
@@ -234,8 +234,7 @@ class Costs:
         scale.saw(pass_seconds / (expected / scale.value))
         self._one = token.value * scale.value / self._scale_then
         self._curve[n] *= min(max(ratio, 0.5), 2.0) ** (CURVE_SHARE * share)
-        if self.experts:
-            self.experts.saw(n, ratio, 1.0 - share)
+        self.experts.saw(n, ratio, 1.0 - share)
         self._n_plain, self._n_more, self._is_behind_draft = 0, self._n_more + 1, self.draft > 0.0
         self._before = scale.value, self._one
         if self.draft:  # what slows a pass down for once has mostly slowed its draft down
@@ -298,36 +297,34 @@ class Needed(dict[int, float]):
 
 
 class Acceptance:
-    """How often proposals stood, by their confidence, the latest weighing most. prior: by bucket, before any was seen."""
+    """How often proposals stood, by their confidence, the latest weighing most. prior: by bucket, before any was seen.
+
+    stood, seen: of each confidence and of all, how many did, and how many there were.
+    """
 
     def __init__(self, prior: Sequence[float] = MARGIN_RATES) -> None:
         self.rates = [*prior]
-        self._stood = [PRIOR_WEIGHT * rate for rate in (*prior, PRIOR_RATE)]  # the last one counts all
-        self._seen = [PRIOR_WEIGHT] * (BUCKETS + 1)
+        self.stood = [PRIOR_WEIGHT * rate for rate in (*prior, PRIOR_RATE)]  # the last one counts all
+        self.seen = [PRIOR_WEIGHT] * (BUCKETS + 1)
 
     @property
     def rate(self) -> float:
         """Of all confidences."""
-        return self._stood[-1] / self._seen[-1]
-
-    @property
-    def counts(self) -> tuple[list[float], list[float]]:
-        """Of each confidence and of all, how many stood, and how many were seen, the latest weighing most."""
-        return [*self._stood], [*self._seen]
+        return self.stood[-1] / self.seen[-1]
 
     def begin_with(self, stood: Sequence[float], seen: Sequence[float]) -> None:
         """What another one has counted, as far as this text's own count soon more."""
         weights = [min(1.0, KNOWN_WEIGHT / each) for each in seen]
-        self._stood = [weight * each for weight, each in zip(weights, stood, strict=True)]
-        self._seen = [weight * each for weight, each in zip(weights, seen, strict=True)]
-        self.rates = [each / of for each, of in zip(self._stood[:BUCKETS], self._seen, strict=False)]
+        self.stood = [weight * each for weight, each in zip(weights, stood, strict=True)]
+        self.seen = [weight * each for weight, each in zip(weights, seen, strict=True)]
+        self.rates = [each / of for each, of in zip(self.stood[:BUCKETS], self.seen, strict=False)]
 
     def saw(self, bucket: int, stood: bool) -> None:
         """A proposal that the target judged."""
         for i in (bucket, BUCKETS):
-            self._stood[i] = MEMORY * self._stood[i] + stood
-            self._seen[i] = MEMORY * self._seen[i] + 1.0
-        self.rates[bucket] = self._stood[bucket] / self._seen[bucket]
+            self.stood[i] = MEMORY * self.stood[i] + stood
+            self.seen[i] = MEMORY * self.seen[i] + 1.0
+        self.rates[bucket] = self.stood[bucket] / self.seen[bucket]
 
 
 def _agreed(last: float, new: float) -> float:

@@ -17,7 +17,7 @@ from ..kernels import MAX_TOKENS
 from ..machine.cache import folder, keep, kept
 from ..machine.vectors import CPU_FEATURES
 from ..transformer import Transformer
-from .estimates import BUCKETS, Acceptance, Costs, Experts
+from .estimates import BUCKETS, NO_EXPERTS, Acceptance, Costs, Experts
 
 ENDING = ".known"
 LEAST_STEPS = 8  # of a text that is worth a file
@@ -43,8 +43,8 @@ class Remembered:
             known = json.loads(kept(self._path))
             passes, draft = _numbers(known["passes"], MAX_TOKENS + 1), _numbers(known["draft"], 3)
             stood, seen = (_numbers(known[name], BUCKETS + 1) for name in ("stood", "seen"))
-            experts, of = None, self._target.config.experts
-            if of:
+            experts = NO_EXPERTS
+            if of := self._target.config.experts:
                 seconds, repeats = _numbers(known["experts"], 2)
                 experts = Experts(of.n, of.n_chosen, seconds, min(repeats, 1.0), lambda: self._target.experts_read[0])
             if min(*passes, *seen) > 0 and (draft[0] > 0) == self._has_model and all(map(float.__le__, stood, seen)):
@@ -59,13 +59,12 @@ class Remembered:
         if not self._path or time.monotonic() < self._written + LEAST_SECONDS:
             return
         self._written = time.monotonic()
-        (stood, seen), experts = acceptance.counts, costs.experts
         known = {
             "passes": costs.curve,
             "draft": [costs.draft, costs.start, max(costs.credit, 0.0)],
-            "stood": stood,
-            "seen": seen,
-            "experts": [experts.seconds, experts.repeats] if experts else None,
+            "stood": acceptance.stood,
+            "seen": acceptance.seen,
+            "experts": [costs.experts.seconds, costs.experts.repeats] if self._target.config.experts else None,
         }
         with suppress(OSError):
             keep(self._path, json.dumps(known).encode())

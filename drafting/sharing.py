@@ -32,8 +32,7 @@ class Sharing:
     """
 
     def __init__(self, costs: Costs, acceptance: Acceptance) -> None:
-        self.acceptance, self._experts = acceptance, costs.experts.beside if costs.experts else None
-        self._curve, self._more = costs.curve, self._experts.more if self._experts else [0.0] * (MAX_TOKENS + 1)
+        self.acceptance, self._curve, self._experts = acceptance, costs.curve, costs.experts.beside
         self._level, self._plain, self._draft = Level(1.0), Level(1.0), Level(1.0)
         self._start, self._token = costs.start, costs.draft  # seconds of a draft
         self._drafting = 0.0  # seconds of this pass's drafts
@@ -55,7 +54,7 @@ class Sharing:
     def of(self, n: int) -> float:
         """Seconds of a pass over n tokens, of which none is proposed where there are no more than texts."""
         n = min(n, MAX_TOKENS)
-        return (self._curve[n] + self._more[n]) * (self._level if n > self.n_texts else self._plain).value
+        return (self._curve[n] + self._experts.more[n]) * (self._level if n > self.n_texts else self._plain).value
 
     def of_draft(self, n: int) -> float:
         """Seconds that a model takes to draft n tokens."""
@@ -68,7 +67,7 @@ class Sharing:
 
     def saw(self, n_tokens: int, seconds: float) -> None:
         """A pass over so many tokens, of texts and of prompts."""
-        believed = max(self._curve[n_tokens] + (self._experts.of_last if self._experts else 0.0), LEAST)
+        believed = max(self._curve[n_tokens] + self._experts.of_last, LEAST)
         if n_tokens <= self.n_texts:
             before, self._n_plain = self._plain.value, self._n_plain + 1
             self._plain.saw(seconds / believed, PLAIN_SHARE)
@@ -79,8 +78,7 @@ class Sharing:
         self._plain.value *= self._level.value / before
         ratio, self._n_plain = seconds / max(believed * self._level.value, LEAST), 0
         self._curve[n_tokens] *= min(max(ratio, 0.5), 2.0) ** (CURVE_SHARE * share)
-        if self._experts:
-            self._experts.saw(n_tokens, ratio, 1.0 - share)
+        self._experts.saw(n_tokens, ratio, 1.0 - share)
 
     def brought(self, n_tokens: int, n_written: int, seconds: float) -> None:
         """The pass that was made up had so many tokens of texts that go on, and they wrote so many; seconds: of it alone."""

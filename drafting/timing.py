@@ -9,7 +9,7 @@ from ..machine.tiles import TILE_TOKENS
 from ..sampling import TARGET_NOISE, Sampler, Sampling
 from ..text.vocabulary import Vocabulary
 from ..transformer import Transformer
-from .estimates import LEAST, Costs, Experts
+from .estimates import LEAST, NO_EXPERTS, Costs, Experts
 from .heads import Head
 
 # Passes over so many tokens are timed in turns, for about so long: of a slow target over the first two, and twice unless once
@@ -55,7 +55,7 @@ def costs_of(target: Transformer, draft: Transformer | None, vocabulary: Vocabul
     least = _least(needed | passes, max(4, len(needed)), seconds)
     token, first = least.pop(NEXT, 0.0), least.pop(FIRST, 0.0)
     experts = _experts(target, least, read)
-    base = {n: max(taken - (experts.more_of(read[n]) if experts else 0.0), LEAST) for n, taken in least.items() if n != ALIKE}
+    base = {n: max(taken - experts.more_of(read[n]), LEAST) for n, taken in least.items() if n != ALIKE}
     return Costs(base, token, max(0.0, first - token), experts)
 
 
@@ -74,10 +74,10 @@ def _least(
     return least
 
 
-def _experts(target: Transformer, least: Mapping[int, float], read: Mapping[int, float]) -> Experts | None:
-    """What experts add to passes, by two over as many tokens that choose more and fewer; None: the target has none."""
+def _experts(target: Transformer, least: Mapping[int, float], read: Mapping[int, float]) -> Experts:
+    """What experts add to passes, by two over as many tokens that choose more and fewer."""
     if ALIKE not in least or not target.config.experts:
-        return None
+        return NO_EXPERTS
     n, n_chosen = target.config.experts.n, target.config.experts.n_chosen
     times, fewer = read[TILE_TOKENS] / n_chosen, read[ALIKE] / n_chosen
     each = (least[TILE_TOKENS] - least[ALIKE]) / (times - fewer) if times > fewer + LEAST_APART else 0.0

@@ -47,7 +47,7 @@ def test_the_next_process_begins_with_what_this_one_knows(folder):
     assert np.allclose(known.passes, costs.passes) and (known.draft, known.start) == (costs.draft, costs.start)
     assert known.credit == 7.5 and not known.is_new
     assert np.allclose(again.rates, acceptance.rates)
-    assert max(again.counts[1]) <= KNOWN_WEIGHT  # so that a text of another kind is soon followed
+    assert max(again.seen) <= KNOWN_WEIGHT  # so that a text of another kind is soon followed
 
 
 def test_what_experts_cost_is_known_too(folder):
@@ -99,7 +99,7 @@ def test_a_damaged_file_counts_as_none(folder):
     for data in [*damaged(folder)]:
         path.write_bytes(data)
         acceptance = Acceptance()
-        assert Remembered(a_team(), "").read(acceptance) is None and acceptance.counts == Acceptance().counts
+        assert Remembered(a_team(), "").read(acceptance) is None and vars(acceptance) == vars(Acceptance())
 
 
 WRONG = {
