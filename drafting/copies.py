@@ -38,16 +38,16 @@ def kinds_to_make(quantize: str) -> Kinds:
     kinds: dict[str, Kind | None] = {"target": None, "draft": None}
     is_asked = False
     models = {"target": ("target",), "draft": ("draft",), "both": ("target", "draft")}
-    if not isinstance(quantize, str) or quantize != "none":
-        for part in quantize.split(",") if isinstance(quantize, str) else [""]:
-            model, _, name = part.partition("=")
-            if model not in models or (name or "int8") not in QUANTIZED or part.endswith("="):
-                raise ValueError(
-                    f"quantize is {short(quantize, repr)}; expected none, or draft, target or both, alone or as in "
-                    "draft=int4,target=int8"
-                )
-            kinds |= dict.fromkeys(models[model], QUANTIZED[name or "int8"])
-            is_asked = is_asked or (name != "" and model != "target")
+    parts = quantize.split(",") if isinstance(quantize, str) else [""]
+    for part in parts if parts != ["none"] else []:
+        model, _, name = part.partition("=")
+        if model not in models or (name or "int8") not in QUANTIZED or part.endswith("="):
+            raise ValueError(
+                f"quantize is {short(quantize, repr)}; expected none, or draft, target or both, alone or as in "
+                "draft=int4,target=int8"
+            )
+        kinds |= dict.fromkeys(models[model], QUANTIZED[name or "int8"])
+        is_asked = is_asked or (name != "" and model != "target")
     return Kinds(kinds["target"], kinds["draft"], is_asked)
 
 

@@ -60,7 +60,7 @@ class PromptCache:
         self._tell, self._told = tell, set[str]()
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not self.folder.is_dir() or not os.access(self.folder, os.R_OK | os.W_OK | os.X_OK):
+            if not os.access(self.folder, os.R_OK | os.W_OK | os.X_OK):
                 raise OSError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
             raise ValueError(f"cannot keep prompts in {folder}: {error.strerror}") from None
@@ -226,12 +226,10 @@ class PromptCache:
     def _write(self, path: Path, arrays: Sequence[Any]) -> None:
         beside = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
         try:
-            with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0) as file:
+            with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(MAGIC + _sum_of(arrays))
                 for array in arrays:
-                    left = np.ascontiguousarray(array).data.cast("B")
-                    while left:
-                        left = left[file.write(left) :]
+                    file.write(np.ascontiguousarray(array).data)
             beside.replace(path)
         except BaseException:
             with suppress(OSError):

@@ -131,18 +131,16 @@ class Finder:
 
     def _own_head(self, is_asked: bool) -> Checkpoint | None:
         """The head in the target's file or beside it. Raises ValueError and CheckpointError where it is asked for in vain."""
-        if self.source is None:
-            if is_asked:
-                raise ValueError(f'the draft "{MTP}" is a head in the target\'s file; name the target by its file')
+        if not is_asked:
+            with suppress(CheckpointError):
+                return own_head(self.source) if self.source else None
             return None
-        if is_asked:
-            if not (head := own_head(self.source)):
-                expected = "expected one among its own tensors, or an assistant in its folder or beside it"
-                raise CheckpointError(f"{self.source.path} brings no head along ({MTP}); {expected}")
-            return head
-        with suppress(CheckpointError):
-            return own_head(self.source)
-        return None
+        if not self.source:
+            raise ValueError(f'the draft "{MTP}" is a head in the target\'s file; name the target by its file')
+        if not (head := own_head(self.source)):
+            expected = "expected one among its own tensors, or an assistant in its folder or beside it"
+            raise CheckpointError(f"{self.source.path} brings no head along ({MTP}); {expected}")
+        return head
 
     def _head(self, source: Checkpoint) -> Head:
         """The head in a checkpoint, on the target. Raises CheckpointError for one of another target."""
