@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from .decoding import Event, Job, More, Plan, Prefill, Prompt, Shape, Stop, Text, with_more
 from .drafting.prompt_cache import PromptCache
-from .drafting.settings import AUTO, Gamma, Setting, Settings, TreeMode
+from .drafting.settings import AUTO, Gamma, Settings, TreeMode, setting
 from .drafting.team import Draftable, Team, team_of
 from .drafting.tuning import Tuning
 from .machine.threads import give_lock
@@ -68,9 +68,9 @@ class SpeculativeDecoder:
     Raises CheckpointError or TokenizerError for files that cannot be used, ValueError for values or models that do not fit.
     """
 
-    gamma = Setting[Gamma]()
-    verify = Setting[VerifyMode]()
-    tree = Setting[TreeMode]()
+    gamma: Gamma = setting("gamma")
+    verify: VerifyMode = setting("verify")
+    tree: TreeMode = setting("tree")
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from ..checks import one_of, whole
 from ..verification import VERIFIERS, VerifyMode
@@ -11,7 +11,6 @@ from .estimates import MAX_GAMMA
 AUTO: Literal["auto"] = "auto"
 Gamma = int | Literal["auto"]
 TreeMode = Literal["auto", "on", "off"]  # auto: off, since no pair was faster by trees
-Value = TypeVar("Value")
 FIXED_GAMMA = 4  # where the clock must not decide
 
 
@@ -42,14 +41,10 @@ class Settings:
         return FIXED_GAMMA if self.gamma == AUTO else self.gamma
 
 
-class Setting(Generic[Value]):
-    """One of the `Settings` that an object keeps as `_settings`, as an attribute of its own: what is set is checked."""
+def setting(name: str) -> Any:
+    """One of the `Settings` that an object keeps as `_settings`, as a property of its own: what is set is checked."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+    def change(owner: Any, value: object) -> None:
+        owner._settings = replace(owner._settings, **{name: value})
 
-    def __get__(self, owner: Any, kind: type | None = None) -> Value:
-        return cast(Value, self if owner is None else getattr(owner._settings, self._name))
-
-    def __set__(self, owner: Any, value: Value) -> None:
-        owner._settings = replace(owner._settings, **{self._name: value})
+    return property(lambda owner: getattr(owner._settings, name), change)
