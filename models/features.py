@@ -114,13 +114,10 @@ def likeliest(logits: Float32, n: int) -> tuple[npt.NDArray[np.int64], Float32]:
 
 
 @dataclass(frozen=True)
-class Features:
-    """A `Lesson` of every row but for its last token, on disk: states (N, T, L H), ids and log_probs (N, T, TAUGHT)."""
+class Features(Lesson):
+    """That of every row but for its last token, on disk: states (N, T, L H), ids and log_probs (N, T, TAUGHT)."""
 
     rows: Tokens
-    states: npt.NDArray[np.float16]
-    ids: npt.NDArray[np.int32]
-    log_probs: npt.NDArray[np.float16]
 
     @classmethod
     def of(cls, target: Transformer, rows: Tokens, folder: Path) -> "Features":
@@ -134,4 +131,4 @@ class Features:
         written = (folder / "written.npy").stat().st_mtime
         if not all(path.exists() and path.stat().st_mtime >= written for path in paths):
             write_rows(paths, len(rows), (vars(lesson(target, row[:-1].tolist())).values() for row in rows))
-        return cls(rows, *[np.load(path, mmap_mode="r") for path in paths])
+        return cls(*[np.load(path, mmap_mode="r") for path in paths], rows)
