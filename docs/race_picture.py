@@ -3,6 +3,7 @@
 Both texts are those of the fastest runs, and each word comes when its pass was over, a fixed number of times slower.
 """
 
+import itertools
 import sys
 from collections.abc import Iterator
 from html import escape
@@ -58,15 +59,13 @@ def text_at(x: float, y: float, text: str, color: str, name: str = "", weight: i
 def words(before: list[Row], after: list[Row]) -> Iterator[tuple[int, int, str, str]]:
     """What came at the end of a text: row, column, word, and of what kind it is."""
     for i, row in enumerate(after):
-        n = sum(len(text) for text, _ in before[i]) if i < len(before) else 0
-        kinds = [(character, kind) for text, kind in row for character in text]
-        start = n
-        for column in range(n, len(kinds) + 1):
-            is_end = column == len(kinds) or kinds[column][0] == " " or kinds[column][1] != kinds[start][1]
-            if is_end and column > start:
-                yield i, start, "".join([character for character, _ in kinds[start:column]]), kinds[start][1]
-            if is_end:
-                start = column + (column < len(kinds) and kinds[column][0] == " ")
+        at = sum(len(text) for text, _ in before[i]) if i < len(before) else 0
+        new = [(character, kind) for text, kind in row for character in text][at:]
+        for (is_gap, kind), group in itertools.groupby(new, lambda each: (each[0] == " ", each[1])):
+            word = "".join(character for character, _ in group)
+            if not is_gap:
+                yield i, at, word, kind
+            at += len(word)
 
 
 def pane(lane: Lane, name: str, x: float, clock: Clock) -> tuple[list[str], int]:
