@@ -41,7 +41,7 @@ class Assistant(Head):
     def _forward(self, tokens: list[int], nodes: list[Node], n_logits: int, n_total: int = 0) -> Float32:
         """Logits at the last of the tokens; of a text that the target holds, each by the state of the token before."""
         self._turn.n_passes += 1
-        logits = self._by_target.room(n_logits)
+        logits = self.by_target.room(n_logits)
         if n_logits:
             self.target.look(lambda buffers, held, snapshots: self._guess_all(logits, tokens, buffers, held))
         return logits

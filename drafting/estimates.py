@@ -226,7 +226,9 @@ class Costs:
             token.saw(pass_seconds, min(SHARE_OF_NEW * (1 + self._n_more / 2), 0.5))
             self._n_plain, self._n_more = min(self._n_plain + 1, MAX_TOKENS), 0
             self._one = token.value
-            self._follow()
+            # Passes over more are taken to move with it, the more the longer they were not seen; none is less.
+            (before, one), share = self._before, self._n_plain / MAX_TOKENS
+            scale.value = self._scale_then = max(before * (self._one / one) ** share, self._one / self._curve[2])
             return
         n = n_drafted + 1
         expected = self.of_last(n)
@@ -239,12 +241,6 @@ class Costs:
         self._before = scale.value, self._one
         if self.draft:  # what slows a pass down for once has mostly slowed its draft down
             self._saw_draft(n_drafted, n_missed, draft_seconds / min(max(ratio, 1.0), 2 * FAR))
-
-    def _follow(self) -> None:
-        """Passes over more tokens are taken to move with those over one, the more the longer they were not seen; none is less."""
-        scale, one = self._before
-        share = self._n_plain / MAX_TOKENS
-        self._scale.value = self._scale_then = max(scale * (self._one / one) ** share, self._one / self._curve[2])
 
     def _scale_draft(self, by: float) -> None:
         self.start, self.draft = by * self.start, by * self.draft

@@ -60,7 +60,7 @@ class Head(Transformer):
         ):
             raise ValueError(f"target_ids are not {head.n_rows} different ids of 0 to {config.vocab_size - 1}")
         self._taken = head.layers
-        self._by_target = ByTargetIds(np.arange(head.n_rows) if target_ids is None else target_ids, config.vocab_size)
+        self.by_target = ByTargetIds(np.arange(head.n_rows) if target_ids is None else target_ids, config.vocab_size)
         self._is_of_long = False  # whether the pairs that the cache holds are of a long text (`Transformer.is_long`)
         self._n_true = 0  # pairs, from the first on, that ran with the truth, as far as the cache holds them
         self._features: tuple[Buffers, Runner] | None = None  # the program of features, over those buffers
@@ -77,11 +77,6 @@ class Head(Transformer):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, (type(self), *self._own, self.target, self.target_ids, self._most_threads, self._n_positions, self.kv)
-
-    @property
-    def n_shared(self) -> int:
-        """How many of the target's ids it can propose."""
-        return self._by_target.n_shared
 
     def with_positions(self, n_positions: int) -> "Head":
         return self.of(self.target, n_positions)
@@ -124,7 +119,7 @@ class Head(Transformer):
         n_pairs = max(len(tokens) - 1, 0)
         if n_logits > n_pairs:
             raise ValueError(f"n_logits is {n_logits}; a head has 0 to {n_pairs} for {len(tokens)} tokens")
-        logits = self._by_target.room(n_logits)
+        logits = self.by_target.room(n_logits)
         self._reserve(n_pairs)
         limit = n_pairs - n_logits
         n_held = min(max(n_common(self._held, tokens, len(tokens)) - 1, 0), limit)
@@ -142,7 +137,7 @@ class Head(Transformer):
             at += n
             self._held += tokens[len(self._held) : at + 1]
             if n_rows:
-                self._by_target.put(at - n_rows - limit, self._buffers.logits[:n_rows])
+                self.by_target.put(at - n_rows - limit, self._buffers.logits[:n_rows])
             if n_true:
                 self._n_true = at
                 n_true = self._take(tokens, at, n_pairs)

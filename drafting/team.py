@@ -275,7 +275,7 @@ class Team:
     @property
     def shared(self) -> dict[str, int]:
         """Of models that have a part of the target's vocabulary, or another one, by their names: how many of its tokens."""
-        shared = {name: model.n_shared for name, model in self.models.items() if isinstance(model, Translated | Head)}
+        shared = {name: model.by_target.n_shared for name, model in self.models.items() if isinstance(model, Translated | Head)}
         return {name: n for name, n in shared.items() if n < self.n_ids}
 
 

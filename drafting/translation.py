@@ -69,7 +69,7 @@ class Translated(Transformer):
         self.target_ids = tuple(target_ids)
         self._rows = dict.fromkeys(range(n_ids), OTHER_TOKEN)
         self._rows |= {token: row for row, token in enumerate(target_ids) if token >= 0}
-        self._by_target = ByTargetIds(target_ids, n_ids)
+        self.by_target = ByTargetIds(target_ids, n_ids)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Translated, (super().with_positions(self._n_positions), self.target_ids, len(self._rows))
@@ -78,17 +78,12 @@ class Translated(Transformer):
     def config(self) -> Config:
         return replace(self._config, vocab_size=len(self._rows))
 
-    @property
-    def n_shared(self) -> int:
-        """How many of the target's ids it can propose."""
-        return self._by_target.n_shared
-
     def with_positions(self, n_positions: int) -> Transformer:
         return Translated(super().with_positions(n_positions), self.target_ids, len(self._rows))
 
     def _forward(self, tokens: list[int], nodes: list[Node], n_logits: int, n_total: int = 0) -> Float32:
         own_nodes = [(self._own([token])[0], parent) for token, parent in nodes]
-        return self._by_target(super()._forward(self._own(tokens), own_nodes, n_logits, n_total))
+        return self.by_target(super()._forward(self._own(tokens), own_nodes, n_logits, n_total))
 
     def unread(self, tokens: list[int]) -> int:
         return super().unread(self._own(tokens))

@@ -53,7 +53,7 @@ def test_a_model_whose_tokens_are_in_another_order_says_the_same_to_the_bit():
     tokens = [1, 7, 104, 0, 9]
     assert np.array_equal(model.forward(tokens, 5), other.forward(tokens, 5))
     assert np.array_equal(model.forward_tree(tokens, [8, 9, 4], [-1, -1, 0]), other.forward_tree(tokens, [8, 9, 4], [-1, -1, 0]))
-    assert other.config.vocab_size == 105 and other.n_shared == 105
+    assert other.config.vocab_size == 105 and other.by_target.n_shared == 105
     assert other.unread([*tokens, 8, 3]) == model.unread([*tokens, 8, 3])
     assert list(other.read([1, 2, 3, 4])) == list(model.read([1, 2, 3, 4]))
 
@@ -167,7 +167,7 @@ def test_a_stage_of_another_vocabulary_changes_no_proposal(sampling):
 def test_the_proposals_of_a_pickled_draft_are_the_same():
     _, draft, _ = reordered(kept=60)
     again = pickle.loads(pickle.dumps(draft))
-    assert isinstance(again, Translated) and again.n_shared == 60
+    assert isinstance(again, Translated) and again.by_target.n_shared == 60
     assert np.array_equal(again.forward([1, 2, 3]), draft.forward([1, 2, 3]))
     longer = draft.with_positions(60)
     assert isinstance(longer, Translated) and longer.n_positions == 60
