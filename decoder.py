@@ -93,8 +93,8 @@ class SpeculativeDecoder:
         self._settings = Settings(gamma, verify, tree)
         loader = Loader(n_threads, kv, progress, pack)
         self.team = team = replace(team_of(target, draft, stage, tokenizer, quantize, loader), prompts=prompt_cache)
-        if tree == "on":
-            team.check_trees()
+        if tree == "on" and team.no_trees:
+            raise ValueError(team.no_trees)
         self.target, self.draft, self.stage, self.tokenizer = team.target, team.draft.model, team.stage.model, team.tokenizer
         self.has_draft, self.has_stage = team.draft.source is not None, team.stage.source is not None
         self._named_template, self.tuning = template, Tuning(team)

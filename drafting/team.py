@@ -197,14 +197,15 @@ class Team:
         named = {"target": self.target, draft: self.draft.model, "stage": self.stage.model}
         return {name: model for name, model in named.items() if model}
 
-    def check_trees(self) -> None:
-        """Raises ValueError where proposals cannot be trees."""
+    @property
+    def no_trees(self) -> str:
+        """What keeps proposals from being trees; empty where nothing does."""
         if self.stage.source:
-            raise ValueError('a draft with a stage proposes chains; leave out the stage, or tree "on"')
+            return 'a draft with a stage proposes chains; leave out the stage, or tree "on"'
         if HEAD in self.models:
-            raise ValueError('a head proposes chains; leave out tree "on"')
-        if of_chains := [name for name, model in self.models.items() if not model.runs_trees]:
-            raise ValueError(f'the {of_chains[0]} runs no trees: its state is that of one text; leave out tree "on"')
+            return 'a head proposes chains; leave out tree "on"'
+        of_chains = next((name for name, model in self.models.items() if not model.runs_trees), None)
+        return f'the {of_chains} runs no trees: its state is that of one text; leave out tree "on"' if of_chains else ""
 
     def seat(self) -> "Team":
         """The same models with caches of their own, for another text, whose target may share passes with this one's."""

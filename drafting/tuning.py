@@ -110,8 +110,7 @@ class Tuning:
 
     def _branches(self, settings: Settings) -> bool:
         """Whether proposals are trees."""
-        is_asked = settings.tree == "on" and self._team.draft.model is not None
-        return is_asked and not self._team.stage.source and all(model.runs_trees for model in self._models)
+        return settings.tree == "on" and self._team.draft.model is not None and not self._team.no_trees
 
     def warm_up(self, settings: Settings) -> None:
         """Compile, or load, whatever a text of these settings needs, and measure what it takes; what is done is done once."""
