@@ -189,8 +189,7 @@ class Costs:
     @property
     def passes(self) -> list[float]:
         """Seconds of passes over 0 to MAX_TOKENS tokens; more tokens never take less, whatever the noise has it."""
-        scale, one = self._scale.value, self._one
-        seconds = [one, one, *(scale * (each + more) for each, more in zip(self._curve[2:], self.experts.more[2:], strict=True))]
+        seconds = [self.of(n) for n in range(MAX_TOKENS + 1)]
         most, least = itertools.accumulate(seconds, max), [*itertools.accumulate(reversed(seconds), min)]
         return [(high + low) / 2 for high, low in zip(most, reversed(least), strict=True)]
 
