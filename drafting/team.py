@@ -22,7 +22,6 @@ from ..text.vocabulary import Vocabulary, known_ids, presumed_vocabulary
 from ..text.wording import Wording
 from ..tokenizer import AnyTokenizer
 from ..transformer import Transformer
-from ..weights import BF16, FP16, FP32, PACKED_BF16
 from ..weights.matrix import converted
 from .ahead import compile_passes
 from .assistant import Assistant
@@ -39,7 +38,6 @@ SELF = "self"  # as a draft: a copy of the target in fewer bits
 MTP = "mtp"  # as a draft: the head in the target's own file, or beside it
 HEAD = "head"  # what a draft that is one is called among models
 NGRAM: Literal["ngram"] = "ngram"  # as a draft: what followed in the text before
-KINDS_OF_FLOATS = (FP32, FP16, BF16, PACKED_BF16)
 Draftable = str | os.PathLike[str] | Transformer
 Model = TypeVar("Model", bound=Transformer)
 
@@ -156,7 +154,7 @@ class Finder:
     def _with_a_copy_of_the_classifier(self, config: Config, weights: Weights) -> tuple[Config, Weights]:
         """A head whose own layer is small beside the target's classifier: that in the draft's bits, where they are fewer."""
         of_target, kind = self.target.weights.matrices["classifier"], self.kinds.draft
-        if not kind or not config.head or of_target.kind not in KINDS_OF_FLOATS:
+        if not kind or not config.head or of_target.group:  # which floats have none of
             return config, weights
         copy = converted(of_target, kind.of_tables or kind)
         own = replace(config, head=replace(config.head, own_classifier=True))
