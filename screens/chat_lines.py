@@ -9,7 +9,7 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -78,13 +78,9 @@ class Lines:
             for message in self._remembered():
                 _add_to_history(message)
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self) -> AbstractContextManager[None]:
         """Around a talk: at its end the terminal is as it was."""
-        with ExitStack() as at_end:
-            at_end.enter_context(signals.at_sudden_end(lambda: _tell_terminal(self._no_pastes), do=lambda: None))
-            at_end.callback(_tell_terminal, self._no_pastes)
-            yield
+        return signals.undone(lambda: _tell_terminal(self._no_pastes))
 
     def read(self) -> str:
         """The next message. Raises EOFError for Ctrl-D, KeyboardInterrupt for Ctrl-C, of what was typed till then."""
@@ -244,5 +240,5 @@ def _tidy_at_the_end(code: bytes) -> Iterator[None]:
             termios.tcsetattr(sys.stdin, termios.TCSANOW, modes)
         _tell_terminal(code)
 
-    with signals.at_sudden_end(restore, do=lambda: None):
+    with signals.at_sudden_end(restore):
         yield

@@ -89,7 +89,7 @@ class Signals:
         self._woken.wait(seconds)
 
     @contextmanager
-    def at_sudden_end(self, undo: Callable[[], object], do: Callable[[], object]) -> Iterator[None]:
+    def at_sudden_end(self, undo: Callable[[], object], do: Callable[[], object] = lambda: None) -> Iterator[None]:
         """`do` something to the terminal that an end at once, within, will `undo`; none comes in between, or before a `do`."""
         try:
             with self._lock:
@@ -98,6 +98,15 @@ class Signals:
             yield
         finally:
             self._undoing.remove(undo)
+
+    @contextmanager
+    def undone(self, undo: Callable[[], object], do: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """The same, where an end at its time `undo`es it too."""
+        with self.at_sudden_end(undo, do):
+            try:
+                yield
+            finally:
+                undo()
 
     @contextmanager
     def noting_stops(self) -> Iterator[None]:

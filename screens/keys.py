@@ -4,8 +4,7 @@ import os
 import re
 import select
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from typing import IO, Any
 
@@ -43,11 +42,9 @@ class Keyboard:
         """Where it is not yet; the job must be in the foreground, or it would be stopped."""
         if self.is_open or not self._is_terminal or not in_foreground(self._stdin):
             return
-        before, modes = self._modes_without(termios.ICANON | termios.ECHO | termios.ECHOCTL)  # a ^C would push the panel down
-        with ExitStack() as opening:
-            opening.enter_context(signals.at_sudden_end(lambda: self._set(before), do=lambda: self._set(modes)))
-            opening.callback(self._set, before)
-            self._opened, self.is_open = opening.pop_all(), True
+        # a ^C would push the panel down
+        self._opened.enter_context(self._without(termios.ICANON | termios.ECHO | termios.ECHOCTL, is_forgetful=True))
+        self.is_open = True
 
     def close(self) -> None:
         self.is_open = False
@@ -62,27 +59,19 @@ class Keyboard:
         self._rest = unfinished[0] if unfinished else b""
         return _KEYS.findall(typed[: len(typed) - len(self._rest)])
 
-    @contextmanager
-    def unheard(self) -> Iterator[None]:
+    def unheard(self) -> AbstractContextManager[None]:
         """Within, what is typed is not shown; it waits for whoever reads the next line."""
         if not self._is_terminal or not in_foreground(self._stdin):
-            yield
-            return
-        before, modes = self._modes_without(termios.ECHO | termios.ECHOCTL)
-        restore = partial(self._set, before, is_forgetful=False)
-        with signals.at_sudden_end(restore, do=lambda: termios.tcsetattr(self._stdin, termios.TCSANOW, modes)):
-            try:
-                yield
-            finally:
-                restore()
+            return nullcontext()
+        return self._without(termios.ECHO | termios.ECHOCTL, is_forgetful=False)
 
-    def _modes_without(self, flags: int) -> tuple[list[Any], list[Any]]:
-        """The terminal's modes as they are, and without some."""
+    def _without(self, flags: int, is_forgetful: bool) -> AbstractContextManager[None]:
+        """Within, the terminal has none of these modes. is_forgetful: about what was typed, whenever they change."""
         before = termios.tcgetattr(self._stdin)
-        return before, [*before[:3], before[3] & ~flags, *before[4:]]
+        modes = [*before[:3], before[3] & ~flags, *before[4:]]
+        return signals.undone(partial(self._set, before, is_forgetful), do=partial(self._set, modes, is_forgetful))
 
-    def _set(self, modes: list[Any], is_forgetful: bool = True) -> None:
-        """is_forgetful: about what was typed."""
+    def _set(self, modes: list[Any], is_forgetful: bool) -> None:
         if in_foreground(self._stdin):  # in the background this would stop the job, and the terminal is another's now
             with suppress(termios.error):  # it has gone
                 if is_forgetful:

@@ -128,7 +128,7 @@ def loading(message: Message = LOADING, after: float = 0.0) -> Iterator[Show]:
     Gives what shows another message instead.
     """
     line = Line(message, after)
-    with signals.at_sudden_end(line.end, do=line.begin):
+    with signals.undone(line.end, do=line.begin):
         cache.on_compiling.append(line.compiling)
         try:
             yield line.show
@@ -136,7 +136,6 @@ def loading(message: Message = LOADING, after: float = 0.0) -> Iterator[Show]:
             raise ValueError(f"cannot load: {error.filename or 'a file'}: {error.strerror or error}") from None
         finally:
             cache.on_compiling.remove(line.compiling)
-            line.end()
 
 
 def telling(show: Show, doing: str) -> Callable[[float], None]:
