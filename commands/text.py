@@ -1,7 +1,7 @@
 """The command without a name: writes a text, in a panel or as it comes. Knows no arrays and no formats."""
 
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +16,7 @@ from ..drafting.settings import AUTO
 from ..drafting.team import NGRAM
 from ..readers.files import is_model_name
 from ..sampling import Sampling
-from ..screens.interrupts import signals
-from ..screens.output import FEW_PASSES, PlainView, SilentView, View, print_result, print_summary, to_json
+from ..screens.output import FEW_PASSES, PlainView, SilentView, View, print_result, print_summary, show, to_json
 from ..screens.panel import LivePanel, ahead
 from ..screens.progress import read_in_a_line
 from ..screens.window import Window, obstacle
@@ -195,21 +194,3 @@ def advice(decoder: SpeculativeDecoder, statistics: Statistics) -> str:
     if decoder.gamma != AUTO and statistics.speed_up and statistics.speed_up < 1:
         return "-g does not pay here: leave it out"
     return ""
-
-
-def show(view: View, events: Iterator[Event | Prefill], statistics: Statistics, prompt: Prompt) -> None:
-    """Show the events, until the text or somebody's patience is at its end; one that ends before it begins is its prompt."""
-    signals.text_begins()
-    has_begun = False
-    with view:
-        for event in events:
-            has_begun = has_begun or isinstance(event, Prompt)
-            statistics.add(event)
-            view.show(event)
-            if signals.asked or view.ended:
-                statistics.stop_reason = "interrupted"
-                break
-        if isinstance(events, Generator):  # its line goes
-            events.close()
-        if not has_begun:
-            view.show(prompt)

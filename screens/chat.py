@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,14 +16,14 @@ from rich.text import Text
 
 from .. import checks
 from ..decoder import SpeculativeDecoder
-from ..decoding import Event, Prefill, Prompt, Statistics, Step
+from ..decoding import Event, Prefill, Statistics, Step
 from ..text.conversation import Conversation, Settings
 from .chat_lines import PROMPT, Lines
 from .interrupts import signals
 from .keys import Keyboard
-from .output import Printable, Roles, SilentView, View, print_summary, printable, to_json
+from .output import Printable, Roles, SilentView, View, print_summary, printable, show, to_json
 from .panel import LivePanel
-from .progress import read_anew_in_a_line, read_in_a_line
+from .progress import read_in_a_line
 from .story import KEPT_ROWS, Row, Story
 from .window import STYLES, STYLES_NO_COLOR, WIDEST, Window, obstacle
 
@@ -169,29 +168,19 @@ class Chat:
 
     def answer(self, events: Generator[Event | Prefill]) -> None:
         """Show an answer, until it or somebody's patience is at its end, and its figures."""
-        statistics, n_dropped = Statistics(n_prompt=0), self._conversation.n_dropped
-        with self._keeping(), closing(events), Keyboard().unheard():
-            with closing(read_in_a_line(events)) as told:  # which shows the reading where that takes its time
-                first = next((event for event in told if signals.asked or not isinstance(event, Prefill)), None)
+        statistics, n_dropped = Statistics(), self._conversation.n_dropped
+        with self._keeping(), closing(events), Keyboard().unheard(), closing(read_in_a_line(events)) as told:
+            first = next((event for event in told if signals.asked or not isinstance(event, Prefill)), None)
+            if first is None or isinstance(first, Prefill):
+                told.close()
+                self._tell("interrupted before the answer began")
+                return
             if left_out := (self._conversation.n_dropped - n_dropped) // 2:
                 turns = "turn is" if left_out == 1 else f"{left_out} turns are"
                 self._tell(f"the context is full: the oldest {turns} left out from here on")
-            if first is None or isinstance(first, Prefill):
-                self._tell("interrupted before the answer began")
-                return
             view = self._view(statistics)
-            rest = events if isinstance(view, LivePanel) else read_anew_in_a_line(events)
-            with view, closing(rest):
-                for event in chain[Event | Prefill]([first], rest):
-                    if isinstance(event, Prompt):
-                        signals.text_begins()
-                        statistics.n_prompt = len(event.tokens)
-                    statistics.add(event)
-                    # the panel shows the answer alone
-                    view.show(replace(event, tokens=[]) if isinstance(event, Prompt) and isinstance(view, LivePanel) else event)
-                    if signals.asked or view.ended:
-                        statistics.stop_reason = "interrupted"
-                        break
+            rest = events if isinstance(view, LivePanel) else told  # a panel shows itself what is read anew
+            show(view, _behind(first, rest), statistics)
         self._statistics = statistics
         if isinstance(view, SilentView):
             settings = asdict(self._conversation.settings)
@@ -333,6 +322,11 @@ class Chat:
         n = len(self._conversation.messages) // 2
         other = f"; it was held with {model}, this is {here}" if model != here else ""
         self._tell(f"{n} turn{'s' * (n != 1)} from {name or 'the last talk'}{other}")
+
+
+def _behind(first: Event, rest: Generator[Event | Prefill]) -> Generator[Event | Prefill]:
+    yield first
+    yield from rest
 
 
 def _command(line: str) -> tuple[str, str]:

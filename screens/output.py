@@ -7,6 +7,7 @@ What came of it is `print_result`'s to say, once the story is over, and `print_s
 import json
 import re
 import unicodedata
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
@@ -15,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..decoding import Event, Prefill, Prompt, Statistics, Step
+from .interrupts import signals
 
 # What terminals obey: control sequences, strings up to their end, and short ones; and what turns the direction of a row
 _SEQUENCES = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b[]PX^_][^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)|\x1b[ -/]*[0-~]")
@@ -88,6 +90,24 @@ class Printable:
     def end(self) -> str:
         """What is left of a sequence that never ended."""
         return printable(self._rest)
+
+
+def show(view: View, events: Iterator[Event | Prefill], statistics: Statistics, prompt: Prompt | None = None) -> None:
+    """Show the events, until the text or somebody's patience is at its end; one that ends before it begins is its prompt."""
+    signals.text_begins()
+    has_begun = False
+    with view:
+        for event in events:
+            has_begun = has_begun or isinstance(event, Prompt)
+            statistics.add(event)
+            view.show(event)
+            if signals.asked or view.ended:
+                statistics.stop_reason = "interrupted"
+                break
+        if isinstance(events, Generator):  # its line goes
+            events.close()
+        if prompt and not has_begun:
+            view.show(prompt)
 
 
 class PlainView(View):

@@ -5,8 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
-from itertools import chain
+from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
 
 from ..decoding import Event, Prefill, Prompt, Step
@@ -157,31 +156,21 @@ def read_in_a_line(events: Iterator[Event | Prefill], n_unseen: int = 0) -> Gene
 
     n_unseen: how many tokens may follow that nobody shows as they come, so that the line goes on with them.
     """
-    first: Event | None = None
-    with loading(READING, QUIET_SECONDS) as show:
-        tell, read, n = telling(show, READING), telling(show, READING), 0
+    with ExitStack() as line:
+        show, n, is_up = line.enter_context(loading(READING, QUIET_SECONDS)), 0, True
+        read = tell = telling(show, READING)
         for event in events:
             if isinstance(event, Prefill):
-                read = read if event.share else telling(show, READING)
+                if not (is_up and event.share):  # it is read anew
+                    show = show if is_up else line.enter_context(loading(READING, QUIET_SECONDS))
+                    read, is_up = telling(show, READING), True
                 read(event.share)
             elif not n_unseen:
-                first = event
-                break
+                line.close()
+                is_up = False
             elif isinstance(event, Step):
                 n += len(event.tokens)
                 tell(n / n_unseen)
-            else:
-                tell = telling(show, WRITING) if isinstance(event, Prompt) else tell
+            elif isinstance(event, Prompt):
+                tell = telling(show, WRITING)
             yield event
-    if first:
-        yield first
-    yield from read_anew_in_a_line(events)
-
-
-def read_anew_in_a_line(events: Iterator[Event | Prefill]) -> Generator[Event | Prefill]:
-    """The events of a text that has begun; a line tells how far it is read where that is done anew."""
-    for event in events:
-        if isinstance(event, Prefill):
-            yield from read_in_a_line(chain([event], events))
-            return
-        yield event

@@ -14,13 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from specdec.commands.text import show
 from specdec.decoding import Event, Prefill, Prompt, Statistics, Step
 from specdec.machine import cache
 from specdec.machine.programs import compile_all
 from specdec.screens import progress
 from specdec.screens.interrupts import signals
-from specdec.screens.output import PlainView
+from specdec.screens.output import PlainView, show
 from specdec.screens.progress import Bar, loading, read_in_a_line
 from specdec.screens.story import cells
 from tests.terminal import wait_until
