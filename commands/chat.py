@@ -82,8 +82,8 @@ def run(request: ChatRequest) -> None:
     drawn = {name: getattr(request, name) for name in names} | drawn_as_advised(request, models.decoder)
     settings = Settings(**drawn, seed=request.sampling.seed)
     conversation = Conversation(models.decoder, request.system, settings, str(request.model), models.made_with, shape)
-    told = {"model": request.model, "draft": request.draft or None}
-    talk = screen.Chat(models.decoder, conversation, screen.Showing(request.roles, request.plain, request.as_json, told))
+    told = {"model": request.model, "draft": request.draft or None} if request.as_json else None
+    talk = screen.Chat(conversation, request.roles, request.plain, told)
     with writing():
         if request.is_talk:
             talk.converse(str(request.prompt), None if request.no_history else state_folder())

@@ -74,7 +74,7 @@ def pane(lane: Lane, name: str, x: float, clock: Clock) -> tuple[list[str], int]
     parts = [text_at(x + 14, 38, name, COLORS["prompt"], weight=700)]
     for end in [0.0, *lane.ends]:
         track.go_to(end)
-        rows = track.reading.story.rows(COLUMNS) if track.is_done else track.reading.story.tail(COLUMNS, MOST_ROWS)
+        rows = track.story.rows(COLUMNS) if track.is_done else track.story.tail(COLUMNS, MOST_ROWS)
         for row, column, word, kind in words(story, rows):
             weight = 700 if kind == "prompt" else 400
             name = clock.at(end) if end else ""

@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import checks
-from ..decoder import SpeculativeDecoder
 from ..decoding import Event, Prefill, Statistics, Step
 from ..text.conversation import Conversation, Settings
 from .chat_lines import PROMPT, Lines
@@ -44,16 +43,6 @@ HELP = {
     "Ctrl-C": "stops an answer and keeps what it said",
     "space": "in front of / makes it a message",
 }
-
-
-@dataclass(frozen=True)
-class Showing:
-    """How answers are shown: plain: without colours; as_json: an object each; told: what such an object tells besides."""
-
-    roles: Roles
-    plain: bool = False
-    as_json: bool = False
-    told: Mapping[str, Any] = field(default_factory=dict)
 
 
 class AnswerView(View):
@@ -151,12 +140,17 @@ def figures(s: Statistics) -> str:
 
 
 class Chat:
-    """A conversation and the views of its answers; figures and complaints go to stderr."""
+    """A conversation and the views of its answers; figures and complaints go to stderr.
 
-    def __init__(self, decoder: SpeculativeDecoder, conversation: Conversation, showing: Showing) -> None:
-        self._decoder, self._conversation, self._showing = decoder, conversation, showing
+    plain: without colours; told: what an object of JSON for each answer tells besides, None for no JSON.
+    """
+
+    def __init__(
+        self, conversation: Conversation, roles: Roles, plain: bool = False, told: Mapping[str, Any] | None = None
+    ) -> None:
+        self._conversation, self._roles, self._told = conversation, roles, told
         self._out, self._errors = Console(highlight=False), Console(stderr=True, highlight=False)
-        self._is_plain = showing.plain or self._out.is_dumb_terminal
+        self._is_plain = plain or self._out.is_dumb_terminal
         self._statistics: Statistics | None = None
         self._in_panel = self._is_over = False
         self._last: Path | None = None  # where the last talk is kept
@@ -186,7 +180,7 @@ class Chat:
             settings = asdict(self._conversation.settings)
             nothing: dict[str, Any] = {"content": "", "attempt": 0}
             answer = self._conversation.messages[-1] if view.tokens else nothing
-            more = {"attempt": answer["attempt"], "settings": settings, **self._showing.told, **self._conversation.made_with}
+            more = {"attempt": answer["attempt"], "settings": settings, **(self._told or {}), **self._conversation.made_with}
             print(to_json(statistics, answer["content"], view.tokens, **more), flush=True)
         else:
             self._tell(figures(statistics))
@@ -257,10 +251,10 @@ class Chat:
 
     def _view(self, statistics: Statistics) -> View:
         settings = self._conversation.settings
-        if self._showing.as_json:
+        if self._told is not None:
             return SilentView()
         if self._in_panel and not obstacle(self._out):
-            roles = replace(self._showing.roles, pair=self._showing.roles.target)
+            roles = replace(self._roles, pair=self._roles.target)
             return LivePanel(Window(self._out), statistics, settings.max_tokens, roles)
         styles = {} if self._is_plain else STYLES_NO_COLOR if self._out.no_color else STYLES
         return AnswerView(sys.stdout, lambda: min(self._out.width, WIDEST) if self._out.is_terminal else 0, styles)

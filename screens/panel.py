@@ -10,7 +10,7 @@ from rich.console import ConsoleDimensions
 
 from ..decoding import Event, Prefill, Prompt, Proposal, Statistics, Step
 from .interrupts import signals
-from .output import Printable, Roles, printable, time_left
+from .output import Roles, printable, time_left
 from .story import Row, Run, Story, cells, cut, last_cells, width_of, word_at_end, word_at_start
 from .window import MIN_ROWS, MIN_WIDTH, WIDEST, Window, fitting
 
@@ -38,29 +38,6 @@ class Judged(NamedTuple):
 
     before: str
     step: Step
-
-
-class Reading:
-    """The story that a text's events tell: whose each word is."""
-
-    def __init__(self) -> None:
-        self._printable = Printable()
-        self.story = Story()
-
-    def begin(self, prompt: str) -> None:
-        self._add(prompt, "prompt")
-        self.story.end_word()
-
-    def go_on(self, step: Step) -> None:
-        self._add("".join(step.pieces[: step.n_accepted]), "accepted")
-        self._add("".join(step.pieces[step.n_accepted :]), "target")
-
-    def end(self) -> None:
-        """What is left of a control sequence."""
-        self.story.add(self._printable.end(), "target")
-
-    def _add(self, text: str, kind: str) -> None:
-        self.story.add(self._printable.push(text), kind)
 
 
 class Watched:
@@ -105,16 +82,16 @@ class Watched:
         rows = fitting(forms, width, n)
         return [*rows, *([[]] * (n - len(rows)))]
 
-    def _text(self, reading: Reading, width: int, n: int) -> list[Row]:
+    def _text(self, story: Story, width: int, n: int) -> list[Row]:
         """The end of a text, in n rows of a frame of that width."""
-        rows = reading.story.tail(width - 4, n, self._is_paused)
+        rows = story.tail(width - 4, n, self._is_paused)
         return [self._pen.framed(row, width - 4) for row in [*rows, *([[]] * (n - len(rows)))]]
 
-    def _on_page(self, reading: Reading, are_explained: bool = True) -> str:
+    def _on_page(self, story: Story, are_explained: bool = True) -> str:
         """A text that is over, for the terminal's first page, and what its colours mean."""
-        reading.end()
+        story.end()
         width = min(self._console.width, WIDEST)
-        rows = reading.story.rows(width)
+        rows = story.rows(width)
         if are_explained:
             rows = [*rows, [], *fitting(self._meanings(2), width, 2)]
         return "".join([self._pen.styled(row).rstrip(" ") + "\n" for row in rows])
@@ -138,7 +115,7 @@ class LivePanel(Watched):
         self._statistics = statistics
         self._max_tokens, self._pace, self._is_even = max_tokens, pace or 0.0, pace is None
         self._next_step = 0.0  # when it is due, at an even pace
-        self._reading = Reading()
+        self._story = Story()
         self._tail: str | None = None  # of the text, once it has begun
         self._prefill: Prefill | None = None  # while a text is read
         self._begin = 0.0
@@ -161,7 +138,7 @@ class LivePanel(Watched):
 
     def _whole_text(self) -> str:
         self._read()
-        return self._on_page(self._reading, bool(self._roles.guessed and self._statistics.n_drafted))
+        return self._on_page(self._story, bool(self._roles.guessed and self._statistics.n_drafted))
 
     def show(self, event: Event | Prefill) -> None:
         now = self._clock()
@@ -195,7 +172,7 @@ class LivePanel(Watched):
 
     def _begin_with(self, prompt: str, now: float) -> None:
         self._tail = prompt[-CONTEXT:]
-        self._reading.begin(prompt)
+        self._story.add(prompt, "prompt")
         self._begin, self._next_frame = now, now + UNSEEN_SECONDS
 
     # When
@@ -279,7 +256,7 @@ class LivePanel(Watched):
     def _read(self) -> None:
         """Take into the story what came since the last time."""
         for step in self._unread:
-            self._reading.go_on(step)
+            self._story.go_on(step)
         self._unread.clear()
 
     def rows(self, size: ConsoleDimensions) -> list[Row]:
@@ -287,16 +264,14 @@ class LivePanel(Watched):
         self._read()
         width, height = min(size.width, WIDEST), size.height
         if height < MIN_ROWS or width < MIN_WIDTH:
-            return [*self._reading.story.tail(width, max(height - 2, 1), self._is_paused), self._figures(width)][
-                -max(height - 1, 1) :
-            ]
+            return [*self._story.tail(width, max(height - 2, 1), self._is_paused), self._figures(width)][-max(height - 1, 1) :]
         is_all = height >= ROWS_OF_ALL
         legend = self._legend(width, 2 if height >= 16 else 1) if is_all else []
         has_passes = bool(self._roles.guessed)
         free = height - 1 - len(legend) - (4 if is_all else 2) - has_passes
         n_passes = min(max(1, free // 3), MOST_PASSES) if has_passes else 0
         inner, n_text = width - 4, min(free - n_passes, MOST_TEXT_ROWS)
-        rows = [self._pen.rule(width, "╭─╮", self._roles.pair, self._speed()), *self._text(self._reading, width, n_text)]
+        rows = [self._pen.rule(width, "╭─╮", self._roles.pair, self._speed()), *self._text(self._story, width, n_text)]
         if has_passes:
             rows += [
                 self._pen.rule(width, "├─┤", *self._heading(width)),

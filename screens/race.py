@@ -6,8 +6,8 @@ from ..decoding import Prompt
 from ..measuring.race import Lane, Race, seconds_told
 from .interrupts import signals
 from .output import Roles
-from .panel import Reading, Watched
-from .story import Row, cells
+from .panel import Watched
+from .story import Row, Story, cells
 from .window import MIN_ROWS, MIN_WIDTH, Window
 
 FRAME_SECONDS = 0.05
@@ -24,11 +24,11 @@ class Track:
 
     def __init__(self, name: str, lane: Lane) -> None:
         self.name, self.ends, self._steps = name, lane.ends, lane.steps
-        self.reading = Reading()
+        self.story = Story()
         self.n_passes = self.n_tokens = 0
         for event in lane.events:
             if isinstance(event, Prompt):
-                self.reading.begin(event.text)
+                self.story.add(event.text, "prompt")
         self.n_tokens_of_all = max(lane.statistics.n_generated, 1)
 
     @property
@@ -44,7 +44,7 @@ class Track:
         """Whether it has come any further."""
         before = self.n_passes
         while not self.is_done and self.ends[self.n_passes] <= seconds:
-            self.reading.go_on(self._steps[self.n_passes])
+            self.story.go_on(self._steps[self.n_passes])
             self.n_tokens += len(self._steps[self.n_passes].tokens)
             self.n_passes += 1
         return self.n_passes > before
@@ -118,7 +118,7 @@ class RaceView(Watched):
     def _whole_text(self) -> str:
         pair = self._tracks[1]
         pair.go_to(self._length)
-        return self._on_page(pair.reading) + "\n"
+        return self._on_page(pair.story) + "\n"
 
     # What
 
@@ -137,7 +137,7 @@ class RaceView(Watched):
         blocks = [
             [
                 self._pen.rule(room, "╭─╮", track.name, ""),
-                *self._text(track.reading, room, n),
+                *self._text(track.story, room, n),
                 self._pen.progress(room, track.n_tokens / track.n_tokens_of_all),
                 self._pen.framed([(track.figures(self._seconds, room - 4), "strong" if track.is_done else "plain")], room - 4),
                 self._pen.rule(room, "╰─╯", "", keys),
@@ -152,7 +152,7 @@ class RaceView(Watched):
         for track, corners in zip(self._tracks, ("╭─╮", "├─┤"), strict=True):
             name = track.name.removeprefix(f"{self._roles.target} ")
             rows += [self._pen.rule(width, corners, name, track.figures(self._seconds, width - 10 - cells(name)))]
-            rows += self._text(track.reading, width, n)
+            rows += self._text(track.story, width, n)
         return [*rows, self._pen.rule(width, "╰─╯", "", self._keys())]
 
     def _keys(self) -> str:

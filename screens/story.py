@@ -6,6 +6,9 @@ from collections import deque
 
 from rich.cells import get_character_cell_size
 
+from ..decoding import Step
+from .output import Printable
+
 Run = tuple[str, str]  # a stretch of text, and what it is
 Row = list[Run]
 
@@ -150,15 +153,27 @@ class Rows:
 
 
 class Story:
-    """A text that grows at its end, in colours of whole words: a word is of the kind of its first piece."""
+    """A text that grows at its end, in colours of whole words: a word is of its first piece's kind, and a prompt ends one."""
 
     def __init__(self) -> None:
+        self._printable = Printable()
         self._runs: Row = []
         self._in_word = False
         self._width = 0
         self._tail: Rows | None = None
 
+    def go_on(self, step: Step) -> None:
+        self.add("".join(step.pieces[: step.n_accepted]), "accepted")
+        self.add("".join(step.pieces[step.n_accepted :]), "target")
+
+    def end(self) -> None:
+        """What is left of a control sequence."""
+        self._add(self._printable.end(), "target")
+
     def add(self, text: str, kind: str) -> None:
+        self._add(self._printable.push(text), kind)
+
+    def _add(self, text: str, kind: str) -> None:
         if not text:
             return
         rest = word_at_start(text) if self._in_word else ""
@@ -166,11 +181,7 @@ class Story:
             self._append(rest, self._runs[-1][1])
         if len(rest) < len(text):
             self._append(text[len(rest) :], kind)
-        self._in_word = is_of_a_word(text[-1])
-
-    def end_word(self) -> None:
-        """What follows is none of it."""
-        self._in_word = False
+        self._in_word = kind != "prompt" and is_of_a_word(text[-1])
 
     def tail(self, width: int, n: int, is_whole: bool = False) -> list[Row]:
         """The last n rows so far; is_whole: to the last letter."""

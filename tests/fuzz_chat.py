@@ -13,7 +13,7 @@ from specdec.checks import n_common
 from specdec.decoder import SpeculativeDecoder
 from specdec.decoding import Prompt, Step
 from specdec.machine.programs import Runner
-from specdec.screens.chat import Chat, Showing
+from specdec.screens.chat import Chat
 from specdec.screens.output import Roles
 from specdec.text import templates
 from specdec.text.conversation import Conversation, Settings
@@ -199,7 +199,7 @@ def chats(rng):
     decoder = talker(name, draft)
     settings = Settings(rng.choice([0.0, 0.7, 1.0, 3.0]), rng.choice([0.9, 1.0]), rng.choice([0, 5]), rng.randint(0, 9), 12)
     conversation = Conversation(decoder, rng.choice(["", "Sing.", random_words(rng)]), settings, name)
-    screen = Chat(decoder, conversation, Showing(Roles("a", "b"), plain=True))
+    screen = Chat(conversation, Roles("a", "b"), plain=True)
     outcome = REFUSED
     for _ in range(rng.choice([3, 6, 15])):
         match rng.randrange(12):
@@ -215,7 +215,7 @@ def chats(rng):
                 conversation.system = random_words(rng)
             case 8:
                 conversation = check_file(rng, conversation)
-                screen = Chat(decoder, conversation, Showing(Roles("a", "b"), plain=True))
+                screen = Chat(conversation, Roles("a", "b"), plain=True)
             case 9:
                 obey(screen, f"/{rng.choice(COMMANDS)} {rng.choice(ARGUMENTS)}")
         if conversation.messages and conversation.n_dropped == 0:

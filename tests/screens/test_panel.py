@@ -403,8 +403,6 @@ def test_a_word_is_of_the_kind_of_its_first_piece_and_never_changes() -> None:
         ("'t. I", "accepted"),
     ]:
         story.add(text, kind)
-        if kind == "prompt":
-            story.end_word()
     assert story.rows(80) == [[("Onc", "prompt"), (" rabbit", "accepted"), (", don't", "target"), (". I", "accepted")]]
 
 
@@ -851,7 +849,7 @@ def test_the_memory_of_the_tail_does_not_grow_with_the_story(tokenizer: Tokenize
         stage.clock.now += 1
         assert stage.lines()
         assert len(stage.panel._passes) < 20
-        assert sum([width_of(row) for row in stage.panel._reading.story.tail(36, 1000)]) < 40 * 80
+        assert sum([width_of(row) for row in stage.panel._story.tail(36, 1000)]) < 40 * 80
 
 
 def test_an_ascii_terminal_gets_an_ascii_frame(tokenizer: Tokenizer) -> None:

@@ -25,7 +25,7 @@ pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec.commands.prompts import MOST_BYTES, message_of
 from specdec.decoding import Prefill
-from specdec.screens.chat import HELP, AnswerView, Chat, Showing
+from specdec.screens.chat import HELP, AnswerView, Chat
 from specdec.screens.chat_lines import Lines, whole
 from specdec.screens.output import Roles, printable
 from specdec.text.conversation import Conversation, Settings
@@ -253,7 +253,7 @@ def test_names_of_no_file_are_told_and_settings_shown_whole(
     talk: Callable[..., Conversation], capsys: pytest.CaptureFixture[str]
 ) -> None:
     conversation = talk(seed=2**63 - 1)
-    chat = Chat(conversation._decoder, conversation, Showing(Roles("a", "b"), plain=True))
+    chat = Chat(conversation, Roles("a", "b"), plain=True)
     for command, told in {
         "/save ~nobody-here/x": "no home ~nobody-here/x", "/load ~nobody-here/x": "no home ~nobody-here/x",
         f"/save {'x' * 300}": "File name too long", f"/load {'x' * 300}": "File name too long",
@@ -429,7 +429,7 @@ def test_a_tab_goes_on_with_a_command_and_is_one_in_a_message(
     talk: Callable[..., Conversation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     conversation = talk()
-    chat = Chat(conversation._decoder, conversation, Showing(Roles("a", "b"), plain=True))
+    chat = Chat(conversation, Roles("a", "b"), plain=True)
     for name in ("one talk", "onetwo/", ".hidden", "o\x1b[2J"):
         (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).touch()
     for line, ways in {
@@ -480,7 +480,7 @@ def test_a_terminal_that_goes_in_the_middle_of_an_answer_costs_none_of_the_talk(
     talk: Callable[..., Conversation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     conversation = talk()
-    chat = Chat(conversation._decoder, conversation, Showing(Roles("a", "b"), plain=True))
+    chat = Chat(conversation, Roles("a", "b"), plain=True)
     chat._last = tmp_path / "state" / "last-talk"
 
     def gone(*_: object) -> None:
