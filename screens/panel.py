@@ -11,7 +11,7 @@ from rich.console import ConsoleDimensions
 from ..decoding import Event, Prefill, Prompt, Proposal, Statistics, Step
 from .interrupts import signals
 from .output import Roles, printable, time_left
-from .story import Row, Run, Story, cells, cut, last_cells, width_of, word_at_end, word_at_start
+from .story import Row, Run, Story, cut, last_cells, longest, width_of, word_at_end, word_at_start
 from .window import MIN_ROWS, MIN_WIDTH, WIDEST, Window, fitting
 
 REFRESH_SECONDS = 0.1, 0.5  # between frames, at the least and at the most
@@ -52,6 +52,13 @@ class Watched:
         self._window, self._roles = window, roles
         self._console, self._pen, self._clock = window.console, window.pen, window.clock
         self._is_paused = self._shows_keys = self.ended = False
+
+    def _look(self) -> bool:
+        """At the keys and the terminal; whether there is something new to see."""
+        wishes = self._window.wishes()
+        for wish in wishes:
+            self._obey(wish)
+        return bool(wishes) or self._window.is_stale or signals.stop_asked
 
     def _obey(self, wish: str) -> None:
         if wish == "pause":
@@ -199,13 +206,8 @@ class LivePanel(Watched):
         return max(left, 0.0) / max((n_tokens - s.n_generated) / a_pass, 1.0)
 
     def _look(self) -> bool:
-        """At the keys and the terminal; whether there is something new to see."""
-        wishes = self._window.wishes()
-        for wish in wishes:
-            self._obey(wish)
-        is_new = bool(wishes) or self._window.is_stale
-        if is_new:
-            self._next_frame = 0.0
+        is_new = super()._look()
+        self._next_frame = 0.0 if is_new else self._next_frame
         return is_new
 
     def _obey(self, wish: str) -> None:
@@ -236,7 +238,7 @@ class LivePanel(Watched):
             if left <= CLOCK_SECONDS:
                 break
             self._window.sleep(min(left, LOOK_SECONDS))
-            if self._look() or signals.stop_asked:
+            if self._look():
                 self._window.draw(self.rows)
         if at_step:
             self._steps_asked = max(0, self._steps_asked - 1)
@@ -264,7 +266,8 @@ class LivePanel(Watched):
         self._read()
         width, height = min(size.width, WIDEST), size.height
         if height < MIN_ROWS or width < MIN_WIDTH:
-            return [*self._story.tail(width, max(height - 2, 1), self._is_paused), self._figures(width)][-max(height - 1, 1) :]
+            rows = [*self._story.tail(width, max(height - 2, 1), self._is_paused), [(self._figures(width), "plain")]]
+            return rows[-max(height - 1, 1) :]
         is_all = height >= ROWS_OF_ALL
         legend = self._legend(width, 2 if height >= 16 else 1) if is_all else []
         has_passes = bool(self._roles.guessed)
@@ -279,10 +282,10 @@ class LivePanel(Watched):
             ]
         if is_all:
             share = self._prefill.share if self._prefill else self._statistics.n_generated / max(1, self._max_tokens)
-            rows += [self._pen.progress(width, share), self._pen.framed(self._figures(inner), inner)]
-        figures = "" if is_all else "".join([text for text, _ in self._figures(width - 6)])
+            rows += [self._pen.progress(width, share), self._pen.framed([(self._figures(inner), "plain")], inner)]
+        words = "paused" if self._is_paused else "" if is_all else self._figures(width - 6)
         keys = "? keys" if self._window.has_keys and is_all else ""
-        return [*rows, self._pen.rule(width, "╰─╯", "paused" if self._is_paused else figures, keys), *legend]
+        return [*rows, self._pen.rule(width, "╰─╯", words, keys), *legend]
 
     def _speed(self) -> str:
         """The pace, or how fast the text is written."""
@@ -300,12 +303,12 @@ class LivePanel(Watched):
             "guesses; a line is one pass",
             "a line is one pass",
         )
-        counts = "guesses right in a pass" if self._has_histogram(width - 4) else "tokens"
-        return next((s for s in sentences if cells(s) <= width - 10 - len(counts)), ""), counts
+        counts = "guesses right in a pass" if width - 4 >= WIDTH_OF_HISTOGRAM else "tokens"
+        return longest(sentences, width - 10 - len(counts)), counts
 
     def _guesses(self, width: int, n: int) -> list[Row]:
         """The last n passes, the newest at the bottom, and how many tokens they brought; beside them a histogram."""
-        histogram = self._histogram(n) if self._has_histogram(width) else []
+        histogram = self._histogram(n) if width >= WIDTH_OF_HISTOGRAM else []
         room = width - 5 - (SIDE_WIDTH + 3 if histogram else 0)
         lines = [(self._judged(judged, room), f"+{len(judged.step.tokens)}") for judged in list(self._passes)[-n:]]
         if self._proposed is not None:
@@ -346,17 +349,14 @@ class LivePanel(Watched):
         left = room - width_of([run for run in row if run[1] != "unread"])
         return last_cells([(cut(text, left, more), kind) if kind == "unread" else (text, kind) for text, kind in row], room, more)
 
-    def _has_histogram(self, width: int) -> bool:
-        return width >= WIDTH_OF_HISTOGRAM
-
-    def _figures(self, width: int) -> Row:
+    def _figures(self, width: int) -> str:
         """How far it is and how well it goes, in the longest form that fits."""
         s = self._statistics
         if self._prefill:
             done, left = f"{self._prefill.share:.0%}", time_left(self._clock() - self._begin, self._prefill.share)
             what = "all of" if self._passes else "the prompt of"  # anew
-            forms = [f"reading {what} {len(self._prefill.tokens)} tokens: {done}{left}", f"reading: {done}{left}", done]
-            return [(next((form for form in forms if len(form) <= width), ""), "plain")]
+            tokens = f"{what} {len(self._prefill.tokens)} tokens"
+            return longest([f"reading {tokens}: {done}{left}", f"reading: {done}{left}", done], width)
         done, times = f"{s.n_generated}/{self._max_tokens}", f"{s.tokens_per_pass:.1f}"
         forms = [f"{done} tokens", done]
         if self._roles.guessed:
@@ -370,7 +370,7 @@ class LivePanel(Watched):
                 f"{done} {share} {times}/pass",
                 *forms,
             ]
-        return [(next((form for form in forms if len(form) <= width), ""), "plain")]
+        return longest(forms, width)
 
     def _histogram(self, n: int) -> list[Row]:
         """Passes by how many guesses stood, in at most n rows; the long ones share one."""

@@ -7,7 +7,7 @@ from ..measuring.race import Lane, Race, seconds_told
 from .interrupts import signals
 from .output import Roles
 from .panel import Watched
-from .story import Row, Story, cells
+from .story import Row, Story, cells, longest
 from .window import MIN_ROWS, MIN_WIDTH, Window
 
 FRAME_SECONDS = 0.05
@@ -59,7 +59,7 @@ class Track:
             f"{self.n_tokens} tokens, {took}",
             f"{self.n_tokens}, {took}",
         )
-        return next((form for form in forms if len(form) <= width), "")
+        return longest(forms, width)
 
 
 class RaceView(Watched):
@@ -95,11 +95,9 @@ class RaceView(Watched):
                     left -= 0 if self._is_paused else passed
                 elif not self._is_paused:
                     self._seconds += passed / self.factor
-                wishes = self._window.wishes()
-                for wish in wishes:
-                    self._obey(wish)
+                is_new = self._look()
                 has_moved = [track.go_to(self._seconds) for track in self._tracks]
-                if any(has_moved) or wishes or self._window.is_stale or signals.stop_asked:
+                if is_new or any(has_moved):
                     self._window.draw(self.rows)
                     last = self._clock()  # Ctrl-Z may have come in between
 
@@ -166,4 +164,4 @@ class RaceView(Watched):
         forms = [f"{slow}; each was measured alone, both on the same seed", f"{slow}; each measured alone", slow]
         if self._is_paused:
             forms = [f"paused; {form}" for form in forms] + ["paused"]
-        return [(next((form for form in forms if cells(form) <= width), ""), "plain")]
+        return [(longest(forms, width), "plain")]

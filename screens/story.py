@@ -3,6 +3,7 @@
 import re
 import unicodedata
 from collections import deque
+from collections.abc import Iterable
 
 from rich.cells import get_character_cell_size
 
@@ -58,6 +59,11 @@ def cut(text: str, width: int, mark: str) -> str:
         room -= cells(text[n])
         n += 1
     return text[:n] + mark if room >= 0 else ""
+
+
+def longest(forms: Iterable[str], width: int) -> str:
+    """The first of these forms, the longest one first, that fits; nothing where none does."""
+    return next((form for form in forms if cells(form) <= width), "")
 
 
 def last_cells(row: Row, width: int, mark: str) -> Row:

@@ -83,14 +83,14 @@ def show(report: Report, console: Console) -> None:
     parts: list[RenderableType] = []
     if report.cells:
         title = Text("mean speed-up, all lengths", style="bold")
-        parts = [to_table(report, console.width), Text(), title, to_bars(report, console), Text()]
+        parts = [Text(report.title, "bold"), to_table(report, console.width), Text(), title, to_bars(report, console), Text()]
     parts += [Text(on_one_line(note), style="dim") for note in report.notes]
     words = (report.draft_alone_in_words(), report.experts_in_words(), report.overall_in_words())
     parts += [Text(line) for line in words if line]
     console.print(Group(*parts, Text(report.conclusion, style="bold")))
 
 
-def to_table(report: Report, width: int) -> Group:
+def to_table(report: Report, width: int) -> Table:
     """A block of settings for each temperature and length, with heads of its own."""
     kinds = dict.fromkeys((f.temperature, f.max_tokens) for f in report.cells)
     titles = {kind: f"{report.name(kind[0])}, {kind[1]} tokens" for kind in kinds}
@@ -102,19 +102,15 @@ def to_table(report: Report, width: int) -> Group:
     if room >= len(HEADS[-1]) and len(widths) == len(HEADS):
         widths.append(room)
 
-    def block(title: str, figures: list[tuple[str, ...]]) -> Table:
-        table = Table.grid(padding=(0, 1, 0, 0))
-        for i, column in enumerate(widths):
-            table.add_column(min_width=column, justify="right" if 0 < i < len(HEADS) else "left")
-        table.add_row(*[Text(title, "bold"), *(Text(head, "dim") for head in HEADS)][: len(widths)])
-        for row in figures:
-            table.add_row(*row[: len(widths)])
-        return table
-
-    parts: list[RenderableType] = [Text(report.title, style="bold")]
+    table = Table.grid(padding=(0, 1, 0, 0))
+    for i, column in enumerate(widths):
+        table.add_column(min_width=column, justify="right" if 0 < i < len(HEADS) else "left")
     for kind, title in titles.items():
-        parts.append(block(title, [_row(f, room) for f in report.cells if (f.temperature, f.max_tokens) == kind]))
-    return Group(*parts)
+        table.add_row(*[Text(title, "bold"), *(Text(head, "dim") for head in HEADS)][: len(widths)])
+        for f in report.cells:
+            if (f.temperature, f.max_tokens) == kind:
+                table.add_row(*_row(f, room)[: len(widths)])
+    return table
 
 
 def _row(f: Figures, room: int) -> tuple[str, ...]:
