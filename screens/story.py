@@ -98,13 +98,18 @@ class Rows:
     def add(self, text: str, kind: str) -> None:
         for part in _PARTS.findall(text.replace("\t", "    ")):
             if part.isspace():
-                self._end_word()
-                self._space(part, kind)
-            elif self._goes_on or (not self._held and self._column + 2 * len(part) <= self._safe):  # two cells at most each
+                self.settle()
+                self._goes_on = False
+                if part == "\n":
+                    self._new_row()
+                elif self._column < self._width:
+                    self._place(" ", kind)
+            elif self._goes_on:
                 self._place(part, kind)
-                self._goes_on = True
             else:
-                self._hold(part, kind)
+                append(self._held, part, kind)
+                if not self._safe < self._column + width_of(self._held) <= self._width:
+                    self.settle()
 
     def so_far(self) -> list[Row]:
         """Without the word that waits."""
@@ -112,46 +117,21 @@ class Rows:
 
     def settle(self) -> None:
         """The word that waits gets its place, though it may go on: if it outgrows its row, it is broken there."""
-        if self._held:
-            self._end_word()
-            self._goes_on = True
-
-    def _hold(self, text: str, kind: str) -> None:
-        append(self._held, text, kind)
-        end = self._column + width_of(self._held)
-        if not self._safe < end <= self._width:
-            self._end_word()
-            self._goes_on = True
-
-    def _end_word(self) -> None:
-        """The word that waits gets its place."""
-        self._goes_on = False
         if not self._held:
             return
         if self._column and self._column + width_of(self._held) > self._width:
             self._new_row()
         for text, kind in self._held:
             self._place(text, kind)
-        self._held = []
+        self._held, self._goes_on = [], True
 
     def _place(self, text: str, kind: str) -> None:
-        width = cells(text)
-        if self._column + width <= self._width:
-            append(self._rows[-1], text, kind)
-            self._column += width
-            return
-        for character in text:
-            width = cells(character)
+        for part in [text] if self._column + cells(text) <= self._width else text:
+            width = cells(part)
             if self._column and self._column + width > self._width:
                 self._new_row()
-            append(self._rows[-1], character, kind)
+            append(self._rows[-1], part, kind)
             self._column += width
-
-    def _space(self, character: str, kind: str) -> None:
-        if character == "\n":
-            self._new_row()
-        elif self._column < self._width:
-            self._place(" ", kind)
 
     def _new_row(self) -> None:
         self._rows.append([])
@@ -192,18 +172,14 @@ class Story:
     def tail(self, width: int, n: int, is_whole: bool = False) -> list[Row]:
         """The last n rows so far; is_whole: to the last letter."""
         if not self._tail or width != self._width:
-            self._width, self._tail = width, Rows(width, KEPT_ROWS)
-            for text, kind in self._last_runs(KEPT_ROWS * width):
-                self._tail.add(text, kind)
+            self._width, self._tail = width, self._laid_out(width, KEPT_ROWS)
         if is_whole:
             self._tail.settle()
         return self._tail.so_far()[-n:]
 
     def rows(self, width: int) -> list[Row]:
         """All of it."""
-        rows = Rows(width)
-        for text, kind in self._runs:
-            rows.add(text, kind)
+        rows = self._laid_out(width)
         rows.settle()
         return rows.so_far()
 
@@ -212,9 +188,8 @@ class Story:
         if self._tail:
             self._tail.add(text, kind)
 
-    def _last_runs(self, n_characters: int) -> Row:
-        start = len(self._runs)
-        while start and n_characters > 0:
-            start -= 1
-            n_characters -= len(self._runs[start][0])
-        return self._runs[start:]
+    def _laid_out(self, width: int, keep: int | None = None) -> Rows:
+        rows = Rows(width, keep)
+        for text, kind in self._runs:
+            rows.add(text, kind)
+        return rows
