@@ -23,7 +23,7 @@ from .keys import Keyboard
 from .output import Printable, Roles, SilentView, View, print_summary, printable, show, to_json
 from .panel import LivePanel
 from .progress import read_in_a_line
-from .story import KEPT_ROWS, Row, Story
+from .story import Row, Story, append
 from .window import STYLES, STYLES_NO_COLOR, WIDEST, Window, obstacle
 
 MOST_SHOWN, MOST_ROWS_SHOWN = 2000, 12  # characters and rows of a first message that stands in a file
@@ -58,9 +58,8 @@ class AnswerView(View):
         self._begin_rows()
 
     def _begin_rows(self) -> None:
-        self._width, self._story = self._width_of(), Story()
-        self._n_shown = 0  # letters of the last row
-        self._last = self._story.tail(self._width, 1)[0] if self._width else None
+        self._width, self._new = self._width_of(), Row()
+        self._story = Story(lambda text, kind: append(self._new, text, kind))
 
     def __exit__(self, *_: Any) -> None:
         self._add(self._printable.end(), "target")
@@ -105,23 +104,11 @@ class AnswerView(View):
 
     def _show_rows(self, is_whole: bool = False) -> None:
         if self._width:
-            rows = self._story.tail(self._width, KEPT_ROWS, is_whole)
-            self._put(rows[next(i for i, row in enumerate(rows) if row is self._last) :])
-            self._last = rows[-1]
-
-    def _put(self, rows: list[Row]) -> None:
-        """What is new of these rows, the first of which has begun."""
-        for i, row in enumerate(rows):
-            if i:
-                self._out.write("\n")
-                self._n_shown = 0
-            skip = self._n_shown
-            for text, kind in row:
-                new = text[skip:]
-                skip = max(0, skip - len(text))
-                code = self._styles.get(kind, "")
-                self._out.write(f"\x1b[{code}m{new}\x1b[m" if code and new else new)
-                self._n_shown += len(new)
+            self._story.tail(self._width, 1, is_whole)
+        for text, kind in self._new:
+            code = self._styles.get(kind, "")
+            self._out.write(f"\x1b[{code}m{text}\x1b[m" if code else text)
+        self._new.clear()
 
 
 def figures(s: Statistics) -> str:

@@ -3,7 +3,7 @@
 import re
 import unicodedata
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from rich.cells import get_character_cell_size
 
@@ -12,6 +12,7 @@ from .output import Printable
 
 Run = tuple[str, str]  # a stretch of text, and what it is
 Row = list[Run]
+Tell = Callable[[str, str], None]
 
 MOST_HELD = 12  # cells at a row's end that an unfinished word does not enter: it might not fit
 KEPT_ROWS = 60  # of a window on a story
@@ -85,10 +86,11 @@ class Rows:
     """A text broken into rows of at most `width` cells, between words where it can be.
 
     What has a place stays there: an unfinished word that might not fit waits, and one that outgrows its row is broken.
-    keep: how many rows are kept, None for all.
+    keep: how many rows are kept, None for all; tell: is told what gets its place, and each line break.
     """
 
-    def __init__(self, width: int, keep: int | None = None) -> None:
+    def __init__(self, width: int, keep: int | None = None, tell: Tell = lambda *_: None) -> None:
+        self._tell = tell
         self._width, self._safe = width, width - min(MOST_HELD, width // 4)
         self._rows: deque[Row] = deque([[]], maxlen=keep)
         self._column = 0
@@ -131,17 +133,23 @@ class Rows:
             if self._column and self._column + width > self._width:
                 self._new_row()
             append(self._rows[-1], part, kind)
+            self._tell(part, kind)
             self._column += width
 
     def _new_row(self) -> None:
         self._rows.append([])
+        self._tell("\n", "plain")
         self._column = 0
 
 
 class Story:
-    """A text that grows at its end, in colours of whole words: a word is of its first piece's kind, and a prompt ends one."""
+    """A text that grows at its end, in colours of whole words: a word is of its first piece's kind, and a prompt ends one.
 
-    def __init__(self) -> None:
+    tell: see `Rows`, of its `tail`.
+    """
+
+    def __init__(self, tell: Tell = lambda *_: None) -> None:
+        self._tell = tell
         self._printable = Printable()
         self._runs: Row = []
         self._in_word = False
@@ -172,14 +180,14 @@ class Story:
     def tail(self, width: int, n: int, is_whole: bool = False) -> list[Row]:
         """The last n rows so far; is_whole: to the last letter."""
         if not self._tail or width != self._width:
-            self._width, self._tail = width, self._laid_out(width, KEPT_ROWS)
+            self._width, self._tail = width, self._laid_out(Rows(width, KEPT_ROWS, self._tell))
         if is_whole:
             self._tail.settle()
         return self._tail.so_far()[-n:]
 
     def rows(self, width: int) -> list[Row]:
         """All of it."""
-        rows = self._laid_out(width)
+        rows = self._laid_out(Rows(width))
         rows.settle()
         return rows.so_far()
 
@@ -188,8 +196,7 @@ class Story:
         if self._tail:
             self._tail.add(text, kind)
 
-    def _laid_out(self, width: int, keep: int | None = None) -> Rows:
-        rows = Rows(width, keep)
+    def _laid_out(self, rows: Rows) -> Rows:
         for text, kind in self._runs:
             rows.add(text, kind)
         return rows

@@ -488,7 +488,7 @@ def test_a_terminal_that_goes_in_the_middle_of_an_answer_costs_none_of_the_talk(
 
     chat._obey(QUESTION)
     with monkeypatch.context() as patch:
-        patch.setattr(AnswerView, "_put", gone)
+        patch.setattr(AnswerView, "_end_rows", gone)
         patch.setattr(AnswerView, "show", lambda _, event: gone() if isinstance(event, Step) else None)
         with pytest.raises(OSError, match="Input/output"):
             chat._obey("And then?")
