@@ -88,13 +88,12 @@ class Commands(TyperGroup):
         words = _words_of(self, ctx, args)
         if words[:1] in (["help"], ["version"]) and args == words:
             args = ["--version"] if words == ["version"] else [*words[1:2], "--help"]
-            return list(super().parse_args(ctx, args))
-        if not words or words[0] in self.commands:
-            return list(super().parse_args(ctx, args))
-        if not is_model_name(words[0]) and " " not in words[0] and not ctx.resilient_parsing:
-            self._check_is_no_command(words[0], len(words) <= 1 + (words[0] in TAKING_A_NAME))
-        ctx.allow_interspersed_args = True
-        return list(Command.parse_args(self, ctx, args))
+        elif words and words[0] not in self.commands:
+            if not is_model_name(words[0]) and " " not in words[0] and not ctx.resilient_parsing:
+                self._check_is_no_command(words[0], len(words) <= 1 + (words[0] in TAKING_A_NAME))
+            ctx.allow_interspersed_args = True
+            return list(Command.parse_args(self, ctx, args))
+        return list(super().parse_args(ctx, args))
 
     def _check_is_no_command(self, word: str, is_alone: bool) -> None:
         """Refuses what is rather a slip than a prompt."""

@@ -8,8 +8,8 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -20,13 +20,10 @@ try:
     editor: ModuleType | None = readline
 except ImportError:  # Windows, or a Python built without it: lines come as the terminal gives them
     editor = None
-try:
-    import termios
-except ImportError:
-    termios = None  # type: ignore[assignment]
 
 from ..readers import replace_text
 from .interrupts import GO_ON, signals
+from .keys import Keyboard
 
 PROMPT, MORE = ">>> ", "... "
 FENCE = '"""'  # around a message of several lines
@@ -86,7 +83,8 @@ class Lines:
         """The next message. Raises EOFError for Ctrl-D, KeyboardInterrupt for Ctrl-C, of what was typed till then."""
         if self._next:
             return self._next.pop()
-        with signals.asking(), _tidy_at_the_end(self._no_longer_bold + b"\n"):
+        at_sudden_end = signals.at_sudden_end(lambda: _tell_terminal(self._no_longer_bold + b"\n"))
+        with signals.asking(), at_sudden_end, Keyboard().as_it_was():
             was_typed_before = _is_waiting(0)
             message, self._next = whole(self._line, lambda: not was_typed_before and _is_waiting(PASTE_SECONDS), self._is_command)
         self._remember(message)
@@ -225,20 +223,3 @@ def _edited(prompt: str) -> str:
 
 def _come_back(*_: object) -> NoReturn:
     raise _BackAgain
-
-
-@contextmanager
-def _tidy_at_the_end(code: bytes) -> Iterator[None]:
-    """A sudden end leaves the terminal as it was before a line was typed, and tells it that."""
-    if termios is None or not sys.stdin.isatty():
-        yield
-        return
-    modes = termios.tcgetattr(sys.stdin)
-
-    def restore() -> None:
-        with suppress(OSError, termios.error):
-            termios.tcsetattr(sys.stdin, termios.TCSANOW, modes)
-        _tell_terminal(code)
-
-    with signals.at_sudden_end(restore):
-        yield

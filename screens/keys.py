@@ -65,6 +65,12 @@ class Keyboard:
             return nullcontext()
         return self._without(termios.ECHO | termios.ECHOCTL, is_forgetful=False)
 
+    def as_it_was(self) -> AbstractContextManager[None]:
+        """Within, a sudden end leaves the terminal as it is now, whatever else has changed its modes."""
+        if not self._is_terminal:
+            return nullcontext()
+        return signals.at_sudden_end(partial(self._set, termios.tcgetattr(self._stdin), is_forgetful=False))
+
     def _without(self, flags: int, is_forgetful: bool) -> AbstractContextManager[None]:
         """Within, the terminal has none of these modes. is_forgetful: about what was typed, whenever they change."""
         before = termios.tcgetattr(self._stdin)

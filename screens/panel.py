@@ -150,7 +150,9 @@ class LivePanel(Watched):
     def show(self, event: Event | Prefill) -> None:
         now = self._clock()
         if isinstance(event, Prefill | Prompt) and self._tail is None:
-            self._begin_with(event.text, now)
+            self._tail = event.text[-CONTEXT:]
+            self._story.add(event.text, "prompt")
+            self._begin, self._next_frame = now, now + UNSEEN_SECONDS
         if isinstance(event, Prefill):
             self._begin = self._begin if self._prefill else now
             self._prefill = event
@@ -176,11 +178,6 @@ class LivePanel(Watched):
             if self._is_due(now):
                 self._frame()
                 self._wait(at_step=True)
-
-    def _begin_with(self, prompt: str, now: float) -> None:
-        self._tail = prompt[-CONTEXT:]
-        self._story.add(prompt, "prompt")
-        self._begin, self._next_frame = now, now + UNSEEN_SECONDS
 
     # When
 
