@@ -52,10 +52,9 @@ class ChatRequest(Request):
 
     def settled(self) -> "ChatRequest":
         """With its first message and its models where they belong."""
-        model = self.word or self.model
-        if not model:
+        if not (self.word or self.model):
             raise ValueError("which model? Name one with -m, such as HuggingFaceTB/SmolLM2-135M-Instruct")
-        request = with_models(replace(self, word=None, model=model, prompt=message_of(self.prompt, self.file)))
+        request = with_models(replace(self, prompt=message_of(self.prompt, self.file)))
         if not (self.is_talk or request.prompt):
             raise ValueError("there is no question, and no terminal to ask one at; -i TEXT asks one")
         return request

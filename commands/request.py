@@ -199,11 +199,12 @@ class Request:
 def with_models(request: Asked, draft: str = "") -> Asked:
     """That request, its models named: the pair that comes along where no target is, else that draft where none is."""
     named, stage = _as_a_draft(request.draft), _as_a_draft(request.stage)
-    model: str | None = request.model
+    model = request.word or request.model
     if model is None:
         target, small = map(str, default_pair())
         model, named = target, named or small
-    return replace(request, model=model, draft=(named or draft) if named != NONE else "", stage=stage if stage != NONE else "")
+    draft, stage = (name if name != NONE else "" for name in (named or draft, stage))
+    return replace(request, word=None, model=model, draft=draft, stage=stage)
 
 
 def with_steps(request: Asked) -> Asked:

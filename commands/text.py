@@ -63,9 +63,7 @@ class TextRequest(Request):
             what = "put quotes around a prompt of several words, or name it with -i"
             what = "name the draft with -d" if len(models) > 1 else what
             raise ValueError(f"{' '.join(self.words)!r} are {len(self.words)} words; {what}")
-        if models and self.model is not None:
-            raise ValueError(f"{models[0]!r} and -m {self.model!r} are two targets; name a draft with -d")
-        self = replace(with_steps(self), model=models[0] if models else self.model)
+        self = with_steps(replace(self, word=models[0] if models else None))
         self = replace(self, prompt=prompt_of(self.prompt, self.file, texts[0] if texts else None))
         return with_models(self, AUTO if self.verify == "coupled" else "")  # whose text no drafter changes
 
