@@ -194,9 +194,9 @@ class LivePanel(Watched):
 
     @property
     def _gap(self) -> float:
-        """Seconds between passes at an even pace, at which the text takes as long as is left of SEEN_SECONDS."""
+        """Seconds between passes at a pace, or at an even one, at which the text takes as long as is left of SEEN_SECONDS."""
         if not self._is_even:
-            return 0.0
+            return min(1 / self._pace, LONGEST_HOLD_SECONDS) if self._pace else 0.0
         s, n_tokens = self._statistics, min(self._max_tokens, SEEN_TOKENS)
         left = SEEN_SECONDS * n_tokens / SEEN_TOKENS - (self._next_step - self._begin)
         a_pass = (s.n_generated + FIRST_TOKENS) / (s.target_passes + FIRST_PASSES)
@@ -245,10 +245,9 @@ class LivePanel(Watched):
             if not at_step:
                 return GUESS_SECONDS
             return 0.0 if self._steps_asked else LONGEST_HOLD_SECONDS
-        frames_a_step = 1 if at_step and not self._passes[-1].step.draft_tokens else 2
-        if self._pace:
-            return min(1 / frames_a_step / self._pace, LONGEST_HOLD_SECONDS)
-        return self._next_step - since if at_step else self._gap / 2
+        if at_step and not self._pace:
+            return self._next_step - since
+        return self._gap if at_step and not self._passes[-1].step.draft_tokens else self._gap / 2
 
     # What
 
