@@ -125,7 +125,8 @@ def list_all(request: ListRequest, folder: str) -> None:
         table.add_row(
             told(row["name"]),
             f"{row['family']} {row['layers']} x {row['dim']}",
-            _count(row["parameters"]) + (f", {_count(row['parameters_read'])} read" if _has_experts(row) else ""),
+            _count(row["parameters"])
+            + (f", {_count(row['parameters_read'])} read" if row["parameters_read"] < row["parameters"] else ""),
             f"{_count(row['bytes'])}B",
             str(row["vocabulary"]),
             _of_head(row["head"], told) if row["head"] else told(*(row["drafts"] or ("self", "ngram"))),
@@ -141,11 +142,6 @@ def list_all(request: ListRequest, folder: str) -> None:
 
 
 DEEDS = {"pull": pull, "rm": rm, "name": name}
-
-
-def _has_experts(row: Mapping[str, Any]) -> bool:
-    """Whether a token goes through a part of the weights alone."""
-    return bool(row["parameters_read"] < row["parameters"])
 
 
 def _of_head(head: Mapping[str, Any], told: Callable[..., Text]) -> Text:

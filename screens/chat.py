@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from .. import checks
@@ -250,9 +250,7 @@ class Chat:
         self._errors.print(Text(printable(words), style), soft_wrap=not self._errors.is_terminal)
 
     def _help(self, _: str) -> None:
-        table = Table.grid(padding=(0, 2))
-        table.add_column(overflow="fold")
-        table.add_column(overflow="fold")
+        table = Table.grid(Column(overflow="fold"), Column(overflow="fold"), padding=(0, 2))
         for name, meaning in HELP.items():
             table.add_row(Text(name), Text(meaning))
         self._out.print(table)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ..decoding import Event, Prefill, Prompt, Statistics, Step
@@ -194,9 +194,7 @@ def print_summary(console: Console, statistics: Statistics, **more: object) -> N
         ("stopped by", f"{s.stop_reason}"),
         *((label, f"{value}") for label, value in more.items()),
     ]
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
-    table.add_column(justify="right")
+    table = Table.grid(Column(style="dim"), Column(justify="right"), padding=(0, 2))
     for label, value in rows:
         table.add_row(label, value)
     console.print(table)

@@ -10,7 +10,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ..measuring.sweep import Figures, Measured, Overall, conclusion, name_of, overall
@@ -102,9 +102,8 @@ def to_table(report: Report, width: int) -> Table:
     if room >= len(HEADS[-1]) and len(widths) == len(HEADS):
         widths.append(room)
 
-    table = Table.grid(padding=(0, 1, 0, 0))
-    for i, column in enumerate(widths):
-        table.add_column(min_width=column, justify="right" if 0 < i < len(HEADS) else "left")
+    columns = [Column(min_width=n, justify="right" if 0 < i < len(HEADS) else "left") for i, n in enumerate(widths)]
+    table = Table.grid(*columns, padding=(0, 1, 0, 0))
     for kind, title in titles.items():
         table.add_row(*[Text(title, "bold"), *(Text(head, "dim") for head in HEADS)][: len(widths)])
         for f in report.cells:
@@ -127,9 +126,7 @@ def _row(f: Figures, room: int) -> tuple[str, ...]:
 
 def to_bars(report: Report, console: Console) -> Table:
     """Mean speed-ups over all lengths, a bar for each setting and temperature."""
-    table = Table.grid(padding=(0, 1, 0, 0))
-    for _ in range(4):
-        table.add_column(no_wrap=True)
+    table = Table.grid(*[Column(no_wrap=True) for _ in range(4)], padding=(0, 1, 0, 0))
     highest = max((f.speedup_mean for f in report.charted), default=1.0)
     cells = max(4, min(BAR_CELLS, console.width - 34))
     is_utf = console.encoding.startswith("utf")
