@@ -185,12 +185,8 @@ class LivePanel(Watched):
         if now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
             self._look()
-        return now >= self._next_frame or self._is_slow or signals.stop_asked
-
-    @property
-    def _is_slow(self) -> bool:
-        """Whether frames wait to be seen."""
-        return bool(self._pace) or self._is_paused or self._next_step - self._clock() > LEAST_WAIT_SECONDS
+        is_slow = bool(self._pace) or self._is_paused or self._next_step - now > LEAST_WAIT_SECONDS  # frames wait to be seen
+        return now >= self._next_frame or is_slow or signals.stop_asked
 
     @property
     def _gap(self) -> float:
