@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from .. import checks
-from ..decoding import Event, Prefill, Statistics, Step
+from ..decoding import Event, Prefill, Prompt, Statistics, Step
 from ..text.conversation import Conversation, Settings
 from .chat_lines import PROMPT, Lines
 from .interrupts import signals
@@ -152,7 +152,7 @@ class Chat:
         statistics, n_dropped = Statistics(), self._conversation.n_dropped
         with self._keeping(), closing(events), Keyboard().unheard(), closing(read_in_a_line(events)) as told:
             first = next((event for event in told if signals.asked or not isinstance(event, Prefill)), None)
-            if first is None or isinstance(first, Prefill):
+            if not isinstance(first, Prompt):
                 told.close()
                 self._tell("interrupted before the answer began")
                 return
@@ -161,7 +161,7 @@ class Chat:
                 self._tell(f"the context is full: the oldest {turns} left out from here on")
             view = self._view(statistics)
             rest = events if isinstance(view, LivePanel) else told  # a panel shows itself what is read anew
-            show(view, _behind(first, rest), statistics)
+            show(view, _behind(replace(first, text=""), rest), statistics)  # the answer alone
         self._statistics = statistics
         if isinstance(view, SilentView):
             settings = asdict(self._conversation.settings)

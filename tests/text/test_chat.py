@@ -27,7 +27,7 @@ from specdec.commands.prompts import MOST_BYTES, message_of
 from specdec.decoding import Prefill
 from specdec.screens.chat import HELP, AnswerView, Chat
 from specdec.screens.chat_lines import Lines, whole
-from specdec.screens.output import Roles, printable
+from specdec.screens.output import Roles, SilentView, printable
 from specdec.text.conversation import Conversation, Settings
 from specdec.text.wording import Wording
 from tests.folders import FIXTURES, configure
@@ -474,6 +474,15 @@ def test_a_talk_outlives_its_terminal(model: Path, tmp_path: Path) -> None:
         job.type(b"/save %s\r" % str(tmp_path / "kept").encode())
         job.read_until(word="saved in")
     assert json.loads((tmp_path / "kept").read_text()) == content
+
+
+def test_a_view_is_shown_the_answer_alone(talk: Callable[..., Conversation], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not what the template makes of the talk so far."""
+    conversation, view = talk(), SilentView()
+    chat = Chat(conversation, Roles("a", "b"), plain=True)
+    monkeypatch.setattr(chat, "_view", lambda statistics: view)
+    chat._obey(QUESTION)
+    assert view.text == conversation.messages[-1]["content"]
 
 
 def test_a_terminal_that_goes_in_the_middle_of_an_answer_costs_none_of_the_talk(
