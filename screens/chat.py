@@ -164,11 +164,10 @@ class Chat:
             show(view, _behind(replace(first, text=""), rest), statistics)  # the answer alone
         self._statistics = statistics
         if isinstance(view, SilentView):
-            settings = asdict(self._conversation.settings)
-            nothing: dict[str, Any] = {"content": "", "attempt": 0}
-            answer = self._conversation.messages[-1] if view.tokens else nothing
-            more = {"attempt": answer["attempt"], "settings": settings, **(self._told or {}), **self._conversation.made_with}
-            print(to_json(statistics, answer["content"], view.tokens, **more), flush=True)
+            talk = self._conversation
+            attempt = talk.messages[-1]["attempt"] if view.tokens else 0
+            more = {"attempt": attempt, "settings": asdict(talk.settings), **(self._told or {}), **talk.made_with}
+            print(to_json(statistics, view.text, view.tokens, **more), flush=True)
         else:
             self._tell(figures(statistics))
 
