@@ -152,10 +152,11 @@ def run(request: ServeRequest) -> None:
 
 def serve(request: ServeRequest, models: Loaded | None, sock: socket.socket, keys: list[str]) -> None:
     """Answer until a signal asks for the end."""
-    from ..serving.app import Service, app_of
+    from ..serving.app import app_of
     from ..serving.guard import Guard
     from ..serving.listening import Listener
     from ..serving.shelf import Shelf, only
+    from ..serving.writing import Service
 
     log = Log().tell
     if models:

@@ -4,41 +4,31 @@ import asyncio
 import base64
 import hashlib
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.routing import Route, Router
 
 from .asked import Asked, Model, chat_asked, completion_asked
 from .bodies import SMALL_BYTES, Room, body_of_bytes
-from .building import Builder, Turns
+from .building import Turns
 from .embeddings import embeddings_asked
 from .fields import Refused, body_of
-from .guard import FAILED, App, Receive, Scope, Send, refusal
+from .guard import App, Receive, Scope, Send
 from .messages import messages_asked, tokens_counted
 from .metrics import exposition
 from .responses import response_asked
-from .shelf import Served, Shelf
 from .tokens import detokenized, tokenized
-from .writing import Answering, asking, json_of, loaded, place_of, unless, watched
+from .writing import Answering, Service, asked_model, json_of, unless
 
 PAGE = Path(__file__).with_name("page.html")
+NOT_THERE = {404: "there is nothing at this path", 405: "this path does not take this method"}
 LARGE_AT_ONCE = 1  # other bodies of which tokens are made: small ones have another process then
-
-
-@dataclass(frozen=True)
-class Service:
-    """What the paths share. fingerprint: what answers depend on beside the model."""
-
-    shelf: Shelf
-    fingerprint: str
 
 
 def app_of(service: Service) -> App:
@@ -69,13 +59,16 @@ def app_of(service: Service) -> App:
         ),
         Route("/v1/embeddings", paths.embeddings, methods=["POST"]),
     ]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: wrong, Refused: wrong, Exception: wrong})
+    router = Router(routes)
 
-    async def without_slash(scope: Scope, receive: Receive, send: Send) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         """A path means the same with a slash at its end: nobody is sent elsewhere."""
-        await app({**scope, "path": scope["path"].rstrip("/") or "/"}, receive, send)
+        try:
+            await router({**scope, "path": scope["path"].rstrip("/") or "/", "app": router}, receive, send)
+        except HTTPException as error:
+            raise Refused(NOT_THERE[error.status_code], None, None, error.status_code) from None
 
-    return without_slash
+    return app
 
 
 class Paths:
@@ -83,7 +76,7 @@ class Paths:
 
     def __init__(self, service: Service) -> None:
         self._service, self._shelf = service, service.shelf
-        self._room, self._building, self._large = Room(), Builder(), Turns(LARGE_AT_ONCE)
+        self._room, self._large = Room(), Turns(LARGE_AT_ONCE)
         self._page, self._policy = _page()
 
     async def page(self, _: Request) -> Response:
@@ -134,44 +127,27 @@ class Paths:
 
     def writing(self, read: Callable[[Mapping[str, Any], Model], Asked]) -> Callable[[Request], Awaitable[Any]]:
         async def write(request: Request) -> Any:
-            return Answering(self._service.shelf, self._service.fingerprint, self._building, read, *await self._body(request))
+            return Answering(self._service, read, *await self._body(request))
 
         return write
 
     def telling(self, read: Callable[[Mapping[str, Any], Model], Any]) -> Callable[[Request], Awaitable[Response]]:
         async def tell(request: Request) -> Response:
             body, turn = await self._body(request)
-            async with self._loaded(body, request) as (served, _), turn:
+            async with asked_model(self._shelf, body, request.receive) as (served, _), turn:
                 return JSONResponse(await asyncio.to_thread(read, body, served.model))
 
         return tell
 
     async def embeddings(self, request: Request) -> Response:
         body, turn = await self._body(request)
-        async with self._loaded(body, request) as (served, leaving):
+        async with asked_model(self._shelf, body, request.receive) as (served, leaving):
             async with turn:
                 asked = await asyncio.to_thread(embeddings_asked, body, served.model)
-            with asking():
-                futures = served.engine.beside(asked.work, request.scope["who"])
+            futures = served.engine.beside(asked.work, request.scope["who"])
             vectors = await unless(leaving, asyncio.gather(*map(asyncio.wrap_future, futures)))
             answer = await asyncio.to_thread(lambda: json_of(asked.answer(vectors, served.model.name)))
             return Response(answer, media_type="application/json")
-
-    @asynccontextmanager
-    async def _loaded(self, body: Mapping[str, Any], request: Request) -> "AsyncIterator[tuple[Served, asyncio.Future[Any]]]":
-        """The model that a body names, and what is done once the client has left."""
-        async with place_of(self._shelf, body) as place, watched(request.receive) as leaving:
-            yield await loaded(place, leaving), leaving
-
-
-async def wrong(request: Request, error: Exception) -> Response:
-    """What an error is told as."""
-    if isinstance(error, HTTPException):
-        words = {404: "there is nothing at this path", 405: "this path does not take this method"}
-        error = Refused(words.get(error.status_code, error.detail), None, None, error.status_code)
-    if isinstance(error, Refused):
-        request.scope["notes"].append(error.note)
-    return refusal(error if isinstance(error, Refused) else FAILED())
 
 
 def _page() -> tuple[str, str]:

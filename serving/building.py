@@ -10,14 +10,19 @@ from typing import Any
 
 from ..decoding import Shape
 from ..text.shapes import BUILDERS, Grammar
+from .fields import Refused
 
 MOST_WAITING = 32  # shapes that are to be built
 MOST_SECONDS = 6.0  # of building that a client may use at once
 SECONDS_BACK = 0.05  # that it gets back in a second
 
 
-class Busy(Exception):
+class Busy(Refused):
     """Too many shapes wait to be built, or this client's have taken too long."""
+
+    def __init__(self) -> None:
+        told = "shapes of this client, or of many, take long to build; ask again later, or for a smaller one"
+        super().__init__(told, "response_format", "shapes_busy", 429)
 
 
 class Turns:
@@ -76,11 +81,11 @@ class Builder:
         if (kept := grammar.kept()) is not None:
             return kept
         if self._owes(who) > MOST_SECONDS or self._turns.n_waiting >= MOST_WAITING:
-            raise Busy
+            raise Busy()
         await self._turns.begin(who)
         if self._owes(who) > MOST_SECONDS:
             self._turns.end(who)
-            raise Busy
+            raise Busy()
         begin = time.monotonic()
         building = asyncio.get_running_loop().run_in_executor(self._pool, grammar.built)
         building.add_done_callback(lambda done: self._over(who, time.monotonic() - begin, done))

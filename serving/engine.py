@@ -28,6 +28,7 @@ from ..text.wording import Wording
 from ..transformer import Transformer
 from ..verification import Draft
 from .beside import Beside, Steps
+from .fields import Refused
 from .metrics import Figures
 from .seats import LEAST_SHARED, Seat, Seats
 
@@ -48,12 +49,18 @@ class Client(NamedTuple):
 ANYBODY = Client()
 
 
-class Full(Exception):
+class Full(Refused):
     """As many texts wait as may."""
 
+    def __init__(self) -> None:
+        super().__init__("as many requests wait as may; ask again later", None, "queue_full", 429)
 
-class Closed(Exception):
+
+class Closed(Refused):
     """No more texts are taken."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down", None, "shutting_down", 503)
 
 
 @dataclass(frozen=True)
@@ -189,11 +196,11 @@ class Engine:
         tickets = [Ticket(self._decoder.team.checked(job), hear, self._wake, who) for job, hear in zip(jobs, hears, strict=True)]
         with self._changed:
             if self._is_closed:
-                raise Closed
+                raise Closed()
             there = [*self._waiting, *(writing.ticket for writing in self._running)]
             is_new = all(ticket.who.name != who.name for ticket in there)
             if len(there) + len(tickets) > self._n_slots + self._n_queue + MORE_CLIENTS * (is_new and bool(there)):
-                raise Full
+                raise Full()
             self._waiting.extend(tickets)
             self._changed.notify()
         return tickets
@@ -202,9 +209,9 @@ class Engine:
         """Other work with the target, a step at a time between passes; see `Beside`. Raises Full and Closed."""
         with self._changed:
             if self._is_closed:
-                raise Closed
+                raise Closed()
             if not (futures := self._beside.add([partial(each, self._decoder.target) for each in work], who.name)):
-                raise Full
+                raise Full()
             self._changed.notify()
         return futures
 

@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -61,17 +60,13 @@ class Guard:
         try:
             scope["who"] = self._checked(scope)
             await self._app(scope, receive, sending)
-        except Refused as error:
-            notes.append(error.note)
-            if not status:
-                await refusal(error)(scope, receive, sending)
-        except OSError:  # the client has left, or reads nothing
-            status = 0
-            notes.append("left")
         except Exception as error:
-            notes.append(f"{type(error).__name__}: {error}"[:200])
+            has_left = isinstance(error, OSError)  # the client, or it reads nothing
+            refused = told_as(error)
+            notes.append("left" if has_left else refused.note if refused is error else f"{type(error).__name__}: {error}"[:200])
             if not status:
-                await refusal(FAILED())(scope, receive, sending)
+                await refusal(refused)(scope, receive, sending)
+            status *= not has_left
         finally:
             if scope["path"] not in QUIET:
                 seconds = time.perf_counter() - begin
@@ -110,7 +105,9 @@ class Guard:
         return found[0].hex() if found and kind.lower() == "bearer" else ""
 
 
-FAILED = partial(Refused, "the server failed; its log says more", None, "server_error", 500)
+def told_as(error: Exception) -> Refused:
+    """What a client is told of an error: of one of the inside nothing."""
+    return error if isinstance(error, Refused) else Refused("the server failed; its log says more", None, "server_error", 500)
 
 
 def refusal(error: Refused) -> Response:

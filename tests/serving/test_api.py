@@ -20,7 +20,7 @@ from specdec import Prompt, Sampling, SpeculativeDecoder, Step
 from specdec.decoding import Job, TokenLogprob
 from specdec.serving import app as server
 from specdec.serving import bodies, guard, writing
-from specdec.serving.app import Service, app_of
+from specdec.serving.app import app_of
 from specdec.serving.asked import Model
 from specdec.serving.calls import Call, Json, More
 from specdec.serving.engine import Client, Closed, Engine, Failed, Full, Hear
@@ -29,6 +29,7 @@ from specdec.serving.guard import Guard
 from specdec.serving.metrics import BOUNDS, Figures, exposition
 from specdec.serving.shelf import Served, only
 from specdec.serving.ways import way_of
+from specdec.serving.writing import Service
 from specdec.text.shapes import ShapeError
 from specdec.text.workers import Lost
 from tests.folders import FIXTURES

@@ -9,12 +9,13 @@ import pytest
 
 pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 from specdec import SpeculativeDecoder
-from specdec.serving.app import Service, app_of
+from specdec.serving.app import app_of
 from specdec.serving.asked import Model
 from specdec.serving.engine import Engine
 from specdec.serving.fields import Refused
 from specdec.serving.guard import Guard
 from specdec.serving.shelf import Served, Shelf
+from specdec.serving.writing import Service
 from tests.serving.test_api import CHAT, TEXT, ask
 from tests.serving.test_engine import endless  # noqa: F401
 
