@@ -4,7 +4,7 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -180,37 +180,35 @@ class InParts(Form):
         self._parts, self._finish = list[Part](), "stop"
 
     def grows(self, index: int, delta: Delta) -> bytes:
-        return b"".join([self._part(*each) for each in self._take(delta)])
+        self._finish, events = delta.finish or self._finish, b""
+        for each in delta.said:
+            kind = Call if isinstance(each, More) else type(each)
+            if not self._parts or self._parts[-1].kind is not kind or isinstance(each, Call):
+                events += self._stops()
+                self._parts.append(Part(kind, len(self._parts), new_id(), each.name if isinstance(each, Call) else ""))
+                events += self._part("begins", self._parts[-1], "")
+            text = each if isinstance(each, str) else each.words if isinstance(each, Thought) else each.arguments
+            self._parts[-1].text += text
+            if text:
+                events += self._part("grows", self._parts[-1], text)
+        return events
+
+    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        for index, delta in enumerate(deltas):
+            self.grows(index, delta)
+        return self._told()
 
     def _part(self, what: str, part: Part, grown: str) -> bytes:
         """The events of what becomes of a part: it "begins", "grows" by some text, or "ends"."""
         raise NotImplementedError
 
+    def _told(self) -> dict[str, Any]:
+        """The answer of all parts."""
+        raise NotImplementedError
+
     def _stops(self) -> bytes:
         """The events of the last part's end."""
         return b"".join([self._part("ends", part, "") for part in self._parts[-1:]])
-
-    def _take_all(self, deltas: Sequence[Delta]) -> None:
-        """The whole text, of which nobody is told in parts."""
-        for delta in deltas:
-            for _ in self._take(delta):
-                pass
-
-    def _take(self, delta: Delta) -> Iterator[tuple[str, Part, str]]:
-        """What becomes of parts by what the text grows by."""
-        self._finish = delta.finish or self._finish
-        for each in delta.said:
-            last = self._parts[-1] if self._parts else None
-            kind = Call if isinstance(each, More) else type(each)
-            if last is None or last.kind is not kind or isinstance(each, Call):
-                if last:
-                    yield "ends", last, ""
-                self._parts.append(Part(kind, len(self._parts), new_id(), each.name if isinstance(each, Call) else ""))
-                yield "begins", self._parts[-1], ""
-            text = each if isinstance(each, str) else each.words if isinstance(each, Thought) else each.arguments
-            self._parts[-1].text += text
-            if text:
-                yield "grows", self._parts[-1], text
 
 
 def new_id() -> str:
@@ -236,35 +234,36 @@ class Answer(Form):
         )
 
     def grows(self, index: int, delta: Delta) -> bytes:
-        finish = {"logprobs": self._logprobs(index, delta), "finish_reason": delta.finish}
-        if not self.asked.is_chat:
-            return event(self._chunk([{"index": index, "text": delta.words, **finish}], delta.details))
-        told: dict[str, Any] = _words(delta)
-        if delta.calls:
-            told["tool_calls"] = []
-            for call in delta.calls:
-                self._n_calls[index] += isinstance(call, Call)
-                told["tool_calls"].append({"index": self._n_calls[index] - 1, **_call(call)})
-        return event(self._chunk([{"index": index, "delta": told, **finish}], delta.details))
+        return event(self._chunk([self._choice(index, delta, False)], delta.details))
 
     def ends(self) -> bytes:
         """With the usage, where it is asked for."""
         return (event(self._chunk([]) | {"usage": self.usage}) if self.asked.has_usage else b"") + DONE
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        choices = list[dict[str, Any]]()
-        for index, delta in enumerate(deltas):
-            finish = {"logprobs": self._logprobs(index, delta), "finish_reason": delta.finish}
-            if self.asked.is_chat:
-                message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None} | _words(delta)
-                if delta.calls:
-                    message |= {"content": delta.words or None, "tool_calls": [_call(call) for call in delta.calls]}
-                choices.append({"index": index, "message": message, **finish})
-            else:
-                choices.append({"index": index, "text": delta.words, **finish})
+        choices = [self._choice(index, delta, True) for index, delta in enumerate(deltas)]
         kind = "chat.completion" if self.asked.is_chat else "text_completion"
         details = next((delta.details for delta in deltas if delta.details), None)
         return self._head(kind, choices) | {"usage": self.usage} | ({"specdec": details} if details else {})
+
+    def _choice(self, index: int, delta: Delta, is_whole: bool) -> dict[str, Any]:
+        """What a choice grows by, or all of it. Words go by the names that most clients know."""
+        finish = {"logprobs": self._logprobs(index, delta), "finish_reason": delta.finish}
+        if not self.asked.is_chat:
+            return {"index": index, "text": delta.words, **finish}
+        told: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None} if is_whole else {}
+        told |= {name: said for name, said in (("reasoning_content", delta.thought), ("content", delta.words)) if said}
+        if calls := [self._call(index, call, is_whole) for call in delta.calls]:
+            told |= ({"content": delta.words or None} if is_whole else {}) | {"tool_calls": calls}
+        return {"index": index, "message" if is_whole else "delta": told, **finish}
+
+    def _call(self, index: int, call: Call | More, is_whole: bool) -> dict[str, Any]:
+        if isinstance(call, Call):
+            self._n_calls[index] += 1
+        at = {} if is_whole else {"index": self._n_calls[index] - 1}
+        if isinstance(call, More):
+            return at | {"function": {"arguments": call.arguments}}
+        return at | {"id": new_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -330,15 +329,3 @@ class Answer(Form):
             return said.decode(errors="replace"), list(said)
         specials = getattr(tokenizer, "specials", {})
         return next((name for name, each in specials.items() if each == token), f"<{token}>"), None
-
-
-def _words(delta: Delta) -> dict[str, Any]:
-    """By the names that most clients know."""
-    return {name: said for name, said in (("reasoning_content", delta.thought), ("content", delta.words)) if said}
-
-
-def _call(call: Call | More) -> dict[str, Any]:
-    if isinstance(call, More):
-        return {"function": {"arguments": call.arguments}}
-    named = {"name": call.name, "arguments": call.arguments}
-    return {"id": new_id(), "type": "function", "function": named}

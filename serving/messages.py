@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..checks import one_of, short, text
-from .answers import Delta, InParts, Part, event
+from .answers import InParts, Part, event
 from .asked import COMMON, Asked, Model, chat_asked
 from .calls import Call, Thought
 from .fields import NOT_DONE, NOTHING, Fields, Refused, a_list, an_object, between, objects, words, yes_or_no
@@ -167,8 +167,7 @@ class Message(InParts):
         kind = KINDS.get(error.status, "api_error")
         return _event({"type": "error", "error": {"type": kind, "message": str(error)}})
 
-    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        self._take_all(deltas)
+    def _told(self) -> dict[str, Any]:
         return self._message([self._block(part) for part in self._parts], self._ended())
 
     def _block(self, part: Part) -> dict[str, Any]:

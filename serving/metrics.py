@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 COARSE = 1000  # tokens: a finer number would tell one client how another one's prompts begin
 BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
@@ -20,22 +20,32 @@ class Histogram:
         self.total += seconds
 
 
+def _counted(told: str, kind: str, what: str) -> int:
+    """A number of `Figures`: what Prometheus calls it, its kind, and what it counts."""
+    return field(default=0, metadata={"told": (told, kind, what)})
+
+
 @dataclass
 class Figures:
     """Of texts: how many run and wait now, all else since the start. first_token: seconds from asking to the first token."""
 
-    running: int = 0
-    queued: int = 0
-    done: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    passes: int = 0
+    running: int = _counted("requests_running", "gauge", "Texts that are being written.")
+    queued: int = _counted("requests_queued", "gauge", "Texts that wait for a slot.")
+    done: int = _counted("requests_done_total", "counter", "Texts that came to their end.")
+    cancelled: int = _counted("requests_cancelled_total", "counter", "Texts whose client left.")
+    failed: int = _counted("requests_failed_total", "counter", "Texts that ended in an error.")
+    prompt_tokens: int = _counted("prompt_tokens_total", "counter", "Tokens of prompts.")
+    cached_tokens: int = _counted(
+        "prompt_tokens_cached_total", "counter", "Of these, tokens that a cache held already, in whole thousands."
+    )
+    generated_tokens: int = _counted("generated_tokens_total", "counter", "Tokens that were written.")
+    drafted_tokens: int = _counted("drafted_tokens_total", "counter", "Tokens that were guessed.")
+    accepted_tokens: int = _counted("accepted_tokens_total", "counter", "Guessed tokens that stood.")
+    passes: int = _counted("passes_total", "counter", "Passes of the target.")
     first_token: Histogram = field(default_factory=Histogram)
+
+
+TOLD = {each.name: each.metadata["told"] for each in fields(Figures) if each.metadata}
 
 
 def merged(several: Sequence[Figures]) -> Figures:
@@ -44,22 +54,6 @@ def merged(several: Sequence[Figures]) -> Figures:
     counts = zip(*(each.first_token.counts for each in several), strict=True)
     total.first_token = Histogram([sum(each) for each in counts], sum(each.first_token.total for each in several))
     return total
-
-
-# what a figure is called there, its kind, and what it counts
-TOLD = {
-    "running": ("requests_running", "gauge", "Texts that are being written."),
-    "queued": ("requests_queued", "gauge", "Texts that wait for a slot."),
-    "done": ("requests_done_total", "counter", "Texts that came to their end."),
-    "cancelled": ("requests_cancelled_total", "counter", "Texts whose client left."),
-    "failed": ("requests_failed_total", "counter", "Texts that ended in an error."),
-    "prompt_tokens": ("prompt_tokens_total", "counter", "Tokens of prompts."),
-    "cached_tokens": ("prompt_tokens_cached_total", "counter", "Of these, tokens that a cache held already, in whole thousands."),
-    "generated_tokens": ("generated_tokens_total", "counter", "Tokens that were written."),
-    "drafted_tokens": ("drafted_tokens_total", "counter", "Tokens that were guessed."),
-    "accepted_tokens": ("accepted_tokens_total", "counter", "Guessed tokens that stood."),
-    "passes": ("passes_total", "counter", "Passes of the target."),
-}
 
 
 def exposition(figures: Figures) -> str:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ..checks import one_of, short, text
-from .answers import Delta, InParts, Part, event
+from .answers import InParts, Part, event
 from .asked import COMMON, Asked, Model, chat_asked
 from .calls import Call, Thought
 from .fields import NOT_DONE, NOTHING, Fields, Refused, a_list, an_object, between, false, objects, words, yes_or_no
@@ -145,18 +145,14 @@ class Told(InParts):
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def ends(self) -> bytes:
-        stops, response = self._stops(), self._ended()
+        stops, response = self._stops(), self._told()
         return stops + self._event(f"response.{response['status']}", response=response)
 
     def fails(self, error: Refused) -> bytes:
         told = {"error": {"code": error.code or "server_error", "message": str(error)}}
         return self._event("response.failed", response=self._response("failed", self._items()) | told)
 
-    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        self._take_all(deltas)
-        return self._ended()
-
-    def _ended(self) -> dict[str, Any]:
+    def _told(self) -> dict[str, Any]:
         return self._response("incomplete" if self._finish == "length" else "completed", self._items())
 
     def _part(self, what: str, part: Part, grown: str) -> bytes:
