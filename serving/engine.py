@@ -46,9 +46,6 @@ class Client(NamedTuple):
     owner: str = ""
 
 
-ANYBODY = Client()
-
-
 class Full(Refused):
     """As many texts wait as may."""
 
@@ -185,14 +182,10 @@ class Engine:
         self._figures.running, self._figures.queued = len(self._running), len(self._waiting)
         return self._figures
 
-    def submit(self, job: Job, hear: Hear, who: Client = ANYBODY) -> Ticket:
-        """`hear` is called on the engine's thread with the text's events: the last one is a step that has a reason to stop, or
-        `Failed`. Raises Full, Closed, and what `SpeculativeDecoder.stream` raises.
+    def submit(self, jobs: Sequence[Job], hears: Sequence[Hear], who: Client) -> list[Ticket]:
+        """All texts of a request, or none. `hears` are called on the engine's thread with the text's events: the last one is a
+        step that has a reason to stop, or `Failed`. Raises Full, Closed, and what `SpeculativeDecoder.stream` raises.
         """
-        return self.submit_all([job], [hear], who)[0]
-
-    def submit_all(self, jobs: Sequence[Job], hears: Sequence[Hear], who: Client) -> list[Ticket]:
-        """`submit` of all texts of a request, or of none."""
         tickets = [Ticket(self._decoder.team.checked(job), hear, self._wake, who) for job, hear in zip(jobs, hears, strict=True)]
         with self._changed:
             if self._is_closed:
@@ -205,7 +198,7 @@ class Engine:
             self._changed.notify()
         return tickets
 
-    def beside(self, work: Sequence[Callable[[Transformer], Steps]], who: Client = ANYBODY) -> "list[Future[Any]]":
+    def beside(self, work: Sequence[Callable[[Transformer], Steps]], who: Client) -> "list[Future[Any]]":
         """Other work with the target, a step at a time between passes; see `Beside`. Raises Full and Closed."""
         with self._changed:
             if self._is_closed:

@@ -128,7 +128,7 @@ class Answering:
                 shape = await unless(leaving, building)
         jobs = [replace(job, shape=shape) for job in answer.asked.jobs]
         with refusing(None):
-            tickets = served.engine.submit_all(jobs, [partial(self._hear, i) for i in range(len(jobs))], who)
+            tickets = served.engine.submit(jobs, [partial(self._hear, i) for i in range(len(jobs))], who)
         try:
             await (self._stream if answer.asked.is_stream else self._whole)(answer)
             scope["notes"].append(f"{answer.n_prompt}+{answer.n_text} tokens")

@@ -51,7 +51,7 @@ class Script:
         self.events, self.error, self.figures, self.jobs = events, error, Figures(), list[Job]()
         self.n_cancelled = 0
 
-    def submit_all(self, jobs: Sequence[Job], hears: Sequence[Hear], who: Client) -> list["Script"]:
+    def submit(self, jobs: Sequence[Job], hears: Sequence[Hear], who: Client) -> list["Script"]:
         if self.error:
             raise self.error
         self.jobs += jobs

@@ -23,7 +23,7 @@ from specdec.serving.building import Builder, Busy, Turns
 from specdec.serving.engine import Client, Full
 from specdec.serving.fields import Refused
 from specdec.serving.metrics import Figures, exposition
-from tests.serving.test_engine import Heard, a_job, assert_same, endless, engines  # noqa: F401  (fixtures)
+from tests.serving.test_engine import Heard, a_job, assert_same, endless, engines, submit  # noqa: F401  (fixtures)
 from tests.serving.test_listening import asked, hello, listener
 from tests.serving.test_seats import Counted, some
 
@@ -249,13 +249,13 @@ def test_large_bodies_of_one_client_keep_no_other_client_waiting() -> None:
 def test_one_client_keeps_no_other_one_out(endless: Any, engines: Callable[..., Any]) -> None:  # noqa: F811
     busy, greedy, other = engines(endless, n_slots=2, n_queue=3), Client("a", "a"), Client("b", "b")
     many = [Heard() for _ in range(5)]
-    tickets = [busy.submit(a_job(endless, 50_000), heard, greedy) for heard in many]
+    tickets = [submit(busy, a_job(endless, 50_000), heard, greedy) for heard in many]
     with pytest.raises(Full):
-        busy.submit(a_job(endless, 5), Heard(), greedy)
+        submit(busy, a_job(endless, 5), Heard(), greedy)
     heard, second = Heard(), Heard()
     for told in (heard, second):
         with contextlib.suppress(Full):
-            busy.submit(a_job(endless, 5), told, other)
+            submit(busy, a_job(endless, 5), told, other)
     assert_same(endless, a_job(endless, 5), heard)
     assert not second.events and not any(told.ended.is_set() for told in many)
     for ticket in tickets[:2]:
@@ -265,9 +265,9 @@ def test_one_client_keeps_no_other_one_out(endless: Any, engines: Callable[..., 
 
 def test_all_texts_of_a_request_are_taken_or_none(endless: Any, engines: Callable[..., Any]) -> None:  # noqa: F811
     busy = engines(endless, n_slots=1, n_queue=2)
-    busy.submit(a_job(endless, 50_000), Heard())
+    submit(busy, a_job(endless, 50_000), Heard())
     with pytest.raises(Full):
-        busy.submit_all([a_job(endless, 5)] * 3, [Heard()] * 3, Client())
+        busy.submit([a_job(endless, 5)] * 3, [Heard()] * 3, Client())
     assert busy.figures.queued + busy.figures.running == 1
     assert engine.MORE_CLIENTS > 0
 
@@ -290,7 +290,7 @@ def test_what_one_owner_said_is_in_nobody_elses_cache(endless: Any, engines: Cal
     for who, n in (("ann", 0), ("bob", 0), ("ann", 60)):
         before, heard = shared.figures.cached_tokens, Heard()
         job = a_job(endless, 3, "abc " * 20)
-        shared.submit(job, heard, Client(who, who))
+        submit(shared, job, heard, Client(who, who))
         assert_same(endless, job, heard)
         assert (shared.figures.cached_tokens - before >= 20) is (n > 0)
     assert "prompt_tokens_cached_total 12000\n" in exposition(Figures(cached_tokens=12_999))

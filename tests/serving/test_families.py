@@ -13,7 +13,7 @@ from specdec.transformer import Transformer
 from specdec.weights import INT8, PACKED_BF16
 from tests.checkpoints import write_tokenizer
 from tests.folders import CONFIGS, FIXTURES, stored
-from tests.serving.test_engine import Heard, assert_same
+from tests.serving.test_engine import Heard, assert_same, submit
 
 FAMILIES = list(CONFIGS)
 KINDS = {"own": None, "int8": INT8, "12 bits": PACKED_BF16}
@@ -53,7 +53,7 @@ def write_together(name, kind, draft, rng, tokenizer, n):
     tickets = []
     for job in jobs:
         heard.append(Heard())
-        tickets.append(engine.submit(job, heard[-1]))
+        tickets.append(submit(engine, job, heard[-1]))
         if rng.random() < 0.15:
             tickets[rng.integers(len(tickets))].cancel()
         if rng.random() < 0.3:

@@ -14,7 +14,7 @@ from tests.commands.test_cli import Run, run  # noqa: F401  (a fixture)
 from tests.conftest import VOCAB, Pair
 from tests.heads import head_of
 from tests.models import tokens_for
-from tests.serving.test_engine import Heard
+from tests.serving.test_engine import Heard, submit
 
 
 def written(folder, pair, jobs):
@@ -23,7 +23,7 @@ def written(folder, pair, jobs):
     decoder = SpeculativeDecoder(pair.endless, "ngram", pair.tokenizer, gamma=3, prompt_cache=cache)
     engine, heard = Engine(decoder, 4, 8, 10**8), [Heard() for _ in jobs]
     for job, each in zip(jobs, heard, strict=True):
-        engine.submit(job, each)
+        submit(engine, job, each)
     texts = [each.all() and [token for step in each.steps for token in step.tokens] for each in heard]
     engine.close(10.0)
     cache.flush()
@@ -68,7 +68,7 @@ def test_each_key_finds_its_own(tmp_path, pair: Pair) -> None:
     job, cached = Job(tokens_for(decoder.target.config, 400), 3, Sampling(0.0)), []
     for name in ("a", "b", "a", "b", ""):
         engine, heard = Engine(decoder, 2, 8, 10**8), Heard()
-        engine.submit(job, heard, Client(name, name))
+        submit(engine, job, heard, Client(name, name))
         heard.all()
         engine.close(10.0)
         cache.flush()

@@ -13,7 +13,7 @@ from specdec.serving.seats import Seats
 from specdec.tokenizer import BOS
 from specdec.transformer import Transformer
 from tests.folders import CONFIGS, FIXTURES
-from tests.serving.test_engine import Failed, Heard, assert_same, endless, engines  # noqa: F401  (fixtures)
+from tests.serving.test_engine import Failed, Heard, assert_same, endless, engines, submit  # noqa: F401  (fixtures)
 from tests.serving.test_families import letters  # noqa: F401
 
 RNG = np.random.default_rng(0)
@@ -101,12 +101,12 @@ def test_nobody_waits_for_a_state_that_cannot_go_over(name, letters, engines):  
     model = Transformer(checkpoint.config, weights, 1, 40_000)
     decoder = SpeculativeDecoder(model, None, letters(CONFIGS[name].vocab_size))
     engine, reads, asks = engines(decoder), Heard(), Heard()
-    engine.submit(Job([*BEGINS, *some(20_000)], 2, Sampling(0.0)), reads)
+    submit(engine, Job([*BEGINS, *some(20_000)], 2, Sampling(0.0)), reads)
     job = Job([*BEGINS, 7, 8, 9], 2, Sampling(0.0))
     while not asks.events:
         with model.lock:
             if engine._running and engine._running[0].model.n_held >= 200:
-                engine.submit(job, asks)
+                submit(engine, job, asks)
                 break
     assert_same(decoder, job, asks)
     assert not reads.events
@@ -120,10 +120,10 @@ def test_who_leads_a_short_prompt_is_read_before_longer_ones(endless, engines): 
 
     begins = [BOS, *some(150)]
     with endless.target.lock:
-        tickets = [engine.submit(Job([BOS, *some(20_000)], 1, Sampling(0.0)), hear("oldest"))]
-        tickets += [engine.submit(Job([BOS, *some(500)], 1, Sampling(0.0)), hear("longer")) for _ in range(4)]
-        tickets.append(engine.submit(Job([*begins, *some(10_000)], 1, Sampling(0.0)), hear("leader")))
-        engine.submit(Job([*begins, 5, 6], 1, Sampling(0.0)), last := Heard())
+        tickets = [submit(engine, Job([BOS, *some(20_000)], 1, Sampling(0.0)), hear("oldest"))]
+        tickets += [submit(engine, Job([BOS, *some(500)], 1, Sampling(0.0)), hear("longer")) for _ in range(4)]
+        tickets.append(submit(engine, Job([*begins, *some(10_000)], 1, Sampling(0.0)), hear("leader")))
+        submit(engine, Job([*begins, 5, 6], 1, Sampling(0.0)), last := Heard())
 
     last.all()
     assert "longer" not in ended
@@ -146,7 +146,7 @@ def test_where_nothing_goes_over_for_want_of_memory_that_text_fails_alone(endles
     jobs = [Job([*begins[: 30 + 5 * i], *some(10)], 20, Sampling(1.0, seed=i)) for i in range(30)]
     heard = [Heard() for _ in jobs]
     for job, told in zip(jobs, heard, strict=True):
-        engine.submit(job, told)
+        submit(engine, job, told)
     n_told = sum(isinstance(told.all()[-1], Failed) for told in heard)
     for job, told in zip(jobs, heard, strict=True):
         if not isinstance(told.events[-1], Failed):
@@ -163,7 +163,7 @@ def test_a_prompt_that_was_changed_in_the_middle_finds_all_of_it_again(endless, 
 
     def n_cached(prompt):
         before, heard = engine.figures.cached_tokens, Heard()
-        engine.submit(Job(prompt, 2, Sampling(0.0)), heard)
+        submit(engine, Job(prompt, 2, Sampling(0.0)), heard)
         heard.all()
         return engine.figures.cached_tokens - before
 
