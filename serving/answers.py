@@ -68,7 +68,7 @@ class Choice:
     """One text of an answer: its events become deltas."""
 
     def __init__(self, asked: Asked) -> None:
-        self._calls, self._one_call, self._has_details = asked.calls(), asked.one_call, asked.details
+        self._calls, self._one_call, self._has_details = asked.calls and asked.calls(), asked.one_call, asked.details
         self.statistics, self.n_calls = Statistics(), 0
         self.stop_string: str | None = None  # which has ended it
 

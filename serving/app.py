@@ -4,8 +4,9 @@ import asyncio
 import base64
 import hashlib
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ from .tokens import detokenized, tokenized
 from .writing import Answering, Service, asked_model, json_of, unless
 
 PAGE = Path(__file__).with_name("page.html")
+WRITE = {
+    "/v1/chat/completions": chat_asked,
+    "/v1/completions": completion_asked,
+    "/v1/messages": messages_asked,
+    "/v1/responses": response_asked,
+}
+TELL = {"/v1/messages/count_tokens": tokens_counted, "/tokenize": tokenized, "/detokenize": detokenized}
 NOT_THERE = {404: "there is nothing at this path", 405: "this path does not take this method"}
 LARGE_AT_ONCE = 1  # other bodies of which tokens are made: small ones have another process then
 
@@ -40,23 +48,8 @@ def app_of(service: Service) -> App:
         Route("/metrics", paths.metrics),
         Route("/v1/models", paths.models),
         Route("/v1/models/{name:path}", paths.one_model),
-        *(
-            Route(path, paths.writing(read), methods=["POST"])
-            for path, read in (
-                ("/v1/chat/completions", chat_asked),
-                ("/v1/completions", completion_asked),
-                ("/v1/messages", messages_asked),
-                ("/v1/responses", response_asked),
-            )
-        ),
-        *(
-            Route(path, paths.telling(read), methods=["POST"])
-            for path, read in (
-                ("/v1/messages/count_tokens", tokens_counted),
-                ("/tokenize", tokenized),
-                ("/detokenize", detokenized),
-            )
-        ),
+        *(Route(path, partial(paths.write, read), methods=["POST"]) for path, read in WRITE.items()),
+        *(Route(path, partial(paths.tell, read), methods=["POST"]) for path, read in TELL.items()),
         Route("/v1/embeddings", paths.embeddings, methods=["POST"]),
     ]
     router = Router(routes)
@@ -125,19 +118,13 @@ class Paths:
             async with turn():
                 return await asyncio.to_thread(body_of, data), turn()
 
-    def writing(self, read: Callable[[Mapping[str, Any], Model], Asked]) -> Callable[[Request], Awaitable[Any]]:
-        async def write(request: Request) -> Any:
-            return Answering(self._service, read, *await self._body(request))
+    async def write(self, read: Callable[[Mapping[str, Any], Model], Asked], request: Request) -> Any:
+        return Answering(self._service, read, *await self._body(request))
 
-        return write
-
-    def telling(self, read: Callable[[Mapping[str, Any], Model], Any]) -> Callable[[Request], Awaitable[Response]]:
-        async def tell(request: Request) -> Response:
-            body, turn = await self._body(request)
-            async with asked_model(self._shelf, body, request.receive) as (served, _), turn:
-                return JSONResponse(await asyncio.to_thread(read, body, served.model))
-
-        return tell
+    async def tell(self, read: Callable[[Mapping[str, Any], Model], Any], request: Request) -> Response:
+        body, turn = await self._body(request)
+        async with asked_model(self._shelf, body, request.receive) as (served, _), turn:
+            return JSONResponse(await asyncio.to_thread(read, body, served.model))
 
     async def embeddings(self, request: Request) -> Response:
         body, turn = await self._body(request)

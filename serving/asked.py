@@ -74,13 +74,9 @@ class Model:
     sampling: Sampling = Sampling()  # noqa: RUF009 (it cannot be changed)
 
 
-def no_calls() -> None:
-    """In the place of what finds calls."""
-
-
 @dataclass(frozen=True)
 class Asked:
-    """A request. jobs: the texts that it wants; calls: makes what finds calls of tools in one of them.
+    """A request. jobs: the texts that it wants; calls: makes what finds calls of tools in one of them, where any are looked for.
 
     details: whether each chunk tells which tokens were guessed. grammar: of the shape of all texts, which is yet to be built.
     form: what tells the answer, of the request, the model and a fingerprint; by default OpenAI's.
@@ -92,7 +88,7 @@ class Asked:
     has_usage: bool = False
     details: bool = False
     one_call: bool = False
-    calls: Callable[[], Calls | None] = no_calls
+    calls: Callable[[], Calls] | None = None
     grammar: Grammar | None = None
     form: Callable[["Asked", Model, str], Any] | None = None
 
@@ -132,7 +128,9 @@ def chat_asked(body: Mapping[str, Any], model: Model) -> Asked:
     with encoding(model, "tools" if given else "response_format"):
         if given:
             functions = [tool["function"] | {"strict": tool["function"]["name"] in strict} for tool in named]
-            why = "required" if choice == "required" else "strict" * bool(strict)
+            why = (
+                "tool_choice" if choice == "required" else "tools" if strict else "response_format" if answer is not None else ""
+            )
             grammar = _forced(model, way, functions, why, one_call, answer)
         else:
             grammar = None if answer is None else grammar_of(model.decoder.tokenizer, answer)
@@ -140,26 +138,25 @@ def chat_asked(body: Mapping[str, Any], model: Model) -> Asked:
     other = fields.take("max_tokens", between(1), None)
     options = _options(fields, model.template)
     read = way if way and (given or way.is_always_read) else None
-    specials = getattr(model.decoder.tokenizer, "specials", {}) if read else {}
+    specials = getattr(model.decoder.tokenizer, "specials", {})
     shown = {token: name for name, token in specials.items() if read and name in read.shown}
     asked = _rest(fields, model, "messages", most or other, top if told else None, shown)
     with encoding(model, "messages"):
         prompt = model.decoder.encode_chat(messages, given or None, options)
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in given}
-    calls = partial(read.reads, schemas) if read else no_calls
+    calls = partial(read.reads, schemas) if read else None
     return replace(asked([prompt]), is_chat=True, one_call=one_call, calls=calls, grammar=grammar)
 
 
 def _forced(
     model: Model, way: Way | None, functions: list[dict[str, Any]], why: str, one_call: bool, answer: Mapping[str, Any] | None
 ) -> Grammar | None:
-    """What holds calls to the tools: always, from their mark on, where it can be had. why: what wants it in any case."""
-    why = why or ("response_format" if answer is not None else "")
+    """What holds calls to the tools: always, from their mark on, where it can be had. why: the parameter that wants it in any
+    case."""
     if way and (why or is_installed()):
-        return grammar_of_calls(model.decoder.tokenizer, way, functions, why == "required", one_call, answer)
+        return grammar_of_calls(model.decoder.tokenizer, way, functions, why == "tool_choice", one_call, answer)
     if why:
-        param = {"required": "tool_choice", "strict": "tools"}.get(why, why)
-        raise Refused("the model's template has no way to call tools that is known here", param, NOT_DONE)
+        raise Refused("the model's template has no way to call tools that is known here", why, NOT_DONE)
     return None
 
 

@@ -75,11 +75,10 @@ async def body_of_bytes(request: Request, room: Room) -> AsyncIterator[bytes]:
                 left = body.since + BODY_SECONDS - loop.time()
                 await asyncio.wait({receiving, body.is_dropped}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                if not receiving.done():
-                    receiving.cancel()
+                is_late = receiving.cancel()
             if body.is_dropped.done():
                 raise NO_ROOM()
-            if not receiving.done():
+            if is_late:
                 raise TOO_SLOW()
             message = receiving.result()
             if message["type"] == "http.disconnect":

@@ -61,21 +61,16 @@ def n_begun(text: str, mark: str) -> int:
 
 
 class Json:
-    """Reads JSON (RFC 8259) letter by letter. depth: in how many lists and objects; is_over: whether a value has ended."""
+    """Reads JSON (RFC 8259) letter by letter. is_over: whether a value has ended.
+
+    inside: what opened the lists and objects that have not ended; awaits: what comes next, beside space: "value", "key", ":" or
+    "," where the list or object may also end.
+    """
 
     def __init__(self) -> None:
-        self._inside, self._awaits, self._escaped = list[str](), "value", 0
+        self.inside, self.awaits, self._escaped = list[str](), "value", 0
         self._word = ""  # a number or a name that has begun
         self.in_string = self.is_over = False
-
-    @property
-    def depth(self) -> int:
-        return len(self._inside)
-
-    @property
-    def awaits(self) -> str:
-        """What comes next, beside space: "value", "key", ":" or "," where the list or object may also end."""
-        return self._awaits
 
     def takes(self, letter: str) -> bool:
         """Whether it may stand there."""
@@ -94,19 +89,19 @@ class Json:
         if self.is_over:
             return False
         match letter:
-            case "}" | "]" if self._inside and self._inside[-1] == OPENS[letter] and self._awaits in (",", f"first {letter}"):
-                self._inside.pop()
+            case "}" | "]" if self.inside and self.inside[-1] == OPENS[letter] and self.awaits in (",", f"first {letter}"):
+                self.inside.pop()
                 self._ends()
-            case "," if self._awaits == "," and self._inside:
-                self._awaits = "key" if self._inside[-1] == "{" else "value"
-            case ":" if self._awaits == ":":
-                self._awaits = "value"
-            case '"' if self._awaits in ("key", "value", "first }", "first ]"):
+            case "," if self.awaits == "," and self.inside:
+                self.awaits = "key" if self.inside[-1] == "{" else "value"
+            case ":" if self.awaits == ":":
+                self.awaits = "value"
+            case '"' if self.awaits in ("key", "value", "first }", "first ]"):
                 self.in_string = True
-            case "{" | "[" if self._awaits in ("value", "first ]"):
-                self._inside.append(letter)
-                self._awaits = f"first {CLOSES[letter]}"
-            case _ if self._awaits in ("value", "first ]") and letter in "-0123456789tfn":
+            case "{" | "[" if self.awaits in ("value", "first ]"):
+                self.inside.append(letter)
+                self.awaits = f"first {CLOSES[letter]}"
+            case _ if self.awaits in ("value", "first ]") and letter in "-0123456789tfn":
                 self._word = letter
             case _:
                 return False
@@ -121,15 +116,15 @@ class Json:
             self._escaped = FIRST_ESCAPED
         elif letter == '"':
             self.in_string = False
-            if self._awaits in ("key", "first }"):
-                self._awaits = ":"
+            if self.awaits in ("key", "first }"):
+                self.awaits = ":"
             else:
                 self._ends()
         return letter >= " "
 
     def _ends(self) -> None:
         """A value has."""
-        self._awaits, self.is_over = ",", not self._inside
+        self.awaits, self.is_over = ",", not self.inside
 
 
 class Reading(Json):
@@ -146,7 +141,7 @@ class Reading(Json):
 
     def push(self, letter: str) -> list[Said]:
         """Of text, nothing: `held` has it."""
-        was, awaited, depth = self.in_string, self.awaits, self.depth
+        was, awaited, depth = self.in_string, self.awaits, len(self.inside)
         is_taken = self.takes(letter)
         if not self.is_call:
             self.held += letter
@@ -154,7 +149,7 @@ class Reading(Json):
             self.is_text = not self.is_call
             return [More(letter)] if self._is_within else []
         if self._is_within:
-            self._is_within = self.depth > 1
+            self._is_within = len(self.inside) > 1
             return [More(letter)]
         if depth == 0 and letter not in SPACE and letter != "{":
             self.is_text = True

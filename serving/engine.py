@@ -10,7 +10,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -60,14 +59,7 @@ class Closed(Refused):
         super().__init__("the server is shutting down", None, "shutting_down", 503)
 
 
-@dataclass(frozen=True)
-class Failed:
-    """In the place of a text's last step."""
-
-    error: Exception
-
-
-Hear = Callable[[Event | Prefill | Failed], None]
+Hear = Callable[[Event | Prefill | Exception], None]
 
 
 class Ticket:
@@ -184,7 +176,7 @@ class Engine:
 
     def submit(self, jobs: Sequence[Job], hears: Sequence[Hear], who: Client) -> list[Ticket]:
         """All texts of a request, or none. `hears` are called on the engine's thread with the text's events: the last one is a
-        step that has a reason to stop, or `Failed`. Raises Full, Closed, and what `SpeculativeDecoder.stream` raises.
+        step that has a reason to stop, or an error. Raises Full, Closed, and what `SpeculativeDecoder.stream` raises.
         """
         tickets = [Ticket(self._decoder.team.checked(job), hear, self._wake, who) for job, hear in zip(jobs, hears, strict=True)]
         with self._changed:
@@ -517,10 +509,10 @@ class Engine:
 
     def _fails(self, ticket: Ticket, error: Exception) -> None:
         self._figures.failed += 1
-        self._tell(ticket, Failed(error))
+        self._tell(ticket, error)
 
     @staticmethod
-    def _tell(ticket: Ticket, event: Event | Prefill | Failed) -> None:
+    def _tell(ticket: Ticket, event: Event | Prefill | Exception) -> None:
         """Whoever cannot hear hears no more."""
         if ticket.is_cancelled:
             return

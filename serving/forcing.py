@@ -52,11 +52,10 @@ class _Rules:
         for tool in tools:
             self._tool, self._is_strict = f"the tool {tool['name']}: ", bool(tool.get("strict"))
             several.append(self._rule(self._call(tool)))
-        self._tool = ""
+        self._tool, self._is_strict = "", True
         call = self._rule(" | ".join(several))
         if answer is not None:
-            other = self._rule("%json " + checked_schema(answer).replace("\x7f", "\\u007f"))
-            start = f"{other} | {self._calls(call, '')}"
+            start = f"{self._json(answer)} | {self._calls(call)}"
         else:
             start = self._calls(call) if is_needed else self._beside(call)
         lines = [*(line for line, _ in self._lines), f"start: {start}"]

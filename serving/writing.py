@@ -13,7 +13,6 @@ from ..text.shapes import ShapeError
 from .answers import Answer, Delta, Form, event
 from .asked import Asked, Model, encoding
 from .building import Builder
-from .engine import Failed
 from .fields import Refused, refusing
 from .guard import Receive, Scope, Send, told_as
 from .shelf import Place, Served, Shelf
@@ -94,7 +93,7 @@ class Answering:
         turn: AbstractAsyncContextManager[None],
     ) -> None:
         self._service, self._read, self._body, self._turn = service, read, body, turn
-        self._events: asyncio.Queue[tuple[int, Event | Failed] | None] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, Event | Exception] | None] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._answer: Form | None = None
         self._is_open = self._has_begun = False  # the stream; what it tells of the answer
@@ -136,7 +135,7 @@ class Answering:
             for ticket in tickets:
                 ticket.cancel()
 
-    def _hear(self, index: int, event: Event | Failed) -> None:
+    def _hear(self, index: int, event: Event | Exception) -> None:
         """Called by the engine's thread, maybe when nobody listens any more."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
@@ -157,11 +156,11 @@ class Answering:
             if told is None:
                 raise ConnectionResetError
             index, event = told
-            if isinstance(event, Failed):
-                if isinstance(event.error, ShapeError):
+            if isinstance(event, Exception):
+                if isinstance(event, ShapeError):
                     grammar = answer.asked.grammar
-                    raise Refused(str(event.error), grammar.param if grammar else "response_format")
-                raise event.error
+                    raise Refused(str(event), grammar.param if grammar else "response_format")
+                raise event
             delta = answer.choices[index].takes(event)
             left -= delta.finish is not None
             yield index, delta

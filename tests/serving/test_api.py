@@ -23,7 +23,7 @@ from specdec.serving import bodies, guard, writing
 from specdec.serving.app import app_of
 from specdec.serving.asked import Model
 from specdec.serving.calls import Call, Json, More
-from specdec.serving.engine import Client, Closed, Engine, Failed, Full, Hear
+from specdec.serving.engine import Client, Closed, Engine, Full, Hear
 from specdec.serving.fields import MOST_NESTED, body_of
 from specdec.serving.guard import Guard
 from specdec.serving.metrics import BOUNDS, Figures, exposition
@@ -212,7 +212,7 @@ def test_a_shape_that_no_text_can_follow_is_refused_before_the_first_byte(app: A
 
 
 def test_a_shape_that_cannot_go_on_is_told_by_its_own_words(serving: Callable[..., Any]) -> None:
-    app = serving(Script(Prompt([1], 0.0), step("a"), Failed(ShapeError("the shape cannot go on: too many items"))))
+    app = serving(Script(Prompt([1], 0.0), step("a"), ShapeError("the shape cannot go on: too many items")))
     whole = ask(app, TEXT, {})
     assert (whole.status, whole.error["param"]) == (400, "response_format")
     words, error = ask(app, TEXT, {"stream": True}).events
@@ -553,7 +553,7 @@ def test_an_engine_that_takes_no_more_is_told(serving: Callable[..., Any], error
 
 def test_an_error_within_tells_nothing_of_the_inside(serving: Callable[..., Any]) -> None:
     log = list[str]()
-    broken = serving(Script(Prompt([1], 0.0), step("a"), Failed(RuntimeError("/secret/path"))), log=log)
+    broken = serving(Script(Prompt([1], 0.0), step("a"), RuntimeError("/secret/path")), log=log)
     whole = ask(broken, TEXT, {})
     assert whole.status == 500 and whole.error["type"] == "server_error" and b"secret" not in whole.body
     words, error = ask(broken, TEXT, {"stream": True}).events

@@ -16,7 +16,7 @@ from specdec.drafting.sharing import SharedLength, Sharing
 from specdec.kernels import MAX_TOKENS
 from specdec.readers import extras, load_checkpoint
 from specdec.readers.loading import load_model
-from specdec.serving.engine import Client, Closed, Engine, Failed, Full, logprobs_of
+from specdec.serving.engine import Client, Closed, Engine, Full, logprobs_of
 from specdec.serving.seats import Seats
 from specdec.tokenizer import BOS
 from specdec.transformer import Transformer
@@ -42,7 +42,7 @@ class Heard:
         time.sleep(self._slow)
         if isinstance(event, Step):
             self.spoke.set()
-        if isinstance(event, Failed) or (isinstance(event, Step) and event.stop_reason):
+        if isinstance(event, Exception) or (isinstance(event, Step) and event.stop_reason):
             self.ended.set()
 
     def all(self):
@@ -113,7 +113,7 @@ def of_the_library(decoder, job):
 
 
 def assert_same(decoder, job, heard):
-    assert not isinstance(heard.all()[-1], Failed), heard.events[-1]
+    assert not isinstance(heard.all()[-1], Exception), heard.events[-1]
     assert isinstance(heard.events[0], Prompt) and heard.events[0].tokens == job.prompt
     tokens = [token for step in heard.steps for token in step.tokens]
     assert (heard.text, tokens, heard.steps[-1].stop_reason) == of_the_library(decoder, job)
@@ -139,7 +139,7 @@ def write_many(decoder, engine, rng, n, most=60):
             assert_same(decoder, job, told)
             n_compared += 1
         else:
-            told = "".join(event.text for event in [*told.events] if not isinstance(event, Proposal | Failed))
+            told = "".join(event.text for event in [*told.events] if not isinstance(event, Proposal | Exception))
             assert of_the_library(decoder, job)[0].startswith(told)
     return n_compared
 
@@ -278,7 +278,7 @@ def test_an_error_in_a_text_ends_that_text_alone(pair, engines):
     jobs[1] = replace(jobs[1], prompt=[*jobs[1].prompt, poison])
     for job, told in zip(jobs, heard, strict=True):
         submit(engine, job, told)
-    assert "not finite" in str(heard[1].all()[-1].error) and engine.figures.failed == 1
+    assert "not finite" in str(heard[1].all()[-1]) and engine.figures.failed == 1
     for i in (0, 2, 3):
         assert_same(decoder, jobs[i], heard[i])
     again = Heard()
@@ -299,7 +299,7 @@ def test_a_pass_that_fails_ends_the_text_that_is_to_blame(endless, engines, monk
     jobs = [a_job(endless, n) for n in (250, 400, 270)]
     for job, told in zip(jobs, heard, strict=True):
         submit(engine, job, told)
-    assert isinstance(heard[1].all()[-1].error, MemoryError) and len(heard[1].steps) > 250
+    assert isinstance(heard[1].all()[-1], MemoryError) and len(heard[1].steps) > 250
     assert [heard[i].all()[-1].stop_reason for i in (0, 2)] == ["max_tokens"] * 2
     monkeypatch.undo()
     assert_same(endless, jobs[2], heard[2])
@@ -311,7 +311,7 @@ def test_a_text_that_no_cache_can_be_made_for_fails_alone(endless, engines, monk
     jobs = [a_job(endless, 9, prompt) for prompt in ("abc", "abc " * 9, "ab")]
     for job, told in zip(jobs, heard, strict=True):
         submit(engine, job, told)
-    assert isinstance(heard[1].all()[0].error, ZeroDivisionError)
+    assert isinstance(heard[1].all()[0], ZeroDivisionError)
     for i in (0, 2):
         assert_same(endless, jobs[i], heard[i])
     assert (engine.figures.failed, engine.figures.queued, engine.figures.running) == (1, 0, 0)
@@ -322,7 +322,7 @@ def test_where_nothing_warms_up_every_text_fails(pair, engines, monkeypatch):
     monkeypatch.setattr(decoder, "warm_up", lambda: 1 / 0)
     engine = engines(decoder)
     submit(engine, a_job(decoder, 5), heard)
-    assert isinstance(heard.all()[0].error, ZeroDivisionError) and engine.figures.failed == 1
+    assert isinstance(heard.all()[0], ZeroDivisionError) and engine.figures.failed == 1
 
 
 def test_who_cannot_hear_is_left_out(endless, engines):

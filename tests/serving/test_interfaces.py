@@ -23,7 +23,6 @@ from tests.serving.test_api import (  # noqa: F401
     TAGS,
     TALK,
     TOOL,
-    Failed,
     Prompt,
     Script,
     app,
@@ -280,7 +279,7 @@ def test_tools_are_forced_and_answers_shaped(app):  # noqa: F811
 
 @pytest.mark.parametrize("path", BODIES)
 def test_a_stream_that_fails_says_so(serving, path):  # noqa: F811
-    events = told(serving, path, step("a"), Failed(ShapeError("the shape cannot go on")), stream=True).events
+    events = told(serving, path, step("a"), ShapeError("the shape cannot go on"), stream=True).events
     assert events[-1]["type"] == {"/v1/messages": "error", "/v1/responses": "response.failed"}[path]
     assert "the shape cannot go on" in json.dumps(events[-1])
 
