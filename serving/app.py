@@ -70,11 +70,10 @@ class Paths:
     def __init__(self, service: Service) -> None:
         self._service, self._shelf = service, service.shelf
         self._room, self._large = Room(), Turns(LARGE_AT_ONCE)
-        self._page, self._policy = _page()
+        self._page = _page()
 
     async def page(self, _: Request) -> Response:
-        headers = {"content-security-policy": self._policy, "referrer-policy": "no-referrer", "x-frame-options": "DENY"}
-        return HTMLResponse(self._page, headers=headers)
+        return self._page
 
     async def health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -137,8 +136,8 @@ class Paths:
             return Response(answer, media_type="application/json")
 
 
-def _page() -> tuple[str, str]:
-    """The page, and the policy that lets its own style and script run, and nothing else."""
+def _page() -> Response:
+    """The page, with the policy that lets its own style and script run, and nothing else."""
     page = PAGE.read_text(encoding="utf-8")
 
     def source(tag: str) -> str:
@@ -146,7 +145,9 @@ def _page() -> tuple[str, str]:
         hashes = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in inside]
         return " ".join(f"'sha256-{each}'" for each in hashes)
 
-    return page, (
+    policy = (
         f"default-src 'none'; script-src {source('script')}; style-src {source('style')}; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
+    headers = {"content-security-policy": policy, "referrer-policy": "no-referrer", "x-frame-options": "DENY"}
+    return HTMLResponse(page, headers=headers)

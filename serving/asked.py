@@ -211,14 +211,13 @@ def _rest(
         if prediction and isinstance(tokenizer, ChatTokenizer):
             with encoding(model, "prediction"):
                 predicted = tokenizer.encode_rendered([Part(prediction[: _longest(model)], True)])[:most]
-        texts = [(prompt, replace(sampling, seed=(sampling.seed + i) % SEEDS)) for prompt in prompts for i in range(n)]
+        drawn = [replace(sampling, seed=(sampling.seed + i) % SEEDS) for i in range(n)]
+        job = Job([], 0, sampling, stops, top, predicted, shown=shown or {}, tells_guesses=details)
         jobs = [
-            Job(
-                prompt, min(max_tokens or most, most + 1 - len(prompt)), drawn, stops, top, predicted,
-                shown=shown or {}, tells_guesses=details,
-            )
-            for prompt, drawn in texts
-        ]  # fmt: skip
+            replace(job, prompt=prompt, max_tokens=min(max_tokens or most, most + 1 - len(prompt)), sampling=each)
+            for prompt in prompts
+            for each in drawn
+        ]
         return Asked(jobs, False, is_stream, has_usage, details)
 
     return asked

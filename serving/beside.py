@@ -3,7 +3,8 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any
 
 MOST_WAITING = 4096
@@ -35,15 +36,16 @@ class Beside:
         if not self._waiting:
             return
         who, begin, future = self._waiting[0]
-        if not future.cancelled():
+        with suppress(InvalidStateError):  # of one that is cancelled
             try:
-                self._steps = self._steps or begin()
-                next(self._steps)
-                return
+                if not future.cancelled():
+                    self._steps = self._steps or begin()
+                    next(self._steps)
+                    return
             except StopIteration as end:
-                self._ends(future, end.value, None)
+                future.set_result(end.value)
             except Exception as error:
-                self._ends(future, None, error)
+                future.set_exception(error)
         self._steps = None
         with self._lock:
             self._waiting.popleft()
@@ -56,13 +58,5 @@ class Beside:
         with self._lock:
             waiting, self._waiting, self._steps = self._waiting, deque(), None
         for *_, future in waiting:
-            self._ends(future, None, error)
-
-    @staticmethod
-    def _ends(future: Future[Any], value: Any, error: Exception | None) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        if error:
-            future.set_exception(error)
-        else:
-            future.set_result(value)
+            with suppress(InvalidStateError):
+                future.set_exception(error)

@@ -385,12 +385,11 @@ class Engine:
         stepping, used = list[Writing](), 0
         for writing in ready:
             if writing.draft is None:
-                try:
-                    writing.draft = draft = writing.text.wants()
-                except Exception as error:
-                    self._breaks(writing, error)
+                with self._blaming(writing):
+                    writing.draft = writing.text.wants()
+                if writing.draft is None:
                     continue
-                if draft.tokens:
+                if writing.draft.tokens:
                     self._tell(writing.ticket, writing.wording.of(writing.text.proposal))
             n = 1 + len(writing.draft.tokens)
             if used and (used + n > most or writing.has_tree):

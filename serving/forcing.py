@@ -134,9 +134,9 @@ class _Rules:
                 head = _said(f"commentary to=functions.{name} ")
                 return f'{self._mark(CHANNEL)} {head} {self._mark(CONSTRAIN)} "json" {self._mark(MESSAGE)} {self._json(schema)}'
             case "xml":
-                given = [f"{'' if is_needed else '('}{self._parameter(key, each, schema)}{'' if is_needed else ')?'}"
-                         for key, each, is_needed in _properties(schema)]  # fmt: skip
-                return f"{_said(f'<function={name}>')} {' '.join(given)} {_said(chr(10) + END_OF_FUNCTION)}"
+                given = [(self._parameter(key, each, schema), is_needed) for key, each, is_needed in _properties(schema)]
+                told = " ".join(one if is_needed else f"({one})?" for one, is_needed in given)
+                return f"{_said(f'<function={name}>')} {told} {_said(chr(10) + END_OF_FUNCTION)}"
             case "python":
                 items = [(f"{_said(f'{key}=')} {self._json(_whole(each, schema))}", is_needed)
                          for key, each, is_needed in _properties(schema)]  # fmt: skip

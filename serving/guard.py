@@ -83,12 +83,8 @@ class Guard:
             raise Refused("pages of other sites may not ask here", None, "origin_not_allowed", 403)
         key = self._key_of(headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}")
         if self._keys and scope["path"] not in OPEN and not key:
-            raise Refused(
-                "the API key is missing or wrong; Authorization: Bearer KEY brings it",
-                None,
-                "invalid_api_key",
-                401,
-            )
+            told = "the API key is missing or wrong; Authorization: Bearer KEY brings it"
+            raise Refused(told, None, "invalid_api_key", 401)
         return Client(key or _network(scope), key)
 
     def _is_ours(self, host: str) -> bool:

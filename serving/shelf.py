@@ -137,10 +137,7 @@ class Shelf:
 
     def sweep(self) -> None:
         """Drop the models that have been idle for long."""
-        if self._keep_alive is None:
-            return
-        oldest = time.monotonic() - self._keep_alive
-        if self._idle(oldest):
+        if self._keep_alive is not None and self._idle(oldest := time.monotonic() - self._keep_alive):
             self._loader.submit(self._drop_idle, oldest)
 
     def _idle(self, oldest: float = math.inf) -> list[Place]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from .calls import CLOSE, OPEN, SPACE, Alone, Call, Calls, InTags, Json, More, Reading, Said, Thought, n_begun
+from .calls import CLOSE, OPEN, SPACE, Alone, Blocks, Call, Calls, InTags, Json, More, Reading, Said, Thought, n_begun
 from .spelled import GEMMA, PYTHON, QUOTES, XML, Tools, Xml, gemma_calls, python_calls
 
 TOOL_CALLS, ARGS = "[TOOL_CALLS]", "[ARGS]"  # Mistral's marks
@@ -16,35 +16,26 @@ LONGEST_HEAD = 200  # letters, of a message's names
 RECIPIENT = "to=functions."
 
 
-class Marked(Calls):
+class Marked(Blocks):
     """Mistral's: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]NAME[ARGS]{...}` as often as there are
     calls. What comes behind the mark and is no call is text."""
 
     def __init__(self, tools: Tools) -> None:
-        super().__init__()
-        self._tools, self._has_called = tools, False
+        super().__init__((TOOL_CALLS, ""), lambda _: [])
+        self._tools = tools
         self._reading: Reading | Json = Json()
 
     def end(self) -> list[Said]:
         """What was held and is no call; of a JSON list also the object that is cut before its arguments."""
         reading = self._reading
         inner = reading.held if isinstance(reading, Reading) and not reading.is_call and self._read == self._in_object else ""
-        said, self._held = self._held + inner, ""
+        before = TOOL_CALLS if self._read == self._inside and not self._held else self._space
+        said, self._held, self._space = before + self._held + inner, "", ""
         return [said] if said.strip() or (said and not self._has_called) else []
 
-    def _outside(self, letter: str) -> list[Said]:
-        self._held += letter
-        if self._held.endswith(TOOL_CALLS):
-            words, self._held, self._read = self._held.removesuffix(TOOL_CALLS).rstrip(), TOOL_CALLS, self._behind
-            return [words] if words else []
-        text = self._held[: len(self._held) - n_begun(self._held, TOOL_CALLS)]
-        words = text.rstrip()  # the space before a call is dropped
-        self._held = self._held[len(words) :]
-        return [words] if words else []
-
-    def _behind(self, letter: str) -> list[Said]:
-        """The mark: a list, or a name."""
-        self._held += letter
+    def _inside(self, letter: str) -> list[Said]:
+        """Behind the mark: a list, or a name."""
+        self._space, self._held = "", (self._held or TOOL_CALLS) + letter
         if letter == "[" and self._held.rstrip(SPACE + "[") + "[" == TOOL_CALLS + "[":
             self._reading, self._read = Reading(self._tools), self._in_object
         elif letter not in SPACE:
