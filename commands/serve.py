@@ -140,14 +140,13 @@ def run(request: ServeRequest) -> None:
     from ..serving.listening import bound  # which nothing else needs
 
     with bound(request.host, request.port) as sock:
-        if not request.model:
-            with writing():
-                serve(request, None, sock, keys)
-            return
-        with models_of(request, places) as models:
-            pass
+        models: Loaded | None = None
+        if request.model:
+            with models_of(request, places) as models:
+                pass
+            request = models.drafted(request)
         with writing():
-            serve(models.drafted(request), models, sock, keys)
+            serve(request, models, sock, keys)
 
 
 def serve(request: ServeRequest, models: Loaded | None, sock: socket.socket, keys: list[str]) -> None:
@@ -177,8 +176,8 @@ def serve(request: ServeRequest, models: Loaded | None, sock: socket.socket, key
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     sock.listen()  # so that what the line says is true
     print(f"{address} serves {what}", flush=True)
-    listener.begin()
-    while listener.is_alive and not signals.asked:
+    listener.start()
+    while listener.is_alive() and not signals.asked:
         signals.sleep(1.0)
         shelf.sweep()
     if not signals.asked:

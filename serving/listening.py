@@ -12,7 +12,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .fields import Refused
-from .guard import App, Receive, Scope, Send, refusal
+from .guard import App, refusal
 
 HEADER_SECONDS = 10.0  # that a client may take for a request's head
 READER_SECONDS = 30.0  # that a client may take to read what waits for it, which is a piece of an answer
@@ -44,7 +44,8 @@ class Patient(H11Protocol):
         if len(there) > MOST_CONNECTIONS and waiting:
             min(waiting, key=lambda other: (not other.is_stuck, other._since)).give_up()
         elif len(there) > 2 * MOST_CONNECTIONS:
-            self.app = _busy
+            error = Refused("as many clients are being answered as may; ask again later", None, "too_many_connections", 503)
+            self.app = refusal(error)
 
     @property
     def is_idle(self) -> bool:
@@ -99,8 +100,7 @@ class Patient(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """To what is no HTTP."""
-        error = Refused(msg.lower().rstrip("."), None, "invalid_request")
-        reply = refusal(error)
+        reply = refusal(Refused(msg.lower().rstrip("."), None, "invalid_request"))
         headers = [*reply.raw_headers, (b"connection", b"close")]
         for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=bytes(reply.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event))
@@ -136,12 +136,6 @@ def _stop(timer: asyncio.TimerHandle | None) -> None:
         timer.cancel()
 
 
-async def _busy(scope: Scope, receive: Receive, send: Send) -> None:
-    """In the place of the app, for more connections than are answered."""
-    error = Refused("as many clients are being answered as may; ask again later", None, "too_many_connections", 503)
-    await refusal(error)(scope, receive, send)
-
-
 class Log(logging.Handler):
     """uvicorn's words, a line each: of an error without where in the code it was."""
 
@@ -171,10 +165,11 @@ def bound(host: str, port: int) -> socket.socket:
     return sock
 
 
-class Listener:
-    """A server on a thread of its own. grace: seconds that answers have once it is to end."""
+class Listener(threading.Thread):
+    """A server, which is a thread. grace: seconds that answers have once it is to end."""
 
     def __init__(self, app: App, sock: socket.socket, grace: float, tell: Callable[[str], object]) -> None:
+        super().__init__(name="server")
         logger = logging.getLogger("uvicorn.error")
         logger.handlers, logger.propagate = [Log(tell)], False
         config = uvicorn.Config(
@@ -190,19 +185,11 @@ class Listener:
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=int(grace) + LAST_WORDS_SECONDS,
         )
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, args=([sock],), name="server")
+        self._server, self._sock = uvicorn.Server(config), sock
 
-    def begin(self) -> None:
-        self._thread.start()
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
+    def run(self) -> None:
+        self._server.run([self._sock])
 
     def stop_listening(self) -> None:
         """No new connections; those that are there end with their answers, and with them the server."""
         self._server.should_exit = True
-
-    def join(self) -> None:
-        self._thread.join()

@@ -31,7 +31,7 @@ def listener(app: Any, log: list[str], grace: float = 0.0) -> Iterator[tuple[str
         address = sock.getsockname()
         sock.listen()
         server = Listener(Guard(app, (), {"localhost"}, log.append), sock, grace, log.append)
-        server.begin()
+        server.start()
         try:
             yield address
         finally:
