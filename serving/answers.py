@@ -230,21 +230,20 @@ class Answer(Form):
         n = len(self.choices) * self.asked.is_chat
         said = {"role": "assistant", "content": ""}
         return b"".join(
-            event(self._chunk([{"index": i, "delta": said, "logprobs": None, "finish_reason": None}])) for i in range(n)
+            event(self._told([{"index": i, "delta": said, "logprobs": None, "finish_reason": None}], None)) for i in range(n)
         )
 
     def grows(self, index: int, delta: Delta) -> bytes:
-        return event(self._chunk([self._choice(index, delta, False)], delta.details))
+        return event(self._told([self._choice(index, delta, False)], delta.details))
 
     def ends(self) -> bytes:
         """With the usage, where it is asked for."""
-        return (event(self._chunk([]) | {"usage": self.usage}) if self.asked.has_usage else b"") + DONE
+        return (event(self._told([], None, self.usage)) if self.asked.has_usage else b"") + DONE
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         choices = [self._choice(index, delta, True) for index, delta in enumerate(deltas)]
-        kind = "chat.completion" if self.asked.is_chat else "text_completion"
         details = next((delta.details for delta in deltas if delta.details), None)
-        return self._head(kind, choices) | {"usage": self.usage} | ({"specdec": details} if details else {})
+        return self._told(choices, details, self.usage, "")
 
     def _choice(self, index: int, delta: Delta, is_whole: bool) -> dict[str, Any]:
         """What a choice grows by, or all of it. Words go by the names that most clients know."""
@@ -280,20 +279,20 @@ class Answer(Form):
             },
         }
 
-    def _chunk(self, choices: list[dict[str, Any]], details: dict[str, Any] | None = None) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self.asked.is_chat else "text_completion"
-        chunk = self._head(kind, choices) | ({"usage": None} if self.asked.has_usage else {})
-        return chunk | ({"specdec": details} if details else {})
-
-    def _head(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
+    def _told(
+        self, choices: list[dict[str, Any]], details: dict[str, Any] | None, usage: Any = None, of_chat: str = ".chunk"
+    ) -> dict[str, Any]:
+        """A chunk, or the whole, whose name has no such end."""
+        told = {
             "id": self._id,
-            "object": kind,
+            "object": f"chat.completion{of_chat}" if self.asked.is_chat else "text_completion",
             "created": self.created,
             "model": self.model.name,
             "system_fingerprint": self.fingerprint,
             "choices": choices,
         }
+        told |= {"usage": usage} if usage or self.asked.has_usage else {}
+        return told | ({"specdec": details} if details else {})
 
     def _logprobs(self, index: int, delta: Delta) -> dict[str, Any] | None:
         """As the kind of request has them; None where none are asked for."""
@@ -301,7 +300,7 @@ class Answer(Form):
             return None
         if self.asked.is_chat:
             told = [
-                self._told(one.token, one.logprob) | {"top_logprobs": [self._told(*top) for top in one.top]}
+                self._one(one.token, one.logprob) | {"top_logprobs": [self._one(*top) for top in one.top]}
                 for one in delta.logprobs
             ]
             return {"content": told, "refusal": None}
@@ -317,7 +316,7 @@ class Answer(Form):
             "text_offset": offsets,
         }
 
-    def _told(self, token: int, logprob: float) -> dict[str, Any]:
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
         name, said = self._name(token)
         return {"token": name, "logprob": max(logprob, LEAST_LOGPROB), "bytes": said}
 

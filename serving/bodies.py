@@ -13,9 +13,7 @@ from .fields import Refused
 MOST_BYTES, MOST_OF_ALL_BYTES = 4 << 20, 64 << 20  # of a body; of all that are being read, without what is small of each
 SMALL_BYTES = 64 << 10  # of a body: so much of any is read, and one that is no larger waits for no larger one
 BODY_SECONDS = 10.0  # that a client may take for so much of a body
-NO_JSON = partial(Refused, "the body has to be application/json", None, "unsupported_media_type", 415)
 TOO_LARGE = partial(Refused, f"the body has more than {MOST_BYTES >> 20} MiB", None, "request_too_large", 413)
-TOO_SLOW = partial(Refused, "the body comes too slowly", None, "request_timeout", 408)
 NO_ROOM = partial(Refused, "the bodies of others take all room, and this one came slowest; send it again", None, "no_room", 429)
 
 
@@ -61,7 +59,7 @@ class Room:
 async def body_of_bytes(request: Request, room: Room) -> AsyncIterator[bytes]:
     """All of a body of JSON. Raises Refused for one of another kind, that is too large or comes too slowly."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise NO_JSON()
+        raise Refused("the body has to be application/json", None, "unsupported_media_type", 415)
     size = request.headers.get("content-length", "0")
     if not size.isdecimal() or len(size) > 18 or int(size) > MOST_BYTES:
         raise TOO_LARGE()
@@ -79,7 +77,7 @@ async def body_of_bytes(request: Request, room: Room) -> AsyncIterator[bytes]:
             if body.is_dropped.done():
                 raise NO_ROOM()
             if is_late:
-                raise TOO_SLOW()
+                raise Refused("the body comes too slowly", None, "request_timeout", 408)
             message = receiving.result()
             if message["type"] == "http.disconnect":
                 raise ConnectionResetError

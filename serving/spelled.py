@@ -143,22 +143,18 @@ def written(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> An
 
 
 class Values:
-    """Values as Python or Gemma write them. Raises ValueError for what is none."""
+    """Values as Python or Gemma write them. Raises ValueError for what is none. piece: what comes next, None at the end."""
 
     def __init__(self, text: str) -> None:
         self._pieces = PIECE.finditer(text)
         self._next()
 
     def _next(self) -> None:
-        self._piece = next(self._pieces, None)
-
-    def letter(self) -> str:
-        """The one that comes next; "" where it is something else, or the end."""
-        return self._piece[5] or "" if self._piece else ""
+        self.piece = next(self._pieces, None)
 
     def takes(self, letter: str) -> bool:
         """Whether that letter is next; it is then taken."""
-        is_next = self.letter() == letter
+        is_next = self.piece is not None and self.piece[5] == letter
         if is_next:
             self._next()
         return is_next
@@ -176,13 +172,9 @@ class Values:
             self.wants(",")
             yield
 
-    @property
-    def is_over(self) -> bool:
-        return self._piece is None
-
     def word(self) -> str:
         """A name."""
-        if not self._piece or not (word := self._piece[4]):
+        if not self.piece or not (word := self.piece[4]):
             raise ValueError("expected a name")
         self._next()
         return word
@@ -191,13 +183,13 @@ class Values:
         """Names and values, up to the letter that closes them. Names may be in quotes."""
         found = dict[str, Any]()
         for _ in self.up_to(close):
-            key = self.value() if self._piece and (self._piece[1] or self._piece[2]) else self.word()
+            key = self.value() if self.piece and (self.piece[1] or self.piece[2]) else self.word()
             self.wants(equals)
             found[str(key)] = self.value(depth)
         return found
 
     def value(self, depth: int = 0) -> Any:
-        piece = self._piece
+        piece = self.piece
         if piece is None or depth > DEEPEST:
             raise ValueError("expected a value")
         self._next()
@@ -258,5 +250,5 @@ def _calls(text: str, reads: Callable[[Values], Iterator[tuple[str, dict[str, An
         found = [*reads(values)]
     except (ValueError, RecursionError):
         return []
-    is_right = values.is_over and all(name in tools for name, _ in found)
+    is_right = values.piece is None and all(name in tools for name, _ in found)
     return [Call(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in found] if is_right else []
