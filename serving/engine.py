@@ -272,7 +272,7 @@ class Engine:
 
     def _leaves(self, writing: Writing) -> None:
         self._running.remove(writing)
-        self._seats.keep(writing.seat, writing.text.tokens)
+        writing.seat.keep(writing.text.tokens)
         self._seats.give(writing.seat, len(writing.text.tokens))
         self._is_done(writing.ticket.is_cancelled and not writing.is_over)
 
@@ -370,7 +370,7 @@ class Engine:
             writing.has_begun = True
         if not writing.has_begun:
             return False
-        self._seats.keep(writing.seat, job.prompt)
+        writing.seat.keep(job.prompt)
         figures.prompt_tokens += len(job.prompt)
         figures.cached_tokens += writing.n_cached
         self._tell(writing.ticket, writing.wording.of(Prompt(job.prompt, time.perf_counter() - writing.began)))
@@ -443,7 +443,7 @@ class Engine:
         n_tokens, n_pieces = sum(len(logits) for logits in rows), sum(n for _, n in pieces)
         self._sharing.saw(n_tokens + n_pieces, seconds)
         for writing, _ in pieces:
-            self._seats.keep(writing.seat, writing.ticket.job.prompt, False)
+            writing.seat.keep(writing.ticket.job.prompt, False)
         if not pieces:
             self._decoder.tuning.saw(n_tokens, seconds)
         n_written = sum([self._goes_on(writing, *one, seconds) for writing, one in judged])

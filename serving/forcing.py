@@ -2,8 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..checks import short
@@ -51,7 +50,10 @@ class _Rules:
         several = []
         for tool in tools:
             self._tool, self._is_strict = f"the tool {tool['name']}: ", bool(tool.get("strict"))
-            several.append(self._rule(self._call(tool)))
+            try:
+                several.append(self._rule(self._call(tool)))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{self._tool}{error}") from None
         self._tool, self._is_strict = "", True
         call = self._rule(" | ".join(several))
         if answer is not None:
@@ -118,10 +120,9 @@ class _Rules:
     def _call(self, tool: Mapping[str, Any]) -> str:
         """One of that tool, without the marks around it."""
         way, name, schema = self._way, tool["name"], parameters_of(tool)
-        with self._telling():
-            checked_schema(schema, not self._is_strict)
-            if schema.get("type") != "object":
-                raise ValueError(f"its parameters are of the type {short(schema.get('type'), repr)}; expected object")
+        checked_schema(schema, not self._is_strict)
+        if schema.get("type") != "object":
+            raise ValueError(f"its parameters are of the type {short(schema.get('type'), repr)}; expected object")
         if way.name in ("python", "gemma"):
             self._check_words([name, *(key for key, *_ in _properties(schema))])
         match way.name:
@@ -144,26 +145,17 @@ class _Rules:
         return f'{_said(f"call:{name}{{")} {self._fields(schema, schema, 0)} "}}"'
 
     def _json(self, schema: Mapping[str, Any]) -> str:
-        with self._telling():
-            return self._rule("%json " + checked_schema(schema, not self._is_strict).replace("\x7f", "\\u007f"))
-
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Around what may be wrong with the tool."""
-        try:
-            yield
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{self._tool}{error}") from None
+        return self._rule("%json " + checked_schema(schema, not self._is_strict).replace("\x7f", "\\u007f"))
 
     def _check_plain(self, schema: Mapping[str, Any]) -> None:
         """Raises ValueError for a string that has to be more than a text, which no way but JSON's can hold."""
         if more := [key for key in OF_STRINGS if key in schema and self._is_strict]:
-            raise ValueError(f"{self._tool}it uses {', '.join(more)} of a string, which this model's calls cannot hold")
+            raise ValueError(f"it uses {', '.join(more)} of a string, which this model's calls cannot hold")
 
     def _parameter(self, key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
         """One of XML: a string as it is, anything else as JSON."""
         if ">" in key or "\n" in key:
-            raise ValueError(f"{self._tool}{short(key, repr)} is no name that this model's calls can hold")
+            raise ValueError(f"{short(key, repr)} is no name that this model's calls can hold")
         begin, end = _said(f"\n<parameter={key}>\n"), f"\n{END_OF_PARAMETER}"
         if not is_text(schema, root):
             return f"{begin} {self._json(_whole(schema, root))} {_said(end)}"
@@ -223,7 +215,7 @@ class _Rules:
     def _check_words(self, names: Sequence[str]) -> None:
         for name in names:
             if not WORD.fullmatch(name):
-                raise ValueError(f"{self._tool}{short(name, repr)} is no word; this model's calls hold no other names")
+                raise ValueError(f"{short(name, repr)} is no word; this model's calls hold no other names")
 
 
 def parameters_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:

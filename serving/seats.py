@@ -31,6 +31,11 @@ class Seat:
             if len(tokens) <= model.n_positions and model.unread(tokens) - theirs.unread(tokens) >= LEAST_SHARED:
                 model.take_over(theirs, tokens)
 
+    def keep(self, tokens: list[int], is_read: bool = True) -> None:
+        """What a text's cache holds, where prompts are kept."""
+        if self.team.prompts:
+            self.team.prompts.keep(self.team.target, tokens, is_read, self.owner)
+
     @property
     def n_held(self) -> int:
         """How many tokens of its last text the cache holds."""
@@ -86,12 +91,6 @@ class Seats:
         seat.n_longest = max(seat.n_longest, n_tokens)
         seat.n_reserved = 0
         self._idle.append(seat)
-
-    @staticmethod
-    def keep(seat: Seat, tokens: list[int], is_read: bool = True) -> None:
-        """What a text's cache holds, where prompts are kept."""
-        if seat.team.prompts:
-            seat.team.prompts.keep(seat.team.target, tokens, is_read, seat.owner)
 
     def drop(self, seat: Seat) -> None:
         self._taken.remove(seat)
