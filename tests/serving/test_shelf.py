@@ -126,14 +126,20 @@ def test_a_model_that_cannot_be_loaded_is_refused_and_may_be_asked_for_again(she
 
 def test_what_is_wrong_with_a_request_is_told_in_a_stream_that_has_begun(shelves, monkeypatch):
     monkeypatch.setattr("specdec.serving.writing.LOADING_SECONDS", 0.01)
-    _, source, app, _ = shelves()
-    source.gate.clear()
-    with ThreadPoolExecutor(1) as pool:
-        streaming = pool.submit(ask, app, CHAT, {"model": "a", "stream": True, "messages": []})
-        time.sleep(0.1)
-        source.gate.set()
-        body = streaming.result().body.decode()
-    assert "has no chat template" in body
+    _, source, app, lines = shelves()
+    for name, path, more, words, code in (
+        ("a", CHAT, {"messages": []}, "has no chat template", "unsupported_model messages"),
+        ("b", TEXT, {"logit_bias": {"999999": 1}}, "logit_bias", "invalid_value"),  # which the engine finds
+    ):
+        source.gate.clear()
+        with ThreadPoolExecutor(1) as pool:
+            streaming = pool.submit(ask, app, path, {"model": name, "stream": True, **more})
+            time.sleep(0.1)
+            source.gate.set()
+            body = streaming.result().body.decode()
+        error = json.loads(body.partition("data: ")[2].partition("\n")[0])["error"]
+        assert body.startswith(f": loading {name}") and words in error["message"]
+        assert " 200 " in lines[-1] and code in lines[-1]
     assert ask(app, CHAT, {"model": "a", "stream": True, "messages": []}).status == 400
 
 
