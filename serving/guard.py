@@ -62,10 +62,11 @@ class Guard:
             await self._app(scope, receive, sending)
         except Exception as error:
             has_left = isinstance(error, OSError)  # the client, or it reads nothing
-            refused = told_as(error)
-            notes.append("left" if has_left else refused.note if refused is error else f"{type(error).__name__}: {error}"[:200])
+            note = error.note if isinstance(error, Refused) else f"{type(error).__name__}: {error}"[:200]
+            notes.append("left" if has_left else note)
             if not status:
-                await refusal(refused)(scope, receive, sending)
+                with suppress(OSError):
+                    await refusal(told_as(error))(scope, receive, sending)
             status *= not has_left
         finally:
             if scope["path"] not in QUIET:

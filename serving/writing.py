@@ -110,9 +110,11 @@ class Answering:
             raise
         except Exception as error:
             if self._is_open:
-                told = told_as(error)
-                await self._out(lambda: self._answer.fails(told) if self._answer else event(told.body, "error"), True)
+                await self._out(partial(self._fails, told_as(error)), True)
             raise
+
+    def _fails(self, error: Refused) -> bytes:
+        return self._answer.fails(error) if self._answer else event(error.body, "error")
 
     async def _loads(self, place: Place) -> None:
         told = f": loading {' '.join(place.name.split())}, {place.share:.0%}\n\n"
