@@ -16,6 +16,7 @@ import itertools
 import struct
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
+from types import FunctionType
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
@@ -188,10 +189,19 @@ class Operation:
         """Whether this process has its machine code."""
         return "address" in vars(self)
 
+    @property
+    def _own_function(self) -> Callable[..., None]:
+        """The function by the operation's name: where two functions have the same, as those of one maker have, and two processes
+        compiled them, whoever loads both would run the first for either."""
+        given = self.function
+        own = FunctionType(given.__code__, given.__globals__, self.name, given.__defaults__, given.__closure__)
+        own.__qualname__ = self.name
+        return own
+
     @functools.cached_property
     def address(self) -> int:
         """Where its machine code lies; compiled when first asked for."""
-        body, kinds = inner(self.function), [*self._kinds.values()]
+        body, kinds = inner(self._own_function), [*self._kinds.values()]
         unpack = _unpacker(types.BaseTuple.from_types(kinds, self._record))
 
         def entry(run, row, thread, part, n_parts, begins):

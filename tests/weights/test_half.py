@@ -1,6 +1,9 @@
 """bf16 and fp16: what a number of two bytes is, and products that are fp32's of the widened weights, bit for bit."""
 
+import os
 import pickle
+import subprocess
+import sys
 from dataclasses import replace
 
 import numba
@@ -17,7 +20,7 @@ from specdec.transformer import Transformer
 from specdec.weights import BF16, FP16, FP32, INT8, Kind, kind_for
 from specdec.weights.fp32 import multiply
 from specdec.weights.matrix import Floats, Product, floats, pack
-from tests.checkpoints import random_tensors
+from tests.checkpoints import ROOT, random_tensors
 from tests.models import CONFIGS, THREADS, product, run_in_blocks, tokens_for
 
 ALL_BITS = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
@@ -192,3 +195,24 @@ def test_one_number_that_is_not_finite_is_found_wherever_it_is(size: int) -> Non
                 damaged[at] = bad
                 assert not all_finite(damaged.view(dtype), 1)
                 assert not all_finite(damaged.view(dtype), 2)
+
+
+LOOK_UP = """
+from specdec.machine.memory import zeros
+from specdec.machine.programs import Runner
+from specdec.weights.matrix import pack
+bits = np.arange(64, dtype=np.uint16).reshape(2, 32) + np.uint16(0x3C00)
+for kind, rows in ((BF16, bits), (FP16, bits.view(np.float16))):
+    out = zeros(2, 32)
+    Runner([[pack([rows], kind).embedding(out, np.arange(2))]])(2, 0, 0, 1)
+    print(kind.embed.is_compiled, out.tolist() == kind.rows(pack([rows], kind).strips, 32, 0)[:2].tolist())
+"""
+
+
+def test_what_two_processes_compiled_is_told_apart_by_one_that_loads_both(tmp_path):
+    """Each is the first function that its process compiles, which is numbered, and both do the same but for what they load."""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    for code in ("BF16.embed.address", "FP16.embed.address", LOOK_UP):
+        code = f"import numpy as np\nfrom specdec.weights import BF16, FP16\n{code}"
+        told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["True"] * 4
