@@ -56,7 +56,6 @@ SOURCES = (
     "sampling.py",
 )
 STAMP = hashlib.sha256(b"\0".join((HOME / name).read_bytes() for name in SOURCES)).hexdigest()[:16]
-_PLACES = {str(HOME / name): ".".join(Path(name).with_suffix("").parts) for name in SOURCES}  # the rooms that the files are
 STAMPED = re.compile("[0-9a-f]{16}")
 CHECKSUM_BYTES = 32
 RUNTIME = "NRT_"  # what names of numba's runtime begin with
@@ -98,9 +97,9 @@ class MachineCode(caching.NullCache):
 
     def __init__(self, named: Callable[..., Any]) -> None:
         source = os.path.realpath(named.__code__.co_filename)
-        if source not in _PLACES:
+        if source not in {str(HOME / name) for name in SOURCES}:
             raise RuntimeError(f"{source} compiles {named.__qualname__} for the cache and is not one of {', '.join(SOURCES)}")
-        self._name = f"{_PLACES[source]}.{named.__qualname__}"
+        self._name = f"{named.__module__.partition('.')[2]}.{named.__qualname__}"
 
     @property
     def cache_path(self) -> str:

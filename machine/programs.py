@@ -14,6 +14,7 @@ import copy
 import functools
 import itertools
 import struct
+import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from types import FunctionType
@@ -244,6 +245,14 @@ class Operation:
 def operation(function: Callable[..., None]) -> Operation:
     """A kernel of the product's own as an `Operation`."""
     return Operation(function)
+
+
+def named(function: Callable[..., None], module: str, name: str) -> Operation:
+    """A kernel that another function made as an `Operation`, which is kept and pickled by that name of that module."""
+    function.__module__, function.__qualname__ = module, name
+    made = Operation(function)
+    setattr(sys.modules[module], name, made)
+    return made
 
 
 def compile_all(operations: Collection[Operation]) -> None:

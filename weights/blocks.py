@@ -12,14 +12,14 @@ Layouts: ggml-common.h and ggml-quants.c of github.com/ggml-org/ggml. d and m ar
 import functools
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..machine.cache import inlined
 from ..machine.parts import share
-from ..machine.programs import Bytes2, Halves2, Operation, Pass, Words2, on_all_threads, operation
+from ..machine.programs import Bytes2, Halves2, Operation, Pass, Words2, named, on_all_threads
 from ..machine.vectors import Float32
 from .groups import EACH, NIBBLES, Form, Rows, group_kind, packed, place, unpacked
 from .int8 import QUADS
@@ -30,15 +30,15 @@ TWO_BITS, SIGNS = 3 * EACH, 128 * EACH
 
 
 @inlined
-def word_at(source, row, half):
+def word_at(source, half):
     """The 4 bytes from that half word of a row on."""
-    return np.int64(source[row, half]) | np.int64(source[row, half + 1]) << 16
+    return np.int64(source[half]) | np.int64(source[half + 1]) << 16
 
 
 @inlined
-def byte_at(source, row, at):
+def byte_at(source, at):
     """The byte of a row at an index."""
-    return (np.int64(source[row, at // 2]) >> (8 * (at % 2))) & 255
+    return (np.int64(source[at // 2]) >> (8 * (at % 2))) & 255
 
 
 @inlined
@@ -51,207 +51,137 @@ def fifth_bits(bits):
 
 
 @inlined
-def put_6_bits(factors, source, row, block, at):
+def put_6_bits(factors, source, at):
     """Scales and minima of the 8 groups of a K block, 12 bytes from that half word on."""
     for g in range(4):
-        scale, minimum = byte_at(source, row, 2 * at + g), byte_at(source, row, 2 * at + 4 + g)
-        both = byte_at(source, row, 2 * at + 8 + g)
-        factors[row, 16 * block + g] = scale & 63
-        factors[row, 16 * block + 8 + g] = minimum & 63
-        factors[row, 16 * block + 4 + g] = (both & 15) | (scale >> 6) << 4
-        factors[row, 16 * block + 12 + g] = both >> 4 | (minimum >> 6) << 4
+        scale, minimum, both = byte_at(source, 2 * at + g), byte_at(source, 2 * at + 4 + g), byte_at(source, 2 * at + 8 + g)
+        factors[g], factors[8 + g] = scale & 63, minimum & 63
+        factors[4 + g], factors[12 + g] = (both & 15) | (scale >> 6) << 4, both >> 4 | (minimum >> 6) << 4
 
 
 @inlined
-def put_lower_bits(words, row, at, row_words, source, half):
+def put_lower_bits(words, at, row_words, source, half):
     """Those of two groups, the second row_words behind the first: 32 bytes from that half word on have a code of each."""
     for k in range(4):
-        a, b = word_at(source, row, half + 2 * k), word_at(source, row, half + 8 + 2 * k)
-        words[row, at + k] = (a & NIBBLES) | (b & NIBBLES) << 4
-        words[row, at + row_words + k] = (a >> 4 & NIBBLES) | (b & NIBBLES << 4)
-
-
-@operation
-def read_q4_0(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
-    """Blocks (rows, halves) of d, 16 bytes of two codes."""
-    first, last = share(source.shape[0], run.part, run.n_parts)
-    for row in range(first, last):
-        for block in range(numbers.shape[1]):
-            at = 9 * block
-            numbers[row, block] = source[row, at]
-            for k in range(4):
-                words[row, 4 * block + k] = word_at(source, row, at + 1 + 2 * k)
-
-
-@operation
-def read_q4_1(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
-    """Blocks of d, m, 16 bytes of two codes."""
-    first, last = share(source.shape[0], run.part, run.n_parts)
-    for row in range(first, last):
-        for block in range(numbers.shape[1] // 2):
-            at = 10 * block
-            numbers[row, 2 * block] = source[row, at]
-            numbers[row, 2 * block + 1] = source[row, at + 1]
-            for k in range(4):
-                words[row, 4 * block + k] = word_at(source, row, at + 2 + 2 * k)
-
-
-@operation
-def read_q5_0(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
-    """Blocks of d, 32 fifth bits, 16 bytes of two codes."""
-    first, last = share(source.shape[0], run.part, run.n_parts)
-    for row in range(first, last):
-        for block in range(numbers.shape[1]):
-            at = 11 * block
-            numbers[row, block] = source[row, at]
-            for k in range(4):
-                words[row, 5 * block + k] = word_at(source, row, at + 3 + 2 * k)
-            words[row, 5 * block + 4] = fifth_bits(word_at(source, row, at + 1))
-
-
-@operation
-def read_q5_1(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
-    """Blocks of d, m, 32 fifth bits, 16 bytes of two codes."""
-    first, last = share(source.shape[0], run.part, run.n_parts)
-    for row in range(first, last):
-        for block in range(numbers.shape[1] // 2):
-            at = 12 * block
-            numbers[row, 2 * block] = source[row, at]
-            numbers[row, 2 * block + 1] = source[row, at + 1]
-            for k in range(4):
-                words[row, 5 * block + k] = word_at(source, row, at + 4 + 2 * k)
-            words[row, 5 * block + 4] = fifth_bits(word_at(source, row, at + 2))
-
-
-@operation
-def read_q8_0(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
-    """Blocks of d, 32 signed codes."""
-    first, last = share(source.shape[0], run.part, run.n_parts)
-    for row in range(first, last):
-        for block in range(numbers.shape[1]):
-            at = 17 * block
-            numbers[row, block] = source[row, at]
-            for k in range(8):
-                words[row, 8 * block + k] = word_at(source, row, at + 1 + 2 * k) ^ SIGNS
-
-
-@operation
-def read_q4_k(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
-    """Blocks of d, dmin, 12 bytes of scales and minima, for each 2 of 8 groups 32 bytes of a code of the one and the other."""
-    first, last = share(source.shape[0], run.part, run.n_parts)
-    for row in range(first, last):
-        for block in range(numbers.shape[1] // 2):
-            at = 72 * block
-            numbers[row, 2 * block] = source[row, at]
-            numbers[row, 2 * block + 1] = source[row, at + 1] ^ 0x8000  # - dmin
-            put_6_bits(factors, source, row, block, at + 2)
-            for pair in range(4):
-                put_lower_bits(words, row, 32 * block + 8 * pair, 4, source, at + 8 + 16 * pair)
-
-
-@operation
-def read_q5_k(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
-    """The same with 32 bytes in front of the codes, of each one fifth bit of each group."""
-    first, last = share(source.shape[0], run.part, run.n_parts)
-    for row in range(first, last):
-        for block in range(numbers.shape[1] // 2):
-            at = 88 * block
-            numbers[row, 2 * block] = source[row, at]
-            numbers[row, 2 * block + 1] = source[row, at + 1] ^ 0x8000  # - dmin
-            put_6_bits(factors, source, row, block, at + 2)
-            for pair in range(4):
-                put_lower_bits(words, row, 40 * block + 10 * pair, 5, source, at + 24 + 16 * pair)
-            for g in range(8):
-                fifth = np.int64(0)
-                for k in range(8):
-                    fifth |= (word_at(source, row, at + 8 + 2 * k) >> g & EACH) << k
-                words[row, 40 * block + 5 * g + 4] = fifth
-
-
-@operation
-def read_q6_k(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
-    """Blocks of 128 bytes of lower, 64 of upper bits, 16 signed scales, d. Of each 128 codes 2 x 32 lower bytes hold two codes,
-    32 upper ones four."""
-    first, last = share(source.shape[0], run.part, run.n_parts)
-    for row in range(first, last):
-        for block in range(numbers.shape[1]):
-            at = 105 * block
-            numbers[row, block] = source[row, at + 104]
-            for g in range(16):
-                factors[row, 16 * block + g] = byte_at(source, row, 2 * (at + 96) + g)
-            for g in range(16):
-                half, quarter, place = g // 8, g % 8 // 2, g % 2 * 4  # place: of the group's first quad among the quarter's 8
-                lower, upper = at + 32 * half + 16 * (quarter % 2) + 2 * place, at + 64 + 16 * half + 2 * place
-                for k in range(2):
-                    a = word_at(source, row, lower + 2 * k) >> 4 * (quarter // 2) & NIBBLES
-                    b = word_at(source, row, lower + 4 + 2 * k) >> 4 * (quarter // 2) & NIBBLES
-                    words[row, 48 * block + 3 * g + k] = a | b << 4
-                two_bits = np.int64(0)
-                for k in range(4):
-                    two_bits |= (word_at(source, row, upper + 2 * k) >> 2 * quarter & TWO_BITS) << 2 * k
-                words[row, 48 * block + 3 * g + 2] = two_bits
+        a, b = word_at(source, half + 2 * k), word_at(source, half + 8 + 2 * k)
+        words[at + k] = (a & NIBBLES) | (b & NIBBLES) << 4
+        words[at + row_words + k] = (a >> 4 & NIBBLES) | (b & NIBBLES << 4)
 
 
 @inlined
-def put_quads_of_16(words, row, at, source, lower, shift, high, bit):
+def put_quads_of_16(words, at, source, lower, shift, high, bit):
     """Codes of a group of 16: 2 bits of 16 bytes from that half word on, less 4 and plus 8 where `high` has no bit, else plus 8;
     high: the half word of 16 bytes with a bit of each, or -1: codes are as they are."""
     for k in range(2):
         word = np.int64(0)
         for half in range(2):
-            place = lower + 2 * k + 4 * half
-            quad = word_at(source, row, place) >> shift & 3 * EACH
+            place = 2 * k + 4 * half
+            quad = word_at(source, lower + place) >> shift & 3 * EACH
             if high >= 0:
-                quad += (word_at(source, row, high + 2 * k + 4 * half) >> bit & EACH) * 4 + 4 * EACH
+                quad += (word_at(source, high + place) >> bit & EACH) * 4 + 4 * EACH
             word |= quad << 4 * half
-        words[row, at + k] = word
+        words[at + k] = word
 
 
-@operation
-def read_q2_k(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
-    """Blocks of 16 scales and minima of 4 bits, 64 bytes of four codes, d, dmin: of each 128 codes 32 bytes."""
-    first, last = share(source.shape[0], run.part, run.n_parts)
-    for row in range(first, last):
-        for block in range(numbers.shape[1] // 2):
-            at = 42 * block
-            numbers[row, 2 * block] = source[row, at + 40]
-            numbers[row, 2 * block + 1] = source[row, at + 41] ^ 0x8000  # - dmin
-            for g in range(16):
-                both = byte_at(source, row, 2 * at + g)
-                factors[row, 32 * block + g], factors[row, 32 * block + 16 + g] = both & 15, both >> 4
-                place, shift = at + 8 + 16 * (g // 8) + 8 * (g % 2), 2 * (g % 8 // 2)
-                put_quads_of_16(words, row, 32 * block + 2 * g, source, place, shift, -1, 0)
+def reader(name: str, n_halves: int, n_levels: int, put: Any, numbers_at: int = 0) -> Operation:
+    """The operation of that name that reads rows (rows, halves) of a type's blocks of n_halves, by what puts one in its place.
+
+    put: gives a block's factors and words, all of a row from its own on; numbers_at: where its fp16 numbers lie.
+    """
+
+    def read(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
+        first, last = share(source.shape[0], run.part, run.n_parts)
+        n_blocks = numbers.shape[1] // n_levels
+        of_factors, of_words = factors.shape[1] // n_blocks, words.shape[1] // n_blocks
+        for row in range(first, last):
+            for block in range(n_blocks):
+                given = source[row, n_halves * block :]
+                for level in range(n_levels):
+                    minus = 0x8000 if level > 0 and of_factors > 0 else 0  # K types have - dmin
+                    numbers[row, n_levels * block + level] = given[numbers_at + level] ^ minus
+                put(factors[row, of_factors * block :], words[row, of_words * block :], given)
+
+    return named(read, __name__, name)
 
 
-@operation
-def read_q3_k(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
-    """Blocks of 32 bytes of third bits, 64 of four codes of 2 bits, 12 of scales of 6 bits, d."""
-    first, last = share(source.shape[0], run.part, run.n_parts)
-    for row in range(first, last):
-        for block in range(numbers.shape[1]):
-            at = 55 * block
-            numbers[row, block] = source[row, at + 54]
-            for g in range(16):
-                low = byte_at(source, row, 2 * (at + 48) + g % 8) >> 4 * (g // 8) & 15
-                high = byte_at(source, row, 2 * (at + 52) + g % 4) >> 2 * (g // 4) & 3
-                factors[row, 16 * block + g] = ((low | high << 4) - 32) & 255
-                place, shift = at + 16 + 16 * (g // 8) + 8 * (g % 2), 2 * (g % 8 // 2)
-                put_quads_of_16(words, row, 32 * block + 2 * g, source, place, shift, at + 8 * (g % 2), g // 2)
+def codes(at: int, bits: int = 4) -> Any:
+    """What puts a block's 32 codes of so many bits, which lie from a half word on, of 5 the fifth ones in front of these."""
+
+    @inlined
+    def put(factors, words, source):
+        for k in range(8 if bits == 8 else 4):
+            words[k] = word_at(source, at + 2 * k) ^ (SIGNS if bits == 8 else 0)
+        if bits == 5:
+            words[4] = fifth_bits(word_at(source, at - 2))
+
+    return put
 
 
-@operation
-def read_iq4_xs(run: Pass, thread: int, numbers: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
-    """Blocks of d, upper 2 bits of 8 scales, lower 4 of them, for each group 16 bytes of two codes."""
-    first, last = share(source.shape[0], run.part, run.n_parts)
-    for row in range(first, last):
-        for block in range(numbers.shape[1]):
-            at = 68 * block
-            numbers[row, block] = source[row, at]
+def codes_of_k(at: int, row_words: int) -> Any:
+    """What puts 12 bytes of scales and minima and, from a half word on, for each 2 of 8 groups 32 bytes of a code of the one and
+    the other; of 5 bits there are 32 bytes in front of these, of each one fifth bit of each group."""
+
+    @inlined
+    def put(factors, words, source):
+        put_6_bits(factors, source, 2)
+        for pair in range(4):
+            put_lower_bits(words, 2 * row_words * pair, row_words, source, at + 16 * pair)
+        if row_words > 4:
             for g in range(8):
-                low = byte_at(source, row, 2 * (at + 2) + g // 2) >> 4 * (g % 2) & 15
-                factors[row, 8 * block + g] = ((low | (source[row, at + 1] >> 2 * g & 3) << 4) - 32) & 255
-                for k in range(4):
-                    words[row, 32 * block + 4 * g + k] = word_at(source, row, at + 4 + 8 * g + 2 * k)
+                fifth = np.int64(0)
+                for k in range(8):
+                    fifth |= (word_at(source, at - 16 + 2 * k) >> g & EACH) << k
+                words[row_words * g + 4] = fifth
+
+    return put
+
+
+@inlined
+def put_q6_k(factors, words, source):
+    """128 bytes of lower, 64 of upper bits, 16 signed scales, d. Of each 128 codes 2 x 32 lower bytes hold two codes, 32 upper
+    ones four."""
+    for g in range(16):
+        factors[g] = byte_at(source, 2 * 96 + g)
+    for g in range(16):
+        half, quarter, place = g // 8, g % 8 // 2, g % 2 * 4  # place: of the group's first quad among the quarter's 8
+        lower, upper = 32 * half + 16 * (quarter % 2) + 2 * place, 64 + 16 * half + 2 * place
+        for k in range(2):
+            a = word_at(source, lower + 2 * k) >> 4 * (quarter // 2) & NIBBLES
+            b = word_at(source, lower + 4 + 2 * k) >> 4 * (quarter // 2) & NIBBLES
+            words[3 * g + k] = a | b << 4
+        two_bits = np.int64(0)
+        for k in range(4):
+            two_bits |= (word_at(source, upper + 2 * k) >> 2 * quarter & TWO_BITS) << 2 * k
+        words[3 * g + 2] = two_bits
+
+
+@inlined
+def put_q2_k(factors, words, source):
+    """16 scales and minima of 4 bits, 64 bytes of four codes, d, dmin: of each 128 codes 32 bytes."""
+    for g in range(16):
+        both = byte_at(source, g)
+        factors[g], factors[16 + g] = both & 15, both >> 4
+        put_quads_of_16(words, 2 * g, source, 8 + 16 * (g // 8) + 8 * (g % 2), 2 * (g % 8 // 2), -1, 0)
+
+
+@inlined
+def put_q3_k(factors, words, source):
+    """32 bytes of third bits, 64 of four codes of 2 bits, 12 of scales of 6 bits, d."""
+    for g in range(16):
+        low = byte_at(source, 2 * 48 + g % 8) >> 4 * (g // 8) & 15
+        high = byte_at(source, 2 * 52 + g % 4) >> 2 * (g // 4) & 3
+        factors[g] = ((low | high << 4) - 32) & 255
+        put_quads_of_16(words, 2 * g, source, 16 + 16 * (g // 8) + 8 * (g % 2), 2 * (g % 8 // 2), 8 * (g % 2), g // 2)
+
+
+@inlined
+def put_iq4_xs(factors, words, source):
+    """d, upper 2 bits of 8 scales, lower 4 of them, for each group 16 bytes of two codes."""
+    for g in range(8):
+        low = byte_at(source, 2 * 2 + g // 2) >> 4 * (g % 2) & 15
+        factors[g] = ((low | (source[1] >> 2 * g & 3) << 4) - 32) & 255
+        for k in range(4):
+            words[4 * g + k] = word_at(source, 4 + 8 * g + 2 * k)
 
 
 class BlockType(NamedTuple):
@@ -276,22 +206,23 @@ def powers(exponents: Octets) -> Float32:
     return bits.view(np.float32)
 
 
+read_q4_0 = reader("read_q4_0", 9, 1, codes(1))
 FOUR, FOUR_AND_MINIMUM = Form(4, 32, 1, False), Form(4, 32, 1, True)
 EIGHT_AND_MINIMUM = Form(8, 32, 1, True)  # what holds every type but the K ones
 SIX_AND_MINIMA = Form(6, 16, 16, True)  # what holds every K type
 TYPES = {
     "Q4_0": BlockType(18, FOUR, read_q4_0),
-    "Q4_1": BlockType(20, FOUR_AND_MINIMUM, read_q4_1),
-    "Q5_0": BlockType(22, Form(5, 32, 1, False), read_q5_0),
-    "Q5_1": BlockType(24, Form(5, 32, 1, True), read_q5_1),
-    "Q8_0": BlockType(34, Form(8, 32, 1, False), read_q8_0),
-    "Q4_K": BlockType(144, Form(4, 32, 8, True), read_q4_k),
-    "Q5_K": BlockType(176, Form(5, 32, 8, True), read_q5_k),
-    "Q6_K": BlockType(210, Form(6, 16, 16, False), read_q6_k),
-    "Q2_K": BlockType(84, Form(4, 16, 16, True), read_q2_k),
-    "Q3_K": BlockType(110, Form(4, 16, 16, False), read_q3_k),
+    "Q4_1": BlockType(20, FOUR_AND_MINIMUM, reader("read_q4_1", 10, 2, codes(2))),
+    "Q5_0": BlockType(22, Form(5, 32, 1, False), reader("read_q5_0", 11, 1, codes(3, 5))),
+    "Q5_1": BlockType(24, Form(5, 32, 1, True), reader("read_q5_1", 12, 2, codes(4, 5))),
+    "Q8_0": BlockType(34, Form(8, 32, 1, False), reader("read_q8_0", 17, 1, codes(1, 8))),
+    "Q4_K": BlockType(144, Form(4, 32, 8, True), reader("read_q4_k", 72, 2, codes_of_k(8, 4))),
+    "Q5_K": BlockType(176, Form(5, 32, 8, True), reader("read_q5_k", 88, 2, codes_of_k(24, 5))),
+    "Q6_K": BlockType(210, Form(6, 16, 16, False), reader("read_q6_k", 105, 1, put_q6_k, 104)),
+    "Q2_K": BlockType(84, Form(4, 16, 16, True), reader("read_q2_k", 42, 2, put_q2_k, 40)),
+    "Q3_K": BlockType(110, Form(4, 16, 16, False), reader("read_q3_k", 55, 1, put_q3_k, 54)),
     "IQ4_NL": BlockType(18, Form(4, 32, 1, False, "nl"), read_q4_0),
-    "IQ4_XS": BlockType(136, Form(4, 32, 8, False, "nl"), read_iq4_xs),
+    "IQ4_XS": BlockType(136, Form(4, 32, 8, False, "nl"), reader("read_iq4_xs", 68, 1, put_iq4_xs)),
     "MXFP4": BlockType(17, Form(4, 32, 1, False, "e2m1"), read_q4_0, with_fp16),
 }
 
