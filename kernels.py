@@ -16,7 +16,6 @@ behind its parent: siblings share a position, and of the tree a node sees its an
 (see `trace`). All that it is computed from enters by position, not by slot, as in a chain of the same tokens: bit for bit.
 """
 
-import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -334,8 +333,8 @@ def rope(run: Pass, thread: int, p: Rope) -> None:
                 place -= head_dim
 
 
-@inlined
-def cache_keys(run, thread, keys, x, unit, base):
+@operation
+def store_keys_f32(run: Pass, thread: int, keys: Floats4, scales: Floats2, x: Floats2, unit: int, base: int) -> None:
     """Put the heads that begin at row `base` of x at pos.. of keys (G, S / R, K, R): this part's rows of them."""
     head_dim = keys.shape[2]
     first, last = own_rows(run, x.shape[1], unit, base, keys.shape[0] * head_dim)
@@ -350,8 +349,10 @@ def cache_keys(run, thread, keys, x, unit, base):
                 put_either(keys, at + k * STRIP_ROWS, x[t, base + row + k])
 
 
-@inlined
-def cache_values(run, thread, values, x, unit, base, head_dim):
+@operation
+def store_values_f32(
+    run: Pass, thread: int, values: Floats4, scales: Floats2, x: Floats2, unit: int, base: int, head_dim: int
+) -> None:
     """Put the heads that begin at row `base` of x at pos.. of values (G, K / R, S, R): this part's rows of them."""
     first, last = own_rows(run, x.shape[1], unit, base, values.shape[0] * head_dim)
     row = first
@@ -551,40 +552,12 @@ def attend_all(run, thread, p):
 
 
 @operation
-def store_keys_f32(run: Pass, thread: int, keys: Floats4, scales: Floats2, x: Floats2, unit: int, base: int) -> None:
-    """`cache_keys` of a cache of float32."""
-    cache_keys(run, thread, keys, x, unit, base)
-
-
-@operation
-def store_values_f32(
-    run: Pass, thread: int, values: Floats4, scales: Floats2, x: Floats2, unit: int, base: int, head_dim: int
-) -> None:
-    """`cache_values` of a cache of float32."""
-    cache_values(run, thread, values, x, unit, base, head_dim)
-
-
-@operation
 def attention_f32(run: Pass, thread: int, p: Attention) -> None:
     """`attend_all` over a cache of float32."""
     attend_all(run, thread, p)
 
 
-@operation
-def store_keys_f16(run: Pass, thread: int, keys: Halves4, scales: Floats2, x: Floats2, unit: int, base: int) -> None:
-    """`cache_keys` of one of fp16."""
-    cache_keys(run, thread, keys, x, unit, base)
-
-
-@operation
-def store_values_f16(
-    run: Pass, thread: int, values: Halves4, scales: Floats2, x: Floats2, unit: int, base: int, head_dim: int
-) -> None:
-    """`cache_values` of one of fp16."""
-    cache_values(run, thread, values, x, unit, base, head_dim)
-
-
-@functools.partial(Operation, keys=Halves4, values=Halves4)
-def attention_f16(run: Pass, thread: int, p: Attention) -> None:
-    """`attend_all` over one of fp16."""
-    attend_all(run, thread, p)
+# of one of fp16
+store_keys_f16 = store_keys_f32.over("store_keys_f16", keys=Halves4)
+store_values_f16 = store_values_f32.over("store_values_f16", values=Halves4)
+attention_f16 = attention_f32.over("attention_f16", keys=Halves4, values=Halves4)

@@ -41,20 +41,9 @@ from .claims import Claims
 from .linking import link_late
 
 HOME = Path(__file__).resolve().parents[1]
-# Whatever compiled functions are written in, or take constants from.
-SOURCES = (
-    *(
-        f"machine/{name}.py"
-        for name in ("cache", "elementary", "linking", "memory", "parts", "programs", "threads", "tiles", "vectors")
-    ),
-    *(f"weights/{name}.py" for name in ("blocks", "fp32", "groups", "half", "int4", "int8", "matrix", "packed", "quads")),
-    "architectures/experts.py",
-    "architectures/gates.py",
-    "architectures/kv.py",
-    "architectures/states.py",
-    "kernels.py",
-    "sampling.py",
-)
+# Whatever compiled functions are written in, or take constants from: all of the rooms that have such files, and two files more.
+_ROOMS = ("architectures", "machine", "weights")
+SOURCES = (*sorted(f"{room}/{path.name}" for room in _ROOMS for path in (HOME / room).glob("*.py")), "kernels.py", "sampling.py")
 STAMP = hashlib.sha256(b"\0".join((HOME / name).read_bytes() for name in SOURCES)).hexdigest()[:16]
 STAMPED = re.compile("[0-9a-f]{16}")
 CHECKSUM_BYTES = 32
@@ -92,14 +81,15 @@ def _tell(name: str) -> None:
 class MachineCode(caching.NullCache):
     """What one function was compiled to: a file for each signature and CPU, of a checksum and numba's own pickle.
 
-    The checksum is of the file's name too: a function's code under another's name is as good as none.
+    The checksum is of the file's name too: a function's code under another's name is as good as none. name: the function's own,
+    unless it is another function's that made it.
     """
 
-    def __init__(self, named: Callable[..., Any]) -> None:
-        source = os.path.realpath(named.__code__.co_filename)
+    def __init__(self, function: Callable[..., Any], name: str = "") -> None:
+        source = os.path.realpath(function.__code__.co_filename)
         if source not in {str(HOME / name) for name in SOURCES}:
-            raise RuntimeError(f"{source} compiles {named.__qualname__} for the cache and is not one of {', '.join(SOURCES)}")
-        self._name = f"{named.__module__.partition('.')[2]}.{named.__qualname__}"
+            raise RuntimeError(f"{source} compiles {function.__qualname__} for the cache and is not one of {', '.join(SOURCES)}")
+        self._name = name or f"{function.__module__.partition('.')[2]}.{function.__qualname__}"
 
     @property
     def cache_path(self) -> str:
@@ -323,14 +313,14 @@ def parallel(function: Callable[..., Any]) -> Any:
     return _cached(njit(parallel=True, nogil=True)(function))
 
 
-def callback(signature: Any, function: Callable[..., Any], source: Callable[..., Any] | None = None) -> int:
+def callback(signature: Any, function: Callable[..., Any], place: MachineCode | None = None) -> int:
     """The address of a function in machine code that is called from machine code; compiled when asked for.
 
-    source: the function that it stands for, where it is made by another one and is to be kept; a made one is not kept else.
+    place: where it is kept, if it is made by another one; such a one is not kept else.
     """
     code: Any = CFunc(function, (signature.args, signature.return_type), {}, {"nogil": True, "error_model": "numpy"})
-    if source or function.__closure__ is None:
-        code._cache = MachineCode(source or function)
+    if place or function.__closure__ is None:
+        code._cache = place or MachineCode(function)
     undisturbed(code.compile)()
     _keep.append(code)
     return int(code.address)

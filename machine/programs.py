@@ -168,6 +168,16 @@ class Operation:
         self.function, self._kept = function, kept
         self._others = others
 
+    def named(self, name: str, module: str = "") -> "Operation":
+        """The same, kept and pickled by that name of that module, by default its function's."""
+        self.__module__, self.__qualname__ = module or self.__module__, name
+        setattr(sys.modules[self.__module__], name, self)
+        return self
+
+    def over(self, name: str, **others: Any) -> "Operation":
+        """The operation of that name beside it, which takes others in the place of some of its parameters."""
+        return Operation(self.function, self._kept, **others).named(name)
+
     @functools.cached_property
     def _record(self) -> Any:
         """The NamedTuple that its own parameters are, if they are."""
@@ -211,23 +221,28 @@ class Operation:
         def entry_of_record(run, row, thread, part, n_parts, begins):
             body(pass_at(run, part, n_parts, begins), thread, unpack(row))
 
-        return callback(ENTRY, entry_of_record if self._record else entry, self.function if self._kept else None)
+        return callback(ENTRY, entry_of_record if self._record else entry, self._code)
+
+    @property
+    def _code(self) -> MachineCode | None:
+        """Where its machine code is kept."""
+        return MachineCode(self.function, self.name) if self._kept else None
 
     @property
     def name(self) -> str:
         """Its room and its own: "kernels.rope"."""
-        return f"{self.function.__module__.partition('.')[2]}.{self.function.__qualname__}"
+        return f"{self.__module__.partition('.')[2]}.{self.__qualname__}"
 
     @property
     def is_compiled(self) -> bool:
         """Whether its machine code is kept already."""
-        return self._kept and MachineCode(self.function).is_kept(ENTRY)
+        return bool(self._code and self._code.is_kept(ENTRY))
 
     def __call__(self, *arguments: Any) -> Row:
         return Row(self, arguments)
 
     def __reduce__(self) -> str:
-        return self.function.__qualname__  # pickled by its name: machine code stays where it is
+        return self.__qualname__  # pickled by its name: machine code stays where it is
 
     def words(self, arguments: Sequence[Any]) -> list[int]:
         """The arguments as a row holds them; they have to be what the annotations say."""
@@ -235,7 +250,7 @@ class Operation:
         for (name, kind), dtype, value in zip(self._kinds.items(), self._dtypes, arguments, strict=True):
             if isinstance(kind, types.Array):
                 sound = value.ndim == kind.ndim and value.dtype == dtype and value.flags.c_contiguous
-                assert sound, f"{self.function.__name__} takes {kind} for {name}, not {value.dtype} of {value.ndim} dimensions"
+                assert sound, f"{self.__qualname__} takes {kind} for {name}, not {value.dtype} of {value.ndim} dimensions"
                 words += [value.ctypes.data, *value.shape]
             else:
                 words.append(int(np.float32(value).view(np.int32)) if kind is types.float32 else int(value))
@@ -245,14 +260,6 @@ class Operation:
 def operation(function: Callable[..., None]) -> Operation:
     """A kernel of the product's own as an `Operation`."""
     return Operation(function)
-
-
-def named(function: Callable[..., None], module: str, name: str) -> Operation:
-    """A kernel that another function made as an `Operation`, which is kept and pickled by that name of that module."""
-    function.__module__, function.__qualname__ = module, name
-    made = Operation(function)
-    setattr(sys.modules[module], name, made)
-    return made
 
 
 def compile_all(operations: Collection[Operation]) -> None:

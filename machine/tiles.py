@@ -92,11 +92,6 @@ def shape_of(rows: int, n_tokens: int, lanes: int = REGISTER_LANES, is_by_tokens
 Shapes = Callable[[int, int], Shape]
 
 
-def whole_tokens(shapes: Shapes, most_tokens: int) -> int:
-    """The most tokens that a tile of those shapes takes with all rows of a strip at once."""
-    return max((t for t in range(1, most_tokens + 1) if shapes(STRIP_ROWS, t).rows == STRIP_ROWS), default=0)
-
-
 class Strided(NamedTuple):
     """Rows of floats: an array, the item where the first one begins, and the items from one to the next."""
 
@@ -315,9 +310,10 @@ def _switch_tokens(builder: Any, n_tokens: Any, most_tokens: int, function_of: A
     builder.position_at_end(end)
 
 
-def make_tile(name: str, emit: Any, shapes: Shapes = shape_of, most_tokens: int = TILE_TOKENS) -> Any:
-    """`tile_by` of one body over a strip, which emit writes."""
-    return tile_by(lambda array_type: (name, emit), STRIP_ROWS, shapes, most_tokens)
+def make_tile(name: str, emit: Any, shapes: Shapes = shape_of, most_tokens: int = TILE_TOKENS) -> tuple[Any, Tokens]:
+    """`tile_by` of one body over a strip, which emit writes, and what it takes."""
+    whole = max((t for t in range(1, most_tokens + 1) if shapes(STRIP_ROWS, t).rows == STRIP_ROWS), default=0)
+    return tile_by(lambda array_type: (name, emit), STRIP_ROWS, shapes, most_tokens), Tokens(most_tokens, whole)
 
 
 def tile_by(
@@ -364,8 +360,8 @@ def tile_by(
     return tile
 
 
-def float_tile(name: str, stored: Storage) -> Any:
-    """The tile of a strip of floats that are stored so."""
+def float_tile(name: str, stored: Storage) -> tuple[Any, Tokens]:
+    """`make_tile` of floats that are stored so."""
     return make_tile(name, float_body(stored))
 
 
@@ -379,8 +375,7 @@ def _either(n_strips: int, most_tokens: int) -> Any:
     return tile_by(body_of, n_strips * STRIP_ROWS, most_tokens=most_tokens)
 
 
-FLOAT_TOKENS = Tokens(TILE_TOKENS, whole_tokens(shape_of, TILE_TOKENS))
-strip_tile = float_tile("fp32_tile", FP32_STORAGE)
+strip_tile, FLOAT_TOKENS = float_tile("fp32_tile", FP32_STORAGE)
 either_tile, pair_tile = _either(1, TILE_TOKENS), _either(2, FEW_TOKENS)
 
 

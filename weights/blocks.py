@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ..machine.cache import inlined
 from ..machine.parts import share
-from ..machine.programs import Bytes2, Halves2, Operation, Pass, Words2, named, on_all_threads
+from ..machine.programs import Bytes2, Halves2, Operation, Pass, Words2, on_all_threads
 from ..machine.vectors import Float32
 from .groups import EACH, NIBBLES, Form, Rows, group_kind, packed, place, unpacked
 from .int8 import QUADS
@@ -101,7 +101,7 @@ def reader(name: str, n_halves: int, n_levels: int, put: Any, numbers_at: int = 
                     numbers[row, n_levels * block + level] = given[numbers_at + level] ^ minus
                 put(factors[row, of_factors * block :], words[row, of_words * block :], given)
 
-    return named(read, __name__, name)
+    return Operation(read).named(name)
 
 
 def codes(at: int, bits: int = 4) -> Any:

@@ -1,59 +1,34 @@
 """fp32 weights: strips (P, n, R), one chain of fused multiply-adds in ascending k for each row and token."""
 
+from typing import Any
+
 import numpy as np
 
 from ..machine.cache import inlined
 from ..machine.parts import share
-from ..machine.programs import Floats2, Floats3, Halves2, Halves3, Ints1, Pass, on_all_threads, operation
-from ..machine.tiles import FLOAT_TOKENS, STRIP_ROWS, Work, multiply_strips, strip_tile
+from ..machine.programs import Floats2, Floats3, Halves2, Halves3, Pass, on_all_threads, operation
+from ..machine.tiles import FLOAT_TOKENS, STRIP_ROWS, strip_tile
 from ..machine.vectors import LANES, Float32, ceil_div, lane, load
-from .matrix import ALL, Floats, Kind, Mixture, Product, floats, multiply_experts, own_strips
+from .matrix import ALL, Floats, Kind, floats
+from .multiplying import embedded_by, multiplied_by
 
 BLOCK = 32  # columns of a block that is turned, a number that the compiler sees: 135M weights on two threads 0.04 s, else 0.1
 
 
 @inlined
-def multiply(tile, run, thread, p):
-    """out[t] (+)= W x[t] by a tile over floats: this part's strips; see `Matrix.product`."""
-    first, last = own_strips(run, p)
-    work = Work(first, last, run.n_logits if p.of_logits else run.n_tokens, p.first)
-    multiply_strips(tile, FLOAT_TOKENS, p.out, p.w, p.x[thread if p.x.shape[0] > 1 else 0], 0, work, p.adding)
+def floats_of_x(run, thread, p, n_tokens):
+    """x as a tile over floats takes it."""
+    return p.x[thread if p.x.shape[0] > 1 else 0], 0
 
 
-@inlined
-def multiply_mixture(tile, run, thread, p):
-    """`multiply_experts` by a tile over floats."""
-    multiply_experts(tile, FLOAT_TOKENS, 0, p.x[thread if p.x.shape[0] > 1 else 0], run, thread, p)
+def weight_of(load_weights: Any) -> Any:
+    """What gives a weight of a strip whose columns that loads."""
 
+    @inlined
+    def weight_at(w, strip, row, k, n, group):
+        return lane(load_weights(w, (strip * n + k) * STRIP_ROWS + row // LANES * LANES), row % LANES)
 
-@inlined
-def gather(load_weights, run, thread, out, w, tokens, n):
-    """out[t] = W[tokens[t]]: this part's columns; see `Matrix.embedding`."""
-    first, last = share(n, run.part, run.n_parts)
-    for t in range(run.n_tokens):
-        strip, row = divmod(tokens[t], STRIP_ROWS)
-        out[t, n:] = 0.0  # what an earlier pass left there may be NaN
-        for k in range(first, last):
-            weights = load_weights(w, (strip * n + k) * STRIP_ROWS + row // LANES * LANES)
-            out[t, k] = lane(weights, row % LANES)
-
-
-@operation
-def product(run: Pass, thread: int, p: Product) -> None:
-    """`multiply` of fp32 weights."""
-    multiply(strip_tile, run, thread, p)
-
-
-@operation
-def experts(run: Pass, thread: int, p: Mixture) -> None:
-    """`multiply_mixture` of fp32 weights."""
-    multiply_mixture(strip_tile, run, thread, p)
-
-
-@operation
-def embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: int, group: int) -> None:
-    """`gather` of fp32 weights."""
-    gather(load, run, thread, out, w, tokens, n)
+    return weight_at
 
 
 @inlined
@@ -70,57 +45,29 @@ def turn_rows(out, source):
             out[k, r] = source[r, k]
 
 
-@inlined
-def turn(run, thread, strips, first, stride, matrix):
+@operation
+def fill_strips(run: Pass, thread: int, strips: Floats3, first: int, stride: int, matrix: Floats2) -> None:
     """strips[first + stride * i, k, r] = matrix[R i + r, k]: rows (rows, n) into every stride-th of strips (P, n, R)."""
     begin, end = share(ceil_div(matrix.shape[0], STRIP_ROWS), run.part, run.n_parts)
     for strip in range(begin, end):
         turn_rows(strips[first + stride * strip], matrix[strip * STRIP_ROWS : (strip + 1) * STRIP_ROWS])
 
 
-@inlined
-def turn_back(run, thread, matrix, strips):
-    """matrix[R i + r, k] = strips[i, k, r]."""
-    n = matrix.shape[1]
-    whole = n // BLOCK * BLOCK
-    begin, end = share(strips.shape[0], run.part, run.n_parts)
-    for strip in range(begin, end):
-        out, source = matrix[strip * STRIP_ROWS : (strip + 1) * STRIP_ROWS], strips[strip]
-        for k in range(0, whole, BLOCK):
-            for r in range(STRIP_ROWS):
-                for j in range(BLOCK):
-                    out[r, k + j] = source[k + j, r]
-        for k in range(whole, n):
-            for r in range(STRIP_ROWS):
-                out[r, k] = source[k, r]
-
-
-@operation
-def fill_strips(run: Pass, thread: int, strips: Floats3, first: int, stride: int, matrix: Floats2) -> None:
-    """`turn` of float32."""
-    turn(run, thread, strips, first, stride, matrix)
-
-
-@operation
-def fill_halves(run: Pass, thread: int, strips: Halves3, first: int, stride: int, matrix: Halves2) -> None:
-    """`turn` of two bytes a weight."""
-    turn(run, thread, strips, first, stride, matrix)
-
-
 @operation
 def read_strips(run: Pass, thread: int, matrix: Floats2, strips: Floats3) -> None:
-    """`turn_back` of float32."""
-    turn_back(run, thread, matrix, strips)
+    """matrix[R i + r, k] = strips[i, k, r]."""
+    begin, end = share(strips.shape[0], run.part, run.n_parts)
+    for strip in range(begin, end):
+        turn_rows(matrix[strip * STRIP_ROWS : (strip + 1) * STRIP_ROWS].T, strips[strip].T)
 
 
-@operation
-def read_halves(run: Pass, thread: int, matrix: Halves2, strips: Halves3) -> None:
-    """`turn_back` of two bytes a weight."""
-    turn_back(run, thread, matrix, strips)
+# of two bytes a weight
+fill_halves = fill_strips.over("fill_halves", strips=Halves3, matrix=Halves2)
+read_halves = read_strips.over("read_halves", matrix=Halves2, strips=Halves3)
 
 
 def pack_rows(strips: Floats, first: int, stride: int, rows: Floats) -> None:
-    """`turn` on all threads: the rows that pad the last strip stay zero."""
+    """`fill_strips` on all threads: the rows that pad the last strip stay zero."""
     fill = fill_strips if strips.dtype == np.float32 else fill_halves
     on_all_threads(fill(strips, first, stride, np.ascontiguousarray(rows)))
 
@@ -158,4 +105,6 @@ def no_scratch(n: int, group: int) -> int:
     return 1
 
 
+product, experts = multiplied_by(__name__, "", strip_tile, FLOAT_TOKENS, floats_of_x)
+embed = embedded_by(__name__, "", weight_of(load))
 FP32 = Kind("fp32", product, embed, experts, no_group, strip_shape, fill, rows_of, no_scratch)

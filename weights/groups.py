@@ -14,7 +14,6 @@ middle of their range: 8, 16, 32 or 128.
 import functools
 import os
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,21 +23,7 @@ from numba.core import cgutils
 
 from ..machine.cache import inlined
 from ..machine.parts import share
-from ..machine.programs import (
-    Bytes2,
-    Bytes3,
-    Floats2,
-    Floats3,
-    Halves2,
-    Halves3,
-    Ints1,
-    Operation,
-    Pass,
-    Words2,
-    Words3,
-    on_all_threads,
-    operation,
-)
+from ..machine.programs import Bytes2, Bytes3, Halves2, Halves3, Pass, Words2, Words3, on_all_threads, operation
 from ..machine.tiles import FEATURES, LINE_BYTES, LINE_WORDS, STRIP_ROWS, Shape, Sweep, Tile, cells, const, make_tile, prefetch
 from ..machine.vectors import (
     CPU_FEATURES,
@@ -57,8 +42,9 @@ from ..machine.vectors import (
     multiply_add,
     offset,
 )  # fmt: skip
-from .int8 import GROUP_HEAD, QUADS, Dot4, best_dot4, dot4, multiply, multiply_mixture, scratch_words
-from .matrix import ALL, Kind, Mixture, Product
+from .int8 import GROUP_HEAD, QUADS, Dot4, best_dot4, dot4, quantized, scratch_words
+from .matrix import ALL, Kind
+from .multiplying import embedded_by, multiplied_by
 from .quads import TABLE, best_lookup, looked_up
 
 PATH = "portable" if os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0") else best_dot4(CPU_FEATURES)
@@ -284,68 +270,42 @@ def group_body(form: Form, dot: Dot4) -> Any:
     return emit
 
 
-def group_tile(form: Form, path: str) -> Any:
-    """The tile of the products of weights of that form by that instruction."""
+def group_tile(form: Form, path: str) -> tuple[Any, Any]:
+    """`make_tile` of the products of weights of that form by that instruction."""
     own = form.bits, form.group, form.n_groups, int(form.has_minima), *[form.table] * bool(form.table)
     name = "_".join(map(str, ("group_tile", *own, path)))
     dot = dot4(path, form.code_bits)
     return make_tile(name, group_body(form, dot), dot.shape, dot.most_tokens)
 
 
-def group_product(form: Form, path: str) -> Callable[..., None]:
-    """The kernel of `Matrix.product` for weights of that form, by that instruction."""
-    tile = group_tile(form, path)
-    tokens = dot4(path, form.code_bits).tokens
-
-    def product(run: Pass, thread: int, p: Product) -> None:
-        multiply(tile, tokens, run, thread, p)
-
-    return product
-
-
-def group_experts(form: Form, path: str) -> Callable[..., None]:
-    """The kernel of `Matrix.experts` for weights of that form, by that instruction."""
-    tile = group_tile(form, path)
-    tokens = dot4(path, form.code_bits).tokens
-
-    def experts(run: Pass, thread: int, p: Mixture) -> None:
-        multiply_mixture(tile, tokens, run, thread, p)
-
-    return experts
-
-
-def group_embed(form: Form) -> Callable[..., None]:
-    """The kernel of `Matrix.embedding` for weights of that form."""
+def weight_of(form: Form) -> Any:
+    """What gives a weight of that form."""
     bits, of_group, n_groups, has_minima, table = form
     columns, middle, factors_at, codes_at = form.columns, form.middle, form.factors_at, form.codes_at
     row_words, quad_words, upper_bits = form.row_words, form.quad_words, form.upper_bits
     is_looked_up, codes = bool(table), CODES.get(table, np.zeros(1, np.int64))
 
-    def embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: int, group: int) -> None:
-        first, last = share(n, run.part, run.n_parts)
-        for t in range(run.n_tokens):
-            strip, row = divmod(tokens[t], STRIP_ROWS)
-            out[t, n:] = 0.0  # what an earlier pass left there may be NaN
-            for k in range(first, last):
-                place, i = divmod(k, columns)
-                g, i = divmod(i, of_group)
-                block = (strip * w.shape[1] + place) * w.shape[2]
-                at = (block + codes_at + g * row_words * STRIP_ROWS + row) * QUADS + i % QUADS  # in the group's first word
-                half, word = divmod(i // QUADS, quad_words)
-                code = load_byte(w, at + word * STRIP_ROWS * QUADS)
-                if bits < 8:
-                    code = (code >> (4 * half)) & 15
-                if is_looked_up:
-                    code = codes[code]
-                if upper_bits > 0:
-                    upper = load_byte(w, at + quad_words * STRIP_ROWS * QUADS) >> (i // QUADS * upper_bits)
-                    code |= (upper << 4) & (2**bits - 16)
-                weight = np.float32(code - middle) * group_number(w, block, 0, row, g, n_groups, factors_at)
-                if has_minima:
-                    weight += group_number(w, block, 1, row, g, n_groups, factors_at)
-                out[t, k] = weight
+    @inlined
+    def weight_at(w, strip, row, k, n, group):
+        place, i = divmod(k, columns)
+        g, i = divmod(i, of_group)
+        block = (strip * w.shape[1] + place) * w.shape[2]
+        at = (block + codes_at + g * row_words * STRIP_ROWS + row) * QUADS + i % QUADS  # in the group's first word
+        half, word = divmod(i // QUADS, quad_words)
+        code = load_byte(w, at + word * STRIP_ROWS * QUADS)
+        if bits < 8:
+            code = (code >> (4 * half)) & 15
+        if is_looked_up:
+            code = codes[code]
+        if upper_bits > 0:
+            upper = load_byte(w, at + quad_words * STRIP_ROWS * QUADS) >> (i // QUADS * upper_bits)
+            code |= (upper << 4) & (2**bits - 16)
+        weight = np.float32(code - middle) * group_number(w, block, 0, row, g, n_groups, factors_at)
+        if has_minima:
+            weight += group_number(w, block, 1, row, g, n_groups, factors_at)
+        return weight
 
-    return embed
+    return weight_at
 
 
 @inlined
@@ -471,25 +431,16 @@ def _strip_shape(form: Form, n: int, group: int) -> tuple[int, int]:
     return ceil_div(n, form.columns), form.block_words
 
 
-OPERATIONS = SimpleNamespace()  # of kinds that `group_kind` made, by names that tell them apart where they are kept and pickled
-
-
-def _named(function: Callable[..., None], name: str) -> Operation:
-    function.__qualname__ = f"OPERATIONS.{name}"
-    setattr(OPERATIONS, name, Operation(function))
-    made: Operation = getattr(OPERATIONS, name)
-    return made
-
-
 def group_kind(name: str, form: Form, fill: Callable[[Float32, int, int, Any, int], None], path: str = PATH) -> Kind:
     """The kind of weights of that form and name, filled so, multiplied by that instruction of `int8.best_dot4`."""
     stem = name.replace(" ", "_")
     way = "portable" if path == "portable" else "native"
+    product, experts = multiplied_by(__name__, f"{stem}_{way}_", *group_tile(form, path), quantized)
     return Kind(
         name,
-        _named(group_product(form, path), f"{stem}_{way}"),
-        _named(group_embed(form), f"{stem}_embed"),
-        _named(group_experts(form, path), f"{stem}_{way}_experts"),
+        product,
+        embedded_by(__name__, f"{stem}_", weight_of(form)),
+        experts,
         functools.partial(_group_of, form),
         functools.partial(_strip_shape, form),
         fill,

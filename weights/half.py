@@ -4,50 +4,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..machine.programs import Floats2, Floats3, Ints1, Pass, operation
 from ..machine.tiles import STRIP_ROWS, float_tile
 from ..machine.vectors import BF16_STORAGE, FP16_STORAGE, Float32, load_bf16, load_fp16
-from .fp32 import gather, multiply, multiply_mixture, no_group, no_scratch, pack_rows, unpack_rows
-from .matrix import ALL, Floats, Kind, Mixture, Product, floats
+from .fp32 import floats_of_x, no_group, no_scratch, pack_rows, unpack_rows, weight_of
+from .matrix import ALL, Floats, Kind, floats
+from .multiplying import embedded_by, multiplied_by
 
-bf16_tile = float_tile("bf16_tile", BF16_STORAGE)
-fp16_tile = float_tile("fp16_tile", FP16_STORAGE)
-
-
-@operation
-def bf16_product(run: Pass, thread: int, p: Product) -> None:
-    """`multiply` of bf16 weights."""
-    multiply(bf16_tile, run, thread, p)
-
-
-@operation
-def bf16_experts(run: Pass, thread: int, p: Mixture) -> None:
-    """`multiply_mixture` of bf16 weights."""
-    multiply_mixture(bf16_tile, run, thread, p)
-
-
-@operation
-def bf16_embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: int, group: int) -> None:
-    """`gather` of bf16 weights."""
-    gather(load_bf16, run, thread, out, w, tokens, n)
-
-
-@operation
-def fp16_product(run: Pass, thread: int, p: Product) -> None:
-    """`multiply` of fp16 weights."""
-    multiply(fp16_tile, run, thread, p)
-
-
-@operation
-def fp16_experts(run: Pass, thread: int, p: Mixture) -> None:
-    """`multiply_mixture` of fp16 weights."""
-    multiply_mixture(fp16_tile, run, thread, p)
-
-
-@operation
-def fp16_embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: int, group: int) -> None:
-    """`gather` of fp16 weights."""
-    gather(load_fp16, run, thread, out, w, tokens, n)
+bf16_product, bf16_experts = multiplied_by(__name__, "bf16_", *float_tile("bf16_tile", BF16_STORAGE), floats_of_x)
+fp16_product, fp16_experts = multiplied_by(__name__, "fp16_", *float_tile("fp16_tile", FP16_STORAGE), floats_of_x)
+bf16_embed = embedded_by(__name__, "bf16_", weight_of(load_bf16))
+fp16_embed = embedded_by(__name__, "fp16_", weight_of(load_fp16))
 
 
 def strip_shape(n: int, group: int) -> tuple[int, int]:

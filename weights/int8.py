@@ -20,7 +20,7 @@ from numba.core import cgutils
 
 from ..machine.cache import compiled, inlined, inner
 from ..machine.parts import share
-from ..machine.programs import Codes3, Floats2, Floats3, Ints1, Pass, Words2, Words3, Words4, on_all_threads, operation
+from ..machine.programs import Codes3, Floats2, Pass, Words2, Words3, Words4, on_all_threads, operation
 from ..machine.tiles import (
     LINE_WORDS,
     REGISTER_LANES,
@@ -30,14 +30,11 @@ from ..machine.tiles import (
     Sweep,
     Tile,
     Tokens,
-    Work,
     cells,
     const,
     make_tile,
-    multiply_strips,
     prefetch,
     shape_of,
-    whole_tokens,
 )  # fmt: skip
 from ..machine.vectors import (
     CPU_FEATURES,
@@ -71,7 +68,8 @@ from ..machine.vectors import (
     store_bytes,
     store_int,
 )  # fmt: skip
-from .matrix import ALL, Floats, Grouped, Kind, Mixture, Product, floats, multiply_experts, own_strips
+from .matrix import ALL, Floats, Grouped, Kind, floats
+from .multiplying import embedded_by, multiplied_by
 
 Int8 = npt.NDArray[np.int8]
 QUADS = 4  # bytes in a word
@@ -103,11 +101,6 @@ class Dot4:
     def shape(self, rows: int, n_tokens: int) -> Shape:
         """Of a tile over strips of so many rows."""
         return shape_of(rows, n_tokens, self.lanes, is_by_tokens=True)
-
-    @property
-    def tokens(self) -> Tokens:
-        """What its tiles take."""
-        return Tokens(self.most_tokens, whole_tokens(self.shape, self.most_tokens))
 
     def weights(self, builder: Any, w: Any) -> Any:
         """What `add` takes for w, made once for all tokens."""
@@ -333,15 +326,13 @@ def _int8_body(dot: Dot4) -> Any:
     return emit
 
 
-def dot4_tile(path: str) -> Any:
-    """The tile of the products by those instructions."""
+def dot4_tile(path: str) -> tuple[Any, Tokens]:
+    """`make_tile` of the products by those instructions."""
     dot = dot4(path)
     return make_tile(f"int8_tile_{path}", _int8_body(dot), dot.shape, dot.most_tokens)
 
 
 DOT4 = "portable" if os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0") else best_dot4(CPU_FEATURES)
-native_tile, portable_tile = dot4_tile(best_dot4(CPU_FEATURES)), dot4_tile("portable")
-NATIVE_TOKENS, PORTABLE_TOKENS = dot4(best_dot4(CPU_FEATURES)).tokens, dot4("portable").tokens
 
 
 @compiled
@@ -388,61 +379,26 @@ def quantize(codes, x, n, group, n_tokens):
 
 
 @inlined
-def multiply(tile, tokens, run, thread, p):
-    """out[t] (+)= W x[t]: this part's strips, x quantized first; see `Matrix.product` and, for the tile, `multiply_strips`."""
-    first, last = own_strips(run, p)
-    work = Work(first, last, run.n_logits if p.of_logits else run.n_tokens, p.first)
-    codes, n_quads = p.scratch[thread], p.w.shape[2] // STRIP_ROWS - 1
+def quantized(run, thread, p, n_tokens):
+    """x as a tile over groups of int8 takes it."""
+    codes = p.scratch[thread]
     if run.begins:
-        quantize(codes, p.x[thread if p.x.shape[0] > 1 else 0], p.n, p.group, work.n_tokens)
-    multiply_strips(tile, tokens, p.out, p.w, codes, n_quads, work, p.adding)
+        quantize(codes, p.x[thread if p.x.shape[0] > 1 else 0], p.n, p.group, n_tokens)
+    return codes, p.w.shape[2] // STRIP_ROWS - 1
 
 
 @inlined
-def multiply_mixture(tile, tokens, run, thread, p):
-    """`multiply_experts` of quantized rows."""
-    codes, n_quads = p.scratch[thread], p.w.shape[2] // STRIP_ROWS - 1
-    if run.begins:
-        quantize(codes, p.x[thread if p.x.shape[0] > 1 else 0], p.n, p.group, run.n_tokens * max(p.per_token, 1))
-    multiply_experts(tile, tokens, n_quads, codes, run, thread, p)
+def weight_at(w, strip, row, k, n, group):
+    """code * scale."""
+    place, i = divmod(k, group)
+    word = (strip * w.shape[1] + place) * w.shape[2] + (1 + i // QUADS) * STRIP_ROWS + row
+    code = load_byte(w, word * QUADS + i % QUADS) - 128
+    return np.float32(code) * w[strip, place, row]
 
 
-@operation
-def product(run: Pass, thread: int, p: Product) -> None:
-    """`multiply` with the CPU's best instruction."""
-    multiply(native_tile, NATIVE_TOKENS, run, thread, p)
-
-
-@operation
-def portable_product(run: Pass, thread: int, p: Product) -> None:
-    """`multiply` for any CPU: the same bits."""
-    multiply(portable_tile, PORTABLE_TOKENS, run, thread, p)
-
-
-@operation
-def experts(run: Pass, thread: int, p: Mixture) -> None:
-    """`multiply_mixture` with the CPU's best instruction."""
-    multiply_mixture(native_tile, NATIVE_TOKENS, run, thread, p)
-
-
-@operation
-def portable_experts(run: Pass, thread: int, p: Mixture) -> None:
-    """`multiply_mixture` for any CPU: the same bits."""
-    multiply_mixture(portable_tile, PORTABLE_TOKENS, run, thread, p)
-
-
-@operation
-def embed(run: Pass, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: int, group: int) -> None:
-    """out[t] = W[tokens[t]]: this part's columns; see `Matrix.embedding`."""
-    first, last = share(n, run.part, run.n_parts)
-    for t in range(run.n_tokens):
-        strip, row = divmod(tokens[t], STRIP_ROWS)
-        out[t, n:] = 0.0  # what an earlier pass left there may be NaN
-        for k in range(first, last):
-            place, i = divmod(k, group)
-            word = (strip * w.shape[1] + place) * w.shape[2] + (1 + i // QUADS) * STRIP_ROWS + row
-            code = load_byte(w, word * QUADS + i % QUADS) - 128
-            out[t, k] = np.float32(code) * w[strip, place, row]
+product, experts = multiplied_by(__name__, "", *dot4_tile(best_dot4(CPU_FEATURES)), quantized)
+portable_product, portable_experts = multiplied_by(__name__, "portable_", *dot4_tile("portable"), quantized)
+embed = embedded_by(__name__, "", weight_at)
 
 
 @inner

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..machine.cache import inlined
 from ..machine.memory import aligned, bits_of, zeros
 from ..machine.parts import share
-from ..machine.programs import Floats1, Floats2, Floats3, Halves1, Ints2, Operation, Pass, Row, on_all_threads, operation
+from ..machine.programs import Floats1, Halves1, Operation, Pass, Row, on_all_threads, operation
 from ..machine.threads import available_threads
-from ..machine.tiles import STRIP_ROWS, Work, multiply_strips
+from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import LANES, Float32, Int64, ceil_div, load_bf16, load_fp16, round_up, store
 
 Floats = npt.NDArray[Any]  # see `Tensor`
@@ -75,38 +74,6 @@ class Blocks:
 
 class NoRoom(Exception):
     """Rows do not fit the room that their kind of weights has for them."""
-
-
-class Product(NamedTuple):
-    """What the operation of `Matrix.product` takes; adding and of_logits are 0 or 1; first, total: as of `Matrix`."""
-
-    out: Floats2
-    w: Floats3
-    x: Floats3
-    scratch: Floats3
-    n: int
-    group: int
-    adding: int
-    unit: int
-    of_logits: int
-    first: int
-    total: int
-
-
-class Mixture(NamedTuple):
-    """What the operation of `Matrix.experts` takes; per_token: as of `Matrix.experts`."""
-
-    out: Floats2
-    w: Floats3
-    x: Floats3
-    scratch: Floats3
-    gathered: Floats3
-    tokens: Ints2
-    starts: Ints2
-    n: int
-    group: int
-    per_token: int
-    unit: int
 
 
 class Choice(NamedTuple):
@@ -205,39 +172,6 @@ class Matrix:
     def aligned(self) -> "Matrix":
         """The same, whose strips begin at a cache line, as tiles need: those that were pickled may not."""
         return replace(self, strips=aligned(self.strips))
-
-
-@inlined
-def own_strips(run, p):
-    """Of the strips of `Product.w` those that are this part's of the whole, `unit` at a time."""
-    first, last = share(p.total // p.unit, run.part, run.n_parts)
-    return max(p.unit * first - p.first, 0), min(p.unit * last - p.first, p.w.shape[0])
-
-
-@inlined
-def multiply_experts(tile, tokens, n_quads, rows, run, thread, p):
-    """out[slot] = W_e rows[row of the slot] by a tile, which takes `Tokens`: this part's strips of every expert.
-
-    rows are those of x as the tile takes them. Those of one expert's tokens have to lie one behind the other: slots do.
-    """
-    starts, of_slot, gathered = p.starts[thread], p.tokens[thread], p.gathered[thread]
-    strips = p.w.shape[0] // (starts.size - 1)
-    first, last = share(strips // p.unit, run.part, run.n_parts)
-    for expert in range(starts.size - 1):
-        start, end = starts[expert], starts[expert + 1]
-        n = end - start
-        if n == 0:
-            continue
-        at = start if p.per_token > 0 else of_slot[start]
-        here = rows[at : at + n]
-        if p.per_token == 0 and of_slot[end - 1] != at + n - 1:  # tokens ascend, so these are not neighbours
-            for i in range(n):
-                token = of_slot[start + i]
-                for k in range(rows.shape[1]):
-                    gathered[i, k] = rows[token, k]
-            here = gathered[:n]
-        w, work = p.w[expert * strips : (expert + 1) * strips], Work(p.unit * first, p.unit * last, n, 0)
-        multiply_strips(tile, tokens, p.out[start:end], w, here, n_quads, work, False)
 
 
 def n_strips(rows: int) -> int:

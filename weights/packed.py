@@ -33,12 +33,12 @@ from ..machine.tiles import (
     Strip,
     make_tile,
     strip_tile,
-    whole_tokens,
 )  # fmt: skip
 from ..machine.vectors import Float32, ceil_div, load_byte
 from .fp32 import turn_rows, unpack_rows
 from .half import BF16
-from .matrix import ALL, Floats, NoRoom, Product, own_strips
+from .matrix import ALL, Floats, NoRoom
+from .multiplying import Product, own_strips
 from .quads import (
     FIRST_SLOT,
     FLAGS_END,
@@ -89,8 +89,8 @@ def byte_of(row, k):
 
 
 LOOKUP = best_lookup(FEATURES)
-packed_tile, unpack = make_tile("packed_tile", packed_body(LOOKUP), packed_shape, MOST_TOKENS), unpack_by(LOOKUP)
-WHOLE_TOKENS = whole_tokens(packed_shape, MOST_TOKENS)
+unpack = unpack_by(LOOKUP)
+packed_tile, PACKED_TOKENS = make_tile("packed_tile", packed_body(LOOKUP), packed_shape, MOST_TOKENS)
 
 
 @inlined
@@ -104,7 +104,7 @@ def multiply_by(tile, run, thread, p):
         at, to_end = quads_of(p.w, n, strip)
         for part in range(n_parts):
             t, end = share(n_tokens, part, n_parts)
-            ahead = at + (PREFETCH_WORDS if n_tokens <= WHOLE_TOKENS else words + part * words // n_parts)
+            ahead = at + (PREFETCH_WORDS if n_tokens <= PACKED_TOKENS.whole else words + part * words // n_parts)
             tile(
                 Strided(p.out, t * p.out.shape[1] + (p.first + strip) * STRIP_ROWS, p.out.shape[1]),
                 Strip(p.w, at, ahead, ceil_div(LINE_WORDS, n_parts)),

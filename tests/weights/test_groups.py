@@ -19,9 +19,11 @@ from specdec.readers.gguf_blocks import dequantized
 from specdec.transformer import Transformer
 from specdec.weights import FP32, INT4, INT8, kind_for
 from specdec.weights.blocks import KINDS, TYPES
-from specdec.weights.groups import PATH, group_product
+from specdec.weights.groups import PATH, group_tile
 from specdec.weights.int4 import quantize
+from specdec.weights.int8 import quantized
 from specdec.weights.matrix import pack
+from specdec.weights.multiplying import product_by
 from tests import reference
 from tests.checkpoints import random_tensors
 from tests.models import CONFIGS, THREADS, random_model, round_to_float32, run_in_blocks, tokens_for
@@ -156,7 +158,7 @@ def by_group(name, tensor):
 
 
 def kind_with(name, path):
-    return replace(KINDS[name], product=Operation(group_product(TYPES[name].form, path), kept=False))
+    return replace(KINDS[name], product=Operation(product_by(*group_tile(TYPES[name].form, path), quantized), kept=False))
 
 
 @pytest.mark.parametrize("name", [*TYPES, "int4"])

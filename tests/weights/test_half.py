@@ -13,24 +13,21 @@ import pytest
 from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
 from specdec.machine.memory import all_finite, zeros
-from specdec.machine.programs import Operation, Pass
+from specdec.machine.programs import Operation
 from specdec.machine.tiles import float_tile
 from specdec.machine.vectors import LANES, PORTABLE_FP16_STORAGE, load_as, load_bf16, load_fp16, round_up, store
 from specdec.transformer import Transformer
 from specdec.weights import BF16, FP16, FP32, INT8, Kind, kind_for
-from specdec.weights.fp32 import multiply
-from specdec.weights.matrix import Floats, Product, floats, pack
+from specdec.weights.fp32 import floats_of_x
+from specdec.weights.matrix import Floats, floats, pack
+from specdec.weights.multiplying import product_by
 from tests.checkpoints import ROOT, random_tensors
 from tests.models import CONFIGS, THREADS, product, run_in_blocks, tokens_for
 
 ALL_BITS = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
 KINDS = {"bf16": BF16, "fp16": FP16}
-portable_tile = float_tile("portable_fp16_tile", PORTABLE_FP16_STORAGE)
+portable_product = product_by(*float_tile("portable_fp16_tile", PORTABLE_FP16_STORAGE), floats_of_x)
 load_portable_fp16 = load_as(PORTABLE_FP16_STORAGE)
-
-
-def portable_product(run: Pass, thread: int, p: Product) -> None:
-    multiply(portable_tile, run, thread, p)
 
 
 PORTABLE_FP16 = replace(FP16, product=Operation(portable_product, kept=False))

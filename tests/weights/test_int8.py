@@ -16,7 +16,7 @@ from specdec import SpeculativeDecoder
 from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
 from specdec.machine.memory import zeros
-from specdec.machine.programs import Operation, Pass
+from specdec.machine.programs import Operation
 from specdec.machine.tiles import STRIP_ROWS
 from specdec.machine.vectors import CPU_FEATURES, round_up
 from specdec.measuring.bench import SHAPES
@@ -30,13 +30,13 @@ from specdec.weights.int8 import (
     PORTABLE_INT8,
     QUADS,
     best_dot4,
-    dot4,
     dot4_tile,
-    multiply,
     quantize,
     quantize_rows,
+    quantized,
 )
-from specdec.weights.matrix import Grouped, Product, pack
+from specdec.weights.matrix import Grouped, pack
+from specdec.weights.multiplying import product_by
 from tests import reference
 from tests.checkpoints import (
     ROOT,
@@ -97,12 +97,7 @@ def test_activations_are_quantized_as_runq_does(n, group):
 @functools.cache
 def kind_with(path: str) -> Kind:
     """int8 with the product by that instruction, also where it is not the one that the CPU would choose."""
-    tile, tokens = dot4_tile(path), dot4(path).tokens
-
-    def product(run: Pass, thread: int, p: Product) -> None:
-        multiply(tile, tokens, run, thread, p)
-
-    return replace(INT8, product=Operation(product, kept=False))
+    return replace(INT8, product=Operation(product_by(*dot4_tile(path), quantized), kept=False))
 
 
 FEATURES = CPU_FEATURES.split(",")

@@ -16,11 +16,12 @@ from specdec.machine.tiles import STRIP_ROWS, make_tile
 from specdec.machine.vectors import ceil_div, round_up
 from specdec.transformer import Transformer
 from specdec.weights import BF16, FP16, FP32, INT8, PACKED_BF16, Kind, kind_for, packed, quads, trial
-from specdec.weights.matrix import Floats, Matrix, NoRoom, Product, pack
+from specdec.weights.matrix import Floats, Matrix, NoRoom, pack
+from specdec.weights.multiplying import Product
 from tests.models import CONFIGS, THREADS, product, run_in_blocks, tokens_for
 from tests.weights.test_half import assert_same_bits, exact, half_tensors, widened
 
-portable_tile = make_tile("portable_packed_tile", quads.packed_body(("", 64)), quads.packed_shape, packed.MOST_TOKENS)
+portable_tile, _ = make_tile("portable_packed_tile", quads.packed_body(("", 64)), quads.packed_shape, packed.MOST_TOKENS)
 
 
 def portable_product(run: Pass, thread: int, p: Product) -> None:
