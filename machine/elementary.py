@@ -6,9 +6,10 @@ Taylor polynomials.
 """
 
 import numpy as np
+from numba import types
 
 from .cache import compiled, inner
-from .vectors import add, div, exp2_of_integer, fma, maximum, minimum, mul, rint, splat, zero_unless_positive
+from .vectors import add, div, exp2_of_integer, fma, maximum, minimum, mul, polynomial, rint, splat, zero_unless_positive
 
 # log 2 and pi / 2 in parts, the first ones of so few bits that their products with a whole number of 11, or 31, bits are exact
 LOG2_HIGH, LOG2_LOW = 0.6931471803691238, 1.9082149292705877e-10
@@ -16,6 +17,18 @@ HALF_PI_HIGH, HALF_PI_MIDDLE, HALF_PI_LOW = 1.570796012878418, 3.139164164167596
 BITS_OF_SQRT_HALF = np.float64(0.5**0.5).view(np.int64)
 FRACTION_BITS = np.int64(52)
 NEAREST = 1.5 * 2.0**52  # x + NEAREST ends in the whole number that is nearest to x, which x + NEAREST - NEAREST is
+
+
+of_exp = polynomial(1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)
+of_tanh = polynomial(-1382 / 155925, 62 / 2835, -17 / 315, 2 / 15, -1 / 3)
+of_log = polynomial(*(1 / n for n in range(23, 2, -2)), kind=types.float64)
+of_sine = polynomial(
+    1 / 355687428096000, -1 / 1307674368000, 1 / 6227020800, -1 / 39916800, 1 / 362880, -1 / 5040, 1 / 120, -1 / 6,
+    kind=types.float64,
+)  # fmt: skip
+of_cosine = polynomial(
+    1 / 20922789888000, -1 / 87178291200, 1 / 479001600, -1 / 3628800, 1 / 40320, -1 / 720, 1 / 24, -1 / 2, kind=types.float64
+)  # fmt: skip
 
 
 @inner
@@ -28,14 +41,7 @@ def exp(x):
     n = rint(mul(clamped, splat(1.4426950408889634)))
     r = fma(n, splat(-0.693145751953125), clamped)
     r = fma(n, splat(-1.4286068203094172e-06), r)
-    p = fma(splat(1.0 / 5040.0), r, splat(1.0 / 720.0))
-    p = fma(p, r, splat(1.0 / 120.0))
-    p = fma(p, r, splat(1.0 / 24.0))
-    p = fma(p, r, splat(1.0 / 6.0))
-    p = fma(p, r, splat(0.5))
-    p = fma(p, r, splat(1.0))
-    p = fma(p, r, splat(1.0))
-    return zero_unless_positive(mul(p, exp2_of_integer(n)), add(x, splat(87.0)))
+    return zero_unless_positive(mul(of_exp(r), exp2_of_integer(n)), add(x, splat(87.0)))
 
 
 @inner
@@ -68,11 +74,7 @@ def tanh(x):
     """
     small = minimum(splat(0.25), maximum(splat(-0.25), x))
     z = mul(small, small)
-    p = fma(splat(-1382.0 / 155925.0), z, splat(62.0 / 2835.0))
-    p = fma(p, z, splat(-17.0 / 315.0))
-    p = fma(p, z, splat(2.0 / 15.0))
-    p = fma(p, z, splat(-1.0 / 3.0))
-    near = fma(mul(p, z), small, small)
+    near = fma(mul(of_tanh(z), z), small, small)
     far = fma(splat(-2.0), div(splat(1.0), add(splat(1.0), exp(mul(x, splat(2.0))))), splat(1.0))
     return add(near, zero_unless_positive(fma(near, splat(-1.0), far), add(maximum(x, mul(x, splat(-1.0))), splat(-0.25))))
 
@@ -90,17 +92,7 @@ def log(x):
     m = np.int64(bits - (n << FRACTION_BITS)).view(np.float64)
     s = (m - 1.0) / (m + 1.0)
     z = s * s
-    p = z * (1.0 / 23.0) + 1.0 / 21.0
-    p = p * z + 1.0 / 19.0
-    p = p * z + 1.0 / 17.0
-    p = p * z + 1.0 / 15.0
-    p = p * z + 1.0 / 13.0
-    p = p * z + 1.0 / 11.0
-    p = p * z + 1.0 / 9.0
-    p = p * z + 1.0 / 7.0
-    p = p * z + 1.0 / 5.0
-    p = p * z + 1.0 / 3.0
-    return n * LOG2_HIGH + (2.0 * s + (2.0 * s * (z * p) + n * LOG2_LOW))
+    return n * LOG2_HIGH + (2.0 * s + (2.0 * s * (z * of_log(z)) + n * LOG2_LOW))
 
 
 @compiled
@@ -113,22 +105,7 @@ def sine_and_cosine(x):
     n = shifted - NEAREST
     r = ((x - n * HALF_PI_HIGH) - n * HALF_PI_MIDDLE) - n * HALF_PI_LOW
     z = r * r
-    p = z * (1.0 / 355687428096000.0) - 1.0 / 1307674368000.0
-    p = p * z + 1.0 / 6227020800.0
-    p = p * z - 1.0 / 39916800.0
-    p = p * z + 1.0 / 362880.0
-    p = p * z - 1.0 / 5040.0
-    p = p * z + 1.0 / 120.0
-    p = p * z - 1.0 / 6.0
-    sine = r + r * (z * p)
-    p = z * (1.0 / 20922789888000.0) - 1.0 / 87178291200.0
-    p = p * z + 1.0 / 479001600.0
-    p = p * z - 1.0 / 3628800.0
-    p = p * z + 1.0 / 40320.0
-    p = p * z - 1.0 / 720.0
-    p = p * z + 1.0 / 24.0
-    p = p * z - 0.5
-    cosine = 1.0 + z * p
+    sine, cosine = r + r * (z * of_sine(z)), 1.0 + z * of_cosine(z)
     quarter = np.float64(shifted).view(np.int64)
     if quarter & 1:
         sine, cosine = cosine, -sine

@@ -4,6 +4,7 @@ A vector is LANES floats on every machine, for the sake of the bits; LLVM splits
 that emit LLVM's code take its builder first; those above them, the intrinsics, are what compiled functions call.
 """
 
+import inspect
 import platform
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -66,17 +67,40 @@ def llvm(builder: Any, name: str, result: Any, *args: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), args)
 
 
+def emitted(returned: Any, *parameters: Any, emit: Any) -> Any:
+    """An intrinsic of parameters of those numba types: what emit(builder, *values) makes.
+
+    A parameter None is a C-contiguous array, and the one behind it a flat index of it, which is not negative: numba's own
+    indexing asks. In their place emit gets the array's `Storage`, and what gives a pointer: of an item's LLVM type, which the
+    index counts, and of what is pointed to.
+    """
+    names = ["typingctx", *(f"value_{i}" for i in range(len(parameters)))]
+
+    def typed(typingctx: Any, *given: Any) -> Any:
+        kinds = [kind or own for kind, own in zip(parameters, given, strict=True)]
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            values = list(args)
+            if parameters[0] is None:
+
+                def place(item: Any, pointee: Any) -> Any:
+                    start = element_pointer(context, builder, signature.args[0], args[0], ir.Constant(I64, 0), item)
+                    return builder.bitcast(builder.gep(start, [args[1]]), pointee.as_pointer())
+
+                values[:2] = storage_of(signature.args[0]), place
+            made = emit(builder, *values)
+            return context.get_dummy_value() if returned is types.void else made
+
+        return returned(*kinds), codegen
+
+    parameters_of = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    typed.__signature__ = inspect.Signature(parameters_of)  # type: ignore[attr-defined]
+    return intrinsic(typed)
+
+
 def _vector_op(arity: int, emit: Any) -> Any:
     """An intrinsic from `arity` vectors to one."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return emit(builder, *args)
-
-    if arity == 1:
-        return intrinsic(lambda typingctx, a: (vector(vector), codegen))
-    if arity == 2:
-        return intrinsic(lambda typingctx, a, b: (vector(vector, vector), codegen))
-    return intrinsic(lambda typingctx, a, b, c: (vector(vector, vector, vector), codegen))
+    return emitted(vector, *[vector] * arity, emit=emit)
 
 
 def shuffle(builder: Any, a: Any, lanes: list[int]) -> Any:
@@ -87,15 +111,14 @@ def shuffle(builder: Any, a: Any, lanes: list[int]) -> Any:
 def _reduce(combine: Any) -> Any:
     """An intrinsic from a vector to a scalar, halves combined pairwise: one fixed order."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        (v,) = args
+    def emit(builder: Any, v: Any) -> Any:
         n = LANES
         while n > 1:
             n //= 2
             v = combine(builder, shuffle(builder, v, list(range(n))), shuffle(builder, v, list(range(n, 2 * n))))
         return builder.extract_element(v, ir.Constant(I32, 0))
 
-    return intrinsic(lambda typingctx, a: (types.float32(vector), codegen))
+    return emitted(types.float32, vector, emit=emit)
 
 
 def _maximum(builder: Any, a: Any, b: Any) -> Any:
@@ -111,6 +134,21 @@ def _exp2_of_integer(builder: Any, a: Any) -> Any:
 def constants(vector_type: Any, value: Any) -> Any:
     """A vector whose lanes all hold that number."""
     return ir.Constant(vector_type, [value] * vector_type.count)
+
+
+def polynomial(*coefficients: float, kind: Any = vector) -> Any:
+    """An intrinsic of a vector or a float64 x: the polynomial of those coefficients, the highest power's first (Horner).
+
+    Multiply-adds are fused for vectors alone.
+    """
+
+    def emit(builder: Any, x: Any) -> Any:
+        first, *others = (constants(x.type, c) if kind is vector else x.type(c) for c in coefficients)
+        for c in others:
+            first = multiply_add(builder, first, x, c) if kind is vector else builder.fadd(builder.fmul(first, x), c)
+        return first
+
+    return emitted(kind, kind, emit=emit)
 
 
 def integers_like(v: Any) -> Any:
@@ -175,25 +213,12 @@ def broadcast(builder: Any, scalar: Any, vector_type: Any) -> Any:
     return shuffle(builder, lane0, [0] * vector_type.count)
 
 
-@intrinsic
-def splat(typingctx, a):
-    """A vector whose lanes all hold the scalar a."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        scalar = context.cast(builder, args[0], signature.args[0], types.float32)
-        return broadcast(builder, scalar, VECTOR)
-
-    return vector(a), codegen
-
-
-@intrinsic
-def sqrt(typingctx, x):
-    """The square root of a float32, correctly rounded; numba's own calls the C library."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return llvm(builder, "llvm.sqrt.f32", F32, *args)
-
-    return types.float32(types.float32), codegen
+# A vector whose lanes all hold the scalar
+splat = emitted(vector, types.float32, emit=lambda b, scalar: broadcast(b, scalar, VECTOR))
+# The square root of a float32, correctly rounded; numba's own calls the C library
+sqrt = emitted(types.float32, types.float32, emit=lambda b, x: llvm(b, "llvm.sqrt.f32", F32, x))
+# (a vector, i): the float in lane i
+lane = emitted(types.float32, vector, types.intp, emit=lambda b, v, i: b.extract_element(v, i))
 
 
 def element_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any, pointee: Any) -> Any:
@@ -303,134 +328,70 @@ def storage_of(array_type: Any) -> Storage:
 
 
 def load_as(given: Storage | None) -> Any:
-    """An intrinsic (array, index): LANES floats of a C-contiguous array's memory, from a flat index in floats as stored there.
+    """An intrinsic (array, index): LANES floats of an array's memory, from a flat index in floats as stored there.
 
     given: how they are stored; None: as `storage_of` says.
     """
 
-    @intrinsic
-    def load_as(typingctx, array, index):
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            storage = given or storage_of(signature.args[0])
-            start = element_pointer(context, builder, signature.args[0], args[0], ir.Constant(I64, 0), storage.item)
-            pointer = builder.bitcast(builder.gep(start, [args[1]]), storage.type.as_pointer())
-            return storage.widen(builder, builder.load(pointer, align=storage.item_bytes))
+    def emit(builder: Any, own: Storage, place: Any) -> Any:
+        storage = given or own
+        return storage.widen(builder, builder.load(place(storage.item, storage.type), align=storage.item_bytes))
 
-        return vector(array, types.intp), codegen
-
-    return load_as
+    return emitted(vector, None, types.intp, emit=emit)
 
 
 load = load_as(FP32_STORAGE)
 load_bf16 = load_as(BF16_STORAGE)
 load_fp16 = load_as(FP16_STORAGE)
 load_either = load_as(None)
-
-
-@intrinsic
-def item(typingctx, array, index):
-    """The float of a C-contiguous float32 array at a flat index, which is not negative: numba's own indexing asks."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(element_pointer(context, builder, signature.args[0], args[0], args[1], F32))
-
-    return types.float32(array, types.intp), codegen
-
-
-@intrinsic
-def lane(typingctx, a, i):
-    """The float in lane i of a vector."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.extract_element(*args)
-
-    return types.float32(a, types.intp), codegen
-
-
-@intrinsic
-def store(typingctx, array, index, value):
-    """Write LANES floats to a C-contiguous float32 array, at a flat index."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = element_pointer(context, builder, signature.args[0], args[0], args[1], VECTOR)
-        builder.store(args[2], pointer, align=4)
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, vector), codegen
+# (array, index): the float of an array of float32
+item = emitted(types.float32, None, types.intp, emit=lambda b, _, place: b.load(place(F32, F32)))
+# (array, index, value): write LANES floats to an array of float32
+store = emitted(
+    types.void, None, types.intp, vector, emit=lambda b, _, place, value: b.store(value, place(F32, VECTOR), align=4)
+)  # fmt: skip
 
 
 def _store_either(narrow: Callable[[Any, Any], Any]) -> Any:
     """An intrinsic (array, index, value): LANES floats, or the nearest fp16 of them, to a flat index: see `storage_of`."""
 
-    @intrinsic
-    def store_either(typingctx, array, index, value):
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            storage = storage_of(signature.args[0])
-            pointer = element_pointer(context, builder, signature.args[0], args[0], args[1], storage.type)
-            value = args[2] if storage is FP32_STORAGE else narrow(builder, args[2])
-            builder.store(value, pointer, align=storage.item_bytes)
-            return context.get_dummy_value()
+    def emit(builder: Any, storage: Storage, place: Any, value: Any) -> None:
+        value = value if storage is FP32_STORAGE else narrow(builder, value)
+        builder.store(value, place(storage.item, storage.type), align=storage.item_bytes)
 
-        return types.void(array, types.intp, value), codegen
-
-    return store_either
+    return emitted(types.void, None, types.intp, vector, emit=emit)
 
 
 store_either = _store_either(narrow_fp16)
 portable_store_either = _store_either(portable_narrow_fp16)
 
 
-@intrinsic
-def put_either(typingctx, array, index, value):
+def _put_either(builder: Any, storage: Storage, place: Any, value: Any) -> None:
     """The same of one float32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        storage = storage_of(signature.args[0])
-        pointer = element_pointer(context, builder, signature.args[0], args[0], args[1], storage.item)
-        value = args[2]
-        if storage is not FP32_STORAGE:
-            value = builder.extract_element(narrow_fp16(builder, broadcast(builder, value, VECTOR)), ir.Constant(I32, 0))
-        builder.store(value, pointer)
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, types.float32), codegen
+    if storage is not FP32_STORAGE:
+        value = builder.extract_element(narrow_fp16(builder, broadcast(builder, value, VECTOR)), ir.Constant(I32, 0))
+    builder.store(value, place(storage.item, storage.item))
 
 
-def byte_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    start = element_pointer(context, builder, array_type, array, ir.Constant(I64, 0), I8)
-    return builder.gep(start, [index])
+put_either = emitted(types.void, None, types.intp, types.float32, emit=_put_either)
 
 
-def _store_as(convert: Any) -> Any:
-    """An intrinsic (array, index, value): value, converted, to a float32 array's memory at an index in bytes."""
+def _store_as(value: Any, convert: Any) -> Any:
+    """An intrinsic (array, index, value): a value of that type, converted, to an array's memory at an index in bytes."""
 
-    @intrinsic
-    def store_as(typingctx, array, index, value):
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            converted = convert(builder, args[2])
-            pointer = byte_pointer(context, builder, signature.args[0], args[0], args[1])
-            builder.store(converted, builder.bitcast(pointer, converted.type.as_pointer()), align=1)
-            return context.get_dummy_value()
+    def emit(builder: Any, storage: Storage, place: Any, value: Any) -> None:
+        converted = convert(builder, value)
+        builder.store(converted, place(I8, converted.type), align=1)
 
-        return types.void(array, types.intp, value), codegen
-
-    return store_as
+    return emitted(types.void, None, types.intp, value, emit=emit)
 
 
 _bytes = ir.VectorType(I8, LANES)
-store_bytes = _store_as(lambda b, v: b.trunc(b.fptosi(v, INTEGERS), _bytes))  # a vector of integral floats
-store_byte = _store_as(lambda b, v: b.fptosi(v, I8))  # an integral float32
-store_int = _store_as(lambda b, v: b.fptosi(v, I32))  # likewise
-
-
-@intrinsic
-def load_byte(typingctx, array, index):
-    """The unsigned byte of a float32 array's memory at an index in bytes."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.zext(builder.load(byte_pointer(context, builder, signature.args[0], *args)), I64)
-
-    return types.int64(array, types.intp), codegen
+store_bytes = _store_as(vector, lambda b, v: b.trunc(b.fptosi(v, INTEGERS), _bytes))  # a vector of integral floats
+store_byte = _store_as(types.float32, lambda b, v: b.fptosi(v, I8))  # an integral float32
+store_int = _store_as(types.float32, lambda b, v: b.fptosi(v, I32))  # likewise
+# (array, index): the unsigned byte of an array's memory at an index in bytes
+load_byte = emitted(types.int64, None, types.intp, emit=lambda b, _, place: b.zext(b.load(place(I8, I8)), I64))
 
 
 def offset(builder: Any, pointer: Any, n_floats: Any, pointee: Any) -> Any:
@@ -450,57 +411,22 @@ def call(typingctx, function, args):
     return types.void(types.int64, args), codegen
 
 
-def _word_pointer(builder: Any, address: Any) -> Any:
-    return builder.inttoptr(address, I64.as_pointer())
+def _at(emit: Any) -> Any:
+    """What emits code of the int64 at an address."""
+    return lambda builder, address, *values: emit(builder, builder.inttoptr(address, I64.as_pointer()), *values)
 
 
-@intrinsic
-def load_word(typingctx, address):
-    """The int64 at an address."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(_word_pointer(builder, args[0]))
-
-    return types.int64(types.int64), codegen
+def _exchange(builder: Any, word: Any, expected: Any, value: Any) -> Any:
+    return builder.extract_value(builder.cmpxchg(word, expected, value, "seq_cst", "seq_cst"), 0)
 
 
-@intrinsic
-def atomic_add(typingctx, address, value):
-    """Add to the int64 at an address, seen by every thread in one order."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", _word_pointer(builder, args[0]), args[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), codegen
-
-
-@intrinsic
-def atomic_exchange(typingctx, address, expected, value):
-    """Put a value in the place of the int64 at an address, if that is what is expected; what was there."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pair = builder.cmpxchg(_word_pointer(builder, args[0]), args[1], args[2], "seq_cst", "seq_cst")
-        return builder.extract_value(pair, 0)
-
-    return types.int64(types.int64, types.int64, types.int64), codegen
-
-
-@intrinsic
-def atomic_store(typingctx, address, value):
-    """Write the int64 at an address, behind everything that was written before."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store_atomic(args[1], _word_pointer(builder, args[0]), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
-
-
-@intrinsic
-def atomic_load(typingctx, address):
-    """The int64 at an address, with everything that was written before it was."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load_atomic(_word_pointer(builder, args[0]), "acquire", 8)
-
-    return types.int64(types.int64), codegen
+# of the int64 at an address
+load_word = emitted(types.int64, types.int64, emit=_at(lambda b, word: b.load(word)))
+# add to it, seen by every thread in one order
+atomic_add = emitted(types.int64, *[types.int64] * 2, emit=_at(lambda b, word, n: b.atomic_rmw("add", word, n, "seq_cst")))
+# (address, expected, value): put a value in its place, if it is what is expected; what was there
+atomic_exchange = emitted(types.int64, *[types.int64] * 3, emit=_at(_exchange))
+# write it, behind everything that was written before
+atomic_store = emitted(types.void, *[types.int64] * 2, emit=_at(lambda b, word, n: b.store_atomic(n, word, "release", 8)))
+# read it, with everything that was written before it was
+atomic_load = emitted(types.int64, types.int64, emit=_at(lambda b, word: b.load_atomic(word, "acquire", 8)))

@@ -19,6 +19,7 @@ from ..machine.vectors import (
     broadcast,
     constants,
     element_pointer,
+    emitted,
     llvm,
     multiply_add,
     shuffle,
@@ -256,15 +257,13 @@ def words_between(typingctx, a, b):
     return types.int64(a, b), codegen
 
 
-@intrinsic
-def float_of(typingctx, upper, lower):
+def _float_of(builder: Any, upper: Any, lower: Any) -> Any:
     """The float32 of the two bytes of a bf16."""
+    bits = builder.or_(builder.shl(upper, const(24)), builder.shl(lower, const(16)))
+    return builder.bitcast(builder.trunc(bits, I32), F32)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = builder.or_(builder.shl(args[0], const(24)), builder.shl(args[1], const(16)))
-        return builder.bitcast(builder.trunc(bits, I32), F32)
 
-    return types.float32(types.int64, types.int64), codegen
+float_of = emitted(types.float32, *[types.int64] * 2, emit=_float_of)
 
 
 @intrinsic
