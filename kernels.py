@@ -151,12 +151,7 @@ def layer_norm(run: Pass, thread: int, p: LayerNorm) -> None:
         for i in range(0, width, LANES):
             store(out, target + i, add(load(x, row + i), minus_mean))
         out[thread, t, dim:] = 0.0  # what pads the row is no part of the variance
-        squares = splat(0.0)
-        for i in range(0, width, LANES):
-            v = load(out, target + i)
-            squares = fma(v, v, squares)
-        total = reduce_add(squares)
-        scale = splat(np.float32(1.0) / sqrt(total / np.float32(dim) + eps) + np.float32(0.0) * total)  # as in `rms_norm`
+        scale = splat(norm_scale(out, target, width, dim, eps))
         for i in range(0, width, LANES):
             store(out, target + i, fma(load(weight, i), mul(load(out, target + i), scale), load(bias, i)))
 

@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .programs import Floats2, Operation, Pass, Runner
 from .tiles import STRIP_ROWS, TILE_TOKENS, Shape, const, shape_of
-from .vectors import F32, I64, LANES, element_pointer, multiply_add
+from .vectors import F32, LANES, element_pointer, multiply_add
 
 FLOATS = shape_of(STRIP_ROWS, TILE_TOKENS)  # of a tile over floats
 STEPS = 1 << 19  # of each chain in a run: on Zen 5 1.2 ms, beside which the start of a region is little
@@ -32,24 +33,14 @@ def chains(instruction: Callable[..., Any], lane: Any, shape: Shape) -> Operatio
     def run_chains(typingctx, words, start, n):
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             place = element_pointer(context, builder, signature.args[0], args[0], args[1], vector)
-            w, before = builder.load(place, align=4), builder.block
-            loop, done = builder.append_basic_block("chains"), builder.append_basic_block("chains.end")
-            builder.branch(loop)
-            builder.position_at_end(loop)
-            step = builder.phi(I64)
-            accumulators = [builder.phi(vector) for _ in range(shape.n_vectors * shape.n_tokens)]
-            new = [instruction(builder, acc, w, acc) for acc in accumulators]
-            next_step = builder.add(step, const(1))
-            for phi, first, value in (
-                (step, const(0), next_step),
-                *((acc, w, v) for acc, v in zip(accumulators, new, strict=True)),
-            ):
-                phi.add_incoming(first, before)
-                phi.add_incoming(value, loop)
-            builder.cbranch(builder.icmp_signed("<", next_step, args[2]), loop, done)
-            builder.position_at_end(done)
-            total = new[0]
-            for value in new[1:]:
+            w = builder.load(place, align=4)
+            sums = [cgutils.alloca_once_value(builder, w) for _ in range(shape.n_vectors * shape.n_tokens)]
+            with cgutils.for_range(builder, args[2]):
+                for at in sums:
+                    acc = builder.load(at)
+                    builder.store(instruction(builder, acc, w, acc), at)
+            total, *others = map(builder.load, sums)
+            for value in others:
                 total = builder.fadd(total, value) if lane == F32 else builder.add(total, value)
             builder.store(total, builder.gep(place, [const(LANES // shape.lanes)]), align=4)
             return context.get_dummy_value()

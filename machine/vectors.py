@@ -42,7 +42,6 @@ def round_up(n: int, multiple: int) -> int:
 F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 VECTOR = ir.VectorType(F32, LANES)
 INTEGERS = ir.VectorType(I32, LANES)
-ZEROS = ir.Constant(VECTOR, [0.0] * LANES)
 
 
 class VectorType(types.Type):
@@ -131,6 +130,11 @@ def _exp2_of_integer(builder: Any, a: Any) -> Any:
     return builder.bitcast(builder.shl(biased, ir.Constant(INTEGERS, [23] * LANES)), VECTOR)
 
 
+def _zero_unless_positive(builder: Any, x: Any, y: Any) -> Any:
+    """x where y > 0 or y is NaN."""
+    return builder.select(builder.fcmp_unordered(">", y, constants(VECTOR, 0.0)), x, constants(VECTOR, 0.0))
+
+
 def constants(vector_type: Any, value: Any) -> Any:
     """A vector whose lanes all hold that number."""
     return ir.Constant(vector_type, [value] * vector_type.count)
@@ -199,10 +203,7 @@ absolute = _vector_op(1, lambda b, x: llvm(b, "llvm.fabs.v16f32", VECTOR, x))
 round_half_away = _vector_op(1, lambda b, x: llvm(b, "llvm.round.v16f32", VECTOR, x))
 rint = _vector_op(1, lambda b, x: llvm(b, "llvm.rint.v16f32", VECTOR, x))
 exp2_of_integer = _vector_op(1, _exp2_of_integer)
-zero_unless_positive = _vector_op(  # x where y > 0 or y is NaN
-    2,
-    lambda b, x, y: b.select(b.fcmp_unordered(">", y, ir.Constant(VECTOR, [0.0] * LANES)), x, ir.Constant(VECTOR, [0.0] * LANES)),
-)
+zero_unless_positive = _vector_op(2, _zero_unless_positive)
 swap_pairs = _vector_op(1, lambda b, x: shuffle(b, x, [i ^ 1 for i in range(LANES)]))
 reduce_add = _reduce(lambda b, x, y: b.fadd(x, y))
 reduce_max = _reduce(_maximum)

@@ -12,7 +12,6 @@ middle of their range: 8, 16, 32 or 128.
 """
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,7 +25,6 @@ from ..machine.parts import share
 from ..machine.programs import Bytes2, Bytes3, Halves2, Halves3, Pass, Words2, Words3, on_all_threads, operation
 from ..machine.tiles import FEATURES, LINE_BYTES, LINE_WORDS, STRIP_ROWS, Shape, Sweep, Tile, cells, const, make_tile, prefetch
 from ..machine.vectors import (
-    CPU_FEATURES,
     F32,
     FP16_STORAGE,
     I8,
@@ -42,12 +40,11 @@ from ..machine.vectors import (
     multiply_add,
     offset,
 )  # fmt: skip
-from .int8 import GROUP_HEAD, QUADS, Dot4, best_dot4, dot4, quantized, scratch_words
+from .int8 import DOT4, GROUP_HEAD, QUADS, Dot4, dot4, quantized, scratch_words
 from .matrix import ALL, Kind
 from .multiplying import embedded_by, multiplied_by
 from .quads import TABLE, best_lookup, looked_up
 
-PATH = "portable" if os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0") else best_dot4(CPU_FEATURES)
 # bits of codes of which a tile over one token, which waits for memory alone, fetches a group's lines as it begins with them, and
 # leaves what is farther ahead to the CPU: from DRAM Q4_K 24.8 GB/s, with 8 KiB ahead 19.0, Q8_0 29.5 and 23.6 (Zen 5)
 NEAR = (4, 8)
@@ -431,7 +428,7 @@ def _strip_shape(form: Form, n: int, group: int) -> tuple[int, int]:
     return ceil_div(n, form.columns), form.block_words
 
 
-def group_kind(name: str, form: Form, fill: Callable[[Float32, int, int, Any, int], None], path: str = PATH) -> Kind:
+def group_kind(name: str, form: Form, fill: Callable[[Float32, int, int, Any, int], None], path: str = DOT4) -> Kind:
     """The kind of weights of that form and name, filled so, multiplied by that instruction of `int8.best_dot4`."""
     stem = name.replace(" ", "_")
     way = "portable" if path == "portable" else "native"

@@ -76,7 +76,6 @@ QUADS = 4  # bytes in a word
 ZEROS_OF_CODES = np.uint32(0x80808080)  # four weights of 0 as they are stored
 SMALLEST_SCALE = np.finfo(np.float32).tiny  # below, it has so few bits that a weight might be 190 of them, which wraps around
 MINUS_128 = -0x7F7F7F80  # what turns four bytes w into w - 128, by exclusive or
-BYTES_OF_4, BYTES_OF_8 = ir.VectorType(I8, 16), ir.VectorType(I8, 32)
 SHORTS_OF_4, SHORTS_OF_8 = ir.VectorType(I16, 8), ir.VectorType(I16, 16)
 AVX2_TOKENS, AVX2_WHOLE_TOKENS = 8, 2  # of a tile: 8 rows for each token; up to 2 take all rows of a strip, as memory gives them
 NEON_TOKENS = 4  # of a tile: 8 rows for 3 or 4, 16 for 2, all rows of a strip for 1
@@ -104,7 +103,11 @@ class Dot4:
 
     def weights(self, builder: Any, w: Any) -> Any:
         """What `add` takes for w, made once for all tokens."""
-        return w
+        return self.octets(builder, builder.xor(w, constants(w.type, MINUS_128))) if self.is_signed else w
+
+    def octets(self, builder: Any, words: Any) -> Any:
+        """The bytes of its vectors' words."""
+        return builder.bitcast(words, ir.VectorType(I8, QUADS * self.lanes))
 
     def begin(self, builder: Any, first: Any) -> Any:
         return first
@@ -132,28 +135,19 @@ class Dot4:
         return self.end(builder, self.add(builder, self.begin(builder, acc), self.weights(builder, w), x))
 
 
-class Vnni512(Dot4):
-    name, lanes = "avx512vnni", 16
+class Vnni(Dot4):
+    def __init__(self, name: str, lanes: int) -> None:
+        self.name, self.lanes = name, lanes
 
     def add(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
-        return llvm(builder, "llvm.x86.avx512.vpdpbusd.512", acc.type, acc, w, x)
-
-
-class Vnni256(Dot4):
-    name, lanes = "avxvnni", 8
-
-    def add(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
-        return llvm(builder, "llvm.x86.avx512.vpdpbusd.256", acc.type, acc, w, x)
+        return llvm(builder, f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}", acc.type, acc, w, x)
 
 
 class Sdot(Dot4):
     name, lanes, is_signed = "sdot", 4, True
 
-    def weights(self, builder: Any, w: Any) -> Any:
-        return builder.bitcast(builder.xor(w, constants(w.type, MINUS_128)), BYTES_OF_4)
-
     def add(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
-        return llvm(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", acc.type, acc, w, builder.bitcast(x, BYTES_OF_4))
+        return llvm(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", acc.type, acc, w, self.octets(builder, x))
 
 
 class InShorts(Dot4, ABC):
@@ -181,6 +175,9 @@ class OfFew(InShorts):
     def __init__(self, bits: int) -> None:
         self.most = (2**15 - 1) // (2 * (2**bits - 1) * 127)
 
+    def weights(self, builder: Any, w: Any) -> Any:
+        return self.octets(builder, w)
+
     def begin(self, builder: Any, first: Any) -> Any:
         """int32 sums, and those of 16 bits with their number."""
         return first, None, 0
@@ -205,7 +202,7 @@ class Avx2(InShorts):
         return Shape(8, rows // 8 if n_tokens <= AVX2_WHOLE_TOKENS else 1, n_tokens)
 
     def weights(self, builder: Any, w: Any) -> Any:
-        w = builder.bitcast(builder.xor(w, constants(w.type, MINUS_128)), BYTES_OF_8)
+        w = super().weights(builder, w)
         return llvm(builder, "llvm.abs.v32i8", w.type, w, ir.IntType(1)(0)), w
 
     def pairs(self, builder: Any, shorts: Any, w: Any, x: Any) -> Any:
@@ -224,11 +221,8 @@ def _byte_pairs(builder: Any, shorts: Any, w: Any, x: Any) -> Any:
 
 
 class Avx2OfFew(OfFew, Avx2):
-    def weights(self, builder: Any, w: Any) -> Any:
-        return builder.bitcast(w, BYTES_OF_8)
-
     def pairs(self, builder: Any, shorts: Any, w: Any, x: Any) -> Any:
-        return _byte_pairs(builder, shorts, w, builder.bitcast(x, BYTES_OF_8))
+        return _byte_pairs(builder, shorts, w, self.octets(builder, x))
 
 
 class Neon(InShorts):
@@ -239,12 +233,9 @@ class Neon(InShorts):
     def shape(self, rows: int, n_tokens: int) -> Shape:
         return Shape(4, rows // 4 // n_tokens, n_tokens)
 
-    def weights(self, builder: Any, w: Any) -> Any:
-        return builder.bitcast(builder.xor(w, constants(w.type, MINUS_128)), BYTES_OF_4)
-
     def pairs(self, builder: Any, shorts: Any, w: Any, x: Any) -> Any:
         """smull or smlal, twice: not yet in pairs, which addp makes before they are widened."""
-        x, products = builder.bitcast(x, BYTES_OF_4), []
+        x, products = self.octets(builder, x), []
         for lanes in (list(range(8)), list(range(8, 16))):
             factors = (shuffle(builder, v, lanes) for v in (w, x))
             products.append(llvm(builder, "llvm.aarch64.neon.smull.v8i16", SHORTS_OF_4, *factors))
@@ -257,11 +248,10 @@ class Neon(InShorts):
 
 
 class NeonOfFew(OfFew, Neon):
-    def weights(self, builder: Any, w: Any) -> Any:
-        return builder.bitcast(w, BYTES_OF_4)
+    """Those of `Neon`."""
 
 
-DOTS = {dot.name: dot for dot in (Dot4(), Vnni512(), Vnni256(), Sdot(), Avx2(), Neon())}
+DOTS = {dot.name: dot for dot in (Dot4(), Vnni("avx512vnni", 16), Vnni("avxvnni", 8), Sdot(), Avx2(), Neon())}
 OF_FEW: dict[str, type[OfFew]] = {"avx2": Avx2OfFew, "neon": NeonOfFew}
 
 

@@ -36,7 +36,7 @@ from ..machine.tiles import (
 )  # fmt: skip
 from ..machine.vectors import Float32, ceil_div, load_byte
 from .fp32 import turn_rows, unpack_rows
-from .half import BF16
+from .half import BF16, bits_as
 from .matrix import ALL, Floats, NoRoom
 from .multiplying import Product, own_strips
 from .quads import (
@@ -268,9 +268,7 @@ def slots_of(n: int) -> int:
 
 def fill(strips: Float32, first: int, stride: int, rows: Floats, group: int) -> None:
     """`Kind.fill`. Raises ValueError for rows of another type, NoRoom where the pool is full."""
-    if rows.dtype != np.uint16:
-        raise ValueError(f"{rows.dtype} does not become bf16 without a loss")
-    rows = np.ascontiguousarray(rows)
+    rows = np.ascontiguousarray(bits_as("bf16", rows))
     n, threads, octets = rows.shape[1] // QUAD, available_threads(), strips.view(np.uint8).reshape(1, -1)
     needed = np.zeros(ceil_div(len(rows), STRIP_ROWS), np.int64)
     room = np.empty((threads, rows.shape[1], STRIP_ROWS), np.uint16), np.empty((threads, COUNTERS, 256), np.uint32)

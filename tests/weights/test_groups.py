@@ -19,9 +19,9 @@ from specdec.readers.gguf_blocks import dequantized
 from specdec.transformer import Transformer
 from specdec.weights import FP32, INT4, INT8, kind_for
 from specdec.weights.blocks import KINDS, TYPES
-from specdec.weights.groups import PATH, group_tile
+from specdec.weights.groups import group_tile
 from specdec.weights.int4 import quantize
-from specdec.weights.int8 import quantized
+from specdec.weights.int8 import DOT4, quantized
 from specdec.weights.matrix import pack
 from specdec.weights.multiplying import product_by
 from tests import reference
@@ -173,7 +173,7 @@ def test_products_do_not_depend_on_the_batch_or_the_threads_bit_for_bit(name):
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("path", [path for path in RUNS_HERE if path != PATH])
+@pytest.mark.parametrize("path", [path for path in RUNS_HERE if path != DOT4])
 @pytest.mark.parametrize("name", ["Q4_1", "Q5_0", "Q6_K", "Q8_0"])
 def test_every_instruction_gives_the_same_bits(name, path):
     """Rows and tokens of the largest codes among them, whose sums come near to what 16 bits hold."""
