@@ -17,7 +17,7 @@ from .kernels import softmax
 from .machine.cache import compiled, inner
 from .machine.elementary import log
 from .machine.memory import zeros
-from .machine.vectors import LANES, Float32, load, maximum, reduce_max, round_up, splat
+from .machine.vectors import LANES, Float32, Float64, Int64, load, maximum, reduce_max, round_up, splat
 
 # streams: shared by target and draft; a draft's own; what accepts its draws; those of rounds, two a round (`round_noise`)
 TARGET_NOISE, DRAFT_NOISE, ACCEPT_NOISE, FIRST_ROUND_NOISE = range(4)
@@ -131,7 +131,7 @@ class Sampler:
         self._n_ids = vocab_size if n_ids is None else n_ids
         self._keys = np.empty(self._n_ids, np.uint64)
         self._top_k = min(sampling.top_k, self._n_ids)  # a compiled function takes no larger integer
-        self._best, self._scores = np.empty(FEW, np.int64), np.empty(FEW)
+        self._two, self._few = ((np.empty(n, np.int64), np.empty(n)) for n in (2, FEW))
 
     def new_probs(self) -> Float32:
         """Room for one row of probabilities, (1, V padded)."""
@@ -143,9 +143,9 @@ class Sampler:
 
     def draw_surely(self, probs: Float32, logits: Float32, stream: int, position: int) -> tuple[int, float]:
         """`draw`, and by how much its noisy score log p + Gumbel, or its logit where there is no noise, exceeds the next one."""
-        s, logits = self.sampling, logits[: self._n_ids]
-        token, margin = draw(probs, logits, s.temperature, self._top_k, s.top_p, s.seed, stream, position, self._keys)
-        return int(token), float(margin)
+        tokens, scores = self._two
+        n, margin = self._draw(probs, logits, stream, position, tokens, scores)
+        return (int(tokens[0]) if n else -1), margin
 
     def draw_few(self, probs: Float32, logits: Float32, stream: int, position: int) -> tuple[list[int], list[float]]:
         """Up to FEW tokens, the best noisy score first, which is `draw`'s, and FEW scores, -inf where there is no token.
@@ -153,10 +153,17 @@ class Sampler:
         Scores are those whose margin `draw_surely` tells. Without noise other tokens have a score too, though no probability.
         None where the logits are not finite; fills probs (1, V padded).
         """
+        tokens, scores = self._few
+        n, _ = self._draw(probs, logits, stream, position, tokens, scores)
+        return tokens[:n].tolist(), scores.tolist()
+
+    def _draw(
+        self, probs: Float32, logits: Float32, stream: int, position: int, tokens: Int64, scores: Float64
+    ) -> tuple[int, float]:
         s, logits = self.sampling, logits[: self._n_ids]
         args = probs, logits, s.temperature, self._top_k, s.top_p, s.seed, stream, position, self._keys
-        n = draw_few(*args, self._best, self._scores)
-        return self._best[:n].tolist(), self._scores.tolist()
+        n, margin = draw(*args, tokens, scores)
+        return int(n), float(margin)
 
     def probabilities(self, probs: Float32, logits: Float32) -> None:
         """Fill probs (1, V padded) from logits."""
@@ -170,7 +177,7 @@ def draw_once() -> None:
     sampler.draw(sampler.new_probs(), np.zeros(2, np.float32), TARGET_NOISE, 0)
 
 
-FEW = 3  # candidates of `draw_few`
+FEW = 3  # candidates of `Sampler.draw_few`
 BLOCK = 64  # tokens that are passed over at once, where none of them can matter
 MANY_TOKENS = 4096
 FIRST_CUTOFF, CUTOFF_STEP, LAST_CUTOFF = 2.0**-5, 2.0**-3, 2.0**-32  # how likely a token must be to be looked at, try by try
@@ -361,35 +368,6 @@ def may_win(probs, first, last, key, best):
     return n > 0
 
 
-@compiled
-def race(probs, n, seed, stream, position):
-    """A token with probability proportional to probs[0, :n]: argmin E / p for exponential E, that is argmax log p + Gumbel.
-
-    E = -log u is at least 1 - u, which spares the logarithm of tokens that come in third. Ties go to the lower id. -1 where no
-    probability is above 0. Also the margin to the second: of log p + Gumbel.
-    """
-    key = noise_key(seed, stream, position)
-    best, second, winner = np.inf, np.inf, -1
-    for first in range(0, n, BLOCK):
-        last = min(first + BLOCK, n)
-        if largest(probs, first, last) <= 0.0:
-            continue
-        looks_full = probs[0, first] > 0.0 and probs[0, last - 1] > 0.0
-        if looks_full and not may_win(probs, first, last, key, second):
-            continue
-        for token in range(first, last):
-            p = np.float64(probs[0, token])
-            if p > 0.0:
-                u = uniform(key, token)
-                if 1.0 - u <= second * p:
-                    time = -log(u) / p
-                    if time < best:
-                        best, second, winner = time, best, token
-                    elif time < second:
-                        second = time
-    return winner, log(second / best) if winner >= 0 else 0.0
-
-
 @inner
 def insert(tokens, scores, token, score):
     """Take a token in among the best of so far, whose scores fall, in the place of the last."""
@@ -401,8 +379,13 @@ def insert(tokens, scores, token, score):
 
 
 @compiled
-def race_on(probs, n, seed, stream, position, tokens, scores):
-    """`race`, until as many are in as tokens and scores have room for: draws without replacement, by falling log p + Gumbel."""
+def race(probs, n, seed, stream, position, tokens, scores):
+    """Tokens that are drawn from probs[0, :n] in turn, none twice, as many as tokens and scores (k,) have room for.
+
+    The first has a probability proportional to its prob: argmin E / p for exponential E, that is argmax log p + Gumbel, which
+    its score is; behind the last one scores are -inf. E = -log u is at least 1 - u, which spares the logarithm of tokens that
+    come in behind the last. Ties go to the lower id. Returns the margin of the first to the last.
+    """
     key, last_in, slowest = noise_key(seed, stream, position), scores.size - 1, np.inf
     scores[:] = -np.inf  # of time, until all are in
     for first in range(0, n, BLOCK):
@@ -421,8 +404,10 @@ def race_on(probs, n, seed, stream, position, tokens, scores):
                     if time < slowest:
                         insert(tokens, scores, token, -time)
                         slowest = -scores[last_in]
+    margin = log(scores[last_in] / scores[0])
     for i in range(scores.size):
         scores[i] = -log(-scores[i])
+    return margin
 
 
 @inner
@@ -440,49 +425,25 @@ def largest_of(x, tokens, scores):
 
 
 @compiled
-def draw_few(probs, logits, temperature, top_k, top_p, seed, stream, position, keys, tokens, scores):
-    """Fill probs as `draw` does; tokens, scores (k,) int64, float64: the k best under its noise, the best first.
+def draw(probs, logits, temperature, top_k, top_p, seed, stream, position, keys, tokens, scores):
+    """Fill probs from logits (see `probabilities`), and tokens, scores (k,) int64, float64: the k best under the noise of (seed,
+    stream, position), the best first; see `race`.
 
-    At temperature 0 those of the largest logits. How many there are: 0 where nothing can be drawn.
+    At temperature 0 those of the largest logits. How many there are, 0 where nothing can be drawn, and the margin of the first to
+    the last.
     """
     probabilities(probs, logits, temperature, top_k, top_p, keys)
     if np.isnan(probs[0, 0]):
-        return 0
+        return 0, 0.0
     if temperature == 0.0:
         largest_of(logits, tokens, scores)
+        margin = scores[0] - scores[-1]
     else:
-        race_on(probs, logits.size, seed, stream, position, tokens, scores)
+        margin = race(probs, logits.size, seed, stream, position, tokens, scores)
     n = 0
     while n < scores.size and scores[n] > -np.inf:
         n += 1
-    return n
-
-
-@compiled
-def draw(probs, logits, temperature, top_k, top_p, seed, stream, position, keys):
-    """Fill probs from logits (see `probabilities`) and draw the token of (seed, stream, position) from them; see `race`."""
-    probabilities(probs, logits, temperature, top_k, top_p, keys)
-    token, margin = race(probs, logits.size, seed, stream, position)
-    if temperature == 0.0 and token >= 0:
-        margin = np.float64(logits[token]) - runner_up(logits, token)
-    return token, margin
-
-
-@inner
-def runner_up(x, place):
-    """The largest of x (V,) but for the one at a place."""
-    n, top = x.size, np.float32(-np.inf)
-    whole = n // BLOCK * BLOCK
-    for first in range(0, whole, BLOCK):
-        if not first <= place < first + BLOCK:
-            top = max(top, largest(x, first, first + BLOCK))
-    for i in range(place // BLOCK * BLOCK, min(place // BLOCK * BLOCK + BLOCK, n)):
-        if i != place:
-            top = max(top, x[i])
-    for i in range(whole, n):
-        if i != place:
-            top = max(top, x[i])
-    return top
+    return n, margin
 
 
 @compiled
@@ -497,7 +458,9 @@ def redraw(p, q, n, weight, seed, stream, position):
     if total > 0.0:  # where rounding leaves no residual, p and q are one distribution; p may yet be 0 where q is not
         for i in range(n):
             p[0, i] = max(np.float32(0.0), weight * p[0, i] - q[0, i])
-    return race(p, n, seed, stream, position)[0]
+    tokens, scores = np.empty(1, np.int64), np.empty(1)
+    race(p, n, seed, stream, position, tokens, scores)
+    return tokens[0] if scores[0] > -np.inf else np.int64(-1)
 
 
 @compiled

@@ -591,7 +591,9 @@ def sampling(rng):
     temperature, top_k, top_p = float(s.temperature), min(s.top_k, n), float(s.top_p)
     probs, keys = zeros(1, round_up(n, LANES)), np.empty(n, np.uint64)
     position = rng.randrange(1000)
-    token, _ = draw(probs, logits, temperature, top_k, top_p, s.seed, 0, position, keys)
+    best = np.empty(2, np.int64)
+    n_drawn, _ = draw(probs, logits, temperature, top_k, top_p, s.seed, 0, position, keys, best, np.empty(2))
+    token = int(best[0]) if n_drawn else -1
     p = probs[0, :n].astype(np.float64)
     proposal, q = rng.randrange(n), zeros(*probs.shape)
     q[0, :n] = p if rng.random() < 0.3 else np.random.default_rng(s.seed).dirichlet(np.full(n, 0.3))

@@ -168,7 +168,7 @@ def test_nothing_is_judged_behind_an_end_mark_or_a_mismatch(verify):
 
 def test_coupled_verification_draws_no_token_that_is_not_needed(monkeypatch):
     drawn = []
-    monkeypatch.setattr("specdec.sampling.draw", lambda probs, logits, *_: (drawn.append(logits[0]) or int(logits[1]), 0.0))
+    monkeypatch.setattr(Sampler, "draw", lambda self, probs, logits, *_: drawn.append(logits[0]) or int(logits[1]))
     verifier = VERIFIERS["coupled"](6, Sampling(0.0))
     logits = np.array([[0, 3], [1, 4], [2, 5], [3, 5]], np.float32)
     assert judge(logits, Draft([3, 5, 5]), verifier, 7, END_MARKS) == ([3, 4], 1)

@@ -158,7 +158,7 @@ def test_a_file_is_read_in_a_sitting() -> None:
 LONGEST_FUNCTION, MOST_PARAMETERS = 60, 8
 TOO_LARGE = {
     "decoder.__init__",  # what users name
-    "sampling.draw", "sampling.draw_few",  # called at every token: numba looks at a record's fields one by one
+    "sampling.draw",  # called at every token: numba looks at a record's fields one by one
     "machine.tiles.emit", "machine.tiles.float_body", "weights.groups.emit", "weights.groups.group_body",  # LLVM code
 }  # fmt: skip
 

@@ -59,7 +59,7 @@ def test_extreme_temperatures_stay_finite(temperature):
 def test_a_logit_that_is_nan_or_a_largest_that_is_not_finite_leaves_no_token_to_draw(temperature, filters, bad):
     probs = zeros(1, 16)
     logits, keys = np.array(bad, np.float32), np.empty(4, np.uint64)
-    assert draw(probs, logits, temperature, *filters, 1, 0, 5, keys)[0] == -1
+    assert draw(probs, logits, temperature, *filters, 1, 0, 5, keys, np.empty(2, np.int64), np.empty(2))[0] == 0
     for token in range(4):
         probabilities(probs, logits, temperature, *filters, keys)
         q = zeros(1, 16)
@@ -86,10 +86,16 @@ def test_the_most_likely_token_is_always_in_the_set(n, top_p, temperature):
         np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
+def winner(row, n, seed, stream, position):
+    tokens, scores = np.empty(2, np.int64), np.empty(2)
+    race(row, n, seed, stream, position, tokens, scores)
+    return int(tokens[0]) if scores[0] > -np.inf else -1
+
+
 def races(probs, n, seed=1, stream=0):
     row = zeros(1, 16)
     row[0, : len(probs)] = probs
-    return np.array([race(row, len(probs), seed, stream, position)[0] for position in range(n)])
+    return np.array([winner(row, len(probs), seed, stream, position) for position in range(n)])
 
 
 def test_the_race_draws_tokens_by_their_probability():
@@ -127,7 +133,7 @@ def test_what_is_passed_over_cannot_win(vocab_size):
         probabilities(row, logits, temperature, top_k, top_p, keys)
         np.testing.assert_array_equal(row[0, :vocab_size], expected)
         winners = reference.drawn(expected, case, case % 3, np.arange(n_positions))
-        assert [race(row, vocab_size, case, case % 3, position)[0] for position in range(n_positions)] == winners
+        assert [winner(row, vocab_size, case, case % 3, position) for position in range(n_positions)] == winners
 
 
 @pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 64, 1000])
@@ -138,7 +144,8 @@ def test_greedy_takes_the_first_of_the_largest(n):
         logits[rng.random(n) < 0.3] = -np.inf
         logits[rng.integers(n)] = rng.integers(0, 9)
         row = zeros(1, round_up(n, LANES))
-        assert draw(row, logits, 0.0, 0, 0.9, 1, 0, 5, keys)[0] == logits.argmax()
+        tokens, scores = np.empty(2, np.int64), np.empty(2)
+        assert draw(row, logits, 0.0, 0, 0.9, 1, 0, 5, keys, tokens, scores)[0] > 0 and tokens[0] == logits.argmax()
         assert row.sum() == 1
 
 
@@ -151,7 +158,7 @@ def test_kept_or_redrawn_tokens_follow_p_whatever_q_is():
         row_q[0, :5] = q
         counts = np.zeros(5)
         for position in range(100_000):
-            proposal, _ = race(row_q, 5, 7, 1, position)
+            proposal = winner(row_q, 5, 7, 1, position)
             row_p = zeros(1, 16)
             row_p[0, :5] = p
             counts[keep_or_redraw(row_p, row_q, 5, proposal, 7, 2, 0, position)] += 1

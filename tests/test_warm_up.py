@@ -108,7 +108,7 @@ for name, run in CASES.items():
         os._exit(0)
     os.wait()
 """
-OF_TREES = {"kernels.trace", "kernels.move_slots", "sampling.draw_few", "sampling.keep_or_refuse"}
+OF_TREES = {"kernels.trace", "kernels.move_slots", "sampling.keep_or_refuse"}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that begin where another one is")

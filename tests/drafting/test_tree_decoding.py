@@ -12,7 +12,7 @@ from specdec.decoding import Proposal, Statistics, Step, decode
 from specdec.drafting.estimates import MAX_GAMMA
 from specdec.drafting.trees import N_NODES, RATES, FixedTree, TreeDrafter, shape_of
 from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET
-from specdec.sampling import FEW, Sampler, Sampling, race_on
+from specdec.sampling import FEW, Sampler, Sampling, race
 from specdec.tokenizer import BOS, EOS
 from specdec.verification import VERIFIERS, CoupledVerifier, Draft
 from tests import reference
@@ -126,7 +126,7 @@ def test_candidates_are_draws_without_replacement():
     p = np.array([0.3, 0.25, 0.2, 0.15, 0.07, 0.03])
     tokens, scores, counts, n = np.empty(FEW, np.int64), np.empty(FEW), Counter(), 20_000
     for position in range(n):
-        race_on(row(p), 6, 3, 1, position, tokens, scores)
+        race(row(p), 6, 3, 1, position, tokens, scores)
         assert (np.diff(scores) <= 0).all()
         counts[tuple(tokens.tolist())] += 1
     expected = {
