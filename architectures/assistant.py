@@ -15,7 +15,7 @@ from ..weights.matrix import Matrix
 from . import llama
 from .blocks import CACHED, TURNING, by_layer, norm
 from .config import Config, HeadConfig
-from .plan import Architecture, Buffer, Buffers, Layers, Part, Room, Vector, Weights
+from .plan import Architecture, Buffer, Buffers, Layers, Packed, Part, Room, Shapes, Weights, packed
 
 PRE, POST, CENTROIDS = "pre", "post", "centroids"
 
@@ -89,26 +89,21 @@ def taken(config: Config, target: Config, weights: Weights, b: Buffers) -> list[
     return [{name: getattr(of_target[source], name) for name in CACHED} for source in sources(config, target)]
 
 
-def shapes(config: Config) -> dict[str, tuple[int, ...]]:
+def shapes(config: Config) -> Shapes:
     """Llama's, what makes x of an embedding and a state, what makes a state of x, and the centroids."""
     head, dim = assistant_of(config), config.dim
     centroids = {CENTROIDS: (head.n_centroids, dim)} if head.n_centroids else {}
     return llama.shapes(config) | {PRE: (dim, 2 * head.target_dim), POST: (head.target_dim, dim)} | centroids
 
 
-def parts(config: Config) -> dict[str, Part]:
+def pack_of(config: Config) -> Packed:
     """Llama's, but for the embedding, which is the target's, and those of `shapes`."""
-    head, tensors = assistant_of(config), shapes(config)
-    matrices = {name: part for name, part in llama.parts(config).items() if name != "embedding"}
-    own = {name: tensors[name] for name in (PRE, POST, CENTROIDS) if name in tensors}
-    matrices |= {name: Part(((name, None),), (rows,), n) for name, (rows, n) in own.items()}
-    if head.own_embedding:  # on a target
-        matrices["embedding"] = Part((("embedding", None),), (config.vocab_size,), head.target_dim)
-    return matrices
-
-
-def vectors(config: Config) -> dict[str, Vector]:
-    return llama.vectors(config)
+    stored, own = shapes(config), llama.pack_of(config)
+    del own["embedding"]
+    own |= packed({name: stored[name] for name in (PRE, POST, CENTROIDS) if name in stored}, {}, stored)
+    if assistant_of(config).own_embedding:  # on a target
+        own["embedding"] = Part((("embedding", None),), (config.vocab_size,), assistant_of(config).target_dim)
+    return own
 
 
 def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
@@ -162,4 +157,4 @@ def says(config: Config, weights: Weights, b: Buffers, classifier: Matrix) -> La
     return Layers([], [], llama.classify(config, chosen, b))
 
 
-GEMMA4_ASSISTANT = Architecture(shapes, parts, vectors, buffers, program, llama.fill)
+GEMMA4_ASSISTANT = Architecture(shapes, pack_of, buffers, program, llama.fill)

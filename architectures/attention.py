@@ -14,10 +14,10 @@ from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import Float32, Int64, round_up
 from ..weights.matrix import n_strips
-from .blocks import CACHED, Block, Shapes, added, biased, norm_shapes, norm_vectors, scratches, taken
+from .blocks import CACHED, Block, added, biased, norm_shapes, scratches, taken
 from .config import Config
 from .gates import gate_rows
-from .plan import Buffers, Part, Vector, Weights
+from .plan import Buffers, Joined, Shapes, Weights
 
 NORM = "rms_att"
 
@@ -45,29 +45,6 @@ def _of_kv(config: Config) -> tuple[str, ...]:
     return () if not config.has_cache else ("wk", "wk_as_v" if config.attention.values_are_keys else "wv")
 
 
-def parts(config: Config, i: int) -> dict[str, Part]:
-    """q, k, v and what gates are one product."""
-    mixed = dict(zip(("wq", *_of_kv(config), "wg"), qkv_rows(config), strict=False))
-    return {
-        f"{i}.qkv": Part(tuple((name, i) for name in mixed), (*mixed.values(),), config.dim),
-        f"{i}.wo": Part((("wo", i),), (config.dim,), config.q_dim),
-    }
-
-
-def vectors(config: Config, i: int) -> dict[str, Vector]:
-    """The norms, and the biases as their products lie."""
-    own = norm_vectors(config, i, NORM)
-    if config.attention.qkv_bias:
-        own[f"{i}.bqkv"] = Vector((("bq", i), ("bk", i), ("bv", i)), (config.q_dim, config.kv_dim, config.kv_dim))
-    if config.attention.wo_bias:
-        own[f"{i}.bo"] = Vector((("bo", i),), (config.dim,))
-    if config.attention.qk_norm:
-        own |= {f"{i}.{name}": Vector(((name, i),), (n,)) for name, (n, _, _) in _normed_heads(config).items()}
-    if config.attention.sinks:
-        own[f"{i}.sinks"] = Vector((("sinks", i),), (config.n_heads,))
-    return own
-
-
 def _normed_heads(config: Config) -> dict[str, tuple[int, int, int]]:
     """Of norms of queries and of keys: how many rows one goes over, where these begin in the product, and how many norms."""
     base = n_strips(config.q_dim) * STRIP_ROWS
@@ -93,12 +70,13 @@ def mixing(config: Config, weights: Weights, b: Buffers, i: int, source: Float32
     is_whole = config.attention.qk_norm == "whole"
     by_heads = (config.attention.qk_norm and not is_whole) or (b.kv.is_scaled and not is_whole)
     unit, whole = whole_heads(config) if by_heads else 1, sum(map(n_strips, qkv_rows(config)))
-    tables = b.rope_cos, b.rope_sin
 
     def turned(unit: int) -> list[Row]:
         normed = _normed_heads(config).items() if config.attention.qk_norm else ()
-        queries = (b.query_cos, b.query_sin) if config.rope.query_scale else tables
-        sides = [(0, k_row, *queries), (k_row, v_row, *tables)][: 1 + has_kv] if config.attention.is_turned else []
+        sides = []
+        if config.attention.is_turned:
+            queries = (b.query_cos, b.query_sin) if config.rope.query_scale else (b.rope_cos, b.rope_sin)
+            sides = [(0, k_row, *queries), (k_row, v_row, b.rope_cos, b.rope_sin)][: 1 + has_kv]
         values = (b.qkv, unit, v_row, config.n_kv_heads, config.head_dim)
         return [
             *(head_norm(b.qkv, unit, base, n, n_rows, v[f"{i}.{name}"], config.norm_eps) for name, (n_rows, base, n) in normed),
@@ -153,4 +131,5 @@ def move_path(buffers: Buffers, path: Int64, n_text: int) -> None:
         move_slots(*cache, path, n_text)
 
 
-ATTENTION = Block(shapes, parts, vectors, program)
+JOINED = {"qkv": Joined(("wq", "wk", "wk_as_v", "wv", "wg")), "bqkv": Joined(("bq", "bk", "bv"))}
+ATTENTION = Block(shapes, JOINED, program)

@@ -11,21 +11,18 @@ from ..machine.tiles import STRIP_ROWS, TILE_TOKENS
 from ..machine.vectors import Float32, ceil_div, round_up
 from ..weights.matrix import Matrix
 from .config import OF_TARGET, Config
-from .plan import PIECE, Buffer, Buffers, Part, Room, Vector, Weights
-
-Shapes = dict[str, tuple[int, ...]]
+from .plan import PIECE, Buffer, Buffers, Joined, Room, Shapes, Weights
 
 
 class Block(NamedTuple):
     """Half a layer, whose program adds what it makes of x to x.
 
-    shapes: of one layer's tensors, norms among them. parts, vectors: of layer i, by names that begin with its number; a tensor is
-    named with its layer. buffers: what its program works in, beside `block_buffers`. n_states: as of an `Architecture`.
+    shapes: of one layer's tensors, norms among them. joined: those that are packed as one, or by another name. program: of layer
+    i. buffers: what it works in, beside `block_buffers`. n_states: as of an `Architecture`.
     """
 
     shapes: Callable[[Config], Shapes]
-    parts: Callable[[Config, int], dict[str, Part]]
-    vectors: Callable[[Config, int], dict[str, Vector]]
+    joined: Mapping[str, Joined]
     program: Callable[[Config, Weights, Buffers, int], Program]
     buffers: Callable[[Config, Weights, Room], dict[str, Buffer]] = lambda config, weights, room: {}
     n_states: int = 0
@@ -148,11 +145,6 @@ def norm_shapes(config: Config, name: str) -> Shapes:
     return dict.fromkeys(names, (config.dim,))
 
 
-def norm_vectors(config: Config, i: int, name: str) -> dict[str, Vector]:
-    """The same, of layer i."""
-    return {f"{i}.{each}": Vector(((each, i),), (config.dim,)) for each in norm_shapes(config, name)}
-
-
 def norm(config: Config, weights: Weights, b: Buffers, name: str, of_logits: bool = False) -> Row:
     """normed = rmsnorm(x), by the weights of that name, which logits take their scale from.
 
@@ -195,8 +187,3 @@ def factor_of(config: Config, weights: Weights, i: int, is_last: bool = True) ->
 def biased(weights: Weights, out: Float32, name: str, unit: int = 1) -> list[Row]:
     """What adds the bias of that name to a product of that unit, if there is one."""
     return [add_bias(out, weights.vectors[name], unit)] if name in weights.vectors else []
-
-
-def of_layers(tensors: Mapping[str, object], name: str, i: int | None) -> tuple[str, int | None]:
-    """A layer's tensor: one of all layers' by its number, or that which is called by it."""
-    return (name, i) if i is None or name in tensors or "." in name else (f"{i}.{name}", None)

@@ -5,9 +5,9 @@ from ..machine.programs import Program
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import round_up
 from .attention import NORM
-from .blocks import Block, Shapes, added, biased, norm_shapes, norm_vectors, taken
+from .blocks import Block, added, biased, norm_shapes, taken
 from .config import Config, ConvConfig
-from .plan import Buffer, Buffers, Part, Room, Vector, Weights
+from .plan import Buffer, Buffers, Joined, Room, Shapes, Weights
 from .states import N_STATES, NO_BIAS, gated_convolution, ring
 
 INPUTS = ("conv_b", "conv_c", "conv_x")  # products: what the convolution sees is the first times the third
@@ -25,25 +25,6 @@ def shapes(config: Config) -> Shapes:
     tensors: Shapes = {"conv": (conv.n_taps, dim)}
     tensors |= dict.fromkeys((*INPUTS, "conv_out"), (dim, dim))
     return norm_shapes(config, NORM) | tensors | ({f"{name}_bias": (dim,) for name in tensors} if conv.bias else {})
-
-
-def parts(config: Config, i: int) -> dict[str, Part]:
-    """The products in front are one, strip by strip."""
-    dim = config.dim
-    return {
-        f"{i}.in": Part(tuple((name, i) for name in INPUTS), (dim, dim, dim), dim, turns=3),
-        f"{i}.wo": Part((("conv_out", i),), (dim,), dim),
-    }
-
-
-def vectors(config: Config, i: int) -> dict[str, Vector]:
-    """Norm and taps, and the biases as their products lie."""
-    conv, dim = conv_of(config), config.dim
-    own = norm_vectors(config, i, NORM) | {f"{i}.conv": Vector((("conv", i),), (dim,), n_rows=conv.n_taps)}
-    if conv.bias:
-        own[f"{i}.bin"] = Vector(tuple((f"{name}_bias", i) for name in INPUTS), (dim, dim, dim), in_turns=True)
-        own |= {f"{i}.conv_bias": Vector((("conv_bias", i),), (dim,)), f"{i}.bo": Vector((("conv_out_bias", i),), (dim,))}
-    return own
 
 
 def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
@@ -71,4 +52,8 @@ def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
     return [first, *added(config, weights, b, w[f"{i}.wo"], b.gated, f"{i}.bo", f"{i}.{NORM}")]
 
 
-CONVOLUTION = Block(shapes, parts, vectors, program, buffers, N_STATES)
+JOINED = {
+    "in": Joined(INPUTS, in_turns=True), "wo": Joined(("conv_out",)), "conv": Joined(("conv",), is_table=True),
+    "bin": Joined(tuple(f"{name}_bias" for name in INPUTS), in_turns=True), "bo": Joined(("conv_out_bias",)),
+}  # fmt: skip
+CONVOLUTION = Block(shapes, JOINED, program, buffers, N_STATES)

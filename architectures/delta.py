@@ -7,9 +7,9 @@ from ..machine.programs import Program
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import round_up
 from .attention import NORM
-from .blocks import Block, Shapes, added, norm_shapes, norm_vectors, scratches, taken
+from .blocks import Block, added, norm_shapes, scratches, taken
 from .config import Config, DeltaConfig
-from .plan import Buffer, Buffers, Part, Room, Vector, Weights
+from .plan import Buffer, Buffers, Joined, Room, Shapes, Weights
 from .states import N_KEPT, N_STATES, NO_BIAS, convolve, delta_net, ring
 
 
@@ -28,26 +28,6 @@ def shapes(config: Config) -> Shapes:
         "delta_a": (d.n_value_heads, dim), "delta_out": (dim, d.n_values), "conv": (d.n_taps, d.n_mixed),
         "rate": (d.n_value_heads,), "dt": (d.n_value_heads,), "delta_norm": (d.value_dim,),
     }  # fmt: skip
-
-
-def parts(config: Config, i: int) -> dict[str, Part]:
-    """All products of its input are one."""
-    d = delta_of(config)
-    inputs = {"delta_qkv": d.n_mixed, "delta_z": d.n_values, "delta_b": d.n_value_heads, "delta_a": d.n_value_heads}
-    return {
-        f"{i}.in": Part(tuple((name, i) for name in inputs), (*inputs.values(),), config.dim),
-        f"{i}.wo": Part((("delta_out", i),), (config.dim,), d.n_values),
-    }
-
-
-def vectors(config: Config, i: int) -> dict[str, Vector]:
-    """What the convolution, decays and norms take."""
-    d = delta_of(config)
-    return norm_vectors(config, i, NORM) | {
-        f"{i}.conv": Vector((("conv", i),), (d.n_mixed,), n_rows=d.n_taps),
-        f"{i}.rates": Vector((("rate", i), ("dt", i)), (d.n_value_heads, d.n_value_heads)),
-        f"{i}.delta_norm": Vector((("delta_norm", i),), (d.value_dim,)),
-    }
 
 
 def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
@@ -88,4 +68,8 @@ def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
     ]
 
 
-DELTA = Block(shapes, parts, vectors, program, buffers, N_STATES)
+JOINED = {
+    "in": Joined(("delta_qkv", "delta_z", "delta_b", "delta_a")), "wo": Joined(("delta_out",)),
+    "conv": Joined(("conv",), is_table=True), "rates": Joined(("rate", "dt")),
+}  # fmt: skip
+DELTA = Block(shapes, JOINED, program, buffers, N_STATES)

@@ -11,11 +11,11 @@ from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import round_up
 from . import llama
-from .attention import mixing
+from .attention import ATTENTION, mixing
 from .blocks import by_layer
 from .config import Config, HeadConfig
 from .mlp import MLP
-from .plan import Architecture, Buffer, Buffers, Layers, Part, Room, Vector, Weights
+from .plan import Architecture, Buffer, Buffers, Layers, Packed, Room, Shapes, Vector, Weights, packed
 
 OF_LAYER = ("rms_ffn", "wq", "wk", "wv", "wo", "w1", "w2", "w3", "bq", "bk", "bv", "bo", "b1", "b2", "b3", "q_norm", "k_norm")
 
@@ -33,10 +33,10 @@ def taps(config: Config) -> tuple[int, int]:
     return n_rows, head.n_states * head.target_dim // n_rows
 
 
-def shapes(config: Config) -> dict[str, tuple[int, ...]]:
+def shapes(config: Config) -> Shapes:
     """Llama's, of one layer, but for the products of two vectors one behind the other, and what makes these."""
-    head, dim, ours = head_of(config), config.dim, llama.shapes(config)
-    tensors = {name: ours[name][1:] for name in OF_LAYER if name in ours}
+    head, dim, ours = head_of(config), config.dim, llama.layer_shapes(config, 0)
+    tensors = {name: ours[name] for name in OF_LAYER if name in ours}
     tensors |= {name: (tensors[name][0], 2 * dim) for name in ("wq", "wk", "wv")}
     tensors |= {"fc": (dim, head.n_states * head.target_dim), "rms_emb": (dim,), "rms_hidden": (dim,), "rms_final": (dim,)}
     if head.fc_norm:
@@ -48,32 +48,13 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
-def parts(config: Config) -> dict[str, Part]:
-    """Llama's, and fc; no embedding and no classifier where they are the target's."""
-    head, dim = head_of(config), config.dim
-    matrices = {name: part._replace(tensors=of_one_layer(part.tensors)) for name, part in llama.parts(config).items()}
-    matrices |= {
-        "fc": Part((("fc", None),), (dim,), head.n_states * head.target_dim),
-        "0.qkv": matrices["0.qkv"]._replace(n=2 * dim),
-        "classifier": Part((("wcls", None),), (head.n_rows,), dim),
-    }
-    borrowed = {name for name, own in (("embedding", head.own_embedding), ("classifier", head.own_classifier)) if not own}
-    return {name: part for name, part in matrices.items() if name not in borrowed}
-
-
-def vectors(config: Config) -> dict[str, Vector]:
-    """Llama's; a norm of the embedding and one of the feature instead of that before attention."""
-    own = {name: vector._replace(tensors=of_one_layer(vector.tensors)) for name, vector in llama.vectors(config).items()}
-    del own["0.rms_att"]
-    own |= {name: Vector(((name, None),), (config.dim,)) for name in ("rms_emb", "rms_hidden")}
-    if head_of(config).fc_norm:
-        n_taps, width = taps(config)
-        own |= {f"fc_norm.{i}": Vector((("fc_norm", i),), (width,)) for i in range(n_taps)}
-    return own
-
-
-def of_one_layer(tensors: tuple[tuple[str, int | None], ...]) -> tuple[tuple[str, int | None], ...]:
-    return tuple((name, layer if "." in name else None) for name, layer in tensors)
+def pack_of(config: Config) -> Packed:
+    """Llama's of one layer, and the others, a norm for each row of taps."""
+    stored = shapes(config)
+    layer = {name: shape for name, shape in stored.items() if name in OF_LAYER}
+    outer = {name: shape for name, shape in stored.items() if name not in OF_LAYER and name != "fc_norm"}
+    norms = {f"fc_norm.{i}": Vector((("fc_norm", i),), stored["fc_norm"][1:]) for i in range(*stored.get("fc_norm", (0,))[:1])}
+    return packed(outer, llama.TABLES, stored) | packed(layer, {**ATTENTION.joined, **MLP.joined}, stored, 0) | norms
 
 
 def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
@@ -134,4 +115,4 @@ def program(config: Config, weights: Weights, b: Buffers) -> Layers:
     )
 
 
-EAGLE3 = Architecture(shapes, parts, vectors, buffers, program, llama.fill, features=features)
+EAGLE3 = Architecture(shapes, pack_of, buffers, program, llama.fill, features=features)

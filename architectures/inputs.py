@@ -13,10 +13,10 @@ from ..machine.programs import Program
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import round_up
 from ..weights.matrix import n_strips
-from .blocks import Block, Shapes, added, factor_of
+from .blocks import Block, added, factor_of
 from .config import Config, InputsConfig
 from .gates import gate_inputs, mix_inputs
-from .plan import Buffer, Buffers, Part, Room, Vector, Weights
+from .plan import Buffer, Buffers, Joined, Room, Shapes, Weights
 
 NORM, GATE, BACK, ROWS = "inputs", "inputs_gate", "inputs_back", "input_rows"
 
@@ -38,23 +38,6 @@ def outer_shapes(config: Config) -> Shapes:
     n, n_rows = inputs_of(config).dim, inputs_of(config).n_rows
     width = config.n_layers * n
     return {ROWS: (n_rows, width), "inputs": (width, config.dim), "inputs_norm_in": (n,)}
-
-
-def parts(config: Config, i: int) -> dict[str, Part]:
-    n, dim = inputs_of(config).dim, config.dim
-    return {f"{i}.{GATE}": Part(((GATE, i),), (n,), dim), f"{i}.{BACK}": Part(((BACK, i),), (dim,), n)}
-
-
-def outer_parts(config: Config) -> dict[str, Part]:
-    return {"inputs": Part((("inputs", None),), (config.n_layers * inputs_of(config).dim,), config.dim)}
-
-
-def vectors(config: Config, i: int) -> dict[str, Vector]:
-    return {f"{i}.{NORM}_out": Vector((("inputs_norm", i),), (config.dim,))}
-
-
-def outer_vectors(config: Config) -> dict[str, Vector]:
-    return {"inputs_norm_in": Vector((("inputs_norm_in", None),), (inputs_of(config).dim,))}
 
 
 def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
@@ -95,4 +78,4 @@ def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
     return [first, *added(config, weights, b, w[f"{i}.{BACK}"], b.gated_inputs, "", f"{i}.{NORM}", factor)]
 
 
-INPUTS = Block(shapes, parts, vectors, program, buffers)
+INPUTS = Block(shapes, {f"{NORM}_out": Joined(("inputs_norm",))}, program, buffers)

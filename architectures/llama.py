@@ -12,7 +12,7 @@ from ..machine.programs import Program, Row
 from ..machine.vectors import LANES
 from . import inputs
 from .attention import ATTENTION, move_path
-from .blocks import ANGLES, TURNING, Block, Shapes, alike, block_buffers, by_layer, norm, of_layers
+from .blocks import ANGLES, TURNING, Block, alike, block_buffers, by_layer, norm
 from .config import Config, ConvConfig, DeltaConfig
 from .convolution import CONVOLUTION
 from .delta import DELTA
@@ -20,9 +20,11 @@ from .gates import cap
 from .inputs import INPUTS
 from .mixture import BESIDE, MIXTURE
 from .mlp import MLP
-from .plan import Architecture, Buffer, Buffers, Layers, Part, Room, Vector, Weights
+from .plan import Architecture, Buffer, Buffers, Joined, Layers, Packed, Room, Shapes, Weights, packed
 from .rope import fill_query_tables, fill_tables
 
+OUTER = ("tok_emb", "wcls", "rms_final", "inputs", "inputs_norm_in")  # tensors that are packed, and are no layer's
+TABLES = {"embedding": Joined(("tok_emb",)), "classifier": Joined(("wcls",))}
 MIXERS = {ConvConfig: CONVOLUTION, DeltaConfig: DELTA}  # what may stand in the place of attention
 
 
@@ -40,13 +42,15 @@ def all_blocks(config: Config) -> Iterator[tuple[int, Block]]:
     return ((i, block) for i in range(config.n_layers) for block in blocks_of(config, i))
 
 
+def layer_shapes(config: Config, i: int) -> Shapes:
+    """Those of layer i's blocks."""
+    return {name: shape for block in blocks_of(config, i) for name, shape in block.shapes(config.of_layer(i)).items()}
+
+
 def shapes(config: Config) -> Shapes:
     """By llama2.c's names; `wcls` only where it is not the embedding."""
     differ = config.experts or config.layers
-    layers = [
-        {name: shape for block in blocks_of(config, i) for name, shape in block.shapes(config.of_layer(i)).items()}
-        for i in range(config.n_layers if differ else 1)  # of all alike, one tells of all
-    ]
+    layers = [layer_shapes(config, i) for i in range(config.n_layers if differ else 1)]  # of all alike, one tells of all
     common = {n: shape for n, shape in layers[0].items() if len(shape) < 3 and all(each.get(n) == shape for each in layers)}
     own = {f"{i}.{name}": shape for i, layer in enumerate(layers) for name, shape in layer.items() if name not in common}
     table = (config.vocab_size, config.dim)
@@ -55,28 +59,14 @@ def shapes(config: Config) -> Shapes:
     return {"tok_emb": table, **of_all, **outer, **own} | ({} if config.shared_classifier else {"wcls": table})
 
 
-def parts(config: Config) -> dict[str, Part]:
-    """Those of blocks, the embedding and the classifier."""
-    tensors, table = shapes(config), (config.vocab_size,)
-    classifier = "tok_emb" if config.shared_classifier else "wcls"
-    matrices = {
-        name: Part(((each, None),), table, config.dim) for name, each in (("embedding", "tok_emb"), ("classifier", classifier))
-    }
-    if config.inputs:
-        matrices |= inputs.outer_parts(config)
+def pack_of(config: Config) -> Packed:
+    """What blocks say; a classifier that has no tensor of its own is the embedding."""
+    stored = shapes(config)
+    own = packed({name: stored[name] for name in OUTER if name in stored}, TABLES, stored)
+    own.setdefault("classifier", own["embedding"])
     for i, block in all_blocks(config):
-        matrices |= block.parts(config.of_layer(i), i)
-    return {n: part._replace(tensors=tuple(of_layers(tensors, *each) for each in part.tensors)) for n, part in matrices.items()}
-
-
-def vectors(config: Config) -> dict[str, Vector]:
-    """Those of blocks, and the last norm."""
-    tensors, own = shapes(config), {"rms_final": Vector((("rms_final", None),), (config.dim,))}
-    if config.inputs:
-        own |= inputs.outer_vectors(config)
-    for i, block in all_blocks(config):
-        own |= block.vectors(config.of_layer(i), i)
-    return {n: vector._replace(tensors=tuple(of_layers(tensors, *each) for each in vector.tensors)) for n, vector in own.items()}
+        own |= packed(block.shapes(config.of_layer(i)), block.joined, stored, i)
+    return own
 
 
 def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
@@ -145,9 +135,7 @@ def tables(config: Config) -> dict[str, str]:
     return {inputs.ROWS: inputs.ROWS} if config.inputs else {}
 
 
-LLAMA = Architecture(
-    shapes, parts, vectors, buffers, program, fill, move=move_path, outcome=outcome, caches=by_layer, tables=tables
-)
+LLAMA = Architecture(shapes, pack_of, buffers, program, fill, move=move_path, outcome=outcome, caches=by_layer, tables=tables)
 WITH_STATES = replace(
     LLAMA, move=None, caches=None, n_states=max(CONVOLUTION.n_states, DELTA.n_states)
 )  # which is that of one text

@@ -12,13 +12,12 @@ from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import round_up
 from ..weights.matrix import Choice
-from . import mlp
-from .blocks import Block, Shapes, factor_of, norm, norm_shapes, norm_vectors, taken
+from .blocks import Block, factor_of, norm, norm_shapes, taken
 from .config import Config, ExpertsConfig
 from .experts import OF_ALL, OF_CHOSEN, SIGMOID, add_experts, route
 from .gates import add_both, add_slot_bias, clamped_swiglu, gate_tokens, swiglu
-from .mlp import GATES, NORM
-from .plan import Buffer, Buffers, Part, Room, Vector, Weights
+from .mlp import GATES, MLP, NORM
+from .plan import Buffer, Buffers, Joined, Room, Shapes, Weights
 from .states import NO_BIAS
 
 
@@ -48,37 +47,6 @@ def shapes(config: Config) -> Shapes:
             "experts_b3": (e.n, e.hidden_dim),
         }
     return norm_shapes(config, NORM) | tensors | ({"shared_gate": (1, dim)} if e.shared_gate else {})
-
-
-def parts(config: Config, i: int) -> dict[str, Part]:
-    """All first matrices of experts, each with its own third strip by strip, and all second ones, below each other."""
-    e, dim = experts_of(config), config.dim
-    pairs = tuple((f"{i}.experts_{name}", expert) for expert in range(e.n) for name in ("w1", "w3"))
-    second = tuple((f"{i}.experts_w2", expert) for expert in range(e.n))
-    own = {
-        f"{i}.router": Part((("router", i),), (e.n,), dim),
-        f"{i}.experts_up": Part(pairs, (e.hidden_dim,) * len(pairs), dim, turns=2),
-        f"{i}.experts_down": Part(second, (dim,) * e.n, e.hidden_dim),
-    }
-    if e.shared_dim:
-        own[f"{i}.shared_up"] = Part((("shared_w1", i), ("shared_w3", i)), (e.shared_dim, e.shared_dim), dim, turns=2)
-        own[f"{i}.shared_down"] = Part((("shared_w2", i),), (dim,), e.shared_dim)
-    return own | ({f"{i}.shared_gate": Part((("shared_gate", i),), (1,), dim)} if e.shared_gate else {})
-
-
-def vectors(config: Config, i: int) -> dict[str, Vector]:
-    """The norm, what is added to scores that choose, and tables of biases as their products lie."""
-    e, own = experts_of(config), norm_vectors(config, i, NORM)
-    if e.is_biased:
-        own[f"{i}.router_bias"] = Vector((("router_bias", i),), (e.n,))
-    if e.limit:
-        first = ("experts_b1", i), ("experts_b3", i)
-        own |= {
-            f"{i}.router_b": Vector((("router_b", i),), (e.n,)),
-            f"{i}.experts_b13": Vector(first, (e.hidden_dim, e.hidden_dim), in_turns=True, n_rows=e.n),
-            f"{i}.experts_b2": Vector((("experts_b2", i),), (config.dim,), n_rows=e.n),
-        }
-    return own
 
 
 def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
@@ -169,7 +137,13 @@ def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
 
 
 SUM_EPS = {OF_CHOSEN: 0.0, OF_ALL: 0.0, SIGMOID: 1e-6}  # what a sum of weights is divided by beside itself
-MIXTURE = Block(shapes, parts, vectors, program, buffers)
+JOINED = {
+    "experts_up": Joined(("experts_w1", "experts_w3"), in_turns=True), "experts_down": Joined(("experts_w2",)),
+    "shared_up": Joined(("shared_w1", "shared_w3"), in_turns=True), "shared_down": Joined(("shared_w2",)),
+    "experts_b13": Joined(("experts_b1", "experts_b3"), in_turns=True, is_table=True),
+    "experts_b2": Joined(("experts_b2",), is_table=True),
+}  # fmt: skip
+MIXTURE = Block(shapes, JOINED, program, buffers)
 
 
 # Beside an MLP (Gemma 4): what both make is normed, added and normed once more
@@ -181,19 +155,7 @@ def shapes_beside(config: Config) -> Shapes:
     """The MLP's and the experts'; router_scale (D,): of what the router takes, expert_scale (E,): of what an expert counts."""
     e, dim = experts_of(config), config.dim
     own = {"router_scale": (dim,), "expert_scale": (e.n,)} | dict.fromkeys(OWN_NORMS, (dim,))
-    return mlp.shapes(config) | shapes(config) | own
-
-
-def parts_beside(config: Config, i: int) -> dict[str, Part]:
-    """Those of both."""
-    return mlp.parts(config, i) | parts(config, i)
-
-
-def vectors_beside(config: Config, i: int) -> dict[str, Vector]:
-    """Those of both, and what is theirs alone beside each other."""
-    sizes = {"router_scale": config.dim, "expert_scale": experts_of(config).n} | dict.fromkeys(OWN_NORMS, config.dim)
-    own = {f"{i}.{name}": Vector(((name, i),), (size,)) for name, size in sizes.items()}
-    return mlp.vectors(config, i) | vectors(config, i) | own
+    return MLP.shapes(config) | shapes(config) | own
 
 
 def buffers_beside(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
@@ -249,4 +211,4 @@ def program_beside(config: Config, weights: Weights, b: Buffers, i: int) -> Prog
     ]
 
 
-BESIDE = Block(shapes_beside, parts_beside, vectors_beside, program_beside, buffers_beside)
+BESIDE = Block(shapes_beside, {**MLP.joined, **JOINED}, program_beside, buffers_beside)

@@ -1,10 +1,10 @@
 """A block of an MLP that is gated (Shazeer 2020, arXiv:2002.05202), by SiLU or by GELU."""
 
 from ..machine.programs import Program
-from .blocks import LAYER_SCALE, Block, Shapes, added, biased, factor_of, norm_shapes, norm_vectors, taken
+from .blocks import LAYER_SCALE, Block, added, biased, factor_of, norm_shapes, taken
 from .config import Config
 from .gates import geglu, swiglu
-from .plan import Buffers, Part, Vector, Weights
+from .plan import Buffers, Joined, Shapes, Weights
 
 NORM = "rms_ffn"
 
@@ -17,26 +17,6 @@ def shapes(config: Config) -> Shapes:
     return norm_shapes(config, NORM) | {"w1": (hidden, dim), "w2": (dim, hidden), "w3": (hidden, dim)} | biases | scale
 
 
-def parts(config: Config, i: int) -> dict[str, Part]:
-    """w1 and w3 are one product, strip by strip."""
-    dim, hidden = config.dim, config.hidden_dim
-    return {
-        f"{i}.up": Part((("w1", i), ("w3", i)), (hidden, hidden), dim, turns=2),
-        f"{i}.down": Part((("w2", i),), (dim,), hidden),
-    }
-
-
-def vectors(config: Config, i: int) -> dict[str, Vector]:
-    """The norms, and the biases as their products lie."""
-    own, hidden = norm_vectors(config, i, NORM), config.hidden_dim
-    if config.layer_scale:
-        own[f"{i}.{LAYER_SCALE}"] = Vector(((LAYER_SCALE, i),), (1,))
-    if config.mlp_bias:
-        own[f"{i}.b13"] = Vector((("b1", i), ("b3", i)), (hidden, hidden), in_turns=True)
-        own[f"{i}.b2"] = Vector((("b2", i),), (config.dim,))
-    return own
-
-
 def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
     """x += w2 (act(w1 rmsnorm(x)) * w3 rmsnorm(x))."""
     w, (source, before) = weights.matrices, taken(config, weights, b, f"{i}.{NORM}")
@@ -47,4 +27,5 @@ def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
 
 
 GATES = {"silu": swiglu, "gelu": geglu}
-MLP = Block(shapes, parts, vectors, program)
+JOINED = {"up": Joined(("w1", "w3"), in_turns=True), "down": Joined(("w2",)), "b13": Joined(("b1", "b3"), in_turns=True)}
+MLP = Block(shapes, JOINED, program)

@@ -14,34 +14,30 @@ from . import llama
 from .attention import mixing
 from .blocks import by_layer, norm
 from .config import Config
-from .eagle3 import head_of, of_one_layer
-from .plan import TABLES, Architecture, Buffer, Buffers, Layers, Part, Room, Vector, Weights
+from .eagle3 import head_of
+from .plan import Architecture, Buffer, Buffers, Layers, Packed, Room, Shapes, Weights, packed
 
-OUTER = ("tok_emb", "wcls", "rms_final")  # of no layer
 OWN_NORMS = ("rms_emb", "rms_hidden", "rms_final")
 TARGET_NORM = "target_norm"  # the target's own, which a head borrows
 
 
-def shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Llama's, of one layer; fc, which joins embedding and state, and a norm of each of them."""
-    dim, ours = config.dim, llama.shapes(config)
-    tensors = {name: shape if "." in name else shape[1:] for name, shape in ours.items() if name not in OUTER}
-    return tensors | {"fc": (dim, 2 * dim)} | dict.fromkeys(OWN_NORMS, (dim,))
+def shapes(config: Config) -> Shapes:
+    """Llama's, of one layer; fc, which joins embedding and state, and a norm of each of them; on a target, what it borrows."""
+    head, dim, ours = head_of(config), config.dim, llama.shapes(config)
+    tensors = {name: shape if "." in name else shape[1:] for name, shape in ours.items() if name not in llama.OUTER}
+    tensors |= {"fc": (dim, 2 * dim)} | dict.fromkeys(OWN_NORMS, (dim,))
+    if head.own_embedding:
+        tensors |= {"tok_emb": (config.vocab_size, dim), TARGET_NORM: (dim,)}
+    return tensors | ({"wcls": (config.vocab_size, dim)} if head.own_classifier else {})
 
 
-def parts(config: Config) -> dict[str, Part]:
-    """Llama's, and fc; embedding and classifier where it has its own, as in no file."""
-    matrices = {name: part._replace(tensors=of_one_layer(part.tensors)) for name, part in llama.parts(config).items()}
-    matrices |= {"fc": Part((("fc", None),), (config.dim,), 2 * config.dim)}
-    borrowed = dict(zip(TABLES, (not head_of(config).own_embedding, not head_of(config).own_classifier), strict=True))
-    return {name: part for name, part in matrices.items() if not borrowed.get(name)}
-
-
-def vectors(config: Config) -> dict[str, Vector]:
-    """Llama's, the norms of the embedding and of the state, and the target's last norm, which it has on a target alone."""
-    own = {name: vector._replace(tensors=of_one_layer(vector.tensors)) for name, vector in llama.vectors(config).items()}
-    norms = (*OWN_NORMS, *[TARGET_NORM][: head_of(config).own_embedding])
-    return own | {name: Vector(((name, None),), (config.dim,)) for name in norms}
+def pack_of(config: Config) -> Packed:
+    """Llama's of one layer, and the others."""
+    stored, own = shapes(config), Packed()
+    for block in llama.blocks_of(config, 0):
+        own |= packed(block.shapes(config), block.joined, stored, 0)
+    outer = ("tok_emb", "wcls", "fc", *OWN_NORMS, TARGET_NORM)
+    return own | packed({name: stored[name] for name in outer if name in stored}, llama.TABLES, stored)
 
 
 def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
@@ -84,4 +80,4 @@ def program(config: Config, weights: Weights, b: Buffers) -> Layers:
     )
 
 
-MTP = Architecture(shapes, parts, vectors, buffers, program, llama.fill, features=features)
+MTP = Architecture(shapes, pack_of, buffers, program, llama.fill, features=features)

@@ -20,6 +20,7 @@ from ..weights.trial import LEAST_WEIGHTS, pays
 from .config import Config
 
 LONG = "long_"
+Shapes = dict[str, tuple[int, ...]]
 PIECE = ":"  # in front of the number of a matrix's piece, from 1 on
 CHOOSING, EXPERTS = (".router", ".shared_gate"), ".experts_"  # in names of matrices
 TABLES = ("embedding", "classifier")  # matrices of a row for each token
@@ -69,6 +70,46 @@ class Vector(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         size = sum(round_up(size, STRIP_ROWS) for size in self.sizes)
         return (self.n_rows, size) if self.n_rows else (size,)
+
+
+Packed = dict[str, Part | Vector]
+
+
+class Joined(NamedTuple):
+    """Tensors that are packed as one, as far as there are such: below each other, or strip by strip in turns.
+
+    is_table: whether a row of them is a vector of its own; else tensors of rows are matrices.
+    """
+
+    tensors: tuple[str, ...]
+    in_turns: bool = False
+    is_table: bool = False
+
+
+def packed(own: Shapes, joined: Mapping[str, Joined], stored: Shapes, i: int | None = None) -> Packed:
+    """What tensors become: each by its name, or those that are joined; of layer i by names that begin with its number.
+
+    own: their shapes, without the axis that a file's have, stored, where a tensor holds one for each layer. One that holds a
+    matrix for each expert becomes a matrix of all of them, below each other.
+    """
+    wholes = {name: whole for whole, each in joined.items() for name in each.tensors}
+
+    def place(name: str) -> tuple[str, int | None]:
+        return (f"{i}.{name}", None) if f"{i}.{name}" in stored else (name, i if stored[name] != own[name] else None)
+
+    found: Packed = {}
+    for whole in dict.fromkeys(wholes.get(name, name) for name in own):
+        each, our_name = joined.get(whole, Joined((whole,))), whole if i is None else f"{i}.{whole}"
+        names = [name for name in each.tensors if name in own]
+        (*lengths, n), places = own[names[0]], tuple(map(place, names))
+        if each.is_table or not lengths:
+            found[our_name] = Vector(places, tuple(own[name][-1] for name in names), each.in_turns, *lengths)
+            continue
+        rows, turns = tuple(own[name][-2] for name in names), len(names) if each.in_turns else 1
+        if len(lengths) > 1:
+            rows, places = rows * lengths[0], tuple((name, expert) for expert in range(lengths[0]) for name, _ in places)
+        found[our_name] = Part(places, rows, n, turns)
+    return found
 
 
 @dataclass(frozen=True)
@@ -277,7 +318,7 @@ class Architecture:
     """A family of models.
 
     shapes: of each tensor that a file of the family holds.
-    parts, vectors: what they are packed into, among the parts "embedding" and "classifier".
+    packed: what they become, among it the parts "embedding" and "classifier".
     buffers: what the program works in, beside what every program has (`Buffers`).
     program: the pass, over weights and buffers.
     fill: puts what depends on positions alone into buffers, from one of them on.
@@ -293,9 +334,8 @@ class Architecture:
     tables: which buffers rows of tensors fill, by their tokens, and which tensors those are.
     """
 
-    shapes: Callable[[Config], dict[str, tuple[int, ...]]]
-    parts: Callable[[Config], dict[str, Part]]
-    vectors: Callable[[Config], dict[str, Vector]]
+    shapes: Callable[[Config], Shapes]
+    packed: Callable[[Config], Packed]
     buffers: Callable[[Config, Weights, Room], dict[str, Buffer]]
     program: Callable[[Config, Weights, Buffers], Layers]
     fill: Callable[[Config, Buffers, int], None] = no_tables
@@ -306,6 +346,14 @@ class Architecture:
     tables: Callable[[Config], dict[str, str]] = lambda config: {}
     features: Callable[[Config, Weights, Buffers], Program] | None = None
     outcome: Callable[[Config, Weights, Buffers], Row] | None = None
+
+    def parts(self, config: Config) -> dict[str, Part]:
+        """The matrices of `packed`."""
+        return {name: each for name, each in self.packed(config).items() if isinstance(each, Part)}
+
+    def vectors(self, config: Config) -> dict[str, Vector]:
+        """The vectors of `packed`."""
+        return {name: each for name, each in self.packed(config).items() if isinstance(each, Vector)}
 
     def all_buffers(self, config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
         """The family's, and those of every program."""

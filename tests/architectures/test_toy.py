@@ -7,7 +7,7 @@ import pytest
 
 from specdec import kernels
 from specdec.architectures import ARCHITECTURES, Config, llama
-from specdec.architectures.plan import Architecture, Buffer, Layers, Vector
+from specdec.architectures.plan import Architecture, Buffer, Layers, packed
 from specdec.machine.parts import share
 from specdec.machine.programs import Floats1, Floats2, Floats3, Operation, Pass
 from specdec.machine.tiles import STRIP_ROWS
@@ -49,9 +49,11 @@ def shapes(config):
     return llama.shapes(config) | dict.fromkeys(OF_LAYERS, (config.n_layers, config.dim))
 
 
-def vectors(config):
-    own = {f"{i}.{name}": Vector(((name, i),), (config.dim,)) for name in OF_LAYERS for i in range(config.n_layers)}
-    return llama.vectors(config) | own
+def pack_of(config):
+    stored, own = shapes(config), llama.pack_of(config)
+    for i in range(config.n_layers):
+        own |= packed(dict.fromkeys(OF_LAYERS, (config.dim,)), {}, stored, i)
+    return own
 
 
 def buffers(config, weights, room):
@@ -89,7 +91,7 @@ def program(config, weights, b):
     return Layers(ours.first, [layer(i) for i in range(config.n_layers)], ours.last)
 
 
-TOY = Architecture(shapes, llama.parts, vectors, buffers, program, llama.fill, n_states=N_STATES)
+TOY = Architecture(shapes, pack_of, buffers, program, llama.fill, n_states=N_STATES)
 
 
 @pytest.fixture(autouse=True)
