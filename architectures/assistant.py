@@ -14,7 +14,7 @@ from ..machine.vectors import round_up
 from ..weights.matrix import Matrix
 from . import llama
 from .blocks import CACHED, TURNING, by_layer, norm
-from .config import Config, HeadConfig
+from .config import Config, Flaws, HeadConfig, known_as, not_positive
 from .plan import Architecture, Buffer, Buffers, Layers, Packed, Part, Room, Shapes, Weights, packed
 
 PRE, POST, CENTROIDS = "pre", "post", "centroids"
@@ -44,22 +44,19 @@ class AssistantConfig(HeadConfig):
         """Behind the target's last norm."""
         return (n_layers + 1,)
 
-    def flaw(self, dim: int, vocab_size: int) -> str:
-        if self.target_dim <= 0:
-            return f"target_dim is {self.target_dim}; expected a positive number"
+    def flaws(self, dim: int, vocab_size: int) -> Flaws:
+        yield from not_positive(self, "target_dim")
         if self.n_rows != vocab_size:
-            return f"n_rows is {self.n_rows}; expected vocab_size, {vocab_size}"
+            yield f"n_rows is {self.n_rows}; expected vocab_size, {vocab_size}"
         if self.n_centroids < 0 or (self.n_centroids and self.n_rows % (self.n_centroids * STRIP_ROWS)):
-            return f"n_centroids is {self.n_centroids}; expected as many parts of a multiple of {STRIP_ROWS} tokens"
+            yield f"n_centroids is {self.n_centroids}; expected as many parts of a multiple of {STRIP_ROWS} tokens"
         if not min(self.n_centroids, 1) <= self.n_chosen <= self.n_centroids:
-            return f"n_chosen is {self.n_chosen}; expected 1 to n_centroids, {self.n_centroids}"
-        return ""
+            yield f"n_chosen is {self.n_chosen}; expected 1 to n_centroids, {self.n_centroids}"
 
 
 def assistant_of(config: Config) -> AssistantConfig:
     """What an assistant needs beside a model's numbers, which `Config.flaw` has asked for."""
-    assert isinstance(config.head, AssistantConfig)
-    return config.head
+    return known_as(config.head, AssistantConfig)
 
 
 def sources(config: Config, target: Config) -> list[int]:

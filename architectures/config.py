@@ -2,9 +2,9 @@
 
 import functools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -13,6 +13,34 @@ LEAST_SCALE = 1e-6  # and its inverse the most: squares of scales, too, are numb
 ASSISTANT, OF_TARGET = "gemma4_assistant", -1  # a head of layers whose keys and values are its target's, and their kv_layer
 HEADS = ("eagle3", "mtp", ASSISTANT)  # architectures that draft from a target's hidden states
 N_HIDDEN = 3  # of a target's hidden states make a feature where a head's file does not tell which: low, middle and high
+Flaws = Iterator[str]  # what keeps numbers from being what they describe, in words; the first one is told
+Kind = TypeVar("Kind")
+
+
+def not_positive(numbers: object, *names: str) -> Flaws:
+    """Those of a record's numbers that are not above 0."""
+    for name in names:
+        if not 0 < getattr(numbers, name) < math.inf:
+            yield f"{name} is {getattr(numbers, name)}; expected a positive number"
+
+
+def not_within(numbers: object, *names: str, least: float = LEAST_SCALE) -> Flaws:
+    """Those of a record's numbers that are no scales."""
+    for name in names:
+        if not least <= getattr(numbers, name) <= 1 / LEAST_SCALE:
+            yield f"{name} is {getattr(numbers, name)}; expected {least:g} to {1 / LEAST_SCALE:g}"
+
+
+def of_part(name: str, flaws: Flaws) -> Flaws:
+    """The same of a record in another one."""
+    of_name = f"{name}'" if name.endswith("s") else f"{name}'s"
+    return (f"{of_name} {flaw}" for flaw in flaws)
+
+
+def known_as(numbers: object, kind: type[Kind]) -> Kind:
+    """A part of a config that is there: whoever asks for it has been chosen by it, or `Config.flaw` has asked before."""
+    assert isinstance(numbers, kind)
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -26,16 +54,12 @@ class RopeScaling:
     high_freq_factor: float
     original_seq_len: int
 
-    def flaw(self) -> str:
-        """What keeps these numbers from scaling; empty where nothing does."""
-        for name in ("factor", "low_freq_factor", "original_seq_len"):
-            if not 0 < getattr(self, name) < math.inf:
-                return f"{name} is {getattr(self, name)}; expected a positive number"
+    def flaws(self) -> Flaws:
+        yield from not_positive(self, "factor", "low_freq_factor", "original_seq_len")
         if self.factor < 1:
-            return f"factor is {self.factor}; expected 1 or more"
+            yield f"factor is {self.factor}; expected 1 or more"
         if not self.low_freq_factor < self.high_freq_factor < math.inf:
-            return f"high_freq_factor is {self.high_freq_factor}; expected more than low_freq_factor, {self.low_freq_factor}"
-        return ""
+            yield f"high_freq_factor is {self.high_freq_factor}; expected more than low_freq_factor, {self.low_freq_factor}"
 
 
 @dataclass(frozen=True)
@@ -52,16 +76,12 @@ class YarnScaling:
     beta_slow: float = 1.0
     in_whole_pairs: bool = True
 
-    def flaw(self) -> str:
-        """As `RopeScaling.flaw`."""
-        for name in ("factor", "original_seq_len", "beta_fast", "beta_slow"):
-            if not 0 < getattr(self, name) < math.inf:
-                return f"{name} is {getattr(self, name)}; expected a positive number"
+    def flaws(self) -> Flaws:
+        yield from not_positive(self, "factor", "original_seq_len", "beta_fast", "beta_slow")
         if self.factor < 1:
-            return f"factor is {self.factor}; expected 1 or more"
+            yield f"factor is {self.factor}; expected 1 or more"
         if self.beta_fast < self.beta_slow:
-            return f"beta_fast is {self.beta_fast}; expected beta_slow, {self.beta_slow}, or more"
-        return ""
+            yield f"beta_fast is {self.beta_fast}; expected beta_slow, {self.beta_slow}, or more"
 
 
 @dataclass(frozen=True)
@@ -74,11 +94,9 @@ class ConvConfig:
     n_taps: int = 3
     bias: bool = False
 
-    def flaw(self) -> str:
-        """What keeps these numbers from being such a layer; empty where nothing does."""
+    def flaws(self) -> Flaws:
         if not 0 < self.n_taps <= MOST_TAPS:
-            return f"n_taps is {self.n_taps}; expected 1 to {MOST_TAPS}"
-        return ""
+            yield f"n_taps is {self.n_taps}; expected 1 to {MOST_TAPS}"
 
 
 @dataclass(frozen=True)
@@ -105,16 +123,12 @@ class DeltaConfig:
         """What the convolution goes over: queries, keys and values."""
         return 2 * self.n_key_heads * self.key_dim + self.n_values
 
-    def flaw(self) -> str:
-        """As `ConvConfig.flaw`."""
-        for name in ("n_key_heads", "n_value_heads", "key_dim", "value_dim", "n_taps"):
-            if getattr(self, name) <= 0:
-                return f"{name} is {getattr(self, name)}; expected a positive number"
+    def flaws(self) -> Flaws:
+        yield from not_positive(self, "n_key_heads", "n_value_heads", "key_dim", "value_dim", "n_taps")
         if self.n_value_heads % self.n_key_heads:
-            return f"n_value_heads {self.n_value_heads} is not divisible by n_key_heads {self.n_key_heads}"
+            yield f"n_value_heads {self.n_value_heads} is not divisible by n_key_heads {self.n_key_heads}"
         if self.n_taps > MOST_TAPS:
-            return f"n_taps is {self.n_taps}; expected at most {MOST_TAPS}"
-        return ""
+            yield f"n_taps is {self.n_taps}; expected at most {MOST_TAPS}"
 
 
 @dataclass(frozen=True)
@@ -147,17 +161,15 @@ class HeadConfig:
         """Before which layers of a target of so many the hidden states are taken."""
         return self.layers or (2, n_layers // 2, n_layers - 3)
 
-    def flaw(self, dim: int, vocab_size: int) -> str:
-        """What keeps these numbers from being a head of that width for that vocabulary; empty where nothing does."""
-        if self.target_dim <= 0:
-            return f"target_dim is {self.target_dim}; expected a positive number"
+    def flaws(self, dim: int, vocab_size: int) -> Flaws:
+        """Of a head of that width for that vocabulary."""
+        yield from not_positive(self, "target_dim")
         if not 0 < self.n_rows <= vocab_size:
-            return f"n_rows is {self.n_rows}; expected 1 to vocab_size, {vocab_size}"
+            yield f"n_rows is {self.n_rows}; expected 1 to vocab_size, {vocab_size}"
         if dim != self.target_dim and not (self.own_embedding and self.own_classifier):
-            return f"dim is {dim}; a head that takes the target's embedding or classifier has target_dim, {self.target_dim}"
+            yield f"dim is {dim}; a head that takes the target's embedding or classifier has target_dim, {self.target_dim}"
         if self.n_rows != vocab_size and not self.own_classifier:
-            return f"n_rows is {self.n_rows}; the target's classifier has {vocab_size}"
-        return ""
+            yield f"n_rows is {self.n_rows}; the target's classifier has {vocab_size}"
 
 
 @dataclass(frozen=True)
@@ -187,25 +199,22 @@ class ExpertsConfig:
     shared_gate: bool = False
     is_beside: bool = False
 
-    def flaw(self, n_layers: int) -> str:
-        """As of `Config`."""
+    def flaws(self, n_layers: int) -> Flaws:
         if self.n < 1 or self.hidden_dim < 1:
-            return f"n and hidden_dim are {self.n} and {self.hidden_dim}; expected positive numbers"
+            yield f"n and hidden_dim are {self.n} and {self.hidden_dim}; expected positive numbers"
         if not 1 <= self.n_chosen <= self.n:
-            return f"n_chosen is {self.n_chosen}; expected 1 to {self.n}"
+            yield f"n_chosen is {self.n_chosen}; expected 1 to {self.n}"
         if not all(0 <= layer < n_layers for layer in self.dense_layers) or len({*self.dense_layers}) == n_layers:
-            return f"dense_layers are {self.dense_layers}; expected some of {n_layers} layers"
-        if not LEAST_SCALE <= self.scale <= 1 / LEAST_SCALE:
-            return f"scale is {self.scale}; expected {LEAST_SCALE:g} to {1 / LEAST_SCALE:g}"
+            yield f"dense_layers are {self.dense_layers}; expected some of {n_layers} layers"
+        yield from not_within(self, "scale")
         if self.shared_dim < 0 or (self.shared_gate and not self.shared_dim):
-            return f"shared_dim is {self.shared_dim}; expected a number of rows, or 0 and no shared_gate"
+            yield f"shared_dim is {self.shared_dim}; expected a number of rows, or 0 and no shared_gate"
         if not 0 <= self.limit <= 1 / LEAST_SCALE or not 0 <= self.alpha <= 1 / LEAST_SCALE:
-            return f"limit and alpha are {self.limit} and {self.alpha}; expected 0 to {1 / LEAST_SCALE:g}"
+            yield f"limit and alpha are {self.limit} and {self.alpha}; expected 0 to {1 / LEAST_SCALE:g}"
         if self.is_beside and (self.limit or self.is_sigmoid or self.shared_dim or self.dense_layers or not self.is_normed):
-            return "is_beside an MLP; expected a softmax of the chosen ones in all layers, and no shared one"
+            yield "is_beside an MLP; expected a softmax of the chosen ones in all layers, and no shared one"
         if self.is_biased and not self.is_sigmoid:
-            return "is_biased, of a softmax; expected of sigmoids"
-        return ""
+            yield "is_biased, of a softmax; expected of sigmoids"
 
 
 @dataclass(frozen=True)
@@ -217,13 +226,10 @@ class InputsConfig:
     dim: int
     n_rows: int
 
-    def flaw(self, vocab_size: int) -> str:
-        """What keeps these numbers from being those of a vocabulary; empty where nothing does."""
-        if self.dim < 1:
-            return f"dim is {self.dim}; expected a positive number"
+    def flaws(self, vocab_size: int) -> Flaws:
+        yield from not_positive(self, "dim")
         if self.n_rows < vocab_size:
-            return f"n_rows is {self.n_rows}; expected a row for each of {vocab_size} tokens"
-        return ""
+            yield f"n_rows is {self.n_rows}; expected a row for each of {vocab_size} tokens"
 
 
 @dataclass(frozen=True)
@@ -246,29 +252,27 @@ class RopeConfig:
     query_scale: float = 0.0
     query_span: int = 0
 
-    def flaw(self, head_dim: int) -> str:
-        """What keeps these numbers from turning heads of that length; empty where nothing does."""
+    def flaws(self, head_dim: int) -> Flaws:
+        """Of what turns heads of that length."""
         if not 1 <= self.theta < math.inf:  # no pair turns by more than a radian a position
-            return f"theta is {self.theta}; expected 1 or more"
-        if self.scaling and (flaw := self.scaling.flaw()):
-            return f"scaling's {flaw}"
+            yield f"theta is {self.theta}; expected 1 or more"
+        if self.scaling:
+            yield from of_part("scaling", self.scaling.flaws())
         if isinstance(self.scaling, YarnScaling) and self.theta == 1:
-            return "theta is 1.0; expected more: all pairs turn alike, and yarn cannot tell fast ones"
+            yield "theta is 1.0; expected more: all pairs turn alike, and yarn cannot tell fast ones"
         if self.dim % 2 or not 0 <= self.dim <= head_dim:
-            return f"dim is {self.dim}; expected an even number of a head's {head_dim} rows"
+            yield f"dim is {self.dim}; expected an even number of a head's {head_dim} rows"
         n_pairs = (self.dim or head_dim) // 2
         for name, of_pairs in (("divisors", self.divisors), ("long_divisors", self.long_divisors)):
             if of_pairs and len(of_pairs) != n_pairs:
-                return f"{name} are {len(of_pairs)}; expected one for each of {n_pairs} pairs"
+                yield f"{name} are {len(of_pairs)}; expected one for each of {n_pairs} pairs"
             if not all(0 < divisor < math.inf for divisor in of_pairs):
-                return f"{name} are not all positive numbers"
+                yield f"{name} are not all positive numbers"
         if self.n_short < 0 or (self.n_short > 0) != bool(self.long_divisors) or (self.n_short and self.query_scale):
-            return f"n_short is {self.n_short}; expected a number of tokens beside long_divisors, else 0, and no query_scale"
-        if not LEAST_SCALE <= self.scale <= 1 / LEAST_SCALE:
-            return f"scale is {self.scale}; expected {LEAST_SCALE:g} to {1 / LEAST_SCALE:g}"
+            yield f"n_short is {self.n_short}; expected a number of tokens beside long_divisors, else 0, and no query_scale"
+        yield from not_within(self, "scale")
         if not 0 <= self.query_scale <= 1 / LEAST_SCALE or (self.query_scale and self.query_span < 1):
-            return f"query_scale is {self.query_scale} by {self.query_span} positions; expected 0, or a number by 1 or more"
-        return ""
+            yield f"query_scale is {self.query_scale} by {self.query_span} positions; expected 0, or a number by 1 or more"
 
 
 @dataclass(frozen=True)
@@ -296,13 +300,11 @@ class AttentionConfig:
     values_are_keys: bool = False
     kv_layer: int | None = None
 
-    def flaw(self) -> str:
-        """As `ConvConfig.flaw`, but for its RoPE."""
+    def flaws(self) -> Flaws:
+        """But for its RoPE's."""
         if self.window < 0:
-            return f"window is {self.window}; expected a number of positions, or 0 for all"
-        if not 0 <= self.scale <= 1 / LEAST_SCALE:
-            return f"scale is {self.scale}; expected 0 to {1 / LEAST_SCALE:g}"
-        return ""
+            yield f"window is {self.window}; expected a number of positions, or 0 for all"
+        yield from not_within(self, "scale", least=0)
 
 
 @dataclass(frozen=True)
@@ -317,11 +319,6 @@ class LayerConfig:
     hidden_dim: int | None = None
     attention: AttentionConfig | None = None
     mixer: ConvConfig | DeltaConfig | None = None
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """What is not None."""
-        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def of_some(own: LayerConfig, layers: Collection[int], n_layers: int) -> tuple[LayerConfig, ...]:
@@ -376,90 +373,75 @@ class Config:
 
     def flaw(self) -> str:
         """What keeps these numbers from being a model; empty where nothing does."""
-        for name in ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "seq_len"):
-            if getattr(self, name) <= 0:
-                return f"{name} is {getattr(self, name)}; expected a positive number"
+        return next(self._flaws(), "")
+
+    def _flaws(self) -> Flaws:
+        yield from not_positive(self, "dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "seq_len")
         if self.head_dim == self.dim // self.n_heads and self.dim % self.n_heads:
-            return f"dim {self.dim} is not divisible by n_heads {self.n_heads}"
+            yield f"dim {self.dim} is not divisible by n_heads {self.n_heads}"
         if self.n_heads % self.n_kv_heads:
-            return f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
-        if self.head_dim <= 0:
-            return f"head_dim is {self.head_dim}; expected a positive number"
+            yield f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
+        yield from not_positive(self, "head_dim")
         if self.head_dim % 2 and self.architecture != "gpt2":
-            return f"head_dim {self.head_dim} (dim / n_heads) is odd; RoPE turns pairs"
+            yield f"head_dim {self.head_dim} (dim / n_heads) is odd; RoPE turns pairs"
         if not 0 <= self.norm_eps < math.inf:
-            return f"norm_eps is {self.norm_eps}; expected 0 or more"
-        if flaw := self.rope.flaw(self.head_dim):
-            return f"rope's {flaw}"
-        if flaw := self.attention.flaw():
-            return f"attention's {flaw}"
-        for name in ("embedding_scale", "residual_scale", "logit_divisor"):
-            if not LEAST_SCALE <= getattr(self, name) <= 1 / LEAST_SCALE:
-                return f"{name} is {getattr(self, name)}; expected {LEAST_SCALE:g} to {1 / LEAST_SCALE:g}"
-        if flaw := self._flaw_of_layers():
-            return flaw
+            yield f"norm_eps is {self.norm_eps}; expected 0 or more"
+        yield from of_part("rope", self.rope.flaws(self.head_dim))
+        yield from of_part("attention", self.attention.flaws())
+        yield from not_within(self, "embedding_scale", "residual_scale", "logit_divisor")
+        yield from self._flaws_of_layers()
         if (self.architecture in HEADS) != (self.head is not None):
-            return f"the architecture is {self.architecture} and head is {self.head}; expected both of a head, or neither"
-        if self.experts and (flaw := self.experts.flaw(self.n_layers)):
-            return f"experts' {flaw}"
-        if flaw := self._flaw_around_layers():
-            return flaw
-        if self.head and (flaw := self.head.flaw(self.dim, self.vocab_size)):
-            return f"head's {flaw}"
+            yield f"the architecture is {self.architecture} and head is {self.head}; expected both of a head, or neither"
+        if self.experts:
+            yield from of_part("experts", self.experts.flaws(self.n_layers))
+        yield from self._flaws_around_layers()
+        if self.head:
+            yield from of_part("head", self.head.flaws(self.dim, self.vocab_size))
         if self.vocab_size < 3:
-            return f"vocab_size is {self.vocab_size}; BOS and EOS are the ids 1 and 2"
-        return ""
+            yield f"vocab_size is {self.vocab_size}; BOS and EOS are the ids 1 and 2"
 
-    def _flaw_around_layers(self) -> str:
-        """The same of norms and of what layers take beside the residual stream, and of logits."""
-        if self.inputs and (flaw := self.inputs.flaw(self.vocab_size)):
-            return f"inputs' {flaw}"
+    def _flaws_around_layers(self) -> Flaws:
+        """Of norms and of what layers take beside the residual stream, and of logits."""
+        if self.inputs:
+            yield from of_part("inputs", self.inputs.flaws(self.vocab_size))
         if not (self.logit_cap == 0 or LEAST_SCALE <= self.logit_cap <= 1 / LEAST_SCALE):
-            return f"logit_cap is {self.logit_cap}; expected {LEAST_SCALE:g} to {1 / LEAST_SCALE:g}, or 0"
+            yield f"logit_cap is {self.logit_cap}; expected {LEAST_SCALE:g} to {1 / LEAST_SCALE:g}, or 0"
         if (self.inputs or self.layer_scale) and (self.norms != "around" or self.architecture not in ("llama", ASSISTANT)):
-            return f"norms stand {self.norms} blocks; expected around them where layers have inputs or a factor"
+            yield f"norms stand {self.norms} blocks; expected around them where layers have inputs or a factor"
         if self.experts and self.experts.is_beside != (self.norms == "around"):
-            return f"norms stand {self.norms} blocks; expected around them where experts are beside an MLP, and nowhere else"
+            yield f"norms stand {self.norms} blocks; expected around them where experts are beside an MLP, and nowhere else"
         if self.norms != "before" and self.residual_scale != 1:
-            return f"norms stand {self.norms} blocks; expected before them where residual_scale is not 1"
-        return ""
+            yield f"norms stand {self.norms} blocks; expected before them where residual_scale is not 1"
 
-    def _flaw_of_layers(self) -> str:
-        """The same of what layers have of their own."""
+    def _flaws_of_layers(self) -> Flaws:
+        """Of what layers have of their own."""
         if len(self.layers) not in (0, self.n_layers):
-            return f"there are {len(self.layers)} layers; expected one of each of {self.n_layers}, or none"
+            yield f"there are {len(self.layers)} layers; expected one of each of {self.n_layers}, or none"
         ropes = {self.rope, *(own.attention.rope for own in self.layers if own.attention)}
         differ = len(ropes) > 1 or any(own.head_dim for own in self.layers)
         if differ and any(rope.n_short or rope.query_scale for rope in ropes):
-            return "layers turn heads by angles of their own; expected no n_short and no query_scale beside them"
-        if flaw := self._flaw_of_mixers():
-            return flaw
+            yield "layers turn heads by angles of their own; expected no n_short and no query_scale beside them"
+        mixers = {own.mixer for own in self.layers if own.mixer}
+        if len(mixers) > 1:
+            yield f"layers have {len(mixers)} kinds of mixers; expected one beside attention"
+        if self.mixer or (mixers and all(own.mixer for own in self.layers)):
+            yield "all layers have mixers; expected attention in some"
+        for mixer in mixers:
+            yield from of_part("mixer", mixer.flaws())
         sound = set[LayerConfig]()
         for i, own in enumerate(self.layers):
             layer = self.of_layer(i)
-            if own not in sound and (flaw := replace(layer, mixer=None).flaw()):
-                return f"layer {i}'s {flaw}"
+            if own not in sound:
+                yield from of_part(f"layer {i}", replace(layer, mixer=None)._flaws())
             sound.add(own)
             j = layer.attention.kv_layer
-            if self.architecture == ASSISTANT:
-                if j != OF_TARGET:
-                    return f"layer {i}'s kv_layer is {j}; expected {OF_TARGET}, one of its target's"
-                continue
-            if j is None:
+            if self.architecture == ASSISTANT and j != OF_TARGET:
+                yield f"layer {i}'s kv_layer is {j}; expected {OF_TARGET}, one of its target's"
+            if self.architecture == ASSISTANT or j is None:
                 continue
             alike = replace(layer, hidden_dim=self.hidden_dim, attention=replace(layer.attention, kv_layer=None))
             if not 0 <= j < i or alike != replace(self.of_layer(j), hidden_dim=self.hidden_dim):
-                return f"layer {i}'s kv_layer is {j}; expected an earlier one that is like it, with keys and values of its own"
-        return ""
-
-    def _flaw_of_mixers(self) -> str:
-        """The same of what stands in the place of attention."""
-        mixers = {own.mixer for own in self.layers if own.mixer}
-        if len(mixers) > 1:
-            return f"layers have {len(mixers)} kinds of mixers; expected one beside attention"
-        if self.mixer or (mixers and all(own.mixer for own in self.layers)):
-            return "all layers have mixers; expected attention in some"
-        return next((f"mixer's {flaw}" for mixer in mixers if (flaw := mixer.flaw())), "")
+                yield f"layer {i}'s kv_layer is {j}; expected an earlier one that is like it, with keys and values of its own"
 
     def of_layer(self, i: int) -> "Config":
         """The same where all layers are as that one is."""
@@ -468,7 +450,8 @@ class Config:
     @functools.cached_property
     def _of_layers(self) -> "tuple[Config, ...]":
         """Of each layer, one for all that are alike."""
-        found = {own: replace(self, layers=(), **own.given) for own in dict.fromkeys(self.layers)}
+        given = {own: {name: value for name, value in vars(own).items() if value is not None} for own in {*self.layers}}
+        found = {own: replace(self, layers=(), **numbers) for own, numbers in given.items()}
         return tuple(found[own] for own in self.layers)
 
     def mixing(self, kind: type) -> list[int]:

@@ -6,22 +6,16 @@ from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import round_up
 from .attention import NORM
 from .blocks import Block, added, biased, norm_shapes, taken
-from .config import Config, ConvConfig
+from .config import Config, ConvConfig, known_as
 from .plan import Buffer, Buffers, Joined, Room, Shapes, Weights
 from .states import N_STATES, NO_BIAS, gated_convolution, ring
 
 INPUTS = ("conv_b", "conv_c", "conv_x")  # products: what the convolution sees is the first times the third
 
 
-def conv_of(config: Config) -> ConvConfig:
-    """The numbers of a layer's convolution."""
-    assert isinstance(config.mixer, ConvConfig)
-    return config.mixer
-
-
 def shapes(config: Config) -> Shapes:
     """The products in front of a convolution and behind it, and its taps."""
-    conv, dim = conv_of(config), config.dim
+    conv, dim = known_as(config.mixer, ConvConfig), config.dim
     tensors: Shapes = {"conv": (conv.n_taps, dim)}
     tensors |= dict.fromkeys((*INPUTS, "conv_out"), (dim, dim))
     return norm_shapes(config, NORM) | tensors | ({f"{name}_bias": (dim,) for name in tensors} if conv.bias else {})
@@ -34,7 +28,7 @@ def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
     layers, padded = config.mixing(ConvConfig), round_up(config.dim, STRIP_ROWS)
     return {
         "projected": Buffer((MAX_TOKENS, len(INPUTS) * padded), whose="token"),
-        "inputs": ring(len(layers), conv_of(config.of_layer(layers[0])).n_taps, padded),
+        "inputs": ring(len(layers), known_as(config.of_layer(layers[0]).mixer, ConvConfig).n_taps, padded),
         "gated": Buffer((1, MAX_TOKENS, padded), whose="token"),
     }
 

@@ -8,21 +8,15 @@ from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import round_up
 from .attention import NORM
 from .blocks import Block, added, norm_shapes, scratches, taken
-from .config import Config, DeltaConfig
+from .config import Config, DeltaConfig, known_as
 from .plan import Buffer, Buffers, Joined, Room, Shapes, Weights
 from .states import N_KEPT, N_STATES, NO_BIAS, convolve, delta_net, ring
-
-
-def delta_of(config: Config) -> DeltaConfig:
-    """The numbers of a layer's delta net."""
-    assert isinstance(config.mixer, DeltaConfig)
-    return config.mixer
 
 
 def shapes(config: Config) -> Shapes:
     """qkv and z, b and a (projections), conv (taps, channels), rate (what the decay's logarithm is multiplied by, negative), dt
     (what is added to a) and the norm of heads."""
-    d, dim = delta_of(config), config.dim
+    d, dim = known_as(config.mixer, DeltaConfig), config.dim
     return norm_shapes(config, NORM) | {
         "delta_qkv": (d.n_mixed, dim), "delta_z": (d.n_values, dim), "delta_b": (d.n_value_heads, dim),
         "delta_a": (d.n_value_heads, dim), "delta_out": (dim, d.n_values), "conv": (d.n_taps, d.n_mixed),
@@ -35,7 +29,7 @@ def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
     what they hand on; and of each what `DeltaNet` says.
     """
     layers = config.mixing(DeltaConfig)
-    d, n = delta_of(config.of_layer(layers[0])), len(layers)
+    d, n = known_as(config.of_layer(layers[0]).mixer, DeltaConfig), len(layers)
     width = round_up(d.value_dim, STRIP_ROWS)
     columns = [matrix.whole_rows for name, matrix in weights.matrices.items() if name.endswith(".in")]
     strips = d.n_value_heads * (width // STRIP_ROWS)
@@ -55,7 +49,7 @@ def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
 
 def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
     """x += out delta_net(conv(in rmsnorm(x)))."""
-    d, w, v = delta_of(config), weights.matrices, weights.vectors
+    d, w, v = known_as(config.mixer, DeltaConfig), weights.matrices, weights.vectors
     source, before = taken(config, weights, b, f"{i}.{NORM}")
     product = weights.product(f"{i}.in", b.projected, source, scratches(b))
     own = b.states, b.lengths, b.delta_keys, b.deltas, b.decays

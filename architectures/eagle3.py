@@ -13,7 +13,7 @@ from ..machine.vectors import round_up
 from . import llama
 from .attention import ATTENTION, mixing
 from .blocks import by_layer
-from .config import Config, HeadConfig
+from .config import Config, HeadConfig, known_as
 from .mlp import MLP
 from .plan import Architecture, Buffer, Buffers, Layers, Packed, Room, Shapes, Vector, Weights, packed
 
@@ -22,8 +22,7 @@ OF_LAYER = ("rms_ffn", "wq", "wk", "wv", "wo", "w1", "w2", "w3", "bq", "bk", "bv
 
 def head_of(config: Config) -> HeadConfig:
     """What a head needs beside a model's numbers, which `Config.flaw` has asked for."""
-    assert config.head is not None
-    return config.head
+    return known_as(config.head, HeadConfig)
 
 
 def taps(config: Config) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import round_up
 from ..weights.matrix import n_strips
 from .blocks import Block, added, factor_of
-from .config import Config, InputsConfig
+from .config import Config, InputsConfig, known_as
 from .gates import gate_inputs, mix_inputs
 from .plan import Buffer, Buffers, Joined, Room, Shapes, Weights
 
@@ -22,9 +22,8 @@ NORM, GATE, BACK, ROWS = "inputs", "inputs_gate", "inputs_back", "input_rows"
 
 
 def inputs_of(config: Config) -> InputsConfig:
-    """Its numbers, which `Config.flaw` has asked for."""
-    assert config.inputs
-    return config.inputs
+    """Their numbers."""
+    return known_as(config.inputs, InputsConfig)
 
 
 def shapes(config: Config) -> Shapes:

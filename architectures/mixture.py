@@ -13,7 +13,7 @@ from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import round_up
 from ..weights.matrix import Choice
 from .blocks import Block, factor_of, norm, norm_shapes, taken
-from .config import Config, ExpertsConfig
+from .config import Config, ExpertsConfig, known_as
 from .experts import OF_ALL, OF_CHOSEN, SIGMOID, add_experts, route
 from .gates import add_both, add_slot_bias, clamped_swiglu, gate_tokens, swiglu
 from .mlp import GATES, MLP, NORM
@@ -22,9 +22,8 @@ from .states import NO_BIAS
 
 
 def experts_of(config: Config) -> ExpertsConfig:
-    """The numbers of the experts, which `Config.flaw` has asked for."""
-    assert config.experts
-    return config.experts
+    """The numbers of the experts."""
+    return known_as(config.experts, ExpertsConfig)
 
 
 def shapes(config: Config) -> Shapes:
