@@ -10,7 +10,7 @@ from ..kernels import MAX_TOKENS, add_bias, rms_norm
 from ..machine.memory import zeros
 from ..machine.programs import Program, Row
 from ..machine.tiles import STRIP_ROWS
-from ..machine.vectors import round_up
+from ..machine.vectors import Float32, round_up
 from ..weights.matrix import Choice
 from .blocks import Block, factor_of, norm, norm_shapes, taken
 from .config import Config, ExpertsConfig, known_as
@@ -90,49 +90,44 @@ def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
     }
 
 
-def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
-    """x += the weighted sum over a token's experts of w2 swiglu(w13 rmsnorm(x)): by rank, the likeliest first."""
+def through_experts(
+    config: Config, weights: Weights, b: Buffers, i: int, source: Float32, before: list[Row]
+) -> tuple[list[Row], list[Row], list[Row]]:
+    """Rows of three phases: the router's product; choosing, and the chosen ones' first matrices; and their sum, by rank, the
+    likeliest first.
+
+    source: what they take; before: what makes that.
+    """
     e, w, v, choice = experts_of(config), weights.matrices, weights.vectors, Choice(b.slot_tokens, b.starts)
-    source, before = taken(config, weights, b, f"{i}.{NORM}")
-    bias = v.get(f"{i}.router_bias", zeros(b.router.shape[1]))
     way = SIGMOID if e.is_sigmoid else OF_CHOSEN if e.is_normed else OF_ALL
-    routed = b.slot_tokens, b.starts, b.slot_places, b.slot_weights, e.n_chosen, way, int(e.is_normed), SUM_EPS[way], e.scale
-    up, down = w[f"{i}.experts_up"], w[f"{i}.experts_down"]
-    shared: list[list[Row]] = [[], [], []]
-    if e.shared_dim:
-        shared[0] = [
-            w[f"{i}.shared_up"].product(b.shared_up, source, b.scratch, unit=2),
-            swiglu(b.shared_hidden, b.shared_up, 1),
-        ]
-        shared[2] = [w[f"{i}.shared_down"].product(b.x[0], b.shared_hidden, b.scratch, adding=True)]
-    if e.shared_gate:
-        shared[0].append(w[f"{i}.shared_gate"].product(b.shared_gates, source, b.gate_scratch))
-        shared[1] = [gate_tokens(b.shared_hidden, b.shared_gates)]
-    gate, of_router, of_down = swiglu(b.slot_hidden, b.slot_up, e.n_chosen), list[Row](), list[Row]()
+    numbers = e.n_chosen, way, int(e.is_normed), SUM_EPS[way], e.scale, v.get(f"{i}.expert_scale", NO_BIAS)
+    bias, tables = v.get(f"{i}.router_bias", zeros(b.router.shape[1])), (b.slot_tokens, b.starts, b.slot_places, b.slot_weights)
+    routing = route(b.router, bias, b.odds, *tables, *numbers)
+    chosen = [w[f"{i}.router"].product(b.router, b.routed if e.is_beside else source, b.router_scratch)]
+    second = [w[f"{i}.experts_down"].experts(b.slot_out, b.slot_hidden, b.slot_scratch, b.gathered, choice, per_token=e.n_chosen)]
+    gate = GATES[config.activation](b.slot_hidden, b.slot_up, e.n_chosen)
     if e.limit:
         gate = clamped_swiglu(b.slot_hidden, b.slot_up, v[f"{i}.experts_b13"], b.starts, e.limit, e.alpha)
-        of_router, of_down = (
-            [add_bias(b.router, v[f"{i}.router_b"], 1)],
-            [add_slot_bias(b.slot_out, v[f"{i}.experts_b2"], b.starts)],
-        )
-    routing = route(b.router, bias, b.odds, *routed, NO_BIAS)
-    return [
-        [*before, w[f"{i}.router"].product(b.router, source, b.router_scratch), *of_router, *shared[0]],
-        [
-            *before,
-            routing,
-            up.experts(b.slot_up, source, b.scratch, b.gathered, choice, unit=2),
-            gate,
-            *shared[1],
-        ],
-        [
-            routing,
-            down.experts(b.slot_out, b.slot_hidden, b.slot_scratch, b.gathered, choice, per_token=e.n_chosen),
-            *of_down,
-            add_experts(b.x[0], b.slot_out, b.slot_places, b.slot_weights, b.starts, b.experts_read[i : i + 1], e.n_chosen, 1),
-            *shared[2],
-        ],
-    ]
+        chosen.append(add_bias(b.router, v[f"{i}.router_b"], 1))
+        second.append(add_slot_bias(b.slot_out, v[f"{i}.experts_b2"], b.starts))
+    out, read = b.made[0] if e.is_beside else b.x[0], b.experts_read[i : i + 1]
+    summed = add_experts(out, b.slot_out, b.slot_places, b.slot_weights, b.starts, read, e.n_chosen, int(not e.is_beside))
+    first = w[f"{i}.experts_up"].experts(b.slot_up, source, b.scratch, b.gathered, choice, unit=2)
+    return chosen, [*before, routing, first, gate], [routing, *second, summed]
+
+
+def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
+    """x += the weighted sum over a token's experts of w2 swiglu(w13 rmsnorm(x)), and what one that all share makes."""
+    e, w, (source, before) = experts_of(config), weights.matrices, taken(config, weights, b, f"{i}.{NORM}")
+    chosen, mixed, summed = through_experts(config, weights, b, i, source, before)
+    if e.shared_dim:
+        chosen.append(w[f"{i}.shared_up"].product(b.shared_up, source, b.scratch, unit=2))
+        chosen.append(swiglu(b.shared_hidden, b.shared_up, 1))
+        summed.append(w[f"{i}.shared_down"].product(b.x[0], b.shared_hidden, b.scratch, adding=True))
+    if e.shared_gate:
+        chosen.append(w[f"{i}.shared_gate"].product(b.shared_gates, source, b.gate_scratch))
+        mixed.append(gate_tokens(b.shared_hidden, b.shared_gates))
+    return [[*before, *chosen], mixed, summed]
 
 
 SUM_EPS = {OF_CHOSEN: 0.0, OF_ALL: 0.0, SIGMOID: 1e-6}  # what a sum of weights is divided by beside itself
@@ -175,38 +170,23 @@ def buffers_beside(config: Config, weights: Weights, room: Room) -> dict[str, Bu
 
 def program_beside(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
     """x = factor (x + norm(norm(mlp(norm(x))) + norm(experts(norm(x))))); the router's norm has weights of its own."""
-    e, w, v, dim, eps = experts_of(config), weights.matrices, weights.vectors, config.dim, config.norm_eps
-    choice, gate = Choice(b.slot_tokens, b.starts), GATES[config.activation]
-    numbers = e.n_chosen, OF_CHOSEN, 1, 0.0, e.scale, v[f"{i}.expert_scale"]
-    routing = route(b.router, zeros(b.router.shape[1]), b.odds, b.slot_tokens, b.starts, b.slot_places, b.slot_weights, *numbers)
+    w, v, dim, eps, gate = weights.matrices, weights.vectors, config.dim, config.norm_eps, GATES[config.activation]
     of_router = v[f"{i}.router_scale"] * np.float32(1 / np.sqrt(np.float32(dim)))
-    up, down = w[f"{i}.experts_up"], w[f"{i}.experts_down"]
+    before = [rms_norm(b.taken, b.x, v[f"{i}.rms_experts"], dim, eps, False, 0)]
+    chosen, mixed, summed = through_experts(config, weights, b, i, b.taken, before)
     norms = (v[f"{i}.{name}"] for name in ("rms_mlp_out", "rms_experts_out", "rms_ffn_out"))
+    factor = factor_of(config, weights, i, is_last=not config.inputs)
     return [
         [
             norm(config, weights, b, f"{i}.{NORM}"),
             w[f"{i}.up"].product(b.up, b.normed, b.scratch, unit=2),
             gate(b.hidden, b.up, 1),
             rms_norm(b.routed, b.x, of_router, dim, eps, False, 0),
-            w[f"{i}.router"].product(b.router, b.routed, b.router_scratch),
+            *chosen,
         ],
-        [
-            w[f"{i}.down"].product(b.branch[0], b.hidden, b.mlp_scratch),
-            rms_norm(b.taken, b.x, v[f"{i}.rms_experts"], dim, eps, False, 0),
-            routing,
-            up.experts(b.slot_up, b.taken, b.scratch, b.gathered, choice, unit=2),
-            gate(b.slot_hidden, b.slot_up, e.n_chosen),
-        ],
-        [
-            routing,
-            down.experts(b.slot_out, b.slot_hidden, b.slot_scratch, b.gathered, choice, per_token=e.n_chosen),
-            add_experts(b.made[0], b.slot_out, b.slot_places, b.slot_weights, b.starts, b.experts_read[i : i + 1], e.n_chosen, 0),
-        ],
-        [
-            add_both(
-                b.x[0], b.branch, b.made, b.summed, *norms, dim, eps, factor_of(config, weights, i, is_last=not config.inputs)
-            )
-        ],
+        [w[f"{i}.down"].product(b.branch[0], b.hidden, b.mlp_scratch), *mixed],
+        summed,
+        [add_both(b.x[0], b.branch, b.made, b.summed, *norms, dim, eps, factor)],
     ]
 
 
