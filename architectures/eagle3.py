@@ -65,10 +65,11 @@ def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
     own = {
         "taps": Buffer((n_taps, MAX_TOKENS, round_up(width, STRIP_ROWS)), whose="token"),
         "embedded": Buffer((1, MAX_TOKENS, padded), whose="token"),
-        "residual": Buffer((1, MAX_TOKENS, padded), whose="token"),
         "pairs": Buffer((room.n_threads, MAX_TOKENS, round_up(config.dim + padded, STRIP_ROWS)), whose="token"),
         "outputs": Buffer((room.n_positions, config.dim), whose="cache"),
     }
+    if head.norm_before_residual:
+        own["residual"] = own["embedded"]
     if head.fc_norm:
         end = (n_taps - 1) * width + round_up(width, STRIP_ROWS)
         own["tapped"] = Buffer((room.n_threads, MAX_TOKENS, round_up(end, STRIP_ROWS)), whose="token")
@@ -88,17 +89,19 @@ def features(config: Config, weights: Weights, b: Buffers) -> Program:
     return [[*norms, weights.matrices["fc"].product(b.x[0], tapped, b.scratch)]]
 
 
+def pair_norms(config: Config, weights: Weights, b: Buffers) -> list[Row]:
+    """What makes pairs: embedding and x, each normed."""
+    sides = (b.embedded, "rms_emb", 0), (b.x, "rms_hidden", config.dim)
+    return [rms_norm(b.pairs, x, weights.vectors[name], config.dim, config.norm_eps, False, at) for x, name, at in sides]
+
+
 def program(config: Config, weights: Weights, b: Buffers) -> Layers:
     """Of x, features or outputs fed back: x = (x or norm(x)) + wo attention(rope(qkv concat(norm(embedding), norm(x)))), then
     as llama.
     """
     head, v, dim = head_of(config), weights.vectors, config.dim
-    norms = [
-        rms_norm(b.pairs, x, v[name], dim, config.norm_eps, False, column)
-        for x, name, column in ((b.embedded, "rms_emb", 0), (b.x, "rms_hidden", dim))
-    ]
     (own,) = by_layer(config, weights, b)
-    halves = mixing(config, weights, own, 0, b.pairs, norms), MLP.program(config, weights, own, 0)
+    halves = mixing(config, weights, own, 0, b.pairs, pair_norms(config, weights, b)), MLP.program(config, weights, own, 0)
     layer = [list(phase) for half in halves for phase in half]
     if head.norm_before_residual:
         layer[0].append(copy_rows(b.residual[0], b.pairs, 0, dim, dim, False))

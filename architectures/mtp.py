@@ -10,7 +10,7 @@ from ..kernels import MAX_TOKENS, copy_rows, rms_norm
 from ..machine.programs import Program
 from ..machine.tiles import STRIP_ROWS
 from ..machine.vectors import round_up
-from . import llama
+from . import eagle3, llama
 from .attention import mixing
 from .blocks import by_layer, norm
 from .config import Config
@@ -41,18 +41,9 @@ def pack_of(config: Config) -> Packed:
 
 
 def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
-    """Llama's; taps, embedded and joined (1, T, D padded): the target's states, the tokens, and what fc makes of both;
-    pairs (threads, T, 2 D and more): both, normed; outputs (S, D): what may be fed back.
-    """
-    padded = round_up(config.dim, STRIP_ROWS)
-    row = Buffer((1, MAX_TOKENS, padded), whose="token")
-    return llama.buffers(config, weights, room) | {
-        "taps": row,
-        "embedded": row,
-        "joined": row,
-        "pairs": Buffer((room.n_threads, MAX_TOKENS, round_up(config.dim + padded, STRIP_ROWS)), whose="token"),
-        "outputs": Buffer((room.n_positions, config.dim), whose="cache"),
-    }
+    """EAGLE-3's; joined (1, T, D padded): what fc makes of embedding and state."""
+    joined = Buffer((1, MAX_TOKENS, round_up(config.dim, STRIP_ROWS)), whose="token")
+    return eagle3.buffers(config, weights, room) | {"joined": joined}
 
 
 def features(config: Config, weights: Weights, b: Buffers) -> Program:
@@ -63,16 +54,11 @@ def features(config: Config, weights: Weights, b: Buffers) -> Program:
 
 def program(config: Config, weights: Weights, b: Buffers) -> Layers:
     """Of x, features or outputs fed back: x = fc concat(norm(embedding), norm(x)), then as llama; its normed output is kept."""
-    v, dim = weights.vectors, config.dim
     (inner,) = by_layer(config, weights, Buffers(**vars(b) | {"x": b.joined}))
-    norms = [
-        rms_norm(b.pairs, x, v[name], dim, config.norm_eps, False, column)
-        for x, name, column in ((b.embedded, "rms_emb", 0), (b.x, "rms_hidden", dim))
-    ]
-    joining = [[*norms, weights.matrices["fc"].product(b.joined[0], b.pairs, b.scratch)]]
+    joining = [[*eagle3.pair_norms(config, weights, b), weights.matrices["fc"].product(b.joined[0], b.pairs, b.scratch)]]
     layer = mixing(config, weights, inner, 0, b.normed, [norm(config, weights, inner, "0.rms_att")])
     mlp = llama.blocks_of(config, 0)[1].program(config, weights, inner, 0)
-    output = [[norm(config, weights, inner, "rms_final"), copy_rows(b.outputs, b.normed, 0, 0, dim, True)]]
+    output = [[norm(config, weights, inner, "rms_final"), copy_rows(b.outputs, b.normed, 0, 0, config.dim, True)]]
     return Layers(
         [[weights.matrices["embedding"].embedding(b.embedded[0], b.tokens)]],
         [[*joining, *layer, *mlp]],
