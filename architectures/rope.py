@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from decimal import Decimal, localcontext
+from decimal import Context, Decimal, localcontext
 
 import numpy as np
 
@@ -12,13 +12,13 @@ from ..machine.vectors import Float32, Float64
 from .config import Config, RopeScaling, YarnScaling
 
 Node = tuple[int, int]  # of a tree: its token, and the index of its parent, or -1
-DIGITS = 40  # of a power, of which a float64 keeps 17: decimal arithmetic is the same on every machine, a C library's pow is not
+# Digits of a power, of which a float64 keeps 17: decimal arithmetic is the same on every machine, a C library's pow is not
+EXACT = Context(prec=40)
 
 
 def positions_a_radian(config: Config) -> Float64:
     """How many positions each pair of a head takes to turn by one radian: theta^(2i/n) of n rows, scaled as the config says."""
-    with localcontext() as context:
-        context.prec = DIGITS
+    with localcontext(EXACT):
         theta, pairs = Decimal(config.rope.theta), range(0, config.n_turned, 2)
         positions = np.array([float(theta ** (Decimal(row) / config.n_turned)) for row in pairs])
     if config.rope.divisors:
@@ -39,8 +39,7 @@ def _kept_by_turns(scaling: RopeScaling, positions: Float64) -> Float64:
 
 def _kept_by_pair(scaling: YarnScaling, config: Config) -> Float64:
     """The same of yarn, as transformers' modeling_rope_utils has it."""
-    with localcontext() as context:
-        context.prec = DIGITS
+    with localcontext(EXACT):
         theta = Decimal(config.rope.theta).ln()
         first, last = (
             float(
@@ -57,15 +56,13 @@ def _kept_by_pair(scaling: YarnScaling, config: Config) -> Float64:
 
 def yarn_scale(factor: float, share: float = 1.0) -> float:
     """What turned rows are multiplied by where a model reads `factor` times as far (arXiv:2309.00071, 3.4); of that, a share."""
-    with localcontext() as context:
-        context.prec = DIGITS
+    with localcontext(EXACT):
         return float(Decimal(share) * Decimal(factor).ln() / 10 + 1) if factor > 1 else 1.0
 
 
 def longrope_scale(factor: float, original: int) -> float:
     """What turned rows are multiplied by where a model of so many positions reads `factor` times as many (arXiv:2402.13753)."""
-    with localcontext() as context:
-        context.prec = DIGITS
+    with localcontext(EXACT):
         return float((1 + Decimal(factor).ln() / Decimal(original).ln()).sqrt()) if factor > 1 else 1.0
 
 
