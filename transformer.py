@@ -579,10 +579,7 @@ class Transformer:
         if layers != self._hidden_layers:
             self._forget(0)
             old = None
-        buffers = architecture.new_buffers(config, weights, room, old, common)
-        if capacity > common.n_positions:
-            architecture.fill(config, buffers, common.n_positions)
-            common = architecture.common(config, weights, room, buffers)
+        buffers, common = architecture.grown(config, weights, room, old, common)
         runners = architecture.runners(config, weights, buffers, room, common, layers)
         # all or nothing: an interrupt between two calls would leave a program of buffers that are gone
         self._runners, self._runner, self._buffers, self._capacity, self._hidden_layers, self._turn.common = (

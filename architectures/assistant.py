@@ -65,18 +65,14 @@ def sources(config: Config, target: Config) -> list[int]:
     """
     last = {bool(target.of_layer(i).attention.window): i for i in range(target.n_layers) if target.of_layer(i).has_cache}
     found = []
-    for i in range(config.n_layers):
-        own = config.of_layer(i)
-        name = "a window" if own.attention.window else "the whole text in sight"
-        if bool(own.attention.window) not in last:
+    for own in map(config.of_layer, range(config.n_layers)):
+        name, source = "a window" if own.attention.window else "the whole text in sight", last.get(bool(own.attention.window))
+        if source is None:
             raise ValueError(f"it takes the keys and values of a layer with {name}; the target has none")
-        theirs = target.of_layer(last[bool(own.attention.window)])
-        if (sizes := (own.n_kv_heads, own.head_dim)) != (of_target := (theirs.n_kv_heads, theirs.head_dim)):
-            raise ValueError(
-                f"it takes keys of {sizes[0]} x {sizes[1]} numbers where layers have {name}; the target's are "
-                f"{of_target[0]} x {of_target[1]}"
-            )
-        found.append(last[bool(own.attention.window)])
+        ours, theirs = (f"{each.n_kv_heads} x {each.head_dim}" for each in (own, target.of_layer(source)))
+        if ours != theirs:
+            raise ValueError(f"it takes keys of {ours} numbers where layers have {name}; the target's are {theirs}")
+        found.append(source)
     return found
 
 
@@ -124,15 +120,8 @@ def program(config: Config, weights: Weights, b: Buffers) -> Layers:
     """
     head, w = assistant_of(config), weights.matrices
     tables = {name: table[1:] for name, table in vars(b).items() if name.startswith(TURNING)}
-    own = by_layer(config, weights, Buffers(**vars(b) | tables))
-    layers = [
-        [
-            phase
-            for block in llama.blocks_of(config, i)
-            for phase in block.program(config.of_layer(i), weights, Buffers(**vars(each) | b.taken[i]), i)
-        ]
-        for i, each in enumerate(own)
-    ]
+    of_layers = zip(by_layer(config, weights, Buffers(**vars(b) | tables)), b.taken, strict=True)
+    layers = llama.programs(config, weights, [Buffers(**vars(own) | of_target) for own, of_target in of_layers])
     embedding = w["embedding"].embedding(b.embedded[0], b.tokens)
     output = [norm(config, weights, b, "rms_final"), w[POST].product(b.outputs, b.normed, b.scratch)]
     if head.n_centroids:

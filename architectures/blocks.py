@@ -18,14 +18,13 @@ class Block(NamedTuple):
     """Half a layer, whose program adds what it makes of x to x.
 
     shapes: of one layer's tensors, norms among them. joined: those that are packed as one, or by another name. program: of layer
-    i. buffers: what it works in, beside `block_buffers`. n_states: as of an `Architecture`.
+    i. buffers: what it works in, beside `block_buffers`.
     """
 
     shapes: Callable[[Config], Shapes]
     joined: Mapping[str, Joined]
     program: Callable[[Config, Weights, Buffers, int], Program]
     buffers: Callable[[Config, Weights, Room], dict[str, Buffer]] = lambda config, weights, room: {}
-    n_states: int = 0
 
 
 def block_buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:

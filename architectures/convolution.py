@@ -8,7 +8,7 @@ from .attention import NORM
 from .blocks import Block, added, biased, norm_shapes, taken
 from .config import Config, ConvConfig, known_as
 from .plan import Buffer, Buffers, Joined, Room, Shapes, Weights
-from .states import N_STATES, NO_BIAS, gated_convolution, ring
+from .states import NO_BIAS, gated_convolution, ring
 
 INPUTS = ("conv_b", "conv_c", "conv_x")  # products: what the convolution sees is the first times the third
 
@@ -50,4 +50,4 @@ JOINED = {
     "in": Joined(INPUTS, in_turns=True), "wo": Joined(("conv_out",)), "conv": Joined(("conv",), is_table=True),
     "bin": Joined(tuple(f"{name}_bias" for name in INPUTS), in_turns=True), "bo": Joined(("conv_out_bias",)),
 }  # fmt: skip
-CONVOLUTION = Block(shapes, JOINED, program, buffers, N_STATES)
+CONVOLUTION = Block(shapes, JOINED, program, buffers)

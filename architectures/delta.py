@@ -10,7 +10,7 @@ from .attention import NORM
 from .blocks import Block, added, norm_shapes, scratches, taken
 from .config import Config, DeltaConfig, known_as
 from .plan import Buffer, Buffers, Joined, Room, Shapes, Weights
-from .states import N_KEPT, N_STATES, NO_BIAS, convolve, delta_net, ring
+from .states import N_KEPT, NO_BIAS, convolve, delta_net, ring
 
 
 def shapes(config: Config) -> Shapes:
@@ -66,4 +66,4 @@ JOINED = {
     "in": Joined(("delta_qkv", "delta_z", "delta_b", "delta_a")), "wo": Joined(("delta_out",)),
     "conv": Joined(("conv",), is_table=True), "rates": Joined(("rate", "dt")),
 }  # fmt: skip
-DELTA = Block(shapes, JOINED, program, buffers, N_STATES)
+DELTA = Block(shapes, JOINED, program, buffers)

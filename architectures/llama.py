@@ -4,7 +4,7 @@ Which blocks a layer has, and what they do beside Llama's, is told by the config
 of them; one that only some have, or that holds a matrix for each expert, is called by the layer's number: "2.wq".
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ..kernels import scale_rows
@@ -22,6 +22,7 @@ from .mixture import BESIDE, MIXTURE
 from .mlp import MLP
 from .plan import Architecture, Buffer, Buffers, Joined, Layers, Packed, Room, Shapes, Weights, packed
 from .rope import fill_query_tables, fill_tables
+from .states import N_STATES
 
 OUTER = ("tok_emb", "wcls", "rms_final", "inputs", "inputs_norm_in")  # tensors that are packed, and are no layer's
 TABLES = {"embedding": Joined(("tok_emb",)), "classifier": Joined(("wcls",))}
@@ -121,12 +122,17 @@ def outcome(config: Config, weights: Weights, b: Buffers) -> Row:
     return norm(config, weights, b, "rms_final")
 
 
+def programs(config: Config, weights: Weights, of_layers: Sequence[Buffers]) -> list[Program]:
+    """Those of layers, of each over its own buffers."""
+    return [
+        [phase for block in blocks_of(config, i) for phase in block.program(config.of_layer(i), weights, own, i)]
+        for i, own in enumerate(of_layers)
+    ]
+
+
 def program(config: Config, weights: Weights, b: Buffers) -> Layers:
     """x = embedding; of each layer its two blocks; wcls rmsnorm(x)."""
-    layers = [
-        [phase for block in blocks_of(config, i) for phase in block.program(config.of_layer(i), weights, own, i)]
-        for i, own in enumerate(by_layer(config, weights, b))
-    ]
+    layers = programs(config, weights, by_layer(config, weights, b))
     return Layers(embed(config, weights, b), layers, classify(config, weights, b))
 
 
@@ -136,6 +142,4 @@ def tables(config: Config) -> dict[str, str]:
 
 
 LLAMA = Architecture(shapes, pack_of, buffers, program, fill, move=move_path, outcome=outcome, caches=by_layer, tables=tables)
-WITH_STATES = replace(
-    LLAMA, move=None, caches=None, n_states=max(CONVOLUTION.n_states, DELTA.n_states)
-)  # which is that of one text
+WITH_STATES = replace(LLAMA, move=None, caches=None, n_states=N_STATES)  # which is that of one text

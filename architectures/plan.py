@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -44,6 +44,10 @@ class Part(NamedTuple):
     @property
     def n_strips(self) -> int:
         return sum(map(n_strips, self.rows))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.n_strips * STRIP_ROWS, self.n)
 
 
 class Piece(NamedTuple):
@@ -383,11 +387,17 @@ class Architecture:
         new = {name: (buffer, old) if buffer.is_own else (wide[name], common.buffers) for name, buffer in declared.items()}
         return Buffers(kv=room.kv, **{name: buffer.array(getattr(source, name, None)) for name, (buffer, source) in new.items()})
 
-    def common(self, config: Config, weights: Weights, room: Room, buffers: Buffers) -> "Common":
-        """What other texts may have in common with one of those buffers, made for that room."""
-        declared = self.all_buffers(config, weights, room)
-        shared = {name: getattr(buffers, name) for name, buffer in declared.items() if not buffer.is_own}
-        return Common(Buffers(**shared), room.n_positions)
+    def grown(
+        self, config: Config, weights: Weights, room: Room, old: Buffers | None, common: "Common"
+    ) -> "tuple[Buffers, Common]":
+        """The same with tables filled, and what other texts may have in common with them."""
+        buffers = self.new_buffers(config, weights, room, old, common)
+        if room.n_positions > common.n_positions:
+            self.fill(config, buffers, common.n_positions)
+            declared = self.all_buffers(config, weights, room)
+            shared = {name: getattr(buffers, name) for name, buffer in declared.items() if not buffer.is_own}
+            common = Common(Buffers(**shared), room.n_positions)
+        return buffers, common
 
     def copy_text(self, config: Config, weights: Weights, room: Room, source: Buffers, to: Buffers) -> None:
         """What buffers hold of a text's own, of as many positions as that room has."""
@@ -432,20 +442,19 @@ class Architecture:
                 pieces[name + f"{PIECE}{i}" * (i > 0)] = Piece(piece, kind_for(ts[own], own_kind), above, part.n_strips)
         return pieces
 
-    def kinds(self, config: Config, tensors: Mapping[str, Any], kind: Kind | None) -> dict[Part, Kind]:
-        """The same, by parts alone."""
-        return {piece.part: piece.kind for piece in self.pieces(config, tensors, kind).values()}
+    def _packable(self, config: Config, tensors: Mapping[str, Any], without: Collection[str] = ()) -> list[Part]:
+        """Parts of bf16 that may become 12 bits."""
+        pieces = self.pieces(config, tensors, PACKED_BF16).items()
+        found = (piece.part for name, piece in pieces if piece.kind is PACKED_BF16 and name not in without)
+        return [*dict.fromkeys(found)]
 
     def packing_may_pay(self, config: Config, tensors: Mapping[str, Any]) -> bool:
         """Whether it has so many weights of bf16 that a trial may find 12 bits faster."""
-        kinds = self.kinds(config, tensors, PACKED_BF16)
-        return sum(sum(part.rows) * part.n for part, kind in kinds.items() if kind is PACKED_BF16) >= LEAST_WEIGHTS
+        return sum(sum(part.rows) * part.n for part in self._packable(config, tensors)) >= LEAST_WEIGHTS
 
     def packing_pays(self, config: Config, tensors: Mapping[str, Any], n_threads: int) -> bool:
         """Whether 12 bits are faster on so many threads: a trial on the first of its layers' matrices of bf16."""
-        tables = [part for name, part in self.parts(config).items() if name in TABLES]
-        kinds = self.kinds(config, tensors, PACKED_BF16)
-        parts = [part for part, kind in kinds.items() if kind is PACKED_BF16 and part not in tables]
+        parts = self._packable(config, tensors, without=TABLES)
         return pays((_at(tensors, *place) for part in parts for place in part.tensors), n_threads)
 
     def outline(self, config: Config, tensors: Mapping[str, Any], kind: Kind | None = None) -> Weights:
@@ -503,14 +512,13 @@ class Architecture:
 
     def check(self, config: Config, weights: Weights) -> None:
         """Raises ValueError for weights that are not of that config's shape, or more than it needs."""
-        for name, part in self.parts(config).items():
-            pieces, expected = weights.pieces(name), (part.n_strips * STRIP_ROWS, part.n)
-            if sum(piece.n_rows for piece in pieces) != expected[0] or {piece.n for piece in pieces} != {part.n}:
-                raise ValueError(f"the weights' {name} has not the shape {expected} that the config needs")
-        for name, vector in self.vectors(config).items():
-            if name not in weights.vectors or weights.vectors[name].shape != vector.shape:
-                raise ValueError(f"the weights' {name} has not the shape {vector.shape} that the config needs")
-        known = {*self.parts(config), *self.vectors(config)}
+        known = self.packed(config)
+        pieces = {name: weights.pieces(name) for name in known}
+        found = {name: (sum(each.n_rows for each in own), *{each.n for each in own}) for name, own in pieces.items() if own}
+        found |= {name: vector.shape for name, vector in weights.vectors.items()}
+        for name, needed in known.items():
+            if found.get(name) != needed.shape:
+                raise ValueError(f"the weights' {name} has not the shape {needed.shape} that the config needs")
         if more := {name for name in (*weights.matrices, *weights.vectors) if name.partition(PIECE)[0] not in known}:
             raise ValueError(f"the weights' {min(more)} is none of the config's")
 
@@ -546,11 +554,9 @@ def _n_floats(n_strips: int, n: int, group: int, kind: Kind) -> int:
 
 def _n_more(part: Part, kind: Kind) -> int:
     """What the kind that a matrix may become instead takes beyond its own."""
-    return (
-        max(_n_floats(part.n_strips, part.n, 0, kind.instead) - _n_floats(part.n_strips, part.n, 0, kind), 0)
-        if kind.instead
-        else 0
-    )
+    kinds = (kind.instead or kind, kind)
+    instead, own = (_n_floats(part.n_strips, part.n, 0, each) for each in kinds)
+    return max(instead - own, 0)
 
 
 def _pack_vector(vector: Vector, tensors: list[Floats]) -> Float32:

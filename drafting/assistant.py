@@ -94,10 +94,7 @@ class Assistant(Head):
         config, weights, architecture, common = self._config, self._weights, self._architecture, self._turn.common
         caches = taken(config, self.target.config, self.target.weights, of_target)
         room = self._room(caches[0]["values"].shape[2], 0)
-        buffers = architecture.new_buffers(config, weights, room, None, common)
-        if room.n_positions > common.n_positions:
-            architecture.fill(config, buffers, common.n_positions)
-            common = architecture.common(config, weights, room, buffers)
+        buffers, common = architecture.grown(config, weights, room, None, common)
         runner = Runner(architecture.program(config, weights, Buffers(**vars(buffers) | {"taken": caches})).program({}))
         chosen = self._chooser(buffers)
         # all or nothing, as a transformer's
