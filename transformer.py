@@ -243,7 +243,8 @@ class Transformer:
             model._turn is not lead._turn or model._hidden_layers != lead._hidden_layers for model in models
         ):
             raise ValueError("texts share a pass whose models are seats of one, each once, that keep the same hidden states")
-        return lead._alone(lead._forward_together, jobs)
+        logits = lead._alone(lead._forward_together, sorted(jobs, key=lambda job: job[2] > 0))
+        return [logits[id(model)] for model in models]
 
     def n_to_run(self, tokens: Sequence[int], n_logits: int) -> int:
         """How many tokens `forward` would run now."""
@@ -428,38 +429,38 @@ class Transformer:
         logits: Float32 = self._buffers.logits[:n_logits, : self._config.vocab_size]
         return logits
 
-    def _forward_together(self, jobs: list[tuple["Transformer", list[int], int, int]]) -> list[Float32]:
-        """`forward_together`; texts that want no logits come first, so that those of all others are a pass's last ones."""
+    def _forward_together(self, jobs: list[tuple["Transformer", list[int], int, int]]) -> dict[int, Float32]:
+        """`forward_together`, by the models' ids; texts that want no logits come first, so that those of all others are a pass's
+        last ones.
+        """
         self._turn.n_passes += 1
         for model, tokens, n_logits, n_total in jobs:
             are_long = model._are_long(tokens, [], n_logits, n_total)
             if are_long.any() and not are_long.all():
                 raise ValueError(f"a text gets longer than {self._config.rope.n_short} tokens in a pass that it would share")
             model._switch(bool(are_long[0]))
-        order = sorted(range(len(jobs)), key=lambda i: jobs[i][2] > 0)
-        starts = {i: model._n_kept(tokens, len(tokens) - n_logits) for i, (model, tokens, n_logits, _) in enumerate(jobs)}
-        new = {i: jobs[i][0]._checked("tokens", jobs[i][1][starts[i] :]) for i in order}
-        if (n := sum(map(len, new.values()))) > MAX_TOKENS:
+        starts = [model._n_kept(tokens, len(tokens) - n_logits) for model, tokens, n_logits, _ in jobs]
+        new = [model._checked("tokens", tokens[start:]) for (model, tokens, *_), start in zip(jobs, starts, strict=True)]
+        if (n := sum(map(len, new))) > MAX_TOKENS:
             raise ValueError(f"{n} tokens of {len(jobs)} texts would have to run; a pass holds {MAX_TOKENS}")
-        parts, begins, at = [], {}, 0
-        for i in order:
-            model, tokens, *_ = jobs[i]
+        parts, at, n_rows = [], 0, sum(len(block) for block, job in zip(new, jobs, strict=True) if job[2])
+        for (model, tokens, n_logits, _), start, block in zip(jobs, starts, new, strict=True):
             model._reserve(len(tokens))
-            model._forget(starts[i])
-            model._goes_on(len(new[i]))
-            self._weights.take_in(new[i], self._buffers, at)
-            if new[i]:
-                parts.append(TextPart(model._runner, len(new[i]), starts[i], jobs[i][2]))
-            at += len(new[i])
-            begins[i] = at - jobs[i][2]  # of its logits in the pass
-        n_rows = sum(len(new[i]) for i in order if jobs[i][2])
+            model._forget(start)
+            model._goes_on(len(block))
+            self._weights.take_in(block, self._buffers, at)
+            if block:
+                parts.append(TextPart(model._runner, len(block), start, n_logits))
+            at += len(block)
         self._runner.run_together(parts, n_rows, self._n_threads)
-        for i, (model, _, n_logits, n_total) in enumerate(jobs):
-            model._held += new[i]
+        rows, end, logits = self._buffers.logits[:, : self._config.vocab_size], n_rows - n, dict[int, Float32]()
+        for (model, _, n_logits, n_total), block in zip(jobs, new, strict=True):
+            model._held += block
+            end += len(block)
+            logits[id(model)] = rows[end - n_logits : end]
             if not n_logits:
                 model._offer(n_total)
-        rows, first = self._buffers.logits[:, : self._config.vocab_size], n - n_rows
-        return [rows[begins[i] - first : begins[i] - first + job[2]] for i, job in enumerate(jobs)]
+        return logits
 
     def _forget(self, n: int) -> None:
         """All that the cache holds behind so many tokens of its text."""

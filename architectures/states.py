@@ -243,6 +243,16 @@ def recalled(before, at, p, token):
 
 
 @inlined
+def renewed_row(after, to, before, at, decay, key, left, right):
+    """`renewed`, of a row: what it becomes."""
+    s = fma(key, left, mul(load(before, at), decay))
+    u = fma(key, right, mul(load(before, at + LANES), decay))
+    store(after, to, s)
+    store(after, to + LANES, u)
+    return s, u
+
+
+@inlined
 def renewed(after, to, before, at, p, token, left, right):
     """The state at `to` = that at `at`, decayed, and the outer product of key and delta; returns what it has for the query.
 
@@ -253,24 +263,15 @@ def renewed(after, to, before, at, p, token, left, right):
     a = b = c = d = splat(0.0)
     for k in range(0, n_keys - 1, 2):
         row, key, query = k * STRIP_ROWS, splat(item(p.keys, keys + k)), splat(item(p.scratch, queries + k))
-        s = fma(key, left, mul(load(before, at + row), decay))
-        u = fma(key, right, mul(load(before, at + row + LANES), decay))
-        store(after, to + row, s)
-        store(after, to + row + LANES, u)
+        s, u = renewed_row(after, to + row, before, at + row, decay, key, left, right)
         a, b = fma(s, query, a), fma(u, query, b)
         row, key, query = row + STRIP_ROWS, splat(item(p.keys, keys + k + 1)), splat(item(p.scratch, queries + k + 1))
-        s = fma(key, left, mul(load(before, at + row), decay))
-        u = fma(key, right, mul(load(before, at + row + LANES), decay))
-        store(after, to + row, s)
-        store(after, to + row + LANES, u)
+        s, u = renewed_row(after, to + row, before, at + row, decay, key, left, right)
         c, d = fma(s, query, c), fma(u, query, d)
     if n_keys % 2:
         row, key = (n_keys - 1) * STRIP_ROWS, splat(item(p.keys, keys + n_keys - 1))
         query = splat(item(p.scratch, queries + n_keys - 1))
-        s = fma(key, left, mul(load(before, at + row), decay))
-        u = fma(key, right, mul(load(before, at + row + LANES), decay))
-        store(after, to + row, s)
-        store(after, to + row + LANES, u)
+        s, u = renewed_row(after, to + row, before, at + row, decay, key, left, right)
         a, b = fma(s, query, a), fma(u, query, b)
     return add(a, c), add(b, d)
 
