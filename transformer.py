@@ -344,7 +344,8 @@ class Transformer:
         n, snapshots = fill(self._buffers, n_kept)
         if n > n_kept:
             self._held, self._shortest = tokens[:n], n + 1 if self.has_state else self._shortest
-            self._snapshots.join(snapshots)
+            for snapshot in snapshots:
+                self._snapshots.add(snapshot)
             self._goes_back(n)
 
     def _alone(self, work: Callable[..., Answer], *arguments: Any) -> Answer:
@@ -494,7 +495,7 @@ class Transformer:
         room = self._room(round_up(n, STRIP_ROWS), len(self._hidden_layers))
         self._architecture.copy_text(self._config, self._weights, room, other._buffers, self._buffers)
         self._held, self._shortest = held, other._shortest
-        self._snapshots.take_over(other._snapshots, n)
+        self._snapshots[:] = other._snapshots
         self._goes_back(n)
         self._windows.give_back(self._buffers, 0, self._shortest)
 

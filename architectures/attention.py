@@ -68,7 +68,7 @@ def mixing(config: Config, weights: Weights, b: Buffers, i: int, source: Float32
     gate_row = (v_row + n_strips(config.kv_dim) * STRIP_ROWS) if has_kv else k_row
     gated = [[gate_rows(b.heads, b.qkv, gate_row, config.q_dim)]] if config.attention.gate else []
     is_whole = config.attention.qk_norm == "whole"
-    by_heads = (config.attention.qk_norm and not is_whole) or (b.kv.is_scaled and not is_whole)
+    by_heads = not is_whole and (config.attention.qk_norm or b.kv.is_scaled)
     unit, whole = whole_heads(config) if by_heads else 1, sum(map(n_strips, qkv_rows(config)))
 
     def turned(unit: int) -> list[Row]:
@@ -77,10 +77,11 @@ def mixing(config: Config, weights: Weights, b: Buffers, i: int, source: Float32
         if config.attention.is_turned:
             queries = (b.query_cos, b.query_sin) if config.rope.query_scale else (b.rope_cos, b.rope_sin)
             sides = [(0, k_row, *queries), (k_row, v_row, b.rope_cos, b.rope_sin)][: 1 + has_kv]
-        values = (b.qkv, unit, v_row, config.n_kv_heads, config.head_dim)
+        no_weights = np.ones(round_up(config.head_dim, STRIP_ROWS), np.float32)
+        values = (b.qkv, unit, v_row, config.n_kv_heads, config.head_dim, no_weights, config.norm_eps)
         return [
             *(head_norm(b.qkv, unit, base, n, n_rows, v[f"{i}.{name}"], config.norm_eps) for name, (n_rows, base, n) in normed),
-            *([head_norm(*values, ones(config.head_dim), config.norm_eps)] if config.attention.value_norm and has_kv else []),
+            *([head_norm(*values)] if config.attention.value_norm and has_kv else []),
             *(rope(b.qkv, unit, base, end - base, *each, b.depths, config.head_dim) for base, end, *each in sides),
             *([b.kv.store_keys(b.keys, b.key_scales, b.qkv, unit, k_row)] if has_kv else []),
             *([b.kv.store_values(b.values, b.value_scales, b.qkv, unit, v_row, config.head_dim)] if has_kv else []),
@@ -105,11 +106,6 @@ def attention(config: Config, b: Buffers, sinks: Float32 | None = None) -> Row:
     cache = b.keys, b.values, b.key_scales, b.value_scales
     row: Row = b.kv.attention(b.heads, b.qkv, *cache, *given, config.n_heads, config.n_seen, config.score_scale)
     return row._replace(slot_work=(b.keys.nbytes + b.values.nbytes) // b.values.shape[2])
-
-
-def ones(n: int) -> Float32:
-    """The weights of a norm that has none."""
-    return np.ones(round_up(n, STRIP_ROWS), np.float32)
 
 
 def whole_heads(config: Config) -> int:

@@ -1,10 +1,7 @@
 """States of a text as they were at some of its lengths, for a text that goes back farther than buffers remember."""
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
-
-import numpy as np
 
 from ..kernels import MAX_TOKENS
 from ..machine.vectors import Float32
@@ -29,72 +26,47 @@ class Snapshot(NamedTuple):
         return self.inputs.nbytes + (self.states.nbytes if self.states is not None else 0)
 
 
-class Snapshots:
+class Snapshots(list[Snapshot]):
     """Those of a text, the shortest first."""
-
-    def __init__(self) -> None:
-        self._all = list[Snapshot]()
-
-    def __iter__(self) -> Iterator[Snapshot]:
-        return iter(self._all)
 
     def best(self, n: int) -> int:
         """The longest length, of n at most, that there is one of; else 0."""
-        last = self.last(n)
-        return last.n if last else 0
+        return max((each.n for each in self if each.n <= n), default=0)
 
     def forget(self, n: int) -> None:
         """Those of longer texts: the text behind n tokens is another one."""
-        self._all = [each for each in self._all if each.n <= n]
+        self[:] = [each for each in self if each.n <= n]
 
     def offer(self, buffers: Buffers, n: int, n_total: int) -> None:
-        """A pass has ended behind n tokens of a prompt, of a text that is going to have n_total. Takes one if it is worth it."""
-        last = self._all[-1].n if self._all else 0
-        if n >= last + APART or (n > last and n == n_total - 1 - BEFORE_END):
-            self._take(buffers, n)
-
-    def _take(self, buffers: Buffers, n: int) -> None:
-        states = None
-        if hasattr(buffers, "states"):
-            if (buffers.lengths[..., TIP] != n).any():  # a pass was broken off
-                return
-            states = buffers.states[:, TIP].copy()
-        self.add(Snapshot(n, buffers.inputs[:, _rows(buffers, n)].copy(), states))
+        """A pass has ended behind n tokens of a prompt, of a text that is going to have n_total. Takes one if it is worth it, and
+        not of a pass that was broken off.
+        """
+        last = self[-1].n if self else 0
+        is_worth_it = n >= last + APART or (n > last and n == n_total - 1 - BEFORE_END)
+        if is_worth_it and not (hasattr(buffers, "states") and (buffers.lengths[..., TIP] != n).any()):
+            self.add(snapshot_of(buffers, n))
 
     def add(self, snapshot: Snapshot) -> None:
         """One of a longer text. Where there are too many, the one goes whose neighbours are nearest to each other."""
-        self._all.append(snapshot)
+        self.append(snapshot)
         most = min(max(MOST_BYTES // snapshot.n_bytes, LEAST), MOST)
-        while len(self._all) > most:
-            gaps = [after.n - before for before, after in zip([0, *(each.n for each in self._all)], self._all[1:], strict=False)]
-            del self._all[gaps.index(min(gaps))]
+        while len(self) > most:
+            gaps = [after.n - before for before, after in zip([0, *(each.n for each in self)], self[1:], strict=False)]
+            del self[gaps.index(min(gaps))]
 
     def restore(self, buffers: Buffers, n: int) -> None:
         """Let buffers hold the state behind n tokens, of which there is one, and none of fewer."""
-        snapshot = next(each for each in self._all if each.n == n)
+        snapshot = next(each for each in self if each.n == n)
         buffers.inputs[:, _rows(buffers, n)] = snapshot.inputs
         if snapshot.states is not None:
             buffers.states[:, BASE] = buffers.states[:, TIP] = snapshot.states
             buffers.lengths[...] = n
 
-    def last(self, n: int) -> Snapshot | None:
-        """That of the longest length, of n at most."""
-        return max((each for each in self._all if each.n <= n), default=None, key=lambda each: each.n)
 
-    def join(self, others: "Snapshots") -> None:
-        """Those of longer texts."""
-        for each in others:
-            self.add(each)
-
-    def take_over(self, other: "Snapshots", n: int) -> None:
-        """Those of another text that begins with the same n tokens."""
-        self._all = [each for each in other if each.n <= n]
-
-
-def like(buffers: Buffers, n: int) -> Snapshot:
-    """A snapshot whose numbers are yet to come."""
-    states = np.empty(buffers.states[:, TIP].shape, np.float32) if hasattr(buffers, "states") else None
-    return Snapshot(n, np.empty(buffers.inputs[:, _rows(buffers, n)].shape, np.float32), states)
+def snapshot_of(buffers: Buffers, n: int) -> Snapshot:
+    """What buffers hold of n tokens."""
+    states = buffers.states[:, TIP].copy() if hasattr(buffers, "states") else None
+    return Snapshot(n, buffers.inputs[:, _rows(buffers, n)].copy(), states)
 
 
 def snapshot_bytes(shapes: dict[str, tuple[int, ...]]) -> int:

@@ -57,17 +57,13 @@ class Windows:
 
     def saved_bytes(self, n_slots: int) -> int:
         """What a cache of so many slots does not hold at any time."""
-        return sum(self._saved(layer, n_slots) for layer in self._layers)
-
-    def _saved(self, layer: Windowed, n_slots: int) -> int:
-        held = layer.n_seen + self._slack + STEP + 2 * MAX_TOKENS + STRIP_ROWS  # a pass and a tree, and what a strip holds more
-        return max((n_slots - held) * layer.position_bytes - 2 * layer.n_runs * mmap.PAGESIZE, 0)
+        n = n_slots - self._slack - STEP - 2 * MAX_TOKENS - STRIP_ROWS  # a pass and a tree, and what a strip holds more
+        saved = ((n - each.n_seen) * each.position_bytes - 2 * each.n_runs * mmap.PAGESIZE for each in self._layers)
+        return sum(max(n_bytes, 0) for n_bytes in saved)
 
     def _each(self, buffers: Buffers, positions: Callable[[Windowed], tuple[int, int]]) -> None:
         """Of each layer whole strips of those positions, first and last."""
-        if not self._layers or not self._caches:
-            return
-        caches = self._caches(self._config, self._weights, buffers)
+        caches = self._caches(self._config, self._weights, buffers) if self._caches and self._layers else []
         for layer in self._layers:
             own = caches[layer.i]
             n_slots = own.values.shape[-2]

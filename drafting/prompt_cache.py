@@ -32,7 +32,7 @@ import numpy as np
 from ..architectures import Room, architecture_of
 from ..architectures.kv import KV_CACHES
 from ..architectures.plan import Buffers
-from ..architectures.snapshots import Snapshot, Snapshots, like
+from ..architectures.snapshots import Snapshot, Snapshots, snapshot_of
 from ..checks import n_common
 from ..transformer import Transformer
 
@@ -180,7 +180,7 @@ class PromptCache:
             n += BLOCK
         for i in range(n // BLOCK, max(first, 1) - 1, -1):
             tail, arrays = blocks[i - 1].with_suffix(TAIL), self._arrays_like(model, buffers)
-            end, snapshot = np.zeros(1, np.int64), like(buffers, 0) if model.has_state else None
+            end, snapshot = np.zeros(1, np.int64), snapshot_of(buffers, 0) if model.has_state else None
             if os.path.exists(tail) and self._read(tail, [end, *arrays, *_state_arrays(snapshot)]):
                 at, more = i * BLOCK, int(end[0]) - i * BLOCK
                 there = n_common(arrays[0].tolist(), tokens[at:], min(max(more, 0), BLOCK, len(tokens) - 1 - at))
