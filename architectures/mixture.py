@@ -48,6 +48,12 @@ def shapes(config: Config) -> Shapes:
     return norm_shapes(config, NORM) | tensors | ({"shared_gate": (1, dim)} if e.shared_gate else {})
 
 
+def scratch(weights: Weights, room: Room, matrix: str) -> Buffer:
+    """Of each product of a phase its own: what it puts there is for all parts that a thread does."""
+    words = max((m.scratch_words for name, m in weights.matrices.items() if name.endswith(matrix)), default=1)
+    return Buffer((room.n_threads, MAX_TOKENS, words), whose="token")
+
+
 def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
     """What `experts` says: a slot is one token's use of one expert, of which a pass has T k.
 
@@ -59,23 +65,17 @@ def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
     """
     e, threads = experts_of(config), room.n_threads
     n_slots, width, hidden = MAX_TOKENS * e.n_chosen, round_up(e.n, STRIP_ROWS), round_up(e.hidden_dim, STRIP_ROWS)
-    words = max(matrix.scratch_words for name, matrix in weights.matrices.items() if name.endswith(".experts_down"))
     widest = max(round_up(config.dim, STRIP_ROWS), *(matrix.scratch_words for matrix in weights.matrices.values()))
-
-    def scratch(matrix: str) -> Buffer:
-        """Of each product of a phase its own: what it puts there is for all parts that a thread does."""
-        words = max((m.scratch_words for name, m in weights.matrices.items() if name.endswith(matrix)), default=1)
-        return Buffer((threads, MAX_TOKENS, words), whose="token")
 
     shared = {
         "shared_up": Buffer((MAX_TOKENS, 2 * round_up(e.shared_dim, STRIP_ROWS)), whose="token"),
         "shared_hidden": Buffer((1, MAX_TOKENS, round_up(e.shared_dim, STRIP_ROWS)), whose="token"),
         "shared_gates": Buffer((MAX_TOKENS, STRIP_ROWS), whose="token"),
-        "gate_scratch": scratch(".shared_gate"),
+        "gate_scratch": scratch(weights, room, ".shared_gate"),
     }
     return (shared if e.shared_dim else {}) | {
         "router": Buffer((MAX_TOKENS, width)),
-        "router_scratch": scratch(".router"),
+        "router_scratch": scratch(weights, room, ".router"),
         "odds": Buffer((threads, width)),
         "slot_tokens": Buffer((threads, n_slots), np.int64),
         "slot_places": Buffer((threads, n_slots), np.int64),
@@ -85,7 +85,7 @@ def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
         "slot_up": Buffer((n_slots, 2 * hidden)),
         "slot_hidden": Buffer((1, n_slots, hidden)),
         "slot_out": Buffer((n_slots, round_up(config.dim, STRIP_ROWS))),
-        "slot_scratch": Buffer((threads, n_slots, words)),
+        "slot_scratch": Buffer((threads, n_slots, scratch(weights, room, ".experts_down").shape[-1])),
         "gathered": Buffer((threads, MAX_TOKENS, widest)),
     }
 
@@ -158,13 +158,12 @@ def buffers_beside(config: Config, weights: Weights, room: Room) -> dict[str, Bu
     """
     threads, padded = room.n_threads, round_up(config.dim, STRIP_ROWS)
     row = Buffer((threads, MAX_TOKENS, padded), whose="token")
-    words = max(matrix.scratch_words for name, matrix in weights.matrices.items() if name.endswith(".down"))
     return buffers(config, weights, room) | {
         "routed": row,
         "taken": row,
         "summed": row,
         "made": Buffer((1, MAX_TOKENS, padded), whose="token"),
-        "mlp_scratch": Buffer((threads, MAX_TOKENS, words), whose="token"),
+        "mlp_scratch": scratch(weights, room, ".down"),
     }
 
 

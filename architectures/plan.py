@@ -313,10 +313,6 @@ class Layers(NamedTuple):
         return [*phases, *before.get(n, []), *before.get(n + 1, []), *self.last]
 
 
-def no_tables(config: Config, buffers: Buffers, start: int) -> None:
-    """Of a family without tables of positions."""
-
-
 @dataclass(frozen=True)
 class Architecture:
     """A family of models.
@@ -342,7 +338,7 @@ class Architecture:
     packed: Callable[[Config], Packed]
     buffers: Callable[[Config, Weights, Room], dict[str, Buffer]]
     program: Callable[[Config, Weights, Buffers], Layers]
-    fill: Callable[[Config, Buffers, int], None] = no_tables
+    fill: Callable[[Config, Buffers, int], None] = lambda config, buffers, start: None
     learned_positions: bool = False
     move: Callable[[Buffers, Int64, int], None] | None = None
     n_states: int = 0
@@ -478,7 +474,7 @@ class Architecture:
         indexed by layer, then by a slice of rows, a block at a time: they may lie in a file. Raises ValueError for a matrix of
         another shape, MemoryError for weights that the machine cannot hold.
         """
-        pieces, vectors = self.pieces(config, tensors, kind), self.vectors(config)
+        pieces = self.pieces(config, tensors, kind)
         kinds = {piece.part: piece.kind for piece in pieces.values()}
         sources = {part: [_at(tensors, *place) for place in part.tensors] for part in kinds}
         for part, ts in sources.items():
@@ -503,10 +499,7 @@ class Architecture:
             progress(block.share_taken)
         return Weights(
             {name: _placed(packed[part], *place) for name, (part, _, *place) in pieces.items()},
-            {
-                name: _pack_vector(vector, [_at(tensors, *place)[:] for place in vector.tensors])
-                for name, vector in vectors.items()
-            },
+            {name: _pack_vector(vector, tensors) for name, vector in self.vectors(config).items()},
             {name: Table(tensors[stored]) for name, stored in self.tables(config).items()},
         )
 
@@ -559,13 +552,13 @@ def _n_more(part: Part, kind: Kind) -> int:
     return max(instead - own, 0)
 
 
-def _pack_vector(vector: Vector, tensors: list[Floats]) -> Float32:
+def _pack_vector(vector: Vector, tensors: Mapping[str, Any]) -> Float32:
     out, at = zeros(*vector.shape), 0
-    for i, (tensor, size) in enumerate(zip(tensors, vector.sizes, strict=True)):
-        padded = zeros(*tensor.shape[:-1], round_up(size, STRIP_ROWS))
-        padded[..., :size] = floats(tensor)
+    for i, (place, size) in enumerate(zip(vector.tensors, vector.sizes, strict=True)):
+        padded = zeros(*vector.shape[:-1], round_up(size, STRIP_ROWS))
+        padded[..., :size] = floats(_at(tensors, *place)[:])
         if vector.in_turns:
-            out.reshape(-1, len(tensors), STRIP_ROWS)[:, i] = padded.reshape(-1, STRIP_ROWS)
+            out.reshape(-1, len(vector.sizes), STRIP_ROWS)[:, i] = padded.reshape(-1, STRIP_ROWS)
         else:
             out[..., at : at + padded.shape[-1]] = padded
         at += padded.shape[-1]
