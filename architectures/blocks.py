@@ -115,18 +115,14 @@ def by_layer(config: Config, weights: Weights, b: Buffers) -> list[Buffers]:
     which it takes.
     """
     own: list[dict[str, Float32]] = [{} for _ in range(config.n_layers)]
-    for end, layers in alike(config, *SIZES).items():
-        place = 0
-        for i in layers:
-            own[i] |= {name: getattr(b, name + end) for name in SIZED}
-            if has_own_cache(config, weights, i):
-                own[i] |= {name: getattr(b, name + end)[place] for name in CACHED}
-                place += 1
-    for end, layers in alike(config, *ANGLES).items():
-        for i in layers:
-            own[i] |= {name: getattr(b, name + end) for name in TURNING if hasattr(b, name)}
-    for place, i in enumerate(i for i in range(config.n_layers) if config.of_layer(i).mixer):
-        own[i] |= {name: getattr(b, name)[place] for name in REMEMBERED if hasattr(b, name)}
+    sizes, angles = alike(config, *SIZES), alike(config, *ANGLES)
+    cached = {end: [i for i in layers if has_own_cache(config, weights, i)] for end, layers in sizes.items()}
+    mixing = {"": [i for i in range(config.n_layers) if config.of_layer(i).mixer]}
+    for names, groups in ((SIZED, sizes), (TURNING, angles), (CACHED, cached), (REMEMBERED, mixing)):
+        for end, layers in groups.items():
+            arrays = {name: getattr(b, name + end) for name in names if hasattr(b, name + end)}
+            for place, i in enumerate(layers):  # of what a layer keeps each has its own
+                own[i] |= arrays if names in (SIZED, TURNING) else {name: array[place] for name, array in arrays.items()}
     for i in range(config.n_layers):
         if (source := config.of_layer(i).attention.kv_layer) is not None and source != OF_TARGET:
             own[i] |= {name: own[source][name] for name in CACHED}

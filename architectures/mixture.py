@@ -39,12 +39,8 @@ def shapes(config: Config) -> Shapes:
     if e.shared_dim:
         tensors |= {"shared_w1": (e.shared_dim, dim), "shared_w2": (dim, e.shared_dim), "shared_w3": (e.shared_dim, dim)}
     if e.limit:
-        tensors |= {
-            "router_b": (e.n,),
-            "experts_b2": (e.n, dim),
-            "experts_b1": (e.n, e.hidden_dim),
-            "experts_b3": (e.n, e.hidden_dim),
-        }
+        tensors |= {"router_b": (e.n,), "experts_b2": (e.n, dim)}
+        tensors |= dict.fromkeys(("experts_b1", "experts_b3"), (e.n, e.hidden_dim))
     return norm_shapes(config, NORM) | tensors | ({"shared_gate": (1, dim)} if e.shared_gate else {})
 
 

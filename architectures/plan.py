@@ -306,11 +306,8 @@ class Layers(NamedTuple):
 
     def program(self, before: Mapping[int, Program]) -> Program:
         """All of it; before: what else runs before layers, by their numbers, and those behind the last one before logits."""
-        phases = [*self.first]
-        for i, layer in enumerate(self.layers):
-            phases += [*before.get(i, []), *layer]
-        n = len(self.layers)
-        return [*phases, *before.get(n, []), *before.get(n + 1, []), *self.last]
+        layers = enumerate([*self.layers, [], []])
+        return [*self.first, *(phase for i, layer in layers for phase in (*before.get(i, []), *layer)), *self.last]
 
 
 @dataclass(frozen=True)
