@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from specdec.architectures import architecture_of
+from specdec.architectures.plan import Joined, Part, Vector, packed
 from specdec.machine.memory import zeros
 from specdec.machine.programs import Runner
 from specdec.readers import load_checkpoint
@@ -78,3 +79,23 @@ def test_a_copy_in_other_bits_has_the_same_pieces(tmp_path: Path, monkeypatch: p
     copy = model.weights.converted(INT4)
     assert [(piece.first, piece.total) for piece in copy.pieces("1.qkv")] == [(0, 16), (12, 16)]
     assert Transformer(model.config, copy, 1).forward([1, 2, 3], 3).shape == (3, 40)
+
+
+def test_what_tensors_become_is_told_by_their_shapes_and_by_which_are_joined():
+    stored = {"norm": (9, 4), "w1": (9, 6, 4), "7.w2": (2, 4), "b1": (9, 6), "b2": (9, 6), "taps": (9, 3, 4), "7.up": (2, 6, 4)}
+    own = {name.removeprefix("7."): shape if "." in name else shape[1:] for name, shape in stored.items()}
+    joined = {
+        "both": Joined(("w1", "w2", "w3")),
+        "biases": Joined(("b1", "b2"), in_turns=True),
+        "taps": Joined(("taps",), is_table=True),
+        "experts": Joined(("up", "gate"), in_turns=True),
+    }
+    assert packed(own, joined, stored, 7) == {
+        "7.norm": Vector((("norm", 7),), (4,)),
+        "7.both": Part((("w1", 7), ("7.w2", None)), (6, 2), 4),
+        "7.biases": Vector((("b1", 7), ("b2", 7)), (6, 6), in_turns=True),
+        "7.taps": Vector((("taps", 7),), (4,), n_rows=3),
+        "7.experts": Part((("7.up", 0), ("7.up", 1)), (6, 6), 4),
+    }
+    assert packed({"w1": (6, 4)}, {}, {"w1": (6, 4)}, 0) == {"0.w1": Part((("w1", None),), (6,), 4)}
+    assert packed({"up": (6, 4)}, joined, {"up": (6, 4)}) == {"experts": Part((("up", None),), (6,), 4)}
