@@ -14,7 +14,7 @@ ASSISTANT, OF_TARGET = "gemma4_assistant", -1  # a head of layers whose keys and
 HEADS = ("eagle3", "mtp", ASSISTANT)  # architectures that draft from a target's hidden states
 N_HIDDEN = 3  # of a target's hidden states make a feature where a head's file does not tell which: low, middle and high
 Flaws = Iterator[str]  # what keeps numbers from being what they describe, in words; the first one is told
-Kind = TypeVar("Kind")
+Numbers = TypeVar("Numbers")
 
 
 def not_positive(numbers: object, *names: str) -> Flaws:
@@ -37,7 +37,7 @@ def of_part(name: str, flaws: Flaws) -> Flaws:
     return (f"{of_name} {flaw}" for flaw in flaws)
 
 
-def known_as(numbers: object, kind: type[Kind]) -> Kind:
+def known_as(numbers: object, kind: type[Numbers]) -> Numbers:
     """A part of a config that is there: whoever asks for it has been chosen by it, or `Config.flaw` has asked before."""
     assert isinstance(numbers, kind)
     return numbers

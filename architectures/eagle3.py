@@ -52,7 +52,8 @@ def pack_of(config: Config) -> Packed:
     stored = shapes(config)
     layer = {name: shape for name, shape in stored.items() if name in OF_LAYER}
     outer = {name: shape for name, shape in stored.items() if name not in OF_LAYER and name != "fc_norm"}
-    norms = {f"fc_norm.{i}": Vector((("fc_norm", i),), stored["fc_norm"][1:]) for i in range(*stored.get("fc_norm", (0,))[:1])}
+    n_norms, *width = stored.get("fc_norm", (0,))
+    norms = {f"fc_norm.{i}": Vector((("fc_norm", i),), tuple(width)) for i in range(n_norms)}
     return packed(outer, llama.TABLES, stored) | packed(layer, {**ATTENTION.joined, **MLP.joined}, stored, 0) | norms
 
 
