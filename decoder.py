@@ -13,7 +13,7 @@ from .drafting.prompt_cache import PromptCache
 from .drafting.settings import AUTO, Gamma, Settings, TreeMode, setting
 from .drafting.team import Draftable, Team, team_of
 from .drafting.tuning import Tuning
-from .machine.threads import give_lock
+from .machine.threads import give_lock, rebuilt
 from .readers.loading import Loader, Pack, Progress, longest_text, tell_nobody
 from .sampling import Sampling, sampling_with
 from .text import shapes
@@ -110,7 +110,7 @@ class SpeculativeDecoder:
         state, settings = dict[str, Any](), vars(self._settings) | {"stage": self.team.stage if self.has_stage else None}
         with suppress(TemplateError):  # what has none is a decoder nevertheless
             state["chat_template"] = self.chat_template
-        return _rebuilt, ((self.target, self.team.draft, self.tokenizer), settings), state
+        return rebuilt, (SpeculativeDecoder, (self.target, self.team.draft, self.tokenizer), settings), state
 
     @functools.cached_property
     def chat_template(self) -> ChatTemplate:
@@ -247,8 +247,3 @@ class SpeculativeDecoder:
             generation = Generation.of(begin())
             generation.statistics.plain_seconds = self.plain_seconds
         return generation
-
-
-def _rebuilt(models: Sequence[Any], settings: dict[str, Any]) -> SpeculativeDecoder:
-    """A decoder from its pickled or copied parts."""
-    return SpeculativeDecoder(*models, **settings)

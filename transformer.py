@@ -19,7 +19,7 @@ from .kernels import MAX_TOKENS, trace
 from .machine.cores import thread_choices
 from .machine.memory import zeros
 from .machine.programs import Runner, TextPart
-from .machine.threads import available_threads, give_lock
+from .machine.threads import available_threads, give_lock, rebuilt
 from .machine.tiles import STRIP_ROWS, TILE_TOKENS
 from .machine.vectors import Float32, round_up
 
@@ -109,7 +109,10 @@ class Transformer:
         return f"<{c.architecture} of {c.n_layers} layers x {c.dim}, {c.vocab_size} tokens, {self._weights.kind}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self._config, self._weights, self._most_threads, self._n_positions, self.kv, self.hidden_layers)
+        named = {
+            "n_threads": self._most_threads, "n_positions": self._n_positions, "kv": self.kv, "hidden_layers": self.hidden_layers,
+        }  # fmt: skip
+        return rebuilt, (Transformer, (self._config, self._weights), named)
 
     @property
     def config(self) -> Config:
@@ -592,8 +595,3 @@ class Transformer:
 def room_behind(n_tokens: int, n_positions: int, n_short: int) -> int:
     """How many tokens may follow a text in a pass that has logits of all: no short text, of n_short tokens at most, gets long."""
     return (n_short if n_tokens <= n_short else n_positions) - n_tokens
-
-
-def _rebuilt(config: Config, weights: Weights, n_threads: int, *others: Any) -> Transformer:
-    """A model from its pickled parts, maybe on a machine of fewer cores."""
-    return Transformer(config, weights, min(n_threads, available_threads()), *others)

@@ -16,7 +16,7 @@ from ..architectures.rope import Node
 from ..checks import n_common
 from ..kernels import MAX_TOKENS
 from ..machine.programs import Runner
-from ..machine.threads import available_threads
+from ..machine.threads import rebuilt
 from ..machine.vectors import Float32, Int64
 from ..transformer import KV, Transformer
 from .translation import ByTargetIds
@@ -76,7 +76,8 @@ class Head(Transformer):
             target.hidden_layers = head.layers
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (type(self), *self._own, self.target, self.target_ids, self._most_threads, self._n_positions, self.kv)
+        named = {"n_threads": self._most_threads, "n_positions": self._n_positions, "kv": self.kv}
+        return rebuilt, (type(self), (*self._own, self.target, self.target_ids), named)
 
     def with_positions(self, n_positions: int) -> "Head":
         return self.of(self.target, n_positions)
@@ -183,10 +184,3 @@ def _misfit(config: Config, target: Config) -> str:
             f"and {target.vocab_size}"
         )
     return ""
-
-
-def _rebuilt(
-    kind: type[Head], config: Config, weights: Weights, target: Transformer, ids: Int64 | None, n_threads: int, *others: Any
-) -> Head:
-    """A head from its pickled parts, maybe on a machine of fewer cores."""
-    return kind(config, weights, target, ids, min(n_threads, available_threads()), *others)

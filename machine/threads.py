@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import llvmlite.binding
@@ -107,3 +108,9 @@ def run_on_threads(function: int, a: int, b: int, first: int, last: int, n_threa
 def available_threads() -> int:
     """How many threads the machine gives this process."""
     return int(numba.config.NUMBA_NUM_THREADS)
+
+
+def rebuilt(kind: Callable[..., Any], parts: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """An object from its pickled or copied parts, maybe on a machine of fewer cores than its n_threads."""
+    fewer = {"n_threads": min(named["n_threads"], available_threads())} if "n_threads" in named else {}
+    return kind(*parts, **{**named, **fewer})

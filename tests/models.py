@@ -13,10 +13,9 @@ from specdec import transformer
 from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
 from specdec.decoding import Statistics, Step, Text, decode
-from specdec.drafting import heads
 from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.planning import FixedLength
-from specdec.machine import programs
+from specdec.machine import programs, threads
 from specdec.machine.memory import zeros
 from specdec.machine.programs import N_ROWS, ROW_WORDS, Runner
 from specdec.machine.threads import available_threads
@@ -151,5 +150,5 @@ def scattered(seed: int) -> Callable[..., None]:
 
 def three_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine that has so many, which `in_turn` and `scattered` run one at a time."""
-    for module in (transformer, programs, heads):
+    for module in (transformer, programs, threads):
         monkeypatch.setattr(module, "available_threads", lambda: 3)

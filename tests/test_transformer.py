@@ -187,7 +187,8 @@ def test_a_config_that_is_no_models_is_refused(flaw):
 
 def test_a_model_of_many_threads_can_be_unpickled_where_there_are_fewer(monkeypatch):
     pickled = pickle.dumps(random_model(CONFIGS["gqa"], n_threads=max(THREADS)))
-    monkeypatch.setattr("specdec.transformer.available_threads", lambda: 1)
+    for room in ("transformer", "machine.threads"):
+        monkeypatch.setattr(f"specdec.{room}.available_threads", lambda: 1)
     assert pickle.loads(pickled).n_threads == 1
 
 
