@@ -520,8 +520,8 @@ def attend(run, thread, p, head, token, n_queries, along_heads):
             p.heads[0, t, (head + next_head * i) * head_dim + k] = mixed[i, k]
 
 
-@inlined
-def attend_all(run, thread, p):
+@operation
+def attention_f32(run: Pass, thread: int, p: Attention) -> None:
     """Every head of every token, this part's share of them; query head h reads kv head h G / H.
 
     In chunks of up to TILE_TOKENS queries of the same keys and values: a head's tokens, or a token's heads where those are more.
@@ -544,12 +544,6 @@ def attend_all(run, thread, p):
             at = begin + start
             first_head, first_token = (head + at, token) if along_heads else (head, at)
             attend(run, thread, p, first_head, first_token, stop - start, along_heads)
-
-
-@operation
-def attention_f32(run: Pass, thread: int, p: Attention) -> None:
-    """`attend_all` over a cache of float32."""
-    attend_all(run, thread, p)
 
 
 # of one of fp16

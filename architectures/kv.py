@@ -1,13 +1,9 @@
 """The kinds of KV cache: in float32, in fp16, and in bytes with a scale for each head of each position."""
 
-import functools
-
 import numpy as np
 
 from ..kernels import (
-    Attention,
     KVCache,
-    attend_all,
     attention_f16,
     attention_f32,
     own_rows,
@@ -17,7 +13,7 @@ from ..kernels import (
     store_values_f32,
 )  # fmt: skip
 from ..machine.cache import inlined
-from ..machine.programs import Bytes4, Floats2, Operation, Pass, operation
+from ..machine.programs import Bytes4, Floats2, Pass, operation
 from ..machine.tiles import STRIP_ROWS
 
 LARGEST = 127.0  # of a byte's codes, of either sign
@@ -76,12 +72,7 @@ def store_values_q8(
                 values[head, strip, run.pos + t, lane] = code_of(x[t, base + row + k], factor)
 
 
-@functools.partial(Operation, keys=Bytes4, values=Bytes4)
-def attention_q8(run: Pass, thread: int, p: Attention) -> None:
-    """`attend_all` over one of bytes."""
-    attend_all(run, thread, p)
-
-
+attention_q8 = attention_f32.over("attention_q8", __name__, keys=Bytes4, values=Bytes4)
 KV_CACHES = {
     "f32": KVCache(np.float32, store_keys_f32, store_values_f32, attention_f32),
     "f16": KVCache(np.uint16, store_keys_f16, store_values_f16, attention_f16),

@@ -174,9 +174,9 @@ class Operation:
         setattr(sys.modules[self.__module__], name, self)
         return self
 
-    def over(self, name: str, **others: Any) -> "Operation":
-        """The operation of that name beside it, which takes others in the place of some of its parameters."""
-        return Operation(self.function, self._kept, **others).named(name)
+    def over(self, name: str, module: str = "", **others: Any) -> "Operation":
+        """The operation of that name, beside it or of that module, which takes others in the place of some of its parameters."""
+        return Operation(self.function, self._kept, **others).named(name, module)
 
     @functools.cached_property
     def _record(self) -> Any:
