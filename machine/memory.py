@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from .cores import known
 from .parts import share
-from .programs import Floats1, Halves1, Pass, on_all_threads, operation
+from .programs import Floats1, Halves1, Operation, Pass, on_all_threads, operation
 from .threads import available_threads
 from .vectors import LANES, Float32, add, ceil_div, fma, load, load_bf16, load_fp16, reduce_add, round_up, splat
 
@@ -148,48 +148,38 @@ def physical_memory_bytes() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
 
 
-@operation
-def read_all(run: Pass, thread: int, sums: Floats1, array: Floats1) -> None:
-    """sums[thread] += the sum of 0 x over this part of the array (n,): NaN if and only if it holds NaN or infinity."""
-    zero = np.float32(0.0)
-    first, last = share(array.size, run.part, run.n_parts)
-    a, b, c, d = splat(zero), splat(zero), splat(zero), splat(zero)
-    whole = first + (last - first) // (4 * LANES) * (4 * LANES)
-    for at in range(first, whole, 4 * LANES):
-        a, b = fma(load(array, at), splat(zero), a), fma(load(array, at + LANES), splat(zero), b)
-        c, d = fma(load(array, at + 2 * LANES), splat(zero), c), fma(load(array, at + 3 * LANES), splat(zero), d)
-    total = reduce_add(add(add(a, b), add(c, d)))
-    for at in range(whole, last):
-        total += zero * array[at]
-    sums[thread] += total
+def _reading(name: str, load_floats: Any, **others: Any) -> Operation:
+    """The operation of that name: sums[thread] += the sum of 0 x over this part of an array (n,), which that loads LANES of.
+
+    It is NaN if and only if one is NaN or infinite. n is at least LANES: the last vector ends where they end.
+    """
+
+    def read(run: Pass, thread: int, sums: Floats1, array: Floats1) -> None:
+        first, last = share(ceil_div(array.size, LANES), run.part, run.n_parts)
+        a, b = splat(0.0), splat(0.0)
+        for place in range(first, last, 2):
+            at = min(place * LANES, array.size - LANES)
+            behind = min(at + LANES, array.size - LANES)
+            a, b = fma(load_floats(array, at), splat(0.0), a), fma(load_floats(array, behind), splat(0.0), b)
+        sums[thread] += reduce_add(add(a, b))
+
+    return Operation(read, **others).named(name)
 
 
-@operation
-def read_halves(run: Pass, thread: int, sums: Floats1, bits: Halves1, are_fp16: int) -> None:
-    """The same for the bits (n,) of fp16 or bf16, n at least LANES: the last vector ends where they end."""
-    first, last = share(ceil_div(bits.size, LANES), run.part, run.n_parts)
-    a, b = splat(0.0), splat(0.0)
-    for place in range(first, last, 2):
-        at = min(place * LANES, bits.size - LANES)
-        behind = min(at + LANES, bits.size - LANES)
-        if are_fp16:
-            a, b = fma(load_fp16(bits, at), splat(0.0), a), fma(load_fp16(bits, behind), splat(0.0), b)
-        else:
-            a, b = fma(load_bf16(bits, at), splat(0.0), a), fma(load_bf16(bits, behind), splat(0.0), b)
-    sums[thread] += reduce_add(add(a, b))
+read_floats = _reading("read_floats", load)
+read_fp16, read_bf16 = (_reading(f"read_{name}", of, array=Halves1) for name, of in (("fp16", load_fp16), ("bf16", load_bf16)))
 
 
-def bits_of(halves: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
-    """The bits (n,) of fp16 or bf16, zeros behind them if they fill no vector: compiled functions know no fp16."""
-    bits = np.ascontiguousarray(halves).view(np.uint16).reshape(-1)
-    return bits if bits.size >= LANES else np.pad(bits, (0, LANES - bits.size))
+def flat(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Its numbers (n,), zeros behind them if they fill no vector; of two bytes as their bits: compiled functions know no fp16."""
+    numbers = np.ascontiguousarray(array).reshape(-1)
+    numbers = numbers.view(np.uint16) if numbers.itemsize == 2 else numbers
+    return numbers if numbers.size >= LANES else np.pad(numbers, (0, LANES - numbers.size))
 
 
 def all_finite(array: npt.NDArray[Any], n_threads: int | None = None) -> bool:
-    """Whether no element of a C-contiguous array is NaN or infinite, at the speed of memory; uint16 stands for bits of bf16."""
+    """Whether no element of an array is NaN or infinite, at the speed of memory; uint16 stands for bits of bf16."""
     sums = zeros(n_threads or available_threads())
-    if array.dtype == np.float32:
-        on_all_threads(read_all(sums, array.reshape(-1)), sums.size)
-    else:
-        on_all_threads(read_halves(sums, bits_of(array), array.dtype == np.float16), sums.size)
+    read = {"float32": read_floats, "float16": read_fp16}.get(array.dtype.name, read_bf16)
+    on_all_threads(read(sums, flat(array)), sums.size)
     return not np.isnan(sums).any()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..machine.memory import aligned, bits_of, zeros
+from ..machine.memory import aligned, flat, zeros
 from ..machine.parts import share
 from ..machine.programs import Floats1, Halves1, Operation, Pass, Row, on_all_threads, operation
 from ..machine.threads import available_threads
@@ -50,7 +50,7 @@ def floats(rows: Floats) -> Float32:
     """The same numbers in float32, exactly; what is float32 stays where it is."""
     if rows.dtype not in (np.float16, np.uint16):
         return rows.astype(np.float32, copy=False)
-    bits = bits_of(rows)
+    bits = flat(rows)
     out = np.empty(bits.size, np.float32)
     on_all_threads(widen(out, bits, rows.dtype == np.float16))
     return out[: rows.size].reshape(rows.shape)
