@@ -192,7 +192,7 @@ def choose(octets, at, counts, columns):
 
 class Filling(NamedTuple):
     """What `fill_quads` takes: every stride-th of strips, their bytes (1, all), rows (rows, n); of each thread room for columns
-    (threads, n, R) and counts (threads, COUNTERS, 256); and how many slots each strip needs, which it tells."""
+    (threads, n, R) and counts (threads, COUNTERS, 256); slots: how many each strip needs, which it tells, or its first one."""
 
     strips: Floats3
     octets: Bytes2
@@ -201,7 +201,7 @@ class Filling(NamedTuple):
     rows: Halves2
     columns: Halves3
     counts: Words3
-    needed: Ints1
+    slots: Ints1
 
 
 @operation
@@ -209,7 +209,7 @@ def fill_quads(run: Pass, thread: int, p: Filling) -> None:
     """Rows into strips, but for the pool."""
     n = p.rows.shape[1] // QUAD
     columns, first_column = p.columns[thread], thread * p.columns.shape[1] * STRIP_ROWS
-    begin, end = share(p.needed.size, run.part, run.n_parts)
+    begin, end = share(p.slots.size, run.part, run.n_parts)
     for strip in range(begin, end):
         rows = p.rows[strip * STRIP_ROWS : (strip + 1) * STRIP_ROWS]
         turn_rows(columns, rows)
@@ -218,22 +218,11 @@ def fill_quads(run: Pass, thread: int, p: Filling) -> None:
                 columns[k, r] = 0
         at, _ = quads_of(p.strips, n, p.first + p.stride * strip)
         choose(p.octets, 4 * at - TABLE, p.counts[thread], columns)
-        p.needed[strip] = pack_quads(p.strips, at, n, p.columns, first_column)
-
-
-class Pooling(NamedTuple):
-    """What `fill_pool` takes: as `Filling`; slots: the first one of each strip."""
-
-    strips: Floats3
-    octets: Bytes2
-    first: int
-    stride: int
-    rows: Halves2
-    slots: Ints1
+        p.slots[strip] = pack_quads(p.strips, at, n, p.columns, first_column)
 
 
 @operation
-def fill_pool(run: Pass, thread: int, p: Pooling) -> None:
+def fill_pool(run: Pass, thread: int, p: Filling) -> None:
     """The upper bytes of quads that need a slot into the pool."""
     n = p.rows.shape[1] // QUAD
     begin, end = share(p.slots.size, run.part, run.n_parts)
@@ -270,16 +259,16 @@ def fill(strips: Float32, first: int, stride: int, rows: Floats, group: int) -> 
     """`Kind.fill`. Raises ValueError for rows of another type, NoRoom where the pool is full."""
     rows = np.ascontiguousarray(bits_as("bf16", rows))
     n, threads, octets = rows.shape[1] // QUAD, available_threads(), strips.view(np.uint8).reshape(1, -1)
-    needed = np.zeros(ceil_div(len(rows), STRIP_ROWS), np.int64)
+    slots = np.zeros(ceil_div(len(rows), STRIP_ROWS), np.int64)
     room = np.empty((threads, rows.shape[1], STRIP_ROWS), np.uint16), np.empty((threads, COUNTERS, 256), np.uint32)
-    on_all_threads(fill_quads(strips, octets, first, stride, rows, *room, needed))
+    filling = strips, octets, first, stride, rows, *room, slots
+    on_all_threads(fill_quads(*filling))
     used = strips.view(np.uint32).reshape(-1)[quads_of(strips, n, 0)[0] - SLOTS_USED :][:1]
-    ends = [*itertools.accumulate(needed.tolist(), initial=int(used[0]))]
-    slots, total = np.array(ends[:-1], np.int64), ends[-1]
+    *slots[:], total = itertools.accumulate(slots.tolist(), initial=int(used[0]))  # from how many to the first of each
     if total > len(strips) * slots_of(n):
         raise NoRoom
     used[0] = total
-    on_all_threads(fill_pool(strips, octets, first, stride, rows, slots))
+    on_all_threads(fill_pool(*filling))
 
 
 def rows_of(strips: Float32, n: int, group: int, block: slice = ALL) -> Float32:
