@@ -4,6 +4,7 @@ A vector is LANES floats on every machine, for the sake of the bits; LLVM splits
 that emit LLVM's code take its builder first; those above them, the intrinsics, are what compiled functions call.
 """
 
+import functools
 import inspect
 import platform
 from collections.abc import Callable
@@ -126,8 +127,8 @@ def _maximum(builder: Any, a: Any, b: Any) -> Any:
 
 def _exp2_of_integer(builder: Any, a: Any) -> Any:
     """2^a for integral a in [-126, 127]: the exponent field of a float."""
-    biased = builder.add(builder.fptosi(a, INTEGERS), ir.Constant(INTEGERS, [127] * LANES))
-    return builder.bitcast(builder.shl(biased, ir.Constant(INTEGERS, [23] * LANES)), VECTOR)
+    biased = builder.add(builder.fptosi(a, INTEGERS), constants(INTEGERS, 127))
+    return builder.bitcast(builder.shl(biased, constants(INTEGERS, 23)), VECTOR)
 
 
 def _zero_unless_positive(builder: Any, x: Any, y: Any) -> Any:
@@ -256,16 +257,12 @@ def _widen_fp16(builder: Any, bits: Any) -> Any:
 
 def _widen_fp16_portable(builder: Any, bits: Any) -> Any:
     """The bits of a float32 whose exponent is 112 too small, times 2^112, which is exact; subnormals are no special case."""
-    floats = floats_like(bits)
-
-    def constant(value: int) -> Any:
-        return constants(integers_like(bits), value)
-
-    wide = builder.shl(builder.sext(bits, integers_like(bits)), constant(13))
-    small = builder.bitcast(builder.and_(wide, constant(~(7 << 28))), floats)
+    floats, every = floats_like(bits), functools.partial(constants, integers_like(bits))
+    wide = builder.shl(builder.sext(bits, integers_like(bits)), every(13))
+    small = builder.bitcast(builder.and_(wide, every(~(7 << 28))), floats)
     scaled = builder.fmul(small, constants(floats, 2.0**112))
-    not_finite = builder.icmp_signed("==", builder.and_(wide, constant(0x1F << 23)), constant(0x1F << 23))
-    return builder.select(not_finite, builder.bitcast(builder.or_(wide, constant(0xFF << 23)), floats), scaled)
+    not_finite = builder.icmp_signed("==", builder.and_(wide, every(0x1F << 23)), every(0x1F << 23))
+    return builder.select(not_finite, builder.bitcast(builder.or_(wide, every(0xFF << 23)), floats), scaled)
 
 
 _HALVES = ir.VectorType(I16, LANES)
@@ -281,18 +278,15 @@ def _to_nearest_fp16_portable(builder: Any, v: Any) -> Any:
     """The same by integers below FP16_END: what carries out of the mantissa is the exponent's. A subnormal is rounded by adding
     0.5, whose last bit weighs what an fp16 subnormal's does.
     """
-
-    def constant(value: int) -> Any:
-        return ir.Constant(INTEGERS, [value] * LANES)
-
+    every = functools.partial(constants, INTEGERS)
     bits = builder.bitcast(v, INTEGERS)
-    size = builder.and_(bits, constant(0x7FFFFFFF))
-    is_odd = builder.and_(builder.lshr(size, constant(13)), constant(1))
-    normal = builder.lshr(builder.add(size, builder.add(is_odd, constant(0xFFF - (112 << 23)))), constant(13))
-    half = ir.Constant(VECTOR, [0.5] * LANES)
-    small = builder.sub(builder.bitcast(builder.fadd(builder.bitcast(size, VECTOR), half), INTEGERS), constant(126 << 23))
-    rounded = builder.select(builder.icmp_signed("<", size, constant(113 << 23)), small, normal)
-    sign = builder.and_(builder.lshr(bits, constant(16)), constant(0x8000))
+    size = builder.and_(bits, every(0x7FFFFFFF))
+    is_odd = builder.and_(builder.lshr(size, every(13)), every(1))
+    normal = builder.lshr(builder.add(size, builder.add(is_odd, every(0xFFF - (112 << 23)))), every(13))
+    plus_half = builder.fadd(builder.bitcast(size, VECTOR), constants(VECTOR, 0.5))
+    small = builder.sub(builder.bitcast(plus_half, INTEGERS), every(126 << 23))
+    rounded = builder.select(builder.icmp_signed("<", size, every(113 << 23)), small, normal)
+    sign = builder.and_(builder.lshr(bits, every(16)), every(0x8000))
     return builder.trunc(builder.or_(rounded, sign), _HALVES)
 
 
@@ -301,8 +295,8 @@ def narrowing_fp16(to_nearest: Callable[[Any, Any], Any]) -> Callable[[Any, Any]
 
     def narrow(builder: Any, v: Any) -> Any:
         size = llvm(builder, "llvm.fabs.v16f32", VECTOR, v)
-        fits = builder.fcmp_ordered("<", size, ir.Constant(VECTOR, [FP16_END] * LANES))
-        return builder.select(fits, to_nearest(builder, v), ir.Constant(_HALVES, [0x7E00] * LANES))
+        fits = builder.fcmp_ordered("<", size, constants(VECTOR, FP16_END))
+        return builder.select(fits, to_nearest(builder, v), constants(_HALVES, 0x7E00))
 
     return narrow
 
