@@ -248,7 +248,7 @@ class Neon(InShorts):
 
 
 class NeonOfFew(OfFew, Neon):
-    """Those of `Neon`."""
+    """`OfFew` by the instructions of `Neon`."""
 
 
 DOTS = {dot.name: dot for dot in (Dot4(), Vnni("avx512vnni", 16), Vnni("avxvnni", 8), Sdot(), Avx2(), Neon())}

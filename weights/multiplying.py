@@ -48,32 +48,6 @@ def own_strips(run, p):
     return max(p.unit * first - p.first, 0), min(p.unit * last - p.first, p.w.shape[0])
 
 
-@inlined
-def multiply_experts(tile, tokens, n_quads, rows, run, thread, p):
-    """out[slot] = W_e rows[row of the slot] by a tile, which takes `Tokens`: this part's strips of every expert.
-
-    rows are those of x as the tile takes them. Those of one expert's tokens have to lie one behind the other: slots do.
-    """
-    starts, of_slot, gathered = p.starts[thread], p.tokens[thread], p.gathered[thread]
-    strips = p.w.shape[0] // (starts.size - 1)
-    first, last = share(strips // p.unit, run.part, run.n_parts)
-    for expert in range(starts.size - 1):
-        start, end = starts[expert], starts[expert + 1]
-        n = end - start
-        if n == 0:
-            continue
-        at = start if p.per_token > 0 else of_slot[start]
-        here = rows[at : at + n]
-        if p.per_token == 0 and of_slot[end - 1] != at + n - 1:  # tokens ascend, so these are not neighbours
-            for i in range(n):
-                token = of_slot[start + i]
-                for k in range(rows.shape[1]):
-                    gathered[i, k] = rows[token, k]
-            here = gathered[:n]
-        w, work = p.w[expert * strips : (expert + 1) * strips], Work(p.unit * first, p.unit * last, n, 0)
-        multiply_strips(tile, tokens, p.out[start:end], w, here, n_quads, work, False)
-
-
 def product_by(tile: Any, tokens: Tokens, x_of: Any) -> Callable[..., None]:
     """The kernel of `Matrix.product` by a tile, which takes so many tokens of x as `x_of` gives it, with the quads of a group."""
 
@@ -87,11 +61,31 @@ def product_by(tile: Any, tokens: Tokens, x_of: Any) -> Callable[..., None]:
 
 
 def experts_by(tile: Any, tokens: Tokens, x_of: Any) -> Callable[..., None]:
-    """The kernel of `Matrix.experts` by the same."""
+    """The kernel of `Matrix.experts` by the same: this part's strips of every expert.
+
+    Rows of x of one expert's tokens have to lie one behind the other: slots do.
+    """
 
     def experts(run: Pass, thread: int, p: Mixture) -> None:
         rows, n_quads = x_of(run, thread, p, run.n_tokens * max(p.per_token, 1))
-        multiply_experts(tile, tokens, n_quads, rows, run, thread, p)
+        starts, of_slot, gathered = p.starts[thread], p.tokens[thread], p.gathered[thread]
+        strips = p.w.shape[0] // (starts.size - 1)
+        first, last = share(strips // p.unit, run.part, run.n_parts)
+        for expert in range(starts.size - 1):
+            start, end = starts[expert], starts[expert + 1]
+            n = end - start
+            if n == 0:
+                continue
+            at = start if p.per_token > 0 else of_slot[start]
+            here = rows[at : at + n]
+            if p.per_token == 0 and of_slot[end - 1] != at + n - 1:  # tokens ascend, so these are not neighbours
+                for i in range(n):
+                    token = of_slot[start + i]
+                    for k in range(rows.shape[1]):
+                        gathered[i, k] = rows[token, k]
+                here = gathered[:n]
+            w, work = p.w[expert * strips : (expert + 1) * strips], Work(p.unit * first, p.unit * last, n, 0)
+            multiply_strips(tile, tokens, p.out[start:end], w, here, n_quads, work, False)
 
     return experts
 
