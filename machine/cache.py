@@ -45,6 +45,7 @@ HOME = Path(__file__).resolve().parents[1]
 _ROOMS = ("architectures", "machine", "weights")
 SOURCES = (*sorted(f"{room}/{path.name}" for room in _ROOMS for path in (HOME / room).glob("*.py")), "kernels.py", "sampling.py")
 STAMP = hashlib.sha256(b"\0".join((HOME / name).read_bytes() for name in SOURCES)).hexdigest()[:16]
+_FILES = {str(HOME / name) for name in SOURCES}
 STAMPED = re.compile("[0-9a-f]{16}")
 CHECKSUM_BYTES = 32
 RUNTIME = "NRT_"  # what names of numba's runtime begin with
@@ -87,7 +88,7 @@ class MachineCode(caching.NullCache):
 
     def __init__(self, function: Callable[..., Any], name: str = "") -> None:
         source = os.path.realpath(function.__code__.co_filename)
-        if source not in {str(HOME / name) for name in SOURCES}:
+        if source not in _FILES:
             raise RuntimeError(f"{source} compiles {function.__qualname__} for the cache and is not one of {', '.join(SOURCES)}")
         self._name = name or f"{function.__module__.partition('.')[2]}.{function.__qualname__}"
 
