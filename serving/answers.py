@@ -4,7 +4,7 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -180,23 +180,27 @@ class InParts(Form):
         self._parts, self._finish = list[Part](), "stop"
 
     def grows(self, index: int, delta: Delta) -> bytes:
-        self._finish, events = delta.finish or self._finish, b""
+        return b"".join([self._part(*each) for each in self._take(delta)])
+
+    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        for delta in deltas:
+            for _ in self._take(delta):  # nobody is told of parts
+                pass
+        return self._told()
+
+    def _take(self, delta: Delta) -> Iterator[tuple[str, Part, str]]:
+        """What becomes of parts by what the text grows by, as `_part` takes it."""
+        self._finish = delta.finish or self._finish
         for each in delta.said:
             kind = Call if isinstance(each, More) else type(each)
             if not self._parts or self._parts[-1].kind is not kind or isinstance(each, Call):
-                events += self._stops()
+                yield from (("ends", part, "") for part in self._parts[-1:])
                 self._parts.append(Part(kind, len(self._parts), new_id(), each.name if isinstance(each, Call) else ""))
-                events += self._part("begins", self._parts[-1], "")
+                yield "begins", self._parts[-1], ""
             text = each if isinstance(each, str) else each.words if isinstance(each, Thought) else each.arguments
             self._parts[-1].text += text
             if text:
-                events += self._part("grows", self._parts[-1], text)
-        return events
-
-    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        for index, delta in enumerate(deltas):
-            self.grows(index, delta)
-        return self._told()
+                yield "grows", self._parts[-1], text
 
     def _part(self, what: str, part: Part, grown: str) -> bytes:
         """The events of what becomes of a part: it "begins", "grows" by some text, or "ends"."""

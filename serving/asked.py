@@ -138,7 +138,7 @@ def chat_asked(body: Mapping[str, Any], model: Model) -> Asked:
     other = fields.take("max_tokens", between(1), None)
     options = _options(fields, model.template)
     read = way if way and (given or way.is_always_read) else None
-    specials = getattr(model.decoder.tokenizer, "specials", {})
+    specials = getattr(model.decoder.tokenizer, "specials", {}) if read else {}
     shown = {token: name for name, token in specials.items() if read and name in read.shown}
     asked = _rest(fields, model, "messages", most or other, top if told else None, shown)
     with encoding(model, "messages"):
