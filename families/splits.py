@@ -41,6 +41,8 @@ _CASED_WORDS = (
     r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _THREE_DIGITS, _ONE_DIGIT = Split((_WORDS % "{1,3}",)), Split((_WORDS % "",))
+# Seed-Coder's, and Seed-OSS's, leave line breaks behind punctuation apart
+_SEED_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _OLD_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _HAN = r"[\u4E00-\u9FA5\u0800-\u4E00\uAC00-\uD7FF]+"
 _BY_NAMES = {
@@ -54,6 +56,7 @@ _BY_NAMES = {
     "qwen35": Split((_MARKED_WORDS,), composes=True),
     "qwen2 deepseek-r1-qwen": _ONE_DIGIT._replace(composes=True),
     "megrez kormo f2llmv2 stablelm2 hunyuan solar-open grok-2": _ONE_DIGIT,
+    "seed-coder": Split((_SEED_WORDS,)),
     "gpt-2 gpt2 phi-2 mpt olmo jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum modern-bert jina-es jina-de "
     "jina-v2-es jina-v2-de": Split(has_words=True),
     # Granite 3's too

@@ -275,6 +275,7 @@ CONFIGS |= {
         28, 26, 4, 4, 2, 68, 128, head_dim=8, logit_cap=20.0, experts=ExpertsConfig(6, 3, 12, is_beside=True),
         **gemma4(28, "wwwa", 0, 12, 8, 1, values_are_keys=True),
     ),
+    "seed_oss": made(36, 44, 2, 3, 1, 67, 128, False, norm_eps=1e-6, head_dim=10, qkv_bias=True),
 }  # fmt: skip
 
 

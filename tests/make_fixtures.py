@@ -47,6 +47,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
     SmolLM3Config,
     logging,
 )
@@ -261,6 +262,7 @@ MODELS = {
         {},
     ),
     "olmo2": (Olmo2Config(**sizes(69, 40, 36, 3, 5, 1)), torch.bfloat16, {}),
+    "seed_oss": (SeedOssConfig(**sizes(67, 36, 44, 2, 3, 1, head_dim=10, pad_token_id=0)), torch.bfloat16, {}),
     "olmoe": (
         OlmoeConfig(**sizes(67, 36, 20, 2, 3, 1, num_experts=7, num_experts_per_tok=3)),
         torch.bfloat16,
