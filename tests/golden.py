@@ -241,7 +241,9 @@ def main() -> int:
     new = table()
     old = json.loads(TABLE.read_text()) if TABLE.exists() else {"arithmetic": 0, "functions": {}, "texts": {}}
     names = [*changed(old, new)]
+    gone = [name for part in ("functions", "texts") for name in old[part] if name not in new[part]]
     print(f"{len(new['texts'])} texts, {len(names)} changed", *names, sep="\n  ")
+    print(f"{len(gone)} rows are gone", *gone, sep="\n  ")
     if names and old["arithmetic"] == new["arithmetic"]:
         print(f"Golden texts have changed: raise __arithmetic__ in specdec.py above {old['arithmetic']} first.", file=sys.stderr)
         return 1
