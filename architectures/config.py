@@ -383,7 +383,7 @@ class Config:
             yield f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
         yield from not_positive(self, "head_dim")
         if self.head_dim % 2 and self.architecture != "gpt2":
-            yield f"head_dim {self.head_dim} (dim / n_heads) is odd; RoPE turns pairs"
+            yield f"head_dim {self.head_dim} is odd; RoPE turns pairs"
         if not 0 <= self.norm_eps < math.inf:
             yield f"norm_eps is {self.norm_eps}; expected 0 or more"
         yield from of_part("rope", self.rope.flaws(self.head_dim))

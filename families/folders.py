@@ -14,7 +14,7 @@ from ..architectures import AttentionConfig, ExpertsConfig, LayerConfig, RopeCon
 from ..architectures.config import LEAST_SCALE, of_some
 from ..architectures.rope import yarn_scale
 from .places import GATED, OF_EXPERTS, QKV, TURNED, changed, experts_in_one, named, together
-from .values import Values
+from .values import WIDEST, Values
 
 HEAD = "lm_head.weight"
 TEXT = "text_config"  # of a model of texts beside others
@@ -82,7 +82,7 @@ def numbers(values: Values, activation: str = "hidden_act", choices: Sequence[st
     values.must_be(activation, *choices)
     n_heads = values.whole("num_attention_heads")
     return {
-        "dim": values.whole("hidden_size"),
+        "dim": values.whole("hidden_size", most=WIDEST),
         "hidden_dim": values.whole("intermediate_size"),
         "n_layers": values.whole("num_hidden_layers", most=MOST_LAYERS),
         "n_heads": n_heads,
@@ -91,7 +91,7 @@ def numbers(values: Values, activation: str = "hidden_act", choices: Sequence[st
         "seq_len": values.whole("max_position_embeddings"),
         "shared_classifier": values.flag("tie_word_embeddings"),
         "norm_eps": values.real("rms_norm_eps", 0, 1),
-        "head_dim": values.whole("head_dim", 0),
+        "head_dim": values.whole("head_dim", 0, WIDEST),
     }
 
 
@@ -149,7 +149,8 @@ def unwindowed(windowed: AttentionConfig, full: Collection[int], n_layers: int) 
 
 def head_length(values: Values) -> int:
     """How many rows a head has, or would have if they were whole."""
-    return values.whole("head_dim", 0) or values.whole("hidden_size") // values.whole("num_attention_heads")
+    own, dim = values.whole("head_dim", 0, WIDEST), values.whole("hidden_size", most=WIDEST)
+    return own or dim // values.whole("num_attention_heads")
 
 
 def rope_values(values: Values, otherwise: Mapping[str, Any] | None = None) -> Values:

@@ -19,7 +19,7 @@ from .family import InFolder, InGguf, Keys
 from .folders import FULL, MAX_THETA, SLIDING
 from .gemma3 import BLOCKS, embedding_scale
 from .places import experts_in_one, named
-from .values import MAX_SIZE, Values
+from .values import MAX_SIZE, WIDEST, Values
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8,
@@ -40,6 +40,7 @@ ROPE: dict[str, dict[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
 }
+SILENT: dict[str, Any] = {"rope_type": "default", "partial_rotary_factor": 1.0, "factor": 1.0}  # what is not said of one kind
 PATTERN = 6  # where no list tells, each so many-th layer is full
 UNTURNED = float(np.float32(1e30))  # what divides the angles of pairs that do not turn, in GGUF files too
 EXPERTS_IN_ONE = experts_in_one("layers.{}.experts.%s")
@@ -107,13 +108,13 @@ def _of_full(values: Values, full: Collection[int], n_layers: int) -> LayerConfi
     if values[BY_LAYER] is None:
         has_own = values.flag("attention_k_eq_v") and values["num_global_key_value_heads"]
         n_kv_heads = values.whole("num_global_key_value_heads") if has_own else None
-        return LayerConfig(head_dim=values.whole("global_head_dim"), n_kv_heads=n_kv_heads)
+        return LayerConfig(head_dim=values.whole("global_head_dim", most=WIDEST), n_kv_heads=n_kv_heads)
     given, names = values[BY_LAYER], {f"{i}" for i in full}
     alike = isinstance(given, dict) and {*given} == names and all(each == given[f"{n_layers - 1}"] for each in given.values())
     if not alike or not isinstance(given[f"{n_layers - 1}"], dict) or not {*given[f"{n_layers - 1}"]} <= {*OF_HEADS}:
         raise values.refusal(BY_LAYER, f"the same {' and '.join(OF_HEADS)} of each layer of {FULL}, and of no other")
     heads = Values(values.path, given[f"{n_layers - 1}"], {})
-    head_dim, n_kv_heads = (heads.whole(key) if key in heads else None for key in OF_HEADS)
+    head_dim, n_kv_heads = (heads.whole(key, most=WIDEST) if key in heads else None for key in OF_HEADS)
     return LayerConfig(head_dim=head_dim, n_kv_heads=n_kv_heads)
 
 
@@ -139,7 +140,7 @@ def _rope(values: Values, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
     given = ROPE if values[key] is None else values[key]
     if not isinstance(given, dict) or not all(isinstance(given.get(kind), dict) for kind in (SLIDING, FULL)):
         raise values.refusal(key, f"an object of {SLIDING} and {FULL}")
-    local, whole = (Values(values.path, given[kind], ROPE[kind] | {"factor": 1.0}) for kind in (SLIDING, FULL))
+    local, whole = (Values(values.path, given[kind], SILENT) for kind in (SLIDING, FULL))
     local.must_be("rope_type", "default")
     local.must_be("partial_rotary_factor", None, 1)
     whole.must_be("rope_type", "proportional")

@@ -14,6 +14,7 @@ from ..architectures.rope import yarn_scale
 from .family import Keys
 from .folders import MAX_THETA
 from .places import EXPERTS_GATED, OF_EXPERTS, TURNED, Place, changed, named, together
+from .values import WIDEST
 
 EMBEDDING, HEAD, ROPE_DIVISORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 MLP_DIM, EXPERT_DIM = "feed_forward_length", "expert_feed_forward_length"
@@ -73,11 +74,11 @@ def numbers(
     whether those that lie in a file are added; own: what else attention does.
     """
     n_heads = k.common["n_heads"]
-    head_dim = k.whole("attention.key_length", k.common["dim"] // n_heads)
+    head_dim = k.whole("attention.key_length", k.common["dim"] // n_heads, WIDEST)
     for name in ("attention.value_length", "rope.dimension_count")[: 1 if is_partial else 2]:
         if k.whole(name, head_dim) != head_dim:
             raise k.refusal(name, f"{head_dim}, a head's length")
-    n_turned = k.whole("rope.dimension_count", head_dim)
+    n_turned = k.whole("rope.dimension_count", head_dim, WIDEST)
     return {
         **k.common,
         "n_kv_heads": n_kv_heads or k.whole("attention.head_count_kv", n_heads),

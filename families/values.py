@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_SIZE = 2**31 - 1
+WIDEST = 1 << 20  # of what is listed number by number before any tensor tells its size: a head
 NO_DEFAULTS: Mapping[str, Any] = {}
 
 

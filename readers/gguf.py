@@ -14,7 +14,7 @@ from ..families.family import chosen
 from ..families.folders import MOST_LAYERS
 from ..families.ggufs import BY_LAYER, EMBEDDING, EXPERT_DIM, HEAD, MLP_DIM, NEUTRAL, NEXTN
 from ..families.splits import special_tokens_strip
-from ..families.values import CheckpointError, Values, check_neutral, shown
+from ..families.values import WIDEST, CheckpointError, Values, check_neutral, shown
 from ..tokenizer import STRIPS
 from .gguf_file import MAGIC, GgufFile
 from .heads import check_rows, checked_ids
@@ -58,8 +58,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
     ids = None
     if config.head and (told := model.family.ids) in model:
         ids = checked_ids(model.integers(told, config.head.n_rows), config.vocab_size, model.told(told))
-    behind = tuple(f"blk.{config.n_layers + i}." for i in range(model.n_nextn))
-    model.leave_out([*(name for name in model if name.startswith(behind)), *model.family.unused(config)])
+    prefixes = tuple(f"blk.{config.n_layers + i}." for i in range(model.n_nextn))
+    behind = [name for name in model if name.startswith(prefixes)]
+    if behind and not any(".nextn." in name for name in behind):
+        raise CheckpointError(f"{path}: {NEXTN} is {model.n_nextn}; the layer of {behind[0]} is one of the model's own")
+    model.leave_out([*behind, *model.family.unused(config)])
     model.check_all_used()
     if config.head:  # whose tokenizer, where the file has one, is the target's
         return Checkpoint(path, config, tensors, target_ids=ids)
@@ -147,7 +150,7 @@ def config_of(model: Model) -> Config:
     # of an MLP; 1 where each layer's own is told
     width = 1 if isinstance(said[MLP_DIM], list) and MLP_DIM in family.by_layer else None
     common: dict[str, Any] = {
-        "dim": said.whole("embedding_length"),
+        "dim": said.whole("embedding_length", most=WIDEST),
         "hidden_dim": width or said.whole(MLP_DIM if MLP_DIM in said else EXPERT_DIM),
         "n_layers": n_blocks - model.n_nextn,
         "n_heads": said.whole("attention.head_count"),

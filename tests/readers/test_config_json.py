@@ -213,6 +213,8 @@ def test_yarn_is_told_in_any_of_transformers_ways(tmp_path: Path) -> None:
     assert plain == changed(CONFIGS["llama"], rope_scaling=YarnScaling(4, 16, 2), rope_scale=scale)
 
 
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+SLIDING_OF_GEMMA_4 = {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
 ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
@@ -304,6 +306,24 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"num_hidden_layers": 1}, "layers.1"),
     *((name, {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers") for name in ("llama", "qwen2", "smollm3", "gemma3")),
     ("gemma3", {"num_hidden_layers": 2**31 - 1, "layer_types": None}, "num_hidden_layers"),
+    (
+        "seed_oss",
+        {"head_dim": 2**31 - 2, "rope_parameters": LINEAR},
+        "head_dim is 2147483646; expected a whole number from 1 to 1048576",
+    ),
+    ("llama", {"head_dim": GONE, "hidden_size": 2**31 - 2, "rope_parameters": LINEAR}, "hidden_size"),
+    ("gemma3_scaled", {"head_dim": 2**31 - 2}, "head_dim"),
+    ("gemma4", {"per_layer_config": None, "global_head_dim": 2**31 - 2}, "global_head_dim"),
+    *(
+        ("gemma4", {"rope_parameters": SLIDING_OF_GEMMA_4 | {"full_attention": whole}}, word)
+        for whole, word in (
+            ({"partial_rotary_factor": 0.25, "rope_theta": 1e6}, 'rope_type is "default"'),
+            ({"rope_type": "proportional"}, "rope_theta is null"),
+        )
+    ),
+    ("seed_oss", {"sliding_window": 16}, "sliding_window"),
+    ("seed_oss", {"attention_out_bias": None}, "attention_out_bias"),
+    ("seed_oss", {"layer_types": ["sliding_attention"] * 2}, "layer_types"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
     ("olmoe", {"norm_topk_prob": 1}, "norm_topk_prob"),
     ("olmoe", {"num_experts_per_tok": 8}, "n_chosen is 8"),

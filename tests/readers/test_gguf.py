@@ -154,6 +154,13 @@ def test_a_head_without_its_model_is_told_as_one(tmp_path: Path) -> None:
         load_checkpoint(path)
 
 
+def test_layers_of_the_model_are_no_head(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(model_keys("qwen35_odd") | {"qwen35.nextn_predict_layers": 1}, model_tensors("qwen35_odd")))
+    with pytest.raises(CheckpointError, match=r"nextn_predict_layers is 1; the layer of blk\.2\..* is one of the model's own"):
+        load_checkpoint(path)
+
+
 def test_what_a_silent_file_means(tmp_path: Path) -> None:
     keys = model_keys("llama")
     for key in ("attention.head_count_kv", "rope.freq_base", "attention.key_length", "attention.value_length", "vocab_size"):
@@ -441,6 +448,8 @@ BAD_KEYS: dict[str, tuple[Keys, tuple[str, ...]]] = {
     "too few heads": ({L + "attention.head_count_kv": [2]}, ("llama.attention.head_count_kv", "[2]")),
     "no heads": ({L + "attention.head_count": 0}, ("llama.attention.head_count",)),
     "odd heads": ({L + "attention.head_count_kv": 3}, ("n_kv_heads",)),
+    "a head beyond all": ({L + "attention.key_length": 2**31 - 2}, ("key_length", "1048576")),
+    "a width beyond all": ({L + "embedding_length": 2**31 - 2}, ("embedding_length", "1048576")),
     "another width": ({L + "embedding_length": 64}, ("shape",)),
     "an eps that is none": ({L + "attention.layer_norm_rms_epsilon": math.nan}, ("epsilon", "NaN")),
     "an eps in words": ({L + "attention.layer_norm_rms_epsilon": "1e-5"}, ("epsilon",)),
