@@ -70,9 +70,8 @@ class Sampling:
     @property
     def adjusts(self) -> bool:
         """Whether logits are adjusted before temperature, or by `min_p`."""
-        return self.repetition_penalty != 1.0 or bool(
-            self.presence_penalty or self.frequency_penalty or self.logit_bias or self.least_log
-        )
+        has_penalty = self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
+        return bool(has_penalty or self.logit_bias or self.least_log is not None)
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
@@ -80,10 +79,10 @@ class Sampling:
         return cast(tuple[tuple[int, float], ...], self.logit_bias)
 
     @functools.cached_property
-    def least_log(self) -> float:
-        """By how much a logit may be less than the largest, where min_p says, below 0; else 0. The same on all machines."""
-        if not self.min_p:
-            return 0.0
+    def least_log(self) -> float | None:
+        """By how much a logit may be less than the largest, as a number up to 0; None for any. The same on all machines."""
+        if not (self.min_p and self.temperature):
+            return None
         from decimal import Decimal  # whose logarithm is rounded correctly
 
         return self.temperature * float(Decimal(self.min_p).ln())
@@ -128,9 +127,9 @@ class Sampler:
 
     def __init__(self, vocab_size: int, sampling: Sampling, n_ids: int | None = None) -> None:
         self.vocab_size, self.sampling = vocab_size, sampling
-        self._n_ids = vocab_size if n_ids is None else n_ids
-        self._keys = np.empty(self._n_ids, np.uint64)
-        self._top_k = min(sampling.top_k, self._n_ids)  # a compiled function takes no larger integer
+        self.n_ids = vocab_size if n_ids is None else n_ids
+        self._keys = np.empty(self.n_ids, np.uint64)
+        self._top_k = min(sampling.top_k, self.n_ids)  # a compiled function takes no larger integer
         self._two, self._few = ((np.empty(n, np.int64), np.empty(n)) for n in (2, FEW))
 
     def new_probs(self) -> Float32:
@@ -160,14 +159,14 @@ class Sampler:
     def _draw(
         self, probs: Float32, logits: Float32, stream: int, position: int, tokens: Int64, scores: Float64
     ) -> tuple[int, float]:
-        s, logits = self.sampling, logits[: self._n_ids]
+        s, logits = self.sampling, logits[: self.n_ids]
         args = probs, logits, s.temperature, self._top_k, s.top_p, s.seed, stream, position, self._keys
         n, margin = draw(*args, tokens, scores)
         return int(n), float(margin)
 
     def probabilities(self, probs: Float32, logits: Float32) -> None:
         """Fill probs (1, V padded) from logits."""
-        s, logits = self.sampling, logits[: self._n_ids]
+        s, logits = self.sampling, logits[: self.n_ids]
         probabilities(probs, logits, s.temperature, self._top_k, s.top_p, self._keys)
 
 

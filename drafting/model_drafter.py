@@ -32,7 +32,7 @@ class ModelDrafter:
         self._model, self._sampler, self._noise, self._end_marks = model, sampler, noise, end_marks
         self._n_rows = model.config.vocab_size  # the target may know more tokens
         self._q: list[Float32] = []
-        self._adjusting = Adjusting(sampler.sampling) if sampler.sampling.adjusts else None
+        self._adjusting = Adjusting(sampler.sampling, sampler.n_ids) if sampler.sampling.adjusts else None
 
     def get_ready(self, tokens: list[int]) -> None:
         if self._adjusting:

@@ -66,7 +66,7 @@ class Tuning:
         verify = settings.verify if seat.draft.source else "coupled"  # tokens that a shape forces stand by any
         verifier, target = VERIFIERS[verify](self._vocabulary.n_target, job.sampling), seat.target
         plan, drafter = self._planned(seat, job.sampling, verifier.draft_noise, settings, shared)
-        n, shape = job.max_tokens, adjusted(job.shape, job.sampling)
+        n, shape = job.max_tokens, adjusted(job.shape, job.sampling, self._vocabulary.n_target)
         return Text([*job.prompt], n, target.n_positions, drafter, verifier, plan, self._end_marks, shape, target.n_short)
 
     @property

@@ -117,6 +117,7 @@ def test_rows_past_the_tokenizer_never_win(tmp_path: Path) -> None:
         decoder = SpeculativeDecoder(target, draft, verify=verify)  # type: ignore[arg-type]
         for seed in range(1, 6):
             assert max(text_of(decoder, Sampling(5.0, top_p=0, seed=seed))) < n
+            assert max(text_of(decoder, Sampling(5.0, top_p=0, seed=seed, min_p=0.9))) < n
 
 
 def test_a_target_may_say_tokens_that_its_draft_has_no_row_for(tmp_path: Path) -> None:

@@ -18,13 +18,17 @@ from ..sampling import Sampling
 from ..verification import Draft
 
 FIRST_ROOM = 1024  # tokens
+LEAST = float(np.finfo(np.float32).min)
 
 
 class Adjusting:
-    """Of one text: what it holds so far, and what that does to logits. Its prompt is what it follows first."""
+    """Of one text: what it holds so far, and what that does to logits. Its prompt is what it follows first.
 
-    def __init__(self, sampling: Sampling) -> None:
-        self._sampling = sampling
+    n_ids: how many of the ids are drawn, by default all; what a row holds behind them stays.
+    """
+
+    def __init__(self, sampling: Sampling, n_ids: int | None = None) -> None:
+        self._sampling, self._n_ids = sampling, n_ids
         self._places: dict[int, int] = {}  # of the tokens of prompt and text, among
         self._ids, self._times = np.zeros(FIRST_ROOM, np.int64), np.zeros(FIRST_ROOM, np.float32)  # how often the text has each
         self._n_read = -1  # tokens of prompt and text that are counted
@@ -63,7 +67,7 @@ class Adjusting:
 
     def adjust(self, row: Any) -> None:
         """The logits (V,) of the next token, in place; those that are not finite stay so."""
-        s, n = self._sampling, len(self._places)
+        s, n, row = self._sampling, len(self._places), row[: self._n_ids]
         if len(self._biased):
             here = self._biased < len(row)
             row[self._biased[here]] += self._bias[here]
@@ -77,8 +81,8 @@ class Adjusting:
             if s.frequency_penalty or s.presence_penalty:
                 logits -= times * np.float32(s.frequency_penalty) + (times > 0) * np.float32(s.presence_penalty)
             row[ids] = logits
-        if s.least_log and np.isfinite(top := row.max()):
-            stay = np.flatnonzero(row >= np.float32(float(top) + s.least_log))  # a few: faster than a mask of all
+        if s.least_log is not None and np.isfinite(top := row.max()):
+            stay = np.flatnonzero(row >= np.float32(max(float(top) + s.least_log, LEAST)))  # a few: faster than a mask of all
             kept = row[stay]
             row.fill(-np.inf)
             row[stay] = kept
@@ -94,8 +98,8 @@ class Adjusting:
 class AdjustedWalk:
     """A text's walk in its shape, or in none, whose masked logits are adjusted; see `decoding.Walk`."""
 
-    def __init__(self, walk: Walk | None, sampling: Sampling, prompt: list[int]) -> None:
-        self._walk, self._adjusting, self._tokens = walk, Adjusting(sampling), [*prompt]
+    def __init__(self, walk: Walk | None, adjusting: Adjusting, prompt: list[int]) -> None:
+        self._walk, self._adjusting, self._tokens = walk, adjusting, [*prompt]
         self._adjusting.follow(prompt)
 
     @property
@@ -135,13 +139,14 @@ class AdjustedWalk:
 class Adjusted:
     """A shape, or none, whose logits are adjusted as a sampling asks."""
 
-    def __init__(self, shape: Shape | None, sampling: Sampling) -> None:
-        self._shape, self._sampling = shape, sampling
+    def __init__(self, shape: Shape | None, sampling: Sampling, n_ids: int | None = None) -> None:
+        self._shape, self._sampling, self._n_ids = shape, sampling, n_ids
 
     def begin(self, prompt: list[int]) -> Walk:
-        return AdjustedWalk(self._shape.begin(prompt) if self._shape else None, self._sampling, prompt)
+        walk = self._shape.begin(prompt) if self._shape else None
+        return AdjustedWalk(walk, Adjusting(self._sampling, self._n_ids), prompt)
 
 
-def adjusted(shape: Shape | None, sampling: Sampling) -> Shape | None:
-    """The shape of a text that is drawn so: itself where nothing is asked for that the text has a say in."""
-    return Adjusted(shape, sampling) if sampling.adjusts else shape
+def adjusted(shape: Shape | None, sampling: Sampling, n_ids: int | None = None) -> Shape | None:
+    """The shape of a text that is drawn so, of the first n_ids: itself where nothing is asked for that the text has a say in."""
+    return Adjusted(shape, sampling, n_ids) if sampling.adjusts else shape

@@ -31,6 +31,7 @@ def oracle(logits, prompt, text, s):
 
 ASKED = {
     "min p": {"min_p": 0.1},
+    "the likeliest alone": {"min_p": 1.0},
     "repetition": {"repetition_penalty": 3.0},
     "less than one": {"repetition_penalty": 0.7},
     "presence": {"presence_penalty": 1.5},
@@ -72,6 +73,17 @@ def test_nothing_that_is_asked_for_costs_nothing():
     assert adjusted(shape, Sampling()) is shape and adjusted(None, Sampling(logit_bias={}, repetition_penalty=1)) is None
     assert adjusted(None, Sampling(0.0, min_p=0.5)) is None  # greedy is the likeliest anyway
     assert isinstance(adjusted(None, Sampling(min_p=0.5)), Adjusted)
+    assert isinstance(adjusted(None, Sampling(min_p=1.0)), Adjusted)  # the likeliest alone
+
+
+def test_min_p_is_of_the_ids_that_are_drawn_at_any_temperature():
+    """Not of rows behind them; and a temperature beyond all floats leaves out nothing, without a warning."""
+    row = np.arange(V, dtype=np.float32)
+    Adjusting(Sampling(1.0, min_p=0.5), V - 10).adjust(row)
+    assert np.flatnonzero(np.isfinite(row)).tolist() == [*range(V - 11, V)]
+    row = np.arange(V, dtype=np.float32)
+    Adjusting(Sampling(1e308, min_p=0.5)).adjust(row)
+    assert np.isfinite(row).all()
 
 
 def test_logits_that_are_not_finite_stay_so():
@@ -134,7 +146,8 @@ def test_the_text_is_the_targets_own_whatever_drafts(drafted, name, temperature)
     sampling = Sampling(temperature, seed=3, **asked)
     plain, decoders = drafted
     expected = text_of(plain, sampling)
-    assert (expected != text_of(plain, Sampling(temperature, seed=3))) or name in ("min p", "less than one")
+    is_other = expected != text_of(plain, Sampling(temperature, seed=3))
+    assert is_other or name in ("min p", "less than one", "the likeliest alone")
     for kind, decoder in decoders.items():
         assert text_of(decoder, sampling) == expected, kind
 
