@@ -16,7 +16,8 @@ PLAIN_KEYS = {"type", "properties", "required", "description", "title", "$defs",
 WORD = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)  # what Python's and Gemma's ways can write as a name
 ANYTHING = "/(?s:.+)/"
 NO_QUOTE = "/[^<]+/"  # where the quotes are no special tokens
-OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
+SAID = PLAIN_KEYS - {"properties", "required"} | {"default", "examples"}  # of a schema, which ask for a kind of value or nothing
+OF_OBJECTS = ("properties", "required", "additionalProperties")  # what is not named is never written
 MOST_LEVELS = 6  # of objects and lists whose schemas are followed where no schema of llguidance's does it
 
 
@@ -125,6 +126,8 @@ class _Rules:
             raise ValueError(f"its parameters are of the type {short(schema.get('type'), repr)}; expected object")
         if way.name in ("python", "gemma"):
             self._check_words([name, *(key for key, *_ in _properties(schema))])
+        if way.name in ("python", "gemma", "xml"):
+            self._check_held("an object", schema, *OF_OBJECTS)
         match way.name:
             case "tags" | "alone" | "listed":
                 begin = f'{{"name": "{name}", "{ARGUMENTS[way.name == "alone"]}": '
@@ -147,22 +150,29 @@ class _Rules:
     def _json(self, schema: Mapping[str, Any]) -> str:
         return self._rule("%json " + checked_schema(schema, not self._is_strict).replace("\x7f", "\\u007f"))
 
-    def _check_plain(self, schema: Mapping[str, Any]) -> None:
-        """Raises ValueError for a string that has to be more than a text, which no way but JSON's can hold."""
-        if more := [key for key in OF_STRINGS if key in schema and self._is_strict]:
-            raise ValueError(f"it uses {', '.join(more)} of a string, which this model's calls cannot hold")
+    def _check_held(self, what: str, schema: Mapping[str, Any], *held: str) -> None:
+        """Raises ValueError for what is asked of such a value beside what is held, as no way but JSON's can hold all."""
+        if self._is_strict and (more := [key for key in schema if key not in SAID and key not in held]):
+            raise ValueError(f"it uses {', '.join(map(short, more))} of {what}, which this model's calls cannot hold")
+
+    def _constant(self, value: Any, *marks: str) -> str:
+        """A value that may be no other: as JSON has it, but for a string, which holds none of those marks."""
+        if isinstance(value, str) and any(mark in value for mark in marks):
+            raise ValueError(f"{short(value, repr)} is no text that this model's calls can hold")
+        return _said(value if isinstance(value, str) else json.dumps(value))
 
     def _parameter(self, key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
         """One of XML: a string as it is, anything else as JSON."""
         if ">" in key or "\n" in key:
             raise ValueError(f"{short(key, repr)} is no name that this model's calls can hold")
-        begin, end = _said(f"\n<parameter={key}>\n"), f"\n{END_OF_PARAMETER}"
+        begin, end = _said(f"\n<parameter={key}>\n"), _said(f"\n{END_OF_PARAMETER}")
         if not is_text(schema, root):
-            return f"{begin} {self._json(_whole(schema, root))} {_said(end)}"
+            return f"{begin} {self._json(_whole(schema, root))} {end}"
         if values := _words(resolved(schema, root)):
-            return f"{begin} ({' | '.join(map(_said, values))}) {_said(end)}"
-        self._check_plain(resolved(schema, root))
-        return f"{begin} {self._rule('/(?s:.*)/', f'[suffix={_said(end)}]')}"
+            return f"{begin} ({' | '.join(self._constant(value, END_OF_PARAMETER) for value in values)}) {end}"
+        self._check_held("a string", resolved(schema, root))
+        # whoever reads it takes the first tag for the end, wherever in a line it stands
+        return f"{begin} {self._rule('/(?s:.*)/', f'[suffix={_said(END_OF_PARAMETER)}]')}"
 
     def _listed(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
         """Items in their order, separated; those that are not needed may be missing."""
@@ -183,21 +193,41 @@ class _Rules:
 
     def _value(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
         """A value as Gemma writes it: strings in its own quotes, keys without. Of what refers to itself, a few levels."""
-        schema, kinds, quote = resolved(schema, root), kinds_of(schema, root), self._mark(self._way.marks[0])
-        if kinds == {"string"} and (values := _words(schema)):
-            return f"{quote} ({' | '.join(map(_said, values))}) {quote}"
-        if kinds == {"array"} and isinstance(items := schema.get("items"), Mapping) and depth < MOST_LEVELS:
-            item = self._rule(self._value(items, root, depth + 1))
-            return f'"[" ({item} ("," {item})*)? "]"'
-        if kinds == {"object"} and _properties(schema) and depth < MOST_LEVELS:
-            return f'"{{" {self._fields(schema, root, depth + 1)} "}}"'
-        if kinds and kinds <= {"integer", "number", "boolean", "null"}:
-            return self._json(_whole(schema, root))
-        self._check_plain(schema)
-        return self._any("string" if kinds == {"string"} else "")
+        schema = resolved(schema, root)
+        several = schema.get("anyOf")
+        if values := values_of(schema):
+            told = [self._quoted(value) if isinstance(value, str) else self._constant(value) for value in values]
+        elif isinstance(several, list) and "type" not in schema and depth < MOST_LEVELS:
+            self._check_held("a value", schema, "anyOf")
+            told = [self._value(each, root, depth + 1) for each in several if isinstance(each, Mapping)] or [self._any("any")]
+        else:
+            told = [self._of_kind(kind, schema, root, depth) for kind in sorted(kinds_of(schema, root)) or ["any"]]
+        return f"({' | '.join(told)})"
 
-    def _any(self, kind: str) -> str:
-        """Any string, or any value, as Gemma writes it."""
+    def _quoted(self, value: str) -> str:
+        quote = self._way.marks[0]
+        return f"{self._mark(quote)} {self._constant(value, quote, self._way.closes)} {self._mark(quote)}"
+
+    def _of_kind(self, kind: str, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
+        """A value of one of the types that it may have."""
+        match kind:
+            case "integer" | "number" | "boolean" | "null":
+                return self._json(_whole({**schema, "type": kind}, root))
+            case "array":
+                self._check_held("a list", schema, "items")
+                if not isinstance(items := schema.get("items"), Mapping) or depth == MOST_LEVELS:
+                    return self._any("any_list")
+                item = self._rule(self._value(items, root, depth + 1))
+                return f'"[" ({item} ("," {item})*)? "]"'
+            case "object":
+                self._check_held("an object", schema, *OF_OBJECTS)
+                is_open = not _properties(schema) or depth == MOST_LEVELS
+                return self._any("any_object") if is_open else f'"{{" {self._fields(schema, root, depth + 1)} "}}"'
+        self._check_held("a string" if kind == "string" else "a value", schema)
+        return self._any("any_string" if kind == "string" else "any")
+
+    def _any(self, rule: str) -> str:
+        """What holds any string, list, object or value, as Gemma writes it."""
         if not self._has_any:
             quote = self._mark(self._way.marks[0])
             self._has_any = True
@@ -210,7 +240,7 @@ class _Rules:
                 f"any: any_string | any_list | any_object | {simple}",
             )
             self._lines += [(line, "") for line in several]
-        return "any_string" if kind else "any"
+        return rule
 
     def _check_words(self, names: Sequence[str]) -> None:
         for name in names:

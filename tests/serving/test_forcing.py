@@ -190,6 +190,50 @@ def test_the_grammar_of_what_is_strict_is_that_of_the_parser(name, decoder):  # 
         assert (walk.n_allowed(tokens) == len(tokens)) == may_be, text
 
 
+def tool_of(schema, **more):
+    return {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"x": schema}, "required": ["x"], **more}}
+
+
+HELD = {
+    "gemma": ("<|tool_call>call:f{x:", [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, {"null}": True, '<|"|>a': True, "3": False}),
+        ({"type": ["integer", "string"]}, {"3}": True, '<|"|>a<|"|>}': True, "true": False}),
+        ({"const": 7}, {"7}": True, "8": False}), ({"enum": ["a", None]}, {'<|"|>a<|"|>}': True, "null}": True, '<|"|>b': False}),
+        ({"type": "array"}, {"[1]}": True, "{": False, "1": False}), ({"type": "object"}, {"{a:1}}": True, "[": False}),
+    ]),
+    "xml": ("<tool_call>\n<function=f>\n<parameter=x>\n", [
+        ({"type": "string"}, {"a\n</parameter>\n</function>": True, "a</parameter>\n": True, "a</parameter>b": False}),
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_values_that_are_no_json_are_held_to_their_schemas(name, decoder):  # noqa: F811
+    way, (begin, cases) = next(way for way in ALL if way.name == name), HELD[name]
+    for schema, texts in cases:
+        grammar = grammar_of_calls(decoder.tokenizer, way, [tool_of(schema)], True, True)
+        for text, may_be in texts.items():
+            tokens = decoder.tokenizer.encode(begin + text)
+            assert (grammar.built().begin([1]).n_allowed(tokens) == len(tokens)) == may_be, (schema, text)
+
+
+LIST = {"type": "array", "items": {"type": "integer"}}
+
+
+@pytest.mark.parametrize(("name", "schema", "more", "message"), [
+    ("gemma", LIST | {"maxItems": 3}, {}, "maxItems of a list"), ("gemma", LIST | {"minItems": 1}, {}, "minItems of a list"),
+    ("gemma", {"type": "object", "minProperties": 1}, {}, "minProperties of an object"),
+    ("gemma", {"oneOf": [LIST]}, {}, "oneOf of a value"), ("gemma", {"enum": ["a<tool_call|>"]}, {}, "no text"),
+    ("gemma", {"enum": ['<|"|>']}, {}, "no text"), ("xml", {"enum": ["a</parameter>"]}, {}, "no text"),
+    ("xml", {"type": "string", "pattern": "a"}, {}, "pattern of a string"), ("xml", LIST, {"minProperties": 1}, "an object"),
+    ("python", LIST, {"anyOf": []}, "anyOf of an object"),
+])  # fmt: skip
+def test_what_is_strict_and_cannot_be_held_is_refused(decoder, name, schema, more, message):  # noqa: F811
+    way = next(way for way in ALL if way.name == name)
+    with pytest.raises(ValueError, match=f"the tool f: .*{message}"):
+        grammar_of_calls(decoder.tokenizer, way, [tool_of(schema, **more)], True, True)
+
+
 def test_what_cannot_be_forced_is_refused_by_name(talker):
     for more, param in (
         ({"tool_choice": "required", "tools": []}, "tool_choice"), ({"tool_choice": "any"}, "tool_choice"),
