@@ -156,9 +156,9 @@ class Form:
 
 
 def event(value: Mapping[str, Any], name: str = "") -> bytes:
-    """One of a stream of server-sent events."""
+    """One of a stream of server-sent events. Half a character, which JSON's escapes can say, is such an escape again."""
     told = f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
-    return (f"event: {name}\n{told}" if name else told).encode()
+    return (f"event: {name}\n{told}" if name else told).encode(errors="backslashreplace")
 
 
 @dataclass

@@ -3,6 +3,7 @@ requests."""
 
 import json
 import re
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ CLOSES = {"{": "}", "[": "]"}
 OPENS = {closes: opens for opens, closes in CLOSES.items()}
 WORD = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?|true|false|null", re.ASCII)
 LONGEST_NUMBER = 400
+LARGEST = sys.float_info.max
 FIRST_ESCAPED = 9  # what follows a backslash; of \\u, four digits do
 
 
@@ -43,10 +45,16 @@ class Thought:
 Said = str | Thought | Call | More
 
 
+def value_of(text: str) -> Any:
+    """What JSON stands for, as JSON can say it again: a number beyond all floats is the largest, what is no number a text. Raises
+    ValueError, and RecursionError."""
+    return json.loads(text, parse_float=lambda digits: max(-LARGEST, min(float(digits), LARGEST)), parse_constant=str)
+
+
 def call_of(text: str, tools: Collection[str]) -> Call | None:
     """The call that a text is: a JSON object of a name and arguments; None for any other."""
     try:
-        value = json.loads(text)
+        value = value_of(text)
     except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or name not in tools:

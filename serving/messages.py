@@ -9,7 +9,7 @@ from typing import Any
 from ..checks import one_of, short, text
 from .answers import InParts, Part, event
 from .asked import COMMON, Asked, Model, chat_asked
-from .calls import Call, Thought
+from .calls import Call, Thought, value_of
 from .fields import NOT_DONE, NOTHING, Fields, Refused, a_list, an_object, between, objects, words, yes_or_no
 
 OF_NO_EFFECT = ("metadata", "context_management", "diagnostics")  # objects that are taken
@@ -175,7 +175,7 @@ class Message(InParts):
         if part.kind is not Call:
             return block | {key: part.text}
         try:
-            arguments = json.loads(part.text or "{}")
+            arguments = value_of(part.text or "{}")
         except ValueError:  # cut by the length: what there is of it is text
             return {"type": "text", "text": f"{part.name} {part.text}"}
         return block | _named(part) | {"input": arguments}

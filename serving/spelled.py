@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from .calls import CLOSE, OPEN, Blocks, Call, More, Said
+from .calls import CLOSE, OPEN, Blocks, Call, Json, More, Said, value_of
 
 Tools = Mapping[str, Mapping[str, Any]]  # the schemas of arguments, by the tools' names
 XML = "<function="
@@ -27,13 +27,16 @@ PIECE = re.compile(
 
 
 class Xml(Blocks):
-    """`<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`, each parameter once it is whole."""
+    """`<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`, each parameter once it is whole. The
+    tag that closes one is none within a string of JSON."""
 
     def __init__(self, tools: Tools) -> None:
         super().__init__((OPEN, CLOSE), lambda _: [])
         self._tools = tools
         self._name = self._key = ""
         self._n = 0  # parameters of the call that has begun
+        self._schema: Mapping[str, Any] = {}  # of the parameter that goes on
+        self._json: Json | None = None  # its value, as long as it is JSON
 
     def _inside(self, letter: str) -> list[Said]:
         self._held += letter
@@ -48,6 +51,10 @@ class Xml(Blocks):
         self._held += letter
         if found := PARAMETER.fullmatch(self._held):
             self._key, self._held, self._read = found[1], "", self._value
+            properties = self._tools[self._name].get("properties")
+            schema = properties.get(self._key) if isinstance(properties, Mapping) else None
+            self._schema = schema if isinstance(schema, Mapping) else {}
+            self._json = None if is_text(self._schema, self._tools[self._name]) else Json()
             return []
         if self._held.lstrip() == END_OF_FUNCTION:
             self._held, self._read = "", self._behind
@@ -55,12 +62,15 @@ class Xml(Blocks):
         return [] if _begins(self._held, "<parameter=", END_OF_FUNCTION) else [More("}"), *self._fails("")]
 
     def _value(self, letter: str) -> list[Said]:
+        if self._json and not self._json.takes(letter):
+            self._json = None
+        if self._json and self._json.in_string:
+            self._inner.append(letter)
+            self._tail = ""
+            return []
         if (text := self._until(END_OF_PARAMETER, letter)) is None:
             return []
-        schema, properties = {}, self._tools[self._name].get("properties")
-        if isinstance(properties, Mapping) and isinstance(properties.get(self._key), Mapping):
-            schema = properties[self._key]
-        value = written(text.removeprefix("\n").removesuffix("\n"), schema, self._tools[self._name])
+        value = written(text.removeprefix("\n").removesuffix("\n"), self._schema, self._tools[self._name])
         self._n, self._read = self._n + 1, self._between
         return [self._argument(json.dumps(value, ensure_ascii=False))]
 
@@ -137,7 +147,7 @@ def written(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> An
     if is_text(schema, root):
         return text
     try:
-        return json.loads(text)
+        return value_of(text)
     except (ValueError, RecursionError):
         return WORDS.get(text.strip(), text)
 
@@ -196,7 +206,7 @@ class Values:
         if piece[1] or piece[2]:
             return _string(piece[1] or piece[2])
         if piece[3]:
-            return json.loads(piece[3])
+            return value_of(piece[3])
         if piece[4] in WORDS:
             return WORDS[piece[4]]
         if piece[5] == "[":

@@ -93,14 +93,18 @@ class Marked(Blocks):
 
 
 class Channels(Calls):
-    """Harmony's messages: `<|channel|>NAME<|message|>words<|end|>`, of which analysis is thought and one to a function a call."""
+    """Harmony's messages: `<|channel|>NAME<|message|>words<|end|>`, of which analysis is thought and one to a function a call. A
+    mark is none within a string of a call's arguments."""
 
     def __init__(self, tools: Tools) -> None:
         super().__init__()
         self._tools, self._head = tools, ""  # the mark of a message, before whose words it stands
         self._says: Callable[[str], Said] = str
+        self._arguments: Json | None = None  # of the call that goes on, as long as they are JSON
 
     def _outside(self, letter: str) -> list[Said]:
+        if self._arguments and self._arguments.in_string:
+            return self._words(letter)
         self._held += letter
         marks = (MESSAGE,) if self._head else (CHANNEL, START, *ENDS)
         mark = next((mark for mark in marks if self._held.endswith(mark)), "")
@@ -124,13 +128,16 @@ class Channels(Calls):
         channel, _, rest = head.partition(RECIPIENT)
         channel = channel.rpartition(CHANNEL)[2]
         name = rest.split(maxsplit=1)[0].partition("<")[0] if rest.strip() else ""
-        if name in self._tools:
+        self._arguments = Json() if name in self._tools else None
+        if self._arguments:
             self._says = More
             return [Call(name)]
         self._says = Thought if channel.strip().startswith("analysis") and not rest else str
         return []
 
     def _words(self, words: str) -> list[Said]:
+        if self._arguments and not all(map(self._arguments.takes, words)):
+            self._arguments = None
         return [self._says(words)] if words else []
 
 

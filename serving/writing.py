@@ -206,5 +206,6 @@ def _pieces(data: bytes) -> Iterator[bytes]:
 
 
 def json_of(value: Any) -> bytes:
-    """Written a part at a time, between which other threads get on."""
-    return "".join(json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(value)).encode()
+    """Written a part at a time, between which other threads get on; half a character as `event` does."""
+    told = "".join(json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(value))
+    return told.encode(errors="backslashreplace")

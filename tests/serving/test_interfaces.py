@@ -114,6 +114,19 @@ def test_calls_are_blocks_and_items_with_their_arguments_as_they_come(serving): 
         assert two in (one, one + 1)
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_whatever_a_calls_arguments_hold_the_answer_is_json(serving, path):  # noqa: F811
+    """Numbers beyond all floats, and half a character."""
+    for call in ('{"name": "weather", "arguments": %s}', '{"arguments": %s, "name": "weather"}'):
+        text = "<tool_call>\n" + call % '{"x": [1e999, -1e999], "y": "a\\ud800"}' + "\n</tool_call>"
+        answer = told(serving, path, step(text, "eos"))
+        assert answer.status == 200 and b"Infinity" not in answer.body
+        (said,) = answer.json["content" if path == MESSAGES else "output"]
+        given = said["input"] if path == MESSAGES else json.loads(said["arguments"])
+        assert given["y"] == "a\ud800" and len(given["x"]) == 2
+        assert told(serving, path, step(text, "eos"), stream=True).status == 200
+
+
 def test_a_call_that_is_cut_is_told(serving):  # noqa: F811
     cut = [step(TAGS[:58], "max_tokens")]
     answer = told(serving, MESSAGES, *cut).json

@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from tests.folders import FIXTURES
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "tags": {"type": "array"}}}
 TOOLS = {"weather": CITY, "get.time-1": {}}
+LARGEST = sys.float_info.max
 OSLO = {"city": 'O"s\nlo</x>', "days": 3}
 
 
@@ -49,6 +51,15 @@ CASES = [
      [("weather", {"tags": [1, True], "x": "12"})]),
     ("xml", "<tool_call>\n<function=weather>\n<parameter=tags>\nTrue\n</parameter>\noops</function> x",
      [("weather", {"tags": True}), "\noops</function> x"]),
+    ("xml", '<tool_call><function=weather><parameter=tags>["</parameter>", "\\"</parameter>"]</parameter></function></tool_call>',
+     [("weather", {"tags": ["</parameter>", '"</parameter>']})]),
+    ("xml", '<tool_call><function=weather><parameter=tags>\n"it\n</parameter><parameter=days>NaN</parameter></function>',
+     [("weather", {"tags": '"it', "days": "NaN"})]),
+    ("xml", "<tool_call><function=weather><parameter=days>-1e999</parameter></function></tool_call>",
+     [("weather", {"days": -LARGEST})]),
+    ("python", "<|tool_call_start|>[weather(days=1e999, tags=[-1e999])]<|tool_call_end|>",
+     [("weather", {"days": LARGEST, "tags": [-LARGEST]})]),
+    ("gemma", "<|tool_call>call:weather{days:1e999}<tool_call|>", [("weather", {"days": LARGEST})]),
     ("listed", f"Hm. [TOOL_CALLS]{LISTED}", ["Hm.", ("weather", OSLO), ("get.time-1", {})]),
     ("listed", f"[TOOL_CALLS] {LISTED} so", [("weather", OSLO), ("get.time-1", {}), " so"]),
     ("listed", '[TOOL_CALLS][{"name": "rain"}]', ['[TOOL_CALLS][{"name": "rain"}]']),
@@ -79,6 +90,8 @@ CASES = [
      [Thought("Hm"), "Oslo < Rom."]),
     ("harmony", "<|start|>assistant to=functions.get.time-1<|channel|>commentary json<|message|>{}", [("get.time-1", {})]),
     ("harmony", "<|channel|>commentary to=functions.rain<|message|>{}<|call|>", ["{}"]),
+    ("harmony", '<|channel|>commentary to=functions.weather<|message|>{"city": "<|end|>\\"<|call|>"}<|end|><|start|>assistant'
+     "<|channel|>final<|message|>Oslo.", [("weather", {"city": '<|end|>"<|call|>'}), "Oslo."]),
     ("harmony", "<|channel|>fin", ["<|channel|>fin"]),
     ("harmony", "no channel", ["no channel"]),
 ]  # fmt: skip
