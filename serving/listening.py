@@ -19,6 +19,8 @@ READER_SECONDS = 30.0  # that a client may take to read what waits for it, which
 KEEP_ALIVE_SECONDS = 30  # that a connection waits for its next request
 MOST_CONNECTIONS = 128  # beyond which one that waits for its client gives way; twice as many may be answered at once
 LAST_WORDS_SECONDS = 5  # behind the grace, for clients that read slowly
+# who else writes a log, from what on: asyncio, for which all would wait where nobody reads it, not of writes to who has left
+WORDS_OF = {"uvicorn.error": logging.WARNING, "asyncio": logging.ERROR}
 PROBES_SECONDS = (0.05, 1.0)  # between signs of life to who sends no more: the first one's, and any later one's
 
 
@@ -137,7 +139,7 @@ def _stop(timer: asyncio.TimerHandle | None) -> None:
 
 
 class Log(logging.Handler):
-    """uvicorn's words, a line each: of an error without where in the code it was."""
+    """Others' words, a line each: of an error without where in the code it was."""
 
     def __init__(self, tell: Callable[[str], object]) -> None:
         super().__init__(logging.WARNING)
@@ -170,8 +172,10 @@ class Listener(threading.Thread):
 
     def __init__(self, app: App, sock: socket.socket, grace: float, tell: Callable[[str], object]) -> None:
         super().__init__(name="server")
-        logger = logging.getLogger("uvicorn.error")
-        logger.handlers, logger.propagate = [Log(tell)], False
+        for name, level in WORDS_OF.items():
+            logger = logging.getLogger(name)
+            logger.handlers, logger.propagate = [Log(tell)], False
+            logger.setLevel(level)
         config = uvicorn.Config(
             app,
             http=Patient,

@@ -69,6 +69,7 @@ async def unless(
         return working.result()
     finally:
         working.cancel()
+        working.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever has left is told of none
 
 
 async def _loaded(place: Place, leaving: "asyncio.Future[Any]", tell: Callable[[], Awaitable[None]] | None = None) -> Served:

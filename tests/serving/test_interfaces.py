@@ -1,6 +1,7 @@
 """Anthropic's interface and OpenAI's newer one: the same texts as a chat's, in events and whole."""
 
 import base64
+import gc
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -213,7 +214,7 @@ def test_embeddings_are_the_models_last_hidden_states(app, decoder, monkeypatch,
     np.testing.assert_allclose(short["embedding"], vectors[0, :8] / np.linalg.norm(vectors[0, :8]), atol=1e-6)
 
 
-def test_embeddings_are_made_between_others_passes_and_end_with_their_client(app, decoder, engine):  # noqa: F811
+def test_embeddings_are_made_between_others_passes_and_end_with_their_client(app, decoder, engine, caplog):  # noqa: F811
     """Beside answers, which stay what they are; and a client that leaves waits for nobody."""
     own = ask(app, CHAT, {"messages": TALK, **DRAWN, "max_tokens": 60}).json["choices"][0]["message"]["content"]
     with ThreadPoolExecutor(8) as pool:
@@ -225,6 +226,8 @@ def test_embeddings_are_made_between_others_passes_and_end_with_their_client(app
         embeddings = app_of(service_of(Model("talker", decoder, None), engine))
         ask(bare(embeddings), EMBEDDINGS, {"input": ["The robin " * 60] * 500}, leaves_after=0)
     assert ask(app, EMBEDDINGS, {"input": "x"}).status == 200
+    gc.collect()
+    assert not caplog.records, "what nobody waits for is no trouble"
 
 
 def bare(inner):

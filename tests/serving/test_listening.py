@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import logging
 import signal
 import socket
 import threading
@@ -73,6 +74,17 @@ def test_what_is_no_http_is_told_in_a_line_and_the_server_goes_on() -> None:
                 other.recv(1000)
         assert asked(address) == b"hi"
     assert log and all("\n" not in line and "Traceback" not in line for line in log)
+
+
+def test_what_asyncio_says_is_a_line_of_the_log_but_not_that_a_client_has_left(capfd: pytest.CaptureFixture[str]) -> None:
+    """For what is written at once, all wait where nobody reads it."""
+    log = list[str]()
+    with listener(hello, log) as address:
+        assert asked(address) == b"hi"
+        logging.getLogger("asyncio").warning("socket.send() raised exception.")
+        logging.getLogger("asyncio").error("a task\nwas destroyed", exc_info=ValueError("why"))
+    assert [line for line in log if "/x" not in line] == ["a task\nwas destroyed: ValueError: why"]
+    assert capfd.readouterr().err == ""
 
 
 def test_connections_that_wait_for_long_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
