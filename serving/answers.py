@@ -10,7 +10,7 @@ from typing import Any
 
 from ..decoding import Event, Statistics, Step, TokenLogprob
 from .asked import Asked, Model
-from .calls import Call, More, Said, Thought
+from .calls import Call, More, Said, Thought, value_of
 from .fields import Refused
 
 # of decoding's reasons, those that are no end of the model's own
@@ -70,6 +70,7 @@ class Choice:
     def __init__(self, asked: Asked) -> None:
         self._calls, self._one_call, self._has_details = asked.calls and asked.calls(), asked.one_call, asked.details
         self.statistics, self.n_calls = Statistics(), 0
+        self._arguments = list[str]()  # of the last call that was told
         self.stop_string: str | None = None  # which has ended it
 
     def takes(self, event: Event) -> Delta:
@@ -87,13 +88,25 @@ class Choice:
             self.n_calls += isinstance(each, Call)
             if isinstance(each, str | Thought) or not self._one_call or self.n_calls == 1:
                 delta.says(each)
+                if isinstance(each, Call):
+                    self._arguments.clear()
+                if isinstance(each, Call | More):
+                    self._arguments.append(each.arguments)
         if event.stop_reason:
-            delta.finish = "length" if event.stop_reason in CUT else "tool_calls" if self.n_calls else "stop"
+            delta.finish = "length" if event.stop_reason in CUT else "tool_calls" if self._has_called else "stop"
         if self._has_details:
             delta.details = guesses(event)
             if event.stop_reason:
                 delta.details |= figures(self.statistics)
         return delta
+
+    @property
+    def _has_called(self) -> bool:
+        """Whether there is a call, and the last one is whole: an end mark or a stop string may stand in the middle of it."""
+        try:
+            return self.n_calls > 0 and isinstance(value_of("".join(self._arguments) or "{}"), dict)
+        except (ValueError, RecursionError):
+            return False
 
 
 def figures(statistics: Statistics) -> dict[str, Any]:

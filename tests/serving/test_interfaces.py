@@ -137,6 +137,17 @@ def test_a_call_that_is_cut_is_told(serving):  # noqa: F811
     assert answer["output"][0]["status"] == "incomplete" and answer["output"][0]["arguments"].startswith('{"ci')
 
 
+@pytest.mark.parametrize("end", [{"end": "stop", "stop_string": "lo"}, {"end": "eos"}])
+def test_a_call_that_is_cut_by_a_stop_string_or_an_end_mark_is_no_reason_to_call(serving, end):  # noqa: F811
+    """Its arguments are no JSON; one that is whole is a reason as ever."""
+    body = {"messages": TALK, "tools": [TOOL], **DRAWN}
+    for text, finish in ((TAGS[:58], "stop"), (TAGS + TAGS[:58], "stop"), (TAGS + "lo", "tool_calls"), ("lo", "stop")):
+        for size in (1, 58, 500):
+            steps = [step(text[i : i + size]) for i in range(0, len(text), size)]
+            (choice,) = ask(serving(Script(Prompt([1], 0.0), *steps, step("", **end))), CHAT, body).json["choices"]
+            assert choice["finish_reason"] == finish, text
+
+
 def test_the_stop_string_is_named(app, decoder):  # noqa: F811
     own = ask(app, CHAT, {"messages": TALK, **DRAWN, "max_tokens": 40}).json["choices"][0]["message"]["content"]
     middle = len(own) // 2
