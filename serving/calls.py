@@ -45,10 +45,14 @@ class Thought:
 Said = str | Thought | Call | More
 
 
+def finite(digits: str) -> float:
+    """A number of JSON, which has no infinity: one beyond all floats is the largest."""
+    return max(-LARGEST, min(float(digits), LARGEST))
+
+
 def value_of(text: str) -> Any:
-    """What JSON stands for, as JSON can say it again: a number beyond all floats is the largest, what is no number a text. Raises
-    ValueError, and RecursionError."""
-    return json.loads(text, parse_float=lambda digits: max(-LARGEST, min(float(digits), LARGEST)), parse_constant=str)
+    """What JSON stands for, as JSON can say it again; what is no number is a text. Raises ValueError, and RecursionError."""
+    return json.loads(text, parse_float=finite, parse_constant=str)
 
 
 def call_of(text: str, tools: Collection[str]) -> Call | None:

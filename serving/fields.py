@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from ..checks import short, text, whole
+from .calls import finite
 
 MOST_NESTED, MOST_VALUES = 64, 50_000  # lists and objects of a body: within each other, and in all
 INVALID, NOT_DONE, UNKNOWN, TOO_LONG = "invalid_value", "unsupported_parameter", "unknown_parameter", "context_length_exceeded"
@@ -53,7 +54,7 @@ def body_of(data: bytes) -> dict[str, Any]:
         if bare.count(b"[") + bare.count(b"{") > MOST_VALUES:
             raise Refused(f"the body holds more than {MOST_VALUES} lists and objects", None)
     try:
-        value = json.loads(data.decode(), parse_constant=_no_number)
+        value = json.loads(data.decode(), parse_float=finite, parse_constant=_no_number)
     except RecursionError:
         raise Refused(f"the body is nested too deep; at most {MOST_NESTED} values within values are read", None) from None
     except ValueError as error:

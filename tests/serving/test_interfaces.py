@@ -4,6 +4,7 @@ import base64
 import gc
 import json
 import random
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -135,6 +136,12 @@ def test_a_call_that_is_cut_is_told(serving):  # noqa: F811
     answer = told(serving, RESPONSES, *cut).json
     assert answer["status"] == "incomplete"
     assert answer["output"][0]["status"] == "incomplete" and answer["output"][0]["arguments"].startswith('{"ci')
+
+
+def test_what_a_response_repeats_of_its_request_is_json(app):  # noqa: F811
+    body = {"input": "x", "max_output_tokens": 1, "metadata": {"a": "NUMBER"}}
+    reply = ask(app, RESPONSES, pieces=[json.dumps(body).replace('"NUMBER"', "-1e999").encode()])
+    assert reply.status == 200 and b"Infinity" not in reply.body and reply.json["metadata"]["a"] == -sys.float_info.max
 
 
 @pytest.mark.parametrize("end", [{"end": "stop", "stop_string": "lo"}, {"end": "eos"}])
