@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -188,37 +189,51 @@ def test_a_body_has_to_come_at_a_least_rate(monkeypatch: pytest.MonkeyPatch) -> 
 # Shapes
 
 
-class Slow:
-    """A grammar that takes its time."""
+class Clock:
+    """In the place of `time`: it goes on by what grammars take."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.n_built = seconds, 0
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Slow:
+    """A grammar that takes so many seconds of a clock, and is not done before it may be."""
+
+    def __init__(self, clock: Clock, seconds: float, may: threading.Event | None = None) -> None:
+        self.clock, self.seconds, self.may, self.n_built = clock, seconds, may, 0
 
     def kept(self) -> None:
         return None
 
     def built(self) -> "Slow":
-        time.sleep(self.seconds)
+        assert self.may is None or self.may.wait(60)
+        self.clock.now += self.seconds
         self.n_built += 1
         return self
 
 
 def test_a_clients_shapes_keep_no_other_client_waiting_and_who_left_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, may = Clock(), threading.Event()
     monkeypatch.setattr(building, "MOST_SECONDS", 0.5)
+    monkeypatch.setattr(building, "time", clock)
 
     async def run() -> None:
-        builder, hostile = Builder(), [Slow(0.4) for _ in range(8)]
+        builder, hostile = Builder(), [Slow(clock, 0.4, may) for _ in range(8)]
         asks = [asyncio.ensure_future(builder.built(each, "enemy")) for each in hostile]  # type: ignore[arg-type]
-        await asyncio.sleep(0.01)
-        begin = time.monotonic()
-        quick = Slow(0.0)
+        await asyncio.sleep(0)
+        quick = Slow(clock, 0.0)
         assert await builder.built(quick, "friend") is quick  # type: ignore[arg-type,comparison-overlap]
-        assert time.monotonic() - begin < 0.35  # before the first of the others is done
         asks[1].cancel()
+        may.set()  # the first of the others was not done before
         done = await asyncio.gather(*asks, return_exceptions=True)
         assert [each.n_built for each in hostile] == [1, 0, 1, 0, 0, 0, 0, 0]
         assert [type(each) for each in done] == [Slow, asyncio.CancelledError, Slow, *[Busy] * 5]
-        many = [asyncio.ensure_future(builder.built(Slow(0.1), f"{i}")) for i in range(building.MOST_WAITING + 4)]  # type: ignore[arg-type]
+        may.clear()
+        many = [asyncio.ensure_future(builder.built(Slow(clock, 0.1, may), f"{i}")) for i in range(building.MOST_WAITING + 4)]  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        may.set()
         told = await asyncio.gather(*many, return_exceptions=True)
         assert sum(isinstance(each, Busy) for each in told) == 2
 
