@@ -13,6 +13,7 @@ import pytest
 
 from specdec.architectures import RopeScaling, architecture_of
 from specdec.architectures.rope import positions_a_radian
+from specdec.machine.memory import all_finite
 from specdec.readers import CheckpointError, load_checkpoint
 from specdec.readers.gguf_blocks import BLOCKS, BlockTensor, dequantized
 from specdec.readers.gguf_file import GgufFile
@@ -362,6 +363,12 @@ def test_a_split_that_is_not_whole_is_told_by_the_part(tmp_path: Path) -> None:
 
 
 # Files that are none
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_looks_for_numbers_is_compiled() -> None:
+    """Compiling takes more memory than any refusal may."""
+    assert all(all_finite(np.zeros(1, dtype)) for dtype in (np.float32, np.float16, np.uint16))
 
 
 def refused(path: Path) -> str:
