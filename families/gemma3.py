@@ -15,7 +15,7 @@ from . import folders, ggufs
 from .family import InFolder, InGguf, Keys
 from .folders import FULL, MAX_THETA, SLIDING
 from .places import ONE_MORE, changed
-from .values import WIDEST, Values
+from .values import Values
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
@@ -36,7 +36,7 @@ def config(values: Values) -> Config:
     """The numbers that a config.json says."""
     values.must_be("attention_bias", False)
     values.must_be("use_bidirectional_attention", False, None)
-    sizes, head_dim = folders.numbers(values, "hidden_activation", folders.GELU_TANH), values.whole("head_dim", most=WIDEST)
+    sizes, head_dim = folders.numbers(values, "hidden_activation", folders.GELU_TANH), values.whole("head_dim")
     n_layers = sizes["n_layers"]
     full = folders.full_layers(values, n_layers, "sliding_window_pattern")
     window = values.whole("sliding_window") if len(full) < n_layers else 0
