@@ -105,7 +105,7 @@ class Choice:
         """Whether there is a call, and the last one is whole: an end mark or a stop string may stand in the middle of it."""
         try:
             return self.n_calls > 0 and isinstance(value_of("".join(self._arguments) or "{}"), dict)
-        except (ValueError, RecursionError):
+        except ValueError:
             return False
 
 

@@ -51,15 +51,18 @@ def finite(digits: str) -> float:
 
 
 def value_of(text: str) -> Any:
-    """What JSON stands for, as JSON can say it again; what is no number is a text. Raises ValueError, and RecursionError."""
-    return json.loads(text, parse_float=finite, parse_constant=str)
+    """What JSON stands for, as JSON can say it again; what is no number is a text. Raises ValueError."""
+    try:
+        return json.loads(text, parse_float=finite, parse_constant=str)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
 def call_of(text: str, tools: Collection[str]) -> Call | None:
     """The call that a text is: a JSON object of a name and arguments; None for any other."""
     try:
         value = value_of(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or name not in tools:
         return None

@@ -148,7 +148,7 @@ def written(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> An
         return text
     try:
         return value_of(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return WORDS.get(text.strip(), text)
 
 

@@ -129,6 +129,16 @@ def test_whatever_a_calls_arguments_hold_the_answer_is_json(serving, path):  # n
         assert told(serving, path, step(text, "eos"), stream=True).status == 200
 
 
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("n", [900, 1500, 20_000])
+def test_arguments_that_are_nested_beyond_bounds_are_told(serving, path, n):  # noqa: F811
+    """Where they are no value to Python, they are a text."""
+    for call in ('{"name": "weather", "arguments": %s}', '{"arguments": %s, "name": "weather"}'):
+        text = "<tool_call>\n" + call % ('{"x": ' + "[" * n + "]" * n + "}") + "\n</tool_call>"
+        answer = told(serving, path, step(text, "eos"))
+        assert answer.status == 200 and answer.body.count(b"[") >= n
+
+
 def test_a_call_that_is_cut_is_told(serving):  # noqa: F811
     cut = [step(TAGS[:58], "max_tokens")]
     answer = told(serving, MESSAGES, *cut).json
