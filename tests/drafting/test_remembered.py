@@ -153,12 +153,13 @@ def test_where_nothing_can_be_kept_nothing_is_lost(folder, monkeypatch):
 
 def test_a_text_is_the_same_whatever_was_known_and_leaves_what_it_showed(folder, pair, monkeypatch):
     def write():
-        decoder = SpeculativeDecoder(pair.target, pair.draft, pair.tokenizer)
+        decoder = SpeculativeDecoder(pair.target, pair.draft, pair.tokenizer, n_threads=1)  # a choice may come out otherwise
         events = [*decoder.stream("abc", 60)]
         return [token for event in events if isinstance(event, Step) for token in event.tokens], decoder.tuning.costs
 
+    monkeypatch.setattr("specdec.drafting.tuning.LEAST_STEPS", 1)  # how many it takes is the clock's
     first, measured = write()
-    assert measured.is_new or len([*folder.glob("*.known")]) == 1
+    assert len([*folder.glob("*.known")]) == 1
     monkeypatch.setattr("specdec.drafting.tuning.costs_of", None)  # nothing is timed again
     again, known = write()
     assert again == first and known is not measured
