@@ -117,10 +117,10 @@ def window(values: Values) -> int:
     return seen
 
 
-def no_window(values: Values, family: str) -> None:
+def no_window(values: Values) -> None:
     """Raises CheckpointError for a window that is said where transformers does not look at it."""
     if values["sliding_window"] is not None and values.whole("sliding_window") < values.whole("max_position_embeddings"):
-        raise values.refusal("sliding_window", f"null in a {family} model")
+        raise values.refusal("sliding_window", f"null in a {values['model_type']} model")
 
 
 def all_are(kind: str, values: Values) -> None:
@@ -227,6 +227,13 @@ def _yarn(rope: RopeConfig, values: Values, said: Values) -> RopeConfig:
 
 
 # Experts
+
+
+def dense_layers(values: Values) -> tuple[int, ...]:
+    """Those without experts, where each so many-th layer has some, and those do not that a list names."""
+    n_layers, step = values.whole("num_hidden_layers", most=MOST_LAYERS), values.whole("decoder_sparse_step")
+    named = [] if values["mlp_only_layers"] is None else values.layers("mlp_only_layers", n_layers)
+    return tuple(i for i in range(n_layers) if i in named or (i + 1) % step)
 
 
 def experts(values: Values, hidden: str, n: str = "num_experts", **more: Any) -> ExpertsConfig:

@@ -43,7 +43,7 @@ def scaled(values: Values, **own: Any) -> dict[str, Any]:
 
 def config(values: Values) -> Config:
     """The numbers that a config.json says."""
-    folders.no_window(values, "granite")
+    folders.no_window(values)
     folders.all_are(folders.FULL, values)
     return Config(**scaled(values), mlp_bias=values.flag("mlp_bias"))
 
@@ -52,7 +52,7 @@ def moe_config(values: Values) -> Config:
     """The same with experts, and one that all tokens go through where its width is not 0."""
     shared = values.whole("shared_intermediate_size") if values["shared_intermediate_size"] != 0 else 0
     experts = folders.experts(values, "intermediate_size", "num_local_experts", shared_dim=shared)
-    folders.no_window(values, "granitemoe")
+    folders.no_window(values)
     values.must_be("mlp_bias", False)
     return Config(**scaled(values), experts=experts)
 
@@ -63,7 +63,7 @@ def hybrid_config(values: Values) -> Config:
     values.must_be("num_local_experts", 0)
     values.of_layers("layer_types", n_layers, ATTENTION, "attention, as others are not done here,")
     values.must_be("position_embedding_type", "rope", "nope", None)
-    folders.no_window(values, "granitemoehybrid")
+    folders.no_window(values)
     values.must_be("mlp_bias", False)
     is_turned = values["position_embedding_type"] == "rope"
     return Config(**scaled(values, is_turned=is_turned) | {"hidden_dim": values.whole("shared_intermediate_size")})

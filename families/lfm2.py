@@ -51,7 +51,7 @@ GGUF_PLACES = ggufs.PLACES | {
 
 def config(values: Values) -> Config:
     """The numbers that a config.json says."""
-    folders.no_window(values, "lfm2")
+    folders.no_window(values)
     folders.no_biases(values)
     sizes = folders.numbers(values) | {"hidden_dim": hidden_dim(values), "norm_eps": values.real("norm_eps", 0, 1)}
     conv = LayerConfig(mixer=ConvConfig(values.whole("conv_L_cache"), values.flag("conv_bias")))

@@ -8,7 +8,7 @@ from .values import Values
 
 def config(values: Values) -> Config:
     """The numbers that a config.json says."""
-    folders.no_window(values, "llama")
+    folders.no_window(values)
     folders.all_are(folders.FULL, values)
     return Config(**folders.numbers(values), attention=folders.attention(values), mlp_bias=values.flag("mlp_bias"))
 

@@ -12,7 +12,7 @@ DEFAULTS = folders.DEFAULTS | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "bos_t
 
 def config(values: Values) -> Config:
     """The numbers that a config.json says."""
-    folders.no_window(values, "olmo2")
+    folders.no_window(values)
     values.must_be("mlp_bias", False)
     return Config(**folders.numbers(values), attention=folders.attention(values, qk_norm="whole"), norms="behind")
 

@@ -14,7 +14,7 @@ DEFAULTS = folders.DEFAULTS | {
 
 def config(values: Values) -> Config:
     """The numbers that a config.json says."""
-    folders.no_window(values, "olmoe")
+    folders.no_window(values)
     values.must_be("mlp_bias", False)
     experts = folders.experts(values, "intermediate_size", is_normed=values.flag("norm_topk_prob"))
     return Config(**folders.numbers(values), attention=folders.attention(values, qk_norm="whole"), experts=experts)

@@ -1,11 +1,13 @@
 """Where a family's tensors lie among those of a file, and how they become what blocks take. Knows no format and no family."""
 
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ..architectures import Config
 from ..architectures.states import fill_rates
 
 GATED, QKV, QKV_BIASES = ("w1", "w3"), ("wq", "wk", "wv"), ("bq", "bk", "bv")  # what may lie in one tensor
@@ -23,7 +25,8 @@ class Place(NamedTuple):
     alone: of several that there may be, each with its number in its name, it is the only one and has none; turn: of heads that
     lie in turns with those of other tensors, see `FileTensor`; made: how a small one is made of what is stored; each: there is
     one for each expert, by a second `{}` in the name, or all of them are one tensor; step: of outputs in turns those from the
-    first on, so many apart; scales: the name of the exponents of such blocks of MXFP4 as lie there.
+    first on, so many apart; scales: the name of the exponents of such blocks of MXFP4 as lie there; groups: by its layer's
+    numbers, in which groups of rows its own lie there.
     """
 
     name: str
@@ -36,6 +39,7 @@ class Place(NamedTuple):
     each: bool = False
     step: tuple[int, int] = (0, 1)
     scales: str = ""
+    groups: "Callable[[Config], Groups] | None" = None
 
 
 class Making(NamedTuple):
@@ -43,6 +47,25 @@ class Making(NamedTuple):
 
     numbers: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
     stored: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple
+
+
+class Groups(NamedTuple):
+    """Of rows in n groups, each of parts of those sizes, the parts from `first` on up to `last`: each one's of all groups."""
+
+    n: int
+    sizes: tuple[int, ...]
+    first: int
+    last: int
+
+    @property
+    def n_rows(self) -> int:
+        """Of all parts."""
+        return self.n * sum(self.sizes)
+
+    def places(self) -> npt.NDArray[np.int64]:
+        """Where its rows lie, in its order."""
+        groups, ends = np.arange(self.n_rows).reshape(self.n, -1), [*itertools.accumulate(self.sizes, initial=0)]
+        return np.concatenate([groups[:, ends[i] : ends[i + 1]].reshape(-1) for i in range(self.first, self.last)])
 
 
 def named(form: str, **stored: str) -> dict[str, Place]:

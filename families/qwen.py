@@ -50,12 +50,10 @@ def qwen3_config(values: Values) -> Config:
 
 
 def moe_config(values: Values) -> Config:
-    """The same of a Qwen3 with experts in each so many layers, where a list does not say otherwise; windows are all layers'."""
-    n_layers, step = values.whole("num_hidden_layers", most=folders.MOST_LAYERS), values.whole("decoder_sparse_step")
-    dense = [] if values["mlp_only_layers"] is None else values.layers("mlp_only_layers", n_layers)
+    """The same of a Qwen3 with experts in some layers; windows are all layers'."""
     experts = folders.experts(
         values, "moe_intermediate_size", "num_local_experts" if values["num_experts"] is None else "num_experts",
-        is_normed=values.flag("norm_topk_prob"), dense_layers=tuple(i for i in range(n_layers) if i in dense or (i + 1) % step),
+        is_normed=values.flag("norm_topk_prob"), dense_layers=folders.dense_layers(values),
     )  # fmt: skip
     window = values.whole("sliding_window", 0) if values.flag("use_sliding_window") else 0
     values.must_be("mlp_bias", False)

@@ -5,6 +5,7 @@ tokens (MTP) comes along in the same files. Qwen3.5 and 3.6 with experts, of whi
 import re
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from ..architectures import Config, DeltaConfig, LayerConfig
 from ..architectures.config import of_some
@@ -70,7 +71,7 @@ def config(values: Values) -> Config:
     rope = folders.rope_values(values)
     rope.must_be("rope_type", "default")
     turned = folders.partial_rope(rope, values, values, rope)
-    folders.no_window(values, "qwen3_5_text")
+    folders.no_window(values)
     folders.no_biases(values)
     n_layers = values.whole("num_hidden_layers", most=folders.MOST_LAYERS)
     full = folders.full_layers(values, n_layers, "full_attention_interval", LINEAR)
@@ -86,14 +87,15 @@ def config(values: Values) -> Config:
     return Config(**folders.numbers(values), attention=attention, layers=of_some(LayerConfig(mixer=delta), layers, n_layers))
 
 
-def moe_config(values: Values) -> Config:
-    """The same with experts."""
+def moe_config(values: Values, **more: Any) -> Config:
+    """The same with experts; more: of what these do."""
     shared = values.whole("shared_expert_intermediate_size")
-    return replace(config(values), experts=folders.experts(values, "moe_intermediate_size", shared_dim=shared, shared_gate=True))
+    more |= {"shared_dim": shared, "shared_gate": True}
+    return replace(config(values), experts=folders.experts(values, "moe_intermediate_size", **more))
 
 
-def gguf_config(k: Keys) -> Config:
-    """The numbers that a GGUF file's keys say; heads of values that share one of keys lie in turns."""
+def gguf_config(k: Keys, in_turns: bool = True) -> Config:
+    """The numbers that a GGUF file's keys say; in_turns: how heads of values lie that share one of keys."""
     n_layers, recurrent = k.common["n_layers"], "attention.recurrent_layers"
     interval = k.whole("full_attention_interval", 4)
     are, n = k[recurrent], n_layers + k.count(ggufs.NEXTN)
@@ -110,15 +112,15 @@ def gguf_config(k: Keys) -> Config:
         key_dim=k.whole("ssm.state_size"),
         value_dim=n_values // n_value_heads,
         n_taps=k.whole("ssm.conv_kernel"),
-        in_turns=n_key_heads != n_value_heads,
+        in_turns=in_turns and n_key_heads != n_value_heads,
     )
     layers = of_some(LayerConfig(mixer=delta), [i for i in range(n_layers) if are[i]], n_layers)
     return Config(**ggufs.numbers(k, is_partial=True, qk_norm=True, gate=True), layers=layers)
 
 
-def moe_gguf_config(k: Keys) -> Config:
+def moe_gguf_config(k: Keys, in_turns: bool = True) -> Config:
     """The same with experts."""
-    return replace(gguf_config(k), experts=ggufs.experts(k, shared_gate=True))
+    return replace(gguf_config(k, in_turns), experts=ggufs.experts(k, shared_gate=True))
 
 
 MOE_PLACES, MOE_GGUF_PLACES = PLACES | folders.EXPERTS | folders.SHARED, GGUF_PLACES | ggufs.EXPERTS_PLACES

@@ -16,7 +16,7 @@ DEFAULTS = folders.DEFAULTS | {
 
 def config(values: Values) -> Config:
     """The numbers that a config.json says."""
-    folders.no_window(values, "seed_oss")
+    folders.no_window(values)
     folders.all_are(folders.FULL, values)
     biases = {"qkv_bias": values.flag("attention_bias"), "wo_bias": values.flag("attention_out_bias")}
     attention = AttentionConfig(folders.rope(values), **biases)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..families.values import CheckpointError
+from ..machine.vectors import Int64
 from ..weights.blocks import powers
 from ..weights.groups import NUMBERS
 from .model_file import FP16, Bytes, FileTensor
@@ -222,6 +223,11 @@ class BlockTensor:
         """Those rows, which are not read yet."""
         assert isinstance(self.stored, FileTensor)
         return replace(self, stored=self.stored.part(first, last))
+
+    def picked(self, places: Int64) -> "BlockTensor":
+        """Those of its rows, in that order."""
+        assert isinstance(self.stored, FileTensor)
+        return replace(self, stored=self.stored.picked(places))
 
     def heads(self, head_dim: int, n_turned: int, turn: tuple[int, int] = (0, 1)) -> "BlockTensor":
         """The same whose rows are in our order, or a part of them: see `FileTensor.heads`."""

@@ -1,5 +1,6 @@
 """A model's file: bytes that are read when they are asked for, and the errors of files. Knows no format."""
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -155,6 +156,17 @@ class FileTensor:
             return np.ascontiguousarray(heads[:, order]).reshape(-1, *inner)[first - begin : last - begin]
 
         return Derived(self, (self.shape[0] // n_turns, *inner), self.dtype, rows)
+
+    def picked(self, places: Int64) -> "Derived":
+        """Those of its rows, in that order; such as are neighbours are read at once."""
+
+        def rows(first: int, last: int) -> npt.NDArray[Any]:
+            own = places[first:last]
+            ends = [0, *(np.flatnonzero(own[1:] != own[:-1] + 1) + 1).tolist(), len(own)]
+            runs = (self[int(own[i]) : int(own[j - 1]) + 1] for i, j in itertools.pairwise(ends) if i < j)
+            return np.concatenate([self[:0], *runs])
+
+        return Derived(self, (len(places), *self.shape[1:]), self.dtype, rows)
 
     def columns(self, first: int, last: int) -> npt.NDArray[Any]:
         """(n, last - first) of a matrix (n, columns), read."""

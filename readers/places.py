@@ -25,6 +25,9 @@ def tensors_of(config: Config, places: Mapping[str, Place], source: Tensors) -> 
 
     def tensor(name: str, stored_name: str, shape: tuple[int, ...], place: Place, layer: int = 0) -> Any:
         n_rows, *others = shape
+        if place.groups:
+            groups = place.groups(config.of_layer(layer))
+            return source.tensor(stored_name, (groups.n_rows, *others)).picked(groups.places())
         among = [name.removesuffix(name.rpartition(".")[2]) + each for each in place.among]
         rows = {each: shapes[each][-len(shape)] for each in among or (name,)}
         total, first = sum(rows.values()), 0

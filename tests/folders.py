@@ -276,6 +276,15 @@ CONFIGS |= {
         **gemma4(28, "wwwa", 0, 12, 8, 1, values_are_keys=True),
     ),
     "seed_oss": made(36, 44, 2, 3, 1, 67, 128, False, norm_eps=1e-6, head_dim=10, qkv_bias=True),
+    "qwen3_next": made(
+        32, 48, 4, 2, 1, 70, 128, False, norm_eps=1e-6, head_dim=16, rope_dim=4, qk_norm=True, attention_gate=True,
+        delta=((0, 1, 2), DeltaConfig(2, 4, 16, 16)), experts=ExpertsConfig(6, 2, 12, shared_dim=28, shared_gate=True),
+    ),
+    "qwen3_next_odd": made(
+        36, 40, 4, 3, 1, 65, 128, False, norm_eps=1e-6, rope_theta=1e5, head_dim=20, rope_dim=10, qk_norm=True,
+        attention_gate=True, delta=((0, 2, 3), DeltaConfig(2, 6, 7, 5, 3)),
+        experts=ExpertsConfig(5, 3, 20, False, (0, 1, 2), shared_dim=9, shared_gate=True),
+    ),
 }  # fmt: skip
 
 

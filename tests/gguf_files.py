@@ -164,7 +164,7 @@ GPT2_NAMES = {
 # not those of numbers that no file tells, or of heads of values in another order
 APART = {
     "smollm3_layers", "phi3_factor", "phi3_long", "ministral3_beside", "ministral3_scale", "gemma3_scaled", "lfm2_biases",
-    "qwen35", "qwen35_images",
+    "qwen35", "qwen35_images", "qwen3_next_odd",
 }  # fmt: skip
 CONVERTED = [
     path.stem for path in sorted((FIXTURES / "gguf").glob("*.gguf")) if (FIXTURES / path.stem).is_dir()

@@ -3,7 +3,7 @@
 Not with -m: transformers would take our kernels.py for a package. Needs torch, transformers and safetensors, which no test does.
 Each folder is a tiny model of random weights as `save_pretrained` writes it, and expected.npz: `tokens` (60,), transformers' fp32
 `logits` (60, V) of them, and its greedy `continuation` of the first five of them; `names` and `sums`, the CRC-32 of each tensor's
-bytes as the safetensors library reads them; and of a head that a Qwen3.5 brings along `mtp_logits`, see `expected_of_mtp`.
+bytes as the safetensors library reads them; and of a head that a model brings along `mtp_logits`, see `expected_of_mtp`.
 """
 
 import copy
@@ -47,12 +47,14 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
     logging,
 )
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 FIXTURES = Path(__file__).parent / "fixtures"
 N_TOKENS, N_PROMPT, N_CONTINUATION = 60, 5, 24
@@ -297,6 +299,28 @@ MODELS = {
         torch.bfloat16,
         {},
     ),
+    "qwen3_next": (
+        Qwen3NextConfig(
+            **sizes(70, 32, 48, 4, 2, 1, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12),
+            **delta_net("ddda", 2, 4, 16, 16),
+            shared_expert_intermediate_size=28,
+        ),
+        torch.bfloat16,
+        {},
+    ),
+    "qwen3_next_odd": (
+        Qwen3NextConfig(
+            **sizes(65, 36, 40, 4, 3, 1, head_dim=20, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=20),
+            **delta_net("dadd", 2, 6, 7, 5, linear_conv_kernel_dim=3),
+            rope_parameters=turned(1e5, 0.5),
+            shared_expert_intermediate_size=9,
+            decoder_sparse_step=2,
+            mlp_only_layers=[1],
+            norm_topk_prob=False,
+        ),
+        torch.float16,
+        {},
+    ),
     "gpt_oss": (
         GptOssConfig(
             **sizes(70, 32, 32, 3, 4, 2, head_dim=12, num_local_experts=6, num_experts_per_tok=3, sliding_window=11),
@@ -469,24 +493,27 @@ def randomized(model):
 
 
 class Mtp(torch.nn.Module):
-    """The head of a Qwen3.5, which transformers leaves out, of its layer and norms; the rest as vLLM and llama.cpp have it."""
+    """The head that a model brings along, and transformers leaves out, of its layer and norms; the rest as vLLM has it."""
 
     def __init__(self, config):
         super().__init__()
         config = copy.deepcopy(config)
         config.num_hidden_layers, config.layer_types, config._attn_implementation = 1, ["full_attention"], "eager"
-        n, norm = config.hidden_size, qwen3_5.Qwen3_5RMSNorm
+        n, norm, turning = config.hidden_size, qwen3_5.Qwen3_5RMSNorm, qwen3_5.Qwen3_5TextRotaryEmbedding
         layer = qwen3_5_moe.Qwen3_5MoeDecoderLayer if hasattr(config, "num_experts") else qwen3_5.Qwen3_5DecoderLayer
+        if config.model_type == "qwen3_next":
+            norm, turning = qwen3_next.Qwen3NextRMSNorm, qwen3_next.Qwen3NextRotaryEmbedding
+            layer = qwen3_next.Qwen3NextDecoderLayer
         self.fc = torch.nn.Linear(2 * n, n, bias=False)
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (norm(n, config.rms_norm_eps) for _ in range(3))
         self.layers = torch.nn.ModuleList([layer(config, 0)])
-        self.rotary = [qwen3_5.Qwen3_5TextRotaryEmbedding(config)]  # without tensors of its own
+        self.rotary = [turning(config)]  # without tensors of its own
 
     def forward(self, embedded, states):
         """Outputs (N, D), normed, of pairs of embeddings and of states behind the target's last norm, or of earlier outputs."""
         x = self.fc(torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(states)], -1))[None]
         n = x.shape[1]
-        angles = self.rotary[0](x, torch.arange(n).view(1, 1, -1).expand(3, 1, -1))
+        angles = self.rotary[0](x, torch.arange(n)[None])
         mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
         return self.norm(self.layers[0](x, position_embeddings=angles, attention_mask=mask)[0])
 
@@ -587,9 +614,10 @@ def sums_of(folder):
 
 def make(name, folder):
     config, dtype, others = MODELS[name]
+    layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
     for seed in range(100):
         shutil.rmtree(folder, ignore_errors=True)
-        model, has_mtp = random_model(config, dtype, seed), config.model_type.startswith("qwen3_5") and name != "qwen35_odd"
+        model, has_mtp = random_model(config, dtype, seed), "linear_attention" in layer_types and not name.endswith("_odd")
         save(model, folder, **others)
         if has_mtp:
             add_mtp(folder, model, dtype, seed)

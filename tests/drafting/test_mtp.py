@@ -1,4 +1,4 @@
-"""The head that a Qwen3.5 brings along: against transformers' layer, from both formats, and in the loop."""
+"""The head that a Qwen3.5 or a Qwen3-Next brings along: against transformers' layer, from both formats, and in the loop."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ from tests.folders import FIXTURES, copy, read_all, retensor
 from tests.gguf_files import gguf_bytes, with_head
 from tests.models import THREADS, broken_off, continuation, scattered, three_threads, tokens_for
 
-NAMES = ("qwen35", "qwen35_images", "qwen35_moe")
+NAMES = ("qwen35", "qwen35_images", "qwen35_moe", "qwen3_next")
 N_POSITIONS = 300
 PROMPT = [1, 7, 9]
 
@@ -100,6 +100,10 @@ def test_a_gguf_file_has_the_same_head_and_a_target_without_one_has_none(tmp_pat
     for name, tensor in read_all(expected).items():
         np.testing.assert_array_equal(floats(read_all(found)[name]), floats(tensor))
     assert head_of(load_checkpoint(FIXTURES / "qwen35_odd")) is head_of(load_checkpoint(FIXTURES / "qwen3")) is None
+    for name in ("qwen35_moe", "qwen3_next"):  # as the real converter has it
+        found, expected = (read_all(head_of(load_checkpoint(FIXTURES / each))) for each in (f"gguf/{name}.gguf", name))
+        for key, tensor in expected.items():
+            np.testing.assert_array_equal(floats(np.array(found[key])), floats(np.array(tensor)))
     path.write_bytes(gguf_bytes(keys, tensors | {"blk.2.nextn.embed_tokens.weight": tensors["token_embd.weight"]}))
     with pytest.raises(CheckpointError, match="embed_tokens"):
         head_of(load_checkpoint(path))

@@ -580,3 +580,22 @@ def test_what_the_real_converter_makes_of_a_folder_gives_the_folders_logits(name
     tokens = folders.expected(name).tokens
     logits = [load_model(path).forward(tokens, 60).copy() for path in (FIXTURES / name, FIXTURES / "gguf" / f"{name}.gguf")]
     np.testing.assert_array_equal(*logits)
+
+
+def test_an_older_files_delta_nets_of_a_qwen3_next_are_those_of_a_newer_one(tmp_path: Path) -> None:
+    """One product, head of keys by head of keys, as the folder has it: in floats, and in blocks."""
+    source, path = GgufFile(FIXTURES / "gguf" / "qwen3_next.gguf"), tmp_path / "model.gguf"
+    whole = {name: source.tensor(name)[0 : entry.shape[0]] for name, entry in source.entries.items()}
+    older = {name: each for name, each in whole.items() if "attn_qkv" not in name and "attn_gate" not in name}
+    for full, (_, array) in folders.stored(FIXTURES / "qwen3_next").items():
+        if full.endswith("in_proj_qkvz.weight"):
+            older[f"blk.{full.split('.')[2]}.ssm_in.weight"] = array
+    path.write_bytes(gguf_bytes(source.keys, older))
+    got, expected = read_all(load_checkpoint(path)), read_all(load_checkpoint(source.path))
+    assert got.keys() == expected.keys()
+    for key, array in expected.items():
+        np.testing.assert_array_equal(got[key], array)
+    blocks = random_blocks(np.random.default_rng(0), "Q8_0", 192, 32)
+    path.write_bytes(gguf_bytes(source.keys, older | {"blk.1.ssm_in.weight": blocks}))
+    heads = dequantized("Q8_0", np.frombuffer(blocks.data, np.uint8).reshape(192, -1)).reshape(2, 96, 32)
+    np.testing.assert_array_equal(load_checkpoint(path).tensors["1.delta_z"][30:40], heads[:, 64:].reshape(64, 32)[30:40])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.architectures import Config, ConvConfig, DeltaConfig, architecture_of
+from specdec.architectures import Config, ConvConfig, DeltaConfig, ExpertsConfig, architecture_of
 from specdec.architectures.config import RopeScaling, YarnScaling
 from specdec.architectures.states import fill_rates
 from specdec.readers import CheckpointError, load_checkpoint
@@ -133,17 +133,19 @@ def qwen35_oracle(config: Config, tensors: dict[str, Any]) -> dict[str, Any]:
     t = {full: 1 + tensor if full.endswith("norm.weight") and "linear" not in full else tensor for full, tensor in t.items()}
     own = {"tok_emb": t["model.embed_tokens.weight"], "rms_final": t["model.norm.weight"]}
     own |= {"wcls": t["lm_head.weight"]} if "lm_head.weight" in t else {}
-    both = ("rms_att", "rms_ffn", "w1", "w2", "w3")
+    both = ("rms_att", "rms_ffn", *([] if config.experts else ["w1", "w2", "w3"]))
     layers = [llama_oracle(config, t, i) for i in range(config.n_layers)]
     own |= {name: np.stack([layer[name] for layer in layers]) for name in both}
     for i, layer in enumerate(layers):
+        own |= mlp_oracle(config, t, i) if config.experts else {}
         if (linear := config.mixing(DeltaConfig)) and i not in linear:
             double = t[f"model.layers.{i}.self_attn.q_proj.weight"].reshape(config.n_heads, 2, config.head_dim, config.dim)
             layer["wq"], gates = (double[:, part].reshape(config.q_dim, config.dim) for part in (0, 1))
             own |= {f"{i}.wq": adjacent(layer.pop("wq"), config), f"{i}.wg": gates}
-            own |= {f"{i}.{name}": tensor for name, tensor in layer.items() if name not in both}
+            own |= {f"{i}.{name}": tensor for name, tensor in layer.items() if name not in (*both, "w1", "w2", "w3")}
             continue
         at = f"model.layers.{i}.linear_attn."
+        t |= split_by_heads(config, t, at)
         own |= {f"{i}.delta_{name}": t[f"{at}in_proj_{name}.weight"] for name in ("qkv", "z", "b", "a")}
         own |= {f"{i}.delta_out": t[at + "out_proj.weight"], f"{i}.delta_norm": t[at + "norm.weight"]}
         own |= {f"{i}.conv": floats(t[at + "conv1d.weight"][:, 0].T), f"{i}.dt": t[at + "dt_bias"]}
@@ -153,27 +155,49 @@ def qwen35_oracle(config: Config, tensors: dict[str, Any]) -> dict[str, Any]:
     return own
 
 
+def split_by_heads(config: Config, t: dict[str, Any], at: str) -> dict[str, Any]:
+    """Of a Qwen3-Next the four products of a delta net, of the two in which those of each head of keys are neighbours."""
+    d = next(own.mixer for own in config.layers if own.mixer)
+    assert isinstance(d, DeltaConfig)
+    if at + "in_proj_ba.weight" not in t:
+        return {}
+    first, second = (t[f"{at}in_proj_{name}.weight"].reshape(d.n_key_heads, -1, config.dim) for name in ("qkvz", "ba"))
+    n, n_shared = d.n_values // d.n_key_heads, d.n_value_heads // d.n_key_heads
+    sizes = {"q": d.key_dim, "k": d.key_dim, "v": n, "z": n}
+    parts, start = dict[str, Any](), 0
+    for name, size in sizes.items():
+        parts[name], start = first[:, start : start + size].reshape(-1, config.dim), start + size
+    made = {"qkv": np.concatenate([parts[name] for name in "qkv"]), "z": parts["z"]}
+    made |= {"b": second[:, :n_shared].reshape(-1, config.dim), "a": second[:, n_shared:].reshape(-1, config.dim)}
+    return {f"{at}in_proj_{name}.weight": part for name, part in made.items()}
+
+
+OF_MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+
+
+def mlp_oracle(config: Config, t: dict[str, Any], i: int) -> dict[str, Any]:
+    """Those of layer i's experts, all below each other, or of its MLP."""
+    assert config.experts
+    at = f"model.layers.{i}.mlp."
+    if i in config.experts.dense_layers:
+        return {f"{i}.{ours}": t[f"{at}{stored}.weight"] for stored, ours in OF_MIXTRAL.items()}
+    own = {f"{i}.router": t[at + "gate.weight"]}
+    for stored, ours in OF_MIXTRAL.items():
+        end = f"{ours if f'{at}experts.0.{ours}.weight' in t else stored}.weight"
+        own[f"{i}.experts_{ours}"] = np.stack([t[f"{at}experts.{e}.{end}"] for e in range(config.experts.n)])
+        if config.experts.shared_dim:
+            own[f"{i}.shared_{ours}"] = t[f"{at}shared_expert.{end}"]
+    return own | ({f"{i}.shared_gate": t[at + "shared_expert_gate.weight"]} if config.experts.shared_gate else {})
+
+
 def mixture_oracle(config: Config, t: dict[str, Any]) -> dict[str, Any]:
     """All tensors: of experts those of all below each other, by the names of Qwen3-MoE or of Mixtral."""
     t = {name.replace("block_sparse_moe", "mlp"): tensor for name, tensor in t.items()}
-    of_mixtral = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-    is_mixtral = any(name.endswith(".w1.weight") for name in t)
     own, layers = dict[str, Any](), list[dict[str, Any]]()
     for i in range(config.n_layers):
-        assert config.experts
-        at, is_dense = f"model.layers.{i}.mlp.", i in config.experts.dense_layers
-        if is_dense:
-            own |= {f"{i}.{ours}": t[f"{at}{stored}.weight"] for stored, ours in of_mixtral.items()}
-        else:
-            own[f"{i}.router"] = t[at + "gate.weight"]
-            for stored, ours in of_mixtral.items():
-                end = f"{ours if is_mixtral else stored}.weight"
-                own[f"{i}.experts_{ours}"] = np.stack([t[f"{at}experts.{e}.{end}"] for e in range(config.experts.n)])
-        layer = f"model.layers.{i}."
-        same = {layer + f"mlp.{stored}.weight": np.zeros((1, 1)) for stored in of_mixtral}  # which it need not have
-        mine = llama_oracle(config, t | same, i)
-        layers.append({name: tensor for name, tensor in mine.items() if name not in ("w1", "w2", "w3")})
-    if is_mixtral:
+        own |= mlp_oracle(config, t, i)
+        layers.append({name: tensor for name, tensor in llama_oracle(config, t, i).items() if name not in ("w1", "w2", "w3")})
+    if config.experts and not config.experts.dense_layers:
         own["router"] = np.stack([own.pop(f"{i}.router") for i in range(config.n_layers)])
     outer = {"tok_emb": "model.embed_tokens.weight", "rms_final": "model.norm.weight", "wcls": "lm_head.weight"}
     stacked = {name: np.stack([each[name] for each in layers]) for name in layers[0]}
@@ -226,6 +250,8 @@ def test_every_tensor_is_the_stored_one_in_our_order_of_rows(name: str) -> None:
         ("qwen35_odd", "0.wq"),
         ("qwen35_odd", "2.wg"),
         ("qwen35_odd", "1.conv"),
+        ("qwen3_next_odd", "0.delta_qkv"),
+        ("qwen3_next_odd", "3.delta_a"),
         ("qwen2", "wk"),
         ("qwen2", "bq"),
         ("qwen3", "k_norm"),
@@ -316,6 +342,8 @@ FEATURES: list[tuple[str, dict[str, Any]]] = [
     ("qwen35", {"rope_dim": 8}),
     ("qwen35_odd", {"rope_theta": 2e5}),
     ("qwen35_images", {"norm_eps": 0.1}),
+    ("qwen3_next", {"delta": ((0, 1, 2), DeltaConfig(2, 4, 16, 16, in_turns=True))}),
+    ("qwen3_next_odd", {"experts": ExpertsConfig(5, 3, 20, True, (0, 1, 2), shared_dim=9, shared_gate=True)}),
     ("qwen35", {"delta": ((0, 1, 2), DeltaConfig(2, 4, 8, 16, in_turns=True))}),
 ]
 
