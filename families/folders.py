@@ -139,9 +139,9 @@ def full_layers(values: Values, n_layers: int, every: int | str, others: str = S
     return {layer for layer, kind in enumerate(types) if kind == FULL}
 
 
-def unwindowed(windowed: AttentionConfig, full: Collection[int], n_layers: int) -> tuple[LayerConfig, ...]:
-    """`Config.layers` of which those have no window."""
-    return of_some(LayerConfig(attention=replace(windowed, window=0)), full, n_layers)
+def unwindowed(windowed: AttentionConfig, full: Collection[int], n_layers: int, **own: Any) -> tuple[LayerConfig, ...]:
+    """`Config.layers` of which those have no window; own: what else their attention has of its own."""
+    return of_some(LayerConfig(attention=replace(windowed, window=0, **own)), full, n_layers)
 
 
 # RoPE
@@ -175,9 +175,24 @@ def partial_rope(rope: Values, values: Values, *sources: Values) -> RopeConfig:
     return RopeConfig(rope.real("rope_theta", 1, MAX_THETA), 0 if n_turned == head_dim else n_turned)
 
 
-def rope(values: Values, otherwise: Mapping[str, Any] | None = None) -> RopeConfig:
-    """The base of the angles, and how they are scaled; otherwise: as in `rope_values`. Raises CheckpointError."""
-    said = rope_values(values, otherwise)
+def ropes_of_layers(values: Values, local_theta: str = "rope_theta") -> list[Values]:
+    """What is said of RoPE in layers with a window, whose base older files have by that key, and in the others, of which older
+    ones say what scales them.
+    """
+    key, expected = "rope_parameters", f"an object of {FULL} and {SLIDING}"
+    given = values.object(key, expected)
+    if not all(kind in (FULL, SLIDING) and isinstance(part, dict | None) for kind, part in given.items()):
+        raise values.refusal(key, expected)
+    scaling, found = values.object("rope_scaling", "an object or null"), []
+    for kind, theta, more in ((SLIDING, local_theta, {}), (FULL, "rope_theta", scaling)):
+        part = (given.get(kind) or {}) | more
+        found.append(Values(values.path, part, {"rope_theta": values[theta], "rope_type": part.get("type", "default")}))
+    return found
+
+
+def rope(values: Values, said: Values | None = None) -> RopeConfig:
+    """The base of the angles, and how they are scaled; said: where `rope_values` finds it, by default. Raises CheckpointError."""
+    said = said or rope_values(values)
     said.must_be("mrope_section", None)
     said.must_be("partial_rotary_factor", None, 1)
     found = RopeConfig(said.real("rope_theta", 1, MAX_THETA))

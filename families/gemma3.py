@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ..architectures import AttentionConfig, Config, LayerConfig, RopeConfig
-from ..architectures.config import LEAST_SCALE, of_some
+from ..architectures import AttentionConfig, Config, RopeConfig
+from ..architectures.config import LEAST_SCALE
 from . import folders, ggufs
 from .family import InFolder, InGguf, Keys
-from .folders import FULL, MAX_THETA, SLIDING
+from .folders import MAX_THETA
 from .places import ONE_MORE, changed
 from .values import Values
 
@@ -56,23 +56,17 @@ def _score_scale(head_dim: int, query_scalar: float) -> float:
 
 def _config(sizes: Mapping[str, Any], windowed: AttentionConfig, whole: RopeConfig, full: Collection[int]) -> Config:
     """Of layers with a window, and of those that have none, whose angles are others. Embeddings are scaled by sqrt(dim)."""
-    layers = of_some(LayerConfig(attention=replace(windowed, window=0, rope=whole)), full, sizes["n_layers"])
+    layers = folders.unwindowed(windowed, full, sizes["n_layers"], rope=whole)
     return Config(**{**sizes, "attention": windowed}, **BLOCKS, layers=layers, embedding_scale=embedding_scale(sizes["dim"]))
 
 
 def _rope(values: Values, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
     """In layers with a window, and in the others, whose angles one number may divide."""
-    key, expected = "rope_parameters", f"an object of {FULL} and {SLIDING}"
-    given = values.object(key, expected)
-    if not all(kind in (FULL, SLIDING) and isinstance(part, dict | None) for kind, part in given.items()):
-        raise values.refusal(key, expected)
-    scaling, thetas = values.object("rope_scaling", "an object or null"), []
-    for kind, theta, more in ((SLIDING, "rope_local_base_freq", {}), (FULL, "rope_theta", scaling)):
-        part = (given.get(kind) or {}) | more
-        rope = Values(values.path, part, {"rope_theta": values[theta], "rope_type": part.get("type", "default")})
+    thetas = []
+    for others, rope in enumerate(folders.ropes_of_layers(values, "rope_local_base_freq")):
         rope.must_be("partial_rotary_factor", None, 1)
         thetas.append(rope.real("rope_theta", 1, MAX_THETA))
-        rope.must_be("rope_type", "default", *["linear"][: kind == FULL])
+        rope.must_be("rope_type", "default", *["linear"][:others])
     factor = rope.real("factor", 1, 1e6) if rope["rope_type"] == "linear" else 1.0
     divisors = (factor,) * (head_dim // 2) if factor != 1 else ()
     return RopeConfig(thetas[0]), RopeConfig(thetas[1], divisors=divisors)
@@ -81,14 +75,10 @@ def _rope(values: Values, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
 def gguf_config(k: Keys) -> Config:
     """The numbers that a GGUF file's keys say; of its scales it does not tell."""
     k.must_be("rope.scaling.type", None, "linear", "none")
-    sizes, pattern = ggufs.numbers(k, has_biases=False, qk_norm=True), f"{ggufs.WINDOW}_pattern"
+    sizes = ggufs.numbers(k, has_biases=False, qk_norm=True)
     dim, n_layers, attention = k.common["dim"], k.common["n_layers"], sizes["attention"]
-    head_dim, window, full = sizes["head_dim"], k.count(ggufs.WINDOW), {*range(n_layers)}
-    if window and isinstance(k[pattern], list):
-        full = ggufs.full_layers(k)
-    elif window:
-        every = k.whole(pattern, PATTERN)
-        full = {*range(every - 1, n_layers, every)}
+    head_dim, window = sizes["head_dim"], k.count(ggufs.WINDOW)
+    full = ggufs.full_layers(k, PATTERN) if window else {*range(n_layers)}
     scale = _score_scale(head_dim, dim // k.common["n_heads"] if n_layers == LAYERS_OF_27B else head_dim)
     local = replace(attention.rope, theta=k.real("rope.freq_base_swa", 1, MAX_THETA, LOCAL_THETA), divisors=())
     return _config(sizes, replace(attention, rope=local, window=window, scale=scale), attention.rope, full)

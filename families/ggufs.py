@@ -124,9 +124,13 @@ def _rope(k: Keys, n_turned: int, head_dim: int) -> RopeConfig:
     return replace(found, scaling=YarnScaling(common, span, **betas), scale=float(np.float32(rope_scale)))
 
 
-def full_layers(k: Keys) -> set[int]:
-    """Those that have no window, as a list of all says."""
-    flags = k.of_layers(f"{WINDOW}_pattern", k.common["n_layers"], (True, False), "true or false")
+def full_layers(k: Keys, every: int = 0) -> set[int]:
+    """Those that have no window, as a list of all says; every: without a list each so many-th, or as many as the key says."""
+    key, n_layers = f"{WINDOW}_pattern", k.common["n_layers"]
+    if every and not isinstance(k[key], list):
+        every = k.whole(key, every)
+        return {*range(every - 1, n_layers, every)}
+    flags = k.of_layers(key, n_layers, (True, False), "true or false")
     return {i for i, flag in enumerate(flags) if not flag}
 
 

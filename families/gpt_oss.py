@@ -58,7 +58,7 @@ def config(values: Values) -> Config:
     )  # fmt: skip
     window = values.whole("sliding_window") if len(full) < n_layers else 0
     values.must_be("mlp_bias", False)
-    attention = folders.attention(values, folders.rope(values, ROPE), sinks=True, window=window)
+    attention = folders.attention(values, folders.rope(values, folders.rope_values(values, ROPE)), sinks=True, window=window)
     layers = folders.unwindowed(attention, full, n_layers)
     return Config(**folders.numbers(values), attention=attention, layers=layers, experts=experts)
 

@@ -24,7 +24,7 @@ def config(values: Values) -> Config:
     """The numbers that a config.json says."""
     said = folders.rope_values(values, ROPE)
     scale = float(np.float32(said.real("llama_4_scaling_beta", 0, 1e6)))
-    rope = replace(folders.rope(values, ROPE), query_scale=scale, query_span=folders.original_positions(values, said))
+    rope = replace(folders.rope(values, said), query_scale=scale, query_span=folders.original_positions(values, said))
     folders.no_biases(values)
     return Config(**folders.numbers(values), attention=folders.attention(values, rope, window=folders.window(values)))
 

@@ -285,6 +285,10 @@ CONFIGS |= {
         attention_gate=True, delta=((0, 2, 3), DeltaConfig(2, 6, 7, 5, 3)),
         experts=ExpertsConfig(5, 3, 20, False, (0, 1, 2), shared_dim=9, shared_gate=True),
     ),
+    "olmo3": made(
+        40, 36, 4, 5, 1, 71, 128, False, norms="behind", qk_norm="whole", rope_theta=100, window=9,
+        layers=full_layers((3,), 4, rope_scaling=YarnScaling(4, 16, 2, 0.1), rope_scale=float(np.float32(1 + 0.1 * math.log(4)))),
+    ),
 }  # fmt: skip
 
 

@@ -39,6 +39,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     OlmoeConfig,
     Phi3Config,
     Qwen2Config,
@@ -264,6 +265,24 @@ MODELS = {
         {},
     ),
     "olmo2": (Olmo2Config(**sizes(69, 40, 36, 3, 5, 1)), torch.bfloat16, {}),
+    "olmo3": (
+        Olmo3Config(
+            **sizes(71, 40, 36, 4, 5, 1, sliding_window=9),
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 100.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                    "beta_fast": 2.0,
+                    "beta_slow": 0.1,
+                },
+            },
+        ),
+        torch.bfloat16,
+        {},
+    ),
     "seed_oss": (SeedOssConfig(**sizes(67, 36, 44, 2, 3, 1, head_dim=10, pad_token_id=0)), torch.bfloat16, {}),
     "olmoe": (
         OlmoeConfig(**sizes(67, 36, 20, 2, 3, 1, num_experts=7, num_experts_per_tok=3)),

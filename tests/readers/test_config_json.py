@@ -41,6 +41,17 @@ def test_where_a_file_is_silent_its_familys_default_holds(tmp_path: Path) -> Non
     assert config_of(tmp_path / "gpt2", "gpt2", tie_word_embeddings=GONE, layer_norm_epsilon=GONE) == CONFIGS["gpt2"]
 
 
+def test_an_olmo_3_scales_angles_in_layers_that_see_all_whichever_transformers_wrote_its_config(tmp_path: Path) -> None:
+    """That of 4.57 says it of all, and lists no layers; without scaling and windows it is an OLMo 2."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0, "beta_slow": 0.1}
+    old = {"rope_parameters": GONE, "rope_theta": 500000, "rope_scaling": yarn, "layer_types": GONE}
+    assert config_of(tmp_path / "old", "olmo3", **old) == changed(CONFIGS["olmo3"], rope_theta=5e5)
+    silent = config_of(tmp_path / "silent", "olmo3", rope_parameters=GONE, sliding_window=GONE)
+    assert silent == changed(CONFIGS["olmo3"], rope_theta=5e5, window=4096, layers=full_layers((3,), 4))
+    full = config_of(tmp_path / "full", "olmo3", rope_parameters=GONE, layer_types=["full_attention"] * 4)
+    assert {full.of_layer(i) for i in range(4)} == {changed(CONFIGS["olmo3"], rope_theta=5e5, window=0, layers=())}
+
+
 def test_rope_that_is_scaled_by_one_number_or_beyond_the_context_alone_is_done(tmp_path: Path) -> None:
     linear = config_of(tmp_path / "linear", "llama", rope_scaling={"type": "linear", "factor": 2.0})
     assert linear == changed(CONFIGS["llama"], rope_divisors=(2.0,) * 5)
@@ -338,6 +349,19 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
     ("lfm2_moe", {"use_expert_bias": False}, "expert_bias"),
     ("qwen35_moe", {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size"),
     ("qwen35_moe", {"moe_intermediate_size": 13}, "has the shape"),
+    *(
+        ("olmo3", {"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4}} | {kind: part}}, word)
+        for kind, part, word in (
+            ("full_attention", {"rope_type": "longrope", "rope_theta": 1e4}, "rope_type"),
+            ("sliding_attention", {"rope_type": "longrope", "rope_theta": 1e4}, "rope_type"),
+            ("rope_theta", 1e4, "an object of full_attention and sliding_attention"),
+        )
+    ),
+    ("olmo3", {"rope_theta": 1e4}, "rope_theta is 10000.0; expected 500000.0"),
+    ("olmo3", {"sliding_window": None}, "sliding_window"),
+    ("olmo3", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
+    ("olmo3", {"attention_bias": True}, "self_attn.q_proj.bias"),
+    ("olmo3", {"mlp_bias": True}, "mlp_bias"),
     ("qwen3_next", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
     ("qwen3_next", {"mlp_only_layers": [4]}, "mlp_only_layers"),
     ("qwen3_next", {"mlp_only_layers": [0, 1, 2, 3]}, "dense_layers"),

@@ -582,6 +582,22 @@ def test_what_the_real_converter_makes_of_a_folder_gives_the_folders_logits(name
     np.testing.assert_array_equal(*logits)
 
 
+def test_which_layers_of_an_olmo_3_have_a_window_is_what_llama_cpp_makes_of_the_keys(tmp_path: Path) -> None:
+    source, path, config = GgufFile(FIXTURES / "gguf" / "olmo3.gguf"), tmp_path / "model.gguf", CONFIGS["olmo3"]
+    tensors = {name: source.tensor(name)[0 : entry.shape[0]] for name, entry in source.entries.items()}
+    window, local, whole = "olmo2.attention.sliding_window", config.of_layer(0), config.of_layer(3)
+    for changes, expected in (
+        ({window: None, f"{window}_pattern": None}, [whole] * 4),
+        ({f"{window}_pattern": None}, [local] * 3 + [whole]),
+        ({f"{window}_pattern": 2}, [local, whole] * 2),
+        ({"olmo2.rope.freq_base_swa": None}, [local] * 3 + [whole]),
+        ({"olmo2.rope.freq_base_swa": 50.0}, [changed(local, rope_theta=50.0)] * 3 + [whole]),
+    ):
+        path.write_bytes(gguf_bytes({key: value for key, value in (source.keys | changes).items() if value is not None}, tensors))
+        found = load_checkpoint(path).config
+        assert [found.of_layer(i) for i in range(4)] == expected, changes
+
+
 def test_an_older_files_delta_nets_of_a_qwen3_next_are_those_of_a_newer_one(tmp_path: Path) -> None:
     """One product, head of keys by head of keys, as the folder has it: in floats, and in blocks."""
     source, path = GgufFile(FIXTURES / "gguf" / "qwen3_next.gguf"), tmp_path / "model.gguf"
