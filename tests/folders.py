@@ -289,6 +289,7 @@ CONFIGS |= {
         40, 36, 4, 5, 1, 71, 128, False, norms="behind", qk_norm="whole", rope_theta=100, window=9,
         layers=full_layers((3,), 4, rope_scaling=YarnScaling(4, 16, 2, 0.1), rope_scale=float(np.float32(1 + 0.1 * math.log(4)))),
     ),
+    "glm4": made(36, 40, 2, 3, 1, 68, 128, False, norms="around", norm_eps=1.5625e-7, head_dim=12, rope_dim=6, qkv_bias=True),
 }  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from transformers import (
     Gemma4Config,
     Gemma4TextConfig,
     GenerationConfig,
+    Glm4Config,
     GPT2Config,
     GptOssConfig,
     GraniteConfig,
@@ -283,6 +284,7 @@ MODELS = {
         torch.bfloat16,
         {},
     ),
+    "glm4": (Glm4Config(**sizes(68, 36, 40, 2, 3, 1, head_dim=12, pad_token_id=0)), torch.bfloat16, {}),
     "seed_oss": (SeedOssConfig(**sizes(67, 36, 44, 2, 3, 1, head_dim=10, pad_token_id=0)), torch.bfloat16, {}),
     "olmoe": (
         OlmoeConfig(**sizes(67, 36, 20, 2, 3, 1, num_experts=7, num_experts_per_tok=3)),

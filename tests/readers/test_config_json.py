@@ -235,7 +235,7 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"model_type": "bloom"},
-        '"bloom" is not read; those are gemma3, gemma4, gpt2, gpt_oss, granite, lfm2, ',
+        '"bloom" is not read; those are gemma3, gemma4, glm4, gpt2, gpt_oss, granite, lfm2, ',
     ),
     ("llama", {"model_type": GONE}, "model_type"),
     ("llama", {"model_type": ["llama"]}, "model_type"),
@@ -357,6 +357,13 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
             ("rope_theta", 1e4, "an object of full_attention and sliding_attention"),
         )
     ),
+    ("glm4", {"partial_rotary_factor": 0.1, "rope_parameters": GONE}, "partial_rotary_factor"),
+    ("glm4", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+    ("glm4", {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1]}}, "mrope_section"),
+    ("glm4", {"attention_bias": False}, "no place"),
+    ("glm4", {"mlp_bias": True}, "mlp_bias"),
+    ("glm4", {"hidden_act": "gelu"}, "hidden_act"),
+    ("glm4", {"sliding_window": 16}, "null in a glm4 model"),
     ("olmo3", {"rope_theta": 1e4}, "rope_theta is 10000.0; expected 500000.0"),
     ("olmo3", {"sliding_window": None}, "sliding_window"),
     ("olmo3", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),

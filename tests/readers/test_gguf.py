@@ -30,6 +30,7 @@ from tests.gguf_files import (
     Keys,
     Raw,
     Typed,
+    converted,
     gguf_bytes,
     header_bytes,
     model_keys,
@@ -582,9 +583,15 @@ def test_what_the_real_converter_makes_of_a_folder_gives_the_folders_logits(name
     np.testing.assert_array_equal(*logits)
 
 
+def test_a_glm_4_beside_images_whose_rows_lie_in_another_order_is_refused_by_their_sections(tmp_path: Path) -> None:
+    keys, tensors = converted("glm4")
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(keys | {"glm4.rope.dimension_sections": [2, 1, 0, 0]}, tensors))
+    assert "glm4.rope.dimension_sections is [2, 1, 0, 0]" in refused(path)
+
+
 def test_which_layers_of_an_olmo_3_have_a_window_is_what_llama_cpp_makes_of_the_keys(tmp_path: Path) -> None:
-    source, path, config = GgufFile(FIXTURES / "gguf" / "olmo3.gguf"), tmp_path / "model.gguf", CONFIGS["olmo3"]
-    tensors = {name: source.tensor(name)[0 : entry.shape[0]] for name, entry in source.entries.items()}
+    (keys, tensors), path, config = converted("olmo3"), tmp_path / "model.gguf", CONFIGS["olmo3"]
     window, local, whole = "olmo2.attention.sliding_window", config.of_layer(0), config.of_layer(3)
     for changes, expected in (
         ({window: None, f"{window}_pattern": None}, [whole] * 4),
@@ -593,25 +600,24 @@ def test_which_layers_of_an_olmo_3_have_a_window_is_what_llama_cpp_makes_of_the_
         ({"olmo2.rope.freq_base_swa": None}, [local] * 3 + [whole]),
         ({"olmo2.rope.freq_base_swa": 50.0}, [changed(local, rope_theta=50.0)] * 3 + [whole]),
     ):
-        path.write_bytes(gguf_bytes({key: value for key, value in (source.keys | changes).items() if value is not None}, tensors))
+        path.write_bytes(gguf_bytes({key: value for key, value in (keys | changes).items() if value is not None}, tensors))
         found = load_checkpoint(path).config
         assert [found.of_layer(i) for i in range(4)] == expected, changes
 
 
 def test_an_older_files_delta_nets_of_a_qwen3_next_are_those_of_a_newer_one(tmp_path: Path) -> None:
     """One product, head of keys by head of keys, as the folder has it: in floats, and in blocks."""
-    source, path = GgufFile(FIXTURES / "gguf" / "qwen3_next.gguf"), tmp_path / "model.gguf"
-    whole = {name: source.tensor(name)[0 : entry.shape[0]] for name, entry in source.entries.items()}
-    older = {name: each for name, each in whole.items() if "attn_qkv" not in name and "attn_gate" not in name}
+    (keys, tensors), path = converted("qwen3_next"), tmp_path / "model.gguf"
+    older = {name: each for name, each in tensors.items() if "attn_qkv" not in name and "attn_gate" not in name}
     for full, (_, array) in folders.stored(FIXTURES / "qwen3_next").items():
         if full.endswith("in_proj_qkvz.weight"):
             older[f"blk.{full.split('.')[2]}.ssm_in.weight"] = array
-    path.write_bytes(gguf_bytes(source.keys, older))
-    got, expected = read_all(load_checkpoint(path)), read_all(load_checkpoint(source.path))
+    path.write_bytes(gguf_bytes(keys, older))
+    got, expected = (read_all(load_checkpoint(each)) for each in (path, FIXTURES / "gguf" / "qwen3_next.gguf"))
     assert got.keys() == expected.keys()
     for key, array in expected.items():
         np.testing.assert_array_equal(got[key], array)
     blocks = random_blocks(np.random.default_rng(0), "Q8_0", 192, 32)
-    path.write_bytes(gguf_bytes(source.keys, older | {"blk.1.ssm_in.weight": blocks}))
+    path.write_bytes(gguf_bytes(keys, older | {"blk.1.ssm_in.weight": blocks}))
     heads = dequantized("Q8_0", np.frombuffer(blocks.data, np.uint8).reshape(192, -1)).reshape(2, 96, 32)
     np.testing.assert_array_equal(load_checkpoint(path).tensors["1.delta_z"][30:40], heads[:, 64:].reshape(64, 32)[30:40])

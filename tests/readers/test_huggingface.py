@@ -343,6 +343,8 @@ FEATURES: list[tuple[str, dict[str, Any]]] = [
     ("qwen35", {"rope_dim": 8}),
     ("qwen35_odd", {"rope_theta": 2e5}),
     ("qwen35_images", {"norm_eps": 0.1}),
+    ("glm4", {"rope_dim": 4}),
+    ("glm4", {"norms": "before"}),
     ("olmo3", {"window": 10}),
     ("olmo3", {"layers": full_layers((3,), 4)}),
     ("olmo3", {"layers": full_layers((2, 3), 4, rope_scaling=YarnScaling(4, 16, 2, 0.1))}),
