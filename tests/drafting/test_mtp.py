@@ -109,6 +109,21 @@ def test_a_gguf_file_has_the_same_head_and_a_target_without_one_has_none(tmp_pat
         head_of(load_checkpoint(path))
 
 
+def test_experts_of_a_head_are_one_tensor_or_each_its_own_as_published(tmp_path):
+    def parted(tensors):
+        for name in [name for name in tensors if name.startswith("mtp.") and ".experts." in name]:
+            kind, stacked = tensors.pop(name)
+            gate, up = np.split(stacked, 2, 1)
+            parts = {"down_proj": stacked} if "down" in name else {"gate_proj": gate, "up_proj": up}
+            at = name.rpartition(".")[0]
+            tensors.update({f"{at}.{i}.{part}.weight": (kind, own) for part, each in parts.items() for i, own in enumerate(each)})
+
+    folder = retensor(copy(tmp_path / "model", "qwen3_next"), parted)
+    found, expected = (read_all(head_of(load_checkpoint(each))) for each in (folder, FIXTURES / "qwen3_next"))
+    for key, tensor in expected.items():
+        np.testing.assert_array_equal(np.array(found[key]), np.array(tensor))
+
+
 def test_what_is_no_head_or_a_damaged_one_is_told_where_it_is_asked_for(tmp_path):
     """Left to itself, a target whose head cannot be read drafts without it."""
     few, letters = (
