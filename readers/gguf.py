@@ -98,6 +98,12 @@ class Model(NamedTensors[GgufFile]):
         # layers behind those of the model, which draft
         self.n_nextn = Values(path, self.keys, beginning=f"{architecture}.").count(NEXTN) if self.family.mtp else 0
 
+    def tensor(self, name: str, shape: tuple[int, ...], *types: Any) -> Any:
+        """Writers of ggml's, its quantizer among them, leave out an outermost length of 1."""
+        if shape[0] == 1 and self.shape(name) == shape[1:]:
+            return super().tensor(name, shape[1:], *types).flat()
+        return super().tensor(name, shape, *types)
+
     def is_twice(self, name: str, other: str) -> bool:
         """Whether two tensors are one; then the second is left out."""
         a, b = (self._sources[each][0] for each in (name, other))

@@ -18,6 +18,7 @@ from specdec.readers import CheckpointError, load_checkpoint
 from specdec.readers.gguf_blocks import BLOCKS, BlockTensor, dequantized
 from specdec.readers.gguf_file import GgufFile
 from specdec.readers.loading import load_model
+from specdec.readers.mtp import head_of
 from specdec.transformer import Transformer
 from tests import folders
 from tests.configs import changed
@@ -581,6 +582,22 @@ def test_what_the_real_converter_makes_of_a_folder_gives_the_folders_logits(name
     tokens = folders.expected(name).tokens
     logits = [load_model(path).forward(tokens, 60).copy() for path in (FIXTURES / name, FIXTURES / "gguf" / f"{name}.gguf")]
     np.testing.assert_array_equal(*logits)
+
+
+@pytest.mark.parametrize("name", ["qwen35_moe", "qwen3_next"])
+def test_a_length_of_1_may_be_left_out_as_llama_cpps_quantizer_does(tmp_path: Path, name: str) -> None:
+    (keys, tensors), path = converted(name), tmp_path / "model.gguf"
+    ones = {each: raw._replace(shape=raw.shape[1:]) for each, raw in tensors.items() if raw.shape[:1] == (1,)}
+    assert [*ones] == [each for each in tensors if each.endswith("ffn_gate_inp_shexp.weight")]
+    path.write_bytes(gguf_bytes(keys, tensors | ones))
+    got, expected = (load_checkpoint(each) for each in (path, FIXTURES / "gguf" / f"{name}.gguf"))
+    heads = (read_all(known) for each in (got, expected) if (known := head_of(each)))
+    for a, b in ((read_all(got), read_all(expected)), tuple(heads)):
+        assert {key: np.shape(array) for key, array in a.items()} == {key: np.shape(array) for key, array in b.items()}
+        for key, array in a.items():
+            np.testing.assert_array_equal(np.array(array), np.array(b[key]))
+    path.write_bytes(gguf_bytes(keys, tensors | {each: raw._replace(shape=(8, 4)) for each, raw in ones.items()}))
+    assert 'ffn_gate_inp_shexp.weight" has the shape (8, 4); the keys say (1, 32)' in refused(path)
 
 
 def test_a_glm_4_beside_images_whose_rows_lie_in_another_order_is_refused_by_their_sections(tmp_path: Path) -> None:
