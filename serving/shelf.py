@@ -2,6 +2,7 @@
 
 import gc
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +17,8 @@ from .fields import Refused
 from .metrics import Figures, merged
 
 WEIGHTS_SHARE = 0.75  # of the memory, that weights of all models may take, or those of one alone
+# of a path on this machine, which no client is told: all but its last name, up to which a name may hold spaces
+FOLDERS = re.compile(r"(?<![^\s'\"(=])(?:[A-Za-z]:)?[/\\](?:[^/\\:;,]*[/\\])*")
 LISTED_SECONDS, LOOKED_SECONDS = 30.0, 2.0  # that a list of what there is holds; for who asks for what is not on it
 
 
@@ -165,8 +168,11 @@ class Shelf:
         except Exception as error:
             with self._lock:
                 self._places.pop(place.name, None)
-            told = error if isinstance(error, Refused) else Refused(f"{place.name} cannot be loaded: {error}", "model", None, 503)
-            place.loading.set_exception(told)
+            if not isinstance(error, Refused):
+                told = f"{place.name} cannot be loaded: {error}"
+                self._tell(told)
+                error = Refused(FOLDERS.sub("", told), "model", None, 503)
+            place.loading.set_exception(error)
 
     def _make_room(self, place: Place) -> None:
         """Drops what is idle, the longest first, as far as need be. Raises Refused where that is not enough."""

@@ -109,10 +109,12 @@ def test_loading_is_told_in_a_stream_and_a_client_that_leaves_waits_for_nothing(
 
 def test_a_model_that_cannot_be_loaded_is_refused_and_may_be_asked_for_again(shelves, monkeypatch):
     monkeypatch.setattr("specdec.serving.writing.LOADING_SECONDS", 0.01)
-    _, source, app, _ = shelves()
-    source.error = ValueError("a.bin is truncated")
+    _, source, app, lines = shelves()
+    source.error = ValueError("/srv/my models/org/a.bin is truncated; https://a.b/c has it")
     refused = ask(app, TEXT, ASKED | {"model": "a"})
-    assert refused.status == 503 and "a.bin is truncated" in refused.error["message"]
+    told = "a cannot be loaded: a.bin is truncated; https://a.b/c has it"
+    assert refused.status == 503 and refused.error["message"] == told, "where it lies is the log's affair"
+    assert f"a cannot be loaded: {source.error}" in lines
     source.gate.clear()
     with ThreadPoolExecutor(1) as pool:
         streaming = pool.submit(ask, app, TEXT, ASKED | {"model": "a", "stream": True})
