@@ -245,7 +245,7 @@ class TextStream:
         """The text that this token completes; marks are not text. Raises ValueError for a token out of range."""
         whole("a token", token, 0, self._tokenizer.vocab_size - 1)
         piece, self._before = self._tokenizer.piece(token, self._before)
-        return self._utf8.decode(self._shown[token].encode() if token in self._shown else piece)
+        return self._utf8.decode(b"", True) + self._shown[token] if token in self._shown else self._utf8.decode(piece)
 
     def peek(self, tokens: Iterable[int]) -> list[str]:
         """The text of each of the tokens that may come next, the stream left as it is."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..decoding import Event, Statistics, Step, TokenLogprob
 from .asked import Asked, Model
-from .calls import Call, More, Said, Thought, value_of
+from .calls import MARK, Call, More, Said, Thought, value_of
 from .fields import Refused
 
 # of decoding's reasons, those that are no end of the model's own
@@ -123,8 +123,8 @@ def figures(statistics: Statistics) -> dict[str, Any]:
 def guesses(step: Step) -> dict[str, Any]:
     """`runs`: the step's text in pieces, each of them guessed or own; `wrong`: guesses that did not stand."""
     runs = ("guessed", step.pieces[: step.n_accepted]), ("own", step.pieces[step.n_accepted :])
-    told = [[kind, words] for kind, pieces in runs if (words := "".join(pieces))]
-    return {"runs": told, "wrong": "".join(step.wrong)}
+    told = [[kind, words] for kind, pieces in runs if (words := "".join(pieces).replace(MARK, ""))]
+    return {"runs": told, "wrong": "".join(step.wrong).replace(MARK, "")}
 
 
 class Form:

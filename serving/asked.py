@@ -138,13 +138,12 @@ def chat_asked(body: Mapping[str, Any], model: Model) -> Asked:
     other = fields.take("max_tokens", between(1), None)
     options = _options(fields, model.template)
     read = way if way and (given or way.is_always_read) else None
-    specials = getattr(model.decoder.tokenizer, "specials", {}) if read else {}
-    shown = {token: name for name, token in specials.items() if read and name in read.shown}
+    shown = read.shows(getattr(model.decoder.tokenizer, "specials", {})) if read else {}
     asked = _rest(fields, model, "messages", most or other, top if told else None, shown)
     with encoding(model, "messages"):
         prompt = model.decoder.encode_chat(messages, given or None, options)
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in given}
-    calls = partial(read.reads, schemas) if read else None
+    calls = partial(read.finder, schemas, shown) if read else None
     return replace(asked([prompt]), is_chat=True, one_call=one_call, calls=calls, grammar=grammar)
 
 

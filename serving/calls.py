@@ -18,6 +18,7 @@ WORD = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?|true|false|null", re.A
 LONGEST_NUMBER = 400
 LARGEST = sys.float_info.max
 FIRST_ESCAPED = 9  # what follows a backslash; of \\u, four digits do
+MARK = "\udc3c"  # stands before the name of a special token, where that alone is a mark: no text holds half a character
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from .calls import CLOSE, OPEN, Blocks, Call, Json, More, Said, value_of
+from .calls import CLOSE, MARK, OPEN, Blocks, Call, Json, More, Said, value_of
 
 Tools = Mapping[str, Mapping[str, Any]]  # the schemas of arguments, by the tools' names
 XML = "<function="
@@ -221,6 +221,7 @@ def _string(piece: str) -> str:
     for quote in QUOTES:
         if piece.startswith(quote):
             return piece[len(quote) : -len(quote)]
+    piece = piece.replace(MARK, "<")
     try:
         said = json.loads(piece) if piece[0] == '"' else ast.literal_eval(piece)
         said.encode()  # half a character is none

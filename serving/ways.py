@@ -1,11 +1,11 @@
 """The ways in which models write calls of tools, and who reads them; a template's words tell which is its model's. Knows no
 requests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from .calls import CLOSE, OPEN, SPACE, Alone, Blocks, Call, Calls, InTags, Json, More, Reading, Said, Thought, n_begun
+from .calls import CLOSE, MARK, OPEN, SPACE, Alone, Blocks, Call, Calls, InTags, Json, More, Reading, Said, Thought, n_begun
 from .spelled import GEMMA, PYTHON, QUOTES, XML, Tools, Xml, gemma_calls, python_calls
 
 TOOL_CALLS, ARGS = "[TOOL_CALLS]", "[ARGS]"  # Mistral's marks
@@ -14,6 +14,7 @@ CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", 
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 LONGEST_HEAD = 200  # letters, of a message's names
 RECIPIENT = "to=functions."
+BY_IDS = ("harmony", "gemma", "python")  # ways whose marks are special tokens, where a tokenizer has them all
 
 
 class Marked(Blocks):
@@ -141,6 +142,31 @@ class Channels(Calls):
         return [self._says(words)] if words else []
 
 
+class ByIds(Calls):
+    """What another one reads of a text whose marks are special tokens, and none is what spells one: of that it is handed a `MARK`
+    for a "<"."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls, self._is_mark = calls, False
+
+    def push(self, piece: str) -> list[Said]:
+        said = list[Said]()
+        for letter in piece:
+            is_mark, self._is_mark = self._is_mark, letter == MARK
+            if letter != MARK:
+                said += self._calls.push(MARK if letter == "<" and not is_mark else letter)
+        return [_spelled(each) for each in said]
+
+    def end(self) -> list[Said]:
+        return [_spelled(each) for each in self._calls.end()]
+
+
+def _spelled(said: Said) -> Said:
+    if isinstance(said, str):
+        return said.replace(MARK, "<")
+    return type(said)(*[words.replace(MARK, "<") for words in vars(said).values()])
+
+
 @dataclass(frozen=True)
 class Way:
     """How models of some templates write calls. signs: words of a template, all of which tell of it; reads: who finds the calls.
@@ -164,6 +190,16 @@ class Way:
     def shown(self) -> tuple[str, ...]:
         """The marks that a text is to show."""
         return (*filter(None, (self.opens, self.closes)), *self.marks)
+
+    def shows(self, specials: Mapping[str, int]) -> dict[int, str]:
+        """The special tokens that a text is to show, by what they are there; behind a `MARK` where no others can be marks."""
+        mark = MARK * (self.name in BY_IDS and specials.keys() >= {*self.shown})
+        return {specials[name]: mark + name for name in self.shown if name in specials}
+
+    def finder(self, tools: Tools, shows: Mapping[int, str]) -> Calls:
+        """Who finds the calls of a text that shows those."""
+        calls = self.reads(tools)
+        return ByIds(calls) if any(name[0] == MARK for name in shows.values()) else calls
 
 
 # of several, the first whose signs a template has

@@ -13,11 +13,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from specdec import Step
 from specdec.readers import extras
 from specdec.serving.app import app_of
 from specdec.serving.asked import Model
 from specdec.serving.engine import Client
 from specdec.serving.guard import Guard
+from specdec.serving.ways import way_of
 from specdec.text.shapes import ShapeError
 from tests.serving.test_api import (  # noqa: F401
     CHAT,
@@ -163,6 +165,53 @@ def test_a_call_that_is_cut_by_a_stop_string_or_an_end_mark_is_no_reason_to_call
             steps = [step(text[i : i + size]) for i in range(0, len(text), size)]
             (choice,) = ask(serving(Script(Prompt([1], 0.0), *steps, step("", **end))), CHAT, body).json["choices"]
             assert choice["finish_reason"] == finish, text
+
+
+class Ids(Script):
+    """An engine whose texts are those tokens, so many a step."""
+
+    def __init__(self, decoder, tokens, size):  # noqa: F811
+        super().__init__()
+        self.decoder, self.pieces = decoder, [tokens[i : i + size] for i in range(0, len(tokens), size)]
+
+    def submit(self, jobs, hears, who):
+        for job, hear in zip(jobs, hears, strict=True):
+            words = self.decoder.team.wording(self.decoder.team.checked(job))
+            steps = [Step(each, [], 0, 0.0, 0.0) for each in self.pieces]
+            for event in (Prompt([1], 0.0), *steps, Step([], [], 0, 0.0, 0.0, "eos")):
+                hear(words.of(event))
+        return [self for _ in jobs]
+
+
+MARKED = [  # special tokens between ^
+    ("{# <|tool_call_start|> #}", 'Hm ^<|tool_call_start|>^[weather(city="<|tool_call_end|>\\"<")]^<|tool_call_end|>^ <|tool_',
+     {"content": "Hm <|tool_"}, '<|tool_call_end|>"<'),
+    ("{# <|tool_call> #}", '^<|tool_call>^call:weather{city:^<|"|>^<tool_call|><|"|>^<|"|>^}^<tool_call|>^', {"content": None},
+     '<tool_call|><|"|>'),
+    ("{# <|tool_call_start|> #}", '<|tool_call_start|>[weather(city="a")]<|tool_call_end|>',
+     {"content": '<|tool_call_start|>[weather(city="a")]<|tool_call_end|>'}, None),
+    ("{# <|channel|><|message|> #}", "^<|channel|>^analysis^<|message|>^a <|end|>^<|end|>^^<|start|>^assistant^<|channel|>^final"
+     "^<|message|>^\u00e9 <|end|> and <|channel|>final<|message|> are marks <", {"reasoning_content": "a <|end|>",
+     "content": "\u00e9 <|end|> and <|channel|>final<|message|> are marks <"}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "text", "said", "city"), MARKED)
+def test_what_spells_a_special_token_is_no_mark(serving, decoder, monkeypatch, template, text, said, city):  # noqa: F811
+    """In strings of calls and in answers: by ids."""
+    monkeypatch.setattr(decoder.chat_template, "source", template + "{% if tools %}{% endif %}{{ messages[0].content }}")
+    specials = {name: 390 + i for i, name in enumerate(way_of(template).shown)}
+    monkeypatch.setattr(decoder.tokenizer, "specials", specials)
+    parts = [[specials[part]] if i % 2 else decoder.encode(part) if part else [] for i, part in enumerate(text.split("^"))]
+    tokens = [token for part in parts for token in part]
+    for size in (1, 4, len(tokens)):
+        body = {"messages": TALK, "tools": [TOOL], "specdec": True, "stop": ["<|never"]}
+        reply = ask(serving(Ids(decoder, tokens, size)), CHAT, body)
+        assert reply.status == 200, reply.body
+        message = reply.json["choices"][0]["message"]
+        assert {name: message[name] for name in said} == said
+        calls = [json.loads(call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+        assert calls == ([{"city": city}] if city else []) and b"\\ud" not in reply.body
 
 
 def test_the_stop_string_is_named(app, decoder):  # noqa: F811
