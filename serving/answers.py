@@ -104,7 +104,7 @@ class Choice:
     def _has_called(self) -> bool:
         """Whether there is a call, and the last one is whole: an end mark or a stop string may stand in the middle of it."""
         try:
-            return self.n_calls > 0 and isinstance(value_of("".join(self._arguments) or "{}"), dict)
+            return self.n_calls > 0 and isinstance(value_of("".join(self._arguments) or ("" if self.stop_string else "{}")), dict)
         except ValueError:
             return False
 
@@ -203,7 +203,6 @@ class InParts(Form):
 
     def _take(self, delta: Delta) -> Iterator[tuple[str, Part, str]]:
         """What becomes of parts by what the text grows by, as `_part` takes it."""
-        self._finish = delta.finish or self._finish
         for each in delta.said:
             kind = Call if isinstance(each, More) else type(each)
             if not self._parts or self._parts[-1].kind is not kind or isinstance(each, Call):
@@ -214,6 +213,7 @@ class InParts(Form):
             self._parts[-1].text += text
             if text:
                 yield "grows", self._parts[-1], text
+        self._finish = delta.finish or self._finish
 
     def _part(self, what: str, part: Part, grown: str) -> bytes:
         """The events of what becomes of a part: it "begins", "grows" by some text, or "ends"."""

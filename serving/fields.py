@@ -109,13 +109,13 @@ class Fields:
         with refusing(name):
             return check(name, self._body.pop(name))
 
-    def end(self, neutral: Mapping[str, tuple[Any, ...]] | tuple[()] = NEUTRAL) -> None:
+    def end(self, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL) -> None:
         """Raises Refused where something is left that asks for anything."""
         for name, value in self._body.items():
             if name not in neutral:
                 raise Refused(f"there is no parameter {short(name)}", short(name), UNKNOWN)
-            if not any((value == neutral and type(value) is not bool) or value is neutral for neutral in NEUTRAL[name]):
-                told = " or ".join(json.dumps(neutral) for neutral in NEUTRAL[name])
+            if not any((value == each and type(value) is not bool) or value is each for each in neutral[name]):
+                told = " or ".join(map(json.dumps, neutral[name]))
                 instead = f"; expected {told}, or nothing" if told else "; leave it out"
                 raise Refused(f"{name} is not done here{instead}", name, NOT_DONE)
 

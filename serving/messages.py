@@ -54,7 +54,7 @@ def _asked(fields: Fields, model: Model, max_tokens: int) -> Asked:
     chat |= fields.take("output_config", _output, NOTHING)
     for name in OF_NO_EFFECT:
         fields.take(name, an_object, NOTHING)
-    fields.end(())
+    fields.end({})
     return replace(chat_asked(chat, model), form=Message)
 
 
@@ -137,7 +137,7 @@ def _output(name: str, value: Any) -> dict[str, Any]:
     if form := fields.take("format", an_object, NOTHING):
         one_of(f"type of format of {name}", form.get("type"), ["json_schema"])
         chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
-    fields.end(())
+    fields.end({})
     return chat
 
 

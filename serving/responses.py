@@ -19,6 +19,7 @@ KEPT = ("previous_response_id", "conversation", "prompt")  # what a server would
 # tools of which the model is not told: what a server does by itself, and ways to call that no template here knows
 UNTOLD = ("web_search", "web_search_preview", "image_generation", "code_interpreter", "file_search", "local_shell", "namespace",
           "custom")  # fmt: skip
+SHOWN = ("metadata", "tools", "tool_choice", "text", "max_output_tokens", "reasoning")  # of a request, that a response repeats
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -43,8 +44,8 @@ def response_asked(body: Mapping[str, Any], model: Model) -> Asked:
     fields.take("truncation", lambda name, value: one_of(name, value, ["disabled", "auto"]), "disabled")
     for name in OF_NO_EFFECT:
         fields.take(name, lambda _, value: value, None)
-    fields.end(())
-    shown = {"instructions": instructions or None, "metadata": chat["metadata"] or {}, "tools": body.get("tools") or []}
+    fields.end({"top_logprobs": (0,)})
+    shown = {name: body[name] for name in SHOWN if body.get(name) is not None} | {"instructions": instructions or None}
     return replace(chat_asked(chat, model), form=partial(Told, shown=shown))
 
 
@@ -118,7 +119,7 @@ def _form(name: str, value: Any) -> dict[str, Any]:
     fields = Fields(an_object(name, value))
     fields.take("verbosity", text, "")
     form = fields.take("format", an_object, NOTHING)
-    fields.end(())
+    fields.end({})
     if form.get("type") == "json_schema":
         return {"response_format": {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}}
     return {"response_format": form} if form else {}
@@ -129,7 +130,7 @@ def _effort(name: str, value: Any) -> dict[str, Any]:
     for each in ("summary", "generate_summary"):
         fields.take(each, text, "")
     effort = fields.take("effort", text, "")
-    fields.end(())
+    fields.end({})
     return {"reasoning_effort": effort} if effort else {}
 
 
@@ -162,7 +163,7 @@ class Told(InParts):
         told = "response.function_call_arguments" if is_call else f"response.{kind}"
         more: dict[str, Any] = {"logprobs": []} if part.kind is str else {}
         if what == "begins":
-            begun = self._event("response.output_item.added", output_index=part.index, item=_item(part, False))
+            begun = self._event("response.output_item.added", output_index=part.index, item=_item(part, "in_progress"))
             return begun if is_call else begun + self._event("response.content_part.added", **inside, part=_content(part, ""))
         if what == "grows":
             return self._event(f"{told}.delta", **(at if is_call else inside), delta=grown, **more)
@@ -171,11 +172,14 @@ class Told(InParts):
         else:
             done = self._event(f"{told}.done", **inside, text=part.text, **more)
             done += self._event("response.content_part.done", **inside, part=_content(part, part.text))
-        return done + self._event("response.output_item.done", output_index=part.index, item=_item(part, True))
+        return done + self._event("response.output_item.done", output_index=part.index, item=self._item(part))
 
     def _items(self) -> list[dict[str, Any]]:
-        is_cut = self._finish == "length"
-        return [_item(part, not (is_cut and part is self._parts[-1])) for part in self._parts]
+        return [self._item(part) for part in self._parts]
+
+    def _item(self, part: Part) -> dict[str, Any]:
+        """One that has ended, or that the length has cut."""
+        return _item(part, "incomplete" if self._finish == "length" and part is self._parts[-1] else "completed")
 
     def _event(self, kind: str, **more: Any) -> bytes:
         self._n += 1
@@ -185,7 +189,7 @@ class Told(InParts):
         sampling = self.asked.jobs[0].sampling
         usage = {
             "input_tokens": self.n_prompt,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": self.n_text,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": self.n_prompt + self.n_text,
@@ -204,6 +208,8 @@ class Told(InParts):
             "store": False,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
+            "metadata": {},
+            "tools": [],
             "tool_choice": "auto",
             "text": {"format": {"type": "text"}},
             "truncation": "disabled",
@@ -222,9 +228,8 @@ def _content(part: Part, said: str) -> dict[str, Any]:
     return {"type": "reasoning_text", "text": said}
 
 
-def _item(part: Part, is_over: bool) -> dict[str, Any]:
+def _item(part: Part, status: str) -> dict[str, Any]:
     """A part as an item of a response."""
-    status = "completed" if is_over else "in_progress" if not part.text else "incomplete"
     if part.kind is Call:
         named = {"call_id": part.id, "name": part.name, "arguments": part.text}
         return {"id": _id_of(part), "type": "function_call", "status": status, **named}

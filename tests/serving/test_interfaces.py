@@ -148,6 +148,18 @@ def test_a_call_that_is_cut_is_told(serving):  # noqa: F811
     answer = told(serving, RESPONSES, *cut).json
     assert answer["status"] == "incomplete"
     assert answer["output"][0]["status"] == "incomplete" and answer["output"][0]["arguments"].startswith('{"ci')
+    events = told(serving, RESPONSES, step("I look. "), *cut, stream=True).events
+    done = [each["item"] for each in events if each["type"] == "response.output_item.done"]
+    assert [each["status"] for each in done] == ["completed", "incomplete"] and done == events[-1]["response"]["output"]
+
+
+def test_a_response_repeats_what_was_asked(app):  # noqa: F811
+    asked = {"tool_choice": "none", "text": {"format": {"type": "json_object"}}, "max_output_tokens": 1, **FORCED[RESPONSES]}
+    answer = ask(app, RESPONSES, {"input": "x", "instructions": "Be short.", "top_logprobs": 0, **asked}).json
+    assert asked.items() <= answer.items() and answer["instructions"] == "Be short." and answer["metadata"] == {}
+    assert "cache_write_tokens" in answer["usage"]["input_tokens_details"], "which OpenAI's package wants"
+    plain = ask(app, RESPONSES, {"input": "x", "max_output_tokens": 1, "tools": None}).json
+    assert (plain["tool_choice"], plain["text"], plain["tools"]) == ("auto", {"format": {"type": "text"}}, [])
 
 
 def test_what_a_response_repeats_of_its_request_is_json(app):  # noqa: F811
@@ -156,15 +168,23 @@ def test_what_a_response_repeats_of_its_request_is_json(app):  # noqa: F811
     assert reply.status == 200 and b"Infinity" not in reply.body and reply.json["metadata"]["a"] == -sys.float_info.max
 
 
-@pytest.mark.parametrize("end", [{"end": "stop", "stop_string": "lo"}, {"end": "eos"}])
-def test_a_call_that_is_cut_by_a_stop_string_or_an_end_mark_is_no_reason_to_call(serving, end):  # noqa: F811
-    """Its arguments are no JSON; one that is whole is a reason as ever."""
+@pytest.mark.parametrize("end", [{"end": "stop", "stop_string": "lo"}, {"end": "eos"}, {"end": "max_tokens"}])
+def test_a_call_that_is_cut_is_no_reason_to_call(serving, end):  # noqa: F811
+    """Its arguments are no JSON; one that is whole is a reason as ever. The length has a word of its own."""
     body = {"messages": TALK, "tools": [TOOL], **DRAWN}
     for text, finish in ((TAGS[:58], "stop"), (TAGS + TAGS[:58], "stop"), (TAGS + "lo", "tool_calls"), ("lo", "stop")):
         for size in (1, 58, 500):
             steps = [step(text[i : i + size]) for i in range(0, len(text), size)]
             (choice,) = ask(serving(Script(Prompt([1], 0.0), *steps, step("", **end))), CHAT, body).json["choices"]
-            assert choice["finish_reason"] == finish, text
+            assert choice["finish_reason"] == ("length" if end["end"] == "max_tokens" else finish), text
+
+
+def test_a_call_that_a_stop_string_cuts_off_before_its_arguments_is_no_reason_to_call(serving, decoder, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(decoder.chat_template, "source", "{# [TOOL_CALLS][ARGS] tools #}{{ messages[0].content }}")
+    for end, finish in (({"end": "stop", "stop_string": "{"}, "stop"), ({"end": "eos"}, "tool_calls")):
+        script = Script(Prompt([1], 0.0), step("[TOOL_CALLS]weather[ARGS]"), step("", **end))
+        (choice,) = ask(serving(script), CHAT, {"messages": TALK, "tools": [TOOL], **DRAWN}).json["choices"]
+        assert choice["finish_reason"] == finish and choice["message"]["tool_calls"]
 
 
 class Ids(Script):
@@ -341,7 +361,8 @@ REFUSED = [
     (RESPONSES, {"tools": [{"type": "mcp", "name": "a"}]}, "tools"),
     (RESPONSES, {"tool_choice": {"type": "x"}}, "tool_choice"),
     (RESPONSES, {"text": {"format": {"type": "grammar"}}}, "response_format"), (RESPONSES, {"truncation": "all"}, "truncation"),
-    (RESPONSES, {"reasoning": {"depth": 1}}, "reasoning"), (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
+    (RESPONSES, {"reasoning": {"depth": 1}}, "reasoning"),
+    (RESPONSES, {"top_logprobs": 2}, "top_logprobs"), (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
 ]  # fmt: skip
 
 
