@@ -28,7 +28,12 @@ def messages_asked(body: Mapping[str, Any], model: Model) -> Asked:
     fields = Fields(body)
     if not (most := fields.take("max_tokens", between(1), 0)):
         raise Refused("max_tokens is missing; expected how many tokens the answer may have", "max_tokens", "missing_parameter")
-    return _asked(fields, model, most)
+    asked = _asked(fields, model, most)
+    if body["messages"][-1]["role"] == "assistant":
+        raise Refused(
+            "the last message is an answer, and to go on with it is not done here; expected the user's", "messages", NOT_DONE
+        )
+    return asked
 
 
 def tokens_counted(body: Mapping[str, Any], model: Model) -> dict[str, Any]:

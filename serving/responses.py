@@ -81,7 +81,8 @@ def _messages(name: str, value: Any) -> list[dict[str, Any]]:
             case "reasoning":
                 thought = words(f"content of {told}", each.get("content") or each.get("summary") or "", TEXTS)
                 if thought:
-                    _answer(messages)["reasoning_content"] = thought
+                    answer = _answer(messages)
+                    answer["reasoning_content"] = answer.get("reasoning_content", "") + thought
             case _:
                 raise Refused(f"{told} is of the type {short(kind, repr)}, which is not done here", name, NOT_DONE)
     return messages

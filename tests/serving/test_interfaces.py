@@ -265,7 +265,8 @@ def test_what_went_before_reaches_the_template(app, decoder, monkeypatch):  # no
     items = [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be kind."}]},
         {"role": "user", "content": "Weather?"},
-        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "h"}]},
+        {"type": "reasoning", "id": "rs_2", "summary": [{"type": "summary_text", "text": "m"}]},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look.", "annotations": []}]},
         {"type": "function_call", "call_id": "toolu_1", "name": "weather", "arguments": '{"city": "Oslo"}', "id": "fc_1"},
         {"type": "function_call_output", "call_id": "toolu_1", "output": "Error: rain"}, {"role": "user", "content": "So?"},
@@ -284,6 +285,7 @@ def test_tokens_are_counted(app):  # noqa: F811
     assert ask(app, COUNT, body).json == {
         "input_tokens": ask(app, MESSAGES, body | {"max_tokens": 1}).json["usage"]["input_tokens"]
     }
+    assert ask(app, COUNT, {"messages": [*TALK, {"role": "assistant", "content": "South"}]}).status == 200
     assert ask(app, COUNT, {"messages": []}).status == 400
 
 
@@ -351,6 +353,7 @@ REFUSED = [
     (MESSAGES, {"thinking": {"type": "maybe"}}, "thinking"), (MESSAGES, {"system": 5}, "system"),
     (MESSAGES, {"mcp_servers": [{}]}, "mcp_servers"), (MESSAGES, {"stop_sequences": [1]}, "stop"),
     (MESSAGES, {"chat_template_kwargs": 5, "thinking": {"type": "enabled"}}, "chat_template_kwargs"),
+    (MESSAGES, {"messages": [*TALK, {"role": "assistant", "content": "South"}]}, "messages"),
     (MESSAGES, {"output_config": {"x": 1}}, "output_config"), (MESSAGES, {"model": "claude"}, "model"),
     (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id"), (RESPONSES, {"conversation": "c"}, "conversation"),
     (RESPONSES, {"background": True}, "background"), (RESPONSES, {"input": []}, "input"),
