@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -144,8 +144,10 @@ def a_list(name: str, value: Any) -> list[Any]:
     return value
 
 
-def objects(name: str, values: Iterable[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def objects(name: str, values: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Of a list, each with what it is called."""
+    if not isinstance(values, list):
+        raise TypeError(f"{name} is {short(values, repr)}; expected a list")
     for i, value in enumerate(values):
         yield f"{name}[{i}]", an_object(f"{name}[{i}]", value)
 

@@ -30,9 +30,7 @@ def messages_asked(body: Mapping[str, Any], model: Model) -> Asked:
         raise Refused("max_tokens is missing; expected how many tokens the answer may have", "max_tokens", "missing_parameter")
     asked = _asked(fields, model, most)
     if body["messages"][-1]["role"] == "assistant":
-        raise Refused(
-            "the last message is an answer, and to go on with it is not done here; expected the user's", "messages", NOT_DONE
-        )
+        raise Refused("the last message is an answer, and none is gone on with here; expected the user's", "messages", NOT_DONE)
     return asked
 
 
@@ -114,7 +112,7 @@ def _answered(name: str, blocks: Sequence[Any]) -> list[dict[str, Any]]:
 
 def _tools(name: str, value: Any) -> list[dict[str, Any]]:
     tools = list[dict[str, Any]]()
-    for told, tool in objects(name, value if isinstance(value, list) else [value]):
+    for told, tool in objects(name, value):
         if (kind := tool.get("type") or "custom") != "custom":
             raise Refused(f"{told} is of the type {short(kind, repr)}, which is not done here; expected custom", name, NOT_DONE)
         function = {key: tool.get(key) for key in ("name", "description", "strict")} | {"parameters": tool.get("input_schema")}

@@ -98,7 +98,7 @@ def _answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
 def _tools(name: str, value: Any) -> list[dict[str, Any]]:
     """Functions; others that may stand there the model is not told of."""
     tools = list[dict[str, Any]]()
-    for told, tool in objects(name, value if isinstance(value, list) else [value]):
+    for told, tool in objects(name, value):
         kind = tool.get("type")
         if kind in UNTOLD:
             continue

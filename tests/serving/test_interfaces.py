@@ -349,6 +349,7 @@ REFUSED = [
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": 1}]}]}, "messages"),
     (MESSAGES, {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b"}]}]}, "messages"),
     (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"), (MESSAGES, {"tools": {}}, "tools"),
+    *((path, {"tools": FORCED[path]["tools"][0]}, "tools") for path in BODIES),
     (MESSAGES, {"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"), (MESSAGES, {"tool_choice": "auto"}, "tool_choice"),
     (MESSAGES, {"thinking": {"type": "maybe"}}, "thinking"), (MESSAGES, {"system": 5}, "system"),
     (MESSAGES, {"mcp_servers": [{}]}, "mcp_servers"), (MESSAGES, {"stop_sequences": [1]}, "stop"),
