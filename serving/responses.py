@@ -20,6 +20,7 @@ KEPT = ("previous_response_id", "conversation", "prompt")  # what a server would
 UNTOLD = ("web_search", "web_search_preview", "image_generation", "code_interpreter", "file_search", "local_shell", "namespace",
           "custom")  # fmt: skip
 SHOWN = ("metadata", "tools", "tool_choice", "text", "max_output_tokens", "reasoning")  # of a request, that a response repeats
+LOGPROBS = "message.output_text.logprobs"
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -29,6 +30,8 @@ def response_asked(body: Mapping[str, Any], model: Model) -> Asked:
     for name in KEPT:
         if name in body and body[name] is not None:
             raise Refused(f"{name} is not done here, where nothing is remembered; send the whole conversation", name, NOT_DONE)
+    if isinstance(included := body.get("include"), list) and LOGPROBS in included:
+        raise Refused(f"{LOGPROBS} is not done here; /v1/chat/completions has logprobs", "include", NOT_DONE)
     chat: dict[str, Any] = {name: fields.take(name, lambda _, value: value, None) for name in (*COMMON, *MORE)}
     messages = fields.take("input", _messages, list[dict[str, Any]]())
     if instructions := fields.take("instructions", text, ""):

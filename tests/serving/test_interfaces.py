@@ -366,7 +366,8 @@ REFUSED = [
     (RESPONSES, {"tool_choice": {"type": "x"}}, "tool_choice"),
     (RESPONSES, {"text": {"format": {"type": "grammar"}}}, "response_format"), (RESPONSES, {"truncation": "all"}, "truncation"),
     (RESPONSES, {"reasoning": {"depth": 1}}, "reasoning"),
-    (RESPONSES, {"top_logprobs": 2}, "top_logprobs"), (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
+    (RESPONSES, {"top_logprobs": 2}, "top_logprobs"), (RESPONSES, {"include": ["message.output_text.logprobs"]}, "include"),
+    (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
 ]  # fmt: skip
 
 
