@@ -1,5 +1,6 @@
 """A conversation at the terminal or in a pipe: commands, questions, answers as they come. Knows no models' files."""
 
+import difflib
 import os
 import re
 import signal
@@ -32,17 +33,18 @@ HELP = {
     "/clear": "begin anew; the system prompt stays",
     "/regen": "another answer to the last question",
     "/system TEXT": 'another system prompt; "" for none, alone to see it',
-    "/set NAME VALUE": "temperature, top_p, min_p, seed and others; alone to see all",
+    "/set NAME VALUE": "temperature, top_p, seed and others; alone to see all",
     "/stats": "all figures of the last answer",
     "/panel": "answers in the panel that shows every guess, or no longer",
     "/save FILE": "keep the conversation, and all that its answers depend on",
     "/load FILE": "go on with one; alone, with the last talk",
-    "/bye, /exit": "leave, as Ctrl-D does",
+    "/bye, /exit, /quit": "leave, as Ctrl-D does",
     '"""': "begins and ends a message of several lines",
     "\\": "at a line's end: the message goes on with the next",
     "Ctrl-C": "stops an answer and keeps what it said",
     "space": "in front of / makes it a message",
 }
+FORGETTING = ("clear", "regen")  # what stands there, so that a slip is asked about
 
 
 class AnswerView(View):
@@ -144,7 +146,7 @@ class Chat:
         self._commands: dict[str, Callable[[str], object]] = {
             "help": self._help, "clear": self._clear, "regen": self._regenerate, "system": self._system, "set": self._set,
             "stats": self._stats, "panel": self._panel, "save": self._save, "load": self._load,
-            "bye": self._leave, "exit": self._leave,
+            "bye": self._leave, "exit": self._leave, "quit": self._leave,
         }  # fmt: skip
 
     def answer(self, events: Generator[Event | Prefill]) -> None:
@@ -230,7 +232,10 @@ class Chat:
                 return
             name, rest = _command(message)
             if name not in self._commands:
-                raise ValueError(f"no command /{name}; /help lists them")
+                near = difflib.get_close_matches(name, self._commands, 1)
+                raise ValueError(f"no command /{name}; " + (f"did you mean /{near[0]}?" if near else "/help lists them"))
+            if rest and name in FORGETTING:
+                raise ValueError(f"/{name} takes no words; space in front of / makes it a message")
             self._commands[name](rest)
         except (TypeError, ValueError, MemoryError) as error:
             self._tell(" ".join(str(error).split()) or "not enough memory", style="")
@@ -315,7 +320,7 @@ def _command(line: str) -> tuple[str, str]:
 
 def _path(name: str) -> Path:
     if not name:
-        raise ValueError("a file's name is missing")
+        raise ValueError("a file's name is missing behind it")
     try:
         return Path(os.fsdecode(name.encode("utf-8", "surrogateescape"))).expanduser()  # the bytes that were typed
     except RuntimeError:  # the home of nobody

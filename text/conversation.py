@@ -52,7 +52,8 @@ class Settings:
         try:
             number = kinds[name](value)
         except ValueError:
-            raise ValueError(f"{name} is {checks.short(value, repr)}; expected a number") from None
+            expected = "a whole number" if kinds[name] is int else "a number"
+            raise ValueError(f"{name} is {checks.short(value, repr)}; expected {expected}") from None
         return replace(self, **{name: number})
 
 

@@ -334,7 +334,7 @@ def test_a_talk_at_a_terminal(model: Path, tmp_path: Path) -> None:
             if ">>> " not in job.raw[job.raw.rindex(word.encode()) :].decode():
                 job.read_until(word=">>> ")
 
-        enter(b"/foo\r", "no command /foo")
+        enter(b"/foo\r", "no command /foo; /help lists")
         enter(b"/set max_tokens 5\r", "max_tokens 5")
         enter(b"\x1b[200~one\ntwo\x1b[201~\r", "5 tok")
         job.resize(40, 12)
@@ -531,6 +531,21 @@ def test_a_full_disk_costs_neither_the_history_nor_a_saved_talk(
     lines._remember("x" * 100_000)  # a paste that no later session needs
     lines._remember("two")
     assert history.read_text() == '"one"\n"two"\n'
+
+
+def test_a_slip_in_a_command_is_told_with_what_was_meant_and_forgets_nothing(model: Path) -> None:
+    arguments = ["chat", "-m", model, "-s", 5, "--max-tokens", 5, "-j", 1, "--no-history"]
+    with Job(arguments, TERM="xterm") as job:
+        job.read_until(word=">>> ")
+        for typed, told in (
+            (b"/setting\r", "did you mean /set?"),
+            (b"/clear this up\r", "/clear takes no words"),
+            (b"/set seed 1.5\r", "expected a whole number"),
+        ):
+            job.type(typed)
+            job.read_until(word=told)
+        job.type(b"/quit\r")
+        assert job.report() == "0"
 
 
 def test_the_list_of_commands_fits_a_terminal() -> None:
