@@ -132,7 +132,7 @@ def _places_in(place: Path) -> list[tuple[str, Path]]:
         is_model = (place / "config.json").is_file() or not stat.S_ISDIR(place.stat().st_mode)
         return [(str(path), path) for path in ([place] if is_model else models_in(place))]
     except OSError as error:
-        raise CheckpointError(f"cannot list {place}: {error.strerror}") from None
+        raise CheckpointError(f"cannot list {place}: {error.strerror}; expected a folder, a model, or pull, rm, name") from None
 
 
 def _entry(name: str, path: Path) -> Entry:

@@ -4,8 +4,6 @@ import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-import typer
-
 from ..checks import text
 from ..drafting.settings import AUTO
 from ..readers import is_llama2c
@@ -20,7 +18,7 @@ from .request import DRAFT, MODELS, SAMPLERS, Request, with_models
 def refuse_steps(value: object) -> None:
     """llama2.c's -n, where a person may look for it."""
     if value is not None:
-        raise typer.BadParameter("it counts the prompt too, of which a talk has many; --max-tokens N limits an answer.")
+        raise ValueError("-n counts the prompt too, of which a talk has many; --max-tokens N limits an answer")
 
 
 @dataclass(frozen=True, kw_only=True)

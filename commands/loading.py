@@ -26,6 +26,7 @@ from .request import WORDS, Asked, Request
 
 NOTHING: Mapping[str, str] = {}
 ANY_OBJECT = "json"  # as a schema
+HOT = 2.0  # a temperature above which few texts are one
 LARGE_BYTES = 10**9  # for keys and values, that a text may take without a word
 
 
@@ -51,6 +52,8 @@ class Loaded:
 def models_of(request: Request, places: list[str | Path] | None = None) -> Iterator[Loaded]:
     """The models that a request names, or of the `places` where they are. Inside they are not warm yet, which takes its time."""
     target, draft, stage = places or found(request)
+    if request.temperature > HOT:
+        say(f"-t {request.temperature:g} is the temperature, and makes nearly any token as likely as others; threads are -j N")
     with loading() as show:
         begin = time.perf_counter()
         decoder = decoder_of(request, (target, draft, stage), lambda name, share: show(Bar(f"{LOADING} {name}", share)))

@@ -14,6 +14,7 @@ from . import bench, chat, models, race, serve, sweep, text
 from .endings import BROKEN_PIPE, complain, writing
 from .options import in_options
 from .parsing import Commands, OneCommand, taking
+from .slips import no_numeral, no_option
 
 app = typer.Typer(
     cls=Commands,
@@ -30,7 +31,6 @@ app.command("sweep", cls=OneCommand)(taking(sweep.SweepRequest, sweep.run))
 app.command("models", cls=OneCommand)(taking(models.ListRequest, models.run))
 app.command("bench", cls=OneCommand)(taking(bench.BenchRequest, bench.run))
 COMPLETING = "_COMPLETE"  # at the end of what a shell says it in, behind the program's name
-GONE = {"--compare": "specdec race compares the pair with the target alone"}
 UsageError = cast(type[Exception], next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"))
 
 
@@ -60,11 +60,7 @@ def main() -> None:
 
 def usage(error: Exception) -> str:
     """What is wrong with a command line, and what would be right."""
+    if name := getattr(error, "option_name", "") if hasattr(error, "possibilities") else "":
+        return no_option(name, list(getattr(error, "possibilities", None) or []), error.ctx)  # type: ignore[attr-defined]
     message: str = error.format_message()  # type: ignore[attr-defined]
-    name, likest = getattr(error, "option_name", ""), getattr(error, "possibilities", None)
-    if name in GONE:
-        return f"no option {name}; {GONE[name]}"
-    if likest:  # of which the message makes a list by the alphabet
-        return f"no option {name}; did you mean {likest[0]}?"
-    is_prompt = "'-p'" in message and " valid " in message  # llama.cpp's option
-    return f"{message} The prompt is -i TEXT." if is_prompt else message
+    return no_numeral(error) or message.removeprefix("Invalid value: ")

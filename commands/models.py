@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..readers import CheckpointError, extras
-from ..readers.files import find, needs
+from ..readers.files import find, here, needs
 from ..readers.names import name_model, short_names
 from ..readers.removing import files_of, remove, size_of
 from ..screens.output import on_one_line
@@ -53,6 +53,8 @@ def run(request: ListRequest) -> None:
     with writing():
         if what in DEEDS:
             DEEDS[what](request, names)
+        elif what in LIST and not (names or os.path.exists(what)):
+            list_all(request, "")
         elif names:
             raise ValueError(f"{names[0]!r} is one word too many; expected FOLDER, or pull NAME, rm NAME, name SHORT NAME")
         else:
@@ -81,6 +83,8 @@ def rm(request: ListRequest, names: list[str]) -> None:
         if name in short_names():
             print(f"{on_one_line(name)} stands for nothing any more ({name_model(name, '')})")
             continue
+        path = None if name in there else here(name)  # by a name without its ending
+        name = next((listed for listed, at in there.items() if at == path), name)
         if name not in there:
             raise CheckpointError(f"there is no {on_one_line(name)} here; specdec models lists what there is")
         files = files_of(there[name])
@@ -103,7 +107,7 @@ def list_all(request: ListRequest, folder: str) -> None:
     from .catalog import entries, row_of  # which nothing else needs
 
     with loading("looking at models"):
-        found = entries(Path(folder) if folder else None)
+        found = entries((here(folder) or Path(folder)) if folder else None)
         rows = [row_of(entry, found) for entry in found if entry.config]
     broken = [entry for entry in found if entry.flaw]
     short = {} if folder else short_names()
@@ -142,6 +146,7 @@ def list_all(request: ListRequest, folder: str) -> None:
 
 
 DEEDS = {"pull": pull, "rm": rm, "name": name}
+LIST = ("list", "ls")  # as other programs have it
 
 
 def _of_head(head: Mapping[str, Any], told: Callable[..., Text]) -> Text:

@@ -20,7 +20,7 @@ OF_PARAMETERS = {
     )
 } | {"target": "-m", "draft": "-d", "tokenizer": "-z", "repetition_penalty": "--repeat-penalty"}  # fmt: skip
 _PARAMETER = "|".join(OF_PARAMETERS)
-_TOLD = re.compile(rf"\b({_PARAMETER})=(?:\.\.\.|'([^']*)')|(?:^|(?<=, and ))({_PARAMETER})(?= (?:is|holds) )")
+_TOLD = re.compile(rf"\b({_PARAMETER})=(?:\.\.\.|'([^']*)')|(?:^|(?<=, and ))({_PARAMETER})(?= (?:of \d+ )?(?:is|holds) )")
 
 
 def option(default: Any, *names: str, group: str, help: str, **more: Any) -> Any:

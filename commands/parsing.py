@@ -1,6 +1,5 @@
 """A command line becomes a request: Typer's commands, whose options are a request's fields, and words among options."""
 
-import difflib
 import re
 from collections.abc import Callable
 from inspect import Parameter, Signature
@@ -12,13 +11,10 @@ from typer.core import TyperCommand, TyperGroup
 from ..readers.files import is_model_name
 from .options import option_of
 from .request import Asked
+from .slips import like_a_command, strange_option, word_too_many
 
 T = TypeVar("T")
-LIKE_A_COMMAND = 0.75  # of the letters: rather a slip than a prompt
 Command: Any = next(kind for kind in TyperGroup.__mro__ if kind.__name__ == "Command")
-# what other programs call commands, and of these those that take a name
-ELSEWHERE = {"list": "models", "ls": "models", "run": "chat", "pull": "models pull", "rm": "models rm"}
-TAKING_A_NAME = ("pull", "rm")
 NUMERALS = {int: re.compile("[0-9]{1,18}"), float: re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")}
 
 
@@ -74,7 +70,9 @@ class OneCommand(TyperCommand):
     """A command with a name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        _words_of(self, ctx, args)
+        words = _words_of(self, ctx, args)
+        if words and not ctx.resilient_parsing:
+            raise typer.BadParameter(word_too_many(self, words[0], is_model_name(words[0])))
         return list(super().parse_args(ctx, args))
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -89,17 +87,14 @@ class Commands(TyperGroup):
         if words[:1] in (["help"], ["version"]) and args == words:
             args = ["--version"] if words == ["version"] else [*words[1:2], "--help"]
         elif words and words[0] not in self.commands:
-            if not is_model_name(words[0]) and " " not in words[0] and not ctx.resilient_parsing:
-                self._check_is_no_command(words[0], len(words) <= 1 + (words[0] in TAKING_A_NAME))
+            is_word = not is_model_name(words[0]) and " " not in words[0] and not ctx.resilient_parsing
+            if is_word and (name := like_a_command(words, list(self.commands))):
+                raise typer.BadParameter(
+                    f"no command {words[0]!r}; did you mean {name!r}? A prompt of that word is -i {words[0]}"
+                )
             ctx.allow_interspersed_args = True
             return list(Command.parse_args(self, ctx, args))
         return list(super().parse_args(ctx, args))
-
-    def _check_is_no_command(self, word: str, is_alone: bool) -> None:
-        """Refuses what is rather a slip than a prompt."""
-        near = difflib.get_close_matches(word.lower(), self.commands, 1, LIKE_A_COMMAND)
-        for name in [ELSEWHERE[word.lower()]] if word.lower() in ELSEWHERE and is_alone else near:
-            raise typer.BadParameter(f"no command {word!r}; did you mean {name!r}? A prompt of that word is -i {word}")
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _seen_to(super().get_params(ctx))
@@ -107,6 +102,8 @@ class Commands(TyperGroup):
 
 def _words_of(command: Any, ctx: Any, args: list[str]) -> list[str]:
     """What stands on a command line beside options. Refuses a second -d, of which Typer would take the last."""
+    if (told := strange_option(args)) and not ctx.resilient_parsing:
+        raise typer.BadParameter(told)
     _, words, options = command.make_parser(ctx).parse_args(args=list(args))
     if [option.name for option in options].count("draft") > 1:
         raise typer.BadParameter("-d names one draft; what drafts for it is --stage NAME")

@@ -68,7 +68,7 @@ class Request:
         help="Keep what is read of prompts here, for later runs: whoever can read the folder can read what was said.",
     )  # fmt: skip
     prompt_cache_size: int = of_models(
-        10_000, "--prompt-cache-size", metavar="MB", min=1, max=10**8, help="That it may take at most."
+        10_000, "--prompt-cache-size", metavar="MB", min=1, max=10**8, help="Megabytes that --prompt-cache may take."
     )
     tokenizer: str = of_models(
         "", "-z", "--tokenizer", metavar="FILE",
@@ -140,7 +140,8 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.word and self.model:
-            raise ValueError(f"{self.word!r} and -m {self.model!r} are two targets; name a draft with -d")
+            message = ", a message with -i" * ("prompt" in self.offers.split())
+            raise ValueError(f"{self.word!r} and -m {self.model!r} are two targets; name a draft with -d{message}")
         text("prompt", self.prompt or "")
         one_of("kv", self.kv, get_args(KV))
         one_of("pack", self.pack, get_args(Pack))

@@ -18,6 +18,7 @@ from ..decoder import SpeculativeDecoder
 from ..drafting.settings import AUTO
 from ..machine.memory import physical_memory_bytes
 from ..readers import extras
+from ..readers.files import find
 from ..readers.loading import room_beside
 from ..readers.names import short_names
 from ..sampling import Sampling
@@ -29,7 +30,7 @@ from .endings import say, writing
 from .loading import Loaded, decoder_of, drawn_as_advised, found, models_of
 from .options import flag, in_options, of_sampling, of_server
 from .prompts import text_in
-from .request import MODELS, Request, with_models
+from .request import MODELS, WORDS, Request, with_models
 
 if TYPE_CHECKING:
     from ..serving.shelf import Served
@@ -137,6 +138,8 @@ def run(request: ServeRequest) -> None:
     places, keys = found(request, SERVING) if request.model else [], request.keys
     if lacking := extras.missing(SERVING):
         raise ValueError(lacking)
+    if not request.model and request.draft and request.draft.lower() not in WORDS:
+        find(request.draft, words=WORDS)  # before models are loaded that it is to draft for
     from ..serving.listening import bound  # which nothing else needs
 
     with bound(request.host, request.port) as sock:

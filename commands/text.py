@@ -44,7 +44,7 @@ class TextRequest(Request):
         None, "--pace", metavar="X", min=0.0,
         help="Passes a second at most, to watch the panel. 0: full speed. By default a short text takes four seconds.",
     )  # fmt: skip
-    stats: bool = flag("--stats", group="Output", help="Then all figures: drafted, accepted, mean length, by position.")
+    stats: bool = flag("--stats", group="Output", help="All figures at the end: drafted, accepted, mean length, by position.")
     version: bool = flag("--version", group="Output", help="Print the version and the arithmetic's revision, and exit.")
 
     def __post_init__(self) -> None:

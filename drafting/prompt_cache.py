@@ -63,7 +63,8 @@ class PromptCache:
             if not os.access(self.folder, os.R_OK | os.W_OK | os.X_OK):
                 raise OSError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
-            raise ValueError(f"cannot keep prompts in {folder}: {error.strerror}") from None
+            why = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
+            raise ValueError(f"cannot keep prompts in {folder}: {why}") from None
         self._stamps = dict[tuple[Any, ...], tuple[weakref.ref[Any], bytes]]()
         self._queue = queue.Queue[Callable[[], None]](MOST_WAITING)
         self._written = 0

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
-from ..checks import one_of, whole
+from ..checks import one_of, short, whole
 from ..verification import VERIFIERS, VerifyMode
 from .estimates import MAX_GAMMA
 
@@ -24,7 +24,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not isinstance(self.gamma, str) or self.gamma != AUTO:
-            object.__setattr__(self, "gamma", whole("gamma", self.gamma, 1, MAX_GAMMA))
+            try:
+                object.__setattr__(self, "gamma", whole("gamma", self.gamma, 1, MAX_GAMMA))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"gamma is {short(self.gamma, repr)}; expected {AUTO} or 1 to {MAX_GAMMA}") from None
         one_of("verify", self.verify, cast(Collection[VerifyMode], VERIFIERS))
         one_of("tree", self.tree, get_args(TreeMode))
         if self.tree == "on" and self.verify == "block":

@@ -137,7 +137,7 @@ class Finder:
             raise ValueError(f'the draft "{MTP}" is a head in the target\'s file; name the target by its file')
         if not (head := own_head(self.source)):
             expected = "expected one among its own tensors, or an assistant in its folder or beside it"
-            raise CheckpointError(f"{self.source.path} brings no head along ({MTP}); {expected}")
+            raise ValueError(f"{self.source.path} brings no head along ({MTP}); {expected}")
         return head
 
     def _head(self, source: Checkpoint) -> Head:

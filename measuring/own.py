@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 from rich.table import Table
@@ -129,7 +130,7 @@ def to_json(report: Report) -> str:
 
 def to_table(report: Report) -> Table:
     """Tokens a second, and what they were timed on."""
-    title = f"{report.model}: {report.weights}, {report.gib:.2f} GiB, keys and values {report.kv}"
+    title = f"{Path(report.model).name}: {report.weights}, {report.gib:.2f} GiB, keys and values {report.kv}"
     caption = f"{report.cpu}; {report.cores}; {report.instructions}; {report.system}"
     table = Table(title=title, caption=f"{caption}. Medians of {ROUNDS} rounds, by turns.")
     for column in ("threads", "test", "tokens/s", "least to most"):

@@ -43,6 +43,8 @@ def find(name: str | os.PathLike[str], source: str = MODELS_SOURCE, words: Seque
         return find(meant, source, words)
     if published := _published(name):
         return hub.fetch_file(published)
+    if "://" in name:
+        raise CheckpointError(f"{name} is an address; a model on the hub is named org/name")
     hint = _did_you_mean(path, words)
     if hub.is_repository(name):
         try:
@@ -63,7 +65,7 @@ def needs(names: Sequence[str], tokenizer: str = "") -> dict[str, str]:
     needed = dict[str, str]()
     for name in filter(None, [*names, tokenizer]):
         meant = _short_names().get(name, name)
-        if not _cached(name) and (_published(meant) or hub.is_repository(meant)):
+        if not here(name) and (_published(meant) or hub.is_repository(meant)):
             needed.setdefault(extras.HUB, hub.purpose_of_fetching(name))
     if not extras.has(extras.TOKENIZERS):  # or it costs a look into files
         for name in filter(_has_json_tokenizer, filter(None, [tokenizer or names[0], *names[1:]])):
@@ -155,7 +157,7 @@ def _published(name: str) -> str:
     return next((file for file in (name, f"{name}.bin") if file in hub.FILES), "")
 
 
-def _cached(name: str) -> Path | None:
+def here(name: str) -> Path | None:
     """What `find` finds without the network."""
     if found := _first(_places(Path(name))):
         return found
@@ -168,7 +170,7 @@ def _cached(name: str) -> Path | None:
 
 def _has_json_tokenizer(name: str) -> bool:
     """Whether it has a tokenizer for the package `tokenizers`, or may have one if it is not downloaded yet."""
-    path = _cached(name)
+    path = here(name)
     if not path:
         return hub.is_repository(name)
     if path.is_dir():

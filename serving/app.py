@@ -35,7 +35,7 @@ WRITE = {
     "/v1/responses": response_asked,
 }
 TELL = {"/v1/messages/count_tokens": tokens_counted, "/tokenize": tokenized, "/detokenize": detokenized}
-NOT_THERE = {404: "there is nothing at this path", 405: "this path does not take this method"}
+NOT_THERE = {404: "there is nothing at this path; talks are at /v1/chat/completions", 405: "this path does not take this method"}
 LARGE_AT_ONCE = 1  # other bodies of which tokens are made: small ones have another process then
 
 

@@ -60,7 +60,8 @@ async def body_of_bytes(request: Request, room: Room) -> AsyncIterator[bytes]:
     """All of a body of JSON. Raises Refused for one of another kind, that is too large or comes too slowly."""
     kind, coding = request.headers.get("content-type", ""), request.headers.get("content-encoding", "identity")
     if kind.partition(";")[0].strip().lower() != "application/json" or coding.lower() != "identity":
-        raise Refused("the body has to be application/json, and not compressed", None, "unsupported_media_type", 415)
+        problem = "the body has to be JSON, not compressed, with the header content-type: application/json"
+        raise Refused(problem, None, "unsupported_media_type", 415)
     size = request.headers.get("content-length", "0")
     if not size.isdecimal() or len(size) > 18 or int(size) > MOST_BYTES:
         raise TOO_LARGE()

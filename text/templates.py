@@ -213,7 +213,10 @@ def template_of(checkpoint: Checkpoint | None, tokenizer: Path, given: str | os.
     if isinstance(given, str) and given in TEMPLATES:
         source, place, variables = TEMPLATES[given].source, Path(given), {**TEMPLATES[given].variables} | variables
     elif given is not None:
-        source, place = _read(Path(file_name("template", given))), Path(given)
+        place = Path(file_name("template", given))
+        if not os.path.exists(place):
+            raise TemplateError(f"there is no chat template {place}; expected a file, or {' or '.join(TEMPLATES)}")
+        source = _read(place)
     if not isinstance(source, str):
         others = " or ".join(f"{name} for {one.whose}" for name, one in TEMPLATES.items())
         raise TemplateError(

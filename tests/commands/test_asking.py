@@ -16,7 +16,7 @@ from typer.core import TyperOption
 from typer.main import get_command
 
 from specdec.architectures import Config, HeadConfig, architecture_of
-from specdec.commands.main import app
+from specdec.commands.main import UsageError, app, usage
 from specdec.commands.parsing import AsItStands
 from specdec.machine import cache
 from specdec.readers import files
@@ -84,6 +84,21 @@ def test_what_stands_as_it_is_is_what_typer_makes_of_it(value: str | None) -> No
     assert n_judged or not hasattr(TyperOption, "get_runtime_param")  # an older Typer's parameters have no such judge
 
 
+def test_whatever_number_an_option_wants_is_told_without_one() -> None:
+    group = get_command(app)
+    wrong = 0
+    for command in (group, *group.commands.values()):
+        words = [] if command is group else [command.name]
+        for param in command.params:
+            if getattr(param, "metavar", "") in ("N", "X", "S", "MB") and not param.hidden:
+                with pytest.raises((UsageError, ValueError)) as told:
+                    app([*words, param.opts[0], "word"], standalone_mode=False)
+                line = usage(told.value) if isinstance(told.value, UsageError) else str(told.value)
+                assert "is 'word'; expected a" in line or "expected auto or 1 to" in line
+                wrong += 1
+    assert wrong > 30
+
+
 def outcome(process: Callable[..., object], context: object, value: object) -> str:
     try:
         return repr(process(context, value))
@@ -116,16 +131,38 @@ def test_a_word_is_the_prompt_or_the_model_in_llama2cs_order(ask: Run, pair: Pai
         (["a.bin", "-m", "b.bin"], "two targets"),
         (["hello", "-i", "there"], "-i and 'hello' are two prompts"),
         (["-i", "a", "-f", "b"], "-i and -f are two prompts"),
-        (["-p", "Once upon a time"], "The prompt is -i"),
+        (["-p", "Once upon a time"], "the prompt is -i"),
         (["-m", ""], "no letters"),
         (["nope.gguf"], "there is no nope.gguf here or in"),
         (["--temprature", "1"], "no option --temprature; did you mean --temperature?"),
+        (["run", "a/b", "hello"], "did you mean 'chat'"),
+        (["--temp", "0.7"], "no option --temp; the temperature is -t X"),
+        (["-hf", "a/b"], "no option -hf; -m org/name"),
+        (["-md", "a.bin"], "no option -md; the draft is -d NAME"),
+        (["bench", "-t", "8"], "threads are -j"),
+        (["--host", "0.0.0.0"], "no option --host here; specdec serve has it"),
+        (["race", "--stats"], "no option --stats here; specdec has it"),
+        (["--tempera", "1"], "did you mean --temperature?"),
+        (["-m", "https://huggingface.co/org/name"], "is an address; a model on the hub is named org/name"),
+        (["--logit-bias", "5=500"], "specdec: --logit-bias of 5 is 500"),
+        (["--zzz"], "no option --zzz; --help lists"),
+        (["-j", "x"], "--threads is 'x'; expected a whole number, 0 or more"),
+        (["--min-p", "2"], "--min-p is '2'; expected a number from 0 to 1\n"),
+        (["race", "hello"], "'hello' is one word too many; a prompt is -i TEXT"),
+        (["bench", "a.bin"], "'a.bin' is one word too many; a model is -m NAME"),
+        (["chat", "hello", "-m", "b.bin"], "a message with -i"),
+        (["chat", "-n", "5"], "specdec: -n counts the prompt too"),
         (["race", "--temprature", "1"], "no option --temprature; did you mean --temperature?"),
         (["chat", "--no-histroy"], "no option --no-histroy; did you mean --no-history?"),
     ],
 )
 def test_words_that_are_not_clear_are_told_with_what_to_do(run: Run, words: list[str], said: str) -> None:  # noqa: F811
     assert_refused(run(*words), said)
+
+
+def test_who_means_threads_by_t_is_told_what_it_is(run: Run, pair: Pair) -> None:  # noqa: F811
+    assert "; threads are -j" in run(*with_pair(pair, "-t", 8, "-n", 10))[2]
+    assert "threads are" not in run(*with_pair(pair, "-t", 2, "-n", 10))[2]
 
 
 def test_a_commands_name_is_the_command_and_a_prompt_behind_i(ask: Run, run: Run, pair: Pair) -> None:  # noqa: F811

@@ -545,6 +545,7 @@ def test_the_default_pair_is_used_where_no_model_is_named(run: Run, pair: Pair) 
     assert_refused(run("-i", PROMPT, "-n", 20), "draft.bin", "git checkout models")
     (files.MODELS / "draft.bin").write_bytes(pair.draft.read_bytes())
     assert from_json(run("-i", PROMPT, "-n", 20, "-j", 1, "-g", 4, "--json"))["n_drafted"] > 0
+    assert "git checkout" not in assert_refused(run("-d", "mtp", "-i", PROMPT), "brings no head along"), "but is whole"
     for name in ("target.bin", "draft.bin", "tok300.bin"):
         path = files.MODELS / name
         whole = path.read_bytes()

@@ -81,10 +81,17 @@ def test_models_are_removed_once_somebody_has_said_so(
         code, out, err = run("models", "rm", "-y", wrong)
         assert (code, out) == (2, "") and len(err.splitlines()) == 1
     monkeypatch.setattr(removing, "MODELS", installed)
-    assert run("models", "rm", "-y", "target.bin")[0] == 0 and not (tmp_path / "models" / "target.bin").exists()
+    assert run("models", "rm", "-y", "target")[0] == 0 and not (tmp_path / "models" / "target.bin").exists()
     for wrong in (["rm"], ["pull"], ["a", "b"]):
         code, out, err = run("models", *wrong)
         assert (code, out) == (2, "") and len(err.splitlines()) == 1
+
+
+def test_a_name_without_its_ending_and_other_programs_list_are_understood(run: Run, pair: Pair, own_names: Path) -> None:  # noqa: F811
+    (own_names.parents[2] / "models" / "target.bin").write_bytes(pair.target.read_bytes())
+    assert [row["name"] for row in from_json(run("models", "target", "--json"))["models"]] == ["models/target.bin"]
+    assert run("models", "list") == run("models", "ls") == run("models")
+    assert "expected a folder, a model, or pull" in run("models", "targte")[2]
 
 
 def test_what_others_call_pull_is_told() -> None:

@@ -132,7 +132,7 @@ def test_what_is_no_head_or_a_damaged_one_is_told_where_it_is_asked_for(tmp_path
     )
     without = SpeculativeDecoder(FIXTURES / "qwen35_odd", "auto", few)
     assert without.draft is None and without.has_draft
-    with pytest.raises(CheckpointError, match=r"qwen35_odd brings no head along \(mtp\)"):
+    with pytest.raises(ValueError, match=r"qwen35_odd brings no head along \(mtp\)"):
         SpeculativeDecoder(FIXTURES / "qwen35_odd", "mtp", few)
     with pytest.raises(ValueError, match="name the target by its file"):
         SpeculativeDecoder(pair_of()[0], "mtp", letters)

@@ -105,7 +105,7 @@ def test_events_go_through_as_they_are_and_choose_the_threads(monkeypatch):
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        ({"gamma": 0}, "gamma is 0"),
+        ({"gamma": 0}, "gamma is 0; expected auto or 1 to"),
         ({"verify": "x"}, "verify is"),
         ({"tree": "x"}, "tree is"),
         ({"tree": "on", "verify": "block"}, "chains"),

@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
+from specdec.commands import serve
 from specdec.commands.serve import ServeRequest
 from specdec.serving import listening
 from specdec.serving.fields import Refused
@@ -155,8 +156,12 @@ def test_other_machines_need_a_key_or_leave_to_go_without(host: str, is_local: b
             _ = ServeRequest(model="m", host=host, api_key_file=str(keys)).settled().keys
 
 
+def test_a_draft_that_is_not_there_is_told_before_a_model_is_asked_for() -> None:
+    with pytest.raises(ValueError, match="there is no nowhere here"):
+        serve.run(ServeRequest(draft="nowhere"))
+
+
 def test_a_missing_package_is_told_before_anything_is_loaded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    from specdec.commands import serve
     from specdec.readers import CheckpointError, extras
 
     has = extras.has

@@ -160,6 +160,8 @@ def test_a_template_is_found_where_models_have_it(tmp_path: Path) -> None:
     mine.write_bytes(b"\xff")
     with pytest.raises(TemplateError, match="no UTF-8"):
         template_of(None, tmp_path / "tokenizer.json", mine)
+    with pytest.raises(TemplateError, match=r"there is no chat template chatml; expected a file, or llama2$"):
+        template_of(None, tmp_path / "tokenizer.json", "chatml")
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(TemplateError, match=r"template=\.\.\."):
