@@ -62,8 +62,8 @@ def compile_ahead(operations: Sequence[Operation], dear: Sequence[str]) -> list[
 def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """What they have not compiled is not needed any more."""
     for process in processes:
-        process.kill()
-        process.wait()
+        with process:
+            process.kill()
 
 
 def work(jobs: Sequence[str]) -> None:

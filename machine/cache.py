@@ -173,10 +173,16 @@ def folder() -> str:
     written to."""
     if not _folder:
         given = os.environ.get("NUMBA_CACHE_DIR")
-        places = [Path(given, "specdec")] if given else [Path(user_cache_dir("specdec", False)), HOME / "__pycache__"]
+        places = [Path(given, "specdec")] if given else [_of_user(), HOME / "__pycache__"]
         _folder.append(next((str(place / STAMP) for place in places if _can_write(place / STAMP)), ""))
         _kept()  # before anything is added
     return _folder[0]
+
+
+def _of_user() -> Path:
+    """The user's cache. An XDG_CACHE_HOME that is relative, or empty, counts as none: anybody's code may lie where a person is."""
+    place = user_cache_dir("specdec", False)
+    return Path(place if os.path.isabs(place) else os.path.expanduser("~/.cache/specdec"))
 
 
 def _can_write(place: Path) -> bool:

@@ -24,6 +24,7 @@ COMPILED = (
     BEGIN
     + """
 print([process.wait() for process in processes], [operation.is_compiled for operation in operations])
+ahead.end(processes)
 told = []
 cache.on_compiling.append(told.append)
 print([operation.address != 0 for operation in operations], told, len(ahead.compile_ahead(operations, [])))
@@ -44,7 +45,8 @@ os._exit(0)
 
 def run(code: str, folder: Path) -> subprocess.Popen[str]:
     environment = os.environ | {"NUMBA_CACHE_DIR": str(folder)}
-    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-W", "error::ResourceWarning", "-c", code]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def has_ended(pid: int) -> bool:

@@ -198,6 +198,7 @@ def high(x):
 """
 ASK_ARRAYS = """
 import sys
+sys.modules.pop("numpy.ma", None)  # which numpy 1 loads itself
 import numpy as np
 from numba.core.runtime import rtsys
 from p.high import high
@@ -315,6 +316,15 @@ def test_code_lies_in_the_users_cache_or_where_that_cannot_be_written_beside_the
         assert [ask(package, NUMBA_CACHE_DIR="", XDG_CACHE_HOME=str(place)) for _ in range(2)] == ["40 0", "40 1"]
         assert len(list(found.rglob("*.code"))) == 2
     assert not code_of(package)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="says where the cache is on Linux")
+@pytest.mark.parametrize("place", ["", "here"])
+def test_a_users_cache_that_is_no_whole_path_is_none(package: Path, tmp_path: Path, place: str) -> None:
+    throw_away(package)
+    environment = {"NUMBA_CACHE_DIR": "", "XDG_CACHE_HOME": place, "HOME": str(tmp_path)}
+    assert [ask(package, **environment) for _ in range(2)] == ["40 0", "40 1"]
+    assert len(list((tmp_path / ".cache" / "specdec").rglob("*.code"))) == 2
 
 
 def test_what_is_not_to_be_compiled_is_told(package: Path) -> None:
