@@ -11,6 +11,7 @@ import gc
 import os
 import re
 import sys
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -82,7 +83,7 @@ def __dir__() -> list[str]:
 # numba's own settings, and what they may be: of a wrong one it tells with a traceback, or goes on without
 _SETTINGS = {
     "NUMBA_DISABLE_JIT": (r"\s*[-+]?0+\s*", "0, for nothing here runs uncompiled"),
-    "NUMBA_NUM_THREADS": (r"\s*\+?0*[1-9]\d*\s*", "a number of threads, 1 or more"),
+    "NUMBA_NUM_THREADS": (r"\s*\+?0*[1-9]\d{0,3}\s*", "a number of threads, from 1 to 9999"),
     "NUMBA_THREADING_LAYER": (
         "default|safe|forksafe|threadsafe|omp|tbb|workqueue", "default, safe, forksafe, threadsafe, omp, tbb or workqueue"
     ),
@@ -99,12 +100,16 @@ def main() -> None:
         value = os.environ.get(name)
         if value is not None and not re.fullmatch(fits, value):
             _refuse(f"{name} is {value!r} in the environment; it must be {right}, or not set")
+    warnings.filterwarnings("error", "Environment variable 'NUMBA_", RuntimeWarning)
+    warnings.filterwarnings("ignore", "Could not obtain multiprocessing lock")  # there is no /dev/shm; nothing here forks
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # nothing here uses numpy's threads, each of which takes 30 MB
     try:
         from .commands import main as command
     except ModuleNotFoundError as error:
         missing = (error.name or str(error)).split(".")[0]
         _refuse(f"the package {missing} is missing; pip install {missing}")
+    except RuntimeWarning as unread:
+        _refuse(str(unread).split(".\n")[0] + "; set another, or none")
     except Exception as error:
         _refuse(f"cannot load what it runs on: {_first_cause(error)}{_memory_limit()}")
     gc.freeze()

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import sys
 from typing import cast
 
@@ -31,6 +32,8 @@ app.command("sweep", cls=OneCommand)(taking(sweep.SweepRequest, sweep.run))
 app.command("models", cls=OneCommand)(taking(models.ListRequest, models.run))
 app.command("bench", cls=OneCommand)(taking(bench.BenchRequest, bench.run))
 COMPLETING = "_COMPLETE"  # at the end of what a shell says it in, behind the program's name
+# how wide and high a terminal is to be taken for: by POSIX what is no number from 1 counts as not set; Rich and Typer stumble
+SIZES = ("COLUMNS", "LINES", "TERMINAL_WIDTH")
 UsageError = cast(type[Exception], next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"))
 
 
@@ -41,6 +44,9 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    for name in SIZES:
+        if not re.fullmatch("0*[1-9][0-9]{0,3}", os.environ.get(name, "1")):
+            del os.environ[name]
     try:
         with writing():
             code = app(prog_name="specdec", standalone_mode=False)

@@ -570,6 +570,15 @@ def test_help_fits_80_columns_and_names_every_option(run: Run, monkeypatch: pyte
     assert "<bool>" not in out
 
 
+@pytest.mark.parametrize(("name", "value"), [("COLUMNS", "0"), ("COLUMNS", "100000"), ("LINES", "²"), ("TERMINAL_WIDTH", "wide")])
+def test_a_terminals_size_that_is_no_number_from_one_counts_as_not_set(name: str, value: str) -> None:
+    done = subprocess.run(
+        [*COMMAND, "--help"], env=os.environ | {name: value}, capture_output=True, encoding="utf-8", check=True, timeout=LONGEST
+    )
+    assert max(map(cell_len, done.stdout.splitlines())) == 80
+    assert done.stderr == ""
+
+
 def test_the_version_is_told(run: Run) -> None:
     assert run("--version") == (0, f"specdec {specdec.__version__}, arithmetic {specdec.__arithmetic__}\n", "")
 

@@ -359,8 +359,10 @@ def refused(command: list[str], **environment: str) -> str:
     ("name", "value", "right"),
     [
         ("NUMBA_DISABLE_JIT", "1", "must be 0"),
-        ("NUMBA_NUM_THREADS", "0", "1 or more"),
-        ("NUMBA_NUM_THREADS", "abc", "1 or more"),
+        ("NUMBA_NUM_THREADS", "0", "from 1 to 9999"),
+        ("NUMBA_NUM_THREADS", "abc", "from 1 to 9999"),
+        ("NUMBA_NUM_THREADS", "10000", "from 1 to 9999"),
+        ("NUMBA_OPT", "fast", "set another, or none"),
         ("NUMBA_THREADING_LAYER", "nonsense", "workqueue"),
     ],
 )
@@ -369,6 +371,23 @@ def test_a_setting_of_numba_that_cannot_be_is_told_with_what_can(name: str, valu
     assert name in error
     assert repr(value) in error
     assert right in error
+
+
+def test_a_machine_without_shared_memory_gets_its_text_and_no_warning() -> None:
+    code = f"""
+import sys
+from multiprocessing.context import BaseContext
+def refuse(context):
+    raise OSError(30, "Read-only file system")
+BaseContext.RLock = refuse
+sys.path.insert(0, {str(ROOT)!r})
+import specdec
+specdec.main()
+"""
+    command = [sys.executable, "-W", "error", "-c", code, "-t", "0", "-n", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONGEST)
+    assert (done.returncode, done.stdout) == (0, "Once upon a time,\n"), done.stderr
+    assert "lock" not in done.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems limit no address space")
