@@ -180,7 +180,7 @@ def folder() -> str:
 
 
 def _of_user() -> Path:
-    """The user's cache. An XDG_CACHE_HOME that is relative, or empty, counts as none: anybody's code may lie where a person is."""
+    """The user's cache. A relative or empty XDG_CACHE_HOME counts as none: anybody's code may lie where a person is."""
     place = user_cache_dir("specdec", False)
     return Path(place if os.path.isabs(place) else os.path.expanduser("~/.cache/specdec"))
 

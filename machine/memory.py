@@ -91,7 +91,8 @@ class Block:
 
 def lazy_zeros(dtype: type, *shape: int) -> npt.NDArray[Any]:
     """As `zeros`, of which only what is written becomes resident: numpy would ask for pages of 2 MB. Raises MemoryError."""
-    private = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}  # else a forked process would write here too
+    # else a forked process would write here too
+    private: dict[str, Any] = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}
     try:
         buffer = mmap.mmap(-1, math.prod(shape) * np.dtype(dtype).itemsize, **private)
     except OSError as error:

@@ -4,7 +4,8 @@ requests."""
 import json
 import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ OPENS = {closes: opens for opens, closes in CLOSES.items()}
 WORD = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?|true|false|null", re.ASCII)
 LONGEST_NUMBER = 400
 LARGEST = sys.float_info.max
+DEEPEST = 500  # values within values: some Pythons read more than they can write again
 FIRST_ESCAPED = 9  # what follows a backslash; of \\u, four digits do
 MARK = "\udc3c"  # stands before the name of a special token, where that alone is a mark: no text holds half a character
 
@@ -53,10 +55,18 @@ def finite(digits: str) -> float:
 
 def value_of(text: str) -> Any:
     """What JSON stands for, as JSON can say it again; what is no number is a text. Raises ValueError."""
-    try:
-        return json.loads(text, parse_float=finite, parse_constant=str)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
+    with suppress(RecursionError):
+        value = json.loads(text, parse_float=finite, parse_constant=str)
+        level: list[Any] = [[value]]
+        for _ in range(DEEPEST + 1):
+            level = [each for held in level for each in _held(held) if isinstance(each, dict | list)]
+            if not level:
+                return value
+    raise ValueError("nested too deep")
+
+
+def _held(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def call_of(text: str, tools: Collection[str]) -> Call | None:

@@ -17,6 +17,7 @@ from specdec import Step
 from specdec.readers import extras
 from specdec.serving.app import app_of
 from specdec.serving.asked import Model
+from specdec.serving.calls import DEEPEST, value_of
 from specdec.serving.engine import Client
 from specdec.serving.guard import Guard
 from specdec.serving.ways import way_of
@@ -132,13 +133,20 @@ def test_whatever_a_calls_arguments_hold_the_answer_is_json(serving, path):  # n
 
 
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("n", [900, 1500, 20_000])
+@pytest.mark.parametrize("n", [400, 900, 1500, 20_000])
 def test_arguments_that_are_nested_beyond_bounds_are_told(serving, path, n):  # noqa: F811
     """Where they are no value to Python, they are a text."""
     for call in ('{"name": "weather", "arguments": %s}', '{"arguments": %s, "name": "weather"}'):
         text = "<tool_call>\n" + call % ('{"x": ' + "[" * n + "]" * n + "}") + "\n</tool_call>"
         answer = told(serving, path, step(text, "eos"))
         assert answer.status == 200 and answer.body.count(b"[") >= n
+
+
+def test_every_python_reads_values_to_one_depth():
+    text = "[" * DEEPEST + "]" * DEEPEST
+    assert json.dumps(value_of(text)) == text
+    with pytest.raises(ValueError, match="too deep"):
+        value_of(f"[{text}]")
 
 
 def test_a_call_that_is_cut_is_told(serving):  # noqa: F811
