@@ -16,8 +16,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,27 +56,15 @@ if numba.config.DISABLE_JIT:
 
 
 link_late()
-# The last one is told of each function that is about to be compiled its name, how many are done before it, and of how many, or
-# None where nobody knows; and "" when none is any longer.
-on_compiling: list[Callable[[str, int, int | None], object]] = []
+# The last one is told of each function that is compiled its name, and how many were begun; and "" when none is any longer.
+on_compiling: list[Callable[[str, int], object]] = []
 _underway: list[str] = []  # a function calls others, which are compiled in the middle of it
-_n_compiled = 0
-_batch: list[tuple[int, int]] = []
-
-
-@contextmanager
-def counted(n_done: int, n_total: int) -> Iterator[None]:
-    """Within, whatever is compiled is the next of so many, behind so many."""
-    _batch.append((n_done, n_total))
-    try:
-        yield
-    finally:
-        _batch.pop()
+_n_begun = 0
 
 
 def _tell(name: str) -> None:
     for tell in on_compiling[-1:]:  # a caller that was interrupted may no longer listen
-        tell(name, *next(iter(_batch[-1:]), (_n_compiled, None)))
+        tell(name, _n_begun)
 
 
 class MachineCode(caching.NullCache):
@@ -101,6 +89,8 @@ class MachineCode(caching.NullCache):
         found = self._load(signature, target_context) if folder() else None
         if found:
             return found
+        global _n_begun
+        _n_begun += 1
         _underway.append(self._name)
         _tell(self._name)
         if folder():
@@ -139,8 +129,6 @@ class MachineCode(caching.NullCache):
 
     def _is_compiled(self) -> None:
         """Nobody waits for it any longer."""
-        global _n_compiled
-        _n_compiled += 1
         if self._name in _underway:
             del _underway[_underway.index(self._name) :]
         _tell(_underway[-1] if _underway else "")

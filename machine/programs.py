@@ -15,8 +15,7 @@ import functools
 import itertools
 import struct
 import sys
-from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
@@ -26,7 +25,7 @@ from numba import types
 from numba.extending import intrinsic
 from numba.np.numpy_support import as_dtype
 
-from .cache import MachineCode, callback, counted, inlined, inner
+from .cache import MachineCode, callback, inlined, inner
 from .cores import keep_threads_by_their_memory, known
 from .parts import NOBODY, PHASE, is_over, n_parts_each, take_part, victim
 from .threads import available_threads, pause, run_on_threads
@@ -196,11 +195,6 @@ class Operation:
         return [as_dtype(getattr(kind, "dtype", kind)) for kind in self._kinds.values()]
 
     @property
-    def is_there(self) -> bool:
-        """Whether this process has its machine code."""
-        return "address" in vars(self)
-
-    @property
     def _own_function(self) -> Callable[..., None]:
         """The function by the operation's name: where two functions have the same, as those of one maker have, and two processes
         compiled them, whoever loads both would run the first for either."""
@@ -260,14 +254,6 @@ class Operation:
 def operation(function: Callable[..., None]) -> Operation:
     """A kernel of the product's own as an `Operation`."""
     return Operation(function)
-
-
-def compile_all(operations: Collection[Operation]) -> None:
-    """Compile, or load, what this process has not; whoever watches is told how many there are."""
-    missing = [operation for operation in operations if not operation.is_there]
-    for n, operation in enumerate(missing):
-        with counted(n, len(missing)) if len(missing) > 1 else nullcontext():  # one by itself is none of a number
-            operation.address  # noqa: B018
 
 
 def _kind_of(hint: Any) -> Any:
@@ -362,7 +348,6 @@ class Runner:
 
     def __init__(self, program: Program, own: Sequence[Any] = (), by_token: Sequence[tuple[Any, int]] = ()) -> None:
         rows = [row for phase in program for row in phase]
-        compile_all(dict.fromkeys(row.operation for row in rows))
         self._rows = np.zeros((len(rows), ROW_WORDS), np.int64)
         for phase, end in zip(program, itertools.accumulate(map(len, program)), strict=True):
             work = sum(row.work for row in phase), sum(row.slot_work for row in phase)

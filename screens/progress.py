@@ -77,11 +77,10 @@ class Line:
                 with suppress(OSError, ValueError):
                     print(f"specdec: {message.doing}:{message.share:4.0%}{message.more}", file=sys.stderr, flush=True)
 
-    def compiling(self, name: str, n_done: int, n_total: int | None) -> None:
+    def compiling(self, name: str, n_begun: int) -> None:
         """See `cache.on_compiling`."""
-        of = f" of {n_total}" if n_total else ""
         with self._writing:
-            self._doing = f"compiling {n_done + 1}{of}, {cache.why(name)}: {name}" if name else ""
+            self._doing = f"compiling {n_begun}, {cache.why(name)}: {name}" if name else ""
             self._draw()
 
     def end(self) -> None:
