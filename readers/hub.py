@@ -417,7 +417,8 @@ def _is_final(error: Exception) -> bool:
 
 
 def _line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    """Its first line, without the system's number."""
+    return next((re.sub(r"^\[\w+ -?\d+\] ", "", line.strip()) for line in str(error).splitlines() if line.strip()), "")
 
 
 # The cache
