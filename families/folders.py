@@ -166,12 +166,13 @@ def rope_values(values: Values, otherwise: Mapping[str, Any] | None = None) -> V
 def partial_rope(rope: Values, values: Values, *sources: Values) -> RopeConfig:
     """The base of the angles, and how many rows of a head are turned, by the share that the last one of sources tells."""
     partial, head_dim = "partial_rotary_factor", head_length(values)
-    share = 1.0
+    told, share = values, 1.0
     for source in sources:
-        share = source.real(partial, 0, 1) if source[partial] is not None else share
+        if source[partial] is not None:
+            told, share = source, source.real(partial, 0, 1)
     n_turned = int(head_dim * share)
     if n_turned < 2 or n_turned % 2:
-        raise values.refusal(partial, f"what leaves an even number of a head's {head_dim} rows, 2 or more")
+        raise told.refusal(partial, f"what leaves an even number of a head's {head_dim} rows, 2 or more")
     return RopeConfig(rope.real("rope_theta", 1, MAX_THETA), 0 if n_turned == head_dim else n_turned)
 
 

@@ -27,7 +27,11 @@ def config_of_3(values: Values) -> Config:
     full = folders.full_layers(values, n_layers, PATTERN)
     values.must_be("mlp_bias", False)
     values.must_be("rope_theta", 500000.0)  # of older files, of which transformers 5 turns layers with windows by this one
-    local, whole = (folders.rope(values, said) for said in folders.ropes_of_layers(values))
+    values.must_be("original_max_position_embeddings", None)  # which transformers looks for in each kind's RoPE alone
+    ropes = folders.ropes_of_layers(values)
+    for said in ropes:
+        said.must_be("truncate", None, True)  # which it looks for outside of them
+    local, whole = (folders.rope(values, said) for said in ropes)
     window = values.whole("sliding_window") if len(full) < n_layers else 0
     attention = folders.attention(values, local, qk_norm="whole", window=window)
     return Config(**sizes, attention=attention, layers=folders.unwindowed(attention, full, n_layers, rope=whole), norms="behind")

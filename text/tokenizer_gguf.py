@@ -24,6 +24,7 @@ END_NAMES = {
     ),
     **dict.fromkeys(("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "<end_of_utterance>", "<EOT>"), "eot"),
     **dict.fromkeys(("_<EOT>", "[EOT]", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<|tool_response>", "[e~["), "eot"),
+    "<|observation|>": "eot",  # GLM's, behind a call of a tool; its folders name it, and no key of its files does
     "<|eom_id|>": "eom",
 }
 END = "<|end|>"  # which is within an answer where there are both of one of these pairs, as in harmony's channels

@@ -354,10 +354,12 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
         for kind, part, word in (
             ("full_attention", {"rope_type": "longrope", "rope_theta": 1e4}, "rope_type"),
             ("sliding_attention", {"rope_type": "longrope", "rope_theta": 1e4}, "rope_type"),
+            ("full_attention", {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "truncate": False}, "truncate"),
             ("rope_theta", 1e4, "an object of full_attention and sliding_attention"),
         )
     ),
     ("glm4", {"partial_rotary_factor": 0.1, "rope_parameters": GONE}, "partial_rotary_factor"),
+    ("glm4", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.3}}, "partial_rotary_factor is 0.3;"),
     ("glm4", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
     ("glm4", {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1]}}, "mrope_section"),
     ("glm4", {"attention_bias": False}, "no place"),
@@ -365,6 +367,7 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
     ("glm4", {"hidden_act": "gelu"}, "hidden_act"),
     ("glm4", {"sliding_window": 16}, "null in a glm4 model"),
     ("olmo3", {"rope_theta": 1e4}, "rope_theta is 10000.0; expected 500000.0"),
+    ("olmo3", {"original_max_position_embeddings": 32}, "original_max_position_embeddings"),
     ("olmo3", {"sliding_window": None}, "sliding_window"),
     ("olmo3", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
     ("olmo3", {"attention_bias": True}, "self_attn.q_proj.bias"),

@@ -117,8 +117,8 @@ def test_what_ends_a_text_does_so_by_its_name_whatever_its_type(name: str, kind:
                 assert tokenizer.says(token) is None
         return {each: found[each] for each in names if each in found}
 
-    assert marks("<|end|>", "<|user|>", "[EOT]", "<end_of_utterance>") == dict.fromkeys(
-        ("<|end|>", "[EOT]", "<end_of_utterance>"), "eot"
+    assert marks("<|end|>", "<|user|>", "[EOT]", "<end_of_utterance>", "<|observation|>") == dict.fromkeys(
+        ("<|end|>", "[EOT]", "<end_of_utterance>", "<|observation|>"), "eot"
     )
     assert marks("<|end|>", "<|return|>", "<|call|>") == {"<|return|>": "eot", "<|call|>": "eot"}
     assert marks("<|end|>", "<|return|>") == {"<|end|>": "eot", "<|return|>": "eot"}
