@@ -1,6 +1,8 @@
 """A command line becomes a request: Typer's commands, whose options are a request's fields, and words among options."""
 
+import itertools
 import re
+import shlex
 from collections.abc import Callable
 from inspect import Parameter, Signature
 from typing import Annotated, Any, TypeVar
@@ -70,10 +72,12 @@ class OneCommand(TyperCommand):
     """A command with a name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        words = _words_of(self, ctx, args)
+        _words_of(self, ctx, args)
+        ctx.allow_extra_args = True  # until whoever asks for help has it
+        words = list(super().parse_args(ctx, args))
         if words and not ctx.resilient_parsing:
-            raise typer.BadParameter(word_too_many(self, words[0], is_model_name(words[0])))
-        return list(super().parse_args(ctx, args))
+            raise typer.BadParameter(word_too_many(self, words[0]))
+        return words
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _seen_to(super().get_params(ctx))
@@ -89,8 +93,9 @@ class Commands(TyperGroup):
         elif words and words[0] not in self.commands:
             is_word = not is_model_name(words[0]) and " " not in words[0] and not ctx.resilient_parsing
             if is_word and (name := like_a_command(words, list(self.commands))):
+                said = " ".join(itertools.takewhile(lambda word: not word.startswith("-"), words))
                 raise typer.BadParameter(
-                    f"no command {words[0]!r}; did you mean {name!r}? A prompt of that word is -i {words[0]}"
+                    f"no command {words[0]!r}; did you mean {name!r}? As a prompt it is -i {shlex.quote(said)}"
                 )
             ctx.allow_interspersed_args = True
             return list(Command.parse_args(self, ctx, args))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..checks import short
+from ..readers.files import is_model_name
 
 LIKE_A_COMMAND = 0.75  # of the letters: rather a slip than a prompt
 # what other programs call commands, and how many words may follow there
@@ -60,7 +61,8 @@ def no_numeral(error: Any) -> str:
     if kind not in TOLD:
         return ""
     limits, name, value = param.type_descriptor.parameter_info, max(param.opts, key=len), str(judged()[0]["input"])
-    span = f" from {limits.min:,.10g} to {limits.max:,.10g}" if limits.max is not None else f", {limits.min:g} or more"
+    least = "" if limits.min is None else f", {limits.min:g} or more"
+    span = f" from {limits.min:,.10g} to {limits.max:,.10g}" if limits.max is not None else least
     is_number = re.fullmatch(r"[-+.\d]+", value)
     hint = f"; {MEANT[name]}" if name in MEANT and not is_number else ""
     return f"{name} is {short(value, repr)}; expected {TOLD[kind]}{span}{hint}"
@@ -69,21 +71,23 @@ def no_numeral(error: Any) -> str:
 def strange_option(args: list[str]) -> str:
     """Of an option of several letters behind one dash, which would be read as several options; "" where there is none."""
     for before, arg in zip(["", *args], args, strict=False):
+        if before == "--":  # only words are behind it
+            break
         if len(arg) > 2 and arg[1] != "-" and arg in HABITS and not before.startswith("-"):
             return f"no option {arg}; {HABITS[arg]}"
     return ""
 
 
-def word_too_many(command: Any, word: str, is_model: bool) -> str:
+def word_too_many(command: Any, word: str) -> str:
     """Of a word behind a command that takes none, or one less."""
-    right = "a model is -m NAME" if is_model or "-i" not in _names_of(command) else "a prompt is -i TEXT"
+    right = "a model is -m NAME" if is_model_name(word) or "-i" not in _names_of(command) else "a prompt is -i TEXT"
     return f"{word!r} is one word too many; {right}, and --help lists all options"
 
 
 def like_a_command(words: list[str], commands: list[str]) -> str:
     """The command that was meant rather than a prompt of that word; "" for none."""
-    word = words[0].lower()
-    if word in ELSEWHERE and len(words) <= 1 + ELSEWHERE[word][1]:
+    word, n = words[0].lower(), len(words) - 1
+    if word in ELSEWHERE and n <= ELSEWHERE[word][1] and (n < 2 or is_model_name(words[1])):
         return ELSEWHERE[word][0]
     return next(iter(difflib.get_close_matches(word, commands, 1, LIKE_A_COMMAND)), "")
 

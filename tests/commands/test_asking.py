@@ -152,12 +152,21 @@ def test_a_word_is_the_prompt_or_the_model_in_llama2cs_order(ask: Run, pair: Pai
         (["bench", "a.bin"], "'a.bin' is one word too many; a model is -m NAME"),
         (["chat", "hello", "-m", "b.bin"], "a message with -i"),
         (["chat", "-n", "5"], "specdec: -n counts the prompt too"),
+        (["chat", "-n", "x"], "--steps is 'x'; expected a whole number\n"),
+        (["show", "me"], "As a prompt it is -i 'show me'"),
         (["race", "--temprature", "1"], "no option --temprature; did you mean --temperature?"),
         (["chat", "--no-histroy"], "no option --no-histroy; did you mean --no-history?"),
     ],
 )
 def test_words_that_are_not_clear_are_told_with_what_to_do(run: Run, words: list[str], said: str) -> None:  # noqa: F811
     assert_refused(run(*words), said)
+
+
+def test_what_is_no_slip_is_done(run: Run, pair: Pair) -> None:  # noqa: F811
+    for words in (["--", "tell", "-md", "me"], ["run", "fast", "dogs"]):
+        asked = run("-m", pair.target, "-s", 5, "-j", 1, "-n", 30, "--json", *words)
+        assert settings(asked)["prompt"] == " ".join(words).removeprefix("-- ")
+    assert run("race", "hello", "--help")[0] == 0
 
 
 def test_who_means_threads_by_t_is_told_what_it_is(run: Run, pair: Pair) -> None:  # noqa: F811
