@@ -76,7 +76,7 @@ class OneCommand(TyperCommand):
         ctx.allow_extra_args = True  # until whoever asks for help has it
         words = list(super().parse_args(ctx, args))
         if words and not ctx.resilient_parsing:
-            raise typer.BadParameter(word_too_many(self, words[0]))
+            raise typer.BadParameter(word_too_many(self, words[0], is_model_name(words[0])))
         return words
 
     def get_params(self, ctx: Any) -> list[Any]:

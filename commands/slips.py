@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..checks import short
-from ..readers.files import is_model_name
 
 LIKE_A_COMMAND = 0.75  # of the letters: rather a slip than a prompt
 # what other programs call commands, and how many words may follow there
@@ -78,16 +77,16 @@ def strange_option(args: list[str]) -> str:
     return ""
 
 
-def word_too_many(command: Any, word: str) -> str:
+def word_too_many(command: Any, word: str, is_model: bool) -> str:
     """Of a word behind a command that takes none, or one less."""
-    right = "a model is -m NAME" if is_model_name(word) or "-i" not in _names_of(command) else "a prompt is -i TEXT"
+    right = "a model is -m NAME" if is_model or "-i" not in _names_of(command) else "a prompt is -i TEXT"
     return f"{word!r} is one word too many; {right}, and --help lists all options"
 
 
 def like_a_command(words: list[str], commands: list[str]) -> str:
     """The command that was meant rather than a prompt of that word; "" for none."""
-    word, n = words[0].lower(), len(words) - 1
-    if word in ELSEWHERE and n <= ELSEWHERE[word][1] and (n < 2 or is_model_name(words[1])):
+    word = words[0].lower()
+    if word in ELSEWHERE and len(words) <= 1 + ELSEWHERE[word][1]:
         return ELSEWHERE[word][0]
     return next(iter(difflib.get_close_matches(word, commands, 1, LIKE_A_COMMAND)), "")
 
