@@ -84,7 +84,7 @@ def rm(request: ListRequest, names: list[str]) -> None:
             print(f"{on_one_line(name)} stands for nothing any more ({name_model(name, '')})")
             continue
         path = None if name in there else here(name)  # by a name without its ending
-        name = next((listed for listed, at in there.items() if at == path), name)
+        name = next((listed for listed, at in there.items() if at == path and listed.startswith(Path(name).name)), name)
         if name not in there:
             raise CheckpointError(f"there is no {on_one_line(name)} here; specdec models lists what there is")
         files = files_of(there[name])

@@ -68,6 +68,7 @@ def test_models_are_removed_once_somebody_has_said_so(
     monkeypatch.setattr(typer, "confirm", lambda *_, **more: False)
     code, out, _ = run("models", "rm", "org/name:Q4_0")
     assert (code, out) == (1, "") and (blobs / "Q4_0").exists()
+    assert run("models", "rm", "-y", "org/name")[0] == 2 and len([*blobs.iterdir()]) == 2, "of two, none is named"
     size = (blobs / "Q4_0").stat().st_size
     asked = []
     monkeypatch.setattr(typer, "confirm", lambda words, **more: asked.append(words) or True)
