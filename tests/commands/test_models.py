@@ -61,6 +61,9 @@ def test_models_are_removed_once_somebody_has_said_so(
     for folder in (snapshot, blobs, snapshot.parents[1] / "refs"):
         folder.mkdir(parents=True)
     (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    (lacking := snapshot.parents[1] / ".no_exist" / "abc").mkdir(parents=True)
+    for file in ("model.safetensors", "model.safetensors.index.json"):
+        (lacking / file).touch()
     name = next(iter(CONFIGS))
     for bits in ("Q8_0", "Q4_0"):
         (blobs / bits).write_bytes(gguf_bytes(model_keys(name), model_tensors(name)))
