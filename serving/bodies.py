@@ -59,7 +59,7 @@ class Room:
 async def body_of_bytes(request: Request, room: Room) -> AsyncIterator[bytes]:
     """All of a body of JSON. Raises Refused for one of another kind, that is too large or comes too slowly."""
     kind, coding = request.headers.get("content-type", ""), request.headers.get("content-encoding", "identity")
-    if kind.partition(";")[0].strip().lower() != "application/json" or coding.lower() != "identity":
+    if kind.partition(";")[0].strip().lower() != "application/json" or coding.lower() not in ("", "identity"):
         problem = "the body has to be JSON, not compressed, with the header content-type: application/json"
         raise Refused(problem, None, "unsupported_media_type", 415)
     size = request.headers.get("content-length", "0")

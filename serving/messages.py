@@ -81,7 +81,7 @@ def _messages(name: str, value: Any) -> list[dict[str, Any]]:
 def _said(name: str, blocks: Sequence[Any]) -> list[dict[str, Any]]:
     """What a user said, and before it what tools told."""
     results, others = list[dict[str, Any]](), list[Any]()
-    for told, block in objects(f"content of {name}", blocks):
+    for told, block in objects(f"content of {name}", a_list(f"content of {name}", blocks)):
         if block.get("type") == "tool_result":
             content = _paragraphs(f"content of {told}", block.get("content") or "")
             failed = "Error: " * yes_or_no(f"is_error of {told}", block.get("is_error") or False)

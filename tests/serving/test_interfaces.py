@@ -363,6 +363,7 @@ REFUSED = [
     (MESSAGES, {"mcp_servers": [{}]}, "mcp_servers"), (MESSAGES, {"stop_sequences": [1]}, "stop"),
     (MESSAGES, {"chat_template_kwargs": 5, "thinking": {"type": "enabled"}}, "chat_template_kwargs"),
     (MESSAGES, {"messages": [*TALK, {"role": "assistant", "content": "South"}]}, "messages"),
+    (MESSAGES, {"messages": [*TALK, {"role": "assistant", "content": "South"}, {"role": "user", "content": []}]}, "messages"),
     (MESSAGES, {"output_config": {"x": 1}}, "output_config"), (MESSAGES, {"model": "claude"}, "model"),
     (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id"), (RESPONSES, {"conversation": "c"}, "conversation"),
     (RESPONSES, {"background": True}, "background"), (RESPONSES, {"input": []}, "input"),
