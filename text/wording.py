@@ -86,7 +86,15 @@ class Wording:
         shown: Mapping[int, str] = NOTHING,
         tells_guesses: bool = False,
     ) -> None:
-        self._stream, self._until, self._tells_guesses = TextStream(tokenizer, shown), Until(stops), tells_guesses
+        specials: Mapping[str, int] = getattr(tokenizer, "specials", {}) if shown and stops else {}
+        marks = {name: shown[token] for name, token in specials.items() if token in shown}
+        self._stops = {stop: stop for stop in stops}  # as the text would have them, where it shows marks by other names
+        for stop in stops:
+            as_shown = stop
+            for name in marks:
+                as_shown = as_shown.replace(name, marks[name])
+            self._stops.setdefault(as_shown, stop)
+        self._stream, self._until, self._tells_guesses = TextStream(tokenizer, shown), Until(self._stops), tells_guesses
         self._prompt: str | None = None
 
     def of(self, event: Event | Prefill) -> Event | Prefill:
@@ -104,8 +112,9 @@ class Wording:
         n = len(pieces)
         if stop := "stop" if until.found is not None else event.stop_reason:
             pieces.append(until.push(stream.end()) + until.end())
+        stop_string = None if until.found is None else self._stops[until.found]
         return replace(
-            event, tokens=event.tokens[:n], n_accepted=n_accepted, stop_reason=stop, stop_string=until.found, pieces=pieces,
+            event, tokens=event.tokens[:n], n_accepted=n_accepted, stop_reason=stop, stop_string=stop_string, pieces=pieces,
             wrong=wrong, logprobs=event.logprobs and event.logprobs[:n],
         )  # fmt: skip
 

@@ -242,6 +242,19 @@ def test_what_spells_a_special_token_is_no_mark(serving, decoder, monkeypatch, t
         assert calls == ([{"city": city}] if city else []) and b"\\ud" not in reply.body
 
 
+def test_a_text_ends_at_a_stop_string_that_holds_marks(serving, decoder, monkeypatch):  # noqa: F811
+    marks = "{# <|channel|><|message|> #}"
+    monkeypatch.setattr(decoder.chat_template, "source", marks + "{{ messages[0].content }}")
+    specials = {name: 390 + i for i, name in enumerate(way_of(marks).shown)}
+    monkeypatch.setattr(decoder.tokenizer, "specials", specials)
+    parts = ["<|channel|>", "analysis", "<|message|>", "a", "<|end|>", "<|start|>", "assistant"]
+    tokens = [token for part in parts for token in ([specials[part]] if part in specials else decoder.encode(part))]
+    for stop in ("<|end|>", "<|end|><|start|>", "a<|end|>"):
+        answer = ask(serving(Ids(decoder, tokens, 1)), MESSAGES, BODIES[MESSAGES] | {"stop_sequences": [stop]}).json
+        assert answer["stop_sequence"] == stop
+        assert "".join(block["thinking"] for block in answer["content"]) == "a".removesuffix(stop[0])
+
+
 def test_the_stop_string_is_named(app, decoder):  # noqa: F811
     own = ask(app, CHAT, {"messages": TALK, **DRAWN, "max_tokens": 40}).json["choices"][0]["message"]["content"]
     middle = len(own) // 2
