@@ -8,7 +8,8 @@ from dataclasses import replace
 from threading import RLock
 from typing import TYPE_CHECKING, Any, cast
 
-from .decoding import Event, Job, More, Plan, Prefill, Prompt, Shape, Stop, Text, with_more
+from .decoding import Event, Job, More, Prefill, Prompt, Shape, Stop, Text, with_more
+from .drafting.policy import CostModel
 from .drafting.prompt_cache import PromptCache
 from .drafting.settings import AUTO, Gamma, Settings, TreeMode, setting
 from .drafting.team import Draftable, Team, team_of
@@ -118,11 +119,6 @@ class SpeculativeDecoder:
         return template_of(self.team.source, self.tokenizer.path, self._named_template)
 
     @property
-    def plain_seconds(self) -> float:
-        """What a token of the last text would have taken the target alone, as measured while it ran; 0 where nothing drafts."""
-        return self.tuning.costs.plain_seconds if self.tuning.costs else 0.0
-
-    @property
     def n_ids(self) -> int:
         """How many ids the target may say; rows of its vocabulary behind them have no token."""
         return self.team.n_ids
@@ -174,9 +170,9 @@ class SpeculativeDecoder:
         self.warm_up()
         return worded(self.tuning.events(job, self._settings, reader), self.team.wording(job))
 
-    def text(self, seat: Team, job: Job, plan: Plan) -> Text:
-        """A text on a seat, once all is warm: that of `stream`, whoever runs its passes. plan: see `Tuning.text`."""
-        return self.tuning.text(seat, job, self._settings, plan)
+    def text(self, seat: Team, job: Job, costs: CostModel) -> Text:
+        """A text on a seat, once all is warm: that of `stream`, whoever runs its passes. costs: of the batch that it is in."""
+        return self.tuning.text(seat, job, self._settings, costs)
 
     @with_more
     def generate(
@@ -244,6 +240,4 @@ class SpeculativeDecoder:
 
     def _whole(self, begin: Callable[[], Iterator[Event]]) -> Generation:
         with self._turn:
-            generation = Generation.of(begin())
-            generation.statistics.plain_seconds = self.plain_seconds
-        return generation
+            return Generation.of(begin())

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any, Protocol, TypeVar
 
 from .machine.vectors import Float32
@@ -20,6 +21,9 @@ Stop = str | Sequence[str]
 Method = TypeVar("Method", bound=Callable[..., Any])
 StopReason = str  # a name of an end mark, "stop" (a stop string), "max_tokens", "seq_len" or "interrupted"
 SHAPE_ENDS: StopReason = "eos"  # of a text whose shape is complete, where the model has no end marks
+# To measure a speed-up: the fewest steps without a draft; steps to each side whose median stands for one; how much more than
+# such medians all steps may take
+LEAST_PLAIN, NEIGHBOURS, MOST_STALLED = 8, 4, 1.3
 MOST_FORCED = 31  # tokens of a proposal that a shape makes: half a pass
 
 
@@ -116,12 +120,15 @@ class Statistics:
     target_passes: int = 0
     accepted_histogram: list[int] = field(default_factory=list)  # passes by how many proposals they accepted
     drafted_histogram: list[int] = field(default_factory=list)  # passes by how many they had to judge
-    plain_seconds: float = 0.0  # that a token takes the target alone, measured in this run; 0: it was not
     experts_read: float = 0.0  # by a layer of a mixture, in all passes
     experts_alone: int = 0  # that it reads for one token; 0: it is none
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     stop_reason: StopReason | None = "max_tokens"  # of a text of no steps
+    _plain: list[tuple[float, float]] = field(
+        default_factory=list, repr=False
+    )  # steps without a draft: seconds of pass, of the rest
+    _drafted: list[tuple[int, float]] = field(default_factory=list, repr=False)  # the others: tokens proposed, seconds
 
     def add(self, event: Event | Prefill) -> None:
         if isinstance(event, Prompt):
@@ -141,6 +148,10 @@ class Statistics:
             histogram += [0] * (n + 1 - len(histogram))
             histogram[n] += 1
         self.decode_seconds += step.seconds
+        if step.n_nodes:
+            self._drafted.append((step.n_nodes, step.seconds))
+        else:
+            self._plain.append((step.seconds - step.draft_seconds, step.draft_seconds))
         self.stop_reason = step.stop_reason
 
     @property
@@ -165,11 +176,23 @@ class Statistics:
 
     @property
     def speed_up(self) -> float | None:
-        """Over the target alone, whose time for a token was measured in this run; None where it was not, or nothing written.
+        """Speed over the target alone, measured by the steps of this text that had no draft; None if they say too little.
 
-        No pass takes less than one over one token does: what seems to exceed the tokens of a pass is noise.
+        Medians keep stalls out; where other programs cost too much of the time, nothing can be said. A plain step after drafted
+        ones finds part of the weights evicted from the caches and takes about a tenth longer than in a run of plain steps, so
+        the lower third of them counts.
         """
-        return min(self.tokens_per_second * self.plain_seconds, self.tokens_per_pass) or None
+        passes = sorted(seconds for seconds, _ in self._plain)
+        drafted = [seconds for _, seconds in sorted(self._drafted, key=lambda step: step[0])]  # neighbours are about as long
+        n = len(passes)
+        if n < LEAST_PLAIN or not drafted:
+            return None
+        typical = [median(drafted[max(i - NEIGHBOURS, 0) : i + NEIGHBOURS + 1]) for i in range(len(drafted))]
+        if sum(passes) > MOST_STALLED * n * median(passes) or sum(drafted) > MOST_STALLED * sum(typical):
+            return None
+        alone = passes[n // 3]
+        taken = sum(typical) + n * (alone + median(rest for _, rest in self._plain))
+        return min(self.n_generated * alone / taken, self.tokens_per_pass)
 
     @property
     def tokens_per_pass(self) -> float:
@@ -180,25 +203,25 @@ class Statistics:
         return self.n_generated / self.decode_seconds if self.decode_seconds else 0.0
 
 
-class Plan(Protocol):
-    """Whoever decides how long proposals get: asked before each and after each of its tokens, told what became of it.
+class LengthPolicy(Protocol):
+    """Decides how many tokens to draft in each round.
 
-    most: how many tokens the proposal that has begun may get.
+    max_tokens: the most that the round that has begun may draft.
     """
 
-    most: int
+    max_tokens: int
 
-    def begins(self, most: int) -> bool:
-        """Whether to draft for the next step; a proposal may have up to `most` tokens."""
+    def start(self, room: int) -> bool:
+        """Begin a round in which up to `room` tokens fit; return whether to draft."""
 
-    def goes_on(self, confidence: float) -> bool:
-        """Whether another token is wanted behind one of that confidence, which is >= 0 and rises with the odds that it stands."""
+    def should_continue(self, confidence: float) -> bool:
+        """Take in a drafted token; return whether to draft another. confidence: >= 0, rises with the chance to be accepted."""
 
-    def takes(self, confidences: list[float]) -> int:
-        """How many of tokens of such confidences to propose, of a drafter that has them at no cost; in the place of `goes_on`."""
+    def choose(self, confidences: list[float]) -> int:
+        """Return how many of the tokens of such confidences to propose, for a drafter that has them at no cost."""
 
-    def saw(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
-        """How the step went."""
+    def update(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
+        """Learn from a round whose pass and draft took so many seconds."""
 
 
 class Drafter(Protocol):
@@ -207,8 +230,8 @@ class Drafter(Protocol):
     def get_ready(self, tokens: list[int]) -> None:
         """Take in a prompt."""
 
-    def propose(self, tokens: list[int], plan: Plan) -> Draft:
-        """Tokens that may follow tokens, as long as the plan, which has begun, goes on."""
+    def propose(self, tokens: list[int], policy: LengthPolicy) -> Draft:
+        """Return tokens that may follow, as many as the policy, whose round has begun, asks for."""
 
 
 class Shape(Protocol):
@@ -314,7 +337,7 @@ class Text:
     """A text that grows by steps, each in two halves: what it wants run, and what becomes of it once the logits are there.
 
     Between the halves stands a pass, whoever runs it: `decode` does for one text; others may let texts take turns or share one.
-    tokens: the prompt's, then the text's; n_positions: the target's; plan: how long proposals get; end_marks: tokens that end a
+    tokens: the prompt's, then the text's; n_positions: the target's; policy: how long proposals get; end_marks: tokens that end a
     text, with their names; shape: what it may say, by default anything; n_short: of how many tokens a text is short at most,
     where the target turns long ones otherwise; logprobs_of: tells those of new
     tokens, where they are asked for, by what `judge` gets before a shape masks it. draft: the last proposal;
@@ -326,7 +349,7 @@ class Text:
     n_positions: int
     drafter: Drafter | None
     verifier: Verifier
-    plan: Plan
+    policy: LengthPolicy
     end_marks: Mapping[int, str]
     shape: Shape | None = None
     n_short: int = 0
@@ -362,8 +385,8 @@ class Text:
         if forced:
             self.draft = Draft(forced)
         else:
-            is_drafted = self.drafter and self.plan.begins(room)
-            draft = self.drafter.propose(self.tokens, self.plan) if self.drafter and is_drafted else Draft([])
+            is_drafted = self.drafter and self.policy.start(room)
+            draft = self.drafter.propose(self.tokens, self.policy) if self.drafter and is_drafted else Draft([])
             self.draft = self._within_shape(draft) if self._walk else draft
         self._draft_seconds = time.perf_counter() - begin
         return self.draft
@@ -418,7 +441,7 @@ class Text:
             self.stop_reason = "seq_len" if self._limit > self.n_positions else "max_tokens"
         n_nodes, draft_seconds = len(draft.tokens), self._draft_seconds
         if not self._is_forced:
-            self.plan.saw(n_nodes, n_accepted, seconds, draft_seconds)
+            self.policy.update(n_nodes, n_accepted, seconds, draft_seconds)
         step = Step(new, walked, n_accepted, seconds + draft_seconds, draft_seconds, self.stop_reason, n_nodes)
         return replace(step, logprobs=self._logprobs[: len(new)]) if self._logprobs is not None else step
 
@@ -468,12 +491,12 @@ def decode(
     verifier: Verifier,
     prompt: list[int],
     max_tokens: int,
-    plan: Plan,
+    policy: LengthPolicy,
     end_marks: Mapping[int, str],
     shape: Shape | None = None,
 ) -> Iterator[Event | Prefill]:
     """Continue the prompt by up to max_tokens tokens, as `Text` and `write` say."""
-    text = Text([*prompt], max_tokens, target.n_positions, drafter, verifier, plan, end_marks, shape, target.n_short)
+    text = Text([*prompt], max_tokens, target.n_positions, drafter, verifier, policy, end_marks, shape, target.n_short)
     return write(target, text, AtOnce(target))
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar, TypeVar, cast, get_args
 
 from ..checks import one_of, short, text
 from ..drafting.copies import kinds_to_make
-from ..drafting.estimates import MAX_GAMMA
+from ..drafting.policy import MAX_GAMMA
 from ..drafting.settings import AUTO, Gamma, Settings, TreeMode
 from ..drafting.team import MTP, NGRAM, SELF
 from ..machine.threads import available_threads

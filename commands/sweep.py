@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from ..drafting.estimates import MAX_GAMMA
+from ..drafting.policy import MAX_GAMMA
 from ..drafting.settings import AUTO, Gamma
 from ..screens.interrupts import signals
 from ..screens.progress import loading, telling

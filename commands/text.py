@@ -151,7 +151,6 @@ class Writer:
         else:
             events = read_in_a_line(events, self.max_tokens if self.request.as_json else 0)
         show(view, events, statistics, Prompt(self.prompt, 0.0, decoder.tokenizer.decode(self.prompt)))
-        statistics.plain_seconds = decoder.plain_seconds
         if isinstance(view, SilentView):
             seconds = {"load_seconds": self.models.load_seconds, "warmup_seconds": self.models.warmup_seconds}
             told = {**seconds, "seed": sampling.seed, "settings": self.request.settings(self.models)}
@@ -183,12 +182,14 @@ class Writer:
 
 
 def advice(decoder: SpeculativeDecoder, statistics: Statistics) -> str:
-    """What to do where a draft does not pay."""
+    """Return what to know or to do where a draft does not pay."""
     if not decoder.draft or statistics.target_passes < FEW_PASSES:
         return ""
     n_drafted = sum(statistics.drafted_histogram[1:])
+    if decoder.gamma == AUTO and not n_drafted:
+        return "no draft was used: it would cost more than it gains"
     if decoder.gamma == AUTO and n_drafted < statistics.target_passes / 4:
-        return f"a draft does not pay here: {n_drafted} of {statistics.target_passes} passes had one"
+        return f"only {n_drafted} of {statistics.target_passes} passes had a draft: more would cost more than they gain"
     if decoder.gamma != AUTO and statistics.speed_up and statistics.speed_up < 1:
         return "-g does not pay here: leave it out"
     return ""

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from ..architectures import Config
 from ..checks import known
-from ..decoding import Model, Plan
+from ..decoding import LengthPolicy, Model
 from ..machine.vectors import Float32, ceil_div
 from ..sampling import Sampler
 from ..text.adjusting import Adjusting
@@ -40,9 +40,9 @@ class ModelDrafter:
         with self._model.lock:
             self._model.forward(self._seen(tokens, self._start(len(tokens)))[:-1], n_logits=0)
 
-    def propose(self, tokens: list[int], plan: Plan, tail: Sequence[int] = ()) -> Draft:
+    def propose(self, tokens: list[int], policy: LengthPolicy, tail: Sequence[int] = ()) -> Draft:
         """tail: what may follow tokens: a proposal for that draft whose round it is (see `stages`)."""
-        start = self._start(len(tokens) + len(tail) + min(plan.most, self._model.n_positions // 2))
+        start = self._start(len(tokens) + len(tail) + min(policy.max_tokens, self._model.n_positions // 2))
         stream, text, n = self._noise(len(tokens)), self._seen([*tokens, *tail] if tail else tokens, start), 0
         most, first = len(text) + room_behind(len(text), self._model.n_positions, self._model.n_short), len(text) - len(tail)
         if self._adjusting:
@@ -57,7 +57,7 @@ class ModelDrafter:
                     break
                 text.append(token)
                 n += 1
-                if not plan.goes_on(margin) or token in self._end_marks:
+                if not policy.should_continue(margin) or token in self._end_marks:
                     break
         return Draft(text[len(text) - n :], self._q[:n])
 
@@ -92,10 +92,10 @@ class HeadDrafter(ModelDrafter):
             self._model.target.forward(tokens[:-1], n_logits=0)
             super().get_ready(tokens[: self._model.n_positions])
 
-    def propose(self, tokens: list[int], plan: Plan, tail: Sequence[int] = ()) -> Draft:
+    def propose(self, tokens: list[int], policy: LengthPolicy, tail: Sequence[int] = ()) -> Draft:
         with self._model.lock, self._model.target.lock:
             self._model.target.forward(tokens[:-1], n_logits=0)
-            return super().propose(tokens, plan, tail) if self._model.drafts_for(tokens) else Draft([])
+            return super().propose(tokens, policy, tail) if self._model.drafts_for(tokens) else Draft([])
 
     def _start(self, n_tokens: int) -> int:
         """0: its positions are the target's, and its window slides within a pass."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Sequence
 
-from ..decoding import Plan
+from ..decoding import LengthPolicy
 from ..verification import Draft
 
 WORTH = 0.2  # a proposal that is less likely than this to stand is none: what it costs is more than it brings (see NOTES.md)
@@ -109,13 +109,13 @@ class NgramDrafter:
                 shares[rank] += ((text[place] == token) - shares[rank]) / MEMORY
             automaton.append(token)
 
-    def propose(self, tokens: list[int], plan: Plan, tail: Sequence[int] = ()) -> Draft:
+    def propose(self, tokens: list[int], policy: LengthPolicy, tail: Sequence[int] = ()) -> Draft:
         """tail: what may follow tokens, which is not taken in: a proposal of that draft for which this one drafts (`stages`)."""
         self.get_ready(tokens)
         length, place = self._automaton.match(tail)
         text, likely = self._automaton.text, 1.0
         behind, odds = [*tail], list[float]()  # what is behind the text, the proposal at its end
-        while length and len(odds) < plan.most:
+        while length and len(odds) < policy.max_tokens:
             # behind the text's end the continuation is the proposal itself: a text that goes in circles
             token = text[place] if place < len(text) else behind[place - len(text)]
             share = self._shares[_rank(length)]
@@ -129,7 +129,7 @@ class NgramDrafter:
             place += 1
             length += 1
         draft = behind[len(tail) :]
-        return Draft(draft[: plan.takes(odds)] if draft else draft)
+        return Draft(draft[: policy.choose(odds)] if draft else draft)
 
 
 class PredictionDrafter(NgramDrafter):
@@ -139,13 +139,13 @@ class PredictionDrafter(NgramDrafter):
         self._n_prompt, self._prediction = n_prompt, [*prediction]
         super().__init__(end_marks)
 
-    def propose(self, tokens: list[int], plan: Plan, tail: Sequence[int] = ()) -> Draft:
+    def propose(self, tokens: list[int], policy: LengthPolicy, tail: Sequence[int] = ()) -> Draft:
         n = len(tokens) - self._n_prompt
         if self._prediction[:n] != tokens[self._n_prompt :]:
-            return super().propose(tokens, plan, tail)
-        draft = self._prediction[n : n + plan.most]
+            return super().propose(tokens, policy, tail)
+        draft = self._prediction[n : n + policy.max_tokens]
         end = next((i for i, token in enumerate(draft, 1) if token in self._end_marks), len(draft))
-        return Draft(draft[: plan.takes([PREDICTED_ODDS] * end)] if end else [])
+        return Draft(draft[: policy.choose([PREDICTED_ODDS] * end)] if end else [])
 
     def get_ready(self, tokens: list[int]) -> None:
         super().get_ready(self._prediction + tokens)

@@ -14,6 +14,9 @@ LOST_SHARE = 0.02  # of the time: what trials may lose
 LEAST_WAIT = 0.25  # seconds between two trials
 DRIFT = 1.0005  # what is known as the least rises by so much a step: steps take longer as a text grows
 
+# Of the choice before the first text: tokens a trial; the first number unless so much slower
+TRIAL_TOKENS, TRIAL_SECONDS, TRIAL_MARGIN = 4, 0.05, 1.25
+
 
 class Pace:
     """Chooses the number of threads by what steps take.
@@ -76,3 +79,21 @@ class Pace:
     def _set(self, n: int) -> None:
         self.n_threads = n
         self._use(n)
+
+
+def choose_threads(use: Callable[[int], None], choices: Sequence[int], trial: Callable[[int], float]) -> dict[int, float]:
+    """The first of those numbers of threads, or another that is clearly faster; each is tried in turn until the trials have taken
+    TRIAL_SECONDS. What each took, as so many times what the first did.
+
+    use: makes all models run on so many; trial: tells what so many tokens take.
+    """
+    first, seconds = choices[0], dict.fromkeys(choices, 0.0)
+    use(1)
+    trial(1)  # one thread runs code of its own, which may be yet to be compiled, or loaded
+    while sum(seconds.values()) < TRIAL_SECONDS:
+        for n in seconds:
+            use(n)
+            seconds[n] += trial(TRIAL_TOKENS)
+    best = min(seconds, key=seconds.__getitem__)
+    use(best if TRIAL_MARGIN * seconds[best] < seconds[first] else first)
+    return {n: taken / seconds[first] for n, taken in seconds.items()}

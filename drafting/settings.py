@@ -6,7 +6,7 @@ from typing import Any, Literal, cast, get_args
 
 from ..checks import one_of, short, whole
 from ..verification import VERIFIERS, VerifyMode
-from .estimates import MAX_GAMMA
+from .policy import MAX_GAMMA
 
 AUTO: Literal["auto"] = "auto"
 Gamma = int | Literal["auto"]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 
-from ..decoding import Plan
+from ..decoding import LengthPolicy
 from ..machine.vectors import Float32
 from ..sampling import Sampler
 from ..transformer import Transformer, room_behind
@@ -28,8 +28,8 @@ class Lookahead:
     a pass gets, of whose passes it is told as of steps.
     """
 
-    def __init__(self, model: Transformer, guesser: Guesser, plan: Plan) -> None:
-        self._model, self._guesser, self._plan = model, guesser, plan
+    def __init__(self, model: Transformer, guesser: Guesser, policy: LengthPolicy) -> None:
+        self._model, self._guesser, self._policy = model, guesser, policy
         self.lock, self.config, self.n_positions, self.n_short = model.lock, model.config, model.n_positions, model.n_short
         self._tokens: list[int] = []  # the text that is certain
         self._most = self._first = 0  # how many tokens are wanted behind it, and how many of it the model sees
@@ -60,11 +60,11 @@ class Lookahead:
         """A pass over a text and what may follow it."""
         begin = time.perf_counter()
         if self._n_guesses >= 0:
-            self._plan.saw(self._n_guesses, self._n_used, *self._seconds)
+            self._policy.update(self._n_guesses, self._n_used, *self._seconds)
         tail, guesses = tokens[self._first :], list[int]()
         room = room_behind(len(tokens), self.n_positions, self.n_short)
-        if self._plan.begins(min(self._most - len(tail) - 1, room)):
-            guesses = self._guesser.propose(self._tokens, self._plan, tail).tokens
+        if self._policy.start(min(self._most - len(tail) - 1, room)):
+            guesses = self._guesser.propose(self._tokens, self._policy, tail).tokens
             n_rows = self.config.vocab_size  # the text may hold tokens that this model does not know
             guesses = guesses[: next((i for i, token in enumerate(guesses) if token >= n_rows), None)]
         self._run, self._n_guesses, self._n_used = tokens + guesses, -1, 0
@@ -85,12 +85,12 @@ class StagedDrafter(ModelDrafter):
         self,
         models: Sequence[Transformer],
         guesser: Guesser,
-        plan: Plan,
+        policy: LengthPolicy,
         sampler: Sampler,
         noise: Callable[[int], int],
         end_marks: Container[int],
     ) -> None:
-        self._guesser, self._ahead = guesser, Lookahead(models[0], guesser, plan)
+        self._guesser, self._ahead = guesser, Lookahead(models[0], guesser, policy)
         super().__init__(self._ahead, sampler, noise, end_marks)
         self._models = sorted(models, key=id)  # locked in one order everywhere, so that no two threads wait for each other
 
@@ -98,18 +98,20 @@ class StagedDrafter(ModelDrafter):
         super().get_ready(tokens)
         self._guesser.get_ready(tokens)
 
-    def propose(self, tokens: list[int], plan: Plan, tail: Sequence[int] = ()) -> Draft:
+    def propose(self, tokens: list[int], policy: LengthPolicy, tail: Sequence[int] = ()) -> Draft:
         with ExitStack() as locks:
             for model in self._models:
                 locks.enter_context(model.lock)
-            self._ahead.begin(tokens, plan.most)
-            return super().propose(tokens, plan, tail)
+            self._ahead.begin(tokens, policy.max_tokens)
+            return super().propose(tokens, policy, tail)
 
 
-def staged(team: Team, plan: Plan, sampler: Sampler, noise: Callable[[int], int], end_marks: Container[int]) -> StagedDrafter:
+def staged(
+    team: Team, policy: LengthPolicy, sampler: Sampler, noise: Callable[[int], int], end_marks: Container[int]
+) -> StagedDrafter:
     """The draft of a team that has a stage. plan: how many guesses pay."""
     draft, stage = team.draft, team.stage
     own = Sampler(draft.vocabulary.n_target, sampler.sampling, stage.vocabulary.n_common)
     guesser, models = stage.drafter(own, noise, end_marks), [model for model in (draft.model, stage.model) if model]
     assert guesser
-    return StagedDrafter(models, guesser, plan, sampler, noise, end_marks)
+    return StagedDrafter(models, guesser, policy, sampler, noise, end_marks)

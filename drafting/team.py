@@ -23,10 +23,10 @@ from ..text.wording import Wording
 from ..tokenizer import AnyTokenizer
 from ..transformer import Transformer
 from ..weights.matrix import converted
+from .acceptance import MARGIN_RATES, ODDS_RATES
 from .ahead import compile_passes
 from .assistant import Assistant
 from .copies import Kinds, copy_of, kinds_to_make
-from .estimates import MARGIN_RATES, ODDS_RATES
 from .heads import Head
 from .model_drafter import HeadDrafter, ModelDrafter
 from .ngrams import NgramDrafter

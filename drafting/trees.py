@@ -4,15 +4,14 @@ import functools
 import heapq
 from collections.abc import Sequence
 
-from ..decoding import Plan
+from ..decoding import LengthPolicy
 from ..machine.vectors import Float32
 from ..sampling import TARGET_NOISE, Sampler, Sampling
 from ..text.vocabulary import Vocabulary
 from ..transformer import Transformer, room_behind
 from ..verification import Draft
-from .estimates import MAX_GAMMA
 from .model_drafter import ModelDrafter
-from .planning import FixedLength
+from .policy import MAX_GAMMA
 
 RATES = 0.75, 0.5, 0.4  # of the candidates for a place, how often each is the token where those before it are not
 N_NODES = 15  # of a tree: with the text's last token a pass of 16; twice its depth where that is more
@@ -20,7 +19,7 @@ ROOT = 0  # in a shape, the text's end
 
 
 class TreeDrafter(ModelDrafter):
-    """A smaller model that proposes several candidates for a place: a tree as deep as the plan has proposals long.
+    """A smaller model that proposes several candidates for a place: a tree as deep as the policy has proposals long.
 
     Candidates are the best under the noise of their place, which all branches share. Trees have the `shape_of` their depth, so
     that nothing that was drawn has a say, and `rejection` may judge them; but what is behind an end mark, or has no probability,
@@ -29,12 +28,12 @@ class TreeDrafter(ModelDrafter):
 
     _model: Transformer
 
-    def propose(self, tokens: list[int], plan: Plan, tail: Sequence[int] = ()) -> Draft:
+    def propose(self, tokens: list[int], policy: LengthPolicy, tail: Sequence[int] = ()) -> Draft:
         """tail: none."""
-        model, shape, stream = self._model, shape_of(plan.most), self._noise(len(tokens))
+        model, shape, stream = self._model, shape_of(policy.max_tokens), self._noise(len(tokens))
         if self._adjusting:
             self._adjusting.follow(tokens)
-        text = self._seen(tokens, self._start(len(tokens) + min(plan.most, model.n_positions // 2)))
+        text = self._seen(tokens, self._start(len(tokens) + min(policy.max_tokens, model.n_positions // 2)))
         room = room_behind(len(text), model.n_positions, model.n_short)
         above = {child: node for node, children in enumerate(shape) for child in children}
         paths: dict[int, list[int]] = {ROOT: []}  # of nodes in the shape: the tokens behind the text
@@ -66,14 +65,6 @@ class TreeDrafter(ModelDrafter):
         is_chain = links == [*range(-1, len(links) - 1)]
         said = [paths[node][-1] for node in order]
         return Draft(said, [drawn_from[node] for node in order], None if is_chain else links)
-
-
-class FixedTree(FixedLength):
-    """Trees that are always gamma deep, whose drafts tell nothing of what those of chains take."""
-
-    def saw(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
-        as_a_chain = self._costs.of_draft(n_drafted) if self._costs else draft_seconds
-        super().saw(n_drafted, n_accepted, pass_seconds, as_a_chain)
 
 
 @functools.cache

@@ -1,53 +1,54 @@
-"""How a team writes on this machine: what is compiled and measured, on how many threads, and who drafts by which plan."""
+"""Prepares a team to write on this machine: compiles, chooses threads, measures costs, and makes drafters and their policies."""
 
 from collections.abc import Callable, Iterator
 
-from ..decoding import AtOnce, Drafter, Event, Job, Plan, Prefill, Reader, Step, Text, write
+from ..decoding import AtOnce, Drafter, Event, Job, LengthPolicy, Prefill, Reader, Step, Text, write
 from ..machine.ahead import end
 from ..machine.cores import known, thread_choices
 from ..machine.memory import zeros
 from ..sampling import Sampler, Sampling
 from ..text.adjusting import adjusted
 from ..verification import VERIFIERS, Draft, Verifier
-from .estimates import ODDS_RATES, Acceptance, Costs
-from .pacing import Pace
-from .planning import AutoLength, FixedLength
-from .remembered import LEAST_STEPS, Remembered
+from .acceptance import ODDS_RATES, Acceptance
+from .calibration import MEASURE_SECONDS, RECHECK_SECONDS, SLOW_SECONDS, CalibrationFile, measure
+from .costs import CostCurve
+from .ngrams import PredictionDrafter
+from .pacing import Pace, choose_threads
+from .policy import CostModel, DraftLengthPolicy, FixedLength
 from .settings import Settings
-from .sharing import Sharing
 from .team import NGRAM, Team
-from .timing import choose_threads, costs_of
 
-NGRAM_SECONDS = 3e-4  # what a target's token has to take for n-grams to be looked for: that costs up to 5 us of Python
+NGRAM_SECONDS = 3e-4  # that a pass of the target has to take for n-grams to be looked for: that costs up to 5 us of Python
+MIN_STEPS = 8  # of a text that is worth keeping its acceptance
 
 
 class Tuning:
-    """What is known of a team, over texts. costs: what passes take, from when they were measured, where something drafts.
+    """What is known of a team, over texts. curve: what passes cost, from when they were measured, where something drafts.
 
     choices: numbers of threads to choose from; took: what steps take on each, as so many times what they take on the first.
     Trees and a stage are imported, compiled and measured where they are asked for alone.
     """
 
     def __init__(self, team: Team) -> None:
-        self.costs: Costs | None = None
+        self.curve: CostCurve | None = None
         self.choices = thread_choices() if team.may_choose else [team.target.n_threads]
         self.took: dict[int, float] = {}
         self._team, self._models = team, [*team.models.values()]
         self._end_marks, self._vocabulary = team.tokenizer.end_marks, team.draft.vocabulary
         self._acceptance = Acceptance(team.draft.rates)
         self._done = set[str]()  # of what `warm_up` does
-        self._remembered: Remembered | None = None  # where something drafts
+        self._file: CalibrationFile | None = None  # where something drafts
         self._pace: Pace | None = None  # where the number of threads is free
-        self._guesses: tuple[Costs, Acceptance] | None = None  # what a stage's cost and bring, once that is measured
+        self._guesses: tuple[CostCurve, Acceptance] | None = None  # what a stage's cost and bring, once that is measured
 
     def events(self, job: Job, settings: Settings, reader: Reader | None = None) -> Iterator[Event | Prefill]:
         """A text's, of whatever is warm; reader: reads the prompt, by default in one go."""
-        target = self._team.target
-        events = write(target, self.text(self._team, job, settings), reader or AtOnce(target))
-        return self._watched(events, settings.follows_clock)
+        target, costs = self._team.target, CostModel(self.curve) if self.curve else None
+        text = self.text(self._team, job, settings, costs, is_alone=True)
+        return self._watched(write(target, text, reader or AtOnce(target)), costs if settings.follows_clock else None)
 
-    def _watched(self, events: Iterator[Event | Prefill], is_worth_keeping: bool) -> Iterator[Event | Prefill]:
-        """The events; what they show is for the choice of threads and, is_worth_keeping, for the next process."""
+    def _watched(self, events: Iterator[Event | Prefill], costs: CostModel | None) -> Iterator[Event | Prefill]:
+        """The events; what they show is for the choice of threads and for later texts."""
         n_steps = 0
         try:
             for event in events:
@@ -56,18 +57,29 @@ class Tuning:
                     self.saw(event.n_nodes, event.seconds)
                 yield event
         finally:
-            if is_worth_keeping and n_steps >= LEAST_STEPS and self._remembered and self.costs:
-                self._remembered.write(self.costs, self._acceptance)
+            if costs and n_steps >= MIN_STEPS:
+                self._keep(costs)
 
-    def text(self, seat: Team, job: Job, settings: Settings, shared: Plan | None = None) -> Text:
-        """A text on a seat of the team; shared: of one that shares passes with others, where the clock decides how long proposals
-        get.
-        """
-        verify = settings.verify if seat.draft.source else "coupled"  # tokens that a shape forces stand by any
-        verifier, target = VERIFIERS[verify](self._vocabulary.n_target, job.sampling), seat.target
-        plan, drafter = self._planned(seat, job.sampling, verifier.draft_noise, settings, shared)
-        n, shape = job.max_tokens, adjusted(job.shape, job.sampling, self._vocabulary.n_target)
-        return Text([*job.prompt], n, target.n_positions, drafter, verifier, plan, self._end_marks, shape, target.n_short)
+    def text(self, seat: Team, job: Job, settings: Settings, costs: CostModel | None, is_alone: bool = False) -> Text:
+        """A text on a seat of the team. costs: of the batch that it is in; is_alone: whether it is all of that."""
+        draft, vocabulary, target = seat.draft, self._vocabulary, seat.target
+        verify = settings.verify if draft.source else "coupled"  # tokens that a shape forces stand by any
+        verifier = VERIFIERS[verify](vocabulary.n_target, job.sampling)
+        is_predicted = (
+            bool(job.prediction) and verify == "coupled"
+        )  # a text of another verification is another one by another draft
+        if is_predicted:
+            drafter: Drafter | None = PredictionDrafter(self._end_marks, len(job.prompt), job.prediction)
+        else:
+            drafter = self._drafter(seat, job.sampling, verifier, settings, is_alone)
+        policy: LengthPolicy = FixedLength(settings.n_drafted)
+        if costs and drafter and settings.follows_clock and not self._branches(settings, is_alone):
+            is_free = is_predicted or draft.model is None
+            acceptance = self._acceptance if draft.model is None or not is_predicted else Acceptance(ODDS_RATES)
+            policy = DraftLengthPolicy(costs, acceptance.of_sequence(), is_free, is_alone)
+        shape = adjusted(job.shape, job.sampling, vocabulary.n_target)
+        n = job.max_tokens
+        return Text([*job.prompt], n, target.n_positions, drafter, verifier, policy, self._end_marks, shape, target.n_short)
 
     @property
     def threads(self) -> str:
@@ -76,41 +88,41 @@ class Tuning:
         tried = [f"{each} took {taken:.2g} times as long" for each, taken in self.took.items() if each != self.choices[0]]
         return f"{n} on {known().words}" + f"; beside {self.choices[0]}, {' and '.join(tried)}" * bool(tried)
 
-    def sharing(self) -> Sharing:
-        """What passes that texts share cost, and what proposals in them bring."""
-        draft = self._team.draft
-        costs = self.costs or costs_of(self._team.target, None, self._vocabulary)
-        return Sharing(costs, self._acceptance if draft.source else Acceptance(ODDS_RATES))
+    def costs_of_batches(self) -> CostModel:
+        """What passes of batches cost."""
+        return CostModel(self.curve or measure(self._team.target, None, self._vocabulary))
 
     def saw(self, n_proposed: int, seconds: float) -> None:
         """A step, or a pass that texts shared."""
         if self._pace:
             self._pace.saw(n_proposed, seconds)
 
-    def _planned(
-        self, team: Team, sampling: Sampling, noise: Callable[[int], int], settings: Settings, shared: Plan | None = None
-    ) -> tuple[Plan, Drafter | None]:
-        """How long proposals get, and who makes them. shared: of a text whose passes are others' too."""
-        draft, costs, marks = team.draft, self.costs, self._end_marks
+    def _drafter(self, team: Team, sampling: Sampling, verifier: Verifier, settings: Settings, is_alone: bool) -> Drafter | None:
+        draft, marks, noise = team.draft, self._end_marks, verifier.draft_noise
         sampler = Sampler(self._vocabulary.n_target, sampling, self._vocabulary.n_common)
-        if self._branches(settings) and draft.model and not (shared and settings.verify == "coupled"):
-            from .trees import FixedTree, TreeDrafter
+        if self._branches(settings, is_alone) and draft.model:
+            from .trees import TreeDrafter
 
-            tree = FixedTree(settings.n_drafted, None if shared else costs)
-            return tree, TreeDrafter(draft.model, sampler, noise, marks)
-        auto = costs if settings.follows_clock else None
-        plan = shared or (AutoLength(auto, self._acceptance) if auto else None) if settings.follows_clock else None
-        plan = plan or FixedLength(settings.n_drafted, None if shared else costs)
+            return TreeDrafter(draft.model, sampler, noise, marks)
         if self._guesses:
             from .stages import staged
 
-            return plan, staged(team, AutoLength(*self._guesses), sampler, noise, marks)
-        is_worth_it = draft.model or not (auto and auto.of(1) <= NGRAM_SECONDS)
-        return plan, draft.drafter(sampler, noise, marks) if is_worth_it else None
+            curve, acceptance = self._guesses
+            policy = DraftLengthPolicy(CostModel(curve), acceptance.of_sequence(), team.stage.model is None)
+            return staged(team, policy, sampler, noise, marks)
+        is_too_fast = settings.follows_clock and self.curve is not None and self.curve.passes[1] <= NGRAM_SECONDS
+        return None if is_too_fast and not draft.model else draft.drafter(sampler, noise, marks)
 
-    def _branches(self, settings: Settings) -> bool:
+    def _branches(self, settings: Settings, is_alone: bool = True) -> bool:
         """Whether proposals are trees."""
-        return settings.tree == "on" and self._team.draft.model is not None and not self._team.no_trees
+        is_asked = settings.tree == "on" and (is_alone or settings.verify != "coupled")
+        return is_asked and self._team.draft.model is not None and not self._team.no_trees
+
+    def _keep(self, costs: CostModel) -> None:
+        """Let later texts, and later processes, begin with what a text has shown."""
+        self.curve = costs.corrected_curve()
+        if self._file:
+            self._file.write(self.curve, self._acceptance)
 
     def warm_up(self, settings: Settings) -> None:
         """Compile, or load, whatever a text of these settings needs, and measure what it takes; what is done is done once."""
@@ -142,13 +154,22 @@ class Tuning:
         if len(self.choices) > 1:
             self.took = choose_threads(self._use, self.choices, lambda n_tokens: self._seconds(n_tokens, settings))
             self._pace = Pace(self.choices, self._team.target.n_threads, self._use)
-        costs: Costs | None = None
         if draft.source:
-            self._remembered = Remembered(self._models[: 1 + bool(draft.model)], "" if draft.model else NGRAM)
-            costs = self._remembered.read(self._acceptance) or costs_of(self._team.target, draft.model, self._vocabulary)
+            self._calibrate()
         if draft.model and (stage := self._team.stage).source:
-            self._guesses = costs_of(draft.model, stage.model, self._vocabulary), Acceptance(stage.rates)
-        self.costs = costs
+            self._guesses = measure(draft.model, stage.model, self._vocabulary), Acceptance(stage.rates)
+
+    def _calibrate(self) -> None:
+        """Measure costs; those that earlier processes measured as less hold: other programs only ever add time."""
+        draft, seconds = self._team.draft, MEASURE_SECONDS
+        self._file = CalibrationFile(self._models[: 1 + bool(draft.model)], "" if draft.model else NGRAM)
+        if known := self._file.read():
+            self.curve, self._acceptance = known
+            seconds = RECHECK_SECONDS
+            if self.curve.passes[1] > SLOW_SECONDS and self.curve.pays(self._acceptance.mean):
+                return
+        measured = measure(self._team.target, draft.model, self._vocabulary, seconds)
+        self.curve = self.curve.merge(measured) if self.curve else measured
 
     def _use(self, n_threads: int) -> None:
         for model in self._models:

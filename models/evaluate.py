@@ -16,7 +16,7 @@ from ..architectures.llama import LLAMA
 from ..decoder import SpeculativeDecoder
 from ..decoding import Step, decode
 from ..drafting.model_drafter import ModelDrafter
-from ..drafting.planning import FixedLength
+from ..drafting.policy import FixedLength
 from ..kernels import MAX_TOKENS
 from ..machine.vectors import Float32, Int64
 from ..measuring.sweep import Setting, Text, measure

@@ -146,12 +146,12 @@ class SilentView(View):
 
 
 def result(statistics: Statistics, roles: Roles, is_same_text: bool) -> str:
-    """What came of the guesses, in a sentence; "" where there were none. A short run has no speed to tell."""
+    """Return what came of the guesses, in a sentence; "" if there were none."""
     s = statistics
     if not s.n_drafted:
         return ""
     same = "the same text" if is_same_text else "the same distribution"
-    if not s.speed_up or s.target_passes < FEW_PASSES:
+    if not s.speed_up:
         return f"{s.tokens_per_pass:.1f} tokens in a pass of {roles.target}, which alone writes one; {same}."
     if 0.95 <= s.speed_up < 1.05:
         return f"As fast as {roles.target} alone; {same}."

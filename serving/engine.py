@@ -18,9 +18,7 @@ import numpy as np
 from ..checks import known, n_common
 from ..decoder import SpeculativeDecoder
 from ..decoding import Event, Job, Prefill, Prompt, Step, Text, TokenLogprob, run
-from ..drafting.estimates import ODDS_RATES, Acceptance
-from ..drafting.ngrams import PredictionDrafter
-from ..drafting.sharing import SharedLength, Sharing
+from ..drafting.policy import CostModel
 from ..kernels import MAX_TOKENS
 from ..machine.vectors import Float32
 from ..text.wording import Wording
@@ -163,7 +161,7 @@ class Engine:
         self._changed = threading.Condition()
         self._is_closed = self._is_cut = False
         self._is_prompts_turn = False  # for want of room in the last pass
-        self._sharing: Sharing
+        self._costs: CostModel  # of passes
         self._figures = Figures()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
@@ -222,7 +220,7 @@ class Engine:
         trouble: Exception | None = None
         try:
             self._decoder.warm_up()
-            self._sharing = self._decoder.tuning.sharing()
+            self._costs = self._decoder.tuning.costs_of_batches()
         except Exception as error:
             trouble = error
         while self._waits_for_work():
@@ -315,13 +313,8 @@ class Engine:
         return ticket
 
     def _writing(self, ticket: Ticket, seat: Seat) -> Writing:
-        decoder, job, sharing = self._decoder, ticket.job, self._sharing
-        is_free = seat.team.draft.model is None
-        text = decoder.text(seat.team, job, SharedLength(sharing, is_free))
-        if job.prediction and decoder.verify == "coupled":  # a text of another verification is another one by another draft
-            text.drafter = PredictionDrafter(decoder.tokenizer.end_marks, len(job.prompt), job.prediction)
-            if isinstance(text.plan, SharedLength):
-                text.plan = SharedLength(sharing, True, sharing.acceptance if is_free else Acceptance(ODDS_RATES))
+        decoder, job = self._decoder, ticket.job
+        text = decoder.text(seat.team, job, self._costs)
         if job.top_logprobs is not None:
             text.logprobs_of = partial(logprobs_of, n_top=job.top_logprobs, n_ids=decoder.n_ids)
         return Writing(ticket, text, seat, decoder.team.wording(job))
@@ -381,7 +374,7 @@ class Engine:
     def _stepping(self, ready: list[Writing], most: int) -> list[Writing]:
         """Those of the texts whose last tokens and proposals fit so many tokens; what does not fit goes first in the next
         pass."""
-        self._sharing.begin_pass(len(ready), most)
+        self._costs.begin_pass(len(ready), most)
         stepping, used = list[Writing](), 0
         for writing in ready:
             if writing.draft is None:
@@ -396,7 +389,7 @@ class Engine:
                 continue
             stepping.append(writing)
             used += n
-            self._sharing.n_tokens += n - 1
+            self._costs.add_tokens(n - 1)
             if writing.has_tree:
                 break
         return stepping
@@ -406,10 +399,10 @@ class Engine:
 
         The one that has least left goes first, or that leads one that has; but the one that has waited longest always gets on.
         """
-        of, used = self._sharing.of, sum(1 + len(writing.draft.tokens) for writing in stepping if writing.draft)
+        cost, used = self._costs.pass_cost, sum(1 + len(writing.draft.tokens) for writing in stepping if writing.draft)
         room = MAX_TOKENS - used
         if stepping:
-            while room > LEAST_PIECE and of(used + room) - of(used) > PIECE_SECONDS:
+            while room > LEAST_PIECE and cost(used + room) - cost(used) > PIECE_SECONDS:
                 room -= 1
         oldest = min(reading, key=lambda writing: writing.began, default=None)
         pieces = list[tuple[Writing, int]]()
@@ -440,15 +433,14 @@ class Engine:
                 with self._blaming(writing):
                     judged.append((writing, writing.text.judge(logits)))
         seconds = time.perf_counter() - begin
-        n_tokens, n_pieces = sum(len(logits) for logits in rows), sum(n for _, n in pieces)
-        self._sharing.saw(n_tokens + n_pieces, seconds)
+        n_tokens = sum(len(logits) for logits in rows)
         for writing, _ in pieces:
             writing.seat.keep(writing.ticket.job.prompt, False)
         if not pieces:
             self._decoder.tuning.saw(n_tokens, seconds)
         n_written = sum([self._goes_on(writing, *one, seconds) for writing, one in judged])
-        if stepping and not pieces:
-            self._sharing.brought(n_tokens, n_written, seconds)
+        if len(judged) == self._costs.n_sequences and not pieces:
+            self._costs.end_pass(n_tokens, n_written, seconds)
 
     def _one_by_one(self, stepping: list[Writing], pieces: list[tuple[Writing, int]]) -> None:
         """A pass that failed is made of each text alone, so that it ends the one that is to blame for it."""

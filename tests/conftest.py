@@ -31,9 +31,9 @@ class Pair(NamedTuple):
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_calibration_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test depends on what a text of another one took."""
-    monkeypatch.setattr("specdec.drafting.remembered.folder", lambda: "")
+    monkeypatch.setattr("specdec.drafting.calibration.folder", lambda: "")
 
 
 @pytest.fixture(scope="session")

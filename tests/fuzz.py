@@ -34,12 +34,13 @@ from specdec.architectures import Config, architecture_of
 from specdec.architectures.llama import LLAMA
 from specdec.decoder import SpeculativeDecoder
 from specdec.decoding import Proposal, Step, decode
-from specdec.drafting.estimates import MARGIN_RATES, ODDS_RATES, Acceptance, Costs
+from specdec.drafting.acceptance import MARGIN_RATES, ODDS_RATES, Acceptance
+from specdec.drafting.costs import CostCurve
 from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.ngrams import NgramDrafter
-from specdec.drafting.planning import AutoLength, FixedLength
+from specdec.drafting.policy import CostModel, DraftLengthPolicy, FixedLength
 from specdec.drafting.stages import StagedDrafter
-from specdec.drafting.trees import FixedTree, TreeDrafter
+from specdec.drafting.trees import TreeDrafter
 from specdec.families.ggufs import PAIRS_PLACES
 from specdec.machine.memory import zeros
 from specdec.machine.threads import available_threads
@@ -403,20 +404,20 @@ def random_sampling(rng):
     return Sampling(temperature, rng.choice([0, 0, 1, 2, 5, 300, 2**70]), top_p, seed)
 
 
-def random_tree_plan(rng):
-    return FixedTree(rng.choice([1, 2, 3, 4, 7, 9, 63]))
+def random_length(rng):
+    return FixedLength(rng.choice([1, 2, 3, 4, 7, 9, 63]))
 
 
-def written(target, draft, sampling, verify, prompt, n, plan):
-    """The tokens of a text up to its end or its error, and the error's words."""
+def written(target, draft, sampling, verify, prompt, n, policy, branches=False):
+    """The tokens of a text up to its end or its error, and the error's words. branches: whether proposals are trees."""
     verifier = VERIFIERS[verify](target.config.vocab_size, sampling)
     drafter = NgramDrafter(END_MARKS) if draft == "ngram" else None
     if draft and not drafter:
         args = draft, Sampler(target.config.vocab_size, sampling, draft.config.vocab_size), verifier.draft_noise, END_MARKS
-        drafter = (TreeDrafter if isinstance(plan, FixedTree) else ModelDrafter)(*args)
+        drafter = (TreeDrafter if branches else ModelDrafter)(*args)
     tokens = []
     try:
-        for event in decode(target, drafter, verifier, prompt, n, plan, END_MARKS):
+        for event in decode(target, drafter, verifier, prompt, n, policy, END_MARKS):
             tokens += event.tokens if isinstance(event, Step) else []
     except ValueError as error:
         one_line(error, "not finite")
@@ -439,12 +440,17 @@ def texts(rng):
         draft_config = random_config(rng, config.vocab_size)
         draft = twin(rng, random_model(rng, draft_config, None, loud and rng.random() < 0.5), first.n_positions)
     chain = FixedLength(rng.choice([1, 2, 3, 4, 7, 8, 9, 63]))
-    for proposer, plan in ((draft, chain), (draft, random_tree_plan(rng)), (draft, random_tree_plan(rng)), ("ngram", chain)):
-        tokens, error = written(target, proposer, sampling, "coupled", prompt, n, plan)
+    for proposer, *policy in (
+        (draft, chain),
+        (draft, random_length(rng), True),
+        (draft, random_length(rng), True),
+        ("ngram", chain),
+    ):
+        tokens, error = written(target, proposer, sampling, "coupled", prompt, n, *policy)
         assert error == flaw, f"{error!r} where the plain text has {flaw!r}"
         assert tokens == (plain[: len(tokens)] if error else plain), f"{tokens} where the plain text is {plain}"
-    for verify, plan in (("rejection", FixedLength(4)), ("rejection", random_tree_plan(rng)), ("block", FixedLength(4))):
-        kept, _ = written(twin(rng, first), rng.choice([draft, "ngram"]), sampling, verify, prompt, n, plan)
+    for verify, *policy in (("rejection", FixedLength(4)), ("rejection", random_length(rng), True), ("block", FixedLength(4))):
+        kept, _ = written(twin(rng, first), rng.choice([draft, "ngram"]), sampling, verify, prompt, n, *policy)
         assert all(0 <= token < config.vocab_size for token in kept)
         assert sampling.temperature or kept == plain[: len(kept)]
     # the logits, one token a pass, by a model that ran nothing else
@@ -488,12 +494,13 @@ def stages(rng):
             drawing = (Sampler(*of, draft.config.vocab_size), verifier.draft_noise, END_MARKS)
             drafter, models = ModelDrafter(draft, *drawing), [draft]
             if guesser:
-                costs = Costs({1: 10.0 ** rng.uniform(-7, 0), 8: 10.0 ** rng.uniform(-7, 0)}, 0.0)
+                passes, token = {1: 10.0 ** rng.uniform(-7, 0), 8: 10.0 ** rng.uniform(-7, 0)}, 0.0
                 if guesser is smaller:
                     models.append(smaller)
-                    costs.draft = 10.0 ** rng.uniform(-7, -1)
+                    token = 10.0 ** rng.uniform(-7, -1)
                     guesser = ModelDrafter(smaller, Sampler(*of, smaller.config.vocab_size), *drawing[1:])
-                guesses = AutoLength(costs, Acceptance(MARGIN_RATES if costs.draft else ODDS_RATES))
+                acceptance = Acceptance(MARGIN_RATES if token else ODDS_RATES)
+                guesses = DraftLengthPolicy(CostModel(CostCurve(passes, token)), acceptance, not token)
                 drafter = StagedDrafter(models, guesser, guesses, *drawing)
             target, steps = twin(rng, first), []
             try:

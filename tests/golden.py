@@ -20,10 +20,10 @@ import numpy as np
 import specdec
 from specdec.architectures import Weights, architecture_of
 from specdec.architectures.rope import fill_tables
-from specdec.decoding import Drafter, Plan, Step, decode
+from specdec.decoding import Drafter, LengthPolicy, Step, decode
 from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.ngrams import NgramDrafter
-from specdec.drafting.planning import FixedLength
+from specdec.drafting.policy import FixedLength
 from specdec.drafting.trees import TreeDrafter
 from specdec.machine.elementary import log
 from specdec.machine.memory import zeros
@@ -147,13 +147,13 @@ def text_of(case: Case, target: Transformer, draft: Transformer | None) -> tuple
     size, sampling = target.config.vocab_size, Sampling(s.temperature, s.top_k, s.top_p, SEED)
     verifier = VERIFIERS[s.verify](size, sampling)
     drafter: Drafter | None = NgramDrafter(()) if s.draft == "ngram" else None
-    plan: Plan = FixedLength(s.gamma)
+    policy: LengthPolicy = FixedLength(s.gamma)
     if draft and case.is_tree:
         drafter = TreeDrafter(draft, Sampler(size, sampling), verifier.draft_noise, ())
     elif draft:
         drafter = ModelDrafter(draft, Sampler(size, sampling), verifier.draft_noise, ())
     tokens, accepted = [*PROMPT], []
-    for event in decode(target, drafter, verifier, PROMPT, case.n_tokens, plan, {}):
+    for event in decode(target, drafter, verifier, PROMPT, case.n_tokens, policy, {}):
         if isinstance(event, Step):
             tokens += event.tokens
             accepted.append(event.n_accepted)

@@ -14,7 +14,7 @@ from specdec.architectures import Config
 from specdec.architectures.llama import LLAMA
 from specdec.decoding import Statistics, Step, Text, decode
 from specdec.drafting.model_drafter import ModelDrafter
-from specdec.drafting.planning import FixedLength
+from specdec.drafting.policy import FixedLength
 from specdec.machine import programs, threads
 from specdec.machine.memory import zeros
 from specdec.machine.programs import N_ROWS, ROW_WORDS, Runner
@@ -74,10 +74,10 @@ def round_to_float32(exact: Fraction) -> Any:
 
 
 def begun(n: int) -> FixedLength:
-    """A plan for a proposal of up to n tokens that has begun."""
-    plan = FixedLength(n)
-    plan.begins(n)
-    return plan
+    """A policy whose round, of up to n tokens, has begun."""
+    policy = FixedLength(n)
+    policy.start(n)
+    return policy
 
 
 END_MARKS = {BOS: "bos", EOS: "eos"}

@@ -11,7 +11,7 @@ import pytest
 
 from specdec.decoding import Step, decode
 from specdec.drafting.model_drafter import ModelDrafter
-from specdec.drafting.planning import FixedLength
+from specdec.drafting.policy import FixedLength
 from specdec.machine.memory import zeros
 from specdec.sampling import Sampler, Sampling, redraw, weigh_prefix
 from specdec.tokenizer import BOS, EOS

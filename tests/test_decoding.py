@@ -12,10 +12,9 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.decoding import Prompt, Proposal, Statistics, Step, Text, decode, run
-from specdec.drafting.estimates import MAX_GAMMA
 from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.ngrams import NgramDrafter
-from specdec.drafting.planning import FixedLength
+from specdec.drafting.policy import MAX_GAMMA, FixedLength
 from specdec.drafting.trees import TreeDrafter
 from specdec.machine.threads import available_threads
 from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET
@@ -65,8 +64,8 @@ class HostileDrafter:
     def get_ready(self, tokens):
         pass
 
-    def propose(self, tokens, plan):
-        return Draft([self.wrong] * min(plan.most, next(self.lengths)))
+    def propose(self, tokens, policy):
+        return Draft([self.wrong] * min(policy.max_tokens, next(self.lengths)))
 
 
 class Script:
@@ -92,8 +91,8 @@ class Guesses:
     def get_ready(self, tokens):
         pass
 
-    def propose(self, tokens, plan):
-        return Draft(self.proposals.pop(0)[: plan.most])
+    def propose(self, tokens, policy):
+        return Draft(self.proposals.pop(0)[: policy.max_tokens])
 
 
 def test_the_loop_by_hand():
@@ -232,8 +231,8 @@ class Favourite:
     def get_ready(self, tokens):
         pass
 
-    def propose(self, tokens, plan):
-        return Draft([3, 4][: plan.most])
+    def propose(self, tokens, policy):
+        return Draft([3, 4][: policy.max_tokens])
 
 
 @pytest.mark.campaign
@@ -584,20 +583,20 @@ def test_a_number_of_threads_that_was_given_is_kept(pair, monkeypatch):
 
 
 def drafter_of(kind, draft, verifier, sampling):
-    """A drafter and its plan; of all kinds on one model."""
-    sampler, plan = Sampler(105, sampling, draft.config.vocab_size), FixedLength(4)
+    """A drafter and its policy; of all kinds on one model."""
+    sampler, policy = Sampler(105, sampling, draft.config.vocab_size), FixedLength(4)
     if kind == "tree":
         return TreeDrafter(draft, sampler, verifier.draft_noise, END_MARKS), FixedLength(4)
     if kind == "model":
-        return ModelDrafter(draft, sampler, verifier.draft_noise, END_MARKS), plan
-    return (NgramDrafter(END_MARKS) if kind == "ngram" else None), plan
+        return ModelDrafter(draft, sampler, verifier.draft_noise, END_MARKS), policy
+    return (NgramDrafter(END_MARKS) if kind == "ngram" else None), policy
 
 
 def beginning(draft, kind, verify, sampling):
     """What `decode` and `Text` are told beside target and prompt."""
     verifier = VERIFIERS[verify](105, sampling)
-    drafter, plan = drafter_of(kind, draft, verifier, sampling)
-    return {"drafter": drafter, "verifier": verifier, "max_tokens": 50, "plan": plan, "end_marks": END_MARKS}
+    drafter, policy = drafter_of(kind, draft, verifier, sampling)
+    return {"drafter": drafter, "verifier": verifier, "max_tokens": 50, "policy": policy, "end_marks": END_MARKS}
 
 
 def logits_of(target, text):

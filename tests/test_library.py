@@ -11,7 +11,7 @@ import re
 import pytest
 
 import specdec
-from specdec import Prompt, Proposal, Sampling, SpeculativeDecoder, Statistics, Step, TemplateError, checks
+from specdec import Prompt, Proposal, Sampling, SpeculativeDecoder, Step, TemplateError, checks
 from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.text.wording import Until, Wording, worded
 from specdec.tokenizer import FIRST_BYTE
@@ -138,17 +138,6 @@ def test_where_no_draft_is_named_n_grams_draft_and_the_text_is_the_same(decoder)
     assert one.tokens == other.tokens
 
 
-def test_a_speed_up_that_nobody_measured_is_none():
-    statistics = Statistics()
-    assert statistics.speed_up is None
-    statistics.plain_seconds = 0.01
-    assert statistics.speed_up is None  # nothing was written
-    statistics.add(Step([5, 6], [], 0, 0.01, 0.0))
-    assert statistics.speed_up == pytest.approx(2)
-    statistics.plain_seconds = 0.0
-    assert statistics.speed_up is None
-
-
 # Conversations
 
 
@@ -235,7 +224,6 @@ def test_a_decoder_shows_what_is_its_users_and_nothing_else(decoder):
         "tree",
         "n_ids",
         "n_positions",
-        "plain_seconds",
         "shared",
         "weights",
     }

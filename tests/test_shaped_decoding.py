@@ -6,7 +6,7 @@ import pytest
 from specdec.decoding import Statistics, Step, decode
 from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.ngrams import NgramDrafter
-from specdec.drafting.planning import FixedLength
+from specdec.drafting.policy import FixedLength
 from specdec.drafting.trees import TreeDrafter
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
 from specdec.verification import VERIFIERS, CoupledVerifier, Draft
@@ -54,8 +54,8 @@ class Everything:
     def get_ready(self, tokens):
         pass
 
-    def propose(self, tokens, plan):
-        n = 1 + sum(tokens) % plan.most
+    def propose(self, tokens, policy):
+        n = 1 + sum(tokens) % policy.max_tokens
         return Draft([(3 + sum(tokens) + i * len(tokens)) % 105 for i in range(n)])
 
 
@@ -205,8 +205,8 @@ class Favourites:
     def get_ready(self, tokens):
         pass
 
-    def propose(self, tokens, plan):
-        return Draft([4 if tokens[-1] == 3 else 3, 6][: plan.most])
+    def propose(self, tokens, policy):
+        return Draft([4 if tokens[-1] == 3 else 3, 6][: policy.max_tokens])
 
 
 @pytest.mark.parametrize("verify", ["coupled", "rejection"])

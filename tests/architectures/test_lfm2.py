@@ -9,7 +9,7 @@ from specdec import SpeculativeDecoder
 from specdec.architectures import ConvConfig, DeltaConfig, LayerConfig, architecture_of
 from specdec.decoding import Step, decode
 from specdec.drafting.ngrams import NgramDrafter
-from specdec.drafting.planning import FixedLength
+from specdec.drafting.policy import FixedLength
 from specdec.kernels import MAX_TOKENS
 from specdec.measuring.sweep import settings_of
 from specdec.sampling import Sampling
@@ -73,9 +73,9 @@ class Guesses:
     def get_ready(self, tokens):
         pass
 
-    def propose(self, tokens, plan):
-        n = int(self.rng.integers(0, plan.most + 1))
-        expected = self.text[len(tokens) : len(tokens) + plan.most]
+    def propose(self, tokens, policy):
+        n = int(self.rng.integers(0, policy.max_tokens + 1))
+        expected = self.text[len(tokens) : len(tokens) + policy.max_tokens]
         self.rejected.add(len(expected[n:]))
         return Draft([*expected[:n], *((token + 1) % CONFIG.vocab_size for token in expected[n:])])
 

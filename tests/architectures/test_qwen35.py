@@ -9,7 +9,7 @@ from specdec.architectures import architecture_of
 from specdec.architectures.states import TIP
 from specdec.decoding import Step, decode
 from specdec.drafting.ngrams import NgramDrafter
-from specdec.drafting.planning import FixedLength
+from specdec.drafting.policy import FixedLength
 from specdec.machine import programs
 from specdec.readers import load_checkpoint
 from specdec.sampling import Sampling

@@ -16,7 +16,7 @@ from specdec.commands import catalog
 from specdec.decoding import Statistics, decode
 from specdec.drafting.assistant import Assistant
 from specdec.drafting.model_drafter import HeadDrafter
-from specdec.drafting.planning import FixedLength
+from specdec.drafting.policy import FixedLength
 from specdec.families import gemma4_assistant
 from specdec.machine import programs
 from specdec.readers import CheckpointError, load_checkpoint

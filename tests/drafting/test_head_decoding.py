@@ -13,10 +13,10 @@ import pytest
 
 from specdec import Sampling, SpeculativeDecoder, Step
 from specdec.decoding import Statistics, decode
+from specdec.drafting.calibration import measure
 from specdec.drafting.heads import Head
 from specdec.drafting.model_drafter import HeadDrafter
-from specdec.drafting.planning import FixedLength
-from specdec.drafting.timing import costs_of
+from specdec.drafting.policy import FixedLength
 from specdec.readers import CheckpointError
 from specdec.readers.loading import load_model
 from specdec.sampling import Sampler
@@ -40,8 +40,8 @@ def drafter_of(head, sampling, verify="coupled"):
 
 def events_of(target, head, sampling, gamma=4, verify="coupled", prompt=(BOS, 7, 9), max_tokens=60):
     verifier = VERIFIERS[verify](target.config.vocab_size, sampling)
-    plan = FixedLength(gamma)
-    return decode(target, drafter_of(head, sampling, verify), verifier, list(prompt), max_tokens, plan, END_MARKS)
+    policy = FixedLength(gamma)
+    return decode(target, drafter_of(head, sampling, verify), verifier, list(prompt), max_tokens, policy, END_MARKS)
 
 
 def tokens_of(events):
@@ -202,8 +202,8 @@ def test_a_named_head_drafts(pair: Pair, tmp_path: Path) -> None:
 def test_a_heads_costs_are_measured(pair: Pair, tmp_path: Path) -> None:
     decoder = SpeculativeDecoder(pair.target, head_folder(tmp_path / "head", pair), pair.tokenizer)
     decoder.warm_up()
-    costs = decoder.tuning.costs
-    assert costs and costs.draft > 0 and costs.of(1) > 0
+    curve = decoder.tuning.curve
+    assert curve and curve.draft_token > 0 and curve.passes[1] > 0
 
 
 def test_a_prompt_is_read_by_the_target_first(pair: Pair, tmp_path: Path) -> None:
@@ -292,8 +292,8 @@ def test_a_head_is_timed_while_others_write_on_its_target(monkeypatch):
         thread.join()
         return clock()
 
-    monkeypatch.setattr("specdec.drafting.timing.time.perf_counter", busy)
-    assert costs_of(target, head, Vocabulary(105, 105)).of_draft(1) > 0
+    monkeypatch.setattr("specdec.drafting.calibration.time.perf_counter", busy)
+    assert measure(target, head, Vocabulary(105, 105)).draft_cost(1) > 0
 
 
 @pytest.mark.parametrize("n_positions", [1, 2, 3])

@@ -10,7 +10,7 @@ from specdec.architectures import architecture_of
 from specdec.decoding import Statistics, Step, decode
 from specdec.drafting.heads import Head
 from specdec.drafting.model_drafter import HeadDrafter
-from specdec.drafting.planning import FixedLength
+from specdec.drafting.policy import FixedLength
 from specdec.machine import programs
 from specdec.readers import CheckpointError, load_checkpoint
 from specdec.readers.mtp import head_of

@@ -10,9 +10,9 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.decoding import Statistics, Step, decode
-from specdec.drafting.estimates import Costs
+from specdec.drafting.costs import CostCurve
 from specdec.drafting.ngrams import NgramDrafter, SuffixAutomaton
-from specdec.drafting.planning import FixedLength
+from specdec.drafting.policy import FixedLength
 from specdec.sampling import Sampling
 from specdec.tokenizer import BOS, EOS
 from specdec.verification import VERIFIERS
@@ -170,10 +170,9 @@ def test_the_library_drafts_without_a_model(pair, verify):
 def test_ngrams_are_not_looked_for_where_a_pass_is_as_quick_as_looking(pair, monkeypatch):
     """By the clock of the machine, set here."""
     prompt, drafted = "abc abd abc abd abc ab", []
-    monkeypatch.setattr(Costs, "saw", lambda *_: None)  # what steps take here
     for seconds in (1e-6, 1e-2):
         decoder = SpeculativeDecoder(pair.target, "ngram")
-        costs = Costs({1: seconds, 8: seconds}, 0.0)
-        monkeypatch.setattr("specdec.drafting.tuning.costs_of", lambda *_, costs=costs: costs)
+        curve = CostCurve({1: seconds, 8: seconds})
+        monkeypatch.setattr("specdec.drafting.tuning.measure", lambda *_, curve=curve: curve)
         drafted.append(decoder.generate(prompt, 40, temperature=0.0).statistics.n_drafted)
     assert drafted[0] == 0 < drafted[1]

@@ -10,10 +10,11 @@ import pytest
 
 from specdec import Sampling, SpeculativeDecoder
 from specdec.decoding import Statistics, Step, decode
-from specdec.drafting.estimates import FIRST_CREDIT, ODDS_RATES, Acceptance, Costs
+from specdec.drafting.acceptance import ODDS_RATES, Acceptance
+from specdec.drafting.costs import CostCurve
 from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.ngrams import NgramDrafter, SuffixAutomaton
-from specdec.drafting.planning import TRIAL_SHARE, AutoLength, FixedLength
+from specdec.drafting.policy import FIRST_BUDGET, MAX_TRIAL, N_TRIALS, TRIAL_SHARE, CostModel, DraftLengthPolicy, FixedLength
 from specdec.drafting.stages import StagedDrafter
 from specdec.sampling import Sampler
 from specdec.tokenizer import BOS
@@ -34,9 +35,9 @@ class Liar:
     def get_ready(self, tokens):
         pass
 
-    def propose(self, tokens, plan, tail=()):
+    def propose(self, tokens, policy, tail=()):
         self.asked += 1
-        return Draft([next(self.guesses) for _ in range(min(plan.most, next(self.n)))])
+        return Draft([next(self.guesses) for _ in range(min(policy.max_tokens, next(self.n)))])
 
 
 def staged(draft, guesser, sampling, verify="coupled", gamma=4, target=None, prompt=(BOS, 7, 9), n=60, models=(), guesses=9):
@@ -139,11 +140,11 @@ class Sometimes:
     def get_ready(self, tokens):
         pass
 
-    def propose(self, tokens, plan, tail=()):
+    def propose(self, tokens, policy, tail=()):
         n = len(tokens) + len(tail) - 1
         self.asked += 1
         self.clock.now += self.seconds
-        return Draft([3 + n % 7, 3 + (n + 1) % 7][: plan.most] if self.asked % 3 == 0 else [])
+        return Draft([3 + n % 7, 3 + (n + 1) % 7][: policy.max_tokens] if self.asked % 3 == 0 else [])
 
 
 class Clock:
@@ -154,15 +155,18 @@ class Clock:
 def test_guesses_that_do_not_pay_are_left_out_and_tried_again(monkeypatch, seconds, pays):
     clock = Clock()
     monkeypatch.setattr("specdec.drafting.stages.time.perf_counter", lambda: clock.now)
-    plan, guesser = AutoLength(Costs(LARGE, 0.0), Acceptance(ODDS_RATES)), Sometimes(clock, seconds)
-    drafter = StagedDrafter([Circles(clock)], guesser, plan, Sampler(12, Sampling(0.0)), lambda _: 0, {})
+    policy, guesser = (
+        DraftLengthPolicy(CostModel(CostCurve(LARGE)), Acceptance(ODDS_RATES), is_free=True),
+        Sometimes(clock, seconds),
+    )
+    drafter = StagedDrafter([Circles(clock)], guesser, policy, Sampler(12, Sampling(0.0)), lambda _: 0, {})
     assert proposals(drafter, 200) == [3 + n % 7 for n in range(1000)]
     if pays:
         assert guesser.asked > 500
         assert clock.now < 750
     else:
         assert 10 < guesser.asked < 100
-        assert clock.now < 1000 * (1 + TRIAL_SHARE) + 2 * FIRST_CREDIT
+        assert clock.now < 1000 * (1 + TRIAL_SHARE) + FIRST_BUDGET + N_TRIALS * MAX_TRIAL
 
 
 def test_the_automaton_follows_a_tail_that_it_does_not_take_in():

@@ -9,8 +9,8 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.decoding import Proposal, Statistics, Step, decode
-from specdec.drafting.estimates import MAX_GAMMA
-from specdec.drafting.trees import N_NODES, RATES, FixedTree, TreeDrafter, shape_of
+from specdec.drafting.policy import MAX_GAMMA, FixedLength
+from specdec.drafting.trees import N_NODES, RATES, TreeDrafter, shape_of
 from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.sampling import FEW, Sampler, Sampling, race
 from specdec.tokenizer import BOS, EOS
@@ -26,7 +26,7 @@ def events_of(target, draft, sampling, gamma, verify="coupled", prompt=(BOS, 7, 
     verifier = VERIFIERS[verify](target.config.vocab_size, sampling)
     sampler = Sampler(target.config.vocab_size, sampling, draft.config.vocab_size)
     drafter = TreeDrafter(draft, sampler, verifier.draft_noise, marks)
-    return list(decode(target, drafter, verifier, list(prompt), max_tokens, FixedTree(gamma), marks))
+    return list(decode(target, drafter, verifier, list(prompt), max_tokens, FixedLength(gamma), marks))
 
 
 def tokens_of(events):
@@ -236,9 +236,9 @@ def test_the_path_of_first_choices_is_laid_first_and_nothing_is_behind_an_end_ma
         sampling = Sampling(1.0, seed=seed)
         marks = {3: "one", 4: "another", 5: "a third"}
         drafter = TreeDrafter(model, Sampler(31, sampling), lambda _: 0, marks)
-        plan = FixedTree(4)
-        plan.begins(10)
-        draft = drafter.propose([BOS, 7, 9], plan)
+        policy = FixedLength(4)
+        policy.start(10)
+        draft = drafter.propose([BOS, 7, 9], policy)
         assert len(draft.tokens) <= N_NODES
         path, node = [], -1
         while children := draft.children(node):

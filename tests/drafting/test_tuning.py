@@ -1,4 +1,4 @@
-"""What is warm and measured, who drafts by which plan, and on how many threads: of models of no files and no tokenizer."""
+"""What is warm and measured, who drafts by which policy, and on how many threads: of models of no files and no tokenizer."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import pytest
 
 from specdec.decoding import Job, Prompt, Step
 from specdec.drafting import tuning
-from specdec.drafting.estimates import Costs
+from specdec.drafting.costs import CostCurve
 from specdec.drafting.pacing import Pace
 from specdec.drafting.settings import Settings
 from specdec.drafting.team import NGRAM, Origin, Team
@@ -27,11 +27,11 @@ def tuning_of(draft="model", stage=None):
 
 @pytest.fixture
 def told(monkeypatch):
-    """The names of drafter and plan of each text that begins, in the place of the text."""
+    """The names of drafter and policy of each text that begins, in the place of the text."""
     seen = []
 
     def write(target, text, reader):
-        seen.append((type(text.drafter).__name__, type(text.plan).__name__))
+        seen.append((type(text.drafter).__name__, type(text.policy).__name__))
         yield Step([], [], 0, 0.01 / target.n_threads, 0.0)
 
     monkeypatch.setattr(tuning, "write", write)
@@ -45,32 +45,32 @@ def test_what_is_done_is_not_done_again_and_other_settings_ask_for_their_own_alo
         name for name in ("coupled", "measures") if name == "measures" or draft != "none"
     ]
     one.warm_up(Settings())
-    costs = one.costs
-    assert (costs is None) == (draft == "none") and not one.undone(Settings(4))
+    curve = one.curve
+    assert (curve is None) == (draft == "none") and not one.undone(Settings(4))
     other = Settings(4, "block")
     assert [*one.undone(other)] == (["block"] if draft != "none" else [])
     one.warm_up(other)
-    assert one.costs is costs
+    assert one.curve is curve
 
 
 @pytest.mark.parametrize(
     ("draft", "settings", "expected"),
     [
         ("none", Settings(), ("NoneType", "FixedLength")),
-        ("n-grams", Settings(), ("NgramDrafter", "AutoLength")),
+        ("n-grams", Settings(), ("NgramDrafter", "DraftLengthPolicy")),
         ("n-grams", Settings(verify="block"), ("NgramDrafter", "FixedLength")),
-        ("model", Settings(), ("ModelDrafter", "AutoLength")),
+        ("model", Settings(), ("ModelDrafter", "DraftLengthPolicy")),
         ("model", Settings(5), ("ModelDrafter", "FixedLength")),
         ("model", Settings(verify="rejection"), ("ModelDrafter", "FixedLength")),
-        ("model", Settings(tree="auto"), ("ModelDrafter", "AutoLength")),
-        ("model", Settings(tree="on"), ("TreeDrafter", "FixedTree")),
-        ("model", Settings(verify="rejection", tree="on"), ("TreeDrafter", "FixedTree")),
-        ("n-grams", Settings(tree="on"), ("NgramDrafter", "AutoLength")),
+        ("model", Settings(tree="auto"), ("ModelDrafter", "DraftLengthPolicy")),
+        ("model", Settings(tree="on"), ("TreeDrafter", "FixedLength")),
+        ("model", Settings(verify="rejection", tree="on"), ("TreeDrafter", "FixedLength")),
+        ("n-grams", Settings(tree="on"), ("NgramDrafter", "DraftLengthPolicy")),
     ],
 )
-def test_who_drafts_by_which_plan(told, monkeypatch, draft, settings, expected):
+def test_who_drafts_by_which_policy(told, monkeypatch, draft, settings, expected):
     """Beside a target whose token takes a second, so that all pay."""
-    monkeypatch.setattr(tuning, "costs_of", lambda *_: Costs({1: 1.0, 64: 1.1}, 0.01))
+    monkeypatch.setattr(tuning, "measure", lambda *_: CostCurve({1: 1.0, 64: 1.1}, 0.01))
     one = tuning_of(draft)
     one.warm_up(settings)
     list(one.events(Job([BOS, 5], 5, Sampling()), settings))
@@ -78,11 +78,11 @@ def test_who_drafts_by_which_plan(told, monkeypatch, draft, settings, expected):
 
 
 def test_beside_a_quick_target_nobody_looks_for_n_grams(told, monkeypatch):
-    monkeypatch.setattr(tuning, "costs_of", lambda *_: Costs({1: 1e-4, 64: 1.1e-4}, 1e-5))
+    monkeypatch.setattr(tuning, "measure", lambda *_: CostCurve({1: 1e-4, 64: 1.1e-4}, 1e-5))
     one = tuning_of("n-grams")
     one.warm_up(Settings())
     list(one.events(Job([BOS, 5], 5, Sampling()), Settings()))
-    assert told[-1] == ("NoneType", "AutoLength")
+    assert told[-1] == ("NoneType", "FixedLength")
 
 
 def test_a_stage_guesses_once_it_is_measured(told):

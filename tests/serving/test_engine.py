@@ -10,9 +10,7 @@ import pytest
 from specdec import Proposal, Sampling, SpeculativeDecoder
 from specdec.architectures.llama import LLAMA
 from specdec.decoding import Job, Prompt, Step
-from specdec.drafting.estimates import ODDS_RATES, Acceptance, Costs
 from specdec.drafting.ngrams import PredictionDrafter
-from specdec.drafting.sharing import SharedLength, Sharing
 from specdec.kernels import MAX_TOKENS
 from specdec.readers import extras, load_checkpoint
 from specdec.readers.loading import load_model
@@ -471,35 +469,6 @@ def test_a_prediction_goes_on_where_the_text_comes_back_to_it():
     assert drafter.propose([1, 5, 6, 10, 99], begun(3)).tokens == []
     assert drafter.propose([1, 5, 6, 10, 99, 12, 13], begun(3)).tokens == [14, 15]
     assert drafter.propose([1, 5, 6, *range(10, 17), 2, 9], begun(3)).tokens == []
-
-
-def test_proposals_shrink_as_texts_come():
-    """Where a token more costs a fiftieth of a pass, eight texts get the tokens that one alone would."""
-    sharing = Sharing(Costs({1: 1.0, 8: 1.14, 64: 2.26}, 0.0), Acceptance([0.9] * len(ODDS_RATES)))
-    lengths = []
-    for n_texts in (1, 2, 4, 8, 16):
-        sharing.begin_pass(n_texts, MAX_TOKENS)
-        plan = SharedLength(sharing, True)
-        assert plan.begins(60)
-        lengths.append(plan.takes([4.0] * 60))
-    assert lengths == sorted(lengths, reverse=True) and lengths[0] > 2 * lengths[3] > 0
-    sharing.begin_pass(64, MAX_TOKENS)
-    assert not SharedLength(sharing, True).begins(60)
-
-
-def test_a_model_drafts_for_as_long_as_it_pays_for_all():
-    costs = Costs({1: 1.0, 64: 1.5}, 0.15)
-    lengths = []
-    for n_texts in (1, 4, 8, 16):
-        sharing = Sharing(costs, Acceptance([0.85] * len(ODDS_RATES)))
-        sharing.begin_pass(n_texts, MAX_TOKENS)
-        plan, n = SharedLength(sharing, False), 0
-        if plan.begins(20):
-            n = 1
-            while plan.goes_on(8.0):
-                n += 1
-        lengths.append(n)
-    assert lengths == sorted(lengths, reverse=True) and lengths[0] > 2 and lengths[-1] == 0
 
 
 @pytest.mark.skipif(not extras.has(extras.GUIDANCE), reason="needs llguidance")

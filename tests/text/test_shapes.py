@@ -15,7 +15,7 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.decoding import Text
-from specdec.drafting.planning import FixedLength
+from specdec.drafting.policy import FixedLength
 from specdec.readers import extras
 from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET, DEFAULT_TOKENIZER
 from specdec.sampling import Sampling

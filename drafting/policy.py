@@ -1,0 +1,356 @@
+"""How many tokens to draft before each forward pass of the target, for one sequence or a batch.
+
+A round that drafts n tokens yields 1 + S_1 + ... + S_n tokens on average, where S_k is the probability that the first k are all
+accepted. It costs c(n + 1) + d(n): a pass of the target over n + 1 tokens, and the draft (Leviathan et al. 2023,
+arXiv:2211.17192, section 3.3). A longer draft pays while its expected tokens are worth more than its seconds at the rate that
+can be had without it. Three things are known about that:
+
+- `CostCurve`: c and d, from interleaved passes when the models are loaded (calibration.py). Only ratios matter.
+- `Acceptance`: how often tokens of a given confidence were accepted, in this sequence and in earlier ones (acceptance.py).
+- Plain steps: now and then a step has no draft. Its time, next to that of the drafted rounds around it, shows whether these
+  really cost what the curve says while other programs run. The clock has no other influence.
+
+The module knows no models.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+from ..kernels import MAX_TOKENS
+from .acceptance import DECAY, Acceptance, bucket_of
+from .costs import MAX_LOOKAHEAD, MIN_SECONDS, CostCurve
+
+MAX_GAMMA = MAX_TOKENS - 1
+LOOKAHEAD = (1, 2, 3, 4, 6, 8, 12, 16, 24, MAX_LOOKAHEAD)  # how many more tokens are considered together, since c(n) has steps
+REFRESH_ROUNDS = 8  # after which thresholds are computed again
+
+# All of the following in plain steps, that is passes of the target without a draft.
+MAX_ROUND = 8.0  # the longest drafted round
+PLAIN_SHARE, LATER_SHARE = 0.03, 0.01  # share of drafted rounds' time for plain steps: until there are N_PLAIN, and later
+TRIAL_SHARE = 0.01  # share of plain steps' time for drafts that do not seem to pay
+FIRST_BUDGET, MAX_BUDGET = 1.0, 12.0
+MAX_TRIAL = 2.5  # the price of a trial at the start
+N_TRIALS = 2  # that need no budget, at the start
+N_PLAIN = 8
+N_COMPARISONS = 5  # that are remembered
+MAX_OFF = 1.25  # times as much as the curve says; beyond, it is changed
+MAX_MISSED = 8  # tokens that a draft has missed, beyond which its time says nothing about the draft
+SUDDEN = 1.5  # a change of step times by this factor calls for a comparison at once
+
+
+class CostModel:
+    """What the passes of a batch cost now, and when to compare them with plain steps.
+
+    The batch shares one model: all its sequences wait for the same pass. `begin_pass` and `end_pass` frame each pass.
+
+    Args:
+        curve: Costs as measured.
+    """
+
+    def __init__(self, curve: CostCurve) -> None:
+        self.curve, self.experts = curve, curve.experts.copy()
+        self.pass_ratio = self.draft_ratio = 1.0  # drafted rounds' cost over the curve's, relative to plain steps
+        self.version = 0  # of the two ratios
+        self.n_sequences = self.n_tokens = 1  # of this pass: sequences, and tokens so far, one of each sequence among them
+        self.is_plain = False  # whether no sequence is to draft in this pass
+        self.n_plain = 0  # comparisons made
+        self._comparisons = deque[tuple[float, float]](maxlen=N_COMPARISONS)
+        self._drafted = list[tuple[float, float]]()  # ratios of drafted rounds since the last plain step: pass, draft
+        self._plain = deque[float](maxlen=3)  # ratios of the last plain steps since then
+        self._drafted_level: float | None = None  # ratio of drafted rounds at the last comparison
+        self._plain_level = 1.0
+        self._budget, self._spacing, self._n_since, self._n_trials = FIRST_BUDGET, 1, 0, 0
+        self._gained = self._spent = 1.0  # tokens of the last rounds and their cost, both per sequence
+        self._max_tokens = MAX_TOKENS
+        self._expected_draft, self._draft_seconds, self._missed = 0.0, 0.0, 0  # of this pass: of all drafts, tokens of the worst
+        self._is_trial = False  # whether a draft of this pass is one that does not seem to pay
+
+    @property
+    def plain_cost(self) -> float:
+        """Seconds of a pass of this batch without drafts."""
+        return self.curve.passes[self.n_sequences] + self.experts.extra[self.n_sequences]
+
+    @property
+    def speed_up(self) -> float:
+        """Tokens of the last rounds, over what plain steps would have written meanwhile; at least 1."""
+        return max(self._gained / self._spent, 1.0)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second of the whole batch."""
+        return self.speed_up * self.n_sequences / self.plain_cost
+
+    def pass_cost(self, n_tokens: int) -> float:
+        """Return the seconds of a pass over n_tokens."""
+        n = min(n_tokens, MAX_TOKENS)
+        cost = self.curve.passes[n] + self.experts.extra[n]
+        return max(cost * self.pass_ratio, self.plain_cost) if n > self.n_sequences else cost
+
+    def draft_cost(self, n: int, n_missed: int = 0) -> float:
+        """Return the seconds of a model that drafts n tokens and first reads n_missed of its sequence."""
+        return self.curve.draft_cost(n, n_missed) * self.draft_ratio
+
+    def begin_pass(self, n_sequences: int = 1, max_tokens: int = MAX_TOKENS) -> None:
+        """Decide whether the next pass, of n_sequences and up to max_tokens, is a plain step."""
+        self.n_sequences, self.n_tokens, self._max_tokens = max(n_sequences, 1), n_sequences, max_tokens
+        self._expected_draft, self._draft_seconds, self._missed, self._is_trial = 0.0, 0.0, 0, False
+        self._n_since += 1
+        is_due = self._n_since > self._spacing and self._budget >= self._plain_price
+        self.is_plain = bool(self._drafted) and (is_due or self._drafts_changed())
+
+    @property
+    def room(self) -> int:
+        """How many tokens may yet be drafted for this pass."""
+        return self._max_tokens - self.n_tokens
+
+    def add_tokens(self, n: int) -> None:
+        """Count tokens that a sequence drafted for this pass."""
+        self.n_tokens += n
+
+    def add_draft(self, n: int, n_missed: int, seconds: float) -> None:
+        """Count the time that a model took to draft n tokens for this pass after reading n_missed of its sequence."""
+        self._expected_draft += self.curve.draft_cost(n, n_missed)
+        self._draft_seconds += seconds
+        self._missed = max(self._missed, n_missed)
+
+    def end_pass(self, n_tokens: int, n_written: int, seconds: float) -> None:
+        """Learn from a pass over n_tokens, which wrote n_written tokens in so many seconds."""
+        if n_tokens > self.n_sequences:
+            self._end_drafted(n_tokens, n_written, seconds)
+        else:
+            self._end_plain(seconds)
+
+    def _end_drafted(self, n_tokens: int, n_written: int, seconds: float) -> None:
+        expected = self.curve.passes[n_tokens] + self.experts.extra_of_last()
+        pass_ratio = seconds / expected
+        is_known = self._expected_draft and self._missed <= MAX_MISSED
+        self._drafted.append((pass_ratio, self._draft_seconds / self._expected_draft if is_known else pass_ratio))
+        cost = (max(expected * self.pass_ratio, self.plain_cost) + self._expected_draft * self.draft_ratio) / self.plain_cost
+        self._gained = DECAY * self._gained + n_written / self.n_sequences
+        self._spent = DECAY * self._spent + cost
+        share = 0.0 if self._is_trial else PLAIN_SHARE if self.n_plain < N_PLAIN else LATER_SHARE
+        self._budget = min(self._budget + share * cost, MAX_BUDGET)
+        self.experts.update(n_tokens)
+
+    def _end_plain(self, seconds: float) -> None:
+        if self.is_plain:
+            self._budget -= self._plain_price
+            self._spacing += 1
+        else:
+            self._gained, self._spent = DECAY * self._gained + 1.0, DECAY * self._spent + 1.0
+        self._budget = min(self._budget + TRIAL_SHARE, MAX_BUDGET)
+        self._n_since = 0
+        ratio = max(seconds / self.plain_cost, MIN_SECONDS)
+        self._plain.append(ratio)
+        if self._drafted:
+            self._compare(ratio)
+
+    def _compare(self, plain: float) -> None:
+        """Compare a plain step with the median of the drafted rounds since the last one."""
+        passes, drafts = (median(ratios) for ratios in zip(*self._drafted, strict=True))
+        self._comparisons.append((passes / plain, drafts / plain))
+        self.pass_ratio, self.draft_ratio = (_agreed(ratios) for ratios in zip(*self._comparisons, strict=True))
+        self._drafted_level, self._plain_level = max(passes, drafts), plain
+        self._drafted.clear()
+        self._plain.clear()
+        self.n_plain += 1
+        self.version += 1
+
+    @property
+    def _plain_price(self) -> float:
+        """What a plain step loses, in plain steps."""
+        return 1.0 - 1.0 / self.speed_up
+
+    def _drafts_changed(self) -> bool:
+        """Return whether drafted rounds have become slower or faster all at once."""
+        level, last = self._drafted_level, [max(ratios) for ratios in self._drafted[-3:]]
+        return level is not None and len(last) == 3 and (min(last) > SUDDEN * level or max(last) < level / SUDDEN)
+
+    def corrected_curve(self) -> CostCurve:
+        """Return the curve, changed where plain steps have shown that it is wrong."""
+        is_off = any(abs(math.log(ratio)) > math.log(MAX_OFF) for ratio in (self.pass_ratio, self.draft_ratio))
+        return self.curve.scaled(self.pass_ratio, self.draft_ratio) if is_off and self.n_plain >= N_PLAIN else self.curve
+
+    def try_draft(self, seconds: float, share: float = TRIAL_SHARE) -> bool:
+        """Return whether to spend so many seconds on a draft that does not seem to pay; if so, count them as spent.
+
+        share: Of all time that such drafts may take.
+        """
+        price, last = seconds / self.plain_cost * TRIAL_SHARE / share, self._plain
+        changed = len(last) == 3 and (min(last) > SUDDEN * self._plain_level or max(last) < self._plain_level / SUDDEN)
+        is_free = price <= MAX_TRIAL and (self._n_trials < N_TRIALS or changed)
+        if self._is_trial or (not is_free and price > self._budget - FIRST_BUDGET):
+            return False
+        self._budget -= price * (self._n_trials >= N_TRIALS)
+        self._n_trials += 1
+        self._is_trial = True
+        last.clear()
+        return True
+
+
+def _agreed(ratios: Sequence[float]) -> float:
+    """Return the median of the ratios and of 1; of two in the middle the one nearer to 1, so that one ratio proves nothing."""
+    ordered = sorted([1.0, *ratios])
+    middle = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+    return min(middle, key=lambda ratio: abs(math.log(max(ratio, MIN_SECONDS))))
+
+
+class DraftLengthPolicy:
+    """The draft length of one sequence: as many tokens as pay, and none where none do.
+
+    Args:
+        costs: Costs of the batch that the sequence is in.
+        acceptance: What is known of its draft.
+        is_free: Whether proposing costs nothing, as from n-grams.
+        is_alone: Whether the batch is this sequence, so that a draft is a pass of its own.
+    """
+
+    def __init__(self, costs: CostModel, acceptance: Acceptance, is_free: bool, is_alone: bool = True) -> None:
+        self.costs, self.acceptance = costs, acceptance
+        self.max_tokens = 0  # of this round's draft
+        self._is_free, self._is_alone = is_free, is_alone
+        self._buckets = list[int]()
+        self._survival, self._is_trial = 1.0, False
+        self._thresholds = dict[int, float]()
+        self._age, self._version, self._n_missed = 0, 0, 0
+        self._search_seconds, self._search_gain = (
+            0.0,
+            1.0,
+        )  # of a proposal that is looked up: what it takes, and tokens that it brings
+
+    def start(self, room: int) -> bool:
+        """Begin a round in which up to `room` tokens fit; return whether to draft."""
+        costs = self.costs
+        if self._is_alone:
+            costs.begin_pass()
+        self._buckets.clear()
+        self._survival, self._is_trial, self._searches = 1.0, False, False
+        room = min(room, costs.room)
+        if costs.is_plain or room < 1:
+            self.max_tokens = 0
+            return False
+        self.max_tokens = self._longest(room)
+        if self._is_free:
+            self._searches = self._search_seconds * costs.rate <= max(self._search_gain, 0.0) or costs.try_draft(
+                self._search_seconds
+            )
+            return self._searches
+        self._refresh()
+        if self._threshold(0) <= 1.0:
+            return True
+        self.max_tokens = 1
+        catch_up = costs.draft_cost(1, self._n_missed) - costs.draft_cost(1)
+        # where comparisons alone speak against drafting, other programs may have spoilt them
+        share = PLAIN_SHARE if costs.curve.pays(self.acceptance.mean) else TRIAL_SHARE
+        self._is_trial = costs.try_draft(self._cost(1) - self._cost(0) + catch_up, share)
+        return self._is_trial
+
+    def should_continue(self, confidence: float) -> bool:
+        """Take in a drafted token; return whether to draft another.
+
+        Args:
+            confidence: >= 0, and the higher the more likely the token is accepted: a margin in nats, or odds.
+        """
+        bucket = bucket_of(confidence)
+        self._buckets.append(bucket)
+        self._survival *= self.acceptance.rates[bucket]
+        n = len(self._buckets)
+        return n < self.max_tokens and (self._is_trial or self._survival > self._threshold(n))
+
+    def choose(self, confidences: Sequence[float]) -> int:
+        """Return how many of the tokens of such confidences to propose, for a drafter that has them at no cost."""
+        costs, rates = self.costs, self.acceptance.rates
+        rate, base = costs.rate, costs.pass_cost(costs.n_tokens)
+        self._buckets = [bucket_of(confidence) for confidence in confidences[: self.max_tokens]]
+        best = gain = 0.0
+        n_best, survival = 0, 1.0
+        for n, bucket in enumerate(self._buckets, 1):
+            survival *= rates[bucket]
+            gain += survival
+            worth = gain - rate * (costs.pass_cost(costs.n_tokens + n) - base)
+            if worth > best:
+                best, n_best = worth, n
+        if self._buckets and not n_best:
+            n_best = int(costs.try_draft(costs.pass_cost(costs.n_tokens + 1) - base))
+        del self._buckets[n_best:]
+        return n_best
+
+    def update(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
+        """Learn from a round whose pass and draft took so many seconds."""
+        costs = self.costs
+        if self._searches:
+            before = self._search_seconds or draft_seconds
+            self._search_seconds = before + 0.1 * (min(draft_seconds, 2 * before) - before)  # longer only if the core was lost
+            gain = n_accepted - costs.rate * (costs.pass_cost(costs.n_sequences + n_drafted) - costs.plain_cost)
+            self._search_gain += 0.1 * (gain - self._search_gain)
+        if n_drafted:
+            self.acceptance.update(self._buckets[: min(n_drafted, n_accepted + 1)], n_accepted)
+            if not self._is_free:
+                costs.add_draft(n_drafted, self._n_missed, draft_seconds)
+        self._n_missed = 0 if n_drafted else self._n_missed + 1
+        if self._is_alone:
+            costs.end_pass(1 + n_drafted, 1 + n_accepted, pass_seconds)
+
+    def _cost(self, n: int) -> float:
+        """Return the seconds of this pass with n tokens of this sequence."""
+        costs = self.costs
+        return costs.pass_cost(costs.n_tokens + n) + (0.0 if self._is_free else costs.draft_cost(n))
+
+    def _longest(self, room: int) -> int:
+        """Return how many tokens may be at risk: few until some were accepted."""
+        limit = self._cost(0) + min(1.0 + self.acceptance.n_accepted, MAX_ROUND) * self.costs.plain_cost
+        low, high = 1, room  # bisect
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._cost(middle) <= limit else (low, middle - 1)
+        return low
+
+    def _refresh(self) -> None:
+        """Compute thresholds anew where costs or acceptance may have changed."""
+        costs = self.costs
+        self._age -= 1
+        if not self._is_alone or self._age < 0 or self._version != costs.version:
+            self._thresholds.clear()
+            self._age, self._version = REFRESH_ROUNDS, costs.version
+
+    def _threshold(self, n: int) -> float:
+        """Return the probability that n tokens are accepted above which another one pays."""
+        if n not in self._thresholds:
+            rate, base, least = self.acceptance.mean, self._cost(n), math.inf
+            gain, power, at = 0.0, 1.0, 0
+            for more in LOOKAHEAD:
+                if self.costs.n_tokens + n + more > MAX_TOKENS:
+                    break
+                while at < more:
+                    at, power = at + 1, power * rate
+                    gain += power
+                least = min(least, (self._cost(n + more) - base) / gain)
+            self._thresholds[n] = self.costs.rate * least
+        return self._thresholds[n]
+
+
+class FixedLength:
+    """A fixed draft length, with the interface of `DraftLengthPolicy`."""
+
+    def __init__(self, gamma: int) -> None:
+        self._gamma = gamma
+        self.max_tokens = self._left = 0
+
+    def start(self, room: int) -> bool:
+        """Begin a round in which up to `room` tokens fit; return whether to draft."""
+        self.max_tokens = self._left = min(self._gamma, room)
+        return self._left > 0
+
+    def should_continue(self, confidence: float) -> bool:
+        """Return whether to draft another token."""
+        self._left -= 1
+        return self._left > 0
+
+    def choose(self, confidences: Sequence[float]) -> int:
+        """Return how many of the tokens to propose: all."""
+        return len(confidences)
+
+    def update(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
+        """Learn nothing."""
