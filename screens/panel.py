@@ -30,6 +30,7 @@ WIDTH_OF_HISTOGRAM = 92  # within the frame, from which on there is room for one
 SIDE_WIDTH, BAR_WIDTH = 26, 12
 MOST_TEXT_ROWS, MOST_PASSES = 14, 8
 SHORT_KEYS = "space pause", "→ step", "+ - speed", "q end"
+FEW_GUESSES, MANY_PASSES = 0.25, 16  # share of passes with guesses below which, from so many passes on, the rows are the text's
 CONTEXT = 100  # characters, of which the last word of a text is one
 
 
@@ -266,18 +267,25 @@ class LivePanel(Watched):
         free = height - 1 - len(legend) - (4 if is_all else 2) - has_passes
         n_passes = min(max(1, free // 3), MOST_PASSES) if has_passes else 0
         inner, n_text = width - 4, min(free - n_passes, MOST_TEXT_ROWS)
+        if self._has_few_guesses:
+            n_text, n_passes = n_text + n_passes, 0
         rows = [self._pen.rule(width, "╭─╮", self._roles.pair, self._speed()), *self._text(self._story, width, n_text)]
         if has_passes:
-            rows += [
-                self._pen.rule(width, "├─┤", *self._heading(width)),
-                *(self._pen.framed(row, inner) for row in self._guesses(inner, n_passes)),
-            ]
+            rows.append(self._pen.rule(width, "├─┤", *self._heading(width)))
+        if n_passes:
+            rows += [self._pen.framed(row, inner) for row in self._guesses(inner, n_passes)]
         if is_all:
             share = self._prefill.share if self._prefill else self._statistics.n_generated / max(1, self._max_tokens)
             rows += [self._pen.progress(width, share), self._pen.framed([(self._figures(inner), "plain")], inner)]
         words = "paused" if self._is_paused else "" if is_all else self._figures(width - 6)
         keys = "? keys" if self._window.has_keys and is_all else ""
         return [*rows, self._pen.rule(width, "╰─╯", words, keys), *legend]
+
+    @property
+    def _has_few_guesses(self) -> bool:
+        """Whether so few passes had guesses that their lines would show little but single tokens."""
+        s = self._statistics
+        return s.target_passes >= MANY_PASSES and sum(s.drafted_histogram[1:]) < FEW_GUESSES * s.target_passes
 
     def _speed(self) -> str:
         """The pace, or how fast the text is written."""
@@ -288,6 +296,13 @@ class LivePanel(Watched):
     def _heading(self, width: int) -> tuple[str, str]:
         """What the lines below it are, as far as it fits."""
         by, target = self._roles.guessed, self._roles.target
+        if self._has_few_guesses:
+            sentences: tuple[str, ...] = (
+                f"few guesses {by}: more would cost more than they gain",
+                "few guesses: more would not pay",
+                "few guesses",
+            )
+            return longest(sentences, width - 10), ""
         sentences = (
             f"guessed {by}; {target} checks a line in one pass",
             f"guessed {by}; a line is one pass",

@@ -510,6 +510,29 @@ def test_without_guesses_nothing_speaks_of_them(tokenizer: Tokenizer) -> None:
     assert ESCAPE.sub("", stage.output).split("╯")[-1].strip() == "the end"
 
 
+@pytest.mark.parametrize("size", [*SIZES, *OTHER_SIZES], ids=str)
+def test_where_few_passes_have_guesses_the_rows_are_the_texts_and_it_says_why(
+    tokenizer: Tokenizer, size: tuple[int, int]
+) -> None:
+    with Stage(tokenizer, *size) as stage:
+        stage.begin()
+        before = len([line for line in stage.lines() if "│" in line])
+        stage.step(stage.spell("ab"), stage.spell("a"), 1)
+        for i in range(60):
+            stage.step(stage.spell(f" word{i}"))
+        lines = stage.lines()
+        assert len([line for line in lines if "│" in line]) == before
+        assert all(width_of(row) <= size[0] for row in stage.rows()) and len(lines) <= size[1]
+        if size[0] >= 40 and size[1] >= 10:
+            [line] = [line for line in lines if "├" in line and "few guesses" in line]
+            assert not [line for line in lines if line.endswith("+1 │")]
+            if size[0] >= 80:
+                assert "few guesses by little: more would cost more than they gain" in line
+        for _ in range(40):
+            stage.step(stage.spell("xy"), stage.spell("x"), 1)
+        assert "few guesses" not in "".join(stage.lines())
+
+
 def test_a_run_that_was_slowed_down_tells_its_pace_and_then_its_own_speed(tokenizer: Tokenizer) -> None:
     with Stage(tokenizer) as stage:
         stage.begin()
