@@ -39,7 +39,19 @@ class Acceptance:
         self._accepted, self._seen = [0.0] * N_BUCKETS, [0.0] * N_BUCKETS
         self._all_accepted = self._all_expected = self._all_seen = 0.0
         self._mean_prior, self._mean_weight, self._n_earlier = mean, weight, n_accepted
-        self.rates = [*prior]
+        self._rates: list[float] | None = [*prior]
+
+    @property
+    def rates(self) -> list[float]:
+        """Acceptance rate of each bucket."""
+        if self._rates is None:
+            weight = self._weight
+            scale = weight * (self._all_accepted + 1.0) / (self._all_expected + 1.0)
+            self._rates = [
+                min((accepted + scale * prior) / (seen + weight), MAX_RATE)
+                for accepted, seen, prior in zip(self._accepted, self._seen, self._prior, strict=True)
+            ]
+        return self._rates
 
     @property
     def mean(self) -> float:
@@ -55,24 +67,34 @@ class Acceptance:
         """Return the acceptance of a new sequence, which starts with what this one knows and adds to it."""
         return Acceptance(self.rates, self.mean, min(self.n_accepted, MAX_EARLIER), SEQUENCE_WEIGHT, self)
 
-    def update(self, buckets: Sequence[int], n_accepted: int) -> None:
-        """Count verified tokens: the first n_accepted buckets were accepted, the others were not."""
-        for i, bucket in enumerate(buckets):
-            accepted = i < n_accepted
-            self._accepted[bucket] = DECAY * self._accepted[bucket] + accepted
-            self._seen[bucket] = DECAY * self._seen[bucket] + 1.0
-            self._all_accepted = DECAY * self._all_accepted + accepted
-            self._all_expected = DECAY * self._all_expected + self._prior[bucket]
-            self._all_seen = DECAY * self._all_seen + 1.0
-            self._mean_weight *= DECAY
-        weight = self._weight
-        scale = weight * (self._all_accepted + 1.0) / (self._all_expected + 1.0)
-        self.rates = [
-            min((accepted + scale * prior) / (seen + weight), MAX_RATE)
-            for accepted, seen, prior in zip(self._accepted, self._seen, self._prior, strict=True)
-        ]
+    def update(self, rounds: Sequence[tuple[Sequence[int], int]]) -> None:
+        """Count the tokens of verified drafts.
+
+        Args:
+            rounds: Of each draft the buckets of its judged tokens, and how many of these, the first ones, were accepted.
+        """
+        seen, accepted = [0] * N_BUCKETS, [0] * N_BUCKETS
+        for buckets, n_accepted in rounds:
+            for i, bucket in enumerate(buckets):
+                seen[bucket] += 1
+                accepted[bucket] += i < n_accepted
+        self._count(seen, accepted)
         if self._pool:
-            self._pool.update(buckets, n_accepted)
+            self._pool._count(seen, accepted)
+
+    def _count(self, seen: list[int], accepted: list[int]) -> None:
+        for bucket, n in enumerate(seen):
+            if n:
+                decay = DECAY**n
+                self._seen[bucket] = decay * self._seen[bucket] + n
+                self._accepted[bucket] = decay * self._accepted[bucket] + accepted[bucket]
+        decay = DECAY ** sum(seen)
+        self._all_seen = decay * self._all_seen + sum(seen)
+        self._all_accepted = decay * self._all_accepted + sum(accepted)
+        expected = sum(n * prior for n, prior in zip(seen, self._prior, strict=True))
+        self._all_expected = decay * self._all_expected + expected
+        self._mean_weight *= decay
+        self._rates = None
 
 
 def bucket_of(confidence: float) -> int:

@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from ..architectures import Weights
 from ..kernels import MAX_TOKENS
@@ -30,8 +30,9 @@ from .heads import Head
 # tile costs a step more.
 MEASURED_TOKENS = (TILE_TOKENS, 1, TILE_TOKENS + 1, 2, 4, 2 * TILE_TOKENS, 4 * TILE_TOKENS)
 MEASURE_SECONDS, RECHECK_SECONDS, SLOW_SECONDS = 0.05, 0.01, 0.1
-# Keys of passes that are timed besides: over equal tokens; the draft's first token of a round, and its next
-EQUAL_TOKENS, FIRST, NEXT = -1, -2, -3
+# Keys of passes that are timed besides: over equal tokens; the draft's first token of a round, and its next; one token of the
+# target behind a draft, which has evicted a part of the weights from the caches
+EQUAL_TOKENS, FIRST, NEXT, AFTER_DRAFT = -1, -2, -3, -4
 MIN_DIFFERENCE = 0.25  # of two passes, in experts of one token, to tell what experts cost
 TOKEN_STRIDE = 7919  # a prime, so that token ids lie far apart
 
@@ -46,14 +47,19 @@ def measure(target: Transformer, draft: Transformer | None, vocabulary: Vocabula
     """Time passes of the target and tokens of the draft, with their sampling, in turns; the least of several counts."""
     sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
     probs, n_read = sampler.new_probs(), dict[int, float]()  # experts that a layer read
+    # locked in one order everywhere, so that no two threads wait for each other
+    models = [target] if not draft else [draft, target] if isinstance(draft, Head) else sorted([target, draft], key=id)
 
     def seconds(key: int, model: Transformer, tokens: list[int]) -> float:
-        of = model.target if isinstance(model, Head) else model
-        with model.lock, of.lock:
+        with ExitStack() as locks:
+            for each in models:
+                locks.enter_context(each.lock)
             if isinstance(model, Head):  # it drafts behind a pass of its target, which another sequence may have had
-                of.forward([0], 0)
+                model.target.forward([0], 0)
                 if len(tokens) > model.n_positions or not model.drafts_for([0, 0]):  # its proposals are empty
                     return 0.0
+            elif draft and model is target and key != 1 and not isinstance(draft, Head):
+                draft.forward(tokens[:1], 0)
             begin = time.perf_counter()
             for logits in model.forward(tokens, len(tokens) if model is target else 1):
                 sampler.draw(probs, logits, TARGET_NOISE, len(tokens))
@@ -72,12 +78,12 @@ def measure(target: Transformer, draft: Transformer | None, vocabulary: Vocabula
         # As in a round, the draft's first token comes behind a pass of the target, which has evicted it from the caches; a head's
         # first comes from that pass, its next from itself.
         n_first, n_next = (2, 3) if isinstance(draft, Head) else (1, 1)
-        needed |= {FIRST: (draft, tokens[:n_first]), NEXT: (draft, tokens[:n_next])}
+        needed |= {FIRST: (draft, tokens[:n_first]), NEXT: (draft, tokens[:n_next]), AFTER_DRAFT: (target, tokens[:1])}
     least = _least(needed | passes, max(4, len(needed)), budget, seconds)
-    token, first = least.pop(NEXT, 0.0), least.pop(FIRST, 0.0)
+    token, first, after_draft = (least.pop(key, 0.0) for key in (NEXT, FIRST, AFTER_DRAFT))
     experts = _expert_costs(target, least, n_read)
     curve = {n: max(taken - experts.extra_of(n_read[n]), MIN_SECONDS) for n, taken in least.items() if n != EQUAL_TOKENS}
-    return CostCurve(curve, token, max(0.0, first - token), experts)
+    return CostCurve(curve, token, max(0.0, first - token), experts, max(0.0, after_draft - least.get(1, after_draft)))
 
 
 def _least(
@@ -130,13 +136,14 @@ class CalibrationFile:
         with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
             known = json.loads(kept(self._path))
             passes, (token, start, n_accepted) = _numbers(known["passes"], MAX_TOKENS + 1), _numbers(known["draft"], 3)
+            [eviction] = _numbers(known["eviction"], 1)
             *rates, mean = _numbers(known["rates"], N_BUCKETS + 1)
             experts = NO_EXPERTS
             if of := self._target.config.experts:
                 seconds, repeats = _numbers(known["experts"], 2)
                 experts = ExpertCosts(of.n, of.n_chosen, seconds, min(repeats, 1.0), lambda: self._target.experts_read[0])
             if min(passes[1:]) > 0 and (token > 0) == self._has_draft and max(*rates, mean) <= 1:
-                return CostCurve(dict(enumerate(passes)), token, start, experts), Acceptance(rates, mean, n_accepted)
+                return CostCurve(dict(enumerate(passes)), token, start, experts, eviction), Acceptance(rates, mean, n_accepted)
         return None
 
     def write(self, curve: CostCurve, acceptance: Acceptance) -> None:
@@ -147,6 +154,7 @@ class CalibrationFile:
         known = {
             "passes": curve.passes,
             "draft": [curve.draft_token, curve.draft_start, acceptance.n_accepted],
+            "eviction": [curve.eviction],
             "rates": [*acceptance.rates, acceptance.mean],
             "experts": [curve.experts.seconds, curve.experts.repeats] if self._target.config.experts else None,
         }

@@ -29,26 +29,22 @@ class ExpertCosts:
 
     def __init__(self, n_experts: int, n_chosen: int, seconds: float, repeats: float, n_read: Callable[[], float]) -> None:
         self.seconds, self.repeats = seconds, repeats
-        self._n_experts, self._n_chosen, self._n_read = n_experts, n_chosen, n_read
+        self._n_experts, self._n_chosen, self.n_read = n_experts, n_chosen, n_read
         self.extra = [0.0] * (MAX_TOKENS + 1)  # seconds by the number of tokens
         self._fill()
 
     def copy(self) -> "ExpertCosts":
         """Return the same costs, to be updated by other passes."""
-        return ExpertCosts(self._n_experts, self._n_chosen, self.seconds, self.repeats, self._n_read)
+        return ExpertCosts(self._n_experts, self._n_chosen, self.seconds, self.repeats, self.n_read)
 
     def extra_of(self, n_read: float) -> float:
         """Return the extra seconds of a pass whose layers read so many experts."""
         return max(n_read / self._n_chosen - 1.0, 0.0) * self.seconds
 
-    def extra_of_last(self) -> float:
-        """Return the extra seconds of the last pass."""
-        return self.extra_of(self._n_read()) if self.seconds else 0.0
-
-    def update(self, n_tokens: int) -> None:
-        """Learn from the last pass, which was over n_tokens, how much tokens repeat experts."""
+    def update(self, n_tokens: int, n_read: float) -> None:
+        """Learn from a pass over n_tokens, whose layers read so many experts, how much tokens repeat them."""
         if n_tokens > 1 and self.seconds:
-            self.repeats += 0.2 * (self.repeats_of(n_tokens, self._n_read()) - self.repeats)
+            self.repeats += 0.2 * (self.repeats_of(n_tokens, n_read) - self.repeats)
             self._fill()
 
     def repeats_of(self, n_tokens: int, n_read: float) -> float:
@@ -77,28 +73,35 @@ class CostCurve:
         draft_token: Seconds of one drafted token; 0 if proposing costs nothing.
         draft_start: Seconds that the first drafted token of a round takes longer.
         experts: Extra costs of a mixture of experts.
+        eviction: Seconds that a pass over one token takes longer behind a draft; passes over more are measured there.
     """
 
     def __init__(
-        self, passes: Mapping[int, float], draft_token: float = 0.0, draft_start: float = 0.0, experts: ExpertCosts = NO_EXPERTS
+        self,
+        passes: Mapping[int, float],
+        draft_token: float = 0.0,
+        draft_start: float = 0.0,
+        experts: ExpertCosts = NO_EXPERTS,
+        eviction: float = 0.0,
     ) -> None:
         measured = sorted(passes)
         curve = np.interp(np.arange(MAX_TOKENS + 1), measured, [max(passes[n], MIN_SECONDS) for n in measured])
         beyond = np.arange(measured[-1] + 1, MAX_TOKENS + 1)
         curve[beyond] *= beyond / measured[-1]  # compute-bound
         self.passes: list[float] = np.minimum.accumulate(curve[::-1])[::-1].tolist()
-        self.draft_token, self.draft_start, self.experts = draft_token, draft_start, experts
+        self.draft_token, self.draft_start, self.experts, self.eviction = draft_token, draft_start, experts, eviction
 
     def merge(self, other: "CostCurve") -> "CostCurve":
         """Return the lesser of both costs, element by element."""
         passes = {n: min(self.passes[n], other.passes[n]) for n in range(1, MAX_TOKENS + 1)}
         token, start = min(self.draft_token, other.draft_token), min(self.draft_start, other.draft_start)
-        return CostCurve(passes, token, start, self.experts)
+        return CostCurve(passes, token, start, self.experts, min(self.eviction, other.eviction))
 
     def scaled(self, pass_ratio: float, draft_ratio: float) -> "CostCurve":
         """Return a curve whose passes over several tokens, and whose drafts, take so many times as long."""
         passes = {1: self.passes[1]} | {n: pass_ratio * self.passes[n] for n in range(2, MAX_TOKENS + 1)}
-        return CostCurve(passes, draft_ratio * self.draft_token, draft_ratio * self.draft_start, self.experts)
+        draft = draft_ratio * self.draft_token, draft_ratio * self.draft_start
+        return CostCurve(passes, *draft, self.experts, self.eviction)
 
     def draft_cost(self, n: int, n_missed: int = 0) -> float:
         """Return the seconds of drafting n tokens after reading n_missed tokens of the sequence."""

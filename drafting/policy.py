@@ -17,18 +17,20 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
 
 from ..kernels import MAX_TOKENS
 from .acceptance import DECAY, Acceptance, bucket_of
 from .costs import MAX_LOOKAHEAD, MIN_SECONDS, CostCurve
 
 MAX_GAMMA = MAX_TOKENS - 1
-LOOKAHEAD = (1, 2, 3, 4, 6, 8, 12, 16, 24, MAX_LOOKAHEAD)  # how many more tokens are considered together, since c(n) has steps
-REFRESH_ROUNDS = 8  # after which thresholds are computed again
+LOOKAHEAD = (1, 2, 4, 8, 16, MAX_LOOKAHEAD)  # how many more tokens are considered together, since c(n) has steps
+MAX_BATCH, BATCH_SECONDS = 16, 0.01  # passes that are taken in together, and the time of those that are not
+MOVED = 0.1  # by so much, a logarithm has moved
 
 # All of the following in plain steps, that is passes of the target without a draft.
 MAX_ROUND = 8.0  # the longest drafted round
-PLAIN_SHARE, LATER_SHARE = 0.03, 0.01  # share of drafted rounds' time for plain steps: until there are N_PLAIN, and later
+PLAIN_SHARE, LATER_SHARE = 0.02, 0.01  # share of drafted rounds' time for plain steps: at first, and after N_COMPARISONS
 TRIAL_SHARE = 0.01  # share of plain steps' time for drafts that do not seem to pay
 FIRST_BUDGET, MAX_BUDGET = 1.0, 12.0
 MAX_TRIAL = 2.5  # the price of a trial at the start
@@ -40,32 +42,54 @@ MAX_MISSED = 8  # tokens that a draft has missed, beyond which its time says not
 SUDDEN = 1.5  # a change of step times by this factor calls for a comparison at once
 
 
+class Pass(NamedTuple):
+    """A pass of the target: how many sequences and tokens it was over, and what it showed."""
+
+    n_sequences: int
+    n_tokens: int
+    n_written: int
+    seconds: float
+    n_read: float  # experts that a layer read
+    drafts: list[tuple[int, int, float]]  # of models: tokens, tokens of the sequence that the draft had missed, seconds
+    is_trial: bool  # whether a draft was one that did not seem to pay
+
+
 class CostModel:
     """What the passes of a batch cost now, and when to compare them with plain steps.
 
-    The batch shares one model: all its sequences wait for the same pass. `begin_pass` and `end_pass` frame each pass.
+    The batch shares one model: all its sequences wait for the same pass. `begin_pass` and `end_pass` frame each pass. What passes
+    show is taken in several at a time, since code that runs between two passes runs out of cold caches.
 
     Args:
         curve: Costs as measured.
+        earlier: A batch of the same models, whose comparisons and budget go on.
     """
 
-    def __init__(self, curve: CostCurve) -> None:
+    def __init__(self, curve: CostCurve, earlier: "CostModel | None" = None) -> None:
         self.curve, self.experts = curve, curve.experts.copy()
         self.pass_ratio = self.draft_ratio = 1.0  # drafted rounds' cost over the curve's, relative to plain steps
-        self.version = 0  # of the two ratios
+        self.version = 0  # another one when the two ratios or the speed-up have moved
+        self._published = 1.0, 1.0, 1.0  # what they were then
         self.n_sequences = self.n_tokens = 1  # of this pass: sequences, and tokens so far, one of each sequence among them
         self.is_plain = False  # whether no sequence is to draft in this pass
         self.n_plain = 0  # comparisons made
+        self.speed_up = 1.0  # tokens of the last rounds, over what plain steps would have written meanwhile; at least 1
+        self._max_tokens = MAX_TOKENS
+        self._drafts, self._is_trial = list[tuple[int, int, float]](), False  # of this pass: tokens, missed tokens, seconds
+        self._log = list[Pass]()  # passes that are not taken in yet
+        self._batch, self._batch_seconds = 1, 0.0  # how many of them to wait for, and their time
         self._comparisons = deque[tuple[float, float]](maxlen=N_COMPARISONS)
         self._drafted = list[tuple[float, float]]()  # ratios of drafted rounds since the last plain step: pass, draft
         self._plain = deque[float](maxlen=3)  # ratios of the last plain steps since then
-        self._drafted_level: float | None = None  # ratio of drafted rounds at the last comparison
-        self._plain_level = 1.0
-        self._budget, self._spacing, self._n_since, self._n_trials = FIRST_BUDGET, 1, 0, 0
+        self._drafted_level, self._plain_level = 0.0, 0.0  # ratios at the last comparison
+        self._budget, self._spacing, self._n_trials = FIRST_BUDGET, 1, 0
         self._gained = self._spent = 1.0  # tokens of the last rounds and their cost, both per sequence
-        self._max_tokens = MAX_TOKENS
-        self._expected_draft, self._draft_seconds, self._missed = 0.0, 0.0, 0  # of this pass: of all drafts, tokens of the worst
-        self._is_trial = False  # whether a draft of this pass is one that does not seem to pay
+        if earlier:
+            self.pass_ratio, self.draft_ratio, self.speed_up = earlier.pass_ratio, earlier.draft_ratio, earlier.speed_up
+            self._gained, self._spent = earlier.speed_up, 1.0
+            self._comparisons.extend(earlier._comparisons)
+            self._budget, self._n_trials = min(earlier._budget, FIRST_BUDGET), earlier._n_trials
+            self._drafted_level, self._plain_level = earlier._drafted_level, earlier._plain_level
 
     @property
     def plain_cost(self) -> float:
@@ -73,14 +97,14 @@ class CostModel:
         return self.curve.passes[self.n_sequences] + self.experts.extra[self.n_sequences]
 
     @property
-    def speed_up(self) -> float:
-        """Tokens of the last rounds, over what plain steps would have written meanwhile; at least 1."""
-        return max(self._gained / self._spent, 1.0)
-
-    @property
     def rate(self) -> float:
         """Tokens a second of the whole batch."""
         return self.speed_up * self.n_sequences / self.plain_cost
+
+    @property
+    def room(self) -> int:
+        """How many tokens may yet be drafted for this pass."""
+        return self._max_tokens - self.n_tokens
 
     def pass_cost(self, n_tokens: int) -> float:
         """Return the seconds of a pass over n_tokens."""
@@ -93,17 +117,9 @@ class CostModel:
         return self.curve.draft_cost(n, n_missed) * self.draft_ratio
 
     def begin_pass(self, n_sequences: int = 1, max_tokens: int = MAX_TOKENS) -> None:
-        """Decide whether the next pass, of n_sequences and up to max_tokens, is a plain step."""
+        """Begin a pass of n_sequences and up to max_tokens."""
         self.n_sequences, self.n_tokens, self._max_tokens = max(n_sequences, 1), n_sequences, max_tokens
-        self._expected_draft, self._draft_seconds, self._missed, self._is_trial = 0.0, 0.0, 0, False
-        self._n_since += 1
-        is_due = self._n_since > self._spacing and self._budget >= self._plain_price
-        self.is_plain = bool(self._drafted) and (is_due or self._drafts_changed())
-
-    @property
-    def room(self) -> int:
-        """How many tokens may yet be drafted for this pass."""
-        return self._max_tokens - self.n_tokens
+        self._drafts, self._is_trial = [], False
 
     def add_tokens(self, n: int) -> None:
         """Count tokens that a sequence drafted for this pass."""
@@ -111,38 +127,64 @@ class CostModel:
 
     def add_draft(self, n: int, n_missed: int, seconds: float) -> None:
         """Count the time that a model took to draft n tokens for this pass after reading n_missed of its sequence."""
-        self._expected_draft += self.curve.draft_cost(n, n_missed)
-        self._draft_seconds += seconds
-        self._missed = max(self._missed, n_missed)
+        self._drafts.append((n, n_missed, seconds))
 
     def end_pass(self, n_tokens: int, n_written: int, seconds: float) -> None:
-        """Learn from a pass over n_tokens, which wrote n_written tokens in so many seconds."""
-        if n_tokens > self.n_sequences:
-            self._end_drafted(n_tokens, n_written, seconds)
-        else:
-            self._end_plain(seconds)
+        """Take note of a pass over n_tokens, which wrote n_written tokens in so many seconds."""
+        n_read = self.experts.n_read() if self.experts.seconds else 0.0
+        self._log.append(Pass(self.n_sequences, n_tokens, n_written, seconds, n_read, self._drafts, self._is_trial))
+        self._batch_seconds += seconds
+        if len(self._log) >= self._batch or self._batch_seconds > BATCH_SECONDS or self.is_plain:
+            self._learn()
 
-    def _end_drafted(self, n_tokens: int, n_written: int, seconds: float) -> None:
-        expected = self.curve.passes[n_tokens] + self.experts.extra_of_last()
-        pass_ratio = seconds / expected
-        is_known = self._expected_draft and self._missed <= MAX_MISSED
-        self._drafted.append((pass_ratio, self._draft_seconds / self._expected_draft if is_known else pass_ratio))
-        cost = (max(expected * self.pass_ratio, self.plain_cost) + self._expected_draft * self.draft_ratio) / self.plain_cost
-        self._gained = DECAY * self._gained + n_written / self.n_sequences
+    def _learn(self) -> None:
+        """Take in the passes of the log, and decide whether the next one is a plain step."""
+        for each in self._log:
+            if each.n_tokens > each.n_sequences:
+                self._take_drafted(each)
+            else:
+                self._take_plain(each)
+        self._log.clear()
+        self._batch, self._batch_seconds = min(2 * self._batch, MAX_BATCH), 0.0
+        self.speed_up = max(self._gained / self._spent, 1.0)
+        now = self.pass_ratio, self.draft_ratio, self.speed_up
+        if max(abs(math.log(a / b)) for a, b in zip(now, self._published, strict=True)) > MOVED:
+            self.version, self._published = self.version + 1, now
+        n_drafted = len(self._drafted)
+        is_due = n_drafted >= self._spacing and self._budget >= self._plain_price
+        self.is_plain = n_drafted > 0 and (
+            is_due or self._has_changed([max(ratios) for ratios in self._drafted[-3:]], self._drafted_level)
+        )
+
+    def _take_drafted(self, of: Pass) -> None:
+        plain = self.curve.passes[of.n_sequences] + self.experts.extra[of.n_sequences]
+        expected = self.curve.passes[of.n_tokens] + self.experts.extra_of(of.n_read)
+        pass_ratio = draft_ratio = of.seconds / expected
+        expected_draft = draft_seconds = 0.0
+        most_missed = 0
+        for n, n_missed, seconds in of.drafts:
+            expected_draft += self.curve.draft_cost(n, n_missed)
+            draft_seconds += seconds
+            most_missed = max(most_missed, n_missed)
+        if expected_draft and most_missed <= MAX_MISSED:
+            draft_ratio = draft_seconds / expected_draft
+        self._drafted.append((pass_ratio, draft_ratio))
+        cost = (max(expected * self.pass_ratio, plain) + expected_draft * self.draft_ratio) / plain
+        self._gained = DECAY * self._gained + of.n_written / of.n_sequences
         self._spent = DECAY * self._spent + cost
-        share = 0.0 if self._is_trial else PLAIN_SHARE if self.n_plain < N_PLAIN else LATER_SHARE
+        share = 0.0 if of.is_trial else PLAIN_SHARE if len(self._comparisons) < N_COMPARISONS else LATER_SHARE
         self._budget = min(self._budget + share * cost, MAX_BUDGET)
-        self.experts.update(n_tokens)
+        self.experts.update(of.n_tokens, of.n_read)
 
-    def _end_plain(self, seconds: float) -> None:
+    def _take_plain(self, of: Pass) -> None:
         if self.is_plain:
             self._budget -= self._plain_price
             self._spacing += 1
         else:
             self._gained, self._spent = DECAY * self._gained + 1.0, DECAY * self._spent + 1.0
         self._budget = min(self._budget + TRIAL_SHARE, MAX_BUDGET)
-        self._n_since = 0
-        ratio = max(seconds / self.plain_cost, MIN_SECONDS)
+        plain = self.curve.passes[of.n_sequences] + self.experts.extra[of.n_sequences]
+        ratio = max(of.seconds / (plain + self.curve.eviction * bool(self._drafted)), MIN_SECONDS)
         self._plain.append(ratio)
         if self._drafted:
             self._compare(ratio)
@@ -151,22 +193,27 @@ class CostModel:
         """Compare a plain step with the median of the drafted rounds since the last one."""
         passes, drafts = (median(ratios) for ratios in zip(*self._drafted, strict=True))
         self._comparisons.append((passes / plain, drafts / plain))
+        before = self.pass_ratio, self.draft_ratio
         self.pass_ratio, self.draft_ratio = (_agreed(ratios) for ratios in zip(*self._comparisons, strict=True))
+        if max(abs(math.log(a / b)) for a, b in zip(before, (self.pass_ratio, self.draft_ratio), strict=True)) > math.log(
+            MAX_OFF
+        ):
+            self._batch = 1  # it matters what comes next
         self._drafted_level, self._plain_level = max(passes, drafts), plain
         self._drafted.clear()
         self._plain.clear()
         self.n_plain += 1
-        self.version += 1
 
     @property
     def _plain_price(self) -> float:
         """What a plain step loses, in plain steps."""
         return 1.0 - 1.0 / self.speed_up
 
-    def _drafts_changed(self) -> bool:
-        """Return whether drafted rounds have become slower or faster all at once."""
-        level, last = self._drafted_level, [max(ratios) for ratios in self._drafted[-3:]]
-        return level is not None and len(last) == 3 and (min(last) > SUDDEN * level or max(last) < level / SUDDEN)
+    @staticmethod
+    def _has_changed(ratios: Sequence[float], level: float) -> bool:
+        """Return whether steps have become slower or faster than at the last comparison, all at once."""
+        last = [*ratios][-3:]
+        return level > 0.0 and len(last) == 3 and (min(last) > SUDDEN * level or max(last) < level / SUDDEN)
 
     def corrected_curve(self) -> CostCurve:
         """Return the curve, changed where plain steps have shown that it is wrong."""
@@ -178,15 +225,14 @@ class CostModel:
 
         share: Of all time that such drafts may take.
         """
-        price, last = seconds / self.plain_cost * TRIAL_SHARE / share, self._plain
-        changed = len(last) == 3 and (min(last) > SUDDEN * self._plain_level or max(last) < self._plain_level / SUDDEN)
-        is_free = price <= MAX_TRIAL and (self._n_trials < N_TRIALS or changed)
+        price = seconds / self.plain_cost * TRIAL_SHARE / share
+        is_free = price <= MAX_TRIAL and (self._n_trials < N_TRIALS or self._has_changed(self._plain, self._plain_level))
         if self._is_trial or (not is_free and price > self._budget - FIRST_BUDGET):
             return False
         self._budget -= price * (self._n_trials >= N_TRIALS)
         self._n_trials += 1
         self._is_trial = True
-        last.clear()
+        self._plain.clear()
         return True
 
 
@@ -213,31 +259,32 @@ class DraftLengthPolicy:
         self._is_free, self._is_alone = is_free, is_alone
         self._buckets = list[int]()
         self._survival, self._is_trial = 1.0, False
-        self._thresholds = dict[int, float]()
-        self._age, self._version, self._n_missed = 0, 0, 0
-        self._search_seconds, self._search_gain = (
-            0.0,
-            1.0,
-        )  # of a proposal that is looked up: what it takes, and tokens that it brings
+        self._rates, self._thresholds = acceptance.rates, list[float]()
+        self._rounds = list[tuple[list[int], int]]()  # that acceptance has not taken in: buckets of judged tokens, accepted ones
+        self._version, self._n_missed = -1, 0
+        self._batch, self._batch_seconds = 1, 0.0
+        self._longest = 0  # draft once enough tokens were accepted
+        # Of proposals that are looked up: whether this round does, seconds that it takes, and tokens that it brings
+        self._searches, self._search_seconds, self._search_gain = False, 0.0, 1.0
 
     def start(self, room: int) -> bool:
         """Begin a round in which up to `room` tokens fit; return whether to draft."""
         costs = self.costs
         if self._is_alone:
             costs.begin_pass()
-        self._buckets.clear()
+        is_due = len(self._rounds) >= self._batch or self._batch_seconds > BATCH_SECONDS
+        if is_due or self._version != costs.version or not self._is_alone:
+            self._learn()
+        self._buckets = []
         self._survival, self._is_trial, self._searches = 1.0, False, False
-        room = min(room, costs.room)
+        self.max_tokens = room = min(room, costs.room, self._longest)
         if costs.is_plain or room < 1:
             self.max_tokens = 0
             return False
-        self.max_tokens = self._longest(room)
         if self._is_free:
-            self._searches = self._search_seconds * costs.rate <= max(self._search_gain, 0.0) or costs.try_draft(
-                self._search_seconds
-            )
+            pays = self._search_seconds * costs.rate <= max(self._search_gain, 0.0)
+            self._searches = pays or costs.try_draft(self._search_seconds)
             return self._searches
-        self._refresh()
         if self._threshold(0) <= 1.0:
             return True
         self.max_tokens = 1
@@ -255,13 +302,13 @@ class DraftLengthPolicy:
         """
         bucket = bucket_of(confidence)
         self._buckets.append(bucket)
-        self._survival *= self.acceptance.rates[bucket]
+        self._survival *= self._rates[bucket]
         n = len(self._buckets)
-        return n < self.max_tokens and (self._is_trial or self._survival > self._threshold(n))
+        return n < self.max_tokens and (self._survival > self._threshold(n) or self._is_trial)
 
     def choose(self, confidences: Sequence[float]) -> int:
         """Return how many of the tokens of such confidences to propose, for a drafter that has them at no cost."""
-        costs, rates = self.costs, self.acceptance.rates
+        costs, rates = self.costs, self._rates
         rate, base = costs.rate, costs.pass_cost(costs.n_tokens)
         self._buckets = [bucket_of(confidence) for confidence in confidences[: self.max_tokens]]
         best = gain = 0.0
@@ -280,13 +327,14 @@ class DraftLengthPolicy:
     def update(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
         """Learn from a round whose pass and draft took so many seconds."""
         costs = self.costs
+        self._batch_seconds += pass_seconds
         if self._searches:
             before = self._search_seconds or draft_seconds
             self._search_seconds = before + 0.1 * (min(draft_seconds, 2 * before) - before)  # longer only if the core was lost
             gain = n_accepted - costs.rate * (costs.pass_cost(costs.n_sequences + n_drafted) - costs.plain_cost)
             self._search_gain += 0.1 * (gain - self._search_gain)
         if n_drafted:
-            self.acceptance.update(self._buckets[: min(n_drafted, n_accepted + 1)], n_accepted)
+            self._rounds.append((self._buckets[: min(n_drafted, n_accepted + 1)], n_accepted))
             if not self._is_free:
                 costs.add_draft(n_drafted, self._n_missed, draft_seconds)
         self._n_missed = 0 if n_drafted else self._n_missed + 1
@@ -298,37 +346,39 @@ class DraftLengthPolicy:
         costs = self.costs
         return costs.pass_cost(costs.n_tokens + n) + (0.0 if self._is_free else costs.draft_cost(n))
 
-    def _longest(self, room: int) -> int:
-        """Return how many tokens may be at risk: few until some were accepted."""
+    def _learn(self) -> None:
+        """Take in what became of the last drafts, and see anew what pays."""
+        if self._rounds:
+            self.acceptance.update(self._rounds)
+            self._rounds.clear()
+        self._batch, self._batch_seconds = min(2 * self._batch, MAX_BATCH), 0.0
+        self._rates, self._version = self.acceptance.rates, self.costs.version
+        self._thresholds.clear()
+        # a round risks little until some tokens were accepted
         limit = self._cost(0) + min(1.0 + self.acceptance.n_accepted, MAX_ROUND) * self.costs.plain_cost
-        low, high = 1, room  # bisect
+        low, high = 1, max(self.costs.room, 1)
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self._cost(middle) <= limit else (low, middle - 1)
-        return low
-
-    def _refresh(self) -> None:
-        """Compute thresholds anew where costs or acceptance may have changed."""
-        costs = self.costs
-        self._age -= 1
-        if not self._is_alone or self._age < 0 or self._version != costs.version:
-            self._thresholds.clear()
-            self._age, self._version = REFRESH_ROUNDS, costs.version
+        self._longest = low
 
     def _threshold(self, n: int) -> float:
         """Return the probability that n tokens are accepted above which another one pays."""
-        if n not in self._thresholds:
-            rate, base, least = self.acceptance.mean, self._cost(n), math.inf
-            gain, power, at = 0.0, 1.0, 0
-            for more in LOOKAHEAD:
-                if self.costs.n_tokens + n + more > MAX_TOKENS:
-                    break
-                while at < more:
-                    at, power = at + 1, power * rate
-                    gain += power
-                least = min(least, (self._cost(n + more) - base) / gain)
-            self._thresholds[n] = self.costs.rate * least
+        while len(self._thresholds) <= n:
+            self._thresholds.append(self._new_threshold(len(self._thresholds)))
         return self._thresholds[n]
+
+    def _new_threshold(self, n: int) -> float:
+        rate, base, least = self.acceptance.mean, self._cost(n), math.inf
+        gain, power, at = 0.0, 1.0, 0
+        for more in LOOKAHEAD:
+            if self.costs.n_tokens + n + more > MAX_TOKENS:
+                break
+            while at < more:
+                at, power = at + 1, power * rate
+                gain += power
+            least = min(least, (self._cost(n + more) - base) / gain)
+        return self.costs.rate * least
 
 
 class FixedLength:

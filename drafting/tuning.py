@@ -36,6 +36,7 @@ class Tuning:
         self._team, self._models = team, [*team.models.values()]
         self._end_marks, self._vocabulary = team.tokenizer.end_marks, team.draft.vocabulary
         self._acceptance = Acceptance(team.draft.rates)
+        self._costs: CostModel | None = None  # of the last text
         self._done = set[str]()  # of what `warm_up` does
         self._file: CalibrationFile | None = None  # where something drafts
         self._pace: Pace | None = None  # where the number of threads is free
@@ -43,7 +44,7 @@ class Tuning:
 
     def events(self, job: Job, settings: Settings, reader: Reader | None = None) -> Iterator[Event | Prefill]:
         """A text's, of whatever is warm; reader: reads the prompt, by default in one go."""
-        target, costs = self._team.target, CostModel(self.curve) if self.curve else None
+        target, costs = self._team.target, CostModel(self.curve, self._costs) if self.curve else None
         text = self.text(self._team, job, settings, costs, is_alone=True)
         return self._watched(write(target, text, reader or AtOnce(target)), costs if settings.follows_clock else None)
 
@@ -120,7 +121,7 @@ class Tuning:
 
     def _keep(self, costs: CostModel) -> None:
         """Let later texts, and later processes, begin with what a text has shown."""
-        self.curve = costs.corrected_curve()
+        self.curve, self._costs = costs.corrected_curve(), costs if costs.corrected_curve() is costs.curve else None
         if self._file:
             self._file.write(self.curve, self._acceptance)
 

@@ -34,7 +34,7 @@ def a_team(kind=0):
 def something():
     acceptance = Acceptance()
     for i in range(40):
-        acceptance.update([i % 5] * 3, i % 3)
+        acceptance.update([([i % 5] * 3, i % 3)])
     return CostCurve({1: 1.0, 8: 2.0}, 0.1, 0.05), acceptance
 
 
@@ -56,7 +56,7 @@ def test_what_experts_cost_is_known_too(folder):
     known, _ = CalibrationFile([target], "ngram").read()
     assert (known.experts.seconds, known.experts.repeats) == (0.25, 0.5) and known.passes == pytest.approx(curve.passes)
     target.forward([1, 2, 3], 1)
-    assert known.experts.extra_of_last() == 0.25 * (target.experts_read[0] / target.experts_read[1] - 1)
+    assert known.experts.extra_of(known.experts.n_read()) == 0.25 * (target.experts_read[0] / target.experts_read[1] - 1)
 
 
 def test_other_weights_threads_and_drafts_are_other_files(folder, monkeypatch):

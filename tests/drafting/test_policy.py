@@ -146,10 +146,10 @@ def test_every_confidence_has_a_bucket(confidence):
 def test_a_bucket_that_was_never_seen_follows_the_others():
     """A draft that is wrong wherever it was seen is not trusted where it was not."""
     acceptance = Acceptance()
-    acceptance.update([2] * 30, 0)
+    acceptance.update([([2] * 30, 0)])
     assert acceptance.rates[2] < 0.05 and acceptance.rates[8] < 0.2
     child = acceptance.of_sequence()
-    child.update([2] * 30, 30)
+    child.update([([2] * 30, 30)])
     assert child.rates[2] > 0.6
     assert acceptance.mean > 0.3  # the pool has seen both
 
@@ -251,7 +251,7 @@ def test_no_machine_is_much_slower_than_the_target_alone():
                 for kind in MODELS if draft else NGRAMS:
                     machine = OddMachine(shape, draft, odd, kind)
                     speeds[shape, odd, draft, kind] = 3 / sum(1 / machine.play(seed) for seed in range(3))
-    assert min(speeds.values()) > 0.84  # a draft of 0.9 tokens' time that becomes three times as slow
+    assert min(speeds.values()) > 0.86
     assert sum(speed < 0.95 for speed in speeds.values()) <= 10
     assert math.exp(np.mean(np.log([*speeds.values()]))) > 1.15
 
