@@ -24,11 +24,12 @@ from ..transformer import Transformer
 from .acceptance import N_BUCKETS, Acceptance
 from .costs import MIN_SECONDS, NO_EXPERTS, CostCurve, ExpertCosts
 from .heads import Head
+from .settings import FIXED_GAMMA
 
 # Numbers of tokens whose passes are timed, in turns, for about MEASURE_SECONDS, or RECHECK_SECONDS where an earlier process has
 # measured them; of a slow target only the first two, twice if one turn takes less than SLOW_SECONDS. A pass that needs another
 # tile costs a step more.
-MEASURED_TOKENS = (TILE_TOKENS, 1, TILE_TOKENS + 1, 2, 4, 2 * TILE_TOKENS, 4 * TILE_TOKENS)
+MEASURED_TOKENS = (TILE_TOKENS, 1, TILE_TOKENS + 1, 2, 4, 6, 2 * TILE_TOKENS, 4 * TILE_TOKENS)
 MEASURE_SECONDS, RECHECK_SECONDS, SLOW_SECONDS = 0.05, 0.01, 0.1
 # Keys of passes that are timed besides: over equal tokens; the draft's first token of a round, and its next; one token of the
 # target behind a draft, which has evicted a part of the weights from the caches
@@ -44,7 +45,7 @@ MAX_VALUE = 1e6  # of any number in a file
 
 
 def measure(target: Transformer, draft: Transformer | None, vocabulary: Vocabulary, budget: float = MEASURE_SECONDS) -> CostCurve:
-    """Time passes of the target and tokens of the draft, with their sampling, in turns; the least of several counts."""
+    """Time passes of the target and tokens of the draft, with a draw, in turns; the least of several counts."""
     sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
     probs, n_read = sampler.new_probs(), dict[int, float]()  # experts that a layer read
     # locked in one order everywhere, so that no two threads wait for each other
@@ -59,10 +60,11 @@ def measure(target: Transformer, draft: Transformer | None, vocabulary: Vocabula
                 if len(tokens) > model.n_positions or not model.drafts_for([0, 0]):  # its proposals are empty
                     return 0.0
             elif draft and model is target and key != 1 and not isinstance(draft, Head):
-                draft.forward(tokens[:1], 0)
+                for _ in range(FIXED_GAMMA):
+                    draft.forward(tokens[:1], 1)
             begin = time.perf_counter()
-            for logits in model.forward(tokens, len(tokens) if model is target else 1):
-                sampler.draw(probs, logits, TARGET_NOISE, len(tokens))
+            logits = model.forward(tokens, len(tokens) if model is target else 1)
+            sampler.draw(probs, logits[0], TARGET_NOISE, len(tokens))  # one is drawn for each token that is written
             taken = time.perf_counter() - begin
             n_read[key] = model.experts_read[0]
             return taken
