@@ -30,7 +30,7 @@ MOVED = 0.1  # by so much, a logarithm has moved
 
 # All of the following in plain steps, that is passes of the target without a draft.
 MAX_ROUND = 8.0  # the longest drafted round
-PLAIN_SHARE, LATER_SHARE = 0.02, 0.01  # share of drafted rounds' time for plain steps: at first, and after N_COMPARISONS
+PLAIN_SHARE, LATER_SHARE = 0.03, 0.01  # share of drafted rounds' time for plain steps: until there are N_PLAIN, and later
 TRIAL_SHARE = 0.01  # share of plain steps' time for drafts that do not seem to pay
 FIRST_BUDGET, MAX_BUDGET = 1.0, 12.0
 MAX_TRIAL = 2.5  # the price of a trial at the start
@@ -172,7 +172,7 @@ class CostModel:
         cost = (max(expected * self.pass_ratio, plain) + expected_draft * self.draft_ratio) / plain
         self._gained = DECAY * self._gained + of.n_written / of.n_sequences
         self._spent = DECAY * self._spent + cost
-        share = 0.0 if of.is_trial else PLAIN_SHARE if len(self._comparisons) < N_COMPARISONS else LATER_SHARE
+        share = 0.0 if of.is_trial else PLAIN_SHARE if self.n_plain < N_PLAIN else LATER_SHARE
         self._budget = min(self._budget + share * cost, MAX_BUDGET)
         self.experts.update(of.n_tokens, of.n_read)
 
