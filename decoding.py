@@ -259,6 +259,9 @@ class Walk(Protocol):
     def n_allowed(self, tokens: list[int]) -> int:
         """How many of the tokens may follow, one behind the other."""
 
+    def find_end(self, tokens: list[int]) -> int | None:
+        """Return how many of the tokens complete the shape, or None if they do not; none is an end mark."""
+
     def mask(self, logits: Float32, draft: Draft) -> None:
         """Make -inf of what may not follow, in each row (V,) of those that `Verifier.judge` gets.
 
@@ -400,24 +403,22 @@ class Text:
         return Draft(draft.tokens[:n], draft.q[:n] if draft.q else None)
 
     def judge(self, logits: Float32) -> tuple[list[int], int]:
-        """What the text goes on with, up to and with an end mark or the first that is not the proposal; how many of it stood.
+        """What the text goes on with, up to the first that is not the proposal or that ends the text; how many of it stood.
 
         logits: (n + 1, V) for n proposals, which a shape masks. Changes nothing else: it may be asked again where another pass
         has overwritten them.
         Raises ValueError for logits that no token can be drawn from.
         """
-        draft, end_marks = self.draft, self.end_marks
+        draft = self.draft
         unmasked = logits.copy() if self.logprobs_of and self._walk else logits
-        # what is proposed behind an end mark is no part of the text, nor is the target's token behind one that stands
-        end = next((i for i, token in enumerate(draft.tokens, 1) if token in end_marks), None) if draft.parents is None else None
-        if end:
+        # Neither a proposal behind the text's end is a part of it, nor the target's token there.
+        if draft.parents is None and (end := self._find_end(draft.tokens)) is not None:
             draft, logits = replace(draft, tokens=draft.tokens[:end]), logits[:end]
         if self._walk:
             self._walk.mask(logits, draft)
         tokens, n_accepted = self.verifier.judge(logits, draft, len(self.tokens))
-        if draft.parents is not None:  # where an end mark has no children
-            end = next((i for i, token in enumerate(tokens, 1) if token in end_marks), len(tokens))
-            tokens, n_accepted = tokens[:end], min(n_accepted, end)
+        if draft.parents is not None and (end := self._find_end(tokens[:n_accepted])) is not None:
+            tokens, n_accepted = tokens[:end], end
         if tokens[-1] < 0:
             raise (self._walk and self._walk.trouble) or ValueError(
                 "the target's logits are not finite: its weights are damaged or too large to compute with, or its keys and "
@@ -426,6 +427,12 @@ class Text:
         if self.logprobs_of:
             self._logprobs = self.logprobs_of(unmasked, self.draft, tokens)
         return tokens, n_accepted
+
+    def _find_end(self, tokens: list[int]) -> int | None:
+        """Return how many of the tokens belong to the text, if an end mark or a complete shape ends it among them."""
+        mark = next((i for i, token in enumerate(tokens) if token in self.end_marks), None)
+        end = self._walk.find_end(tokens[:mark]) if self._walk else None
+        return end if end is not None or mark is None else mark + 1
 
     def takes(self, new: list[int], n_accepted: int, seconds: float) -> Step:
         """The second half: the text grows by what was judged; seconds: of the pass and the judging."""

@@ -116,6 +116,14 @@ class LanguageWalk:
             language = after(language, self._shape.vocabulary[token])
         return len(tokens)
 
+    def find_end(self, tokens: list[int]) -> int | None:
+        language = self.language
+        for n, token in enumerate([*tokens, -1]):
+            if language == EMPTY:
+                return n
+            language = after(language, self._shape.vocabulary[token])
+        return None
+
     def mask(self, logits: Float32, draft: Draft) -> None:
         self._mask_behind(logits, draft, -1, self.language)
 

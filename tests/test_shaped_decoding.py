@@ -1,9 +1,12 @@
 """The loop under a shape: the text is the masked target's own, of its distribution, with any draft. The shape is by hand."""
 
+import functools
+import itertools
+
 import numpy as np
 import pytest
 
-from specdec.decoding import Statistics, Step, decode
+from specdec.decoding import Statistics, Step, Text, decode
 from specdec.drafting.model_drafter import ModelDrafter
 from specdec.drafting.ngrams import NgramDrafter
 from specdec.drafting.policy import FixedLength
@@ -25,11 +28,15 @@ PROMPT = [1, 7, 9]
 SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, 0, 0.9, 2), Sampling(1.3, 6, 1.0, 3)]
 
 
-def shape_of(language, vocabulary=VOCABULARY):
-    return LanguageShape(language, vocabulary, END_MARKS)
+def shape_of(language, vocabulary=VOCABULARY, end_marks=END_MARKS):
+    return LanguageShape(language, vocabulary, end_marks)
 
 
-def plain(target, language, sampling, max_tokens):
+def times(n, language):
+    return functools.reduce(then, [language] * n)
+
+
+def plain(target, language, sampling, max_tokens, end_marks=END_MARKS):
     """The masked target's own text, one pass a token, and why it ended."""
     sampler, tokens = Sampler(target.config.vocab_size, sampling), [*PROMPT]
     probs = sampler.new_probs()
@@ -38,14 +45,14 @@ def plain(target, language, sampling, max_tokens):
             break
         logits = target.forward(tokens)[0].copy()
         logits[
-            [i for i in range(len(logits)) if i >= len(VOCABULARY) or not allowed(language, VOCABULARY, END_MARKS)[i]]
+            [i for i in range(len(logits)) if i >= len(VOCABULARY) or not allowed(language, VOCABULARY, end_marks)[i]]
         ] = -np.inf
         token = sampler.draw(probs, logits, TARGET_NOISE, len(tokens))
-        if token in END_MARKS:
-            return tokens[len(PROMPT) :], END_MARKS[token]
+        if token in end_marks:
+            return tokens[len(PROMPT) :], end_marks[token]
         tokens.append(token)
         language = after(language, VOCABULARY[token])
-    return tokens[len(PROMPT) :], "bos" if language == EMPTY else "max_tokens"
+    return tokens[len(PROMPT) :], next(iter(end_marks.values()), "eos") if language == EMPTY else "max_tokens"
 
 
 class Everything:
@@ -88,6 +95,45 @@ def test_the_text_is_the_masked_targets_own_for_every_draft_and_gamma(language, 
             assert (tokens, statistics.stop_reason) == (expected, reason), (name, gamma)
             said = b"".join([VOCABULARY[token] for token in tokens])
             assert is_complete(after(LANGUAGES[language], said)) or reason == "max_tokens"
+
+
+ENDING = {
+    "forced": text("abxyc"),
+    "drawn and forced": then(one_of("abc"), text("xyz a")),
+    "proposed": times(7, one_of("abc")),
+    "either": either(text("ab"), text("c"), then(one_of("xyz"), one_of("abc"))),
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("language", ENDING)
+def test_a_complete_shape_ends_a_text_of_a_model_without_end_marks(language, sampling):
+    """It may be completed by what it forces, within a proposal and along the path of a tree."""
+    target, draft, shape = tiny_model(0, layers=3), tiny_model(1), shape_of(ENDING[language], end_marks={})
+    expected, reason = plain(target, ENDING[language], sampling, 40, {})
+    assert reason == "eos"
+    for verify, make in VERIFIERS.items():
+        noise = make(105, sampling).draft_noise
+        tree = TreeDrafter(tiny_model(0, layers=3), Sampler(105, sampling), noise, {})
+        made = drafters(target, draft, sampling, verify) | ({"tree": tree} if verify != "block" else {})
+        for (name, drafter), gamma in itertools.product(made.items(), (1, 3, 8)):
+            events = decode(target, drafter, make(105, sampling), PROMPT, 40, FixedLength(gamma), {}, shape)
+            tokens, statistics = generated(events)
+            assert statistics.stop_reason == "eos", (verify, name, gamma)
+            assert after(ENDING[language], b"".join([VOCABULARY[token] for token in tokens])) == EMPTY
+            assert tokens == expected or verify != "coupled", (name, gamma)
+
+
+@pytest.mark.parametrize("end_marks", [{}, END_MARKS], ids=["no end marks", "end marks"])
+def test_logits_behind_a_complete_shape_are_not_looked_at(end_marks):
+    """A draft must not have a text refused that a plain run, which never computes them, writes."""
+    logits = np.zeros((5, 105), np.float32)
+    logits[3:] = np.nan
+    for language, proposed in ((text("abc"), [3, 4, 5, 6]), (times(3, one_of("abc")), [3, 3, 3, 6])):
+        for make in VERIFIERS.values():
+            grown = Text([*PROMPT], 9, 99, None, make(105, Sampling(0)), FixedLength(4), end_marks, shape_of(language))
+            grown.draft = Draft(proposed)
+            assert grown.judge(logits.copy()) == (proposed[:3], 3)
 
 
 def test_no_token_comes_from_a_row_that_is_none():

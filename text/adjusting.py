@@ -116,6 +116,9 @@ class AdjustedWalk:
     def n_allowed(self, tokens: list[int]) -> int:
         return self._walk.n_allowed(tokens) if self._walk else len(tokens)
 
+    def find_end(self, tokens: list[int]) -> int | None:
+        return self._walk.find_end(tokens) if self._walk else None
+
     def mask(self, logits: Any, draft: Draft) -> None:
         if self._walk:
             self._walk.mask(logits, draft)

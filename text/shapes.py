@@ -114,6 +114,15 @@ class GuidedWalk:
         n = int(self._matcher.validate_tokens(tokens))
         return n if self._goes_back(0) else 0
 
+    def find_end(self, tokens: list[int]) -> int | None:
+        for _ in range(ATTEMPTS):
+            n, is_over = 0, self.is_over
+            while not is_over and n < len(tokens) and self._matcher.try_consume_tokens(tokens[n : n + 1]):
+                n, is_over = n + 1, self.is_over
+            if self._goes_back(n):
+                return n if is_over else None
+        return None
+
     def mask(self, logits: Any, draft: Draft) -> None:
         self.trouble = None
         for _ in range(ATTEMPTS):

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.decoding import Text
+from specdec.decoding import Step, Text, decode
+from specdec.drafting.ngrams import NgramDrafter
 from specdec.drafting.policy import FixedLength
 from specdec.readers import extras
 from specdec.readers.files import DEFAULT_DRAFT, DEFAULT_TARGET, DEFAULT_TOKENIZER
@@ -37,6 +38,7 @@ from tests.languages import (
     text,
     then,
 )
+from tests.models import tiny_model
 
 TOKENIZERS = Path(__file__).parents[1] / "fixtures" / "tokenizers"
 pytestmark = pytest.mark.skipif(
@@ -55,7 +57,7 @@ PERSON = {
 }
 
 
-def small_tokenizer(seed: int = 0, has_bytes: bool = True) -> Tokenizer:
+def small_tokenizer(seed: int = 0, has_bytes: bool = True, has_end_marks: bool = True) -> Tokenizer:
     """As SentencePiece has one: bytes, characters that say the same, and random strings, some of them twice."""
     rng = random.Random(seed)
     words = ["".join(rng.choices("abc -1", k=rng.randint(1, 4))) for _ in range(40)]
@@ -67,9 +69,9 @@ def small_tokenizer(seed: int = 0, has_bytes: bool = True) -> Tokenizer:
     byte_ids = range(3, 259) if has_bytes else [0] * 256
     if not has_bytes:
         pieces[3:259] = [b""] * 256
-    vocabulary = Pieces(
-        pieces, [0.0] * len(pieces), own, byte_ids, (), {0, 1, 2}, {1: "bos", 2: "eos"}, 1
-    )  # scores are equal: the leftmost pair first
+    end_marks = {1: "bos", 2: "eos"} if has_end_marks else {}
+    # Scores are equal: the leftmost pair is merged first.
+    vocabulary = Pieces(pieces, [0.0] * len(pieces), own, byte_ids, (), {0, 1, 2}, end_marks, 1)
     return Tokenizer("small", vocabulary)
 
 
@@ -131,6 +133,8 @@ def check_walk(tokenizer: AnyTokenizer, pattern: str, language: Language, rng: r
             assert walk.forced(9)[0] == only
         forced = walk.forced(9)
         draft = forced or [rng.choice([*np.flatnonzero(fits), 5]) for _ in range(3)]
+        unmarked = [int(token) for token in itertools.takewhile(lambda token: token not in marks, draft)]
+        assert walk.find_end(unmarked) == completes(language, [words[token] for token in unmarked])
         logits = rng_logits(len(draft) + 1, len(words) + 3, rng)
         before = logits.copy()
         walk.mask(logits, Draft([int(token) for token in draft]))
@@ -149,6 +153,12 @@ def check_walk(tokenizer: AnyTokenizer, pattern: str, language: Language, rng: r
         assert walk.is_over == (language == EMPTY)
         if walk.is_over:
             return
+
+
+def completes(language: Language, words: list[bytes]) -> int | None:
+    """Return how many of the words complete a text of the language, so that nothing may follow."""
+    states = list(itertools.accumulate(words, after, initial=language))
+    return states.index(EMPTY) if EMPTY in states else None
 
 
 def rng_logits(n: int, rows: int, rng: random.Random) -> Any:
@@ -394,6 +404,20 @@ def test_what_is_no_shape_of_this_decoder_is_refused(decoder: SpeculativeDecoder
         decoder.stream("Once", 9, shape=other)
     with pytest.raises(TypeError, match="shape is 'a\\+'; expected what json_schema, json_object or regex makes"):
         decoder.generate("Once", 9, shape="a+")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("drafter", [None, NgramDrafter({})], ids=["no draft", "n-grams"])
+def test_a_model_without_end_marks_ends_where_its_shape_is_complete(drafter: NgramDrafter | None) -> None:
+    tokenizer = small_tokenizer(has_end_marks=False)
+    made = {pattern: shapes.regex(tokenizer, pattern) for pattern in ("abc", "[ab]cb", "[ab]{9}", "c[ab]{3}c")}
+    made["true"] = shapes.json_schema(tokenizer, {"const": True})
+    model, prompt = tiny_model(0, vocab=tokenizer.vocab_size), [259, 260] * 8  # a and b
+    for pattern, shape in made.items():
+        verifier = CoupledVerifier(tokenizer.vocab_size, Sampling(0))
+        steps = [*decode(model, drafter, verifier, prompt, 30, FixedLength(6), {}, shape)]
+        tokens = [token for step in steps if isinstance(step, Step) for token in step.tokens]
+        said = b"".join([tokenizer.says(token) or b"" for token in tokens]).decode()
+        assert re.fullmatch(pattern, said) and isinstance(steps[-1], Step) and steps[-1].stop_reason == "eos"
 
 
 def test_a_shape_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
