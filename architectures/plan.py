@@ -127,15 +127,6 @@ class Table:
         rows = [_widened(self.tensor[token : token + 1]) for token in tokens]
         return np.concatenate(rows) if rows else np.empty((0, self.tensor.shape[1]), np.float32)
 
-    @property
-    def sample(self) -> Float32:
-        """Rows (n, columns) from all over it, which tell it from another one: there are too many to look at all."""
-        n = self.tensor.shape[0]
-        return self.rows(range(0, n, max(n // SAMPLED_ROWS, 1)))
-
-
-SAMPLED_ROWS = 256
-
 
 def _widened(rows: Floats) -> Float32:
     """`floats` of so few that one thread is faster."""

@@ -5,6 +5,9 @@ what keys and values are kept in, and the arithmetic's revision. So prompts that
 process writes beside is the same. A file beside that of a prompt's last block holds its tail: fewer tokens, and the running state
 behind them, of a family that has one.
 
+All weights enter the digest and none are sampled: another model's keys and values would give another text. A table of several GB
+that stays in its file is not read for it. A pass reads the rows of its tokens alone, so these enter the digest with the token.
+
 A file is written beside and moved, and readable by its owner alone: it holds what people said. One that is damaged, or is
 another's, counts as none. Of what takes more than there is to be, the files go that nobody has used for longest, of a prompt
 those of its end first: without its beginning the rest is of no use.
@@ -25,27 +28,37 @@ from contextlib import suppress
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..architectures import Room, architecture_of
+from ..architectures import Room, Weights, architecture_of
 from ..architectures.kv import KV_CACHES
 from ..architectures.plan import Buffers
 from ..architectures.snapshots import Snapshot, Snapshots, snapshot_of
 from ..checks import n_common
+from ..machine.checksums import CHECKSUM_BYTES, checksum
 from ..transformer import Transformer
 
 BLOCK = 128  # tokens
 MAGIC = b"specdec prompt 1"
-SUM_BYTES = 16
 ENDING, TAIL = ".prompt", ".tail"
 OWN_NAME = re.compile(rf"[0-9a-f]{{40}}({ENDING}|{TAIL})(\.\d+\.\d+)?")  # with the last part while it is written
 MOST_WAITING = 64  # files that wait to be written; more are for the next time
 APART_NS = 1000  # between times of use of a prompt's blocks, the first one's the latest
 AHEAD_NS = 3600 * 10**9  # that another machine's clock may be; a file of a later time is of a clock that was set back
 FLUSH_SECONDS = 10.0
-CHUNK = 1 << 20  # words that are summed at once
+
+
+class Stamp(NamedTuple):
+    """What the keys and values of a model depend on beside what a pass takes in of its tokens.
+
+    weights: the model's, as long as somebody has them; inputs: by their ids, those of `PromptCache._inputs` that are known.
+    """
+
+    weights: weakref.ref[Weights]
+    digest: bytes
+    inputs: dict[int, int]
 
 
 class PromptCache:
@@ -65,7 +78,7 @@ class PromptCache:
         except OSError as error:
             why = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
             raise ValueError(f"cannot keep prompts in {folder}: {why}") from None
-        self._stamps = dict[tuple[Any, ...], tuple[weakref.ref[Any], bytes]]()
+        self._stamps = dict[tuple[Any, ...], Stamp]()
         self._queue = queue.Queue[Callable[[], None]](MOST_WAITING)
         self._written = 0
         self._thread = threading.Thread(target=self._write_all, name="prompts", daemon=True)
@@ -77,11 +90,11 @@ class PromptCache:
 
         owner: whose prompts alone these are.
         """
-        n_held = len(tokens) - 1 - model.unread(tokens)
-        blocks = [*takewhile(os.path.exists, self._paths(model, tokens, len(tokens) - 1, owner))]
+        n_held, inputs = len(tokens) - 1 - model.unread(tokens), self._inputs(model, tokens)
+        blocks = [*takewhile(os.path.exists, self._paths(model, inputs, len(tokens) - 1, owner))]
         if len(blocks) * BLOCK < n_held + BLOCK:
             return 0
-        model.hold(tokens, lambda buffers, n_kept: self._fill(model, buffers, tokens, blocks, n_kept))
+        model.hold(tokens, lambda buffers, n_kept: self._fill(model, buffers, inputs, blocks, n_kept))
         _are_used(blocks)
         return model.n_held if model.n_held > n_held else 0
 
@@ -89,9 +102,9 @@ class PromptCache:
         """Write what the model holds of a text and the folder lacks, on a thread of its own, which has some time for it: what is
         too much now is for the next time. is_read: whether there is no more of it to read, so that its tail is worth a file.
         """
-        n = model.look(lambda _, held, more: n_common(held, tokens, len(tokens)))
-        paths = [*self._paths(model, tokens, n, owner)]
-        for path, arrays in model.look(lambda *text: self._lacking(model, tokens[:n], paths, is_read, *text)):
+        n, inputs = model.look(lambda _, held, more: n_common(held, tokens, len(tokens))), self._inputs(model, tokens)
+        paths = [*self._paths(model, inputs, n, owner)]
+        for path, arrays in model.look(lambda *text: self._lacking(model, tokens[:n], inputs, paths, is_read, *text)):
             self._queue.put(partial(self._write, path, arrays))
         if is_read:
             self._queue.put(partial(_are_used, paths))
@@ -102,8 +115,8 @@ class PromptCache:
             self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, seconds)
 
     def _lacking(
-        self, model: Transformer, tokens: list[int], paths: Sequence[Path], is_read: bool, buffers: Buffers, held: list[int],
-        snapshots: Snapshots,
+        self, model: Transformer, tokens: list[int], inputs: list[int], paths: Sequence[Path], is_read: bool, buffers: Buffers,
+        held: list[int], snapshots: Snapshots,
     ) -> list[tuple[Path, list[Any]]]:  # fmt: skip
         """Files to write of tokens that are held, copied: blocks, then tails behind some of them, where a text may go on."""
         n, room = n_common(held, tokens, len(tokens)), MOST_WAITING - 1 - self._queue.qsize()
@@ -113,11 +126,11 @@ class PromptCache:
         if blocks and blocks[0] * BLOCK < model.whole_from:  # one that nobody can write any more, and what is behind it
             paths, blocks, is_read = paths[: blocks[0]], [], False
         blocks = blocks[: max(room, 0)]
-        lacking = [(paths[i], self._arrays(model, buffers, tokens, i, BLOCK)) for i in blocks]
+        lacking = [(paths[i], self._arrays(model, buffers, inputs, i, BLOCK)) for i in blocks]
         for end, snapshot in self._ends(model, paths, n, snapshots) if is_read else ():
             if len(lacking) < room:
                 i = end // BLOCK
-                arrays = self._arrays(model, buffers, tokens, i, end - i * BLOCK)
+                arrays = self._arrays(model, buffers, inputs, i, end - i * BLOCK)
                 lacking.append((paths[i - 1].with_suffix(TAIL), [np.array([end], np.int64), *arrays, *_state_arrays(snapshot)]))
         return lacking
 
@@ -135,38 +148,52 @@ class PromptCache:
                 yield each.n, each
 
     @staticmethod
-    def _arrays(model: Transformer, buffers: Buffers, tokens: list[int], i: int, n: int) -> list[Any]:
+    def _arrays(model: Transformer, buffers: Buffers, inputs: list[int], i: int, n: int) -> list[Any]:
         """What is written of n tokens of block i, behind which there are zeros."""
-        arrays = [np.zeros(BLOCK, np.int32)]
-        arrays[0][:n] = tokens[i * BLOCK : i * BLOCK + n]
+        arrays = [np.zeros(BLOCK, np.uint64)]
+        arrays[0][:n] = inputs[i * BLOCK : i * BLOCK + n]
         for shape, part in _parts(model, buffers, i):
             array = np.zeros(shape, part.dtype)
             array[tuple(map(slice, part.shape))] = part
             arrays.append(array)
         return arrays
 
-    def _paths(self, model: Transformer, tokens: list[int], n: int, owner: str) -> Iterator[Path]:
+    def _paths(self, model: Transformer, inputs: list[int], n: int, owner: str) -> Iterator[Path]:
         """The file of each block of a text's first n tokens."""
-        digest = self._stamp(model) + owner.encode() + bytes([model.config.is_long(len(tokens))])
+        digest = self._stamp(model).digest + owner.encode() + bytes([model.config.is_long(len(inputs))])
         for first in range(0, n // BLOCK * BLOCK, BLOCK):
-            block = np.array(tokens[first : first + BLOCK], np.int32)
+            block = np.array(inputs[first : first + BLOCK], np.uint64)
             digest = hashlib.sha256(digest + block.tobytes()).digest()
             yield self.folder / f"{digest.hex()[:40]}{ENDING}"
 
-    def _stamp(self, model: Transformer) -> bytes:
-        """What keys and values depend on beside tokens."""
+    def _stamp(self, model: Transformer) -> Stamp:
+        """What keys and values depend on beside tokens and the rows of their tables."""
         key = id(model.weights), model.kv, model.hidden_layers
-        if key not in self._stamps or self._stamps[key][0]() is not model.weights:
+        if key not in self._stamps or self._stamps[key].weights() is not model.weights:
             digest = hashlib.sha256(f"{self._revision} {model.kv} {model.hidden_layers} {model.config!r}".encode())
-            arrays = {name: matrix.strips for name, matrix in model.weights.matrices.items()} | model.weights.vectors
-            arrays |= {name: table.sample for name, table in model.weights.tables.items()}
-            for name, array in arrays.items():
-                digest.update(f"{name} {array.dtype} {array.shape}".encode() + _sum_of([array]))
-            self._stamps[key] = weakref.ref(model.weights), digest.digest()
-        return self._stamps[key][1]
+            for name, m in model.weights.matrices.items():
+                digest.update(f"{name} {m.kind.name} {m.n} {m.group} {m.first} {m.total} {m.strips.shape}".encode())
+                digest.update(checksum([m.strips]))
+            for name, vector in model.weights.vectors.items():
+                digest.update(f"{name} {vector.shape}".encode() + checksum([vector]))
+            self._stamps[key] = Stamp(weakref.ref(model.weights), digest.digest(), {})
+        return self._stamps[key]
+
+    def _inputs(self, model: Transformer, tokens: list[int]) -> list[int]:
+        """Return what a pass takes in of each token: its id, or, where it has rows in tables, a number that stands for both.
+
+        Raises CheckpointError where a table's file is not what it was.
+        """
+        if not model.weights.tables:
+            return tokens
+        known = self._stamp(model).inputs
+        for token in {*tokens} - known.keys():
+            rows = [np.array([token], np.int64), *(table.rows([token]) for table in model.weights.tables.values())]
+            known[token] = int.from_bytes(checksum(rows)[:8], "little")
+        return [known[token] for token in tokens]
 
     def _fill(
-        self, model: Transformer, buffers: Buffers, tokens: list[int], blocks: Sequence[Path], n_kept: int
+        self, model: Transformer, buffers: Buffers, inputs: list[int], blocks: Sequence[Path], n_kept: int
     ) -> tuple[int, Snapshots]:
         """Blocks behind n_kept tokens into buffers as far as they are sound, and the tail that reaches farthest; how many tokens
         there are then, and the state.
@@ -175,7 +202,7 @@ class PromptCache:
         n = first * BLOCK
         for i, path in enumerate(blocks[first:], first):
             arrays = self._arrays_like(model, buffers)
-            if not self._read(path, arrays) or arrays[0].tolist() != tokens[i * BLOCK : (i + 1) * BLOCK]:
+            if not self._read(path, arrays) or arrays[0].tolist() != inputs[i * BLOCK : (i + 1) * BLOCK]:
                 break
             _put(model, buffers, i, arrays)
             n += BLOCK
@@ -184,7 +211,7 @@ class PromptCache:
             end, snapshot = np.zeros(1, np.int64), snapshot_of(buffers, 0) if model.has_state else None
             if os.path.exists(tail) and self._read(tail, [end, *arrays, *_state_arrays(snapshot)]):
                 at, more = i * BLOCK, int(end[0]) - i * BLOCK
-                there = n_common(arrays[0].tolist(), tokens[at:], min(max(more, 0), BLOCK, len(tokens) - 1 - at))
+                there = n_common(arrays[0].tolist(), inputs[at:], min(max(more, 0), BLOCK, len(inputs) - 1 - at))
                 if at + there > n_kept and (not snapshot or there == more):
                     _put(model, buffers, i, arrays)
                     if snapshot:
@@ -196,16 +223,16 @@ class PromptCache:
 
     @staticmethod
     def _arrays_like(model: Transformer, buffers: Buffers) -> list[Any]:
-        return [np.zeros(BLOCK, np.int32), *(np.empty(shape, part.dtype) for shape, part in _parts(model, buffers, 0))]
+        return [np.zeros(BLOCK, np.uint64), *(np.empty(shape, part.dtype) for shape, part in _parts(model, buffers, 0))]
 
     def _read(self, path: Path, arrays: Sequence[Any]) -> bool:
         """Whether a file holds arrays like those, which are filled then."""
         with suppress(OSError):
             with path.open("rb", buffering=0) as file:
-                head = file.read(len(MAGIC) + SUM_BYTES)
+                head = file.read(len(MAGIC) + CHECKSUM_BYTES)
                 n = sum(file.readinto(array.data.cast("B")) for array in arrays)
                 is_whole = n == sum(array.nbytes for array in arrays) and not file.read(1)
-            if is_whole and head == MAGIC + _sum_of(arrays):
+            if is_whole and head == MAGIC + checksum(arrays):
                 return True
             path.unlink()
         self._tell_once("damaged", f"{path.name} in {self.folder} is damaged or no prompt's: it counts as none")
@@ -228,7 +255,7 @@ class PromptCache:
         beside = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
         try:
             with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(MAGIC + _sum_of(arrays))
+                file.write(MAGIC + checksum(arrays))
                 for array in arrays:
                     file.write(np.ascontiguousarray(array).data)
             beside.replace(path)
@@ -302,20 +329,3 @@ def _put(model: Transformer, buffers: Buffers, i: int, arrays: Sequence[Any]) ->
 
 def _state_arrays(snapshot: Snapshot | None) -> list[Any]:
     return [] if not snapshot else [snapshot.inputs, *([] if snapshot.states is None else [snapshot.states])]
-
-
-def _sum_of(arrays: Sequence[Any]) -> bytes:
-    """Of all bytes and their places: at the memory's pace, against damage and not against malice."""
-    digest = hashlib.blake2b(digest_size=SUM_BYTES)
-    for array in arrays:
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        words = data[: len(data) // 8 * 8].view(np.uint64)
-        for first in range(0, len(words), CHUNK):
-            part = words[first : first + CHUNK]
-            odd = _ODD[: len(part)]
-            digest.update(int(part.sum()).to_bytes(8, "little") + int((part * odd).sum()).to_bytes(8, "little"))
-        digest.update(data[len(words) * 8 :].tobytes() + len(data).to_bytes(8, "little"))
-    return digest.digest()
-
-
-_ODD = 2 * np.arange(CHUNK, dtype=np.uint64) + np.uint64(1)

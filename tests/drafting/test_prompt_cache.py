@@ -128,19 +128,41 @@ def test_what_is_not_the_same_is_not_taken(folder):
     strips = next(iter(twin.weights.matrices.values())).strips.reshape(-1).view(np.uint8)
     strips[len(strips) // 2] ^= 1
     assert not folder().restore(twin, tokens), "one bit of the weights is another"
+    twin = model_of("qwen3")
+    name, matrix = next(iter(twin.weights.matrices.items()))
+    other = replace(matrix, kind=replace(matrix.kind, name="another"))
+    twin._weights = replace(twin.weights, matrices={**twin.weights.matrices, name: other})
+    assert not folder().restore(twin, tokens), "the same bytes are other numbers"
 
 
-def test_a_table_that_stays_in_its_file_tells_models_apart(folder):
+def test_a_table_that_stays_in_its_file_tells_models_apart_by_the_rows_that_a_prompt_reads(folder):
     model = model_of("gemma4")
+    rows, name = model.weights.tables["input_rows"].rows(range(70)), next(iter(model.weights.tables))
+    first, tail, nowhere = 61, 62, 63
+    tokens = [*tokens_for(model.config, 200)]
+    tokens = [first if i == 100 else tail if i == 190 else 5 if token in (first, tail, nowhere) else token
+              for i, token in enumerate(tokens)]  # fmt: skip
+    kept(folder(), model, tokens)
+    for row, n_restored in ((nowhere, 199), (first, 0), (tail, 190)):
+        other = rows.copy()
+        other[row] += 1
+        twin, plain = model_of("gemma4"), model_of("gemma4")
+        for each in (twin, plain):
+            each._weights = replace(each.weights, tables={name: Table(other)})
+        assert folder().restore(twin, [*tokens, 6]) == n_restored
+        np.testing.assert_array_equal(twin.forward([*tokens, 6], 3), plain.forward([*tokens, 6], 3))
+
+
+@pytest.mark.parametrize("n_flips", [1, 2, 3])
+def test_weights_whose_signs_differ_are_told_apart(folder, n_flips):
+    """The upper bits of words, of which a sum of words loses every other one."""
+    model, twin = model_of("qwen3", "f32"), model_of("qwen3", "f32")
     tokens = tokens_for(model.config, 200)
     kept(folder(), model, tokens)
-    rows = np.concatenate([model.weights.tables["input_rows"].rows([i]) for i in range(70)])
-    for row, is_same in ((None, True), (69, False)):
-        twin, other = model_of("gemma4"), rows.copy()
-        if row is not None:
-            other[row] += 1
-        twin._weights = replace(twin.weights, tables={"input_rows": Table(other)})
-        assert bool(folder().restore(twin, tokens)) == is_same
+    vectors = {name: vector.copy() for name, vector in twin.weights.vectors.items()}
+    max(vectors.values(), key=len)[1 : 2 * n_flips : 2] *= -1
+    twin._weights = replace(twin.weights, vectors=vectors)
+    assert folder().restore(twin, tokens) == 0
 
 
 def test_what_a_model_holds_already_is_not_read_again(folder):
@@ -346,8 +368,8 @@ def test_a_cache_keeps_no_model_alive_and_knows_seats_by_what_they_keep(folder, 
     one, model = folder(), model_of("qwen3")
     tokens = tokens_for(model.config, 300)
     kept(one, model, tokens)
-    n_sums, sums = [], prompt_cache._sum_of
-    monkeypatch.setattr(prompt_cache, "_sum_of", lambda arrays: n_sums.append(1) or sums(arrays))
+    n_sums, sums = [], prompt_cache.checksum
+    monkeypatch.setattr(prompt_cache, "checksum", lambda arrays: n_sums.append(1) or sums(arrays))
     seat = model.seat()
     assert [*one._paths(seat, tokens, 256, "")] == [*one._paths(model, tokens, 256, "")] and not n_sums
     other = model.seat(hidden_layers=[1])
