@@ -87,14 +87,21 @@ class Pieces(NamedTuple):
 
 
 class Tokenizer:
-    """The pieces and scores of a tokenizer.bin, whose number of tokens is as many as the file holds, or of another file."""
+    """The pieces and scores of a tokenizer.bin, whose number of tokens is as many as the file holds, or of another file.
+
+    end_marks: tokens that end a text next to those of the vocabulary, as far as it has them.
+    """
 
     broken_characters = "replace"
 
-    def __init__(self, path: str | os.PathLike[str], vocabulary: Pieces | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], vocabulary: Pieces | None = None, end_marks: Mapping[int, str] = NOTHING
+    ) -> None:
         self.path = Path(path)
-        self._vocabulary = vocabulary or _read(self.path)
-        self.pieces, self.scores = self._vocabulary[:2]
+        own = vocabulary or _read(self.path)
+        marks = own.end_marks | {token: name for token, name in end_marks.items() if token < len(own.pieces)}
+        self._vocabulary = own._replace(silent={*own.silent, *marks}, end_marks=marks)
+        self.pieces, self.scores = own[:2]
         self.end_marks = self._vocabulary.end_marks
         self._ids: dict[bytes, int] = {}
         for token in self._vocabulary.from_text:

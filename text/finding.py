@@ -8,21 +8,26 @@ from ..checks import file_name
 from ..readers import Checkpoint, read_vocabulary
 from ..readers.files import find_tokenizer
 from ..tokenizer import AnyTokenizer
-from .tokenizer_gguf import gguf_tokenizer
+from .tokenizer_gguf import gguf_marks, gguf_tokenizer
 from .tokenizer_json import TOKENIZER_FILE, load_tokenizer
 from .vocabulary import Vocabulary, common_vocabulary, presumed_vocabulary
 
 
 def tokenizer_of(given: str | os.PathLike[str] | AnyTokenizer | None, target: Checkpoint | None, rows: int) -> AnyTokenizer:
-    """The tokenizer that was given, else the target's own or the one that lies where a llama2.c file's is looked for."""
+    """The tokenizer that was given, else the target's own or the one that lies where a llama2.c file's is looked for.
+
+    Whichever it is, what ends the target's texts ends them: a model has learnt its end marks, and a tokenizer may lack them.
+    """
     if isinstance(given, AnyTokenizer):
         return given
     if given is None and target and target.vocabulary:
         return gguf_tokenizer(target.path, target.vocabulary)
     bos, marks = (target.bos, target.end_marks) if target else (None, {})
+    if target and target.vocabulary:  # of a GGUF file, whose keys name them
+        bos, marks = gguf_marks(target.path, target.vocabulary, rows)
     path = find_tokenizer(None if given is None else file_name("tokenizer", given), target.path if target else None, rows)
     keys = {} if path.is_dir() or not path.exists() else read_vocabulary(path)
-    return gguf_tokenizer(path, keys) if keys else load_tokenizer(path, bos, marks)
+    return gguf_tokenizer(path, keys, marks) if keys else load_tokenizer(path, bos, marks)
 
 
 def vocabulary_with(tokenizer: AnyTokenizer, rows: int, keys: Mapping[str, Any], name: str, draft: Checkpoint) -> Vocabulary:

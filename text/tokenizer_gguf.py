@@ -7,6 +7,7 @@ which `Tokenizer` does; for BPE a tokenizer.json of the split that `pre` names i
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..checks import short
@@ -15,6 +16,7 @@ from ..tokenizer import STRIPS, AnyTokenizer, Pieces, Tokenizer, TokenizerError
 from .tokenizer_json import JsonTokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token_type
+NO_MARKS: Mapping[int, str] = MappingProxyType({})
 SPACE = "\u2581"  # as SentencePiece writes it
 END_KEYS = {"eos_token_id": "eos", "eot_token_id": "eot", "eom_token_id": "eom"}
 # what ends a text by its name, of whatever type, also where the keys name but one: some say <|im_end|> and not <|endoftext|>
@@ -31,12 +33,12 @@ END = "<|end|>"  # which is within an answer where there are both of one of thes
 OF_CHANNELS = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
 
 
-def gguf_tokenizer(path: Path, keys: Mapping[str, Any]) -> AnyTokenizer:
-    """The tokenizer of a GGUF file; keys: those that begin with tokenizer.ggml, without that.
+def gguf_tokenizer(path: Path, keys: Mapping[str, Any], end_marks: Mapping[int, str] = NO_MARKS) -> AnyTokenizer:
+    """The tokenizer of a GGUF file; keys: those that begin with tokenizer.ggml, without that; end_marks: more than the keys name.
 
     Raises TokenizerError for keys that do not fit together, and for a kind of tokenizer that is not done here.
     """
-    values = _Keys(path, keys)
+    values = _Keys(path, keys, end_marks)
     kind = KINDS.get(values.a("model", str, ""))
     if kind is None:
         *others, last = KINDS
@@ -47,11 +49,26 @@ def gguf_tokenizer(path: Path, keys: Mapping[str, Any]) -> AnyTokenizer:
     return JsonTokenizer(path, values.token("bos_token_id"), values.end_marks(), data)
 
 
-class _Keys:
-    """The keys, each checked as it is read, and the tokens."""
+def gguf_marks(path: Path, keys: Mapping[str, Any], rows: int) -> tuple[int | None, dict[int, str]]:
+    """Return the id that begins a text and the ids that end one, for a tokenizer in the place of the file's own.
 
-    def __init__(self, path: Path, keys: Mapping[str, Any]) -> None:
-        self._path, self._keys = path, keys
+    Args:
+        path: The GGUF file, for errors.
+        keys: See `gguf_tokenizer`; the tokens may be missing.
+        rows: The size of the model's vocabulary.
+
+    Raises:
+        TokenizerError: A key is not what it must be.
+    """
+    values = _Keys(path, {"tokens": [""] * rows} | dict(keys))
+    return values.token("bos_token_id"), values.end_marks()
+
+
+class _Keys:
+    """The keys, each checked as it is read, and the tokens; end_marks: more than the keys name."""
+
+    def __init__(self, path: Path, keys: Mapping[str, Any], end_marks: Mapping[int, str] = NO_MARKS) -> None:
+        self._path, self._keys, self._more_marks = path, keys, end_marks
         self.tokens: list[str] = self._list("tokens", str)
         self.types: list[int] = self._list("token_type", int) if "token_type" in keys else [NORMAL] * len(self.tokens)
         if len(self.types) != len(self.tokens):
@@ -109,9 +126,9 @@ class _Keys:
         if any(names >= pair for pair in OF_CHANNELS):
             marks = [token for token in marks if self.tokens[token] != END]
         keyed = {self.token(key): name for key, name in END_KEYS.items()}
-        return {token: END_NAMES[self.tokens[token]] for token in marks} | {
-            token: name for token, name in keyed.items() if token is not None
-        }
+        named = {token: END_NAMES[self.tokens[token]] for token in marks}
+        named |= {token: name for token, name in keyed.items() if token is not None}
+        return named | {token: name for token, name in self._more_marks.items() if token < len(self.tokens)}
 
     def stripping(self) -> list[int]:
         """The ids that take the white space behind them."""

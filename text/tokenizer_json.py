@@ -135,8 +135,9 @@ class JsonTokenizer:
 
 
 def load_tokenizer(path: Path, bos: int | None = None, end_marks: Mapping[int, str] | None = None) -> AnyTokenizer:
-    """The tokenizer of a folder or a .json file (see `JsonTokenizer`), else that of a llama2.c file."""
-    return JsonTokenizer(path, bos, end_marks) if path.is_dir() or path.suffix == ".json" else Tokenizer(path)
+    """The tokenizer of a folder or a .json file (see `JsonTokenizer`), else that of a llama2.c file, which has own marks, too."""
+    is_json = path.is_dir() or path.suffix == ".json"
+    return JsonTokenizer(path, bos, end_marks) if is_json else Tokenizer(path, end_marks=end_marks or {})
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from specdec import Sampling, SpeculativeDecoder, Step
 from specdec.families.splits import SPLITS
 from specdec.readers import load_checkpoint, read_vocabulary
 from specdec.readers.loading import load_model
+from specdec.text.finding import tokenizer_of
 from specdec.text.tokenizer_gguf import gguf_tokenizer
 from specdec.text.vocabulary import common_vocabulary
 from specdec.tokenizer import STRIPS, Part, Tokenizer, TokenizerError
@@ -266,6 +268,36 @@ def test_a_file_is_a_tokenizer_for_a_loaded_model(tmp_path: Path) -> None:
     decoder = SpeculativeDecoder(load_model(path), tokenizer=path)
     assert text_of(decoder, SAMPLINGS[1]) == text_of(SpeculativeDecoder(path), SAMPLINGS[1])
     assert read_vocabulary(TOKENIZERS / "gpt2.json") == {}
+
+
+@pytest.mark.parametrize("name", ["llama2", "llama3"])
+def test_a_named_tokenizer_leaves_a_model_its_end_marks(tmp_path: Path, name: str) -> None:
+    """Whether it is a tokenizer.json alone, which names none, another GGUF file or a llama2.c file, which have their own."""
+    source = folder(tmp_path / "folder", tokenizer=name)
+    n = load_checkpoint(source).config.vocab_size
+    target = gguf(tmp_path / "target.gguf", source, name, **{"tokenizer.ggml.eot_token_id": n - 2})
+    other = gguf(tmp_path / "other.gguf", source, name, **{"tokenizer.ggml.eot_token_id": n - 3})
+    own, alone = tokenizer_of(None, load_checkpoint(target), n), TOKENIZERS / f"{name}.json"
+    assert own.end_marks[n - 2] == "eot"
+    given = tokenizer_of(alone, load_checkpoint(target), n)
+    assert given.end_marks == own.end_marks and given.encode("")[0] == own.encode("")[0]
+    assert tokenizer_of(other, load_checkpoint(target), n).end_marks == {n - 3: "eot"} | own.end_marks
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, n - 4, n + 4]}))
+    plain, of_pieces = tmp_path / "tokenizer.bin", b"".join(struct.pack("<fi", 0.0, 1) + b"x" for _ in range(n))
+    plain.write_bytes(struct.pack("<I", 1) + of_pieces)
+    for path in (other, plain):
+        named = tokenizer_of(path, load_checkpoint(source), n)
+        assert {2, n - 4} <= named.end_marks.keys() < {*range(n)} and named.says(n - 4) is None
+
+
+def test_a_gguf_file_without_tokens_tells_what_ends_a_text(tmp_path: Path) -> None:
+    source = folder(tmp_path / "folder")
+    n = load_checkpoint(source).config.vocab_size
+    keys, tensors = with_tokenizer("smollm2", source)
+    known = {key: value for key, value in keys.items() if "tokenizer" not in key} | {"tokenizer.ggml.eos_token_id": 7}
+    target = tmp_path / "target.gguf"
+    target.write_bytes(gguf_bytes(known, tensors))
+    assert tokenizer_of(TOKENIZERS / "smollm2.json", load_checkpoint(target), n).end_marks == {7: "eos"}
 
 
 def test_sentence_pieces_need_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
