@@ -4,15 +4,16 @@ import io
 import os
 import re
 import sys
-from typing import cast
+import warnings
+from typing import Any, cast
 
 import typer
 
-from ..readers import CheckpointError
+from ..readers import CheckpointError, CheckpointWarning
 from ..screens.interrupts import exit_code, signals
 from ..tokenizer import TokenizerError
 from . import bench, chat, models, race, serve, sweep, text
-from .endings import BROKEN_PIPE, complain, writing
+from .endings import BROKEN_PIPE, complain, say, writing
 from .options import in_options
 from .parsing import Commands, OneCommand, taking
 from .slips import no_numeral, no_option
@@ -47,6 +48,8 @@ def main() -> None:
     for name in SIZES:
         if not re.fullmatch("0*[1-9][0-9]{0,3}", os.environ.get(name, "1")):
             del os.environ[name]
+    warnings.showwarning = _show_warning
+    warnings.filterwarnings("always", category=CheckpointWarning)
     try:
         with writing():
             code = app(prog_name="specdec", standalone_mode=False)
@@ -62,6 +65,17 @@ def main() -> None:
         # Typer's, where a shell asks what completes a word; Rich's, where the reader of its output has left
         code = BROKEN_PIPE if end.code == 1 and COMPLETING not in " ".join(os.environ) else end.code
     sys.exit(exit_code(signals.asked) if signals.asked else code or 0)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    """Print a warning of ours in a line, as everything that the person at the keyboard should know; others as Python does."""
+    if issubclass(category, CheckpointWarning):
+        say(str(message))
+    else:
+        _show_as_python_does(message, category, *where, **more)
+
+
+_show_as_python_does = warnings.showwarning
 
 
 def usage(error: Exception) -> str:

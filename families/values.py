@@ -14,6 +14,10 @@ class CheckpointError(ValueError):
     """A file that cannot be used as a model: one line with the file, what is wrong and what would be right."""
 
 
+class CheckpointWarning(UserWarning):
+    """Something that lies with a model and is not used, though its text may depend on it."""
+
+
 def shown(value: object) -> str:
     """A JSON value on one line, cut short."""
     try:

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from ..checks import reading
-from ..families.values import CheckpointError
+from ..families.values import CheckpointError, CheckpointWarning
 from . import gguf, head_folder, huggingface, llama2c
 from .gguf import read_vocabulary
 from .json_text import object_if_there, read_object, replace_text
@@ -45,6 +45,6 @@ def _is_folder(path: Path) -> bool:
 
 
 __all__ = [
-    "Checkpoint", "CheckpointError", "is_head", "is_llama2c", "load_checkpoint", "object_if_there", "read_object",
-    "read_vocabulary", "replace_text",
+    "Checkpoint", "CheckpointError", "CheckpointWarning", "is_head", "is_llama2c", "load_checkpoint", "object_if_there",
+    "read_object", "read_vocabulary", "replace_text",
 ]  # fmt: skip

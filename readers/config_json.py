@@ -14,7 +14,8 @@ from ..families.folders import NEUTRAL, TEXT
 from ..families.values import CheckpointError, Values, check_neutral, shown
 from .json_text import object_if_there, read_object
 
-CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG = "config.json", "generation_config.json", "adapter_config.json"
+MERGE = "merge it with merge_and_unload of peft, and save it with save_pretrained"  # an adapter
 END = "eos"
 BESIDE = {name: is_tied for family in FOLDERS.values() for name, is_tied in family.beside.items()}
 OF_ALL = ("tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id")  # are said beside it, and go before

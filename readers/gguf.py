@@ -23,7 +23,7 @@ from .named_tensors import NamedTensors
 from .parts import parts_of
 from .places import are_equal, tensors_of
 
-ARCHITECTURE = "general.architecture"
+ARCHITECTURE, TYPE, ADAPTER = "general.architecture", "general.type", "adapter"
 VOCABULARY, TOKENS, CHAT_TEMPLATE = "tokenizer.ggml.", "tokenizer.ggml.tokens", "tokenizer.chat_template"
 SPLIT_NUMBER, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
 MOST_PARTS = 99999
@@ -83,6 +83,8 @@ class Model(NamedTensors[GgufFile]):
         super().__init__(path)
         self.first = GgufFile(path)
         self.keys = self.first.keys
+        if self.keys.get(TYPE) == ADAPTER:
+            raise CheckpointError(f"{path} is an adapter, which alone is no model; merge it with llama.cpp's llama-export-lora")
         for file in _parts(self.first):
             for name in file.entries:
                 if name in self:

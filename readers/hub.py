@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import CheckpointError, extras, replace_text
+from .config_json import ADAPTER_CONFIG, MERGE
 from .hub_words import COMMIT, ETAG, SHA256, are_of_one_server, endpoint, may_be_a_file, named, without_password
 from .parts import parts_of
 from .safetensors import INDEX, PICKLE, WEIGHTS
@@ -27,7 +28,7 @@ GGUF = ".gguf"
 DEFAULT_BITS = ("Q4_K_M", "Q8_0")  # of GGUF files the first that there is, as llama.cpp's -hf has it; else the first file
 SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-    "1_Pooling/config.json",
+    "1_Pooling/config.json", ADAPTER_CONFIG,
 )  # fmt: skip
 PATIENCE = 10  # seconds that a hub may take to say what it has: the library would wait forever
 TRIES = 2  # without a byte that came, of several by the library each
@@ -194,6 +195,8 @@ class _Fetch:
                 lacking = f"{self.name} on the hub has no {needed}, so it is no model in safetensors' format"
                 if needed == WEIGHTS and PICKLE in sizes:
                     lacking += f"; its {PICKLE} may run code when it is read: write it to {WEIGHTS} with safetensors.torch"
+                elif ADAPTER_CONFIG in sizes:
+                    lacking += f"; it is an adapter: {MERGE}"
                 raise CheckpointError(lacking)
         with self._without_bars():
             paths = [self._file(file, self._revision) for file in wanted]

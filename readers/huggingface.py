@@ -14,7 +14,7 @@ from ..families.family import chosen
 from ..families.folders import HEAD
 from ..families.places import Place
 from ..families.values import CheckpointError, shown
-from .config_json import CONFIG, GENERATION_CONFIG, read_config
+from .config_json import ADAPTER_CONFIG, CONFIG, GENERATION_CONFIG, MERGE, read_config
 from .json_text import object_if_there, read_object
 from .model_file import ADVISED, Checkpoint, advised
 from .named_tensors import NamedTensors
@@ -138,6 +138,6 @@ def _hint(path: Path) -> str:
         return f"name one of its GGUF files: {path / ggufs[0]}"
     if any(name.startswith("pytorch_model") for name in names):
         return "only safetensors are read; convert it with from_pretrained and save_pretrained of transformers"
-    if "adapter_config.json" in names:
-        return "an adapter alone is no model; merge it with merge_and_unload of peft, and save it with save_pretrained"
+    if ADAPTER_CONFIG in names:
+        return f"an adapter alone is no model; {MERGE}"
     return f"expected a Hugging Face folder: {CONFIG} and {WEIGHTS}, or shards with {INDEX}"

@@ -1,6 +1,7 @@
 """A name becomes a model: found, read and packed; and how long its texts may get in this machine's memory. Knows no drafts."""
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -11,7 +12,8 @@ from ..machine.memory import physical_memory_bytes
 from ..machine.threads import available_threads
 from ..transformer import KV, Transformer
 from ..weights import INT8, PACKED_BF16, Kind
-from . import Checkpoint, CheckpointError, load_checkpoint
+from . import Checkpoint, CheckpointError, CheckpointWarning, load_checkpoint
+from .config_json import ADAPTER_CONFIG, MERGE
 from .files import find
 
 Pack = Literal["auto", "on", "none"]  # whether bf16 weights become 12 bits: where that is faster, always, never
@@ -80,10 +82,21 @@ def load_model(
 
 
 def opened(parameter: str, name: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint of that path or name. Raises CheckpointError for a head that is named as what no head can be."""
+    """The checkpoint of that path or name. Raises CheckpointError for a head that is named as what no head can be.
+
+    Warns of an adapter next to a model's weights. Nothing says whether they hold it already: some tools leave it there when they
+    have merged it.
+    """
     checkpoint = load_checkpoint(find(file_name(parameter, name)))
     if checkpoint.config.head and parameter != "draft":
         raise CheckpointError(f"{checkpoint.path} is a head that drafts for a model; name it with draft=...")
+    if (checkpoint.path / ADAPTER_CONFIG).exists():
+        warnings.warn(
+            f"{checkpoint.path} holds an adapter ({ADAPTER_CONFIG}), which is not applied: the model's weights run as they are; "
+            f"if they do not hold it yet, {MERGE}",
+            CheckpointWarning,
+            stacklevel=2,
+        )
     return checkpoint
 
 

@@ -271,6 +271,16 @@ def test_how_long_a_text_may_get_does_not_depend_on_the_draft(
     assert texts[0] == texts[1] == texts[2] == texts[3]
 
 
+def test_an_adapter_next_to_a_model_is_told_of_in_a_line(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    target, draft = folder(tmp_path / "target"), folder(tmp_path / "draft")
+    for path in (target, draft):
+        (path / "adapter_config.json").write_text("{}")
+    code, out, err = run("-m", target, "-d", draft, "-i", "The cat sat", "-n", 9, "--json")
+    lines = [line for line in err.splitlines() if "adapter" in line]
+    assert code == 0 and json.loads(out)["text"].startswith("The cat sat")
+    assert [line.partition(" holds an adapter")[0] for line in lines] == [f"specdec: {path}" for path in (target, draft)]
+
+
 def test_a_bad_folder_is_one_line(run: Run, tmp_path: Path) -> None:  # noqa: F811
     path = folder(tmp_path / "target")
     (path / "config.json").write_text('{"model_type": "mamba"}')

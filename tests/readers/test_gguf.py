@@ -557,6 +557,8 @@ def test_other_files_and_versions_say_what_they_are(tmp_path: Path, small: tuple
     assert "no GGUF file" in refused(path)
     path.write_bytes(data[:16] + u64(len(small[0]) + 1) + string("a.flag") + struct.pack("<IB", 7, 2) + data[24:])
     assert "a.flag" in refused(path)
+    path.write_bytes(gguf_bytes(small[0] | {"general.type": "adapter"}, small[1]))
+    assert "is an adapter, which alone is no model; merge it" in refused(path)
     path.unlink()
     path.mkdir()
     assert "model.gguf" in refused(path)

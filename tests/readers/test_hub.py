@@ -135,6 +135,14 @@ def test_a_name_becomes_a_folder_of_what_a_model_needs_and_nothing_else(server: 
 
 
 @needs_library
+def test_an_adapter_is_told_of_whether_it_lies_next_to_a_model_or_alone(server: Hub) -> None:
+    adapter = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"few"}
+    server.repositories |= {"org/both": MODEL | adapter, "org/adapter": adapter}
+    assert contents(hub.fetch("org/both")) == MODEL | {"adapter_config.json": b"{}"}
+    assert "it is an adapter: merge it with" in refused(lambda: hub.fetch("org/adapter"))
+
+
+@needs_library
 def test_a_head_comes_without_a_tokenizer(server: Hub, tmp_path: Path) -> None:
     config = Config(8, 8, 1, 1, 1, 9, 16, False, "eagle3", head=HeadConfig(8, (1, 2, 3), 9, False, True))
     tensors = {name: np.ones(shape, np.float32) for name, shape in architecture_of(config).shapes(config).items()}

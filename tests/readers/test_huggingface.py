@@ -14,7 +14,7 @@ import pytest
 from specdec.architectures import Config, ConvConfig, DeltaConfig, ExpertsConfig, architecture_of
 from specdec.architectures.config import RopeScaling, YarnScaling
 from specdec.architectures.states import fill_rates
-from specdec.readers import CheckpointError, load_checkpoint
+from specdec.readers import CheckpointError, CheckpointWarning, load_checkpoint
 from specdec.readers.loading import load_model
 from specdec.readers.model_file import Derived
 from specdec.transformer import Transformer
@@ -440,6 +440,14 @@ def test_a_folder_that_is_no_model_says_what_it_is_instead(tmp_path: Path) -> No
     (folder / "config.json").unlink()
     (folder / "config.json").mkdir()
     message_of(folder, "config.json", "directory")
+
+
+def test_an_adapter_next_to_a_model_is_not_ignored_without_a_word(tmp_path: Path) -> None:
+    folder = copy(tmp_path / "model")
+    load_model(folder, n_threads=1)  # says nothing, or this test fails
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.warns(CheckpointWarning, match=r"model holds an adapter \(adapter_config.json\), which is not applied: .*merge"):
+        load_model(folder, n_threads=1)
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, "config.json"])
