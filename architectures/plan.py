@@ -447,7 +447,8 @@ class Architecture:
             name: Matrix(kind, np.empty((part.n_strips, 0, 0), np.float32), part.n, kind.group(part.n, 0), *place)
             for name, (part, kind, *place) in self.pieces(config, tensors, kind).items()
         }
-        return Weights(matrices, {name: np.empty(vector.shape, np.float32) for name, vector in self.vectors(config).items()})
+        # Programs compute with vectors as they are written, so these are numbers.
+        return Weights(matrices, {name: zeros(*vector.shape) for name, vector in self.vectors(config).items()})
 
     def pack(
         self,
