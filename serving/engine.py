@@ -91,6 +91,11 @@ class Writing:
         self.has_begun = self.has_spoken = self.is_over = False
 
     @property
+    def client(self) -> str:
+        """The client that asked for it."""
+        return self.ticket.who.name
+
+    @property
     def unread(self) -> int:
         """Tokens that have to run before the last one of its text can."""
         return self.model.unread(self.text.tokens)
@@ -149,18 +154,20 @@ class Writing:
 class Engine:
     """Writes the texts of jobs, n_slots in a pass; n_queue: how many wait beside them; cache_bytes: what all caches may take.
 
-    Conversations that go on find their cache. A text that alone takes more than cache_bytes runs alone. Clients take turns: the
-    one with fewest texts running is next, and one that has none need not wait for a slot: passes then go by turns, too.
+    Conversations that go on find their cache. A text that alone takes more than cache_bytes runs alone. Clients share alike: the
+    one with fewest texts running is next, one with fewer than its share of the slots need not wait for a slot, and passes take
+    clients by turns. What reads another client's prompt, or is no text, takes no more time than the steps of texts.
     """
 
     def __init__(self, decoder: SpeculativeDecoder, n_slots: int, n_queue: int, cache_bytes: int) -> None:
         self._decoder, self._n_slots, self._n_queue = decoder, n_slots, n_queue
-        self._waiting, self._running = deque[Ticket](), deque[Writing]()
+        self._waiting, self._running = deque[Ticket](), list[Writing]()  # of those that run the last has run last
         self._seats = Seats(decoder.team.seat, cache_bytes, IDLE_SEATS * n_slots)
         self._beside = Beside()
         self._changed = threading.Condition()
         self._is_closed = self._is_cut = False
         self._is_prompts_turn = False  # for want of room in the last pass
+        self._owed = 0.0  # seconds that passes have, before other work goes on
         self._costs: CostModel  # of passes
         self._figures = Figures()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
@@ -231,7 +238,10 @@ class Engine:
                 continue
             if self._is_cut:
                 self._beside.fail(Closed())
-            self._beside.step()
+            begin = time.perf_counter()
+            if self._beside and (self._owed <= 0 or not self._running):
+                self._beside.step()
+                self._owed = 2 * (time.perf_counter() - begin)
             self._sweep()
             self._admit()
             try:
@@ -239,6 +249,7 @@ class Engine:
             except Exception as error:  # nobody waits for what never comes
                 for writing in [*self._running]:
                     self._breaks(writing, error)
+            self._owed -= time.perf_counter() - begin
 
     def _waits_for_work(self) -> bool:
         """False: there will be none."""
@@ -299,12 +310,15 @@ class Engine:
             self._running.append(writing)
 
     def _first(self) -> Ticket | None:
-        """Whose turn it is: of the client that has fewest texts running the first, if there is a slot, or it has none."""
-        running = Counter(writing.ticket.who.name for writing in self._running)
+        """Return the first of the client with fewest texts running, if there is a slot or it has less than its share of them."""
+        running = Counter(writing.client for writing in self._running)
         with self._changed:
             first = min(self._waiting, key=lambda ticket: running[ticket.who.name], default=None)
-        most = self._n_slots * (1 if first and running[first.who.name] else 2)
-        return first if len(self._running) < most else None
+            n_clients = len({ticket.who.name for ticket in self._waiting} | running.keys())
+        if not first:
+            return None
+        has_less = running[first.who.name] < max(self._n_slots // n_clients, 1)
+        return first if len(self._running) < self._n_slots * (2 if has_less else 1) else None
 
     def _taken(self, ticket: Ticket) -> Ticket:
         """One of those that wait, which waits no more."""
@@ -321,10 +335,9 @@ class Engine:
 
     def _pass(self) -> None:
         """Let all texts that may go on do so, and prompts with what is left of the pass."""
-        self._running.rotate(-1)
         n_threads = self._decoder.target.n_threads
         reading, ready = list[Writing](), list[Writing]()  # at most as many as there are slots
-        for writing in [*self._running]:
+        for writing in self._by_turns():
             for model in writing.seat.team.models.values():
                 model.n_threads = n_threads
             if len(reading) + len(ready) == self._n_slots:
@@ -340,11 +353,27 @@ class Engine:
         if stepping and stepping[0].has_tree:
             self._is_prompts_turn = bool(reading)
             self._alone(stepping[0])
+            self._have_run(stepping[:1])
             return
         pieces = self._pieces(reading, stepping)
         self._is_prompts_turn = bool(reading) and not pieces
         if stepping or pieces:
             self._run(stepping, pieces)
+            self._have_run([*stepping, *(writing for writing, _ in reversed(pieces))])
+
+    def _have_run(self, those: Collection[Writing]) -> None:
+        """Move those that go on behind the others, whose turn is next: the last is the one that most was read of."""
+        others = [writing for writing in self._running if writing not in those]
+        # another list, since other threads look at this one
+        self._running = [*others, *(writing for writing in those if writing in self._running)]
+
+    def _by_turns(self) -> list[Writing]:
+        """Return the texts that run, one of each client, then a second of each; of a client the one that has run last is last."""
+        n_before, ranked = Counter[str](), list[tuple[int, Writing]]()
+        for writing in self._running:
+            ranked.append((n_before[writing.client], writing))
+            n_before[writing.client] += 1
+        return [writing for _, writing in sorted(ranked, key=lambda each: each[0])]
 
     def _waits(self, writing: Writing) -> bool:
         """Whether another text reads for it, too."""
@@ -395,18 +424,23 @@ class Engine:
         return stepping
 
     def _pieces(self, reading: list[Writing], stepping: list[Writing]) -> list[tuple[Writing, int]]:
-        """Of the prompts that are read, how many tokens of each come along: so many that others do not wait for long.
+        """Return how many tokens of each prompt come along: so many that others do not wait for long.
 
-        The one that has least left goes first, or that leads one that has; but the one that has waited longest always gets on.
+        Clients take turns. Of a client the prompt that has least left goes first, or that leads one that has; but the one that
+        has waited longest always gets on. Texts of other clients wait no longer for prompts than for each other.
         """
         cost, used = self._costs.pass_cost, sum(1 + len(writing.draft.tokens) for writing in stepping if writing.draft)
-        room = MAX_TOKENS - used
+        room, seconds = MAX_TOKENS - used, PIECE_SECONDS
+        readers = {writing.client for writing in reading}
+        if {writing.client for writing in stepping} - readers:
+            seconds = min(seconds, cost(used) * len(readers))
         if stepping:
-            while room > LEAST_PIECE and cost(used + room) - cost(used) > PIECE_SECONDS:
+            while room > LEAST_PIECE and cost(used + room) - cost(used) > seconds:
                 room -= 1
         oldest = min(reading, key=lambda writing: writing.began, default=None)
+        has_run = {writing.client: i for i, writing in enumerate(self._running)}  # of each client the one that has run last
         pieces = list[tuple[Writing, int]]()
-        for _, _, writing in sorted((writing.left(self._running), i, writing) for i, writing in enumerate(reading)):
+        for writing in sorted(reading, key=lambda each: (has_run[each.client], each.left(self._running))):
             kept = LEAST_PIECE if oldest not in (None, writing, *(each for each, _ in pieces)) else 0
             n = min(writing.model.n_to_stop(writing.text.tokens), room - kept)
             if n > 0:

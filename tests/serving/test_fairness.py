@@ -2,22 +2,27 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 from starlette.requests import Request
 
+from specdec import Sampling
+from specdec.decoding import Job
 from specdec.serving import bodies, building, engine, listening
 from specdec.serving.bodies import Room, body_of_bytes
 from specdec.serving.building import Builder, Busy, Turns
@@ -197,6 +202,8 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
+    perf_counter = monotonic
+
 
 class Slow:
     """A grammar that takes so many seconds of a clock, and is not done before it may be."""
@@ -276,6 +283,110 @@ def test_one_client_keeps_no_other_one_out(endless: Any, engines: Callable[..., 
     for ticket in tickets[:2]:
         ticket.cancel()
     assert many[2].spoke.wait(60)
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Counter[str], dict[str, int]]]:
+    """Of each pass the clients whose texts make a step, and how many tokens of whose prompts are read; a token costs 1 ms."""
+    seen, run = list[tuple[Counter[str], dict[str, int]]](), engine.Engine._run
+
+    def spied(self: Any, stepping: list[Any], pieces: list[tuple[Any, int]]) -> None:
+        read = Counter[str]()
+        for writing, n in pieces:
+            read[writing.ticket.who.name] += n
+        seen.append((Counter(writing.ticket.who.name for writing in stepping), read))
+        run(self, stepping, pieces)
+
+    monkeypatch.setattr(engine.Engine, "_run", spied)
+    monkeypatch.setattr(engine.Sharing, "of", lambda self, n: 0.001 * n)
+    return seen
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def a_long_job(endless: Any, n: int, seed: int) -> Job:  # noqa: F811
+    return Job([1, *np.random.default_rng(seed).integers(3, 300, n).tolist()], 3, Sampling(0.0))
+
+
+def test_two_texts_of_a_client_run_beside_many_of_another_one(endless: Any, engines: Callable[..., Any], passes: Any) -> None:  # noqa: F811
+    """A client of two has half of four slots at once, and half of each pass."""
+    busy, many, two = engines(endless, n_slots=4), [Heard() for _ in range(12)], [Heard(), Heard()]
+    for heard in many:
+        submit(busy, a_job(endless, 50_000), heard, Client("a"))
+    assert many[3].spoke.wait(60)
+    for heard in two:
+        submit(busy, a_job(endless, 50_000), heard, Client("b"))
+    assert all(heard.spoke.wait(60) for heard in two) and not many[4].events
+    n = len(passes)
+    until(lambda: len(passes) >= n + 20)
+    assert [stepping for stepping, _ in passes[n : n + 20]] == [Counter(a=2, b=2)] * 20
+    steps = [len(heard.steps) for heard in many[:4]]
+    until(lambda: len(passes) >= n + 40)
+    assert all(len(heard.steps) > before for heard, before in zip(many, steps, strict=False)), "nobody stands still"
+
+
+def test_one_clients_prompts_do_not_slow_down_another_ones_text(endless: Any, engines: Callable[..., Any], passes: Any) -> None:  # noqa: F811
+    busy, heard = engines(endless, n_slots=4), Heard()
+    submit(busy, a_job(endless, 50_000), heard, Client("b"))
+    assert heard.spoke.wait(60)
+    for i in range(6):
+        submit(busy, a_long_job(endless, 400, i), Heard(), Client("a"))
+    own = Heard()
+    submit(busy, a_long_job(endless, 300, 9), own, Client("a"))
+    own.all()
+    beside = [read for stepping, read in passes if stepping == Counter("b") and read]
+    assert beside and all(sum(read.values()) <= engine.LEAST_PIECE for read in beside)
+    n, alone = len(passes), Heard()
+    submit(busy, a_long_job(endless, 300, 10), alone, Client("b"))
+    alone.all()
+    assert max(sum(read.values()) for _, read in passes[n:]) > engine.LEAST_PIECE, "its own wait as long as it wants"
+
+
+def test_prompts_of_clients_are_read_by_turns(endless: Any, engines: Callable[..., Any], passes: Any) -> None:  # noqa: F811
+    busy, many, other = engines(endless, n_slots=4), [Heard() for _ in range(8)], Heard()
+    for i, heard in enumerate(many):
+        submit(busy, a_long_job(endless, 1000, i), heard, Client("a"))
+    submit(busy, a_long_job(endless, 2000, 99), other, Client("b"))
+    other.all()
+    first, *_, last = (i for i, (_, read) in enumerate(passes) if read["b"])
+    read = [read for _, read in passes[first : last + 1]]
+    assert sum(each["b"] for each in read) > 0.4 * sum(each["a"] + each["b"] for each in read)
+
+
+def test_other_work_takes_no_more_time_than_texts(
+    endless: Any,  # noqa: F811
+    engines: Callable[..., Any],  # noqa: F811
+    passes: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step of it takes as long as ten passes, so ten passes come between two of them."""
+    clock, run = Clock(), engine.Engine._run
+    monkeypatch.setattr(engine, "time", clock)
+
+    def timed(self: Any, stepping: list[Any], pieces: list[Any]) -> None:
+        run(self, stepping, pieces)
+        clock.now += 0.125
+
+    monkeypatch.setattr(engine.Engine, "_run", timed)
+    at = list[int]()
+
+    def work(target: Any) -> Any:
+        for _ in range(4):
+            at.append(len(passes))
+            clock.now += 1.25
+            yield
+
+    busy, heard = engines(endless, n_slots=4), Heard()
+    submit(busy, a_job(endless, 50_000), heard, Client("b"))
+    assert heard.spoke.wait(60)
+    for future in busy.beside([work], Client("a")):
+        future.result(60)
+    assert [after - before for before, after in itertools.pairwise(at)] == [10, 10, 10]
 
 
 def test_all_texts_of_a_request_are_taken_or_none(endless: Any, engines: Callable[..., Any]) -> None:  # noqa: F811
