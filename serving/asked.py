@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..checks import one_of, real, short, strings, text
@@ -57,6 +58,7 @@ SAMPLERS = {
 OF_NO_EFFECT = ("user", "safety_identifier", "prompt_cache_key", "service_tier", "verbosity")  # texts that are taken
 OF_A_MESSAGE = {"refusal", "audio", "function_call", "annotations"}  # what answers have that come back
 THINKING = "enable_thinking"  # what most templates ask for that let a model think
+WHOLE_PATH = r"(?<![\w./\\-]){}(?:[/\\][^\s:;,'\"]*)?(?![\w-]|\.\w)"  # a path, or one of a file within it
 OPTION = re.compile(r"[a-zA-Z_][\w-]{0,63}", re.ASCII)  # a template's name for an option, or a word as its value
 OF_TEMPLATES = {"messages", "tools", "xml_tools", "documents", "add_generation_prompt"}  # what no option may replace
 
@@ -282,8 +284,10 @@ def encoding(model: Model, param: str) -> Iterator[None]:
     except (TemplateError, TokenizerError, ValueError, TypeError, RecursionError) as error:
         message, path = str(error), model.decoder.tokenizer.path
         places = {model.template.place if model.template else "", str(path), str(path.parent)}
-        for place in sorted(places - {"", "."}, key=len, reverse=True):
-            message = message.removeprefix(f"{place}: ").replace(place, "the model's file")
+        for place in sorted(places - {""}, key=len, reverse=True):
+            message = message.removeprefix(f"{place}: ")
+            if len(Path(place).parts) > 1:  # one name is a word that may be another's, and tells nothing
+                message = re.sub(WHOLE_PATH.format(re.escape(place)), "the model's file", message)
         raise Refused(message, param, TOO_LONG if isinstance(error, TooLong) else INVALID) from None
 
 

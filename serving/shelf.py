@@ -18,7 +18,7 @@ from .metrics import Figures, merged
 
 WEIGHTS_SHARE = 0.75  # of the memory, that weights of all models may take, or those of one alone
 # of a path on this machine, which no client is told: all but its last name, up to which a name may hold spaces
-FOLDERS = re.compile(r"(?<![^\s'\"(=])(?:[A-Za-z]:)?[/\\](?:[^/\\:;,]*[/\\])*")
+FOLDERS = re.compile(r"(?<![^\s'\"(=])(?:[A-Za-z]:)?[/\\]+(?=\S)(?:[^/\\:;,]*[^/\\:;,\s][/\\]+)*")
 LISTED_SECONDS, LOOKED_SECONDS = 30.0, 2.0  # that a list of what there is holds; for who asks for what is not on it
 
 

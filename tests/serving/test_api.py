@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,13 +22,13 @@ from specdec.decoding import Job, TokenLogprob
 from specdec.serving import app as server
 from specdec.serving import bodies, guard, writing
 from specdec.serving.app import app_of
-from specdec.serving.asked import Model
+from specdec.serving.asked import Model, encoding
 from specdec.serving.calls import Call, Json, More
 from specdec.serving.engine import Client, Closed, Engine, Full, Hear
-from specdec.serving.fields import MOST_NESTED, body_of
+from specdec.serving.fields import MOST_NESTED, Refused, body_of
 from specdec.serving.guard import Guard
 from specdec.serving.metrics import BOUNDS, Figures, exposition
-from specdec.serving.shelf import Served, only
+from specdec.serving.shelf import FOLDERS, Served, only
 from specdec.serving.ways import way_of
 from specdec.serving.writing import Service
 from specdec.text.shapes import ShapeError
@@ -473,6 +474,37 @@ def test_a_path_or_a_method_that_is_not_there_is_told_in_openais_shape(app: Any)
     assert ask(app, CHAT).status == 405 and ask(app, CHAT).error
     assert ask(app, "/v1/models/gpt-4").error["code"] == "model_not_found"
     assert ask(app, "/v1/models/talker").json == ask(app, "/v1/models").json["data"][0]
+
+
+@pytest.mark.parametrize(
+    ("place", "message", "told"),
+    [
+        ("m/x.gguf", "prompt is [9]; expected ids from 0 to 9", "prompt is [9]; expected ids from 0 to 9"),
+        ("m/x.gguf", "the tokenizer m/x.gguf cannot encode the text", "the tokenizer the model's file cannot encode the text"),
+        ("m/x.gguf", "m/x.gguf: the template makes nothing", "the template makes nothing"),
+        ("/a/prompt/x", "a prompt of /a/prompt/x, or /a/prompt/y: no", "a prompt of the model's file, or the model's file: no"),
+        ("/a/m/x", "'/a/m/x' is not /a/m/x2 or /b/a/m/x", "'the model's file' is not the model's file or /b/a/m/x"),
+        ("/srv/m/x", "/srv/m-2/x and /srv/m/x.", "/srv/m-2/x and the model's file."),
+        ("x.gguf", "x.gguf: no text of x.gguf or tax.gguf", "no text of x.gguf or tax.gguf"),
+    ],
+)  # fmt: skip
+def test_errors_name_no_file_here_and_keep_all_other_words(app: Any, place: str, message: str, told: str) -> None:
+    model: Any = SimpleNamespace(template=None, decoder=SimpleNamespace(tokenizer=SimpleNamespace(path=Path(place))))
+    with pytest.raises(Refused) as refused, encoding(model, "input"):
+        raise ValueError(message)
+    assert str(refused.value) == told
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("/srv/my models/org/a.bin is truncated", "a.bin is truncated"),
+        ("no /srv/a.bin or /srv/my models/b.bin; 3 / 4 GB, and/or", "no a.bin or b.bin; 3 / 4 GB, and/or"),
+        ("//host/share/a.bin (C:\\models\\b.bin)", "a.bin (b.bin)"),
+    ],
+)
+def test_errors_of_loading_name_no_folder_and_keep_all_other_words(message: str, told: str) -> None:
+    assert FOLDERS.sub("", message) == told
 
 
 # Who may ask
