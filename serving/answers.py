@@ -161,7 +161,7 @@ class Form:
 
     def fails(self, error: Refused) -> bytes:
         """In the place of the last events."""
-        return event(error.body) + DONE
+        return event(error.body()) + DONE
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """The answer of what all choices came to."""

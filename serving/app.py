@@ -59,7 +59,7 @@ def app_of(service: Service) -> App:
         try:
             await router({**scope, "path": scope["path"].rstrip("/") or "/", "app": router}, receive, send)
         except HTTPException as error:
-            raise Refused(NOT_THERE[error.status_code], None, None, error.status_code) from None
+            raise Refused(NOT_THERE[error.status_code], None, None, error.status_code, error.headers or {}) from None
 
     return app
 

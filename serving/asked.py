@@ -55,7 +55,8 @@ SAMPLERS = {
     "repeat_penalty": "repetition_penalty",
     "logit_bias": "logit_bias",
 }
-OF_NO_EFFECT = ("user", "safety_identifier", "prompt_cache_key", "service_tier", "verbosity")  # texts that are taken
+# texts that are taken
+OF_NO_EFFECT = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "verbosity")
 OF_A_MESSAGE = {"refusal", "audio", "function_call", "annotations"}  # what answers have that come back
 THINKING = "enable_thinking"  # what most templates ask for that let a model think
 WHOLE_PATH = r"(?<![\w./\\-]){}(?:[/\\][^\s:;,'\"]*)?(?![\w-]|\.\w)"  # a path, or one of a file within it
@@ -95,11 +96,11 @@ class Asked:
     form: Callable[["Asked", Model, str], Any] | None = None
 
 
-def _biases(name: str, value: Any) -> dict[int, float]:
+def _biases(name: str, value: Any, n_ids: int) -> dict[int, float]:
     """By token id, which a key of JSON writes in digits."""
     for key in an_object(name, value):
-        if not (key.isascii() and key.isdecimal() and len(key) < 10):
-            raise ValueError(f"{name} holds the key {short(key, repr)}; expected token ids")
+        if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < n_ids):
+            raise ValueError(f"{name} holds the key {short(key, repr)}; expected token ids, from 0 to {n_ids - 1}")
     return {int(key): bias for key, bias in value.items()}
 
 
@@ -186,7 +187,7 @@ def _rest(
 ) -> Callable[[list[list[int]]], Asked]:
     """What both kinds of requests have beside their prompts, the last of the fields: what makes a request of these. name: of the
     field of prompts."""
-    sampling = _sampling(fields, model.sampling)
+    sampling = _sampling(fields, model.sampling, model.decoder.n_ids)
     stops = fields.take("stop", _stops, list[str]())
     n = fields.take("n", between(1, MOST_CHOICES), 1)
     is_stream = fields.take("stream", yes_or_no, False)
@@ -224,7 +225,7 @@ def _rest(
     return asked
 
 
-def _sampling(fields: Fields, own: Sampling) -> Sampling:
+def _sampling(fields: Fields, own: Sampling, n_ids: int) -> Sampling:
     """By the fields, and where they are silent the model's own."""
     top_p = fields.take("top_p", lambda name, value: real(name, value, 1, "a number from 0 to 1"), own.top_p or 1.0)
     top_k = fields.take("top_k", between(0), own.top_k)
@@ -233,13 +234,13 @@ def _sampling(fields: Fields, own: Sampling) -> Sampling:
     # a top-p of 0 is all here, and of OpenAI the likeliest token alone
     sampling = replace(own, temperature=temperature, top_k=top_k if top_p else 1, top_p=top_p, seed=seed % SEEDS)
     for name in SAMPLERS:
-        sampling = fields.take(name, partial(_with, sampling), sampling)
+        sampling = fields.take(name, partial(_with, sampling, n_ids), sampling)
     return sampling
 
 
-def _with(sampling: Sampling, name: str, value: Any) -> Sampling:
+def _with(sampling: Sampling, n_ids: int, name: str, value: Any) -> Sampling:
     """One of the numbers of `Sampling`, which checks them."""
-    given: dict[str, Any] = {SAMPLERS[name]: _biases(name, value) if name == "logit_bias" else value}
+    given: dict[str, Any] = {SAMPLERS[name]: _biases(name, value, n_ids) if name == "logit_bias" else value}
     return replace(sampling, **given)
 
 

@@ -10,10 +10,16 @@ from ..checks import short, text, whole
 from .calls import finite
 
 MOST_NESTED, MOST_VALUES = 64, 50_000  # lists and objects of a body: within each other, and in all
-INVALID, NOT_DONE, UNKNOWN, TOO_LONG = "invalid_value", "unsupported_parameter", "unknown_parameter", "context_length_exceeded"
-KINDS = {429: "rate_limit_error"}  # by a status; of others that depends on whether it is the server's fault
-STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # of JSON; one that never ends is looked through once
 NOTHING: dict[str, Any] = {}
+ANTHROPICS = "/v1/messages"  # what the paths of Anthropic's interface begin with
+INVALID, NOT_DONE, UNKNOWN, TOO_LONG = "invalid_value", "unsupported_parameter", "unknown_parameter", "context_length_exceeded"
+# types of errors by status, of OpenAI's and Anthropic's interfaces; of others that depends on whether it is the server's fault
+KINDS = {429: "rate_limit_error"}, "server_error"
+ANTHROPICS_KINDS = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error",
+}, "api_error"  # fmt: skip
+STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # of JSON; one that never ends is looked through once
 Value = TypeVar("Value")
 # what asks for nothing that is not done anyway
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -29,22 +35,32 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 class Refused(Exception):
-    """What a client is told instead of an answer: a message, its status and, in OpenAI's words, the parameter and a code."""
+    """What a client is told instead of an answer: a message, its status and, in OpenAI's words, the parameter and a code.
 
-    def __init__(self, message: str, param: str | None = None, code: str | None = INVALID, status: int = 400) -> None:
+    headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        code: str | None = INVALID,
+        status: int = 400,
+        headers: Mapping[str, str] = NOTHING,
+    ) -> None:
         super().__init__(message)
-        self.param, self.code, self.status = param, code, status
-        self.kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.param, self.code, self.status, self.headers = param, code, status, headers
 
     @property
     def note(self) -> str:
         """For the log."""
         return f"{self.code or ''} {self.param or ''}".strip()
 
-    @property
-    def body(self) -> dict[str, Any]:
-        """As OpenAI tells it, and Anthropic."""
-        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}, "type": "error"}
+    def body(self, path: str = "") -> dict[str, Any]:
+        """Return what a client of that path reads: the type of the error is OpenAI's or Anthropic's."""
+        kinds, other = ANTHROPICS_KINDS if path.startswith(ANTHROPICS) else KINDS
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else other)
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}, "type": "error"}
 
 
 def body_of(data: bytes) -> dict[str, Any]:

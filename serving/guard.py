@@ -66,7 +66,7 @@ class Guard:
             notes.append("left" if has_left else note)
             if not status:
                 with suppress(OSError):
-                    await refusal(told_as(error))(scope, receive, sending)
+                    await refusal(told_as(error), scope["path"])(scope, receive, sending)
             status *= not has_left
         finally:
             if scope["path"] not in QUIET:
@@ -78,14 +78,15 @@ class Guard:
         """Who asks: the owner of a key, or an address. Raises Refused for who may not."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get("host", "")
-        if not self._keys and not self._is_ours(host):
+        has_none = "host" not in headers and scope["http_version"] == "1.0"  # which no browser speaks
+        if not (self._keys or has_none or self._is_ours(host)):
             raise Refused(f"this server is not {host[:80]!r}; ask it by its address", None, "host_not_allowed", 403)
         if not _is_from_here(headers, host, scope):
             raise Refused("pages of other sites may not ask here", None, "origin_not_allowed", 403)
         key = self._key_of(headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}")
         if self._keys and scope["path"] not in OPEN and not key:
             told = "the API key is missing or wrong; Authorization: Bearer KEY brings it"
-            raise Refused(told, None, "invalid_api_key", 401)
+            raise Refused(told, None, "invalid_api_key", 401, {"www-authenticate": "Bearer"})
         return Client(key or _network(scope), key)
 
     def _is_ours(self, host: str) -> bool:
@@ -107,13 +108,10 @@ def told_as(error: Exception) -> Refused:
     return error if isinstance(error, Refused) else Refused("the server failed; its log says more", None, "server_error", 500)
 
 
-def refusal(error: Refused) -> Response:
-    headers = {}
-    if error.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    if error.status in (429, 503):
-        headers["retry-after"] = "1"
-    return JSONResponse(error.body, error.status, headers)
+def refusal(error: Refused, path: str = "") -> Response:
+    """The answer at that path."""
+    later = {"retry-after": "1"} if error.status in (429, 503) else {}
+    return JSONResponse(error.body(path), error.status, {**later, **error.headers})
 
 
 def _is_from_here(headers: Mapping[str, str], host: str, scope: Scope) -> bool:

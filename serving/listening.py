@@ -9,10 +9,11 @@ from typing import Any
 
 import h11
 import uvicorn
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .fields import Refused
-from .guard import App, refusal
+from .guard import App, Receive, Scope, Send, refusal
 
 HEADER_SECONDS = 10.0  # that a client may take for a request's head
 READER_SECONDS = 30.0  # that a client may take to read what waits for it, which is a piece of an answer
@@ -46,8 +47,7 @@ class Patient(H11Protocol):
         if len(there) > MOST_CONNECTIONS and waiting:
             min(waiting, key=lambda other: (not other.is_stuck, other._since)).give_up()
         elif len(there) > 2 * MOST_CONNECTIONS:
-            error = Refused("as many clients are being answered as may; ask again later", None, "too_many_connections", 503)
-            self.app = refusal(error)
+            self.app = too_many
 
     @property
     def is_idle(self) -> bool:
@@ -70,6 +70,11 @@ class Patient(H11Protocol):
         if was_idle and not self.is_idle and not self.is_stuck:
             self._since = self.loop.time()
         self._await_head()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.headers and {b"transfer-encoding", b"content-length"} <= {name for name, _ in self.headers}:
+            self.headers.append(CLOSE_HEADER)  # what others take for the rest of its body is no request (RFC 9112, 6.1)
 
     def eof_received(self) -> bool:
         """Who has asked and sends no more may still read, as `nc -N` does. Who has left looks the same until something is sent:
@@ -131,6 +136,12 @@ class Patient(H11Protocol):
         self._is_over = True
         self._forget()
         self.transport.abort()
+
+
+async def too_many(scope: Scope, receive: Receive, send: Send) -> None:
+    """Refuse a request on a connection beyond those that are answered at once."""
+    error = Refused("as many clients are being answered as may; ask again later", None, "too_many_connections", 503)
+    await refusal(error, scope["path"])(scope, receive, send)
 
 
 def _stop(timer: asyncio.TimerHandle | None) -> None:

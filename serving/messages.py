@@ -10,12 +10,11 @@ from ..checks import one_of, short, text
 from .answers import InParts, Part, event
 from .asked import COMMON, Asked, Model, chat_asked
 from .calls import Call, Thought, value_of
-from .fields import NOT_DONE, NOTHING, Fields, Refused, a_list, an_object, between, objects, words, yes_or_no
+from .fields import ANTHROPICS, NOT_DONE, NOTHING, Fields, Refused, a_list, an_object, between, objects, words, yes_or_no
 
 OF_NO_EFFECT = ("metadata", "context_management", "diagnostics")  # objects that are taken
 WAYS_TO_CHOOSE = {"auto": "auto", "any": "required", "none": "none"}
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-KINDS = {400: "invalid_request_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 PARTS: Mapping[type, tuple[dict[str, Any], str, str]] = {
     str: ({"type": "text", "text": ""}, "text_delta", "text"),
     Thought: ({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking"),
@@ -167,8 +166,7 @@ class Message(InParts):
         return self._stops() + _event(ended) + _event({"type": "message_stop"})
 
     def fails(self, error: Refused) -> bytes:
-        kind = KINDS.get(error.status, "api_error")
-        return _event({"type": "error", "error": {"type": kind, "message": str(error)}})
+        return _event(error.body(ANTHROPICS))
 
     def _told(self) -> dict[str, Any]:
         return self._message([self._block(part) for part in self._parts], self._ended())

@@ -13,8 +13,9 @@ from .asked import COMMON, Asked, Model, chat_asked
 from .calls import Call, Thought
 from .fields import NOT_DONE, NOTHING, Fields, Refused, a_list, an_object, between, false, objects, words, yes_or_no
 
-MORE = ("parallel_tool_calls", "user", "safety_identifier", "prompt_cache_key", "metadata")  # of a chat's
-OF_NO_EFFECT = ("stream_options", "client_metadata", "prompt_cache_retention", "include", "max_tool_calls")  # which are taken
+# of a chat's
+MORE = ("parallel_tool_calls", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "metadata")
+OF_NO_EFFECT = ("stream_options", "client_metadata", "include", "max_tool_calls")  # which are taken
 KEPT = ("previous_response_id", "conversation", "prompt")  # what a server would have to remember
 # tools of which the model is not told: what a server does by itself, and ways to call that no template here knows
 UNTOLD = ("web_search", "web_search_preview", "image_generation", "code_interpreter", "file_search", "local_shell", "namespace",

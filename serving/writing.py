@@ -100,7 +100,7 @@ class Answering:
         self._is_open = self._has_begun = False  # the stream; what it tells of the answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._send, tell = send, self._loads if self._body.get("stream") is True else None
+        self._send, self._path, tell = send, scope["path"], self._loads if self._body.get("stream") is True else None
         try:
             async with asked_model(self._service.shelf, self._body, receive, tell) as (served, leaving):
                 async with self._turn:
@@ -115,7 +115,7 @@ class Answering:
             raise
 
     def _fails(self, error: Refused) -> bytes:
-        return self._answer.fails(error) if self._answer else event(error.body, "error")
+        return self._answer.fails(error) if self._answer else event(error.body(self._path), "error")
 
     async def _loads(self, place: Place) -> None:
         told = f": loading {' '.join(place.name.split())}, {place.share:.0%}\n\n"

@@ -316,7 +316,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, int, str]] = [
             ("tools", [{"type": "function", "function": {"name": "a b"}}]), ("specdec", 1), ("prediction", "x"),
             ("min_p", 2), ("min_p", "x"), ("repetition_penalty", 0), ("repeat_penalty", 1000), ("presence_penalty", True),
             ("frequency_penalty", -101), ("frequency_penalty", False), ("logit_bias", {"a": 1}), ("logit_bias", {"-1": 1}),
-            ("logit_bias", {"1": 101}), ("logit_bias", [1]), ("logit_bias", {"1" * 5000: 1}),
+            ("logit_bias", {"1": 101}), ("logit_bias", {"999999": 1}), ("logit_bias", [1]), ("logit_bias", {"1" * 5000: 1}),
             ("prediction", {"type": "other"}), ("response_format", {"type": "xml"}), ("response_format", "json"),
         )
     ],
@@ -471,7 +471,13 @@ def test_brackets_in_a_text_are_no_lists(app: Any) -> None:
 
 def test_a_path_or_a_method_that_is_not_there_is_told_in_openais_shape(app: Any) -> None:
     assert (ask(app, "/v1/rerank", {}).status, ask(app, "/v1/rerank", {}).error["code"]) == (404, None)
-    assert ask(app, CHAT).status == 405 and ask(app, CHAT).error
+    for method, path, allowed in (
+        ("GET", CHAT, {"POST"}),
+        ("DELETE", "/v1/models", {"GET", "HEAD"}),
+        ("OPTIONS", TEXT, {"POST"}),
+    ):
+        reply = ask(app, path, method=method)
+        assert reply.status == 405 and reply.error and {*reply.headers["allow"].split(", ")} == allowed
     assert ask(app, "/v1/models/gpt-4").error["code"] == "model_not_found"
     assert ask(app, "/v1/models/talker").json == ask(app, "/v1/models").json["data"][0]
 
@@ -523,6 +529,17 @@ def test_a_name_that_is_not_this_hosts_is_refused(serving: Callable[..., Any], a
     assert (ask(app, "/v1/models", headers={"host": host}).status == 200) is is_taken
     keyed = serving(keys=("right",))
     assert ask(keyed, "/v1/models", headers={"host": host, "authorization": "Bearer right"}).status == 200
+
+
+def test_a_request_of_http_1_0_names_no_host(app: Any) -> None:
+    """As health checks send it; no browser does."""
+
+    async def old(scope: Any, receive: Any, send: Any) -> None:
+        await app({**scope, "http_version": "1.0"}, receive, send)
+
+    assert ask(old, "/health", headers={"host": None}).status == 200 and ask(app, "/health", headers={"host": None}).status == 403
+    assert ask(old, "/health", headers={"host": "evil.example"}).status == 403
+    assert ask(old, "/health", headers={"host": None, "origin": "http://evil.example"}).status == 403
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,18 @@ def test_what_is_no_http_is_told_in_openais_shape() -> None:
     assert b"400" in came.split(b"\r\n")[0] and b"content-type: application/json" in came.lower() and b'{"error":' in came
 
 
+def test_what_comes_behind_a_body_of_two_lengths_is_no_request() -> None:
+    """Transfer-Encoding with Content-Length ends the connection (RFC 9112, 6.1): a proxy may have meant the rest as the body."""
+    log = list[str]()
+    both = b"POST /x HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+    with listener(hello, log) as address:
+        for first, n in ((both, 1), (ASKS + both, 2), (both.replace(b"content-length: 5\r\n", b""), 2)):
+            with socket.create_connection(address, timeout=60) as other:
+                other.sendall(first + ASKS.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+                came = b"".join(iter(lambda other=other: other.recv(1000), b""))  # type: ignore[misc]
+            assert came.count(b"HTTP/1.1 200") == n
+
+
 # Bodies
 
 

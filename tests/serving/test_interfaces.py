@@ -18,7 +18,7 @@ from specdec.readers import extras
 from specdec.serving.app import app_of
 from specdec.serving.asked import Model
 from specdec.serving.calls import DEEPEST, value_of
-from specdec.serving.engine import Client
+from specdec.serving.engine import Client, Closed, Full
 from specdec.serving.guard import Guard
 from specdec.serving.ways import way_of
 from specdec.text.shapes import ShapeError
@@ -477,3 +477,42 @@ def test_an_anthropic_client_brings_its_key_its_own_way(serving, decoder, engine
     guarded = Guard(app_of(service), ["secret"], {"localhost"}, lambda line: None)
     for headers, status in (({"x-api-key": "secret"}, 200), ({"x-api-key": "other"}, 401), ({}, 401)):
         assert ask(guarded, MESSAGES, BODIES[MESSAGES], headers=headers).status == status
+
+
+def test_errors_have_anthropics_types_at_its_paths_and_openais_elsewhere(serving, app):  # noqa: F811
+    class Failing:
+        error = ValueError("within")
+
+        def submit(self, jobs, hears, who):
+            raise self.error
+
+    keyed, failing = serving(keys=("secret",)), serving(engine=Failing())
+    others = {RESPONSES: "invalid_request_error", CHAT: "invalid_request_error"}
+    for ask_at, status, kind in (
+        (lambda path: ask(app, path, {"model": "nope"}), 404, "not_found_error"),
+        (lambda path: ask(app, path, method="PUT"), 405, "invalid_request_error"),
+        (lambda path: ask(app, path, {"max_tokens": "x"}), 400, "invalid_request_error"),
+        (lambda path: ask(keyed, path, {}), 401, "authentication_error"),
+        (lambda path: ask(app, path, {}, headers={"host": "evil.example"}), 403, "permission_error"),
+        (lambda path: ask(app, path, pieces=[bytes(5 << 20)]), 413, "request_too_large"),
+    ):
+        for path, expected in ((MESSAGES, kind), (COUNT, kind), *others.items()):
+            reply = ask_at(path)
+            assert (reply.status, reply.error["type"]) == (status, expected), (path, reply.body)
+    for error, status, kind, other in (
+        (Full(), 429, "rate_limit_error", "rate_limit_error"),
+        (Closed(), 503, "overloaded_error", "server_error"),
+        (RuntimeError("within"), 500, "api_error", "server_error"),
+    ):
+        Failing.error = error
+        for path, expected in ((MESSAGES, kind), (RESPONSES, other)):
+            reply = ask(failing, path, BODIES[path])
+            assert (reply.status, reply.error["type"]) == (status, expected) and "within" not in reply.error["message"]
+
+
+def test_fields_of_no_effect_are_taken_where_the_real_interface_has_them(app):  # noqa: F811
+    more = {"prompt_cache_retention": "24h", "prompt_cache_key": "a", "safety_identifier": "b", "service_tier": "auto"}
+    assert ask(app, CHAT, {"messages": TALK, "max_tokens": 1, **more}).status == 200
+    assert ask(app, RESPONSES, BODIES[RESPONSES] | more).status == 200
+    assert ask(app, RESPONSES, BODIES[RESPONSES] | {"prompt_cache_retention": 1}).error["param"] == "prompt_cache_retention"
+    assert ask(app, MESSAGES, BODIES[MESSAGES] | {"prompt_cache_retention": "24h"}).error["code"] == "unknown_parameter"

@@ -131,7 +131,7 @@ def test_what_is_wrong_with_a_request_is_told_in_a_stream_that_has_begun(shelves
     _, source, app, lines = shelves()
     for name, path, more, words, code in (
         ("a", CHAT, {"messages": []}, "has no chat template", "unsupported_model messages"),
-        ("b", TEXT, {"logit_bias": {"999999": 1}}, "logit_bias", "invalid_value"),  # which the engine finds
+        ("b", TEXT, {"logit_bias": {"999999": 1}}, "logit_bias", "invalid_value logit_bias"),
     ):
         source.gate.clear()
         with ThreadPoolExecutor(1) as pool:
