@@ -202,8 +202,7 @@ def served(request: ServeRequest, decoder: SpeculativeDecoder) -> "Served":
         template = decoder.chat_template
     except TemplateError as error:
         say(f"/v1/completions alone: {in_options(str(error))}")
-    if template:  # the processes that render and encode are there when the first request is
-        threading.Thread(target=awake, args=(decoder,), name="awake", daemon=True).start()
+    threading.Thread(target=awake, args=(decoder,), name="awake", daemon=True).start()
     cache_bytes = request.cache * 10**6 or int(CACHE_SHARE * room_beside(decoder.target))
     kv, per_token = decoder.target.kv, (decoder.target.text_bytes(2048) - decoder.target.text_bytes(1024)) / 1_024_000
     say(f"keys and values take {per_token:.1f} kB a token in {kv}, those of all texts up to {cache_bytes / 10**9:.1f} GB")
@@ -213,9 +212,12 @@ def served(request: ServeRequest, decoder: SpeculativeDecoder) -> "Served":
 
 
 def awake(decoder: SpeculativeDecoder) -> None:
-    """Begins the processes that render and encode; what is wrong with them the first request is told."""
+    """Begin what the first request would wait for: the processes that render, encode and try schemas, and the vocabulary of
+    structured output. What is wrong with them that request is told."""
     with suppress(Exception):
         decoder.encode_chat([{"role": "user", "content": "Hello."}])
+    with suppress(Exception):
+        decoder.json_object()
 
 
 class Source:

@@ -2,6 +2,7 @@
 HTTP."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,20 +10,20 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from ..decoding import Shape
-from ..text.shapes import BUILDERS, Grammar
+from ..text.shapes import BUILDERS, Cost, Grammar
 from .fields import Refused
 
 MOST_WAITING = 32  # shapes that are to be built
-MOST_SECONDS = 6.0  # of building that a client may use at once
+MOST_SECONDS = 6.0  # of the CPU, that a client's shapes may take at once
 SECONDS_BACK = 0.05  # that it gets back in a second
 
 
 class Busy(Refused):
-    """Too many shapes wait to be built, or this client's have taken too long."""
+    """Too many shapes wait to be built, or this client's have taken too long. seconds: until one may be asked for again."""
 
-    def __init__(self) -> None:
-        told = "shapes of this client, or of many, take long to build; ask again later, or for a smaller one"
-        super().__init__(told, "response_format", "shapes_busy", 429)
+    def __init__(self, told: str, param: str, seconds: float) -> None:
+        n = max(math.ceil(seconds), 1)
+        super().__init__(f"{told}; ask again in {n} s, or for a smaller one", param, "shapes_busy", 429, {"retry-after": str(n)})
 
 
 class Turns:
@@ -80,16 +81,24 @@ class Builder:
         """The shape; who: the client. Raises Busy, and what `Grammar.built` raises."""
         if (kept := grammar.kept()) is not None:
             return kept
-        if self._owes(who) > MOST_SECONDS or self._turns.n_waiting >= MOST_WAITING:
-            raise Busy()
+        if self._turns.n_waiting >= MOST_WAITING:
+            raise Busy("as many schemas wait to be built as may", grammar.param, 1.0)
+        self._check(who, grammar.param)
         await self._turns.begin(who)
-        if self._owes(who) > MOST_SECONDS:
+        try:
+            self._check(who, grammar.param)
+        except Busy:
             self._turns.end(who)
-            raise Busy()
-        begin = time.monotonic()
-        building = asyncio.get_running_loop().run_in_executor(self._pool, grammar.built)
-        building.add_done_callback(lambda done: self._over(who, time.monotonic() - begin, done))
+            raise
+        cost = Cost()
+        building = asyncio.get_running_loop().run_in_executor(self._pool, grammar.build, cost)
+        building.add_done_callback(lambda done: self._over(who, cost.seconds, done))
         return await asyncio.shield(building)
+
+    def _check(self, who: str, param: str) -> None:
+        """Raise Busy for a client whose shapes have taken more than its seconds."""
+        if (seconds := self._owes(who) - MOST_SECONDS) > 0:
+            raise Busy("this client's schemas took long to build", param, seconds / SECONDS_BACK)
 
     def _over(self, who: str, seconds: float, done: "asyncio.Future[Any]") -> None:
         if not done.cancelled():

@@ -8,9 +8,10 @@ import functools
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from queue import SimpleQueue
+from queue import LifoQueue
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -261,6 +262,19 @@ def check_shape(shape: Shape | None, tokenizer: AnyTokenizer) -> None:
         raise ValueError("the shape was made for another tokenizer; make it by this decoder's json_schema, json_object or regex")
 
 
+class Cost:
+    """CPU seconds that a grammar's building took: of the process that tries it, and of the thread within."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self.seconds -= time.thread_time()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.thread_time()
+
+
 class Grammar(NamedTuple):
     """What a shape is built from. kind: "regex", of which `said` is the text, or "schema" or "tools", in words of
     llguidance. of: whom each of its lines is of, for errors."""
@@ -287,12 +301,16 @@ class Grammar(NamedTuple):
 
     def built(self) -> GuidedShape:
         """The shape, one for all who ask: texts share what its lexer has found out. Raises ValueError, in a line."""
+        return self.build(Cost())
+
+    def build(self, cost: Cost) -> GuidedShape:
+        """Return what `built` does, and add what that took to the cost."""
         if lacking := extras.missing(NEEDS):
             raise ValueError(lacking)
         if (shape := self.kept()) is not None:
             return shape
         try:
-            shape = self._new()
+            shape = self._new(cost)
         except Lost:
             raise
         except ValueError as error:
@@ -308,24 +326,28 @@ class Grammar(NamedTuple):
         found = re.match(r"(?:at )?(\d{1,9})\(", error)
         return self.of[int(found[1]) - 1] if found and 0 < int(found[1]) <= len(self.of) else ""
 
-    def _new(self) -> GuidedShape:
+    def _new(self, cost: Cost) -> GuidedShape:
         import llguidance
 
-        grammar = self.said if self.kind != "regex" else llguidance.LLMatcher.grammar_from_regex(self.said)
-        worker = _BUILDERS.get()
+        with cost:
+            grammar = self.said if self.kind != "regex" else llguidance.LLMatcher.grammar_from_regex(self.said)
+        worker, answer = _BUILDERS.get(), dict[str, Any]()
         try:
-            trouble = worker.ask({"grammar": grammar, "n": self.tokenizer.vocab_size}, BUILDING_SECONDS).get("error")
+            answer = worker.ask({"grammar": grammar, "n": self.tokenizer.vocab_size}, BUILDING_SECONDS)
         except Unanswered as error:
             raise ValueError("it takes too long to build" if error.is_late else "it needs too much memory") from None
         finally:
             _BUILDERS.put(worker)
-        if trouble:
-            raise ValueError(trouble)
-        shape = GuidedShape(_vocabulary(self.tokenizer), grammar)  # type: ignore[arg-type]
-        walk = GuidedWalk(shape)
-        walk.takes(walk.forced(TRIED))
-        if not walk.is_over:
-            walk.allowed()
+            cost.seconds += answer.get("seconds", BUILDING_SECONDS)
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        vocabulary = _vocabulary(self.tokenizer)  # which is no grammar's cost
+        with cost:
+            shape = GuidedShape(vocabulary, grammar)
+            walk = GuidedWalk(shape)
+            walk.takes(walk.forced(TRIED))
+            if not walk.is_over:
+                walk.allowed()
         return shape
 
 
@@ -396,10 +418,19 @@ def _keep(kept: OrderedDict[Grammar, Value], grammar: Grammar, value: Value, mos
 
 _SHAPES, _REFUSALS = OrderedDict[Grammar, GuidedShape](), OrderedDict[Grammar, str]()  # what was used last is the last
 _KEEPING = threading.Lock()
-_BUILDERS = SimpleQueue[Worker]()
+_BUILDERS = LifoQueue[Worker]()  # the last one that worked has begun
 for _ in range(BUILDERS):
     _BUILDERS.put(Worker("shape_worker"))
-_vocabulary = functools.lru_cache(KEPT_VOCABULARIES)(_Vocabulary)
+_VOCABULARY = threading.Lock()
+
+
+def _vocabulary(tokenizer: AnyTokenizer) -> _Vocabulary:
+    """Return the vocabulary of a tokenizer. Who comes while one is made waits for it, so that none is made twice."""
+    with _VOCABULARY:
+        return _made(tokenizer)  # type: ignore[arg-type]
+
+
+_made = functools.lru_cache(KEPT_VOCABULARIES)(_Vocabulary)
 
 
 def _reason(words: str) -> str:

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import copy
+import functools
 import itertools
 import os
 import socket
@@ -11,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +24,19 @@ pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 from starlette.requests import Request
 
-from specdec import Sampling
+from specdec import Sampling, SpeculativeDecoder
+from specdec.commands import serve
 from specdec.decoding import Job
+from specdec.readers import extras
 from specdec.serving import bodies, building, engine, listening
 from specdec.serving.bodies import Room, body_of_bytes
 from specdec.serving.building import Builder, Busy, Turns
 from specdec.serving.engine import Client, Full
 from specdec.serving.fields import Refused
+from specdec.serving.guard import refusal
 from specdec.serving.metrics import Figures, exposition
+from specdec.text import shapes
+from specdec.text.shapes import Cost
 from tests.serving.test_engine import Heard, a_job, assert_same, endless, engines, submit  # noqa: F401  (fixtures)
 from tests.serving.test_listening import asked, hello, listener
 from tests.serving.test_seats import Counted, some
@@ -218,7 +226,9 @@ class Clock:
 
 
 class Slow:
-    """A grammar that takes so many seconds of a clock, and is not done before it may be."""
+    """A grammar that takes so many seconds of the CPU, and 0.3 of a clock, and is not done before it may be."""
+
+    param = "tools"
 
     def __init__(self, clock: Clock, seconds: float, may: threading.Event | None = None) -> None:
         self.clock, self.seconds, self.may, self.n_built = clock, seconds, may, 0
@@ -226,9 +236,10 @@ class Slow:
     def kept(self) -> None:
         return None
 
-    def built(self) -> "Slow":
+    def build(self, cost: Cost) -> "Slow":
         assert self.may is None or self.may.wait(60)
-        self.clock.now += self.seconds
+        self.clock.now += 0.3
+        cost.seconds += self.seconds
         self.n_built += 1
         return self
 
@@ -257,6 +268,51 @@ def test_a_clients_shapes_keep_no_other_client_waiting_and_who_left_costs_nothin
         assert sum(isinstance(each, Busy) for each in told) == 2
 
     asyncio.run(run())
+
+
+def test_a_client_pays_for_its_schemas_in_time_of_the_cpu_and_is_told_the_true_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(building, "time", clock)
+
+    async def run() -> None:
+        builder = Builder()
+        for _ in range(100):  # which take 30 s beside others
+            await builder.built(Slow(clock, 0.01), "ann")  # type: ignore[arg-type]
+        clock.now += 100.0
+        await builder.built(Slow(clock, 7.375), "ann")  # type: ignore[arg-type]
+        with pytest.raises(Busy, match="ask again in 28 s") as told:
+            await builder.built(Slow(clock, 0.01), "ann")  # type: ignore[arg-type]
+        assert (told.value.headers, told.value.param) == ({"retry-after": "28"}, "tools")
+        assert refusal(told.value).headers["retry-after"] == "28"
+        clock.now += 28.0
+        await builder.built(Slow(clock, 0.01), "ann")  # type: ignore[arg-type]
+
+    asyncio.run(run())
+
+
+@pytest.mark.skipif(not extras.has(extras.GUIDANCE), reason="needs llguidance")
+def test_a_vocabulary_is_made_once_at_load_and_no_schema_costs_it(endless: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    made = list[Any]()
+
+    @functools.lru_cache
+    def slow(tokenizer: Any) -> Any:
+        end = time.thread_time() + 0.5
+        while time.thread_time() < end:
+            pass
+        made.append(shapes._Vocabulary(tokenizer))
+        return made[-1]
+
+    monkeypatch.setattr(shapes, "_made", slow)
+    schemas = [{"type": "object", "properties": {f"k{i}": {"type": "integer"}}} for i in range(2)]
+    costs = [Cost(), Cost()]
+    with ThreadPoolExecutor(2) as pool:
+        grammars = [shapes.grammar_of(endless.tokenizer, schema) for schema in schemas]
+        built = [*pool.map(shapes.Grammar.build, grammars, costs)]
+    assert len(made) == 1 and built[0].vocabulary is built[1].vocabulary
+    assert all(cost.seconds < 0.4 for cost in costs), costs
+    decoder = SpeculativeDecoder(endless.target, None, copy.copy(endless.tokenizer), n_threads=1)
+    serve.awake(decoder)
+    assert len(made) == 2 and made[1].tokenizer is decoder.tokenizer
 
 
 def test_large_bodies_of_one_client_keep_no_other_client_waiting() -> None:

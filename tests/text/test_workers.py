@@ -34,7 +34,7 @@ def ending(monkeypatch: pytest.MonkeyPatch, n: int, number: int) -> list[int]:
 
 def test_a_process_that_the_system_has_killed_is_begun_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, worker = ending(monkeypatch, 1, signal.SIGKILL), Worker("shape_worker")
-    assert worker.ask(GRAMMAR, 10.0) == {}
+    assert "error" not in worker.ask(GRAMMAR, 10.0)
     assert len(begun) == 2
     worker.close()
 
@@ -66,7 +66,7 @@ def test_where_no_process_can_be_had_that_is_told(monkeypatch: pytest.MonkeyPatc
 
 def test_who_asks_while_a_process_is_busy_asks_another_one() -> None:
     worker, answers = Worker("shape_worker"), list[dict[str, Any]]()
-    assert worker.ask(GRAMMAR, 10.0) == {}
+    assert "error" not in worker.ask(GRAMMAR, 10.0)
     slow = {
         "n": 300,
         "grammar": json.dumps({"grammars": [{"json_schema": {"patternProperties": {f"^p{k}x{k}$": {} for k in range(300)}}}]}),
@@ -83,5 +83,5 @@ def test_who_asks_while_a_process_is_busy_asks_another_one() -> None:
         time.sleep(0.001)
     answers.append(worker.ask(GRAMMAR, 10.0))
     waiting.join()
-    assert answers == [{}, {"slow": True}]
+    assert "slow" in answers[1] and not {"slow", "error"} & answers[0].keys()
     worker.close()
