@@ -1,5 +1,6 @@
 """The models that are there: in models/ here and beside this file, and in the hub's cache. Reads headers, and no weights."""
 
+import functools
 import json
 import math
 import stat
@@ -15,6 +16,7 @@ from ..readers import CheckpointError, hub, load_checkpoint
 from ..readers.files import model_folders, models_in
 from ..readers.heads import fits
 from ..readers.own_heads import has_own_head
+from ..readers.parts import parts_of
 from ..text.vocabulary import MOST_PADDING
 
 MOST_OF_A_TARGET = 0.5  # of its parameters, that a model has which is worth drafting with
@@ -63,11 +65,45 @@ class Entry:
 
 def entries(place: Path | None = None) -> list[Entry]:
     """All that are found, each once, those of models/ first; or those of a folder, or a model alone. Raises CheckpointError."""
+    return [_entry(name, path) for path, name in _found(place).items()]
+
+
+def model_sizes() -> dict[str, int]:
+    """Return the bytes of each model that can be loaded, by name. A header is read again only where its files have changed."""
+    sizes = {name: _model_size(path, _stamp(path)) for path, name in _found().items()}
+    return {name: size for name, size in sizes.items() if size}
+
+
+def _found(place: Path | None = None) -> dict[Path, str]:
+    """What there is, each once, and the name that -m takes."""
     found: dict[Path, str] = {}
     for name, path in _places_in(place) if place else places():
         if name not in found.values():  # -m takes the first of a name
             found.setdefault(path.resolve(), name)
-    return [_entry(name, path) for path, name in found.items()]
+    return found
+
+
+@functools.lru_cache(4096)
+def _model_size(path: Path, _: tuple[object, ...]) -> int:
+    """Return the bytes of a model's files; 0 for a head, and for what cannot be read."""
+    with suppress(CheckpointError, OSError):
+        return 0 if load_checkpoint(path).config.head else _n_bytes(path)
+    return 0
+
+
+def _stamp(path: Path) -> tuple[object, ...]:
+    """Return what changes when a model's files do."""
+    with suppress(OSError):
+        files = path.iterdir() if path.is_dir() else [path.with_name(name) for name in parts_of(path.name)]
+        stats = [(file.name, file.stat()) for file in files if file.exists()]
+        return tuple(sorted((name, one.st_mtime_ns, one.st_size) for name, one in stats))
+    return ()
+
+
+def _n_bytes(path: Path) -> int:
+    """Return the bytes of a model's files."""
+    files = [path] if path.is_file() else [file for pattern in WEIGHTS for file in path.glob(pattern)]
+    return sum(file.stat().st_size for file in files if file.exists())
 
 
 def row_of(entry: Entry, found: Sequence[Entry]) -> dict[str, Any]:
@@ -136,8 +172,7 @@ def _places_in(place: Path) -> list[tuple[str, Path]]:
 
 
 def _entry(name: str, path: Path) -> Entry:
-    files = [path] if path.is_file() else [file for pattern in WEIGHTS for file in path.glob(pattern)]
-    n_bytes = sum(file.stat().st_size for file in files)
+    n_bytes = _n_bytes(path)
     try:
         checkpoint = load_checkpoint(path)
     except CheckpointError as error:

@@ -227,9 +227,9 @@ class Source:
         self._request, self.n_bytes = request, physical_memory_bytes()
 
     def sizes(self) -> dict[str, int]:
-        from .catalog import entries  # which nothing else needs
+        from .catalog import model_sizes  # which nothing else needs
 
-        sizes = {entry.name: entry.n_bytes for entry in entries() if entry.config and not entry.is_head}
+        sizes = model_sizes()
         return sizes | {short: sizes[meant] for short, meant in short_names().items() if meant in sizes}
 
     def load(self, name: str, tell: Callable[[float], None]) -> "Served":

@@ -83,15 +83,16 @@ class Paths:
 
     async def models(self, _: Request) -> Response:
         sizes = await asyncio.to_thread(self._shelf.sizes)
-        return JSONResponse({"object": "list", "data": [self._told(name) for name in sizes]})
+        return JSONResponse({"object": "list", "data": [self._told(*each) for each in sizes.items()]})
 
     async def one_model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in await asyncio.to_thread(self._shelf.sizes):
+        sizes = await asyncio.to_thread(self._shelf.sizes)
+        if name not in sizes:
             raise Refused("there is no such model here; /v1/models lists those that there are", "model", "model_not_found", 404)
-        return JSONResponse(self._told(name))
+        return JSONResponse(self._told(name, sizes[name]))
 
-    def _told(self, name: str) -> dict[str, Any]:
+    def _told(self, name: str, n_bytes: int) -> dict[str, Any]:
         """A model, as OpenAI tells of one; and what the page has to know."""
         served, more = self._shelf.loaded(name), dict[str, Any]()
         if served:
@@ -103,7 +104,7 @@ class Paths:
                 "can_chat": served.model.template is not None,
             }
         created = served.created if served else 0
-        told = {"is_loaded": served is not None, "bytes": self._shelf.sizes().get(name, 0), **more}
+        told = {"is_loaded": served is not None, "bytes": n_bytes, **more}
         return {"id": name, "object": "model", "created": created, "owned_by": "specdec", "specdec": told}
 
     async def _body(self, request: Request) -> tuple[dict[str, Any], AbstractAsyncContextManager[None]]:

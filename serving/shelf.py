@@ -90,13 +90,20 @@ class Shelf:
         self._lock = threading.Lock()
         self._loader = ThreadPoolExecutor(1, "loading")
         self._sizes: Mapping[str, int] = {}
-        self._listed = float("-inf")
+        self._listed, self._listing = float("-inf"), threading.Lock()
         self._gone = Figures()  # of models that were dropped
 
     def sizes(self, seconds: float = LISTED_SECONDS) -> Mapping[str, int]:
-        """The models that there are, and their bytes, as they were so many seconds ago or later."""
-        if time.monotonic() - self._listed >= seconds:
-            self._sizes, self._listed = self._source.sizes(), time.monotonic()
+        """Return the models that there are and their bytes, as they were so many seconds ago or later.
+
+        Takes long. One thread lists at a time; who comes meanwhile gets the list before, if there is one.
+        """
+        if time.monotonic() - self._listed >= seconds and self._listing.acquire(blocking=not self._sizes):
+            try:
+                self._sizes = self._source.sizes()
+                self._listed = time.monotonic()
+            finally:
+                self._listing.release()
         return self._sizes
 
     def loaded(self, name: str) -> Served | None:
@@ -120,14 +127,17 @@ class Shelf:
 
         Whoever begins has to end. Raises Refused for another name.
         """
+        sizes = self._sizes if name in self._places else self.sizes()
+        if name and name not in self._places and name not in sizes:
+            sizes = self.sizes(LOOKED_SECONDS)
         with self._lock:
-            name = name or next(reversed(self._places), "") or next(iter(self.sizes()), "")
-            if name not in self._places and name not in self.sizes() and name not in self.sizes(LOOKED_SECONDS):
-                there = list(self.sizes())
+            name = name or next(reversed(self._places), "") or next(iter(sizes), "")
+            if name not in self._places and name not in sizes:
+                there = list(sizes)
                 told = f"there is {there[0]}" if len(there) == 1 else f"there are {', '.join(there[:8])}{' …' * (len(there) > 8)}"
                 raise Refused(f"there is no model {short(name, repr)} here; {told}", "model", "model_not_found", 404)
             if not (place := self._places.pop(name, None)):
-                place = Place(name, self.sizes()[name])
+                place = Place(name, sizes[name])
                 self._loader.submit(self._load, place)
             self._places[name] = place
             place.users += 1

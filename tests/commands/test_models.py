@@ -1,14 +1,18 @@
 """`specdec models`: short names, and models that go."""
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
+from specdec.commands import catalog
 from specdec.commands.main import app
 from specdec.readers import files, removing
 from tests.commands.test_cli import Run, from_json, run  # noqa: F401  (a fixture)
 from tests.conftest import Pair
+from tests.folders import FIXTURES
 from tests.gguf_files import CONFIGS, gguf_bytes, model_keys, model_tensors
 from tests.terminal import PROMPT
 
@@ -102,3 +106,32 @@ def test_what_others_call_pull_is_told() -> None:
     for words in (["pull", "org/name"], ["rm", "org/name"]):
         with pytest.raises(Exception, match="did you mean 'models "):
             app(words, standalone_mode=False)
+
+
+def test_a_server_reads_a_header_again_only_where_files_have_changed(
+    pair: Pair, tmp_path: Path, own_names: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, read, load = tmp_path / "models", list[Path](), catalog.load_checkpoint
+    folder.mkdir()
+    shutil.copy(pair.target, folder / "one.bin")
+    shutil.copytree(FIXTURES / "llama", folder / "two")
+    (folder / "two" / "gone.gguf").symlink_to(tmp_path / "nowhere")
+    (folder / "no_model.bin").write_bytes(b"x")
+
+    def counted(path: Path) -> Any:
+        read.append(path)
+        return load(path)
+
+    monkeypatch.setattr(catalog, "load_checkpoint", counted)
+    sizes = catalog.model_sizes()
+    assert {"one.bin", "two"} <= sizes.keys() and "no_model.bin" not in sizes
+    assert sizes["one.bin"] == pair.target.stat().st_size
+    assert {entry.name: entry.n_bytes for entry in catalog.entries() if entry.config and not entry.is_head} == sizes
+    read.clear()
+    assert catalog.model_sizes() == sizes and not read
+    shutil.copy(pair.draft, folder / "one.bin")
+    (folder / "two" / "config.json").unlink()
+    shutil.copy(pair.draft, folder / "no_model.bin")
+    changed = catalog.model_sizes()
+    assert {path.name for path in read} == {"one.bin", "no_model.bin"}
+    assert (changed["one.bin"], changed["no_model.bin"]) == (pair.draft.stat().st_size,) * 2 and "two" not in changed

@@ -165,3 +165,31 @@ def test_what_is_idle_is_dropped_for_another_and_after_its_time(shelves):
     shelf.end(held)
     assert text_of(ask(app, TEXT, ASKED | {"model": "a"})) and shelf.loaded("b") is None
     assert "specdec_requests_done_total 4" in ask(app, "/metrics").body.decode(), "figures outlive models"
+
+
+def test_a_list_that_takes_long_keeps_nobody_waiting(shelves, monkeypatch):
+    """The models are listed anew for a name that is not known, outside of all locks, by one thread at a time."""
+    monkeypatch.setattr("specdec.serving.shelf.LOOKED_SECONDS", 0.0)
+    _, source, app, _ = shelves()
+    text = text_of(ask(app, TEXT, ASKED | {"model": "a"}))
+    lists, may, begun = source.sizes, threading.Event(), threading.Event()
+
+    def slow():
+        begun.set()
+        assert may.wait(60)
+        return lists()
+
+    source.sizes = slow
+    with ThreadPoolExecutor(3) as pool:
+        try:
+            first = pool.submit(ask, app, TEXT, ASKED | {"model": "nope"})
+            assert begun.wait(60)
+            assert text_of(pool.submit(ask, app, TEXT, ASKED | {"model": "a"}).result(30)) == text
+            assert pool.submit(ask, app, "/metrics").result(30).status == 200
+            assert pool.submit(ask, app, TEXT, ASKED | {"model": "nope"}).result(30).status == 404
+            assert not first.done()
+        finally:
+            may.set()
+        assert first.result(30).status == 404
+    source.sizes, source.names = lists, ("a", "new")
+    assert text_of(ask(app, TEXT, ASKED | {"model": "new"})) == text, "a model that has come since"
