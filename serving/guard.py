@@ -5,6 +5,7 @@ then takes the server for the site's own. So a request has to name this host, or
 sends has to come from the page of this server.
 """
 
+import asyncio
 import hashlib
 import hmac
 import ipaddress
@@ -16,7 +17,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from .engine import Client
+from .engine import Client, Closed
 from .fields import Refused
 
 Scope = MutableMapping[str, Any]
@@ -60,7 +61,7 @@ class Guard:
         try:
             scope["who"] = self._checked(scope)
             await self._app(scope, receive, sending)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             has_left = isinstance(error, OSError)  # the client, or it reads nothing
             note = error.note if isinstance(error, Refused) else f"{type(error).__name__}: {error}"[:200]
             notes.append("left" if has_left else note)
@@ -103,8 +104,10 @@ class Guard:
         return found[0].hex() if found and kind.lower() == "bearer" else ""
 
 
-def told_as(error: Exception) -> Refused:
-    """What a client is told of an error: of one of the inside nothing."""
+def told_as(error: BaseException) -> Refused:
+    """What a client is told of an error: of one of the inside nothing. Requests are cancelled where the server ends."""
+    if isinstance(error, asyncio.CancelledError):
+        return Closed()
     return error if isinstance(error, Refused) else Refused("the server failed; its log says more", None, "server_error", 500)
 
 

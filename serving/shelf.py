@@ -6,13 +6,15 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from ..checks import short
 from .asked import Model
-from .engine import Engine
+from .engine import Closed, Engine
 from .fields import Refused
 from .metrics import Figures, merged
 
@@ -59,8 +61,8 @@ class Place:
     @property
     def served(self) -> Served | None:
         """The model, once it is loaded."""
-        is_there = self.loading.done() and not self.loading.cancelled() and not self.loading.exception()
-        return self.loading.result() if is_there else None
+        loading = self.loading  # another thread may replace it
+        return loading.result() if loading.done() and not loading.exception() else None
 
 
 class One:
@@ -87,8 +89,8 @@ class Shelf:
     def __init__(self, source: Source, keep_alive: float | None, tell: Callable[[str], object]) -> None:
         self._source, self._keep_alive, self._tell = source, keep_alive, tell
         self._places = dict[str, Place]()  # the one that was asked for last is the last
-        self._lock = threading.Lock()
-        self._loader = ThreadPoolExecutor(1, "loading")
+        self._lock = threading.Lock()  # the event loop takes it: nothing within may take long
+        self._loader, self._is_closed = ThreadPoolExecutor(1, "loading"), False
         self._sizes: Mapping[str, int] = {}
         self._listed, self._listing = float("-inf"), threading.Lock()
         self._gone = Figures()  # of models that were dropped
@@ -125,12 +127,14 @@ class Shelf:
     def begin(self, name: str) -> Place:
         """That model, or that of which the last request was, or the first that there is; it is loaded if need be.
 
-        Whoever begins has to end. Raises Refused for another name.
+        Whoever begins has to end. Raises Refused for another name, and Closed.
         """
         sizes = self._sizes if name in self._places else self.sizes()
         if name and name not in self._places and name not in sizes:
             sizes = self.sizes(LOOKED_SECONDS)
         with self._lock:
+            if self._is_closed:
+                raise Closed()
             name = name or next(reversed(self._places), "") or next(iter(sizes), "")
             if name not in self._places and name not in sizes:
                 there = list(sizes)
@@ -158,8 +162,13 @@ class Shelf:
         return [each for each in [*self._places.values()] if each.served and not each.users and each.since < oldest]
 
     def close(self, grace: float) -> None:
-        """No new texts; those that run end, or are cut after so many seconds."""
+        """No new texts; those that run end, or are cut after so many seconds. Who waits for a model is refused at once."""
         end = time.monotonic() + grace
+        with self._lock:
+            self._is_closed = True
+            for place in self._places.values():
+                with suppress(InvalidStateError):  # of one that is loaded
+                    place.loading.set_exception(Closed())
         for served in self._served:
             served.engine.close(max(end - time.monotonic(), 0.0))
         self._loader.shutdown(wait=False, cancel_futures=True)
@@ -169,11 +178,14 @@ class Shelf:
         try:
             self._make_room(place)
             begin = time.monotonic()
-            served = self._source.load(place.name, lambda share: setattr(place, "share", share))
+            served = self._source.load(place.name, partial(self._goes_on, place))
             place.n_bytes = served.model.decoder.target.weights.n_bytes
             place.since = time.monotonic()
             self._tell(f"loaded {place.name} in {place.since - begin:.1f} s")
-            place.loading.set_result(served)
+            try:
+                place.loading.set_result(served)
+            except InvalidStateError:  # the server ends
+                served.engine.close(0.0)
             self._source.limit(self._served)
         except Exception as error:
             with self._lock:
@@ -182,7 +194,14 @@ class Shelf:
                 told = f"{place.name} cannot be loaded: {error}"
                 self._tell(told)
                 error = Refused(FOLDERS.sub("", told), "model", None, 503)
-            place.loading.set_exception(error)
+            with suppress(InvalidStateError):
+                place.loading.set_exception(error)
+
+    def _goes_on(self, place: Place, share: float) -> None:
+        """Note the share of a model that is loaded. Raises Closed, which ends the loading."""
+        if self._is_closed:
+            raise Closed()
+        place.share = share
 
     def _make_room(self, place: Place) -> None:
         """Drops what is idle, the longest first, as far as need be. Raises Refused where that is not enough."""

@@ -109,7 +109,7 @@ class Answering:
                 await self._write(self._answer, served, scope, leaving)
         except OSError:
             raise
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             if self._is_open:
                 await self._out(partial(self._fails, told_as(error)), True)
             raise

@@ -1,5 +1,6 @@
 """The server at a socket: clients that are slow or talk nonsense; the command as a process, from its first line to SIGTERM."""
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -16,12 +17,18 @@ import pytest
 
 pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
+from specdec import SpeculativeDecoder
 from specdec.commands import serve
 from specdec.commands.serve import ServeRequest
 from specdec.serving import listening
+from specdec.serving.app import app_of
+from specdec.serving.asked import Model
+from specdec.serving.engine import Engine
 from specdec.serving.fields import Refused
 from specdec.serving.guard import Guard
 from specdec.serving.listening import Listener, bound
+from specdec.serving.shelf import Served, only
+from specdec.serving.writing import Service
 from tests.conftest import Pair
 from tests.terminal import LONGEST, started
 
@@ -97,6 +104,39 @@ def test_connections_that_wait_for_long_make_room_for_new_ones(monkeypatch: pyte
             assert one.recv(10) == b""
         for one in many:
             one.close()
+
+
+def test_what_is_not_answered_when_the_server_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "LAST_WORDS_SECONDS", 0)
+    has_begun = threading.Event()
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        has_begun.set()
+        await asyncio.sleep(600)
+
+    with contextlib.ExitStack() as stack:
+        with listener(endless, []) as address:
+            connection = stack.enter_context(contextlib.closing(http.client.HTTPConnection(*address, timeout=60)))
+            connection.request("GET", "/x")
+            assert has_begun.wait(60)
+        reply = connection.getresponse()
+        assert (reply.status, json.loads(reply.read())["error"]["code"]) == (503, "shutting_down")
+
+
+def test_a_stream_that_is_not_over_when_the_server_ends_has_a_last_event(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "LAST_WORDS_SECONDS", 0)
+    decoder = SpeculativeDecoder(pair.endless, None, pair.tokenizer, n_threads=1)
+    shelf = only(Served(Model("endless", decoder, None), Engine(decoder, 1, 1, 10**9), 1))
+    with contextlib.ExitStack() as stack:
+        stack.callback(shelf.close, 0.0)
+        with listener(app_of(Service(shelf, "print")), []) as address:
+            connection = stack.enter_context(contextlib.closing(http.client.HTTPConnection(*address, timeout=60)))
+            body = json.dumps({"prompt": "the then", "max_tokens": 99_000, "stream": True})
+            connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+            reply = connection.getresponse()
+            assert reply.readline().startswith(b"data: ")
+        *_, last, done, end = reply.read().decode().split("\n\n")
+        assert (done, end) == ("data: [DONE]", "") and json.loads(last[6:])["error"]["code"] == "shutting_down"
 
 
 async def refusing(scope: Any, receive: Any, send: Any) -> None:

@@ -11,7 +11,7 @@ pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 from specdec import SpeculativeDecoder
 from specdec.serving.app import app_of
 from specdec.serving.asked import Model
-from specdec.serving.engine import Engine
+from specdec.serving.engine import Closed, Engine
 from specdec.serving.fields import Refused
 from specdec.serving.guard import Guard
 from specdec.serving.shelf import Served, Shelf
@@ -19,6 +19,7 @@ from specdec.serving.writing import Service
 from tests.serving.test_api import CHAT, TEXT, ask
 from tests.serving.test_engine import endless  # noqa: F401
 
+MESSAGES = "/v1/messages"
 ASKED = {"prompt": "Once", "max_tokens": 8, "temperature": 0.7, "seed": 3}
 
 
@@ -38,6 +39,7 @@ class Source:
         assert self.gate.wait(60)
         if self.error:
             raise self.error
+        tell(0.75)
         self.loaded.append(name)
         decoder = SpeculativeDecoder(self.decoder.target, None, self.decoder.tokenizer, n_threads=1)
         return Served(Model(name, decoder, None), Engine(decoder, 4, 8, 10**7), 1)
@@ -193,3 +195,43 @@ def test_a_list_that_takes_long_keeps_nobody_waiting(shelves, monkeypatch):
         assert first.result(30).status == 404
     source.sizes, source.names = lists, ("a", "new")
     assert text_of(ask(app, TEXT, ASKED | {"model": "new"})) == text, "a model that has come since"
+
+
+def test_who_waits_for_a_model_is_refused_when_the_server_ends(shelves, monkeypatch):
+    monkeypatch.setattr("specdec.serving.writing.LOADING_SECONDS", 0.01)
+    shelf, source, app, lines = shelves()
+    source.gate.clear()
+    with ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(ask, app, TEXT, ASKED | {"model": name, "stream": name == "b"}) for name in "abc"]
+        streaming = pool.submit(ask, app, MESSAGES, {"model": "a", "stream": True})
+        end = time.monotonic() + 30
+        while sum(each.users for each in [*shelf._places.values()]) < 4 and time.monotonic() < end:
+            time.sleep(0.01)
+        shelf.close(0.0)
+        whole, stream, other = (each.result(30) for each in waiting)
+        told = streaming.result(30).body.decode()
+    for reply in (whole, other, ask(app, TEXT, ASKED | {"model": "a"}), ask(app, TEXT, ASKED)):
+        assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (503, "shutting_down", "1")
+    assert json.loads(stream.body.decode().rpartition("data: ")[2])["error"]["code"] == "shutting_down"
+    assert json.loads(told.rpartition("data: ")[2])["error"]["type"] == "overloaded_error", "as Anthropic says it"
+    assert ask(app, "/v1/models").status == 200
+    source.gate.set()
+    shelf._loader.shutdown()
+    assert source.loaded == [] and not any("cannot be loaded" in line for line in lines), "a model that nobody waits for"
+    assert shelf.loaded("a") is None
+
+
+def test_a_model_that_is_loaded_as_the_server_ends_is_closed(shelves):
+    shelf, source, _, _ = shelves()
+    served = shelf.begin("a").loading.result(30)
+    other = Served(served.model, Engine(served.model.decoder, 1, 1, 10**7), 1)
+
+    def late(name, tell):
+        shelf.close(0.0)
+        return other
+
+    source.load = late
+    with pytest.raises(Closed):
+        shelf.begin("b").loading.result(30)
+    shelf._loader.shutdown()
+    assert not other.engine._thread.is_alive()
