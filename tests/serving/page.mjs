@@ -1,13 +1,20 @@
-// The page's script with as much of a document as it asks for: reads texts of a JSON list, writes the elements of each.
+// The page's script with as much of a document as it asks for: reads texts of a JSON list, writes the elements of each; or, called
+// with "talk", has a talk with a server that is gone, is back, and breaks off, and writes what is shown and was asked.
 import { readFileSync } from "node:fs";
 
 class Element {
-  constructor(tag) { Object.assign(this, {tagName: tag.toUpperCase(), className: "", children: [], dataset: {}}); }
+  constructor(tag) { Object.assign(this, {tagName: tag.toUpperCase(), className: "", children: [], dataset: {}, value: "", acts: {}}); }
   set textContent(words) { this.children = [words]; }
-  append(...more) { this.children.push(...more); }
+  get textContent() { return this.children.map((each) => each.textContent ?? each).join(""); }
+  append(...more) { for (const each of more) if (each instanceof Element) each.parent = this; this.children.push(...more); }
   replaceChildren() { this.children = []; }
-  addEventListener() {}
+  addEventListener(kind, act) { this.acts[kind] = act; }
+  remove() { this.parent.children.splice(this.parent.children.indexOf(this), 1); }
   focus() {}
+  of(kind) {
+    const inner = this.children.filter((each) => each instanceof Element);
+    return inner.flatMap((each) => [...(each.className.split(" ").includes(kind) ? [each] : []), ...each.of(kind)]);
+  }
   get told() {
     const inner = this.children.map((each) => (each.told === undefined ? each.replaceAll("<", "&lt;") : each.told)).join("");
     const kind = this.tagName === "SPAN" && this.className ? ` ${this.className}` : this.href ? ` ${this.href}` : "";
@@ -17,13 +24,53 @@ class Element {
 }
 
 const script = readFileSync(process.argv[2], "utf8").match(/<script>(.*)<\/script>/s)[1];
+const places = {}, place = (id) => places[id] ??= new Element("div");
 globalThis.document = {
-  createElement: (tag) => new Element(tag), getElementById: () => new Element("div"), addEventListener() {}, querySelector: () => new Element("main"),
+  createElement: (tag) => new Element(tag), getElementById: place, addEventListener() {}, querySelector: () => new Element("main"),
+  querySelectorAll: (kind) => place("talk").of(kind.slice(1)),
 };
+globalThis.location = {origin: "http://here"};
+let copied = null;
+Object.defineProperty(globalThis, "navigator", {value: {clipboard: {writeText: async (words) => { copied = words; }}}, configurable: true});
 globalThis.requestAnimationFrame = () => {};
 globalThis.sessionStorage = {getItem: () => null, setItem() {}};
-globalThis.fetch = async () => { throw new Error("no server"); };
-const Story = new Function(script + "; return Story;")();
+globalThis.fetch = async () => { throw new TypeError("Failed to fetch"); };
+const {Story, ask} = new Function(script + "; return {Story, ask};")();
+if (process.argv[3] === "talk") {
+  await new Promise((done) => setTimeout(done));
+  const shown = [place("status").textContent], asked = [], event = (value) => `data: ${JSON.stringify(value)}\n\n`;
+  const chunk = (content, finish_reason) => event({choices: [{delta: {content}, finish_reason}]});
+  let stream = null;
+  globalThis.fetch = async (path, options) => {
+    if (path === "v1/models") return Response.json({data: [{id: "m", specdec: {is_loaded: true, can_chat: true}}]});
+    asked.push(JSON.parse(options.body).messages.map((one) => one.content));
+    if (stream === null) throw new TypeError("Failed to fetch");
+    return new Response(stream);
+  };
+  const say = async (words) => { place("message").value = words; await ask(); };
+  const again = async () => {
+    place("talk").of("retry")[0].acts.click();
+    while (place("status").textContent !== "Done.") await new Promise((done) => setTimeout(done, 1));
+  };
+  const words = (kind) => place("talk").of(kind).map((each) => each.textContent);
+  const errors = () => words("error"), buttons = () => words("quiet");
+  await say("one");
+  shown.push(errors(), buttons());
+  stream = chunk("first", null) + chunk("!", "stop");
+  await again();
+  shown.push(errors(), buttons());
+  stream = chunk("sec", null);
+  await say("two");
+  shown.push(errors(), buttons());
+  stream = event({error: {message: "the server is shutting down", code: "shutting_down"}});
+  await say("three");
+  shown.push(errors().slice(1));
+  stream = chunk("third", "stop");
+  await again();
+  await place("talk").of("copy").at(-1).acts.click();
+  process.stdout.write(JSON.stringify({shown, asked, copied}));
+  process.exit();
+}
 const told = JSON.parse(readFileSync(0, "utf8")).map((runs) => {
   const place = new Element("x"), story = new Story(place, true);
   for (const [kind, words] of runs) story.add(kind, words);

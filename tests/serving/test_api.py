@@ -832,6 +832,16 @@ def test_the_page_shows_markdown_in_elements_of_its_own_and_in_colours() -> None
     assert coloured == "<p>Hello<span guessed> </span><strong><span guessed>world</span></strong> x</p>"
 
 
+@pytest.mark.skipif(not shutil.which("node"), reason="needs node, which runs the page's script")
+def test_the_page_says_that_the_server_is_gone_and_asks_again() -> None:
+    command = ["node", Path(__file__).with_name("page.mjs"), server.PAGE, "talk"]
+    told = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+    gone = "The server at http://here does not answer. Start it with specdec serve, then try again."
+    assert told["shown"] == [gone, [gone], ["Retry"], [], ["Copy", "Retry"], [gone], ["Copy", "Copy", "Retry"], [gone]]
+    assert told["asked"][:3] == [["one"], ["one"], ["one", "first!", "two"]]
+    assert told["asked"][3:] == [["one", "first!", "two", "sec", "three"]] * 2 and told["copied"] == "third"
+
+
 def test_figures_are_prometheus_text(app: Any, engine: Engine) -> None:
     ask(app, TEXT, {"max_tokens": 3})
     wait_until(lambda: not engine.figures.running)
