@@ -32,6 +32,7 @@ from .seats import LEAST_SHARED, Seat, Seats
 INTERRUPTED = "interrupted"
 IDLE_SEATS = 4  # for each slot, of talks that may go on
 PIECE_SECONDS = 0.1  # that a piece of a prompt may add to a pass which others wait for
+AHEAD_SECONDS = 1.0  # of passes, that a client may have had more than another one before its prompts wait for that
 LEAST_PIECE = 8  # tokens of such a piece
 MORE_CLIENTS = 64  # that may wait where all places are taken, by clients of which none asks for anything else
 
@@ -156,7 +157,7 @@ class Engine:
 
     Conversations that go on find their cache. A text that alone takes more than cache_bytes runs alone. Clients share alike: the
     one with fewest texts running is next, one with fewer than its share of the slots need not wait for a slot, and passes take
-    clients by turns. What reads another client's prompt, or is no text, takes no more time than the steps of texts.
+    clients by turns. Prompts wait of a client that has had more time than another one that runs; other work has half of the time.
     """
 
     def __init__(self, decoder: SpeculativeDecoder, n_slots: int, n_queue: int, cache_bytes: int) -> None:
@@ -168,6 +169,7 @@ class Engine:
         self._is_closed = self._is_cut = False
         self._is_prompts_turn = False  # for want of room in the last pass
         self._owed = 0.0  # seconds that passes have, before other work goes on
+        self._used = dict[str, float]()  # seconds of passes that clients have had, of those that run and of who was ahead of them
         self._costs: CostModel  # of passes
         self._figures = Figures()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
@@ -307,7 +309,19 @@ class Engine:
                 self._fails(self._taken(ticket), error)
                 continue
             self._taken(ticket)
+            self._enters(ticket.who.name)
             self._running.append(writing)
+
+    def _enters(self, client: str) -> None:
+        """Begin to count a client's seconds: from those of the client that runs and has had least, or its own where it had more.
+
+        After the virtual token counter of "Fairness in Serving Large Language Models" (arXiv 2401.00588).
+        """
+        there = {writing.client for writing in self._running}
+        least = min([self._used[each] for each in there], default=0.0)
+        used = self._used if there else dict[str, float]()
+        self._used = {each: seconds for each, seconds in used.items() if each in there or seconds > least}
+        self._used.setdefault(client, least)
 
     def _first(self) -> Ticket | None:
         """Return the first of the client with fewest texts running, if there is a slot or it has less than its share of them."""
@@ -350,6 +364,8 @@ class Engine:
                 ready.append(writing)
         ready.sort(key=lambda writing: writing.draft is None)  # what did not fit the last pass is the first of this
         stepping = [] if self._is_prompts_turn else self._stepping(ready, MAX_TOKENS - (LEAST_PIECE if reading else 0))
+        most = min([self._used[writing.client] for writing in (*stepping, *reading)], default=0.0) + AHEAD_SECONDS
+        reading = [writing for writing in reading if self._used[writing.client] <= most]
         if stepping and stepping[0].has_tree:
             self._is_prompts_turn = bool(reading)
             self._alone(stepping[0])
@@ -359,13 +375,12 @@ class Engine:
         self._is_prompts_turn = bool(reading) and not pieces
         if stepping or pieces:
             self._run(stepping, pieces)
-            self._have_run([*stepping, *(writing for writing, _ in reversed(pieces))])
+            self._have_run([*stepping, *(writing for writing, _ in pieces)])
 
     def _have_run(self, those: Collection[Writing]) -> None:
-        """Move those that go on behind the others, whose turn is next: the last is the one that most was read of."""
-        others = [writing for writing in self._running if writing not in those]
+        """Move those that go on behind the others, whose turn is next."""
         # another list, since other threads look at this one
-        self._running = [*others, *(writing for writing in those if writing in self._running)]
+        self._running = sorted(self._running, key=lambda writing: writing in those)
 
     def _by_turns(self) -> list[Writing]:
         """Return the texts that run, one of each client, then a second of each; of a client the one that has run last is last."""
@@ -426,21 +441,16 @@ class Engine:
     def _pieces(self, reading: list[Writing], stepping: list[Writing]) -> list[tuple[Writing, int]]:
         """Return how many tokens of each prompt come along: so many that others do not wait for long.
 
-        Clients take turns. Of a client the prompt that has least left goes first, or that leads one that has; but the one that
-        has waited longest always gets on. Texts of other clients wait no longer for prompts than for each other.
+        The one that has least left goes first, or that leads one that has; but the one that has waited longest always gets on.
         """
         cost, used = self._costs.pass_cost, sum(1 + len(writing.draft.tokens) for writing in stepping if writing.draft)
-        room, seconds = MAX_TOKENS - used, PIECE_SECONDS
-        readers = {writing.client for writing in reading}
-        if {writing.client for writing in stepping} - readers:
-            seconds = min(seconds, cost(used) * len(readers))
+        room = MAX_TOKENS - used
         if stepping:
-            while room > LEAST_PIECE and cost(used + room) - cost(used) > seconds:
+            while room > LEAST_PIECE and cost(used + room) - cost(used) > PIECE_SECONDS:
                 room -= 1
         oldest = min(reading, key=lambda writing: writing.began, default=None)
-        has_run = {writing.client: i for i, writing in enumerate(self._running)}  # of each client the one that has run last
         pieces = list[tuple[Writing, int]]()
-        for writing in sorted(reading, key=lambda each: (has_run[each.client], each.left(self._running))):
+        for writing in sorted(reading, key=lambda each: each.left(self._running)):
             kept = LEAST_PIECE if oldest not in (None, writing, *(each for each, _ in pieces)) else 0
             n = min(writing.model.n_to_stop(writing.text.tokens), room - kept)
             if n > 0:
@@ -468,6 +478,10 @@ class Engine:
                     judged.append((writing, writing.text.judge(logits)))
         seconds = time.perf_counter() - begin
         n_tokens = sum(len(logits) for logits in rows)
+        ran = [*pieces, *zip(stepping, map(len, rows[len(pieces) :]), strict=True)]
+        n_run = sum(n for _, n in ran)
+        for writing, n in ran:
+            self._used[writing.client] += seconds * n / n_run
         for writing, _ in pieces:
             writing.seat.keep(writing.ticket.job.prompt, False)
         if not pieces:
@@ -490,7 +504,9 @@ class Engine:
         with self._blaming(writing):
             judged = run(writing.model, writing.text)
             self._figures.passes += 1
-            self._goes_on(writing, *judged, time.perf_counter() - begin)
+            seconds = time.perf_counter() - begin
+            self._used[writing.client] += seconds
+            self._goes_on(writing, *judged, seconds)
 
     def _goes_on(self, writing: Writing, new: list[int], n_accepted: int, seconds: float) -> int:
         """A text has made a step; how many tokens it grew by."""

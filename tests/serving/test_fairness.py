@@ -354,8 +354,23 @@ def test_one_client_keeps_no_other_one_out(endless: Any, engines: Callable[..., 
 
 
 @pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Counter[str], dict[str, int]]]:
-    """Of each pass the clients whose texts make a step, and how many tokens of whose prompts are read; a token costs 1 ms."""
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Of engines: it goes on by 1 ms for each token of a pass."""
+    clock, forward = Clock(), engine.Transformer.forward_together
+
+    def timed(jobs: list[Any]) -> Any:
+        clock.now += 0.001 * sum(model.n_to_run(tokens, n_logits) for model, tokens, n_logits, _ in jobs)
+        return forward(jobs)
+
+    monkeypatch.setattr(engine.Transformer, "forward_together", timed)
+    monkeypatch.setattr(engine, "time", clock)
+    monkeypatch.setattr(engine.Sharing, "of", lambda self, n: 0.001 * n)
+    return clock
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> list[tuple[Counter[str], dict[str, int]]]:
+    """Of each pass the clients whose texts make a step, and how many tokens of whose prompts are read."""
     seen, run = list[tuple[Counter[str], dict[str, int]]](), engine.Engine._run
 
     def spied(self: Any, stepping: list[Any], pieces: list[tuple[Any, int]]) -> None:
@@ -366,7 +381,6 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Counter[str], dict[str
         run(self, stepping, pieces)
 
     monkeypatch.setattr(engine.Engine, "_run", spied)
-    monkeypatch.setattr(engine.Sharing, "of", lambda self, n: 0.001 * n)
     return seen
 
 
@@ -398,24 +412,61 @@ def test_two_texts_of_a_client_run_beside_many_of_another_one(endless: Any, engi
     assert all(len(heard.steps) > before for heard, before in zip(many, steps, strict=False)), "nobody stands still"
 
 
-def test_one_clients_prompts_do_not_slow_down_another_ones_text(endless: Any, engines: Callable[..., Any], passes: Any) -> None:  # noqa: F811
-    busy, heard = engines(endless, n_slots=4), Heard()
+def test_one_clients_prompts_do_not_slow_down_another_ones_text(
+    endless: Any,  # noqa: F811
+    engines: Callable[..., Any],  # noqa: F811
+    passes: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is ahead by 0.2 s, which are 200 tokens, and then takes as much time as the text."""
+    monkeypatch.setattr(engine, "AHEAD_SECONDS", 0.2)
+    busy, heard, many = engines(endless, n_slots=4), Heard(), [Heard() for _ in range(3)]
     submit(busy, a_job(endless, 50_000), heard, Client("b"))
     assert heard.spoke.wait(60)
-    for i in range(6):
-        submit(busy, a_long_job(endless, 400, i), Heard(), Client("a"))
-    own = Heard()
-    submit(busy, a_long_job(endless, 300, 9), own, Client("a"))
-    own.all()
-    beside = [read for stepping, read in passes if stepping == Counter("b") and read]
-    assert beside and all(sum(read.values()) <= engine.LEAST_PIECE for read in beside)
+    for i, other in enumerate(many):
+        submit(busy, a_long_job(endless, 300, i), other, Client("a"))
+    for other in many:
+        other.all()
+    n_steps = n_read = 0
+    for stepping, read in passes:
+        n_steps, n_read = n_steps + stepping["b"], n_read + read["a"]
+        assert n_read <= 200 + 64 + n_steps
+    assert max(read["a"] for _, read in passes) > 50, "in pieces that are worth their passes"
     n, alone = len(passes), Heard()
     submit(busy, a_long_job(endless, 300, 10), alone, Client("b"))
     alone.all()
-    assert max(sum(read.values()) for _, read in passes[n:]) > engine.LEAST_PIECE, "its own wait as long as it wants"
+    assert len(passes) - n < 30, "its own wait as long as it wants"
 
 
-def test_prompts_of_clients_are_read_by_turns(endless: Any, engines: Callable[..., Any], passes: Any) -> None:  # noqa: F811
+def test_a_client_that_comes_anew_has_had_as_little_as_any_other(endless: Any, engines: Callable[..., Any], clock: Clock) -> None:  # noqa: F811
+    """And one that comes again what it had, unless all others had more."""
+    busy = engines(endless, n_slots=4)
+    first, second = Heard(), Heard()
+    ticket = submit(busy, a_job(endless, 50_000), first, Client("a"))
+    until(lambda: len(first.steps) > 100)
+    submit(busy, a_long_job(endless, 200, 1), second, Client("b"))
+    second.all()
+    assert busy._used["b"] > 0.3
+    had = busy._used["b"]
+    again = Heard()
+    submit(busy, a_job(endless, 3), again, Client("b"))
+    again.all()
+    assert busy._used["b"] >= had
+    ticket.cancel()
+    until(lambda: not busy._running)
+    alone = Heard()
+    submit(busy, a_job(endless, 3), alone, Client("c"))
+    alone.all()
+    assert busy._used.keys() == {"c"} and busy._used["c"] < 0.1
+
+
+def test_prompts_of_clients_are_read_by_turns(
+    endless: Any,  # noqa: F811
+    engines: Callable[..., Any],  # noqa: F811
+    passes: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine, "AHEAD_SECONDS", 0.2)
     busy, many, other = engines(endless, n_slots=4), [Heard() for _ in range(8)], Heard()
     for i, heard in enumerate(many):
         submit(busy, a_long_job(endless, 1000, i), heard, Client("a"))
@@ -430,11 +481,11 @@ def test_other_work_takes_no_more_time_than_texts(
     endless: Any,  # noqa: F811
     engines: Callable[..., Any],  # noqa: F811
     passes: Any,
+    clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A step of it takes as long as ten passes, so ten passes come between two of them."""
-    clock, run = Clock(), engine.Engine._run
-    monkeypatch.setattr(engine, "time", clock)
+    run = engine.Engine._run
 
     def timed(self: Any, stepping: list[Any], pieces: list[Any]) -> None:
         run(self, stepping, pieces)
