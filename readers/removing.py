@@ -20,7 +20,8 @@ def files_of(path: Path) -> list[Path]:
         alike = _parts(path)
         if not path.is_file() or {*path.parent.rglob("*.gguf")} <= {*alike}:
             return [storage]
-        return [file for link in alike for file in {link, link.resolve()}]
+        # One step of the links only: the library keeps blobs that repositories share in a store of their own.
+        return [*alike, *(link.parent / link.readlink() for link in alike if link.is_symlink())]
     return _parts(path)
 
 

@@ -95,6 +95,23 @@ def test_models_are_removed_once_somebody_has_said_so(
         assert (code, out) == (2, "") and len(err.splitlines()) == 1
 
 
+def test_a_blob_that_another_repository_shares_stays(tmp_path: Path) -> None:
+    """The library since 2.0 makes blobs links into a store of the cache."""
+    shared = tmp_path / "blobs" / "ab" / "abc"
+    shared.parent.mkdir(parents=True)
+    shared.write_bytes(b"weights")
+    storage = tmp_path / "models--org--name"
+    for folder in (storage / "blobs", storage / "snapshots" / "1"):
+        folder.mkdir(parents=True)
+    for name in ("one", "two"):
+        (storage / "blobs" / name).symlink_to("../../blobs/ab/abc")
+        (storage / "snapshots" / "1" / f"{name}.gguf").symlink_to(f"../../blobs/{name}")
+    paths = removing.files_of(storage / "snapshots" / "1" / "one.gguf")
+    assert removing.size_of(paths) == len(b"weights")
+    removing.remove(paths)
+    assert {path.name for path in storage.rglob("*") if not path.is_dir()} == {"two", "two.gguf"} and shared.exists()
+
+
 def test_a_name_without_its_ending_and_other_programs_list_are_understood(run: Run, pair: Pair, own_names: Path) -> None:  # noqa: F811
     (own_names.parents[2] / "models" / "target.bin").write_bytes(pair.target.read_bytes())
     assert [row["name"] for row in from_json(run("models", "target", "--json"))["models"]] == ["models/target.bin"]
