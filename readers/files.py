@@ -162,10 +162,10 @@ def here(name: str) -> Path | None:
     if found := _first(_places(Path(name))):
         return found
     if meant := _short_names().get(name):
-        return _first(_places(Path(meant))) or (hub.cached(meant, will_do=True) if hub.is_repository(meant) else None)
+        return _first(_places(Path(meant))) or (hub.cached(meant) if hub.is_repository(meant) else None)
     if published := _published(name):
         return hub.cached_file(published)
-    return hub.cached(name, will_do=True) if hub.is_repository(name) else None
+    return hub.cached(name) if hub.is_repository(name) else None
 
 
 def _has_json_tokenizer(name: str) -> bool:

@@ -16,10 +16,19 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class Hub:
     """Repositories and what is in them, and the troubles that a test sets.
 
-    refusal: status and X-Error-Code of every answer. token: without it, 401. cuts: how many bodies are cut off after `cut_at`
-    bytes. shorter: bytes of a body that are announced and never come. knows_sizes: whether it lists files with them.
-    sums, etags: what it says of a file in the place of the truth; commit: of the newest revision. gate: bodies wait at `cut_at`
-    bytes until it is set.
+    Attributes:
+        refusal: Status and X-Error-Code of every answer.
+        token: Whoever does not send it gets 401.
+        cuts: How many bodies are cut off after `cut_at` bytes.
+        shorter: Bytes of a body that are listed and never come.
+        knows_sizes: Whether it lists files with their sizes.
+        ignores_ranges: Whether it sends every file from its beginning.
+        redirect: The address of another server that has the files.
+        sizes, sums, etags: What it says of a file instead of the truth.
+        commit: The newest revision.
+        gate: Bodies wait at `cut_at` bytes until it is set.
+        requests, ranges, authorizations: What was asked for, in order; the last by path.
+        others: Other servers of the test.
     """
 
     repositories: dict[str, dict[str, bytes]]
@@ -29,6 +38,9 @@ class Hub:
     cut_at: int = 0
     shorter: int = 0
     knows_sizes: bool = True
+    ignores_ranges: bool = False
+    redirect: str = ""
+    sizes: dict[str, int] = field(default_factory=dict)
     sums: dict[str, str] = field(default_factory=dict)
     etags: dict[str, str] = field(default_factory=dict)
     commit: str = COMMIT
@@ -37,6 +49,7 @@ class Hub:
     requests: list[tuple[str, str]] = field(default_factory=list)  # method and path
     ranges: list[str] = field(default_factory=list)
     authorizations: dict[str, str] = field(default_factory=dict)  # by path
+    others: dict[str, "Hub"] = field(default_factory=dict)
 
     def fetched(self) -> list[str]:
         """The files whose bytes were asked for, in order."""
@@ -90,6 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif about:
             siblings = self.siblings(repository) if hub.knows_sizes and "blobs=" in self.path else names_of(repository)
             self.send(json.dumps({"id": about[1], "sha": hub.commit, "siblings": siblings}).encode(), with_body)
+        elif file and hub.redirect:
+            self.refuse(302, "", hub.redirect + path)
         elif file and file[3] in repository:
             self.send_file(file[3], repository[file[3]], with_body)
         else:
@@ -100,12 +115,16 @@ class _Handler(BaseHTTPRequestHandler):
         for entry, (name, data) in zip(entries, repository.items(), strict=True):
             sha256 = self.the_hub.sums.get(name, hashlib.sha256(data).hexdigest())
             large = {"lfs": {"sha256": sha256, "size": len(data), "pointerSize": 130}}
-            entry |= {"size": len(data), "blobId": "0" * 40} | (large if name.endswith((".safetensors", ".bin", ".gguf")) else {})
+            entry |= {"size": self.the_hub.sizes.get(name, len(data)), "blobId": "0" * 40} | (
+                large if name.endswith((".safetensors", ".bin", ".gguf")) else {}
+            )
         return entries
 
-    def refuse(self, status: int, code: str) -> None:
+    def refuse(self, status: int, code: str, location: str = "") -> None:
         self.send_response(status)
         self.send_header("X-Error-Code", code)
+        if location:
+            self.send_header("Location", location)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -120,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
     def send_file(self, name: str, data: bytes, with_body: bool) -> None:
         hub = self.the_hub
         etag = hub.etags.get(name, hashlib.sha256(data).hexdigest())
-        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        asked = None if hub.ignores_ranges else re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
         start = int(asked[1]) if asked else 0
         if with_body:
             data = data[: len(data) - hub.shorter]
