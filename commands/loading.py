@@ -15,12 +15,13 @@ from ..drafting.prompt_cache import PromptCache
 from ..drafting.settings import AUTO
 from ..drafting.team import HEAD, MTP, NGRAM
 from ..readers import CheckpointError, extras, read_object
-from ..readers.files import find, needs, telling_how_to_restore
+from ..readers.files import needs, telling_how_to_restore
 from ..readers.loading import Pack
 from ..screens.progress import LOADING, TIMING, Bar, loading
 from ..text import shapes
 from ..transformer import KV
 from .endings import say
+from .finding import find_model
 from .options import OF_PARAMETERS
 from .request import WORDS, Asked, Request
 
@@ -97,7 +98,7 @@ def prompts_of(request: Request) -> PromptCache | None:
 
 
 def found(request: Request, more: Mapping[str, str] = NOTHING) -> list[str | Path]:
-    """Where target, draft and stage are; fetching one shows a bar of its own.
+    """Return where target, draft and stage are, downloaded if need be.
 
     more: packages that the run takes beside those that read the models, and what for: all that lack are told before anything is
     fetched or loaded. Raises CheckpointError.
@@ -107,7 +108,7 @@ def found(request: Request, more: Mapping[str, str] = NOTHING) -> list[str | Pat
     files = ["" if name in WORDS else name for name in names]
     if lacking := extras.missing({**needs(files, request.tokenizer), **more}):
         raise CheckpointError(lacking)
-    return [find(file, words=WORDS if i else ()) if file else names[i] for i, file in enumerate(files)]
+    return [find_model(file, WORDS if i else ()) if file else names[i] for i, file in enumerate(files)]
 
 
 def shaping(request: Request) -> Callable[[SpeculativeDecoder], Shape | None]:

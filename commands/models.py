@@ -13,12 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ..readers import CheckpointError, extras
-from ..readers.files import find, here, needs
+from ..readers.files import here, needs
 from ..readers.names import name_model, short_names
 from ..readers.removing import files_of, remove, size_of
 from ..screens.output import on_one_line
 from ..screens.progress import loading
 from .endings import writing
+from .finding import find_model
 from .options import argument, flag
 from .request import Request
 
@@ -68,7 +69,7 @@ def pull(request: ListRequest, names: list[str]) -> None:
     if lacking := extras.missing(needs(names)):
         raise CheckpointError(lacking)
     for name in names:
-        path = find(name)
+        path = find_model(name)
         print(f"{on_one_line(name)} is in {on_one_line(str(path))} ({_count(size_of([path]))}B)")
 
 

@@ -18,7 +18,6 @@ from ..decoder import SpeculativeDecoder
 from ..drafting.settings import AUTO
 from ..machine.memory import physical_memory_bytes
 from ..readers import extras
-from ..readers.files import find
 from ..readers.loading import room_beside
 from ..readers.names import short_names
 from ..sampling import Sampling
@@ -27,6 +26,7 @@ from ..screens.output import on_one_line
 from ..text.conversation import Settings as ChatSettings
 from ..text.templates import TemplateError
 from .endings import say, writing
+from .finding import find_model
 from .loading import Loaded, decoder_of, drawn_as_advised, found, models_of
 from .options import flag, in_options, of_sampling, of_server
 from .prompts import text_in
@@ -139,7 +139,7 @@ def run(request: ServeRequest) -> None:
     if lacking := extras.missing(SERVING):
         raise ValueError(lacking)
     if not request.model and request.draft and request.draft.lower() not in WORDS:
-        find(request.draft, words=WORDS)  # before models are loaded that it is to draft for
+        find_model(request.draft, WORDS)  # before models are loaded that it is to draft for
     from ..serving.listening import bound  # which nothing else needs
 
     with bound(request.host, request.port) as sock:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ..decoding import Event, Prefill, Prompt, Step
 from ..machine import cache
+from ..readers import download
 from .interrupts import in_foreground, signals
 from .output import printable, time_left
 from .story import cells, cut
@@ -60,6 +61,7 @@ class Line:
         self._writing = threading.RLock()
         self._over = threading.Event()
         self._next_word = time.monotonic() + WORD_SECONDS
+        self._download, self._n_first, self._begin, self._last = ("", 0), 0, 0.0, 0.0
 
     def begin(self) -> None:
         self.show(self._message)
@@ -82,6 +84,17 @@ class Line:
         with self._writing:
             self._doing = f"compiling {n_begun}, {cache.why(name)}: {name}" if name else ""
             self._draw()
+
+    def downloading(self, name: str, n: int, total: int) -> None:
+        """Show how much of a download is here. See `download.on_progress`."""
+        now = time.monotonic()
+        if self._download != (name, total):
+            self._download, self._n_first, self._begin = (name, total), n, now
+        elif now > self._last + SHOW_SECONDS:
+            self._last = now
+            left = time_left(now - self._begin, (n - self._n_first) / max(total - self._n_first, 1))
+            of = f" of {total / 1e6:,.0f} MB{left}" if total else f", {n / 1e6:,.0f} MB"
+            self.show(Bar(f"downloading {name}", n / total if total else 0.0, of))
 
     def end(self) -> None:
         """Nothing is left of it, nor of the ^C of who ended it."""
@@ -128,12 +141,14 @@ def loading(message: Message = LOADING, after: float = 0.0) -> Iterator[Show]:
     line = Line(message, after)
     with signals.undone(line.end, do=line.begin):
         cache.on_compiling.append(line.compiling)
+        download.on_progress.append(line.downloading)
         try:
             yield line.show
         except OSError as error:
             raise ValueError(f"cannot load: {error.filename or 'a file'}: {error.strerror or error}") from None
         finally:
             cache.on_compiling.remove(line.compiling)
+            download.on_progress.remove(line.downloading)
 
 
 def telling(show: Show, doing: str) -> Callable[[float], None]:

@@ -1,5 +1,6 @@
 """`specdec models`: short names, and models that go."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import typer
 from specdec.commands import catalog
 from specdec.commands.main import app
 from specdec.readers import files, removing
+from specdec.screens import progress
 from tests.commands.test_cli import Run, from_json, run  # noqa: F401  (a fixture)
 from tests.conftest import Pair
 from tests.folders import FIXTURES
 from tests.gguf_files import CONFIGS, gguf_bytes, model_keys, model_tensors
+from tests.loopback_hub import Hub
 from tests.terminal import PROMPT
 
 
@@ -93,6 +96,19 @@ def test_models_are_removed_once_somebody_has_said_so(
     for wrong in (["rm"], ["pull"], ["a", "b"]):
         code, out, err = run("models", *wrong)
         assert (code, out) == (2, "") and len(err.splitlines()) == 1
+
+
+def test_a_pull_into_a_pipe_says_how_far_it_is(run: Run, own_names: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    pytest.importorskip("huggingface_hub", reason="the extra [hub] is not installed")
+    monkeypatch.setattr(progress, "WORD_SECONDS", -1.0)
+    monkeypatch.setattr(progress, "SHOW_SECONDS", -1.0)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with Hub({"org/name": {"tiny-Q8_0.gguf": bytes(1_000_000)}}).serving() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        code, out, err = run("models", "pull", "org/name")
+    assert code == 0 and re.fullmatch(r"org/name is in .*tiny-Q8_0\.gguf \(1\.0 MB\)\n", out)
+    assert re.search(r"^specdec: downloading org/name: *100% of 1 MB, 0 s left$", err, re.MULTILINE)
 
 
 def test_a_blob_that_another_repository_shares_stays(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from specdec.decoding import Event, Prefill, Prompt, Statistics, Step
 from specdec.machine import cache
+from specdec.readers import download
 from specdec.screens import progress
 from specdec.screens.interrupts import signals
 from specdec.screens.output import PlainView, show
@@ -66,6 +67,22 @@ def test_where_there_is_no_terminal_what_takes_long_says_so_every_few_seconds(mo
             time.sleep(0.01)
     lines = out.getvalue().splitlines()
     assert 1 <= len(lines) <= 3 and all(re.fullmatch(r"specdec: reading: +\d+%", line) for line in lines)
+
+
+def test_a_download_is_shown_with_its_size_and_the_time_that_is_left(
+    terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "SHOW_SECONDS", -1.0)
+    place = terminal()
+    with loading("looking for org/name"):
+        for n in (50, 75, 99):  # it goes on with 50 MB
+            download.on_progress[-1]("org/name", n * 10**6, 100 * 10**6)
+        for _ in range(2):
+            download.on_progress[-1]("tokenizer.bin", 3 * 10**6, 0)  # nobody knows how much it is
+    place.close()
+    assert not download.on_progress
+    assert re.search(r"looking for org/name.*downloading org/name ━+ +75% of 100 MB, 0 s left", place.shown)
+    assert re.search(r" 99% of 100 MB, 0 s left.*downloading tokenizer.bin +0%, 3 MB", place.shown)
 
 
 def test_nothing_is_shown_behind_a_sudden_end(terminal: Callable[..., Terminal]) -> None:
