@@ -21,11 +21,12 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if _is_folder(path):
         head = head_folder.head_of(path)
         return head_folder.load_checkpoint(path, head) if head else huggingface.load_checkpoint(path)
-    if path.suffix in (".safetensors", ".json"):
-        raise CheckpointError(f"{path} is a part of a model; name the folder that holds it and its config.json")
     if gguf.is_gguf(path):
         return gguf.load_checkpoint(path)
-    refuse_strangers(path)
+    if path.suffix != ".json":
+        refuse_strangers(path)
+    if path.suffix in (".json", ".safetensors"):
+        raise CheckpointError(f"{path} is a part of a model; name the folder that holds it and its config.json")
     return llama2c.load_checkpoint(path)
 
 

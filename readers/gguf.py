@@ -23,7 +23,13 @@ from .named_tensors import NamedTensors
 from .parts import parts_of
 from .places import are_equal, tensors_of
 
-ARCHITECTURE, TYPE, ADAPTER = "general.architecture", "general.type", "adapter"
+ARCHITECTURE, TYPE = "general.architecture", "general.type"
+OTHER_TYPES = {  # of files that hold no model
+    "adapter": "an adapter (LoRA) alone; merge it into its model with llama.cpp's llama-export-lora",
+    "mmproj": "the part of a model that reads images; name the GGUF file of the model itself",
+    "clip": "the part of a model that reads images; name the GGUF file of the model itself",
+    "imatrix": "an importance matrix, which is for quantizing; name the GGUF file of a model",
+}
 VOCABULARY, TOKENS, CHAT_TEMPLATE = "tokenizer.ggml.", "tokenizer.ggml.tokens", "tokenizer.chat_template"
 SPLIT_NUMBER, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
 MOST_PARTS = 99999
@@ -83,8 +89,6 @@ class Model(NamedTensors[GgufFile]):
         super().__init__(path)
         self.first = GgufFile(path)
         self.keys = self.first.keys
-        if self.keys.get(TYPE) == ADAPTER:
-            raise CheckpointError(f"{path} is an adapter, which alone is no model; merge it with llama.cpp's llama-export-lora")
         for file in _parts(self.first):
             for name in file.entries:
                 if name in self:
@@ -94,8 +98,11 @@ class Model(NamedTensors[GgufFile]):
         if expected is not None and expected != n:
             raise CheckpointError(f"{path}: {SPLIT_TENSORS} is {shown(expected)}; its parts hold {n} tensors")
         architecture = self.keys.get(ARCHITECTURE)
+        if other := OTHER_TYPES.get(str(self.keys.get(TYPE))) or OTHER_TYPES.get(str(architecture)):
+            raise CheckpointError(f"{path} holds {other}")
         if not isinstance(architecture, str) or architecture not in GGUFS:
-            raise CheckpointError(f"{path}: {ARCHITECTURE} is {shown(architecture)}; there are {', '.join(GGUFS)}")
+            told = f"{ARCHITECTURE} {shown(architecture)} is not supported; supported: {', '.join(sorted(GGUFS))}"
+            raise CheckpointError(f"{path}: {told}")
         self.family = GGUFS[architecture]
         # layers behind those of the model, which draft
         self.n_nextn = Values(path, self.keys, beginning=f"{architecture}.").count(NEXTN) if self.family.mtp else 0

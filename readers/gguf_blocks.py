@@ -212,7 +212,7 @@ class BlockTensor:
             if ((upper & 0x7C) == 0x7C).any():  # the exponent's bits, all of them
                 raise CheckpointError(f"{self.damaged} holds NaN or infinite scales")
         if not block.are_done(data.reshape(-1, block.n_bytes)):
-            raise CheckpointError(f"{self.damaged} holds scales below 2^-24 or above 2^15, which are not done here")
+            raise CheckpointError(f"{self.damaged} holds scales below 2^-24 or above 2^15, which are not supported")
         return data
 
     def flat(self) -> "BlockTensor":

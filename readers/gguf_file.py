@@ -18,6 +18,7 @@ from ..machine.vectors import Int64
 from .gguf_blocks import BLOCKS, BlockTensor
 from .json_text import MAX_BYTES
 from .model_file import BYTE, FLOATS, FP32, FileTensor, ModelFile
+from .strangers import DOWNLOAD_AGAIN, what_is
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -91,7 +92,9 @@ class GgufFile:
 
     def _read_header(self, header: "_Header") -> None:
         if header.take(min(4, self._file.size)) != MAGIC:
-            raise CheckpointError(f"{self.path} is no GGUF file: it does not begin with GGUF")
+            empty = "" if self._file.size else "is empty; expected a GGUF file"
+            flaw = empty or what_is(self.path, "expected a GGUF file") or "is not a GGUF file: it does not begin with GGUF"
+            raise CheckpointError(f"{self.path} {flaw}")
         version = header.u32()
         if version not in VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "big"), "little")
@@ -144,7 +147,9 @@ class GgufFile:
                 raise CheckpointError(f"{self.path}: {shown(name)} overlaps the tensor before it, at {entry.first} of the data")
             at = first + entry.n_bytes
             if at > self._file.size:
-                raise CheckpointError(f"{self.path} is truncated: {self._file.size} bytes, and {shown(name)} ends at {at}")
+                raise CheckpointError(
+                    f"{self.path} is truncated: {self._file.size} bytes, and {shown(name)} ends at {at}; {DOWNLOAD_AGAIN}"
+                )
             self.entries[name] = entry._replace(first=first)
 
 
@@ -228,7 +233,9 @@ class _Header:
     def _reach(self, end: int) -> None:
         """The header is read up to there."""
         if end > self._file.size:
-            raise CheckpointError(f"{self._file.path} is truncated: {self._file.size} bytes, its header goes on")
+            raise CheckpointError(
+                f"{self._file.path} is truncated: {self._file.size} bytes, its header goes on; {DOWNLOAD_AGAIN}"
+            )
         if end > MAX_BYTES:
             raise CheckpointError(f"{self._file.path} is no GGUF file: its header has more than {MAX_BYTES} bytes")
         if end > len(self._data):

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..families.values import CheckpointError, shown
 from .model_file import ModelFile
+from .strangers import IS_LFS_POINTER, LFS_POINTER
 
 MAX_BYTES = 100_000_000  # of a header, as the safetensors format has it; nothing else comes near
 
@@ -28,6 +29,8 @@ def object_if_there(path: Path) -> dict[str, Any]:
 def parse_object(path: Path, data: bytes, what: str = "") -> dict[str, Any]:
     """The object that those bytes of the file say; what: they are, for people. Raises CheckpointError, also for a key twice."""
     where = f"{path}: {what}" if what else f"{path}"
+    if data.startswith(LFS_POINTER):
+        raise CheckpointError(f"{path} {IS_LFS_POINTER}")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_without_doubles)
     except UnicodeDecodeError as error:

@@ -5,6 +5,7 @@ Layouts as in karpathy/llama2.c: run.c reads version 0, export.py writes version
 
 import math
 import os
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from ..architectures.llama import LLAMA
 from ..families.values import CheckpointError
 from ..weights.matrix import Grouped
 from .model_file import Checkpoint, FileTensor, ModelFile
+from .strangers import DOWNLOAD_AGAIN, MODEL
 
 MAGIC = 0x616B3432  # "ak42"
 V0_HEADER_BYTES, V1_HEADER_BYTES = 28, 256
@@ -24,6 +26,7 @@ FIELDS = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size"
 ROPE = "rope"  # the tables of version 0, which are skipped
 V0_ORDER = ("tok_emb", "rms_att", "wq", "wk", "wv", "wo", "rms_ffn", "w1", "w2", "w3", "rms_final", ROPE, "wcls")
 V1_ORDER = ("rms_att", "rms_ffn", "rms_final", "tok_emb", "wq", "wk", "wv", "wo", "w1", "w2", "w3", "wcls")
+TOKENIZER = re.compile(rb".{8}\x05\0\0\0<unk>", re.DOTALL)  # the first bytes of a tokenizer.bin: longest, score, length, piece
 NORMS = ("rms_att", "rms_ffn", "rms_final")  # fp32 in every version
 
 
@@ -52,7 +55,8 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     sizes = {name: _n_bytes(math.prod(shapes[name]), group) for name, group in groups.items()}
     if file.size != (expected := at + sum(sizes.values())):
         what = "truncated" if file.size < expected else "too long"
-        raise CheckpointError(f"{file.path} is {what}: {file.size} bytes, its header describes {expected}")
+        told = f"{file.path} is {what}: {file.size} bytes, its header describes {expected}; {DOWNLOAD_AGAIN}"
+        raise CheckpointError(told)
     tensors: dict[str, Any] = {}
     for name, group in groups.items():
         shape, n_matrices = shapes[name], math.prod(shapes[name][:-2])
@@ -111,8 +115,10 @@ def _read_header(file: ModelFile) -> Header:
     path = file.path
     if file.size < V0_HEADER_BYTES:
         what = "is empty" if file.size == 0 else f"is truncated: {file.size} bytes cannot hold a header"
-        raise CheckpointError(f"{path} {what}; expected a llama2.c checkpoint")
+        raise CheckpointError(f"{path} {what}; {MODEL}")
     head = file.read(0, min(file.size, V1_HEADER_BYTES)).tobytes()
+    if TOKENIZER.match(head):
+        raise CheckpointError(f"{path} is a llama2.c tokenizer, not a model; name it with tokenizer=...")
     magic, version = struct.unpack_from("<Ii", head)
     if magic != MAGIC:
         numbers = dict(zip(FIELDS, struct.unpack_from("<7i", head), strict=True))
@@ -135,5 +141,5 @@ def _read_header(file: ModelFile) -> Header:
 def _check_config(path: Path, numbers: dict[str, Any], shared: bool) -> Config:
     config = Config(**numbers, shared_classifier=shared)
     if flaw := config.flaw():
-        raise CheckpointError(f"{path} is not a llama2.c checkpoint, or a damaged one: {flaw}")
+        raise CheckpointError(f"{path} is not a model file, or is a damaged llama2.c checkpoint ({flaw}); {MODEL}")
     return config

@@ -15,13 +15,13 @@ from ..families.values import CheckpointError, shown
 from ..machine.vectors import Int64
 from .json_text import MAX_BYTES, parse_object
 from .model_file import BYTE, FLOATS, FileTensor, ModelFile
+from .strangers import DOWNLOAD_AGAIN, what_is
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # files of a folder: all its weights, and what names shards
 PICKLE = "pytorch_model.bin"  # what older folders have in their place
 LENGTH_BYTES = 8
 MAX_DIMENSIONS = 64
 METADATA = "__metadata__"
-LFS_POINTER = b"version https://git-lfs"  # what a clone without git-lfs holds in the place of a large file
 INTEGERS, OCTETS = {"I64": np.dtype("<i8")}, {"U8": BYTE}  # the second are no numbers by themselves
 BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
@@ -65,15 +65,13 @@ class SafetensorsFile:
             what = "is empty" if size == 0 else f"is truncated: {size} bytes cannot hold a header"
             raise CheckpointError(f"{self.path} {what}; expected a safetensors file")
         n_bytes = int.from_bytes(self._file.read(0, LENGTH_BYTES).tobytes(), "little")
-        if self._file.read(0, min(size, len(LFS_POINTER))).tobytes() == LFS_POINTER:
-            raise CheckpointError(
-                f"{self.path} is a pointer of git-lfs in the place of the weights; fetch them with git lfs pull"
-            )
+        if n_bytes > MAX_BYTES and (flaw := what_is(self.path, "expected a safetensors file")):
+            raise CheckpointError(f"{self.path} {flaw}")
         if n_bytes > MAX_BYTES:
             raise CheckpointError(f"{self.path} is no safetensors file: a header of {n_bytes} bytes; at most {MAX_BYTES} may be")
         start = LENGTH_BYTES + n_bytes
         if start > size:
-            raise CheckpointError(f"{self.path} is truncated: {size} bytes, its header alone has {n_bytes}")
+            raise CheckpointError(f"{self.path} is truncated: {size} bytes, its header alone has {n_bytes}; {DOWNLOAD_AGAIN}")
         data = self._file.read(LENGTH_BYTES, n_bytes).tobytes()
         if data[:1] != b"{":
             raise CheckpointError(f"{self.path} is no safetensors file: its header does not begin with an opening brace")
@@ -107,7 +105,8 @@ class SafetensorsFile:
             at = entry.last
         if at != self._file.size:
             what = "truncated" if self._file.size < at else "too long"
-            raise CheckpointError(f"{self.path} is {what}: {self._file.size} bytes, its header describes {at}")
+            told = f"{self.path} is {what}: {self._file.size} bytes, its header describes {at}; {DOWNLOAD_AGAIN}"
+            raise CheckpointError(told)
 
 
 def _are_whole(numbers: Any) -> bool:

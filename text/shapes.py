@@ -382,7 +382,7 @@ def checked_schema(schema: Mapping[str, Any], is_lenient: bool = False) -> str:
     if not isinstance(schema, Mapping):
         raise TypeError(f"the schema is {checks.short(schema, repr)}; expected an object")
     if "x-guidance" in schema:
-        raise ValueError("the schema uses x-guidance, which is not done here")
+        raise ValueError("the schema uses x-guidance, which is not supported")
     try:
         text = json.dumps({**schema, "x-guidance": {**STYLE, "lenient": is_lenient}}, allow_nan=False, ensure_ascii=False)
         text.encode()
@@ -437,7 +437,7 @@ def _reason(words: str) -> str:
     """What is wrong, of what llguidance says in several lines."""
     if found := re.search(r"Unimplemented keys: \[(.*?)\]", words):
         keys = found[1].replace('"', "")
-        return f"it uses {keys}, which {'are' if ',' in keys else 'is'} not done here"
+        return f"it uses {keys}, which {'are' if ',' in keys else 'is'} not supported"
     if "NoExtension" in words:
         return "nothing fits it"
     line = next((line for line in reversed(words.split("\n")) if line.startswith("error: ")), words.split("\n")[0])

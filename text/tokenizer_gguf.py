@@ -42,7 +42,7 @@ def gguf_tokenizer(path: Path, keys: Mapping[str, Any], end_marks: Mapping[int, 
     kind = KINDS.get(values.a("model", str, ""))
     if kind is None:
         *others, last = KINDS
-        raise values.refusal("model", f"{', '.join(others)} or {last}: other kinds of tokenizers are not done here")
+        raise values.refusal("model", f"{', '.join(others)} or {last}; other kinds of tokenizers are not supported")
     if kind == PIECES:
         return Tokenizer(path, _pieces(values))
     data = json.dumps((_of_bytes if kind == BYTES else _of_characters)(values)).encode()
@@ -189,7 +189,7 @@ def _of_bytes(keys: _Keys) -> dict[str, Any]:
     """BPE over bytes, of the split that the keys name."""
     split = SPLITS.get(keys.a("pre", str, DEFAULT))
     if split is None:
-        raise keys.refusal("pre", f"a split that is done here, as are {KNOWN_SPLITS}")
+        raise keys.refusal("pre", f"a split that is supported, such as {KNOWN_SPLITS}")
     of_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split.has_words}
     digits = [{"type": "Digits", "individual_digits": True}] if split.each_digit else []
     return _written_as_json(

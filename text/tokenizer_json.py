@@ -16,12 +16,13 @@ from typing import Any
 
 from .. import checks
 from ..readers import extras
+from ..readers.strangers import IS_LFS_POINTER, LFS_POINTER, what_is
 from ..tokenizer import NO_TEXT_YET, AnyTokenizer, Part, Tokenizer, TokenizerError, file_bytes, text_of
 from .workers import Unanswered, Worker
 
 TOKENIZER_FILE = "tokenizer.json"
 DECODERS = "ByteLevel, Metaspace or SentencePiece's (Replace, ByteFallback, Fuse, Strip of one space in front)"
-LFS_POINTER = b"version https://git-lfs"  # what a clone without git-lfs holds in the place of a large file
+TOKENIZER = "expected a tokenizer.json, a folder that holds one, a GGUF file, or a tokenizer.bin of llama2.c"
 TEXT_HAS_BEGUN = 0
 LOADING_SECONDS, SECONDS_PER_BYTE = 5.0, 1e-6  # of patience with a file, of which it reads five million bytes a second
 ENCODING_SECONDS, SECONDS_PER_CHARACTER = 5.0, 2e-5  # and with a text, of which it encodes a million characters a second
@@ -135,9 +136,18 @@ class JsonTokenizer:
 
 
 def load_tokenizer(path: Path, bos: int | None = None, end_marks: Mapping[int, str] | None = None) -> AnyTokenizer:
-    """The tokenizer of a folder or a .json file (see `JsonTokenizer`), else that of a llama2.c file, which has own marks, too."""
-    is_json = path.is_dir() or path.suffix == ".json"
-    return JsonTokenizer(path, bos, end_marks) if is_json else Tokenizer(path, end_marks=end_marks or {})
+    """Load the tokenizer of a folder or a .json file (see `JsonTokenizer`), else that of a llama2.c file, which has own marks, too.
+
+    Raises TokenizerError, which says what a file is that is no tokenizer.
+    """
+    if path.is_dir() or path.suffix == ".json":
+        return JsonTokenizer(path, bos, end_marks)
+    try:
+        return Tokenizer(path, end_marks=end_marks or {})
+    except TokenizerError:
+        if flaw := what_is(path, TOKENIZER) if path.is_file() else "":
+            raise TokenizerError(f"{path} {flaw}") from None
+        raise
 
 
 @dataclass(frozen=True)
@@ -203,7 +213,7 @@ def _decoder_of(path: Path, decoder: Any) -> _Decoder:
                 strip = " " * strips_all
             case _:
                 raise TokenizerError(
-                    f"{path} has a decoder with {checks.short(stage, json.dumps)}, which is not done here; expected {DECODERS}"
+                    f"{path} has a decoder with {checks.short(stage, json.dumps)}, which is not supported; expected {DECODERS}"
                 )
     return _Decoder(False, tuple(replacements), has_bytes, strip.encode(), strips_all)
 
@@ -215,7 +225,7 @@ def _loaded(path: Path, data: bytes, worker: Worker) -> dict[str, Any]:
             f"{path} is read with the package tokenizers, which is missing; {extras.install([extras.TOKENIZERS])}"
         )
     if data.startswith(LFS_POINTER):
-        raise TokenizerError(f"{path} is a pointer of git-lfs in the place of the tokenizer; fetch it with git lfs pull")
+        raise TokenizerError(f"{path} {IS_LFS_POINTER}")
     try:
         holds = worker.begin()
     except Unanswered as error:

@@ -1,11 +1,10 @@
-"""What a command line asks for: words, prompts from anywhere, names as people type them, options for nothing, strange files."""
+"""What a command line asks for: words, prompts from anywhere, names as people type them, options for nothing."""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from specdec.commands.main import UsageError, app, usage
 from specdec.commands.parsing import AsItStands
 from specdec.machine import cache
 from specdec.readers import files
-from specdec.readers.strangers import STRANGERS
 from specdec.screens.progress import loading
 from specdec.tokenizer import Tokenizer
 from tests.commands.test_cli import Run, assert_refused, from_json, run  # noqa: F401  (a fixture)
@@ -319,38 +317,6 @@ def test_samples_are_texts_of_this_seed_and_the_next_ones(run: Run, pair: Pair) 
     assert out == f"{alone[0]}\n\n{alone[1]}\n"
     assert "seed 5" in err and "seed 6" in err
     assert_refused(run("--samples", 0), "--samples")
-
-
-# Strange files
-
-
-def strange_files(folder: Path) -> dict[str, bytes]:
-    with zipfile.ZipFile(folder / "torch.zip", "w") as archive:
-        archive.writestr("model/data.pkl", b"x" * 50)
-    with zipfile.ZipFile(folder / "plain.zip", "w") as archive:
-        archive.writestr("readme.txt", b"x" * 50)
-    rest = b"x" * 400
-    return {
-        "PyTorch": (folder / "torch.zip").read_bytes(),
-        "zip archive": (folder / "plain.zip").read_bytes(),
-        "may run code": b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03." + rest,
-        "safetensors file; name the folder": b"\x40\1\0\0\0\0\0\0" + b'{"__metadata__":{"format":"pt"}' + rest,
-        "ONNX": b"\x08\x08\x12\x07pytorch" + rest,
-        "page of the web": b"\n<!DOCTYPE html><html>" + rest,
-        "git lfs pull": b"version https://git-lfs.github.com/spec/v1\noid" + rest,
-        "gzip": b"\x1f\x8b\x08\x00" + rest,
-        "HDF5": b"\x89HDF\r\n\x1a\n" + rest,
-        "before GGUF": b"tjgg" + rest,
-    }
-
-
-def test_a_file_of_another_kind_is_told_by_its_first_bytes(run: Run, tmp_path: Path) -> None:  # noqa: F811
-    files = strange_files(tmp_path)
-    assert len(files) == len(STRANGERS)
-    path = tmp_path / "model.bin"
-    for word, data in files.items():
-        path.write_bytes(data)
-        assert_refused(run("-m", path), path, word)
 
 
 # What is there

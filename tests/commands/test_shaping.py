@@ -59,9 +59,10 @@ def test_what_is_wrong_with_a_shape_is_a_line(run: Run, pair: Pair, schema: Path
     assert "--schema and --regex are two shapes of a text" in refused("--schema", schema, "--regex", "a")
     assert "the regex cannot be used: unclosed group" in refused("--regex", "(a")
     assert "cannot read" in refused("--schema", tmp_path / "none.json")
+    assert "--schema takes the name of a file; write the schema to one" in refused("--schema", '{"type": "object"}')
     for content, words in {
         "[]": "is a JSON list; expected an object", "{": "is no JSON", "[" * 1_000_000: "nested beyond all bounds",
-        '{"a": 1, "a": 2}': "stands twice", '{"not": {}}': "it uses not, which is not done", "\udcff": "is no UTF-8 at byte 0",
+        '{"a": 1, "a": 2}': "stands twice", '{"not": {}}': "uses not, which is not supported", "\udcff": "is no UTF-8 at byte 0",
     }.items():  # fmt: skip
         schema.write_bytes(content.encode(errors="surrogateescape"))
         assert words in refused("--schema", schema)
