@@ -58,6 +58,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_mtp_layernorm": (False, None),
     "parallel_draft_step": (1, None),
     "quantization_config": (None,),
+    "quantization": (None,),
 }
 
 

@@ -34,7 +34,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     key: neutral
     for neutral, keys in (
         ((None,), "quantization_config attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar clip_qkv"),
-        ((None,), "attention_multiplier attention_chunk_size"),
+        ((None,), "quantization attention_multiplier attention_chunk_size"),
         ((None, 1), "partial_rotary_factor rotary_pct embedding_multiplier residual_multiplier logits_scaling logit_scale"),
         ((None, False), "rope_interleaved use_mrope use_qk_norm qk_layernorm alibi add_cross_attention is_encoder_decoder"),
         ((None, True), "is_causal"),
@@ -206,7 +206,7 @@ def rope(values: Values, said: Values | None = None) -> RopeConfig:
     if said["rope_type"] == "dynamic" and original_positions(values, said) >= values.whole("max_position_embeddings"):
         return found  # other angles are for texts beyond those positions alone
     if said["rope_type"] != "llama3":
-        raise said.refusal("rope_type", "default, linear, dynamic, llama3 or yarn: other kinds of RoPE are not done here")
+        raise said.refusal("rope_type", "default, linear, dynamic, llama3 or yarn; other kinds of RoPE are not supported")
     scaling = RopeScaling(
         factor=said.real("factor", 1, 1e6),
         low_freq_factor=said.real("low_freq_factor", 1e-6, 1e6),

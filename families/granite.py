@@ -61,7 +61,7 @@ def hybrid_config(values: Values) -> Config:
     """The same of a hybrid. Raises CheckpointError for layers of Mamba, and for experts."""
     n_layers = values.whole("num_hidden_layers", most=folders.MOST_LAYERS)
     values.must_be("num_local_experts", 0)
-    values.of_layers("layer_types", n_layers, ATTENTION, "attention, as others are not done here,")
+    values.of_layers("layer_types", n_layers, ATTENTION, "attention (others are not supported)")
     values.must_be("position_embedding_type", "rope", "nope", None)
     folders.no_window(values)
     values.must_be("mlp_bias", False)

@@ -40,7 +40,7 @@ def _rope(values: Values) -> RopeConfig:
     if rope["rope_type"] == "default":
         return found
     if rope["rope_type"] not in LONGROPE:
-        raise rope.refusal("rope_type", "default or longrope: other kinds of RoPE are not done here")
+        raise rope.refusal("rope_type", "default or longrope; other kinds of RoPE are not supported")
     n_positions, original = values.whole("max_position_embeddings"), values.whole("original_max_position_embeddings")
     short, long = (_factors(rope, key, n_turned // 2) for key in ("short_factor", "long_factor"))
     factor = rope.real("factor", 0, 1e6, n_positions / original)

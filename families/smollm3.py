@@ -25,7 +25,7 @@ def config(values: Values) -> Config:
     """The numbers that a config.json says."""
     n_layers = values.whole("num_hidden_layers", most=folders.MOST_LAYERS)
     if values.flag("use_sliding_window") and values["sliding_window"] is not None:
-        raise values.refusal("sliding_window", "null: windows in some layers are not done here")
+        raise values.refusal("sliding_window", "null; windows in some layers are not supported")
     if values["no_rope_layers"] is None:
         interval = values.whole("no_rope_layer_interval")
         unturned = (*range(interval - 1, n_layers, interval),)

@@ -8,6 +8,8 @@ from typing import Any
 MAX_SIZE = 2**31 - 1
 WIDEST = 1 << 20  # of what is listed number by number before any tensor tells its size: a head
 NO_DEFAULTS: Mapping[str, Any] = {}
+QUANTIZED = ("quantization_config", "quantization")  # keys; MLX writes the second, or both
+ORIGINAL = "use the original model in BF16 or a GGUF file of it, such as org/name:Q4_K_M"
 
 
 class CheckpointError(ValueError):
@@ -101,15 +103,22 @@ class Values:
     def must_be(self, key: str, *choices: Any) -> None:
         """Raises CheckpointError for a value that is none of the choices; the error names the first."""
         if not any(_same(self[key], choice) for choice in choices):
-            raise self.refusal(key, f"{shown(choices[0])}: nothing else is done here")
+            raise self.refusal(key, f"{shown(choices[0])}; other values are not supported")
 
 
 def check_neutral(values: Values, neutral: Mapping[str, tuple[Any, ...]]) -> None:
     """Raises CheckpointError for a key that asks for other arithmetic; neutral: those that might, and what asks for nothing."""
     for key in filter(values.__contains__, neutral):
-        if key == "quantization_config" and isinstance(values[key], dict):
-            method = shown(values[key].get("quant_method"))
-            raise CheckpointError(f"{values.path}: the weights are quantized by {method}; expected F32, F16 or BF16 ones")
+        if key in QUANTIZED and isinstance(values[key], dict):
+            method = values[key].get("quant_method")
+            how = (
+                f"by {shown(method)}"
+                if method
+                else "as MLX does it"
+                if "group_size" in values[key]
+                else "in a way it does not name"
+            )
+            raise CheckpointError(f"{values.path}: the weights are quantized {how}, which is not supported; {ORIGINAL}")
         values.must_be(key, *neutral[key])
 
 

@@ -3,7 +3,6 @@
 Whatever changes the arithmetic is either done or refused by name; other keys are not looked at.
 """
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,14 @@ from typing import Any
 from ..architectures import Config
 from ..families import FOLDERS, InFolder
 from ..families.folders import NEUTRAL, TEXT
-from ..families.values import CheckpointError, Values, check_neutral, shown
+from ..families.values import QUANTIZED, CheckpointError, Values, check_neutral, shown
 from .json_text import object_if_there, read_object
 
 CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG = "config.json", "generation_config.json", "adapter_config.json"
 MERGE = "merge it with merge_and_unload of peft, and save it with save_pretrained"  # an adapter
 END = "eos"
 BESIDE = {name: is_tied for family in FOLDERS.values() for name, is_tied in family.beside.items()}
-OF_ALL = ("tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id")  # are said beside it, and go before
+OF_ALL = ("tie_word_embeddings", *QUANTIZED, "bos_token_id", "eos_token_id")  # are said beside it, and go before
 
 
 def read_config(folder: Path) -> tuple[InFolder, Config, dict[int, str], int | None]:
@@ -28,14 +27,11 @@ def read_config(folder: Path) -> tuple[InFolder, Config, dict[int, str], int | N
     """
     path = folder / CONFIG
     given = _of_text(path, read_object(path))
-    name, all_names = given.get("model_type"), sorted((*FOLDERS, *BESIDE))
-    known = ", ".join(each for each in all_names if not any(each != other and each.startswith(other) for other in all_names))
-    if name is None:
-        raise CheckpointError(f"{path} names no model_type; expected one of {known}")
+    name = given.get("model_type")
     if not isinstance(name, str) or name not in FOLDERS:
-        close = difflib.get_close_matches(str(name), all_names, 4, 0.65)
-        others = f"like it are {', '.join(close)}" if close else f"those are {known}"
-        raise CheckpointError(f"{path}: the model_type {shown(name)} is not read; {others}")
+        flaw = "names no model_type" if name is None else f"has the model_type {shown(name)}, which is not supported"
+        names = sorted({each.removesuffix("_text") for each in (*FOLDERS, *BESIDE)})
+        raise CheckpointError(f"{path} {flaw}; supported: {', '.join(names)}")
     family = FOLDERS[name]
     given = given | {ours: given[key] for key, ours in family.aliases.items() if key in given}
     values = Values(path, given, family.defaults)

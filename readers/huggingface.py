@@ -23,8 +23,33 @@ from .safetensors import INDEX, WEIGHTS, SafetensorsFile
 
 LONGEST_NAME = 255  # of a file, in letters
 
-
 POOLING = "1_Pooling/config.json"
+ORIGINAL = "use the original model with safetensors, or a GGUF file of it"
+HINTS = (  # what else a folder may hold: a regex of a name, and what to do; the first that fits counts
+    (r".+\.(incomplete|part|crdownload|aria2)", "the download of {name} is not finished; continue it"),
+    (r"(?!mmproj).+\.gguf", "name one of its GGUF files: {path}"),
+    (r"models--.+--.+", "it is a cache of the hub; name a model by its repository: {repository}"),
+    (
+        r"consolidated.*\.safetensors",
+        f"{{name}} is in Mistral's own format, which is not supported; download {CONFIG}, model*.safetensors and tokenizer.json "
+        "from the same repository, or name the model as org/name",
+    ),
+    (
+        r"consolidated.*\.pth",
+        "{name} is in Meta's own format, which is not supported; use the model's Hugging Face folder, named as org/name",
+    ),
+    (
+        r"pytorch_model.*|.+\.(pth|pt|ckpt)",
+        "{name} is a PyTorch file, which is not supported; convert it with from_pretrained and save_pretrained of transformers",
+    ),
+    (r"adapter_config\.json", f"an adapter alone is no model; {MERGE}"),
+    (r"onnx|.+\.onnx", f"an ONNX model is not supported; {ORIGINAL}"),
+    (r"openvino_model\..+", f"an OpenVINO model is not supported; {ORIGINAL}"),
+    (r"tf_model.*\.h5|flax_model.*\.msgpack", f"{{name}} has weights of TensorFlow or Flax, which are not supported; {ORIGINAL}"),
+    (r"(weights|model).*\.npz", f"{{name}} has weights of MLX, which are not supported; {ORIGINAL}"),
+    (r"model_index\.json", "it is a pipeline of diffusers, which makes pictures; expected a language model"),
+    (r"model-\d{5}-of-\d{5}\.safetensors", f"{{name}} is a shard; download {INDEX} and all shards to the same folder"),
+)
 POOLINGS = {"last": "pooling_mode_lasttoken", "cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens"}
 
 
@@ -128,16 +153,20 @@ def _shard(index: Path, name: Any) -> Path:
 
 
 def _hint(path: Path) -> str:
-    """What a folder that is no model here holds instead, and what to do about it."""
+    """Return what to do about a folder that holds no model, by what it holds instead."""
     entries = sorted(path.iterdir())
-    names = [entry.name for entry in entries]
     broken = [entry.name for entry in entries if entry.is_symlink() and not entry.exists()]
     if broken:  # the hub's cache copied without its blobs
         return f"its {broken[0]} is a link to what is not there; copy the folder with cp -rL, whole"
-    if ggufs := [name for name in names if name.endswith(".gguf")]:
-        return f"name one of its GGUF files: {path / ggufs[0]}"
-    if any(name.startswith("pytorch_model") for name in names):
-        return "only safetensors are read; convert it with from_pretrained and save_pretrained of transformers"
-    if ADAPTER_CONFIG in names:
-        return f"an adapter alone is no model; {MERGE}"
+    for pattern, advice in HINTS:
+        if entry := next((entry for entry in entries if re.fullmatch(pattern, entry.name)), None):
+            repository = entry.name.removeprefix("models--").replace("--", "/", 1)
+            return advice.format(path=entry, name=entry.name, repository=repository)
+    if models := [str(entry) for entry in entries if (entry / CONFIG).is_file()]:
+        return f"name one of the models in it: {', '.join(models[:3])}"
+    weights = [entry.name for entry in entries if entry.suffix == ".safetensors"]
+    if weights and not (path / CONFIG).exists():
+        return f"download {CONFIG} and tokenizer.json to it, from where {weights[0]} comes from"
+    if len(weights) == 1:
+        return f"rename its {weights[0]} to {WEIGHTS}"
     return f"expected a Hugging Face folder: {CONFIG} and {WEIGHTS}, or shards with {INDEX}"

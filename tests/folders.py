@@ -398,7 +398,7 @@ def message_of(folder: Path, *words: str) -> str:
     message = str(caught.value)
     assert str(folder) in message
     assert "\n" not in message
-    assert len(message) < 300 + len(str(folder))
+    assert len(message) < 400 + len(str(folder))
     for word in words:
         assert word in message.replace(str(folder), ""), message
     message.encode()

@@ -10,7 +10,8 @@ import pytest
 
 from specdec.architectures import Config
 from specdec.architectures.config import YarnScaling
-from specdec.readers import load_checkpoint
+from specdec.families import FOLDERS
+from specdec.readers import CheckpointError, load_checkpoint
 from tests.configs import changed
 from tests.folders import CONFIGS, GONE, INDEX, beside_images, configure, copy, full_layers, gemma_layers, message_of
 
@@ -230,14 +231,14 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"model_type": "gemma2"},
-        '"gemma2" is not read; like it are gemma4, gemma3',
+        'has the model_type "gemma2", which is not supported; supported: gemma3, gemma4, glm4, ',
     ),
     (
         "llama",
         {"model_type": "bloom"},
-        '"bloom" is not read; those are gemma3, gemma4, glm4, gpt2, gpt_oss, granite, lfm2, ',
+        '"bloom", which is not supported; supported: gemma3, gemma4, glm4, gpt2, gpt_oss, granite, granitemoe, ',
     ),
-    ("llama", {"model_type": GONE}, "model_type"),
+    ("llama", {"model_type": GONE}, "names no model_type; supported: gemma3"),
     ("llama", {"model_type": ["llama"]}, "model_type"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act"),
     ("llama", {"hidden_act": None}, "hidden_act"),
@@ -297,7 +298,19 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
     ("mistral", {"sliding_window": "12"}, "sliding_window"),
     ("mistral", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
     ("llama", {"tie_word_embeddings": 0}, "tie_word_embeddings"),
-    ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, '"gptq"'),
+    *(
+        (
+            "llama",
+            {"quantization_config": {"quant_method": method}},
+            f'quantized by "{method}", which is not supported; use the original model in BF16 or a GGUF file of it',
+        )
+        for method in ("gptq", "awq", "fp8", "bitsandbytes", "compressed-tensors", "mxfp4")
+    ),
+    ("llama", {"quantization": {"group_size": 64, "bits": 4}}, "quantized as MLX does it, which is not supported"),
+    ("llama", {"quantization_config": {"group_size": 64, "bits": 4}}, "quantized as MLX does it, which is not supported"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantized in a way it does not name"),
+    ("llama", {"quantization": 4}, "quantization is 4; expected null"),
+    ("llama", {"model_type": "gpt_neox"}, 'has the model_type "gpt_neox", which is not supported; supported: gemma3'),
     ("llama", {"quantization_config": []}, "quantization_config"),
     ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
@@ -432,6 +445,13 @@ def test_a_config_that_cannot_be_followed_is_refused_by_name(
     tmp_path: Path, name: str, changes: dict[str, Any], word: str
 ) -> None:
     message_of(copy(tmp_path / "model", name, **changes), word)
+
+
+def test_every_family_of_folders_is_among_those_that_a_refusal_names(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as told:
+        load_checkpoint(copy(tmp_path / "model", "llama", model_type="bloom"))
+    names = str(told.value).partition("supported: ")[2].split(", ")
+    assert set(names) >= {name.removesuffix("_text") for name in FOLDERS} and names == sorted(names)
 
 
 def test_what_changes_nothing_is_no_hindrance(tmp_path: Path) -> None:

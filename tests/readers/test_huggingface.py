@@ -427,6 +427,50 @@ def only(folder: Path, *names: str) -> Path:
     return folder
 
 
+OTHERS = {
+    "consolidated.safetensors": "in Mistral's own format, which is not supported; download config.json, model*.safetensors",
+    "consolidated.00.pth": "in Meta's own format, which is not supported",
+    "model.pth": "a PyTorch file, which is not supported; convert it",
+    "pytorch_model-00001-of-00002.bin": "a PyTorch file, which is not supported; convert it",
+    "model.onnx": "an ONNX model is not supported; use the original",
+    "openvino_model.xml": "an OpenVINO model is not supported; use the original",
+    "tf_model.h5": "weights of TensorFlow or Flax, which are not supported",
+    "flax_model.msgpack": "weights of TensorFlow or Flax, which are not supported",
+    "weights.npz": "weights of MLX, which are not supported",
+    "model_index.json": "a pipeline of diffusers, which makes pictures",
+    "model-00001-of-00002.safetensors": "is a shard; download model.safetensors.index.json",
+    "model.safetensors.incomplete": "is not finished",
+    "models--org--name": "name a model by its repository: org/name",
+    "mmproj-model.gguf": "expected a Hugging Face folder",
+    "model.gguf": "name one of its GGUF files: ",
+}
+
+
+@pytest.mark.parametrize("has_config", [False, True])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_folder_of_another_format_names_it_and_the_way_out(tmp_path: Path, name: str, has_config: bool) -> None:
+    folder = copy(tmp_path / "model")
+    (folder / WEIGHTS).rename(folder / name)
+    if not has_config:
+        (folder / "config.json").unlink()
+    message_of(folder, OTHERS[name])
+
+
+def test_weights_by_another_name_and_a_folder_of_models_are_told_with_what_to_do(tmp_path: Path) -> None:
+    folder = copy(tmp_path / "some" / "model")
+    message_of(tmp_path / "some", "name one of the models in it: /model")
+    (folder / WEIGHTS).rename(folder / "mine.safetensors")
+    message_of(folder, f"rename its mine.safetensors to {WEIGHTS}")
+    (folder / "config.json").unlink()
+    message_of(folder, "download config.json and tokenizer.json to it, from where mine.safetensors comes from")
+
+
+def test_a_config_that_is_a_pointer_of_git_lfs_is_told(tmp_path: Path) -> None:
+    folder = copy(tmp_path / "model")
+    (folder / "config.json").write_text("version https://git-lfs.github.com/spec/v1\n")
+    message_of(folder, "config.json is a Git LFS pointer")
+
+
 def test_a_folder_that_is_no_model_says_what_it_is_instead(tmp_path: Path) -> None:
     message_of(only(tmp_path / "empty"), "config.json", "Hugging Face")
     message_of(only(tmp_path / "gguf", "model-Q8_0.gguf"), "config.json", "GGUF")
