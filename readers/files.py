@@ -6,45 +6,64 @@ Knows nothing of what is in a file.
 import difflib
 import errno
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..checks import reading
 from ..families.splits import BYTES, CHARACTERS, KINDS
 from ..tokenizer import TokenizerError
 from . import CheckpointError, extras, hub, is_head, read_vocabulary
 from .names import short_names
+from .strangers import is_text
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
 DEFAULT_TARGET, DEFAULT_DRAFT = MODELS / "stories6M.bin", MODELS / "stories650K.bin"
 DEFAULT_TOKENIZER = MODELS / "tok1024.bin"
 HUB, LLAMA2C = "https://huggingface.co/karpathy/tinyllamas", "https://github.com/karpathy/llama2.c"
-MODELS_SOURCE = f"the stories models are at {HUB}; a model on the hub is named org/name"
+NAMES = "a model on the Hugging Face hub is named org/name, or org/name:Q4_K_M for a GGUF file of it"
+SEARCH = "https://huggingface.co/models?search="
+PAIR = "use the small pair that comes along, stories6M.bin and stories650K.bin"
+# of a repository on the hub, or of a file in one: org/name, and the bits that are named
+ADDRESS = re.compile(
+    r"(?:(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)|hf:/)/([\w.-]+/[\w.-]+)(:[\w.-]+)?(?:/.*)?", re.ASCII
+)
+BARE_NAME = re.compile(r"([\w.-]+)(:[\w.-]+)?", re.ASCII)  # the second part is a tag, as ollama has them
 PUBLISHED_TOKENIZERS = {512: "tok512.bin", 32000: "tokenizer.bin"}  # by size
-ENDINGS = (".bin", ".gguf", ".safetensors", ".pt", ".pth", ".onnx")  # of files of models, ours and others
+ENDINGS = (".bin", ".gguf", ".safetensors", ".pt", ".pth", ".onnx", ".llamafile")  # of files of models, ours and others
 LEFT_OUT = (".bin", ".gguf")  # of them, those that a name may be without
 LONGEST_NAME = 255  # bytes
 LIKE_A_NAME = 0.75  # of the letters: rather a slip than another name
 RESTORE = "restore it with 'git checkout models' or by installing again"
 
 
-def find(name: str | os.PathLike[str], source: str = MODELS_SOURCE, words: Sequence[str] = ()) -> Path:
-    """The file or folder of that path, else of that name in models/, else of a short name, else on the hub: a repository, or one
-    of `hub.FILES`.
+def find(name: str | os.PathLike[str], source: str = "", words: Sequence[str] = ()) -> Path:
+    """Return the file or folder of a path, of a name in models/, of a short name, or of the hub: a repository or a stories model.
 
-    words: what might have been said in the place of a name. Raises CheckpointError, which tells what is like it, or the source.
+    Args:
+        name: A path or a name. A folder of a repository in the hub's cache stands for its snapshot.
+        source: Where to get the file, for the error; by default how models are named.
+        words: Words that might have been meant by a misspelt name.
+
+    Raises:
+        CheckpointError: There is none. The error says what is most like it, or the source.
     """
     if not os.fspath(name):
         raise CheckpointError("a name of no letters is no file; expected a path, or a name in models/")
     path, name = Path(name), os.fspath(name)
-    if found := _first(_places(path)):
+    if found := _at(path):
         return found
     if (meant := short_names().get(name)) and meant != name:
         return find(meant, source, words)
     if published := _published(name):
-        return hub.fetch_file(published)
-    if "://" in name:
-        raise CheckpointError(f"{name} is an address; a model on the hub is named org/name")
+        try:
+            return hub.fetch_file(published)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {_without_fetching(published)}") from None
+    if (address := ADDRESS.fullmatch(name)) or "://" in name:
+        way = f"name the model as {address[1]}{address[2] or ''}" if address else f"download the file, and name that; {NAMES}"
+        raise CheckpointError(f"{name} is an address; {way}")
     hint = _did_you_mean(path, words)
     if hub.is_repository(name):
         try:
@@ -54,7 +73,15 @@ def find(name: str | os.PathLike[str], source: str = MODELS_SOURCE, words: Seque
     if path.is_absolute():
         raise CheckpointError(f"cannot read {path}: {os.strerror(errno.ENOENT)}{hint}")
     places = " or ".join(map(str, model_folders()))
-    raise CheckpointError(f"there is no {path} here or in {places}{hint or f'; {source}'}")
+    raise CheckpointError(f"there is no {path} here or in {places}{hint or f'; {source or _way_to(name)}'}")
+
+
+def _way_to(name: str) -> str:
+    """Return how a model is named that was named in vain."""
+    if name.endswith(ENDINGS) or not (bare := BARE_NAME.fullmatch(name)):
+        return NAMES
+    of_ollama = f"{name} is a name of ollama's, which are not supported: " if bare[2] else ""
+    return f"{of_ollama}{NAMES}; {SEARCH}{bare[1]} lists some"
 
 
 def needs(names: Sequence[str], tokenizer: str = "") -> dict[str, str]:
@@ -66,7 +93,8 @@ def needs(names: Sequence[str], tokenizer: str = "") -> dict[str, str]:
     for name in filter(None, [*names, tokenizer]):
         meant = _short_names().get(name, name)
         if not here(name) and (_published(meant) or hub.is_repository(meant)):
-            needed.setdefault(extras.HUB, hub.purpose_of_fetching(name))
+            way = f" ({_without_fetching(published)})" if (published := _published(meant)) else ""
+            needed.setdefault(extras.HUB, hub.purpose_of_fetching(name) + way)
     if not extras.has(extras.TOKENIZERS):  # or it costs a look into files
         for name in filter(_has_json_tokenizer, filter(None, [tokenizer or names[0], *names[1:]])):
             needed.setdefault(extras.TOKENIZERS, f"to read the tokenizer of {name}")
@@ -86,12 +114,22 @@ def models_in(folder: Path) -> list[Path]:
 
 def is_model_name(word: str) -> bool:
     """Whether a word says a model rather than a text: a file or a model's folder that is there, or what could only be a name."""
-    if not word or len(word.encode(errors="replace")) > LONGEST_NAME:
+    if not _may_be_a_name(word):
         return False
-    if found := _first(_places(Path(word))):
+    if found := _at(Path(word)):
         return found.is_file() or (found / "config.json").exists()
     is_name = word in hub.FILES or word in _short_names() or word.endswith(ENDINGS) or hub.is_repository(word)
     return is_name and not any(map(str.isspace, word))
+
+
+def is_text_file(word: str) -> bool:
+    """Return whether a word names a text that is there, and not by the name of a model."""
+    found = _at(Path(word)) if _may_be_a_name(word) and not word.endswith(ENDINGS) else None
+    return bool(found and found.is_file() and is_text(found))
+
+
+def _may_be_a_name(word: str) -> bool:
+    return word != "" and len(word.encode(errors="replace")) <= LONGEST_NAME
 
 
 def find_tokenizer(given: str | os.PathLike[str] | None, target: Path | None, vocab_size: int) -> Path:
@@ -152,6 +190,12 @@ def _short_names() -> dict[str, str]:
     return {}
 
 
+def _without_fetching(published: str) -> str:
+    """Return what to do where one of `hub.FILES` cannot be fetched."""
+    pair = f", or {PAIR}" if published.startswith("stories") else ""
+    return f"put {published} here or in models/, from {hub.FILES[published].elsewhere or HUB}{pair}"
+
+
 def _published(name: str) -> str:
     """Which of `hub.FILES` has that name, its ending left out or not; "" for none."""
     return next((file for file in (name, f"{name}.bin") if file in hub.FILES), "")
@@ -159,10 +203,10 @@ def _published(name: str) -> str:
 
 def here(name: str) -> Path | None:
     """What `find` finds without the network."""
-    if found := _first(_places(Path(name))):
+    if found := _at(Path(name)):
         return found
     if meant := _short_names().get(name):
-        return _first(_places(Path(meant))) or (hub.cached(meant) if hub.is_repository(meant) else None)
+        return _at(Path(meant)) or (hub.cached(meant) if hub.is_repository(meant) else None)
     if published := _published(name):
         return hub.cached_file(published)
     return hub.cached(name) if hub.is_repository(name) else None
@@ -196,8 +240,30 @@ def _did_you_mean(path: Path, words: Sequence[str]) -> str:
     return f"; did you mean {names[close[0]]!r}?" if close else ""
 
 
+def _at(path: Path) -> Path | None:
+    """Return what lies at a path or under a name in models/; of a repository in the hub's cache, its snapshot."""
+    found = _first(_places(path))
+    is_repository = found and (found / "snapshots").is_dir() and not (found / "config.json").exists()
+    return _snapshot(found) if found and is_repository else found
+
+
+def _snapshot(repository: Path) -> Path:
+    """Return the snapshot that is a repository's newest, or its only one. Raises CheckpointError where neither can be told."""
+    with reading(repository, CheckpointError):
+        snapshots = sorted(each for each in (repository / "snapshots").iterdir() if each.is_dir())
+    newest = ""
+    with suppress(OSError, ValueError):
+        newest = (repository / "refs" / "main").read_text().strip()
+    found = [each for each in snapshots if each.name == newest] or snapshots
+    if len(found) != 1:
+        way = f"name one of them: {', '.join(map(str, found[:3]))}" if found else "download the model again"
+        raise CheckpointError(f"{repository} is a folder of the hub's cache with {len(found)} snapshots; {way}")
+    return found[0]
+
+
 def _places(path: Path) -> list[Path]:
     """Where a path or a name may lie, its ending left out or not."""
+    path = Path(os.path.expanduser(path))  # --model=~/x.gguf, which no shell expands
     names = [path, *(path.with_name(path.name + ending) for ending in LEFT_OUT if path.name and not path.suffix)]
     return [folder / name for folder in (Path(), *model_folders()) for name in names]
 

@@ -747,7 +747,10 @@ def test_without_the_library_one_line_says_so(server: Hub, monkeypatch: pytest.M
     fetching = "huggingface_hub, to fetch org/model, which is no path here"
     assert refused(lambda: files.find("org/model")) == f"a package is missing: {fetching}; pip install huggingface_hub"
     line = refused(lambda: files.find("stories42M.bin"))
-    assert line.startswith("a package is missing: huggingface_hub") and line.endswith("; pip install huggingface_hub")
+    assert (
+        line.startswith("a package is missing: huggingface_hub")
+        and "; pip install huggingface_hub; put stories42M.bin here" in line
+    )
     assert server.requests == []
 
 
@@ -783,7 +786,7 @@ def test_a_story_of_another_sum_is_refused_and_removed(stories: Hub, tmp_path: P
     for name, data in wrong.items():
         right = hub.FILES[name][1]
         line = f"{name} came with sha256 {hashlib.sha256(data).hexdigest()}, not {right}, and has been removed; try again"
-        assert refused(lambda name=name: files.find(name)) == line
+        assert refused(lambda name=name: files.find(name)).startswith(f"{line}; put {name} here or in models/, from ")
     assert left_over(tmp_path) == []
     assert not list((tmp_path / "home").rglob("stories15M.bin")) and not list((tmp_path / "home").rglob("tokenizer.bin"))
 
