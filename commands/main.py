@@ -35,6 +35,7 @@ app.command("bench", cls=OneCommand)(taking(bench.BenchRequest, bench.run))
 COMPLETING = "_COMPLETE"  # at the end of what a shell says it in, behind the program's name
 # how wide and high a terminal is to be taken for: by POSIX what is no number from 1 counts as not set; Rich and Typer stumble
 SIZES = ("COLUMNS", "LINES", "TERMINAL_WIDTH")
+NO_THREAD = "can't start new thread"  # as Python says it
 UsageError = cast(type[Exception], next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"))
 
 
@@ -60,7 +61,12 @@ def main() -> None:
     except (CheckpointError, TokenizerError, ValueError) as error:
         code = complain(in_options(str(error)))
     except MemoryError as error:
-        code = complain(str(error) or "not enough memory for this model")
+        reason = f"not enough memory{f' ({error})' if str(error) else ''}"
+        code = complain(f"{reason}; a smaller model, or a shorter text (--max-tokens), takes less")
+    except RuntimeError as error:
+        if NO_THREAD not in str(error):
+            raise
+        code = complain(f"{error}: a limit of memory or processes is reached (ulimit -v, ulimit -u); raise it, or use -j 1")
     except SystemExit as end:
         # Typer's, where a shell asks what completes a word; Rich's, where the reader of its output has left
         code = BROKEN_PIPE if end.code == 1 and COMPLETING not in " ".join(os.environ) else end.code

@@ -166,11 +166,13 @@ def default_pair() -> tuple[Path, Path]:
 
 @contextmanager
 def telling_how_to_restore() -> Iterator[None]:
-    """Around loading: if a file of ours is damaged, the error says how to get it again."""
+    """Say how to get a file of ours again where loading it fails, but not where memory is short or it may not be read."""
     try:
         yield
     except (CheckpointError, TokenizerError) as error:
-        ours = any(str(path) in str(error) for path in _defaults())
+        cause = error.__context__
+        is_of_file = not isinstance(cause, MemoryError | OSError) or isinstance(cause, FileNotFoundError)
+        ours = is_of_file and any(str(path) in str(error) for path in _defaults())
         raise type(error)(f"{error}; {RESTORE}" if ours else str(error)) from None
 
 

@@ -53,7 +53,8 @@ class Loader:
         try:
             return architecture.pack(config, tensors, kinds[-1], lambda share: self.progress(name, share))
         except MemoryError as error:
-            raise CheckpointError(f"{checkpoint.path} does not fit: {error or 'there is no memory for its weights'}") from None
+            told = f"{checkpoint.path} does not fit into memory: {error or 'there is none left for its weights'}"
+            raise CheckpointError(f"{told}; use a smaller model, or a GGUF file of it in fewer bits") from None
 
     def likely_kinds(self, checkpoint: Checkpoint, kind: Kind | None) -> list[Kind | None]:
         """What `pack` may make of a checkpoint's floats: the last one unless a trial is against it."""

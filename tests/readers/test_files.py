@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from specdec.readers import CheckpointError, files
-from specdec.readers.files import find, is_model_name
+from specdec.readers.files import find, is_model_name, telling_how_to_restore
 
 
 @pytest.fixture(autouse=True)
@@ -117,3 +117,21 @@ def test_a_home_folder_that_no_shell_has_expanded_is_found(monkeypatch: pytest.M
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     (tmp_path / "model.gguf").touch()
     assert find("~/model.gguf") == tmp_path / "model.gguf"
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_told"),
+    [
+        (None, True), (FileNotFoundError("gone"), True), (MemoryError(), False), (OSError(12, "Cannot allocate memory"), False),
+        (PermissionError("no"), False),
+    ],
+)  # fmt: skip
+def test_how_to_restore_a_file_is_told_where_that_helps(cause: Exception | None, is_told: bool) -> None:
+    with pytest.raises(CheckpointError) as told, telling_how_to_restore():
+        try:
+            if cause:
+                raise cause
+        except Exception:
+            raise CheckpointError(f"{files.DEFAULT_TARGET} cannot be loaded") from None
+        raise CheckpointError(f"{files.DEFAULT_TARGET} cannot be loaded")
+    assert ("git checkout models" in str(told.value)) is is_told
