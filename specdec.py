@@ -10,9 +10,11 @@ inside and change with any version. As a command: specdec "Once upon a time", in
 import gc
 import os
 import re
+import shlex
 import sys
 import warnings
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NoReturn
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -80,6 +82,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
+_PACKAGES = ("numba", "numpy", "rich", "typer")  # that nothing runs without
 # numba's own settings, and what they may be: of a wrong one it tells with a traceback, or goes on without
 _SETTINGS = {
     "NUMBA_DISABLE_JIT": (r"\s*[-+]?0+\s*", "0, for nothing here runs uncompiled"),
@@ -92,6 +95,11 @@ _SETTINGS = {
 
 def main() -> None:
     """The command line. Signals come first, since loading takes a second. If it cannot be loaded, one line says why."""
+    if sys.version_info < (3, 10):  # noqa: UP036  (a checkout runs without pip, which would refuse)
+        _refuse(f"needs Python 3.10 or newer; this is {sys.version.split()[0]}")
+    if sys.argv[1:] in (["--version"], ["version"]):
+        tell_version()
+        sys.exit(0)
     gc.disable()  # what is loaded stays: looking through it again and again takes a fifth of that second
     from .screens.interrupts import signals
 
@@ -106,8 +114,7 @@ def main() -> None:
     try:
         from .commands import main as command
     except ModuleNotFoundError as error:
-        missing = (error.name or str(error)).split(".")[0]
-        _refuse(f"the package {missing} is missing; pip install {missing}")
+        _refuse(_how_to_install((error.name or str(error)).split(".")[0]))
     except RuntimeWarning as unread:
         _refuse(str(unread).split(".\n")[0] + "; set another, or none")
     except Exception as error:
@@ -115,6 +122,28 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     command.main()
+
+
+def tell_version() -> None:
+    """Print the version, and what a seed's text depends on. Loads nothing that is not Python's own."""
+    try:
+        print(f"specdec {__version__}, arithmetic {__arithmetic__}", flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where the interpreter's last flush goes
+        if isinstance(error, BrokenPipeError):
+            sys.exit(141)  # what a shell reports for SIGPIPE
+        _refuse(f"cannot write the output: {error.strerror}")
+
+
+def _how_to_install(missing: str) -> str:
+    """Return which packages are missing, at least that one, and the command that installs them."""
+    gone = [name for name in _PACKAGES if name == missing or find_spec(name) is None] or [missing]
+    if missing in sys.stdlib_module_names:
+        return f"this Python was built without its own module {missing}; use another Python"
+    is_checkout = os.path.exists(os.path.join(_HERE, "pyproject.toml"))
+    what = [f"{_HERE}[hub]"] if is_checkout else gone
+    command = shlex.join([os.path.basename(sys.executable) or "python3", "-m", "pip", "install", *what])
+    return f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} missing; install with: {command}"
 
 
 def _first_cause(error: BaseException) -> str:

@@ -106,7 +106,7 @@ def write(request: TextRequest) -> None:
             say(f"{given}: no effect before {name}, whose options come behind it; a prompt of that word is -i {name}")
         return
     if request.version:
-        print(f"specdec {specdec.__version__}, arithmetic {specdec.__arithmetic__}")
+        specdec.tell_version()
         return
     request = request.settled()
     shape_with = shaping(request)

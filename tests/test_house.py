@@ -227,15 +227,15 @@ atexit.register(tell)
 """
 LIBRARY = ["-c", "import specdec; specdec.SpeculativeDecoder; specdec.Transformer"]
 WAYS_IN = {
-    "script": (["specdec.py", "--version"], True),
-    "script by its path": ([str(ROOT / "specdec.py"), "--version"], False),
-    "module": (["-m", "specdec", "--version"], True),
-    "folder": ([str(ROOT), "--version"], False),
+    "script": (["specdec.py", "--help"], True),
+    "script by its path": ([str(ROOT / "specdec.py"), "--help"], False),
+    "module": (["-m", "specdec", "--help"], True),
+    "folder": ([str(ROOT), "--help"], False),
     "library": (LIBRARY, True),
     "library by its path": (["-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {LIBRARY[1]}"], False),
-    "installed module": (["-m", "specdec", "--version"], False),
+    "installed module": (["-m", "specdec", "--help"], False),
     "installed library": (LIBRARY, False),
-    "installed command": ([str(Path(sys.executable).with_name("specdec")), "--version"], False),
+    "installed command": ([str(Path(sys.executable).with_name("specdec")), "--help"], False),
 }
 
 
@@ -293,7 +293,7 @@ import specdec
 early = []
 gc.collect()
 gc.callbacks.append(lambda *_: early.append(not hasattr(sys.modules.get("specdec.commands.main"), "main")))
-sys.argv = ["specdec", "--version"]
+sys.argv = ["specdec", "--help"]
 try:
     specdec.main()
 finally:
@@ -303,7 +303,7 @@ finally:
 
 def test_nothing_is_collected_while_the_command_loads_and_again_behind_it() -> None:
     done = subprocess.run([sys.executable, "-c", COLLECTED], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[1:] == ["False True True"]
+    assert done.stdout.splitlines()[-1:] == ["False True True"]
 
 
 def is_installed() -> bool:

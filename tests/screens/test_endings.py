@@ -214,7 +214,7 @@ assert threading.active_count() == 1
 def test_in_another_thread_the_command_leaves_signals_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["specdec", "--version"])
+    monkeypatch.setattr(sys, "argv", ["specdec", "--help"])
     before = [signal.getsignal(n) for n in interrupts.ENDS]
     codes: list[object] = []
 
@@ -227,7 +227,7 @@ def test_in_another_thread_the_command_leaves_signals_alone(
     thread.start()
     thread.join()
     assert codes == [0]
-    assert specdec.__version__ in capsys.readouterr().out
+    assert "Usage" in capsys.readouterr().out
     assert [signal.getsignal(n) for n in interrupts.ENDS] == before
 
 
@@ -409,7 +409,21 @@ sys.path.insert(0, {str(ROOT)!r})
 import specdec
 specdec.main()
 """
-    assert f"pip install {package}" in refused([sys.executable, "-c", code])
+    error = refused([sys.executable, "-c", code])
+    assert f"{package} is missing; install with: " in error and f"-m pip install '{ROOT}[hub]'" in error
+
+
+def test_a_python_without_any_package_names_all_of_them_and_one_command() -> None:
+    """-S leaves out the folders in which packages are installed."""
+    error = refused([sys.executable, "-E", "-S", str(ROOT / "specdec.py"), "Once upon a time"])
+    assert "numba, numpy, rich, typer are missing; install with: " in error and f"-m pip install '{ROOT}[hub]'" in error
+
+
+def test_the_version_needs_no_package() -> None:
+    for words in (["--version"], ["version"]):
+        command = [sys.executable, "-E", "-S", str(ROOT / "specdec.py"), *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LONGEST)
+        assert (done.stdout, done.stderr) == (f"specdec {specdec.__version__}, arithmetic {specdec.__arithmetic__}\n", "")
 
 
 @pytest.fixture(autouse=True)
