@@ -426,6 +426,12 @@ class Architecture:
                 pieces[name + f"{PIECE}{i}" * (i > 0)] = Piece(piece, kind_for(ts[own], own_kind), above, part.n_strips)
         return pieces
 
+    def n_bytes_as(self, config: Config, tensors: Mapping[str, Any], kind: Kind | None = None) -> int:
+        """Return the bytes of the matrices that `pack` makes, or would make if they became a kind of weights; reads none."""
+        names = {piece: name for name, piece in self.pieces(config, tensors, None).items()}  # a tied classifier counts once
+        kinds = {piece: (kind and _kind_in(name, kind)) or piece.kind for piece, name in names.items()}
+        return 4 * sum(_n_floats(piece.part.n_strips, piece.part.n, 0, own) for piece, own in kinds.items())
+
     def _packable(self, config: Config, tensors: Mapping[str, Any], without: Collection[str] = ()) -> list[Part]:
         """Parts of bf16 that may become 12 bits."""
         pieces = self.pieces(config, tensors, PACKED_BF16).items()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..architectures import Config, architecture_of
+from ..drafting.copies import is_worth_a_copy
 from ..drafting.team import MTP
 from ..readers import CheckpointError, hub, load_checkpoint
 from ..readers.files import model_folders, models_in
@@ -28,7 +29,8 @@ class Entry:
     """A model, or a head that drafts for some.
 
     name: what -m, or of a head -d, takes; n_bytes: of its files; words: how ids are spelled, where files say; flaw: why it is
-    neither; family: what its files call it; has_head: whether one that drafts for it lies in its own files.
+    neither; family: what its files call it; has_head: whether one that drafts for it lies in its own files; has_copy: whether a
+    copy of it in fewer bits drafts for it (-d self).
     """
 
     name: str
@@ -39,6 +41,7 @@ class Entry:
     flaw: str = ""
     family: str = ""
     has_head: bool = False
+    has_copy: bool = False
 
     @property
     def is_head(self) -> bool:
@@ -128,6 +131,7 @@ def row_of(entry: Entry, found: Sequence[Entry]) -> dict[str, Any]:
         "vocabulary": config.vocab_size,
         "context": config.seq_len,
         "drafts": [*[MTP][: entry.has_head], *(other.name for other in drafts_for(entry, found))],
+        "self": entry.has_copy,
         "head": head,
     }
 
@@ -179,7 +183,8 @@ def _entry(name: str, path: Path) -> Entry:
         return Entry(name, path, n_bytes, flaw=str(error))
     words = dict(enumerate(checkpoint.vocabulary.get("tokens", ()))) if checkpoint.vocabulary else _words(path)
     family, has_head = checkpoint.family, has_own_head(checkpoint)
-    return Entry(name, path, n_bytes, checkpoint.config, words, family=family, has_head=has_head)
+    has_copy = not checkpoint.config.head and is_worth_a_copy(checkpoint.config, checkpoint.tensors)
+    return Entry(name, path, n_bytes, checkpoint.config, words, family=family, has_head=has_head, has_copy=has_copy)
 
 
 def _words(path: Path) -> dict[int, str]:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..drafting.team import NGRAM, SELF
 from ..readers import CheckpointError, extras
 from ..readers.files import here, needs
 from ..readers.names import name_model, short_names
@@ -134,14 +135,14 @@ def list_all(request: ListRequest, folder: str) -> None:
             + (f", {_count(row['parameters_read'])} read" if row["parameters_read"] < row["parameters"] else ""),
             f"{_count(row['bytes'])}B",
             str(row["vocabulary"]),
-            _of_head(row["head"], told) if row["head"] else told(*(row["drafts"] or ("self", "ngram"))),
+            _of_head(row["head"], told) if row["head"] else told(*(row["drafts"] or (*[SELF][: row["self"]], NGRAM))),
         )
     console = Console()
     console = console if console.is_terminal else Console(width=WIDEST)
     if rows:
         console.print(table)
     for entry in broken:
-        console.print(Text(on_one_line(f"not to be read: {entry.flaw}")), soft_wrap=True)
+        console.print(Text(on_one_line(f"cannot be used: {entry.flaw}")), soft_wrap=True)
     for each, meant in short.items():
         console.print(Text(on_one_line(f"{each} stands for {meant}")), soft_wrap=True)
 

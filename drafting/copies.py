@@ -1,11 +1,13 @@
 """What models of floats become while they are loaded: int8, int4 or what they are. Knows no files."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..architectures import Config, architecture_of
 from ..checks import short
 from ..kernels import MAX_TOKENS
 from ..machine.vectors import Float32
@@ -78,6 +80,13 @@ def copy_of(target: Transformer, asked: Kind | None, ids_of: Callable[[str], lis
         return copy
     del copy  # before another one takes memory
     return made(INT8)
+
+
+def is_worth_a_copy(config: Config, tensors: Mapping[str, Any]) -> bool:
+    """Return whether `copy_of` makes a draft of a model in a file, without reading its weights."""
+    architecture = architecture_of(config)
+    most = WORTH_A_COPY * architecture.n_bytes_as(config, tensors)
+    return any(architecture.n_bytes_as(config, tensors, kind) <= most for kind in (INT8, INT4))
 
 
 def overlap(target: Transformer, draft: Transformer, tokens: list[int]) -> float:

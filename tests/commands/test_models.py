@@ -2,21 +2,26 @@
 
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
 
 from specdec.commands import catalog
 from specdec.commands.main import app
+from specdec.drafting.copies import copy_of
 from specdec.readers import files, removing
+from specdec.readers.loading import Loader, load_model
 from specdec.screens import progress
 from tests.commands.test_cli import Run, from_json, run  # noqa: F401  (a fixture)
 from tests.conftest import Pair
 from tests.folders import FIXTURES
-from tests.gguf_files import CONFIGS, gguf_bytes, model_keys, model_tensors
+from tests.gguf_files import CONFIGS, Raw, gguf_bytes, model_keys, model_tensors, random_blocks
 from tests.loopback_hub import Hub
+from tests.readers.test_gguf import block_model
 from tests.terminal import PROMPT
 
 
@@ -168,3 +173,22 @@ def test_a_server_reads_a_header_again_only_where_files_have_changed(
     changed = catalog.model_sizes()
     assert {path.name for path in read} == {"one.bin", "no_model.bin"}
     assert (changed["one.bin"], changed["no_model.bin"]) == (pair.draft.stat().st_size,) * 2 and "two" not in changed
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q6_K", "Q5_K", "Q5_0", "Q4_K", "Q4_0", "IQ4_NL"])
+def test_self_is_listed_where_a_copy_can_be_made_and_nowhere_else(run: Run, tmp_path: Path, kind: str) -> None:  # noqa: F811
+    path, rng = tmp_path / "model.gguf", np.random.default_rng(1)
+    keys, tensors = block_model("llama", rng)
+    floats = {"F32": np.float32, "F16": np.float16}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Raw):
+            made = rng.standard_normal(tensor.shape).astype(floats[kind]) if kind in floats else None
+            tensors[name] = random_blocks(rng, kind, *tensor.shape) if made is None else made
+    path.write_bytes(gguf_bytes(keys, tensors))
+    target, is_made = load_model(path), False
+    with suppress(ValueError):
+        is_made = bool(copy_of(target, None, lambda _: [], Loader()))
+    assert is_made or kind not in (*floats, "Q8_0")
+    (row,) = from_json(run("models", path, "--json"))["models"]
+    assert (row["self"], row["drafts"]) == (is_made, [])
+    assert run("models", path)[1].split()[-2:] == (["self,", "ngram"] if is_made else [str(row["vocabulary"]), "ngram"])
