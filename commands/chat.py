@@ -11,7 +11,7 @@ from ..text.templates import GUESSED, RENDERING
 from .endings import say, writing
 from .loading import drawn_as_advised, found, models_of, shaping
 from .options import as_utf8, flag, most_used, of_text
-from .prompts import message_of
+from .prompts import STDIN, message_of
 from .request import DRAFT, MODELS, SAMPLERS, Request, with_models
 
 
@@ -50,6 +50,7 @@ class ChatRequest(Request):
 
     def settled(self) -> "ChatRequest":
         """With its first message and its models where they belong."""
+        self = replace(self, word=None) if self.word == STDIN else self  # a pipe is read in any case
         if not (self.word or self.model):
             raise ValueError("which model? Name one with -m, such as HuggingFaceTB/SmolLM2-135M-Instruct")
         request = with_models(replace(self, prompt=message_of(self.prompt, self.file)))

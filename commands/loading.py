@@ -119,6 +119,8 @@ def shaping(request: Request) -> Callable[[SpeculativeDecoder], Shape | None]:
         return lambda decoder: None
     if request.schema == ANY_OBJECT:
         return SpeculativeDecoder.json_object
+    if request.schema.lstrip().startswith("{"):
+        raise ValueError("--schema takes the name of a file; write the schema to one, such as --schema schema.json")
     schema = read_object(Path(request.schema))
     return lambda decoder: decoder.json_schema(schema)
 

@@ -1,8 +1,6 @@
 """A command line becomes a request: Typer's commands, whose options are a request's fields, and words among options."""
 
-import itertools
 import re
-import shlex
 from collections.abc import Callable
 from inspect import Parameter, Signature
 from typing import Annotated, Any, TypeVar
@@ -13,7 +11,7 @@ from typer.core import TyperCommand, TyperGroup
 from ..readers.files import is_model_name
 from .options import option_of
 from .request import Asked
-from .slips import like_a_command, strange_option, word_too_many
+from .slips import no_command, strange_option, word_too_many
 
 T = TypeVar("T")
 Command: Any = next(kind for kind in TyperGroup.__mro__ if kind.__name__ == "Command")
@@ -89,14 +87,12 @@ class Commands(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = _words_of(self, ctx, args)
         if words[:1] in (["help"], ["version"]) and args == words:
-            args = ["--version"] if words == ["version"] else [*words[1:2], "--help"]
+            known = [word for word in words[1:2] if word in self.commands]
+            args = ["--version"] if words == ["version"] else [*known, "--help"]
         elif words and words[0] not in self.commands:
             is_word = not is_model_name(words[0]) and " " not in words[0] and not ctx.resilient_parsing
-            if is_word and (name := like_a_command(words, list(self.commands))):
-                said = " ".join(itertools.takewhile(lambda word: not word.startswith("-"), words))
-                raise typer.BadParameter(
-                    f"no command {words[0]!r}; did you mean {name!r}? As a prompt it is -i {shlex.quote(said)}"
-                )
+            if is_word and (flaw := no_command(words, args, list(self.commands))):
+                raise typer.BadParameter(flaw)
             ctx.allow_interspersed_args = True
             return list(Command.parse_args(self, ctx, args))
         return list(super().parse_args(ctx, args))

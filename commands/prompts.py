@@ -10,7 +10,7 @@ from pathlib import Path
 from .endings import say
 
 DEFAULT_PROMPT = "Once upon a time"
-STDIN = "-"  # as a prompt
+STDIN = "-"  # as a prompt or a file
 WAIT_SECONDS = 0.5  # for a pipe, before somebody is told what it waits for
 MOST_BYTES = 16 << 20  # of a file or a pipe
 
@@ -21,7 +21,7 @@ def prompt_of(prompt: str | None, file: str = "", word: str | None = None) -> st
     given = {way: value for way, value in ways.items() if value is not None}
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} are two prompts; leave one out")
-    if file or prompt == STDIN:
+    if file or STDIN in given.values():
         said = text_in(file)
     elif given:
         return "".join(given.values())
@@ -32,14 +32,20 @@ def prompt_of(prompt: str | None, file: str = "", word: str | None = None) -> st
 
 def message_of(prompt: str | None, file: str) -> str:
     """The first message of a talk: what was given, below it a file's text, below that a pipe's."""
-    parts = [prompt or "", text_in(file).strip() if file else ""]
+    parts = ["" if prompt == STDIN else prompt or "", text_in(file).strip() if file not in ("", STDIN) else ""]
     if sys.stdin and not sys.stdin.isatty():
         parts.append(text_in("", "what it says goes behind the first message").strip())
     return "\n\n".join(filter(None, parts))
 
 
 def text_in(file: str, advice: str = "-i TEXT gives one") -> str:
-    """The text of a file, or of stdin where it has no name. advice: for who waits there. Raises ValueError for what is none."""
+    """Return the text of a file; of stdin if it is - or has no name. Raises ValueError for a file that is no text.
+
+    Args:
+        file: The file's name.
+        advice: What to do instead of waiting for stdin.
+    """
+    file = "" if file == STDIN else file
     source = file or "stdin"
     if not file:
         _tell_if_nothing_comes(advice)

@@ -20,6 +20,7 @@ from ..screens.output import Roles, on_one_line
 from ..transformer import KV
 from ..verification import VerifyMode
 from .options import argument, as_utf8, flag, most_used, of_machine, of_models, of_sampling, of_speculation, of_text
+from .prompts import STDIN
 
 NONE = "none"  # as a draft: the target decodes alone
 WORDS = (SELF, MTP, NGRAM, AUTO, NONE)  # that a draft may be
@@ -139,7 +140,7 @@ class Request:
     command: str = ""
 
     def __post_init__(self) -> None:
-        if self.word and self.model:
+        if self.word not in (None, "", STDIN) and self.model:
             message = ", a message with -i" * ("prompt" in self.offers.split())
             raise ValueError(f"{self.word!r} and -m {self.model!r} are two targets; name a draft with -d{message}")
         text("prompt", self.prompt or "")

@@ -83,6 +83,11 @@ class ServeRequest(Request):
         """With its models where they belong, and somebody who is asked for."""
         if self.api_key_file and self.no_key:
             raise ValueError("--api-key-file and --no-key contradict each other; leave one of them out")
+        if self.word and self.word.isdecimal():
+            raise ValueError(f"{self.word!r} is no model; the port is --port {self.word}")
+        host, _, port = self.host.rpartition(":")
+        if port.isdecimal() and host and ":" not in host.strip("[]"):
+            raise ValueError(f"--host {self.host} has a port in it; expected --host {host} --port {port}")
         if not (self.is_local or self.api_key_file or self.no_key):
             raise ValueError(
                 f"--host {self.host} lets other machines ask; --api-key-file FILE names their keys, --no-key lets everybody"

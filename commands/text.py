@@ -23,8 +23,9 @@ from ..screens.window import Window, obstacle
 from .endings import say, writing
 from .loading import Loaded, models_of, room_of, shaping
 from .options import as_utf8, flag, of_output, of_text
-from .prompts import prompt_of
+from .prompts import STDIN, prompt_of
 from .request import MODELS, SAMPLERS, Request, with_models, with_steps
+from .slips import word_that_is_none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,9 @@ class TextRequest(Request):
 
     def settled(self) -> "TextRequest":
         """With its words, its prompt and its models where they belong."""
-        models = [word for word in self.words if is_model_name(word)]
+        if flaw := word_that_is_none(self.words):
+            raise ValueError(flaw)
+        models = [word for word in self.words if word != STDIN and is_model_name(word)]
         texts = [as_utf8(word) for word in self.words if word not in models]
         if len(models) > 1 or len(texts) > 1:
             what = "put quotes around a prompt of several words, or name it with -i"

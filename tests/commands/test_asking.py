@@ -141,7 +141,7 @@ def test_a_word_is_the_prompt_or_the_model_in_llama2cs_order(ask: Run, pair: Pai
         (["--host", "0.0.0.0"], "no option --host here; specdec serve has it"),
         (["race", "--stats"], "no option --stats here; specdec has it"),
         (["--tempera", "1"], "did you mean --temperature?"),
-        (["-m", "https://huggingface.co/org/name"], "is an address; a model on the hub is named org/name"),
+        (["-m", "https://huggingface.co/org/name"], "is an address; name the model as org/name"),
         (["--logit-bias", "5=500"], "specdec: --logit-bias of 5 is 500"),
         (["--zzz"], "no option --zzz; --help lists"),
         (["-j", "x"], "--threads is 'x'; expected a whole number, 0 or more"),
@@ -152,6 +152,24 @@ def test_a_word_is_the_prompt_or_the_model_in_llama2cs_order(ask: Run, pair: Pai
         (["chat", "-n", "5"], "specdec: -n counts the prompt too"),
         (["chat", "-n", "x"], "--steps is 'x'; expected a whole number\n"),
         (["show", "me"], "As a prompt it is -i 'show me'"),
+        (["generate", "-m", "a.bin"], "no command 'generate'; leave it out: specdec -m a.bin. As a prompt it is -i generate\n"),
+        (["generate", "a b", "-t", "0"], "leave it out: specdec 'a b' -t 0. As a prompt it is -i 'generate a b'"),
+        (["completion", "-m", "a.bin", "-i", "b c"], "leave it out: specdec -m a.bin -i 'b c'."),
+        (["download", "org/name"], "did you mean 'models pull'?"),
+        (["search", "llama"], "https://huggingface.co/models lists models"),
+        (["quantize", "a.gguf", "b.gguf"], "--quantize makes weights int8 or int4"),
+        (["Once upon a time", "20"], "'20' is a second word; a number of tokens is -n 20, and as a prompt it is -i 20"),
+        (["a.bin", "Once upon a time", "20"], "a number of tokens is -n 20"),
+        (["a.bin", "0.9", "256", "Once upon a time"], "a temperature is -t 0.9"),
+        (["race", "20"], "a number of tokens is -n 20"),
+        (["serve", "-p", "8080"], "expected a number from 0 to 1; the port is --port N"),
+        (["serve", "8080"], "'8080' is no model; the port is --port 8080"),
+        (
+            ["serve", "-m", "a.bin", "--host", "0.0.0.0:80"],
+            "--host 0.0.0.0:80 has a port in it; expected --host 0.0.0.0 --port 80",
+        ),
+        (["--n_predict", "20"], "no option --n_predict; --max-tokens N"),
+        (["--lora", "a.gguf"], "adapters are not supported"),
         (["race", "--temprature", "1"], "no option --temprature; did you mean --temperature?"),
         (["chat", "--no-histroy"], "no option --no-histroy; did you mean --no-history?"),
     ],
@@ -177,6 +195,19 @@ def test_a_commands_name_is_the_command_and_a_prompt_behind_i(ask: Run, run: Run
     assert (code, err.count("\n")) == (0, 1)
     assert "--temperature, --gamma: no effect before bench" in err
     assert "timed" in json.loads(out)
+
+
+def test_a_text_file_in_place_of_a_prompt_is_told_with_its_option(run: Run, pair: Pair, tmp_path: Path) -> None:  # noqa: F811
+    path = tmp_path / "my prompt.txt"
+    path.write_text("Once upon a time\n")
+    for words in ([path], [path, "-m", pair.target], ["-n", 20, path]):
+        assert_refused(
+            run(*words), f"'{path}' is a text file; -f '{path}' reads the prompt from it, and the word as a prompt is -i"
+        )
+    assert_refused(run("-m", path, "-i", "x"), f"{path} is a text file, which begins 'Once upon a time'; expected a GGUF file")
+    gone = tmp_path / "model.gguf"
+    gone.write_text("Entry not found")
+    assert_refused(run(gone), f"{gone} is a text file, which begins 'Entry not found'; expected a GGUF file")
 
 
 # Prompts
@@ -206,6 +237,17 @@ def test_a_prompt_comes_from_a_file_or_from_stdin(ask: Run, pair: Pair, tmp_path
     assert (done.returncode, done.stderr) == (2, b"specdec: stdin is not valid UTF-8 at byte 0; expected a text\n")
     done = subprocess.run([*COMMAND, "-n", "10"], input=b"", capture_output=True, timeout=LONGEST, check=False)
     assert done.stdout.startswith(b"Once upon a time")
+
+
+def test_a_dash_is_the_prompt_from_stdin_wherever_a_prompt_or_a_file_stands(pair: Pair) -> None:
+    def text(*words: object) -> str:
+        command = [*COMMAND, *map(str, words), "-s", "5", "-j", "1", "-n", "30"]
+        return subprocess.run(command, input=PROMPT.encode(), capture_output=True, timeout=LONGEST, check=True).stdout.decode()
+
+    expected = text("-m", pair.target, "-i", PROMPT)
+    for words in (["-"], ["-f", "-"], ["-i", "-"]):
+        assert text("-m", pair.target, *words) == expected
+    assert text(pair.target, "-") == expected
 
 
 def test_who_waits_for_stdin_is_told(pair: Pair) -> None:
@@ -358,7 +400,7 @@ def test_models_that_are_there_are_listed_with_the_drafts_that_fit(
     row = next(line for line in out.splitlines() if line.startswith("target.bin"))
     assert row.split()[-1] == "draft.bin"
     assert "llama 3 x 64" in row
-    assert "not to be read" in out
+    assert "cannot be used" in out
     code, out, err = run("models", installed)
     assert (code, err) == (0, "") and [line.split()[0] for line in out.splitlines()] == ["model", "draft.bin", "target.bin"]
     assert out.splitlines()[2].split()[-1] == "draft.bin"

@@ -1,6 +1,8 @@
 """What a command line asks for, without a model: values, what cannot be, what has no effect, names of options for parameters."""
 
 import dataclasses
+import io
+import sys
 from inspect import get_annotations
 from typing import Any, get_args
 
@@ -55,6 +57,14 @@ def test_a_request_is_what_the_command_line_says() -> None:
     assert asked("-s", 0).sampling != asked("-s", 0).sampling
     same = asked("-s", 0)
     assert same.sampling is same.sampling
+
+
+def test_a_dash_in_a_talk_is_the_pipe_that_is_read_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.commands.prompts.text_in", lambda file, *_: {"": "what a pipe says"}[file])
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    for words in ([], ["-"], ["-i", "-"], ["-f", "-"]):
+        request = asked("chat", "-m", "x.bin", *words).settled()
+        assert (request.prompt, request.word, request.model) == ("what a pipe says", None, "x.bin")
 
 
 @pytest.mark.parametrize("kind", KINDS.values())
