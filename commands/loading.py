@@ -1,5 +1,6 @@
 """A request becomes models: found, loaded and warm, with what is being done in a line of the terminal."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -68,6 +69,11 @@ def models_of(request: Request, places: list[str | Path] | None = None) -> Itera
     for name, n in decoder.shared.items():
         if name != HEAD:  # which was made so
             say(f"the {name} has another vocabulary, with {n:,} of the target's {decoder.n_ids:,} tokens: it guesses those alone")
+    for (larger, writer), (smaller, drafter) in itertools.pairwise(decoder.team.models.items()):
+        own, other = (each.weights.n_bytes for each in (drafter, writer))
+        if own >= other and not drafter.config.experts:  # of which a token reads a few
+            sizes = f"({own / 10**6:,.1f} and {other / 10**6:,.1f} MB of weights)"
+            say(f"the {smaller} is not smaller than the {larger} {sizes}, so it saves no time; name the large model with -m")
 
 
 def decoder_of(request: Request, places: Sequence[str | Path], tell: Callable[[str, float], None]) -> SpeculativeDecoder:
@@ -138,19 +144,25 @@ def room_of(request: Request, decoder: SpeculativeDecoder, n_prompt: int) -> int
 def _room_of(request: Request, decoder: SpeculativeDecoder, n_prompt: int) -> int:
     n_positions = decoder.target.n_positions
     room = n_positions + 1 - n_prompt  # the last token is never run
+    name, option, steps = "max_tokens", "--max-tokens", request.steps
     if request.max_tokens is not None:
-        return min(request.max_tokens, room)
-    # llama2.c counts positions: n steps make n + 1 tokens, BOS included
-    if steps := request.steps:
+        n = request.max_tokens
+    elif steps:
         if steps < n_prompt:
             n = min(200, room)
             raise ValueError(
                 f"-n {steps} counts the prompt, which has {n_prompt} tokens; --max-tokens {n} would write {n} new ones"
             )
-        return min(steps + 1 - n_prompt, room)
-    if decoder.n_positions < n_positions:
-        say(f"this machine's memory has room for {decoder.n_positions} of the {n_positions} tokens of the target's context")
-    return max(decoder.n_positions + 1 - n_prompt, 1)  # of a prompt that is too long for it the decoder tells
+        # llama2.c counts positions: n steps make n + 1 tokens, BOS included
+        name, option, n = "steps", "-n", steps + 1 - n_prompt
+    else:
+        if decoder.n_positions < n_positions:
+            say(f"this machine's memory has room for {decoder.n_positions} of the {n_positions} tokens of the target's context")
+        return max(decoder.n_positions + 1 - n_prompt, 1)  # of a prompt that is too long for it the decoder tells
+    if n > room and name in request.given:
+        told = f"{option} {getattr(request, name)} exceeds the target's context of {n_positions:,} tokens"
+        say(f"{told}; writing up to {room:,} new ones")
+    return min(n, room)
 
 
 def drawn_as_advised(request: Request, decoder: SpeculativeDecoder) -> dict[str, Any]:

@@ -276,12 +276,34 @@ def test_max_tokens_counts_new_tokens_alone(run: Run, pair: Pair) -> None:  # no
         result = from_json(run(*with_pair(pair, "--max-tokens", n, "--json")))
         assert (result["tokens"], result["stop_reason"]) == (whole["tokens"][:n], "max_tokens")
         assert (result["settings"]["steps"], result["settings"]["max_tokens"]) == (None, n)
-    assert from_json(run(*with_pair(pair, "--max-tokens", 1000, "--json")))["tokens"] == whole["tokens"]
+    assert from_json(run(*with_pair(pair, "--max-tokens", 126, "--json")))["tokens"] == whole["tokens"]
     assert len(from_json(run("race", *with_pair(pair, "--max-tokens", 7, "--json")))["tokens"]) == 7
     for command in ([], ["race"]):
         assert_refused(run(*command, *with_pair(pair, "-n", 7, "--max-tokens", 7)), "-n counts the prompt", "leave one")
         assert_refused(run(*command, *with_pair(pair, "--max-tokens", 0)), "--max-tokens")
     assert_refused(run("chat", "-m", pair.target, "-i", PROMPT, "-n", 7), "--max-tokens N limits an answer")
+
+
+def test_a_length_beyond_the_context_is_told(run: Run, pair: Pair) -> None:  # noqa: F811
+    """The context is 128 tokens; the usual 256 of -n is nobody's wish."""
+    whole = run(*with_pair(pair, "-n", 0, "--plain"))[1]
+    n = 129 - len(Tokenizer(pair.tokenizer).encode(PROMPT))
+    for option, value in (("-n", 129), ("-n", 100_000), ("--max-tokens", n + 1)):
+        code, out, err = run(*with_pair(pair, option, value, "--plain"))
+        told = f"specdec: {option} {value} exceeds the target's context of 128 tokens; writing up to {n} new ones\n"
+        assert (code, out) == (0, whole) and told in err
+    for few in ([], ["-n", 128], ["--max-tokens", n]):
+        assert "exceeds" not in run(*with_pair(pair, *few, "--plain"))[2]
+
+
+def test_a_draft_that_is_not_smaller_is_told(run: Run, pair: Pair) -> None:  # noqa: F811
+    told = "specdec: the draft is not smaller than the target ("
+    swapped = ["-m", pair.draft, "-d", pair.target, "--quantize", "none", "-z", pair.tokenizer, "-i", PROMPT, "-n", 20]
+    assert told in run(*swapped)[2] and "so it saves no time; name the large model with -m" in run(*swapped)[2]
+    assert told in run(*with_pair(pair, "-d", pair.target, "--quantize", "none", "-n", 20))[2]
+    staged = run(*with_pair(pair, "--stage", pair.target, "-n", 20))[2]
+    assert "specdec: the stage is not smaller than the draft (" in staged and told not in staged
+    assert "not smaller" not in run(*with_pair(pair, "-n", 20))[2]
 
 
 def test_a_text_is_utf8_where_python_took_the_command_line_for_ascii(pair: Pair) -> None:

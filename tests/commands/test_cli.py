@@ -51,7 +51,8 @@ JSON_FIELDS = {
 }  # fmt: skip
 
 Run = Callable[..., tuple[int, str, str]]
-A_WAIT = re.compile(r"specdec: (loading|reading|writing)\b.*\d+%")  # is told where a machine is slow
+# is told where a machine is slow, and of models so small that one in int8 has fewer bytes than its draft
+A_NOTE = re.compile(r"specdec: ((loading|reading|writing)\b.*\d+%|the (draft|stage) is not smaller than )")
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ def assert_refused(result: tuple[int, str, str], *words: object) -> str:
 
 def from_json(result: tuple[int, str, str]) -> dict[str, Any]:
     code, out, err = result
-    assert code == 0 and [line for line in err.splitlines() if not A_WAIT.match(line)] == []
+    assert code == 0 and [line for line in err.splitlines() if not A_NOTE.match(line)] == []
     value = json.loads(out)
     assert isinstance(value, dict)
     return value
@@ -440,7 +441,7 @@ def test_seed_zero_is_a_new_one_each_time_and_is_told(run: Run, pair: Pair) -> N
 
 
 def test_steps_count_the_prompt_and_zero_means_the_whole_context(run: Run, pair: Pair) -> None:
-    few, all_, more = (from_json(run(*with_pair(pair, "-n", n, "--json"))) for n in (9, 0, 1000))
+    few, all_, more = (from_json(run(*with_pair(pair, "-n", n, "--json"))) for n in (9, 0, 128))
     assert few["n_prompt"] + few["n_generated"] == 10
     assert all_["n_prompt"] + all_["n_generated"] == 129
     assert all_["stop_reason"] == "seq_len"
