@@ -111,6 +111,7 @@ def main() -> None:
     warnings.filterwarnings("error", "Environment variable 'NUMBA_", RuntimeWarning)
     warnings.filterwarnings("ignore", "Could not obtain multiprocessing lock")  # there is no /dev/shm; nothing here forks
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # nothing here uses numpy's threads, each of which takes 30 MB
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts are encoded one by one; a fork would print a warning
     try:
         from .commands import main as command
     except ModuleNotFoundError as error:

@@ -1,15 +1,15 @@
 """Text to token ids and back, from a Hugging Face tokenizer.json, or what would be one. Knows nothing of models.
 
-The `tokenizers` library encodes, in a process of its own (`tokenizer_worker`). What a token says is computed here, since a text
-is shown while it grows: its bytes by the file's decoder, which is GPT-2's table of bytes ("ByteLevel") or SentencePiece's pieces
-(a space is "▁", a byte "<0x0A>").
+The `tokenizers` library encodes (`encoder`). What a token says is computed here, since a text is shown while it grows: its bytes
+by the file's decoder, which is GPT-2's table of bytes ("ByteLevel") or SentencePiece's pieces (a space is "▁", a byte "<0x0A>").
 """
 
 import codecs
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,12 @@ from .. import checks
 from ..readers import extras
 from ..readers.strangers import IS_LFS_POINTER, LFS_POINTER, what_is
 from ..tokenizer import NO_TEXT_YET, AnyTokenizer, Part, Tokenizer, TokenizerError, file_bytes, text_of
-from .workers import Unanswered, Worker
+from .encoder import Encoder
 
 TOKENIZER_FILE = "tokenizer.json"
 DECODERS = "ByteLevel, Metaspace or SentencePiece's (Replace, ByteFallback, Fuse, Strip of one space in front)"
 TOKENIZER = "expected a tokenizer.json, a folder that holds one, a GGUF file, or a tokenizer.bin of llama2.c"
 TEXT_HAS_BEGUN = 0
-LOADING_SECONDS, SECONDS_PER_BYTE = 5.0, 1e-6  # of patience with a file, of which it reads five million bytes a second
-ENCODING_SECONDS, SECONDS_PER_CHARACTER = 5.0, 2e-5  # and with a text, of which it encodes a million characters a second
 EACH_BYTE = "specdec.each_byte"  # an error handler's name: a U+FFFD for each byte of a broken character, as ByteFallback has it
 
 
@@ -46,12 +44,11 @@ class JsonTokenizer:
     ) -> None:
         self.path = _file_of(Path(path))
         data = file_bytes(self.path, "a tokenizer.json") if data is None else data
-        self._worker = Worker("tokenizer_worker", data, LOADING_SECONDS + len(data) * SECONDS_PER_BYTE)
-        holds = _loaded(self.path, data, self._worker)
-        self._names: dict[int, str] = dict(zip(holds["ids"], holds["names"], strict=True))
+        self._encoder = _loaded(self.path, data)
+        self._names = self._encoder.names
         self._ids = {name: token for token, name in self._names.items()}
-        self._decoder = _decoder_of(self.path, holds["decoder"])
-        self.specials = {name: token for token, name, is_special in holds["added"] if is_special}
+        self._decoder = _decoder_of(self.path, self._encoder.decoder)
+        self.specials = {name: token for token, name in self._encoder.specials.items()}
         self.vocab_size = max(self._names, default=0) + 1
         self.longest = max(map(len, self._names.values()), default=1)
         self.end_marks = dict(end_marks or self._eos())
@@ -73,23 +70,14 @@ class JsonTokenizer:
         Raises TypeError for what is no string, ValueError for half a character, TokenizerError for a file that cannot do it.
         """
         text = checks.text("the text", text)
-        ids = self._asked(len(text), text=text)
+        with _refusing(f"the tokenizer {self.path} cannot encode the text"):
+            ids = self._encoder.encode(text)
         return ids or [self._bos if self._bos is not None else min(self.end_marks, default=0)]
 
     def encode_rendered(self, parts: Sequence[Part]) -> list[int]:
         """The ids of what a template wrote; see `ChatTokenizer`. Raises TokenizerError for a file that cannot do it."""
-        return self._asked(sum(len(part.words) for part in parts), parts=parts)
-
-    def _asked(self, n_characters: int, **request: Any) -> list[int]:
-        try:
-            answer = self._worker.ask(request, ENCODING_SECONDS + n_characters * SECONDS_PER_CHARACTER)
-        except Unanswered as error:
-            wrong = "takes too long for" if error.is_late else "needs more than 2 GiB of memory for"
-            raise TokenizerError(f"the tokenizer {self.path} {wrong} a text of {n_characters} characters") from None
-        if "error" in answer:
-            raise TokenizerError(f"the tokenizer {self.path} cannot encode the text: {checks.short(answer['error'])}")
-        ids: list[int] = answer["ids"]
-        return ids
+        with _refusing(f"the tokenizer {self.path} cannot encode the text"):
+            return self._encoder.encode_parts(parts)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of a whole sequence."""
@@ -218,25 +206,27 @@ def _decoder_of(path: Path, decoder: Any) -> _Decoder:
     return _Decoder(False, tuple(replacements), has_bytes, strip.encode(), strips_all)
 
 
-def _loaded(path: Path, data: bytes, worker: Worker) -> dict[str, Any]:
-    """What a file holds, of the process that is to encode with it. Raises TokenizerError."""
+def _loaded(path: Path, data: bytes) -> Encoder:
+    """Return what encodes with a file. Raise TokenizerError."""
     if not extras.has(extras.TOKENIZERS):
         raise TokenizerError(
             f"{path} is read with the package tokenizers, which is missing; {extras.install([extras.TOKENIZERS])}"
         )
     if data.startswith(LFS_POINTER):
         raise TokenizerError(f"{path} {IS_LFS_POINTER}")
+    with _refusing(f"{path} is no tokenizer.json, or one that the package tokenizers cannot read"):
+        return Encoder(data)
+
+
+@contextmanager
+def _refusing(told: str) -> Iterator[None]:
+    """Raise TokenizerError for whatever the library raises."""
     try:
-        holds = worker.begin()
-    except Unanswered as error:
-        raise TokenizerError(
-            f"{path} {'takes too long to load' if error.is_late else 'needs more than 2 GiB of memory'}"
-        ) from None
-    if "error" in holds:
-        worker.close()
-        reason = checks.short(holds["error"])
-        raise TokenizerError(f"{path} is no tokenizer.json, or one that the package tokenizers cannot read: {reason}")
-    return holds
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the library is no Exception
+        raise TokenizerError(f"{told}: {checks.short(str(error) or type(error).__name__)}") from None
 
 
 def _file_of(path: Path) -> Path:

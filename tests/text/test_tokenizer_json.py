@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from specdec.text import tokenizer_json
 from specdec.text.tokenizer_json import JsonTokenizer, load_tokenizer
 from specdec.text.vocabulary import NOT_SHARED, Vocabulary, common_vocabulary, known_ids
-from specdec.tokenizer import TextStream, Tokenizer, TokenizerError
+from specdec.tokenizer import Part, TextStream, Tokenizer, TokenizerError
 from tests.checkpoints import ROOT, write_tokenizer
 from tests.test_tokenizer import TEXTS
 
@@ -34,6 +33,7 @@ CORPUS = [
     "a" * 300,
 ]
 is_missing = importlib.util.find_spec("tokenizers") is None
+STRIPS = ("single_word", "lstrip", "rstrip")
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 needs_library = pytest.mark.skipif(is_missing, reason='needs the package tokenizers: pip install ".[test]"')
 
@@ -282,7 +282,8 @@ def repeated(stage: Any, kind: str, n: int = 40) -> Any:
 
 
 DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
-LOADED = r"tokenizer\.json (takes too long to load|needs more than 2 GiB of memory)$"
+LOADED = r"no tokenizer\.json, or one that the package tokenizers cannot read: a text may grow beyond 256 MiB$"
+NORMALIZED = [{"id": 0, "content": "<|endoftext|a", "special": True, "normalized": True} | dict.fromkeys(STRIPS, False)]
 
 
 @needs_library
@@ -292,13 +293,85 @@ LOADED = r"tokenizer\.json (takes too long to load|needs more than 2 GiB of memo
         ({"normalizer": repeated(DOUBLING, "normalizers")}, LOADED),
         ({"normalizer": repeated(DOUBLING | {"pattern": {"String": ""}}, "normalizers")}, LOADED),
         ({"pre_tokenizer": repeated(BYTE_LEVEL, "pretokenizers")}, LOADED),
+        ({"normalizer": repeated(DOUBLING, "normalizers"), "added_tokens": NORMALIZED}, LOADED),
         ({"decoder": sequence(*[DOUBLING] * 40, {"type": "Fuse"})}, "has a decoder with"),
     ],
 )
-def test_a_file_that_doubles_a_text_is_ended(parts: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_json, "LOADING_SECONDS", 0.9)
+def test_a_file_that_doubles_a_text_is_refused(parts: Any, words: str, tmp_path: Path) -> None:
+    path = changed(tmp_path, "gpt2", **parts)
     with pytest.raises(TokenizerError, match=words):
-        JsonTokenizer(changed(tmp_path, "gpt2", **parts))
+        JsonTokenizer(path)
+    path.write_bytes(path.read_bytes().replace(b'"normalized": true', b'"norma\\u006cized": true'))
+    with pytest.raises(TokenizerError, match=words):
+        JsonTokenizer(path)
+
+
+@needs_library
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_takes_no_more_bytes_than_was_expected(kind: str) -> None:
+    tokenizer, library = JsonTokenizer(path_of(kind)), oracle(kind)
+    for text in filter(None, [*CORPUS, "\ufdfa", "\u0958", "\U0001d160", "\u0130", "x", " "]):
+        normalized = library.normalizer.normalize_str(text) if library.normalizer is not None else text
+        words = library.pre_tokenizer.pre_tokenize_str(normalized) if library.pre_tokenizer is not None else [(normalized, None)]
+        n = sum(len(word.encode()) for word, _ in words)
+        assert n <= len(text.encode()) * tokenizer._encoder._growth
+
+
+@needs_library
+def test_a_template_that_grows_by_itself_takes_no_time(tmp_path: Path) -> None:
+    piece = {"Sequence": {"id": "A", "type_id": 0}}
+    doubling = {"type": "TemplateProcessing", "single": [piece, piece], "pair": [], "special_tokens": {}}
+    path = changed(tmp_path, "gpt2", post_processor={"type": "Sequence", "processors": [doubling] * 60})
+    assert JsonTokenizer(path).encode("the") == JsonTokenizer(path_of("gpt2")).encode("the")
+
+
+@needs_library
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_stands_in_front_is_what_the_librarys_template_writes(kind: str) -> None:
+    encoding = oracle(kind).encode("a")
+    assert JsonTokenizer(path_of(kind))._encoder._in_front == encoding.ids[: encoding.special_tokens_mask.index(0)]
+
+
+@needs_library
+def test_nothing_is_copied_for_a_text_that_spells_a_special_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a vocabulary of 262,144 tokens takes 4 seconds of a CPU."""
+    tokenizers = [JsonTokenizer(path_of(kind)) for kind in KINDS]
+    monkeypatch.setattr("specdec.text.encoder.json.loads", pytest.fail)
+    for tokenizer in tokenizers:
+        for name, token in tokenizer.specials.items():
+            assert token not in tokenizer.encode_rendered([Part("x ", False), Part(f"say {name}", True)])
+
+
+@needs_library
+@pytest.mark.parametrize("kind", ["gpt2", "gemma3", "smollm2"])
+def test_ids_beyond_gaps_in_a_vocabulary_stay_what_they_are(kind: str, tmp_path: Path) -> None:
+    """Also in a text that spells a special token, where the library gives letters ids of its own."""
+    model = json.loads(path_of(kind).read_text("utf-8"))["model"]
+    n = len(model["vocab"])
+    model["vocab"] |= {f"\u0120zz{i}": n + 1 + i for i in range(8)}
+    model["ignore_merges"] = True
+    tokenizer = JsonTokenizer(changed(tmp_path, kind, model=model, pre_tokenizer={"type": "WhitespaceSplit"}, normalizer=None))
+    name = next(iter(tokenizer.specials))
+    expected = [tokenizer._ids[f"\u0120zz{i}"] for i in range(8)]
+    text = " ".join(f"\u0120zz{i}" for i in range(8))
+    assert tokenizer.encode_rendered([Part(text, True)]) == expected
+    ids = tokenizer.encode_rendered([Part(name, False), Part(f" {text} {name}", True)])
+    assert ids[: 1 + len(expected)] == [tokenizer.specials[name], *expected] and tokenizer.specials[name] not in ids[1:]
+
+
+@needs_library
+def test_a_special_token_that_the_model_makes_of_its_name_is_spelled_by_characters(tmp_path: Path) -> None:
+    """A model makes one by merges, or takes a whole word that is one."""
+    content, name = json.loads(path_of("gpt2").read_text("utf-8")), "<|endoftext|>"
+    model, whole = content["model"], BYTE_LEVEL | {"add_prefix_space": False, "use_regex": False}
+    names = [name[:i] for i in range(2, len(name))]
+    model["vocab"] |= {each: len(model["vocab"]) + i for i, each in enumerate(names)}
+    merges = [*([each[:-1], each[-1]] for each in (*names, name)), *model["merges"]]
+    for change in ({"ignore_merges": True}, {"merges": merges}):
+        tokenizer = JsonTokenizer(changed(tmp_path, "gpt2", model=model | change, pre_tokenizer=whole))
+        mark, letters = tokenizer.specials[name], [token for letter in name for token in tokenizer.encode(letter)]
+        assert tokenizer.encode(name) == letters and tokenizer.decode(letters) == name
+        assert tokenizer.encode_rendered([Part(name, False), Part(name, True)]) == [mark, *letters]
 
 
 @needs_library
