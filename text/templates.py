@@ -1,22 +1,22 @@
 """Conversations to token ids by a model's chat template. Knows no terminals, and nothing of models but their files.
 
 The text is, byte for byte, what transformers' `apply_chat_template` makes of the same messages. Names of special tokens are those
-tokens where the template wrote them, and text where a message holds them: `template_worker` tells which is which.
+tokens where the template wrote them, and text where a message holds them: `rendering` finds which is which.
 """
 
 import os
 import re
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ..checks import file_name, one_of, short, text
 from ..families import TEMPLATES
 from ..readers import Checkpoint, extras, object_if_there
 from ..tokenizer import AnyTokenizer, Part, TextStream, file_bytes
-from .workers import Unanswered, Worker
+
+if TYPE_CHECKING:
+    from .rendering import Rendering
 
 # role, content; of an answer also tokens: the ids that it was written in; what else `TOLD` names, of calls of tools
 Message = Mapping[str, Any]
@@ -30,9 +30,7 @@ GUESSED, *_ = TEMPLATES  # of a llama2.c file, which names none
 TEMPLATE_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
 VARIABLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 GGUF_VARIABLES = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id"}
-MOST_CHARACTERS = 32 << 20  # of what a template makes
-PATIENCE_SECONDS, SECONDS_PER_CHARACTER = 5.0, 2e-5  # with a template, which takes a millisecond; and with long messages
-RENDERED_AT_ONCE = 100  # beginnings of a conversation, each request for which has those seconds
+MOST_CHARACTERS = 32 << 20  # of messages and tools, and of what a template makes
 RENDERING = {extras.JINJA: "to render chat templates"}
 
 
@@ -57,26 +55,12 @@ class ChatTokenizer(Protocol):
         """
 
 
-class _Rendered(NamedTuple):
-    """A conversation's text. edges: where what messages say begins and ends, by turns; ends: where its beginnings end."""
-
-    text: str
-    edges: list[int]
-    ends: list[int]
-
-    def parts(self, begin: int, end: int) -> list[Part]:
-        """What stands from there to there."""
-        first, last = bisect_right(self.edges, begin), bisect_right(self.edges, end)
-        edges = [begin, *self.edges[first:last], end]
-        return [Part(self.text[a:b], (first + i) % 2 == 1) for i, (a, b) in enumerate(pairwise(edges)) if a < b]
-
-
 class ChatTemplate:
     """A template with what it may ask for. place: where it stands, for people; variables: bos_token and so on."""
 
     def __init__(self, source: str, place: str, variables: Mapping[str, str]) -> None:
         self.source, self.place, self.variables = source, place, dict(variables)
-        self._worker = Worker("template_worker")
+        self._known = dict[int, tuple[int, int]]()  # see `Rendering.ends`
 
     @property
     def takes_tools(self) -> bool:
@@ -90,48 +74,29 @@ class ChatTemplate:
     def __reduce__(self) -> tuple[Any, ...]:
         return ChatTemplate, (self.source, self.place, self.variables)
 
-    def close(self) -> None:
-        """End the process that renders; the next rendering begins another."""
-        self._worker.close()
-
     def render(self, messages: Sequence[Message]) -> str:
-        """The text of a conversation, with the beginning of an answer at its end. Raises TemplateError."""
-        return self._rendered(messages, [], MOST_CHARACTERS, None, NO_OPTIONS).text
+        """Return the text of a conversation, with the beginning of an answer at its end. Raise TemplateError."""
+        return self._rendering(messages, [], MOST_CHARACTERS, None, NO_OPTIONS).text
 
-    def _rendered(
+    def _rendering(
         self, messages: Sequence[Message], beginnings: list[int], most: int, tools: Tools | None, options: Options
-    ) -> _Rendered:
-        """The text, and where in it that of its first messages ends, so many each; -1 for what does not begin it.
+    ) -> "Rendering":
+        """Return a conversation's rendering, with the ends of its beginnings of so many messages each. Raise TemplateError."""
+        from .rendering import Rendering, RenderingError
 
-        The beginnings of a talk of n turns have n times its length: they do not leave the other process, which keeps their ends.
-        """
-        ends = list[int]()
-        for first in range(0, len(beginnings) or 1, RENDERED_AT_ONCE):
-            reply = self._asked(messages, beginnings[first : first + RENDERED_AT_ONCE], most, tools, options)
-            ends += reply["ends"]
-        return _Rendered(reply["text"], reply["edges"], ends)
-
-    def _asked(
-        self, messages: Sequence[Message], beginnings: list[int], most: int, tools: Tools | None, options: Options
-    ) -> dict[str, Any]:
-        """The worker's reply. Raises TemplateError."""
-        request = {
-            "source": self.source, "variables": self.variables, "tools": [*tools] if tools else None, "options": dict(options),
-            "messages": [{key: message[key] for key in TOLD if key in message} for message in messages],
-            "beginnings": beginnings, "most": most,
-        }  # fmt: skip
-        n_characters = sum(len(message["content"]) for message in messages)
-        seconds = PATIENCE_SECONDS + SECONDS_PER_CHARACTER * n_characters
+        told = [{key: message[key] for key in TOLD if key in message} for message in messages]
         try:
-            reply = self._worker.ask(request, seconds)
-        except Unanswered as error:
-            late, ended = f"the template is not done after {seconds:.0f} seconds", "rendering ended without a word"
-            reply = {"error": late if error.is_late else ended}
-        if "error" in reply:
-            kind = TooLong if reply.get("is_too_long") else TemplateError
-            raise kind(f"{self.place}: {' '.join(str(reply['error']).split())[:300]}")
-        text(f"what {self.place} makes of the messages", reply["text"])
-        return reply
+            rendering = Rendering(self.source, {**self.variables, **options}, told, [*tools] if tools else None)
+            if (n := rendering.n_characters) > MOST_CHARACTERS:
+                raise TooLong(f"{self.place}: the messages have {n} characters; at most {MOST_CHARACTERS} are rendered")
+            if (n := len(rendering.text)) > most:
+                raise TooLong(f"{self.place}: the template makes a text of {n} characters; there is room for {most}")
+            text(f"what {self.place} makes of the messages", rendering.text)
+            rendering.find_edges()
+            rendering.find_ends(beginnings, self._known)
+        except RenderingError as error:
+            raise TemplateError(f"{self.place}: {' '.join(str(error).split())[:300]}") from None
+        return rendering
 
     def encode(
         self,
@@ -152,7 +117,7 @@ class ChatTemplate:
         messages = checked(messages)
         with_tokens = [i for i, message in enumerate(messages) if message.get("tokens")]
         most = MOST_CHARACTERS if n_positions is None else n_positions * tokenizer.longest
-        whole = self._rendered(messages, with_tokens, most, tools, options)
+        whole = self._rendering(messages, with_tokens, most, tools, options)
         stream, ids, at = TextStream(tokenizer), list[int](), 0
         for i, end in zip(with_tokens, whole.ends, strict=True):
             if at <= end:

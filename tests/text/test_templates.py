@@ -2,6 +2,8 @@
 
 import functools
 import json
+import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ from tests.folders import FIXTURES
 
 pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
+import jinja2.runtime
+
 from specdec.families.llama import LLAMA2
-from specdec.text import template_worker, templates
+from specdec.text import rendering
 from specdec.text.templates import ChatTemplate, TemplateError, TooLong, template_of
 from specdec.text.tokenizer_json import JsonTokenizer
 from tests.text.test_tokenizer_json import oracle
@@ -70,9 +74,8 @@ def test_an_answers_own_tokens_stay_as_long_as_they_say_the_text() -> None:
     assert other == template("smollm2").encode(library, [*USER, {"role": "assistant", "content": "a river"}, *USER])
 
 
-def test_what_is_kept_of_a_talk_changes_no_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turn by turn, after an earlier message has changed, in several requests, and where no beginning begins the whole."""
-    monkeypatch.setattr(templates, "RENDERED_AT_ONCE", 3)
+def test_what_is_kept_of_a_talk_changes_no_id() -> None:
+    """Turn by turn, after an earlier message has changed, and where no beginning begins the whole."""
     library = library_of("smollm2")
     talk: list[dict[str, Any]] = []
     kept, counting, plainly = (template("smollm2") for _ in range(3))
@@ -105,6 +108,14 @@ def failure(source: str, messages: Any = USER) -> str:
     return message
 
 
+TOO_LARGE = "here: the template asks for more than 33554432 characters or items"
+
+
+def doubled(value: str, first: str = "'a'") -> str:
+    """Return a template that makes a value of itself sixty times."""
+    return f"{{% set s = namespace(t={first}) %}}{{% for i in range(60) %}}{{% set s.t = {value} %}}{{% endfor %}}"
+
+
 @pytest.mark.parametrize(
     ("source", "words"),
     [
@@ -115,8 +126,20 @@ def failure(source: str, messages: Any = USER) -> str:
         ("{{ x.y.z }}", "'x' is undefined"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
-        ("{{ 'a' * 10**10 }}", "memory"),
-        ("{% set s = namespace(t='a') %}{% for i in range(60) %}{% set s.t = s.t ~ s.t %}{% endfor %}", "memory"),
+        ("{{ 'a' * 10**10 }}", TOO_LARGE),
+        ("{{ [0] * 10**9 }}", TOO_LARGE),
+        ("{{ 10**9 * ('a', 'b') }}", TOO_LARGE),
+        ("{{ (7 ** 7) ** (7 ** 7) }}", TOO_LARGE),
+        ("{{ 'a' | center(10**9) }}", TOO_LARGE),
+        ("{{ 'a'.ljust(10**9) }}", TOO_LARGE),
+        ("{{ messages | tojson(indent=10**9) }}", TOO_LARGE),
+        ("{{ lipsum(n=10**6) }}", "'lipsum' is undefined"),
+        (doubled("s.t ~ s.t"), TOO_LARGE),
+        (doubled("s.t + s.t"), TOO_LARGE),
+        (doubled("s.t + s.t", "[1]"), TOO_LARGE),
+        (doubled("s.t.replace('a', 'aa')"), TOO_LARGE),
+        (doubled("s.t | replace('a', 'aa')"), TOO_LARGE),
+        (doubled("'%s%s' % (s.t, s.t)"), TOO_LARGE),
         ("{% for i in range(400) %}{{ 'a' * 100000 }}{% endfor %}", "characters"),
     ],
 )
@@ -129,14 +152,40 @@ def test_a_template_that_writes_nothing_is_told() -> None:
         ChatTemplate("{% if 0 %}x{% endif %}", "here", {}).encode(library_of("smollm2"), USER)
 
 
-def test_a_template_that_loops_is_ended_and_the_next_one_renders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "PATIENCE_SECONDS", 0.5)
-    endless = "{% if messages %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}x"
-    looping = ChatTemplate(endless, "here", {})
-    with pytest.raises(TemplateError, match="not done after"):
-        looping.render(USER)
-    monkeypatch.setattr(templates, "PATIENCE_SECONDS", 30)
+@pytest.mark.parametrize(
+    "endless",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% macro f() %}{{ caller() }}{{ caller() }}{% endmacro %}" + "{% call f() %}" * 40 + "{% endcall %}" * 40,
+        "{% set s = namespace(n=60) %}{% block b %}{% set s.n = s.n - 1 %}{% if s.n > 0 %}{{ self.b() }}{{ self.b() }}{% endif %}"
+        "{% set s.n = s.n + 1 %}{% endblock %}",
+        "{% for i in [[60]] recursive %}{% if i[0] %}{{ loop([[i[0] - 1], [i[0] - 1]]) }}{% endif %}{% endfor %}",
+    ],
+)
+def test_a_template_that_loops_is_ended_and_the_next_one_renders(endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looping = ChatTemplate(f"{{% if messages %}}{endless}{{% endif %}}x", "here", {})
+    with monkeypatch.context() as patched:
+        patched.setattr(rendering, "CPU_SECONDS", 0.2)
+        with pytest.raises(TemplateError, match="here: the template takes too long"):
+            looping.render(USER)
     assert looping.render([]) == "x"
+
+
+def test_threads_render_and_encode_beside_each_other_as_alone() -> None:
+    """What is hidden in a rendering is a thread's own, and so are the letters of an encoding."""
+    chats = {name: (template(name), library_of(name)) for name in ("smollm2", "qwen2", "llama3")}
+    talks = [[USER[0] | {"content": f"{words}{chr(0x40000 + i)}"}] for i, words in enumerate([*WORDS, *WORDS])]
+    cases = [(name, talk) for name in chats for talk in talks] * 4
+    with ThreadPoolExecutor(4) as pool:
+        found = [*pool.map(lambda case: chats[case[0]][0].encode(chats[case[0]][1], case[1]), cases)]
+    assert found == [template(name).encode(library_of(name), talk) for name, talk in cases]
+
+
+def test_rendering_changes_nothing_of_jinja2_or_of_random() -> None:
+    state, join = random.getstate(), jinja2.runtime.str_join
+    assert ChatTemplate("{{ [1, 2, 3] | random }}{{ 'a' ~ 'b' }}", "here", {}).render(USER)[1:] == "ab"
+    assert random.getstate() == state and jinja2.runtime.str_join is join
 
 
 @pytest.mark.parametrize(
@@ -367,18 +416,13 @@ def test_messages_may_hold_what_has_no_meaning(first: int) -> None:
 
 
 def test_messages_of_more_characters_than_there_are_stand_ins_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = {
-        "source": CHATML,
-        "variables": {},
-        "messages": USER,
-        "beginnings": [],
-        "tools": None,
-        "options": {},
-        "most": 1000,
-    }
-    assert template_worker.answer(request, b"")["edges"] == [17, 19, 51]
-    monkeypatch.setattr(template_worker, "STAND_INS", range(0x40000, 0x40020))
-    assert template_worker.answer(request, b"") == {"error": "messages of more than 16 different characters"}
+    found = rendering.Rendering(CHATML, {}, USER, None)
+    found.find_edges()
+    assert found.edges == [17, 19]
+    monkeypatch.setattr(rendering, "STAND_INS", range(0x40000, 0x40020))
+    said = [USER[0] | {"content": "".join(map(chr, range(0x40000, 0x40010))) + "0123456789abcdefg"}]
+    with pytest.raises(rendering.RenderingError, match="messages of more than 16 different characters"):
+        rendering.Rendering(CHATML, {}, said, None).find_edges()
 
 
 def test_a_text_beyond_the_context_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
