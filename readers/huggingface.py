@@ -14,7 +14,7 @@ from ..families.family import chosen
 from ..families.folders import HEAD
 from ..families.places import Place
 from ..families.values import CheckpointError, shown
-from .config_json import ADAPTER_CONFIG, CONFIG, GENERATION_CONFIG, MERGE, read_config
+from .config_json import CONFIG, GENERATION_CONFIG, MERGE, read_config
 from .json_text import object_if_there, read_object
 from .model_file import ADVISED, Checkpoint, advised
 from .named_tensors import NamedTensors

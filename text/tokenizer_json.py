@@ -124,7 +124,7 @@ class JsonTokenizer:
 
 
 def load_tokenizer(path: Path, bos: int | None = None, end_marks: Mapping[int, str] | None = None) -> AnyTokenizer:
-    """Load the tokenizer of a folder or a .json file (see `JsonTokenizer`), else that of a llama2.c file, which has own marks, too.
+    """Load the tokenizer of a folder or a .json file (see `JsonTokenizer`), else that of a llama2.c file.
 
     Raises TokenizerError, which says what a file is that is no tokenizer.
     """

@@ -32,7 +32,7 @@ from specdec.serving.shelf import FOLDERS, Served, only
 from specdec.serving.ways import way_of
 from specdec.serving.writing import Service
 from specdec.text.shapes import ShapeError
-from specdec.text.workers import Lost
+from specdec.text.workers import Lost, Worker
 from tests.folders import FIXTURES
 from tests.serving.asgi import Reply, ask
 from tests.test_real_models import folder
@@ -195,12 +195,13 @@ def test_what_the_template_is_told_beside_messages(
         decoder.encode_chat([{"role": "bot", "content": "x"}])
 
 
-def test_a_helper_that_the_system_ends_is_not_the_clients_fault(app: Any, decoder: SpeculativeDecoder, monkeypatch: Any) -> None:
+def test_a_helper_that_the_system_ends_is_not_the_clients_fault(app: Any, monkeypatch: Any) -> None:
     def lost(*_: Any) -> Any:
         raise Lost("the system has ended it")
 
-    monkeypatch.setattr(decoder, "encode_chat", lost)
-    reply = ask(app, CHAT, {"messages": TALK})
+    monkeypatch.setattr(Worker, "ask", lost)
+    shape = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": "lost"}}}
+    reply = ask(app, CHAT, {"messages": TALK, "response_format": shape})
     assert (reply.status, reply.error["type"], "retry-after" in reply.headers) == (503, "server_error", True)
 
 
