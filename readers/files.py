@@ -194,8 +194,8 @@ def _short_names() -> dict[str, str]:
 
 def _without_fetching(published: str) -> str:
     """Return what to do where one of `hub.FILES` cannot be fetched."""
-    pair = f", or {PAIR}" if published.startswith("stories") else ""
-    return f"put {published} here or in models/, from {hub.FILES[published].elsewhere or HUB}{pair}"
+    pair, (place, _) = f", or {PAIR}" if published.startswith("stories") else "", hub.FILES[published]
+    return f"put {published} here or in models/, from {place if '://' in place else HUB}{pair}"
 
 
 def _published(name: str) -> str:

@@ -14,7 +14,7 @@ from specdec.architectures.gpt2 import GPT2
 from specdec.readers import CheckpointError
 from specdec.readers.loading import TARGET_SHARE, load_model
 from specdec.tokenizer import TokenizerError
-from tests.commands.test_cli import Run, run  # noqa: F401  (a fixture)
+from tests.commands.test_cli import Run, from_json, run  # noqa: F401  (a fixture)
 from tests.folders import FIXTURES, safetensors_bytes
 
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
@@ -220,9 +220,7 @@ def test_weights_of_two_bytes_are_kept_once(tmp_path: Path) -> None:
 def test_the_command_line_tells_the_text_of_a_folder(run: Run, tmp_path: Path) -> None:  # noqa: F811
     target, draft = folder(tmp_path / "target"), folder(tmp_path / "draft", seed=1)
     for more in ([], ["-d", draft], ["-d", "self"], ["--quantize", "none", "-d", draft]):
-        code, out, err = run("-m", target, *more, "-i", "The cat sat", "-n", 30, "-s", 5, "-t", 1, "--json")
-        assert (code, err) == (0, "")
-        result = json.loads(out)
+        result = from_json(run("-m", target, *more, "-i", "The cat sat", "-n", 30, "-s", 5, "-t", 1, "--json"))
         assert result["text"].startswith("The cat sat") and len(result["tokens"]) > 5
         assert result["tokens"] == (first := locals().get("first", result["tokens"]))
     code, out, err = run("-m", tmp_path / "target" / "model.safetensors")

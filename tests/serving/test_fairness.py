@@ -364,7 +364,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
     monkeypatch.setattr(engine.Transformer, "forward_together", timed)
     monkeypatch.setattr(engine, "time", clock)
-    monkeypatch.setattr(engine.Sharing, "of", lambda self, n: 0.001 * n)
+    monkeypatch.setattr(engine.CostModel, "pass_cost", lambda self, n: 0.001 * n)
     return clock
 
 
