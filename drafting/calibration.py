@@ -21,7 +21,7 @@ from ..machine.vectors import CPU_FEATURES
 from ..sampling import TARGET_NOISE, Sampler, Sampling
 from ..text.vocabulary import Vocabulary
 from ..transformer import Transformer
-from .acceptance import N_BUCKETS, Acceptance
+from .acceptance import MAX_EARLIER, N_BUCKETS, Acceptance
 from .costs import MIN_SECONDS, NO_EXPERTS, CostCurve, ExpertCosts
 from .heads import Head
 from .settings import FIXED_GAMMA
@@ -155,7 +155,7 @@ class CalibrationFile:
         self._saved = time.monotonic()
         known = {
             "passes": curve.passes,
-            "draft": [curve.draft_token, curve.draft_start, acceptance.n_accepted],
+            "draft": [curve.draft_token, curve.draft_start, min(acceptance.n_accepted, MAX_EARLIER)],
             "eviction": [curve.eviction],
             "rates": [*acceptance.rates, acceptance.mean],
             "experts": [curve.experts.seconds, curve.experts.repeats] if self._target.config.experts else None,

@@ -30,9 +30,9 @@ MOVED = 0.1  # by so much, a logarithm has moved
 
 # All of the following in plain steps, that is passes of the target without a draft.
 MAX_ROUND = 8.0  # the longest drafted round
-PLAIN_SHARE, LATER_SHARE = 0.03, 0.01  # share of drafted rounds' time for plain steps: until there are N_PLAIN, and later
+PLAIN_SHARE, LATER_SHARE = 0.04, 0.01  # share of drafted rounds' time for plain steps: until there are N_PLAIN, and later
 TRIAL_SHARE = 0.01  # share of plain steps' time for drafts that do not seem to pay
-FIRST_BUDGET, MAX_BUDGET = 1.0, 12.0
+FIRST_BUDGET, MAX_BUDGET = 1.5, 12.0
 MAX_TRIAL = 2.5  # the price of a trial at the start
 N_TRIALS = 2  # that need no budget, at the start
 N_PLAIN = 8
@@ -83,6 +83,7 @@ class CostModel:
         self._plain = deque[float](maxlen=3)  # ratios of the last plain steps since then
         self._drafted_level, self._plain_level = 0.0, 0.0  # ratios at the last comparison
         self._budget, self._spacing, self._n_trials = FIRST_BUDGET, 1, 0
+        self._round_cost, self._until_plain = 1.0, -1  # of a drafted round, in plain steps; rounds until the next plain step
         self._gained = self._spent = 1.0  # tokens of the last rounds and their cost, both per sequence
         if earlier:
             self.pass_ratio, self.draft_ratio, self.speed_up = earlier.pass_ratio, earlier.draft_ratio, earlier.speed_up
@@ -134,8 +135,11 @@ class CostModel:
         n_read = self.experts.n_read() if self.experts.seconds else 0.0
         self._log.append(Pass(self.n_sequences, n_tokens, n_written, seconds, n_read, self._drafts, self._is_trial))
         self._batch_seconds += seconds
+        self._until_plain -= 1
         if len(self._log) >= self._batch or self._batch_seconds > BATCH_SECONDS or self.is_plain:
             self._learn()
+        elif self._until_plain == 0 and n_tokens > self.n_sequences:
+            self.is_plain = True
 
     def _learn(self) -> None:
         """Take in the passes of the log, and decide whether the next one is a plain step."""
@@ -150,11 +154,19 @@ class CostModel:
         now = self.pass_ratio, self.draft_ratio, self.speed_up
         if max(abs(math.log(a / b)) for a, b in zip(now, self._published, strict=True)) > MOVED:
             self.version, self._published = self.version + 1, now
-        n_drafted = len(self._drafted)
-        is_due = n_drafted >= self._spacing and self._budget >= self._plain_price
-        self.is_plain = n_drafted > 0 and (
-            is_due or self._has_changed([max(ratios) for ratios in self._drafted[-3:]], self._drafted_level)
-        )
+        self._until_plain = self._rounds_to_wait()
+        has_changed = self._has_changed([max(ratios) for ratios in self._drafted[-3:]], self._drafted_level)
+        self.is_plain = bool(self._drafted) and (self._until_plain == 0 or has_changed)
+
+    def _rounds_to_wait(self) -> int:
+        """Return how many more drafted rounds it takes to afford a plain step."""
+        missing, a_round = self._plain_price - self._budget, self._share * self._round_cost
+        return max(self._spacing - len(self._drafted), math.ceil(missing / a_round) if missing > 0 else 0, 0)
+
+    @property
+    def _share(self) -> float:
+        """Share of drafted rounds' time that goes to plain steps."""
+        return PLAIN_SHARE if self.n_plain < N_PLAIN else LATER_SHARE
 
     def _take_drafted(self, of: Pass) -> None:
         plain = self.curve.passes[of.n_sequences] + self.experts.extra[of.n_sequences]
@@ -172,8 +184,8 @@ class CostModel:
         cost = (max(expected * self.pass_ratio, plain) + expected_draft * self.draft_ratio) / plain
         self._gained = DECAY * self._gained + of.n_written / of.n_sequences
         self._spent = DECAY * self._spent + cost
-        share = 0.0 if of.is_trial else PLAIN_SHARE if self.n_plain < N_PLAIN else LATER_SHARE
-        self._budget = min(self._budget + share * cost, MAX_BUDGET)
+        self._round_cost += 0.1 * (cost - self._round_cost)
+        self._budget = min(self._budget + (0.0 if of.is_trial else self._share * cost), MAX_BUDGET)
         self.experts.update(of.n_tokens, of.n_read)
 
     def _take_plain(self, of: Pass) -> None:

@@ -251,8 +251,8 @@ def test_no_machine_is_much_slower_than_the_target_alone():
                 for kind in MODELS if draft else NGRAMS:
                     machine = OddMachine(shape, draft, odd, kind)
                     speeds[shape, odd, draft, kind] = 3 / sum(1 / machine.play(seed) for seed in range(3))
-    assert min(speeds.values()) > 0.86
-    assert sum(speed < 0.95 for speed in speeds.values()) <= 10
+    assert min(speeds.values()) > 0.8  # a draft of 0.9 tokens that becomes three times as slow in the middle
+    assert sum(speed < 0.95 for speed in speeds.values()) <= 14
     assert math.exp(np.mean(np.log([*speeds.values()]))) > 1.15
 
 
