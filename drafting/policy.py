@@ -52,6 +52,7 @@ class Pass(NamedTuple):
     n_read: float  # experts that a layer read
     drafts: list[tuple[int, int, float]]  # of models: tokens, tokens of the sequence that the draft had missed, seconds
     is_trial: bool  # whether a draft was one that did not seem to pay
+    between: float  # seconds from the pass before, drafts included; 0: nobody measured them
 
 
 class CostModel:
@@ -73,6 +74,7 @@ class CostModel:
         self.n_sequences = self.n_tokens = 1  # of this pass: sequences, and tokens so far, one of each sequence among them
         self.is_plain = False  # whether no sequence is to draft in this pass
         self.n_plain = 0  # comparisons made
+        self.overhead = 0.0  # seconds between two passes without drafts, for whatever is done there
         self.speed_up = 1.0  # tokens of the last rounds, over what plain steps would have written meanwhile; at least 1
         self._max_tokens = MAX_TOKENS
         self._drafts, self._is_trial = list[tuple[int, int, float]](), False  # of this pass: tokens, missed tokens, seconds
@@ -87,7 +89,7 @@ class CostModel:
         self._gained = self._spent = 1.0  # tokens of the last rounds and their cost, both per sequence
         if earlier:
             self.pass_ratio, self.draft_ratio, self.speed_up = earlier.pass_ratio, earlier.draft_ratio, earlier.speed_up
-            self._gained, self._spent = earlier.speed_up, 1.0
+            self._gained, self._spent, self.overhead = earlier.speed_up, 1.0, earlier.overhead
             self._comparisons.extend(earlier._comparisons)
             self._budget, self._n_trials = min(earlier._budget, FIRST_BUDGET), earlier._n_trials
             self._drafted_level, self._plain_level = earlier._drafted_level, earlier._plain_level
@@ -100,7 +102,7 @@ class CostModel:
     @property
     def rate(self) -> float:
         """Tokens a second of the whole batch."""
-        return self.speed_up * self.n_sequences / self.plain_cost
+        return self.speed_up * self.n_sequences / (self.plain_cost + self.overhead)
 
     @property
     def room(self) -> int:
@@ -130,10 +132,13 @@ class CostModel:
         """Count the time that a model took to draft n tokens for this pass after reading n_missed of its sequence."""
         self._drafts.append((n, n_missed, seconds))
 
-    def end_pass(self, n_tokens: int, n_written: int, seconds: float) -> None:
-        """Take note of a pass over n_tokens, which wrote n_written tokens in so many seconds."""
+    def end_pass(self, n_tokens: int, n_written: int, seconds: float, between: float = 0.0) -> None:
+        """Take note of a pass over n_tokens, which wrote n_written tokens in so many seconds.
+
+        between: Seconds from the end of the pass before, if it came right before.
+        """
         n_read = self.experts.n_read() if self.experts.seconds else 0.0
-        self._log.append(Pass(self.n_sequences, n_tokens, n_written, seconds, n_read, self._drafts, self._is_trial))
+        self._log.append(Pass(self.n_sequences, n_tokens, n_written, seconds, n_read, self._drafts, self._is_trial, between))
         self._batch_seconds += seconds
         self._until_plain -= 1
         if len(self._log) >= self._batch or self._batch_seconds > BATCH_SECONDS or self.is_plain:
@@ -178,10 +183,12 @@ class CostModel:
             expected_draft += self.curve.draft_cost(n, n_missed)
             draft_seconds += seconds
             most_missed = max(most_missed, n_missed)
+        draft_seconds = max(draft_seconds, of.between - self.overhead * pass_ratio)
         if expected_draft and most_missed <= MAX_MISSED:
             draft_ratio = draft_seconds / expected_draft
         self._drafted.append((pass_ratio, draft_ratio))
-        cost = (max(expected * self.pass_ratio, plain) + expected_draft * self.draft_ratio) / plain
+        cost = max(expected * self.pass_ratio, plain) + expected_draft * self.draft_ratio + self.overhead
+        cost /= plain + self.overhead
         self._gained = DECAY * self._gained + of.n_written / of.n_sequences
         self._spent = DECAY * self._spent + cost
         self._round_cost += 0.1 * (cost - self._round_cost)
@@ -198,8 +205,14 @@ class CostModel:
         plain = self.curve.passes[of.n_sequences] + self.experts.extra[of.n_sequences]
         ratio = max(of.seconds / (plain + self.curve.eviction * bool(self._drafted)), MIN_SECONDS)
         self._plain.append(ratio)
+        if of.between:
+            self._note_overhead(of.between / ratio)
         if self._drafted:
             self._compare(ratio)
+
+    def _note_overhead(self, seconds: float) -> None:
+        """Move the overhead, in the curve's seconds, towards what was seen; now and then other work stands between two passes."""
+        self.overhead += 0.1 * (min(max(seconds, 0.0), 2 * self.overhead + self.curve.passes[1]) - self.overhead)
 
     def _compare(self, plain: float) -> None:
         """Compare a plain step with the median of the drafted rounds since the last one."""
@@ -271,9 +284,10 @@ class DraftLengthPolicy:
         self._is_free, self._is_alone = is_free, is_alone
         self._buckets = list[int]()
         self._survival, self._is_trial = 1.0, False
-        self._rates, self._thresholds = acceptance.rates, list[float]()
+        self._rates, self._thresholds = acceptance.rates, dict[tuple[int, int], float]()
+        self._n_sequences = 1  # of the batch for which thresholds and rates are known
         self._rounds = list[tuple[list[int], int]]()  # that acceptance has not taken in: buckets of judged tokens, accepted ones
-        self._version, self._n_missed = -1, 0
+        self._version, self._n_missed, self._trial_share = -1, 0, TRIAL_SHARE
         self._batch, self._batch_seconds = 1, 0.0
         self._longest = 0  # draft once enough tokens were accepted
         # Of proposals that are looked up: whether this round does, seconds that it takes, and tokens that it brings
@@ -285,7 +299,7 @@ class DraftLengthPolicy:
         if self._is_alone:
             costs.begin_pass()
         is_due = len(self._rounds) >= self._batch or self._batch_seconds > BATCH_SECONDS
-        if is_due or self._version != costs.version or not self._is_alone:
+        if is_due or self._version != costs.version or self._n_sequences != costs.n_sequences:
             self._learn()
         self._buckets = []
         self._survival, self._is_trial, self._searches = 1.0, False, False
@@ -301,9 +315,7 @@ class DraftLengthPolicy:
             return True
         self.max_tokens = 1
         catch_up = costs.draft_cost(1, self._n_missed) - costs.draft_cost(1)
-        # where comparisons alone speak against drafting, other programs may have spoilt them
-        share = PLAIN_SHARE if costs.curve.pays(self.acceptance.mean) else TRIAL_SHARE
-        self._is_trial = costs.try_draft(self._cost(1) - self._cost(0) + catch_up, share)
+        self._is_trial = costs.try_draft(self._cost(1) - self._cost(0) + catch_up, self._trial_share)
         return self._is_trial
 
     def should_continue(self, confidence: float) -> bool:
@@ -364,7 +376,9 @@ class DraftLengthPolicy:
             self.acceptance.update(self._rounds)
             self._rounds.clear()
         self._batch, self._batch_seconds = min(2 * self._batch, MAX_BATCH), 0.0
-        self._rates, self._version = self.acceptance.rates, self.costs.version
+        self._rates, self._version, self._n_sequences = self.acceptance.rates, self.costs.version, self.costs.n_sequences
+        # where comparisons alone speak against drafting, other programs may have spoilt them
+        self._trial_share = PLAIN_SHARE if self.costs.curve.pays(self.acceptance.mean) else TRIAL_SHARE
         self._thresholds.clear()
         # a round risks little until some tokens were accepted
         limit = self._cost(0) + min(1.0 + self.acceptance.n_accepted, MAX_ROUND) * self.costs.plain_cost
@@ -376,9 +390,10 @@ class DraftLengthPolicy:
 
     def _threshold(self, n: int) -> float:
         """Return the probability that n tokens are accepted above which another one pays."""
-        while len(self._thresholds) <= n:
-            self._thresholds.append(self._new_threshold(len(self._thresholds)))
-        return self._thresholds[n]
+        key = self.costs.n_tokens, n
+        if key not in self._thresholds:
+            self._thresholds[key] = self._new_threshold(n)
+        return self._thresholds[key]
 
     def _new_threshold(self, n: int) -> float:
         rate, base, least = self.acceptance.mean, self._cost(n), math.inf

@@ -171,6 +171,7 @@ class Engine:
         self._owed = 0.0  # seconds that passes have, before other work goes on
         self._used = dict[str, float]()  # seconds of passes that clients have had, of those that run and of who was ahead of them
         self._costs: CostModel  # of passes
+        self._ended = 0.0  # when the last pass ended, if there has been work since
         self._figures = Figures()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
@@ -257,6 +258,7 @@ class Engine:
         """False: there will be none."""
         with self._changed:
             while not (self._waiting or self._running or self._beside or self._is_closed):
+                self._ended = 0.0
                 self._changed.wait()
             return bool(self._waiting or self._running or self._beside)
 
@@ -426,8 +428,6 @@ class Engine:
                     writing.draft = writing.text.wants()
                 if writing.draft is None:
                     continue
-                if writing.draft.tokens:
-                    self._tell(writing.ticket, writing.wording.of(writing.text.proposal))
             n = 1 + len(writing.draft.tokens)
             if used and (used + n > most or writing.has_tree):
                 continue
@@ -488,7 +488,8 @@ class Engine:
             self._decoder.tuning.saw(n_tokens, seconds)
         n_written = sum([self._goes_on(writing, *one, seconds) for writing, one in judged])
         if len(judged) == self._costs.n_sequences and not pieces:
-            self._costs.end_pass(n_tokens, n_written, seconds)
+            self._costs.end_pass(n_tokens, n_written, seconds, begin - self._ended if self._ended else 0.0)
+        self._ended = time.perf_counter()
 
     def _one_by_one(self, stepping: list[Writing], pieces: list[tuple[Writing, int]]) -> None:
         """A pass that failed is made of each text alone, so that it ends the one that is to blame for it."""
