@@ -10,7 +10,7 @@ from rich.text import Text
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from specdec.commands.main import app
+from specdec.cli.main import app
 
 PAGE = Path(__file__).with_name("options.md")
 BEGIN, END = "<!-- made by docs/options.py -->\n", "<!-- end of what is made -->\n"

@@ -13,10 +13,10 @@ from rich.text import Text
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from specdec import Sampling, SpeculativeDecoder, Statistics, Step
-from specdec.screens.output import Roles
-from specdec.screens.panel import LivePanel
-from specdec.screens.story import Row
-from specdec.screens.window import Window
+from specdec.ui.output import Roles
+from specdec.ui.panel import LivePanel
+from specdec.ui.terminal_window import Window
+from specdec.ui.text_layout import Row
 
 SIZE = ConsoleDimensions(96, 24)
 PASSES = 24  # of the run before the picture is taken

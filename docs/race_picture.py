@@ -12,11 +12,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from specdec import Sampling, SpeculativeDecoder
-from specdec.measuring.race import Lane, measure, seconds_told
-from specdec.readers.files import default_pair
-from specdec.screens.output import Roles
-from specdec.screens.race import Track
-from specdec.screens.story import Row
+from specdec.bench.race import Lane, measure, seconds_told
+from specdec.loaders.model_lookup import default_pair
+from specdec.ui.output import Roles
+from specdec.ui.race import Track
+from specdec.ui.text_layout import Row
 
 PROMPT, TOKENS, SAMPLING = "Once upon a time", 160, Sampling(0)
 SLOWER_SECONDS, LAST_SECONDS = 9.0, 5.0  # that the slower one takes in the picture, and that the end is in sight

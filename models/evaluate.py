@@ -12,20 +12,20 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..architectures.llama import LLAMA
-from ..decoder import SpeculativeDecoder
-from ..decoding import Step, decode
-from ..drafting.model_drafter import ModelDrafter
-from ..drafting.policy import FixedLength
-from ..kernels import MAX_TOKENS
-from ..machine.vectors import Float32, Int64
-from ..measuring.sweep import Setting, Text, measure
-from ..readers.loading import load_model
-from ..sampling import TARGET_NOISE, Sampler, Sampling
-from ..tokenizer import FIRST_BYTE, Tokenizer
-from ..transformer import Transformer
-from ..verification import CoupledVerifier
-from .stories import Stories, encode_stories, pack_rows
+from models.stories import Stories, encode_stories, pack_rows
+from specdec.bench.sweep import Setting, Text, measure
+from specdec.decoder import SpeculativeDecoder
+from specdec.draft.model import ModelDrafter
+from specdec.draft.policy import FixedLength
+from specdec.engine.decoding import Step, decode
+from specdec.kernels import MAX_TOKENS
+from specdec.loaders.loader import load_model
+from specdec.model.llama import LLAMA
+from specdec.model.transformer import Transformer
+from specdec.runtime.simd import Float32, Int64
+from specdec.sampling import TARGET_NOISE, Sampler, Sampling
+from specdec.tokenizer import FIRST_BYTE, Tokenizer
+from specdec.verification import CoupledVerifier
 
 Pair = tuple[Transformer, Transformer]  # target and draft
 GAMMA = 4  # of what only has to be written fast: a coupled text is the same with any

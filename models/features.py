@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ..architectures.config import HeadConfig
-from ..decoder import SpeculativeDecoder
-from ..kernels import MAX_TOKENS
-from ..machine.vectors import Float32
-from ..sampling import Sampling
-from ..text.templates import Message, TemplateError
-from ..transformer import Transformer
-from . import evaluate
-from .questions import HELD_OUT_TOPICS, TOPICS, questions
-from .stories import Tokens, write_rows
+from models import evaluate
+from models.questions import HELD_OUT_TOPICS, TOPICS, questions
+from models.stories import Tokens, write_rows
+from specdec.config import HeadConfig
+from specdec.decoder import SpeculativeDecoder
+from specdec.kernels import MAX_TOKENS
+from specdec.model.transformer import Transformer
+from specdec.runtime.simd import Float32
+from specdec.sampling import Sampling
+from specdec.text.chat_template import Message, TemplateError
 
 TEMPERATURES = (0.0, 0.0, 0.5, 0.8, 1.0)  # of what is written: a head is asked at 0 more often than anywhere else
 TAUGHT = 32  # likeliest next tokens of each position that a head is taught

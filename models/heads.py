@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..architectures import Config, HeadConfig
-from ..architectures.eagle3 import EAGLE3
-from ..readers import Checkpoint
-from ..transformer import Transformer
-from .features import Features, default_layers, lesson
-from .stories import Tokens
-from .training import rms_norm, rope_table, rotate
+from models.features import Features, default_layers, lesson
+from models.stories import Tokens
+from models.training import rms_norm, rope_table, rotate
+from specdec.config import Config, HeadConfig
+from specdec.heads.eagle3 import EAGLE3
+from specdec.loaders import Checkpoint
+from specdec.model.transformer import Transformer
 
 DEPTH_WEIGHT = 0.8  # of a depth's loss beside the one before it, as EAGLE-3 has it
 JUDGED_DEPTHS = 5

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ..tokenizer import Tokenizer
+from specdec.tokenizer import Tokenizer
 
 TRAIN_FILE = "tinystories_cased_train.txt"
 VALID_FILE = "tinystories_cased_valid_split.txt"

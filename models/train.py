@@ -31,11 +31,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from specdec import (
+from specdec import (  # before torch, which loads the OpenMP whose threads are told here how to wait
     Sampling,
     SpeculativeDecoder,
     Tokenizer,
-)  # before torch, which loads the OpenMP whose threads are told here how to wait
+)
 
 sys.path.pop(0)  # nobody else is to find our `kernels` or `tokenizer`
 import numpy as np
@@ -44,15 +44,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.architectures import Config
-from specdec.architectures.llama import LLAMA
-from specdec.models import evaluate, heads
-from specdec.models.features import Features, can_chat, default_layers, held_out_texts, written_by
-from specdec.models.stories import Stories, batches, encode_stories, pack_rows, write_rows
-from specdec.models.training import Trainer, as_batch, bf16, rms_norm, rope_table, rotate, total_variation
-from specdec.readers import load_checkpoint
-from specdec.readers.llama2c import FIELDS, ROPE, V0_ORDER
-from specdec.readers.loading import load_model
+from models import evaluate, heads
+from models.features import Features, can_chat, default_layers, held_out_texts, written_by
+from models.stories import Stories, batches, encode_stories, pack_rows, write_rows
+from models.training import Trainer, as_batch, bf16, rms_norm, rope_table, rotate, total_variation
+from specdec.config import Config
+from specdec.loaders import load_checkpoint
+from specdec.loaders.llama2c import FIELDS, ROPE, V0_ORDER
+from specdec.loaders.loader import load_model
+from specdec.model.llama import LLAMA
 from specdec.tokenizer import BOS, EOS
 
 VOCAB_SIZE = 1024

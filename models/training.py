@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..architectures import Config
+from specdec.config import Config
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

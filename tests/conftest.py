@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import pytest
 
-from specdec.architectures import Config
+from specdec.config import Config
 from specdec.tokenizer import Tokenizer
-from tests.checkpoints import random_tensors, small_pieces, tame, write_checkpoint, write_tokenizer
+from tests.tools.checkpoint_files import random_tensors, small_pieces, tame, write_checkpoint, write_tokenizer
 
 VOCAB = 300
 # Hundreds of processes are begun: what Python has compiled for one serves the others, also where that is not asked for.
@@ -33,7 +33,7 @@ class Pair(NamedTuple):
 @pytest.fixture(autouse=True)
 def no_calibration_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test depends on what a text of another one took."""
-    monkeypatch.setattr("specdec.drafting.calibration.folder", lambda: "")
+    monkeypatch.setattr("specdec.draft.calibration.folder", lambda: "")
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,8 @@
-"""A moment of each fuzzer of tests/fuzz.py, always the same cases first; `python -m tests.fuzz` goes on from there."""
+"""Run each fuzzer for a moment, on the same first cases every time; `python -m tests.tools.fuzz` runs more."""
 
 import pytest
 
-from tests import fuzz
+from tests.tools import fuzz
 
 
 @pytest.mark.campaign
@@ -19,6 +19,6 @@ def test_a_failure_is_told_with_the_command_that_repeats_it(monkeypatch):
     ends, failures = fuzz.run("texts", 0, first=500, at_least=40)
     assert ends["failed"] + ends[fuzz.FINE] == 40
     case = failures[0].split()[-1]
-    assert failures[0] == f"ZeroDivisionError: division by zero\n    python -m tests.fuzz --only texts --case {case}"
+    assert failures[0] == f"ZeroDivisionError: division by zero\n    python -m tests.tools.fuzz --only texts --case {case}"
     with pytest.raises(ZeroDivisionError):
         fuzz.run_case("texts", int(case))

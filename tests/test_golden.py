@@ -13,13 +13,13 @@ import pytest
 
 import specdec
 from specdec import kernels, sampling
-from specdec.architectures import experts, states
-from specdec.machine import elementary
-from specdec.machine.cache import CHECKSUM_BYTES, folder
-from specdec.machine.programs import Operation
-from specdec.weights import fp32, half, int8, packed
-from tests.golden import CASES, TABLE, Case, changed, functions, main, measure, weights_of
-from tests.test_house import MODULES, room
+from specdec.layers import moe_ops, recurrent
+from specdec.quant import bf16_packed, fp32, half, int8
+from specdec.runtime import elementary
+from specdec.runtime.code_cache import CHECKSUM_BYTES, folder
+from specdec.runtime.program import Operation
+from tests.test_package import MODULES, folder_of
+from tests.tools.golden import CASES, TABLE, Case, changed, functions, main, measure, weights_of
 
 GOLDEN = json.loads(TABLE.read_text())
 
@@ -61,9 +61,9 @@ def test_a_golden_text_changes_with_the_revision_alone(
 ) -> None:
     """Rows may come and go."""
     path = tmp_path / "golden.json"
-    monkeypatch.setattr("tests.golden.TABLE", path)
+    monkeypatch.setattr("tests.tools.golden.TABLE", path)
     new: dict[str, Any] = {"arithmetic": 1, "functions": {"f": "a"}, "texts": {"one": {"text": "b"}}}
-    monkeypatch.setattr("tests.golden.table", lambda: new)
+    monkeypatch.setattr("tests.tools.golden.table", lambda: new)
     assert main() == 0 and json.loads(path.read_text()) == new
     path.write_text(json.dumps(new | {"texts": {"one": {"text": "c"}, "two": {"text": "d"}}}))
     assert [*changed(json.loads(path.read_text()), new)] == ["one"]
@@ -122,7 +122,7 @@ def bitcode(kept: Any) -> list[bytes]:
 def compiled_functions() -> list[str]:
     """The names of what is compiled in the rooms that tokens come through, as their files have them."""
     names = []
-    for module in (kernels, states, experts, sampling, elementary, fp32, half, int8, packed):
+    for module in (kernels, recurrent, moe_ops, sampling, elementary, fp32, half, int8, bf16_packed):
         for name, value in vars(module).items():
             function = getattr(value, "py_func", getattr(value, "function", None))
             is_inlined = getattr(value, "targetoptions", {}).get("inline") == "always"
@@ -141,15 +141,16 @@ EXACT_NUMPY = {  # what numpy does the same everywhere: moving numbers, whole nu
     "sqrt", "stack", "uint16", "uint32", "uint64", "uint8", "unique", "unpackbits", "where", "zeros",
 }  # fmt: skip
 EXACT_MATH = {"gcd", "inf", "isfinite", "isnan", "nan", "pi", "prod", "isqrt", "ceil", "floor"}
-ROOMS = (
-    "kernels", "sampling", "weights", "machine", "architectures", "families", "transformer", "readers", "decoding",
-    "verification", "tokenizer", "text", "decoder", "drafting.model_drafter", "drafting.ngrams", "drafting.stages",
+ON_THE_WAY_TO_A_TOKEN = (
+    "kernels", "sampling", "quant", "runtime", "layers", "model", "heads.eagle3", "heads.mtp", "heads.gemma4_assistant",
+    "families", "loaders", "config", "engine.decoding", "verification", "tokenizer", "text", "decoder", "draft.model", "draft.ngram",
+    "draft.staged",
 )  # fmt: skip
 SUMS = {"sum", "mean", "std", "var", "dot", "cumsum", "cumprod", "trace", "matmul"}  # of arrays, in numpy's own order
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if room(module) in ROOMS or module in ROOMS])
-def test_the_rooms_on_the_way_to_a_token_use_exact_arithmetic_alone(module: str) -> None:
+@pytest.mark.parametrize("module", [module for module in MODULES if {folder_of(module), module} & {*ON_THE_WAY_TO_A_TOKEN}])
+def test_modules_on_the_way_to_a_token_use_exact_arithmetic_alone(module: str) -> None:
     for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
         where = f"{module}, line {getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("np", "math"):
@@ -159,4 +160,4 @@ def test_the_rooms_on_the_way_to_a_token_use_exact_arithmetic_alone(module: str)
         if isinstance(node, ast.BinOp):
             assert not isinstance(node.op, ast.MatMult), where
             if isinstance(node.op, ast.Pow) and not isinstance(node.left, ast.Constant):
-                assert module == "architectures.rope", where  # of decimals
+                assert module == "layers.rope", where  # of decimals

@@ -8,20 +8,20 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from specdec.architectures.gates import add_both, cap, geglu, gelu, swiglu
 from specdec.kernels import add_norm, head_norm, layer_norm
-from specdec.machine import limits
-from specdec.machine.memory import lazy_zeros, zeros
-from specdec.machine.programs import Row, Runner
-from specdec.machine.tiles import Shape
-from specdec.machine.vectors import F32, I32, LANES, round_up
+from specdec.layers.activations import add_both, cap, geglu, gelu, swiglu
+from specdec.quant import FP32
+from specdec.quant.int8 import DOT4, dot4
+from specdec.quant.matrix import pack
+from specdec.runtime import peak_arithmetic
+from specdec.runtime.memory import lazy_zeros, zeros
+from specdec.runtime.program import Row, Runner
+from specdec.runtime.simd import F32, I32, LANES, round_up
+from specdec.runtime.tile import Shape
 from specdec.sampling import mix_bits
-from specdec.weights import FP32
-from specdec.weights.int8 import DOT4, dot4
-from specdec.weights.matrix import pack
-from tests import reference
-from tests.checkpoints import ROOT
-from tests.models import THREADS, product, round_to_float32
+from tests.tools import reference
+from tests.tools.checkpoint_files import ROOT
+from tests.tools.random_models import THREADS, product, round_to_float32
 
 
 def run(row: Row, n_tokens: int, n_threads: int = 1) -> None:
@@ -147,7 +147,7 @@ def test_a_product_is_one_chain_of_fused_multiply_adds_in_ascending_k():
 def test_where_nothing_can_be_cached_everything_still_compiles():
     """Numba, made to find no folder that it may write to."""
     code = """
-from specdec.machine import cache
+from specdec.runtime import code_cache as cache
 cache._folder.append("")
 from specdec.sampling import mix_bits
 print(mix_bits.stats.cache_path, mix_bits(1))
@@ -164,12 +164,12 @@ def test_a_cache_beyond_all_memory_is_a_memory_error():
 @pytest.mark.parametrize("n_steps", [1, 2, 7])
 def test_what_measures_arithmetic_runs_every_step_of_every_chain(n_steps: int) -> None:
     words = np.full((1, 2 * LANES), -2.0, np.float32)
-    run(limits.chains(limits.fma, F32, limits.FLOATS)(words, n_steps), 1)
-    n_chains = limits.FLOATS.n_vectors * limits.FLOATS.n_tokens
-    assert (words[0, LANES : LANES + limits.FLOATS.lanes] == n_chains * -2.0 * (-1.0) ** n_steps).all()
+    run(peak_arithmetic.chains(peak_arithmetic.fma, F32, peak_arithmetic.FLOATS)(words, n_steps), 1)
+    n_chains = peak_arithmetic.FLOATS.n_vectors * peak_arithmetic.FLOATS.n_tokens
+    assert (words[0, LANES : LANES + peak_arithmetic.FLOATS.lanes] == n_chains * -2.0 * (-1.0) ** n_steps).all()
     words[:] = np.array(0x01010101, np.int32).view(np.float32)
     dot = dot4(DOT4)
     shape = Shape(dot.lanes, 1, 5)
-    run(limits.chains(dot.multiply_add, I32, shape)(words, 1), 1)
+    run(peak_arithmetic.chains(dot.multiply_add, I32, shape)(words, 1), 1)
     expected = shape.n_tokens * (0x01010101 + 4 - (4 * 128 if dot.is_signed else 0))
     assert (words.view(np.int32)[0, LANES : LANES + dot.lanes] == expected).all()

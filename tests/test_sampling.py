@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from specdec.machine.memory import zeros
-from specdec.machine.vectors import LANES, round_up
+from specdec.runtime.memory import zeros
+from specdec.runtime.simd import LANES, round_up
 from specdec.sampling import draw, keep_or_redraw, probabilities, race
-from tests import reference
+from tests.tools import reference
 
 
 def draw_probabilities(logits, temperature, top_k, top_p):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from specdec.tokenizer import BOS, EOS, FIRST_BYTE, TextStream, Tokenizer, TokenizerError
-from tests.checkpoints import (
+from tests.tools.checkpoint_files import (
     CHARACTERS,
     FIRST_PIECE,
     SHARED,

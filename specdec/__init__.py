@@ -1,0 +1,63 @@
+"""Exact speculative decoding on CPU threads: a small model drafts tokens, a large one verifies several of them in one pass.
+
+    from specdec import SpeculativeDecoder
+    print(SpeculativeDecoder("stories6M.bin", "stories650K.bin").generate("Once upon a time").text)
+
+The public API is the classes below, `SpeculativeDecoder` first. Everything else in the package may change with any version.
+As a command: specdec "Once upon a time", in a checkout python specdec.py "Once upon a time".
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specdec.decoder import SpeculativeDecoder
+    from specdec.engine.decoding import Prompt, Proposal, Statistics, Step
+    from specdec.loaders import CheckpointError
+    from specdec.model.transformer import Transformer
+    from specdec.sampling import Sampling
+    from specdec.text.chat_template import TemplateError
+    from specdec.text.detokenizer import Generation
+    from specdec.tokenizer import Tokenizer, TokenizerError
+
+__version__ = "0.1.0"
+__arithmetic__ = 2  # revision of the arithmetic: raised whenever the output of a seed changes (tests/tools/golden.py)
+__all__ = [
+    "CheckpointError",
+    "Generation",
+    "Prompt",
+    "Proposal",
+    "Sampling",
+    "SpeculativeDecoder",
+    "Statistics",
+    "Step",
+    "TemplateError",
+    "Tokenizer",
+    "TokenizerError",
+    "Transformer",
+]
+# Loaded on first use: the library loads no command line, and the command line installs its signal handlers before the library.
+_MODULES = {
+    "CheckpointError": "specdec.loaders",
+    "Generation": "specdec.text.detokenizer",
+    "Prompt": "specdec.engine.decoding",
+    "Proposal": "specdec.engine.decoding",
+    "Sampling": "specdec.sampling",
+    "SpeculativeDecoder": "specdec.decoder",
+    "Statistics": "specdec.engine.decoding",
+    "Step": "specdec.engine.decoding",
+    "TemplateError": "specdec.text.chat_template",
+    "Tokenizer": "specdec.tokenizer",
+    "TokenizerError": "specdec.tokenizer",
+    "Transformer": "specdec.model.transformer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

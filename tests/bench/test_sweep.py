@@ -1,0 +1,582 @@
+"""specdec sweep: its arithmetic with made-up clocks, its words, its outputs, and the command on a tiny pair."""
+
+import csv
+import dataclasses
+import io
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+import specdec
+from specdec import Sampling, SpeculativeDecoder
+from specdec.bench import sweep
+from specdec.bench.race import Lane
+from specdec.bench.sweep import Figures, Measured, Setting, Text
+from specdec.cli import entry
+from specdec.cli.options import option_of
+from specdec.cli.sweep import SweepRequest
+from specdec.engine.decoding import Event, Prompt, Proposal, Step
+from specdec.ui import signals
+from specdec.ui import sweep_report as sweep_chart
+from tests.conftest import Pair
+from tests.fakes.terminal import Job
+
+GREEDY, SAMPLED = Sampling(0.0), Sampling(1.0, seed=1)
+STORY = list(range(100, 160))
+
+
+class Clockwork:
+    """Writes STORY with `stands` of every `gamma` proposals, in so many seconds a pass. wrong: a token that it says instead."""
+
+    def __init__(self, gamma: int = 0, stands: int = 0, seconds: float = 1.0, wrong: int | None = None) -> None:
+        self.gamma: Any = gamma
+        self.stands, self.seconds, self.wrong = stands, seconds, wrong
+        self.asked: list[Text] = []
+
+    def stream(self, prompt: str, max_tokens: int, sampling: Sampling) -> Iterator[Event]:
+        self.asked.append(Text(prompt, max_tokens, sampling))
+        text = STORY[:max_tokens]
+        if self.wrong is not None and self.wrong < len(text):
+            text[self.wrong] = -1
+        yield Prompt([1], 1000.0)
+        while text:
+            n = min(self.gamma, len(text) - 1)
+            accepted = min(self.stands, n)
+            yield Proposal(text[:n])
+            new, text = text[: accepted + 1], text[accepted + 1 :]
+            yield Step(new, [*new[:accepted], *[0] * (n - accepted)], accepted, self.seconds, 0.0, None if text else "max_tokens")
+
+
+def clockworks(**pair: Any) -> list[Setting]:
+    return [
+        Setting("target alone", "", Clockwork(), "alone"),
+        Setting("draft alone", "", Clockwork(seconds=0.1, wrong=3), "draft"),
+        Setting("γ 4", "-g 4", Clockwork(4, **{"stands": 3, "seconds": 2.0} | pair), "pair", 4),
+    ]
+
+
+def test_a_speed_up_is_that_of_neighbours_and_counts_no_prompt() -> None:
+    """Four tokens in two seconds, where the target alone takes four."""
+    measured = sweep.measure(clockworks(), [Text("a", 40, GREEDY)], rounds=2)
+    alone, draft, pair = measured.cells()
+    assert measured.is_whole
+    assert (alone.speedup_mean, alone.tokens_per_second, alone.tokens_per_pass) == (1.0, 1.0, 1.0)
+    assert (alone.n_drafted, alone.acceptance_by_position) == (0, [])
+    assert draft.speedup_mean == pytest.approx(10)
+    assert (pair.speedup_min, pair.speedup_mean, pair.speedup_max, pair.tokens_per_second) == (2.0, 2.0, 2.0, 2.0)
+    assert pair.tokens_per_pass == 4
+    assert pair.n_accepted == 2 * 30
+
+
+def test_a_rate_by_position_counts_only_what_was_drafted_there() -> None:
+    """Of 40 tokens, ten passes of four; the last one has room for three proposals alone."""
+    measured = sweep.measure(clockworks(), [Text("a", 40, GREEDY)], rounds=1)
+    pair = measured.cells()[-1]
+    assert pair.acceptance_by_position == [1.0, 1.0, 1.0, 0.0]
+    assert pair.n_drafted == 9 * 4 + 3
+    assert pair.acceptance_rate == 30 / 39
+    run = Lane()
+    for drafted, accepted in ((3, 1), (1, 1), (0, 0), (2, 0)):
+        run.add(Step([7] * (accepted + 1), [7] * drafted, accepted, 0.5, 0.1))
+    assert (run.statistics.acceptance_by_position, run.statistics.decode_seconds) == ([2 / 3, 0, 0], 2.0)
+
+
+def lane(tokens: list[int], stop_reason: str, seconds: float) -> Lane:
+    """A text of one step."""
+    lane = Lane()
+    lane.add(Step(tokens, [], 0, seconds, 0.0, stop_reason))
+    return lane
+
+
+def of_seconds(table: dict[str, list[tuple[float, float]]]) -> Measured:
+    """For each text, the seconds of the target alone and of the pair in each round; ten tokens each."""
+    settings = [setting for setting in clockworks() if setting.kind != "draft"]
+    runs = {
+        Text(prompt, 10, GREEDY): [
+            {s.name: lane(STORY[:10], "max_tokens", t) for s, t in zip(settings, times, strict=True)} for times in rounds
+        ]
+        for prompt, rounds in table.items()
+    }
+    return Measured(settings, runs)
+
+
+def test_a_text_counts_once_with_the_median_of_its_rounds() -> None:
+    """A round in which the machine was five times slower for both, or for one of them, moves nothing."""
+    measured = of_seconds({"a": [(4.0, 2.0), (20.0, 10.0), (4.0, 10.0)], "b": [(9.0, 3.0)] * 3, "c": [(4.0, 4.0)] * 3})
+    pair = measured.cells()[1]
+    assert (pair.speedup_min, pair.speedup_mean, pair.speedup_max) == (1.0, 2.0, 3.0)
+    assert pair.tokens_per_second == 2.5
+    assert pair.n_texts == 3
+    assert measured.totals()[1] == dataclasses.replace(pair, max_tokens=None)
+
+
+def test_a_text_that_ends_at_once_has_no_speed() -> None:
+    settings = clockworks()[:1]
+    empty, ten = lane([], "eos", 1.0), lane(STORY[:10], "max_tokens", 5.0)
+    runs = {Text("a", 10, GREEDY): [{"target alone": empty}], Text("b", 10, GREEDY): [{"target alone": ten}]}
+    assert [f.n_texts for f in Measured(settings, runs).cells()] == [1]
+    assert Measured(settings, {Text("a", 10, GREEDY): [{"target alone": empty}]}).cells() == []
+
+
+def test_settings_take_turns_in_an_order_that_is_rotated() -> None:
+    told: list[str] = []
+    settings = clockworks()
+    for setting in settings:
+        stream, name = setting.decoder.stream, setting.name
+        setting.decoder.stream = lambda *text, stream=stream, name=name: told.append(name) or stream(*text)  # type: ignore[method-assign, misc, assignment]
+    texts = [Text(prompt, 5, sampling) for prompt in "ab" for sampling in (GREEDY, SAMPLED)]
+    shares: list[float] = []
+    sweep.measure(settings, texts, 3, shares.append)
+    warm, visits = told[: 2 * 3], [told[i : i + 3] for i in range(6, len(told), 3)]
+    assert warm == [setting.name for setting in settings] * 2
+    assert len(visits) == 3 * 4
+    assert all(sorted(visit) == sorted(visits[0]) for visit in visits)
+    assert {visit[0] for visit in visits} == {setting.name for setting in settings}
+    assert len({visit[0] for visit in visits[::4]}) == 3  # of one text, round by round
+    assert shares == sorted(shares)
+    assert shares[0] == 0
+    assert shares[-1] < 1
+
+
+def test_a_setting_drafts_as_far_as_it_says_though_decoders_are_shared() -> None:
+    shared = Clockwork(9, stands=9)
+    settings = [*clockworks()[:1], *(Setting(f"γ {g}", f"-g {g}", shared, "pair", g) for g in (1, 3))]
+    by_setting = {f.setting: f for f in sweep.measure(settings, [Text("a", 40, GREEDY)], 2).cells()}
+    assert {name: f.tokens_per_pass for name, f in by_setting.items()} == {"target alone": 1, "γ 1": 2, "γ 3": 4}
+
+
+@pytest.mark.parametrize("wrong", [0, 17, 39])
+def test_another_text_than_the_targets_is_told_with_where_and_how(wrong: int) -> None:
+    texts = [Text("Once", 40, Sampling(0.5, seed=7))]
+    with pytest.raises(sweep.TextsDiffer, match=rf"γ 4 .* token {wrong + 1} on: prompt 'Once', seed 7, temperature 0\.5, 40"):
+        sweep.measure(clockworks(wrong=wrong), texts, 1)
+
+
+def test_a_target_that_says_something_else_later_is_told() -> None:
+    settings = clockworks()
+    alone = settings[0].decoder
+
+    def stream(*text: Any, write: Any = alone.stream) -> Iterator[Event]:
+        alone.wrong = 5 if len(alone.asked) > 1 else None  # type: ignore[attr-defined]
+        return write(*text)  # type: ignore[no-any-return]
+
+    alone.stream = stream  # type: ignore[method-assign]
+    with pytest.raises(sweep.TextsDiffer, match="target alone"):
+        sweep.measure(settings, [Text("a", 40, GREEDY)], 2)
+
+
+def test_who_is_asked_to_stop_keeps_the_texts_that_all_have_written() -> None:
+    """At whatever event it is asked."""
+    texts, asked = [Text(prompt, 5, GREEDY) for prompt in "abc"], list[int]()
+    assert sweep.measure(clockworks(), texts, 1, is_asked=lambda: asked.append(0)).is_whole
+    found = []
+    for n in range(len(asked)):
+        events = iter(range(len(asked)))
+        measured = sweep.measure(clockworks(), texts, 1, is_asked=lambda events=events, n=n: next(events, n) >= n)  # type: ignore[misc]
+        assert not measured.is_whole
+        visits = [visit for visits in measured.runs.values() for visit in visits]
+        assert all(len(visit) == 3 and all(run.tokens for run in visit.values()) for visit in visits)
+        found.append(len(measured.runs))
+    assert set(found) == {0, 1, 2}
+
+
+# In words
+
+
+def figures(options: str, temperature: float, speed: float, kind: sweep.Kind = "pair", n: int | None = None) -> Figures:
+    name = options.replace("-g", "γ") or "target alone"
+    return Figures(
+        name, options, kind, temperature, n, 12, speed * 0.8, speed, speed * 1.2, 1000 * speed, 8, 6, 0.75, 3.0, [0.75], 0, 0.0
+    )
+
+
+def totals(table: dict[str, tuple[float, ...]], temperatures: tuple[float, ...] = (0.0, 1.0)) -> list[Figures]:
+    alone = [figures("", t, 1.0, "alone") for t in temperatures]
+    return alone + [
+        figures(options, t, speed, "ngram" if "ngram" in options else "pair")
+        for options, speeds in table.items()
+        for t, speed in zip(temperatures, speeds, strict=True)
+    ]
+
+
+SENTENCES = {
+    "one for all": (
+        {"-g 4": (2.7, 2.1), "-g 5": (2.9, 2.1), "-g 8": (2.5, 1.8)},
+        "Best here: -g 5, 2.90 times the target alone (greedy), 2.10 (sampled).",
+    ),
+    "nearly the best of both": (
+        {"-g 4": (2.88, 2.1), "-g 5": (2.9, 1.9)},
+        "Best here: -g 4, 2.88 times the target alone (greedy), 2.10 (sampled).",
+    ),
+    "one each": (
+        {"-g 2": (1.5, 2.1), "-g 8": (2.9, 1.2)},
+        "Best here: -g 8, 2.90 times the target alone (greedy); -g 2, 2.10 (sampled).",
+    ),
+    "n-grams": (
+        {"-d ngram -g 8": (1.5, 1.2), "-g 4": (1.1, 1.0)},
+        "Best here: -d ngram -g 8, 1.50 times the target alone (greedy), 1.20 (sampled).",
+    ),
+    "nothing pays": (
+        {"-g 1": (0.8, 0.7), "-g 4": (0.5, 0.4)},
+        "Leave out -d here: the target alone is as fast or faster (at best -g 1, 0.80 times the target alone (greedy), 0.70 "
+        "(sampled)).",
+    ),
+    "noise is no gain": (
+        {"-g 1": (1.02, 1.01)},
+        "Leave out -d here: the target alone is as fast or faster (at best -g 1, 1.02 times the target alone (greedy), 1.01 "
+        "(sampled)).",
+    ),
+    "greedy alone pays": (
+        {"-g 1": (1.1, 0.7), "-g 4": (1.4, 0.4)},
+        "Best here: -g 4, 1.40 times the target alone (greedy); leave out -d for sampled (at best -g 1, 0.70 (sampled)).",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_the_sentence_names_the_options_and_the_gain(name: str) -> None:
+    table, sentence = SENTENCES[name]
+    assert sweep.conclusion(totals(table)) == sentence
+
+
+def test_temperatures_have_their_numbers_where_one_word_is_not_enough() -> None:
+    sentence = sweep.conclusion(totals({"-g 3": (3.0, 2.0, 1.5)}, (0.0, 0.7, 1.3)))
+    assert sentence == "Best here: -g 3, 3.00 times the target alone (greedy), 2.00 (temperature 0.7), 1.50 (temperature 1.3)."
+    assert sweep.conclusion([]) == sweep.conclusion([figures("", 0, 1, "alone")]) == "Nothing was measured."
+
+
+def test_the_mean_and_the_best_are_those_of_fixed_lengths() -> None:
+    cells = [figures("", 0, 1.0, "alone", 50), figures("-d ngram -g 8", 0, 9.0, "ngram", 50), figures("-g auto", 0, 8.0, n=50)]
+    cells += [figures("-g 2", 0, 2.0, n=50), figures("-g 4", 1, 3.0, n=200)]
+    over = sweep.overall(cells)
+    assert over is not None
+    assert (over.mean, over.best, over.best_text) == (2.5, cells[-1], pytest.approx(3.6))
+    ngrams = sweep.overall(cells[:2])
+    assert ngrams is not None
+    assert ngrams.mean == 9.0
+    assert sweep.overall(cells[:1]) is None
+
+
+# To see
+
+
+def report(temperatures: tuple[float, ...] = (0.0, 1.0), speed: float = 2.0, title: str = "big + little") -> sweep_chart.Report:
+    table = {f"-g {g}": (speed,) * len(temperatures) for g in (1, 8)}
+    of = totals(table, temperatures)
+    cells = [dataclasses.replace(f, max_tokens=n, acceptance_by_position=[0.9] * 20) for n in (50, 200) for f in of]
+    of += [figures("draft alone", t, 30.0, "draft") for t in temperatures]
+    return sweep_chart.Report(title, cells, of, sweep.overall(cells), sweep.conclusion(of), ["a note"], True)
+
+
+def test_what_a_mixture_reads_is_told_by_setting() -> None:
+    assert report().experts_in_words() == ""
+    one, *_ = (dataclasses.replace(f, experts_alone=8, experts_per_token=5.25) for f in report().totals)
+    of = dataclasses.replace(report(), totals=[one])
+    assert of.experts_in_words() == "Experts that a layer reads for a token: 5.2 (target alone, greedy)."
+    out = io.StringIO()
+    sweep_chart.show(of, Console(file=out, width=80))
+    assert of.experts_in_words() in " ".join(out.getvalue().split())
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_table_and_bars_fit_the_console_and_are_plain_where_it_is_no_terminal(width: int) -> None:
+    out = io.StringIO()
+    sweep_chart.show(report(), Console(file=out, width=width))
+    text = out.getvalue()
+    assert "\x1b" not in text
+    assert max(map(cell_len, text.splitlines())) <= width
+    assert ("by position" in text) == (width >= 80)
+    assert report().conclusion.split()[0] in text
+    for word in ("greedy, 50 tokens", "sampled, 200 tokens", "big + little", "a note", "30.0", "Fixed γ: mean 2.00"):
+        assert word in text
+    bars = [line for line in text.splitlines() if "█" in line]
+    assert len(bars) == 2 * 3  # of the target alone and two settings; the draft alone would dwarf them
+    assert bars[2].count("█") == pytest.approx(2 * bars[0].count("█"), abs=1)
+
+
+def test_bars_and_table_need_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    out = io.StringIO()
+    sweep_chart.show(report(), Console(file=out, width=80, force_terminal=True))
+    assert not {int(n) for codes in re.findall(r"\x1b\[([0-9;]*)m", out.getvalue()) for n in codes.split(";")} - {0, 1, 2}
+
+
+def test_a_bar_is_as_long_as_its_share() -> None:
+    assert [sweep_chart.bar_of(share, 4) for share in (0, 1 / 32, 0.5, 0.53, 1)] == ["", "▏", "██", "██▏", "████"]
+    assert sweep_chart.bar_of(0.5, 4, is_utf=False) == "##"
+
+
+def test_nothing_measured_is_told_in_a_line() -> None:
+    out = io.StringIO()
+    empty = sweep_chart.Report.of(Measured(clockworks()), "big", [])
+    sweep_chart.show(empty, Console(file=out, width=80))
+    assert out.getvalue().splitlines() == ["interrupted: what was measured until then, 0 texts", "Nothing was measured."]
+    assert json.loads(sweep_chart.to_json(empty))["cells"] == []
+
+
+def boxes(svg: str) -> tuple[float, float, list[tuple[float, float, float, float]]]:
+    """Width and height of the picture, and about where its texts are: left, top, right, bottom."""
+    root = ElementTree.fromstring(svg)
+    found = []
+    for text in root.iter("{http://www.w3.org/2000/svg}text"):
+        if "stroke" in text.attrib:  # white around another
+            continue
+        x, y, size = (float(text.attrib[name]) for name in ("x", "y", "font-size"))
+        width = len(text.text or "") * sweep_chart.CHARACTER * size / sweep_chart.FONT
+        left = x - {"start": 0, "middle": width / 2, "end": width}[text.attrib["text-anchor"]]
+        found.append((left, y - size, left + width, y))
+    return float(root.attrib["width"]), float(root.attrib["height"]), found
+
+
+@pytest.mark.parametrize("speed", [0.05, 0.9, 2.0, 9.0, 60.0])
+@pytest.mark.parametrize("temperatures", [(0.0,), (0.0, 1.0), (0.0, 0.5, 0.7, 1.0, 1.3)])
+@pytest.mark.parametrize("title", ["big + little", "<b> & \x1b[31m \ud800" + "x" * 200])
+def test_no_text_of_the_picture_lies_on_another_or_beyond_its_edge(
+    speed: float, temperatures: tuple[float, ...], title: str
+) -> None:
+    width, height, found = boxes(sweep_chart.to_svg(report(temperatures, speed, title)))
+    assert all(left >= 0 and right <= width and top >= 0 and bottom <= height for left, top, right, bottom in found)
+    for i, (left, top, right, bottom) in enumerate(found):
+        for left2, top2, right2, bottom2 in found[:i]:
+            assert right <= left2 or right2 <= left or bottom <= top2 or bottom2 <= top
+
+
+def test_no_letter_of_the_picture_has_a_stroke_that_could_hide_it() -> None:
+    """Where paint-order is not known, a stroke lies on its letters: white ones stand in front of the same in ink."""
+    svg = sweep_chart.to_svg(report())
+    assert "paint-order" not in svg
+    texts = list(ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text"))
+    white = [i for i, text in enumerate(texts) if "stroke" in text.attrib]
+    assert len(white) == 2 * 3
+    for i in white:
+        ours, ink = texts[i].attrib, texts[i + 1].attrib
+        assert (texts[i + 1].text, ink["x"], ink["y"], "stroke" in ink) == (texts[i].text, ours["x"], ours["y"], False)
+        assert (ours["fill"], ink["fill"]) == ("white", sweep_chart.INK)
+
+
+def test_each_block_of_the_table_has_its_heads() -> None:
+    out = io.StringIO()
+    sweep_chart.show(report(), Console(file=out, width=80))
+    rows = out.getvalue().splitlines()
+    titles = [row for row in rows if " tokens " in row and "tok/s" in row]
+    assert [row.split(" tokens")[0] for row in titles] == ["greedy, 50", "sampled, 50", "greedy, 200", "sampled, 200"]
+    for title in titles:
+        below = rows[rows.index(title) + 1]
+        assert title.index("mean") + len("mean") == below.index("1.00") + len("1.00")
+        assert below[title.index("by position") :].rstrip() == "90 90 90 90 90 90 …"
+
+
+def test_csv_and_json_have_a_row_for_every_cell() -> None:
+    rows = list(csv.DictReader(io.StringIO(sweep_chart.to_csv(report()))))
+    assert list(rows[0]) == [field.name for field in dataclasses.fields(Figures)]
+    assert [(row["options"], row["temperature"], row["max_tokens"]) for row in rows] == [
+        (f.options, str(f.temperature), str(f.max_tokens)) for f in report().cells
+    ]
+    assert (rows[-1]["speedup_mean"], rows[-1]["acceptance_by_position"]) == ("2.0000", " ".join(["0.9000"] * 20))
+    told = json.loads(sweep_chart.to_json(report(), model="big"))
+    assert told["cells"] == [dataclasses.asdict(f) for f in report().cells]
+    assert (told["model"], told["fixed_gamma"]["mean"], told["interrupted"]) == ("big", 2.0, False)
+
+
+# What is measured
+
+
+@pytest.fixture(scope="module")
+def decoder(pair: Pair) -> SpeculativeDecoder:
+    return SpeculativeDecoder(pair.target, pair.draft, pair.tokenizer, n_threads=1)
+
+
+def test_settings_of_a_pair_and_what_they_write(decoder: SpeculativeDecoder) -> None:
+    settings, notes = sweep.settings_of(decoder, [1, 6])
+    assert [(s.kind, s.options) for s in settings] == [
+        ("alone", ""), ("draft", ""), ("ngram", "-d ngram -g 6"), ("pair", "-g 1"), ("pair", "-g 6"),
+    ]  # fmt: skip
+    assert notes == []
+    texts = [Text("One day", 30, sampling) for sampling in (GREEDY, SAMPLED)]
+    cells = sweep.measure(settings, texts, 1).cells()
+    assert [f.n_drafted > 0 for f in cells if f.kind != "ngram"] == [False, False, True, True] * 2
+    assert {f.setting: len(f.acceptance_by_position) for f in cells if f.kind == "pair"} == {"γ 1": 1, "γ 6": 6}
+
+
+def test_without_a_draft_n_grams_have_all_gammas(pair: Pair) -> None:
+    decoder = SpeculativeDecoder(pair.target, None, pair.tokenizer, n_threads=1)
+    settings, _ = sweep.settings_of(decoder, [1, 6])
+    assert [s.options for s in settings] == ["", "-d ngram -g 1", "-d ngram -g 6"]
+
+
+def test_a_draft_of_fewer_positions_does_not_write_alone(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(decoder.draft), "n_positions", property(lambda model: 64 if model is decoder.draft else 128))
+    settings, notes = sweep.settings_of(decoder, [2])
+    assert [s.kind for s in settings] == ["alone", "ngram", "pair"]
+    assert notes == ["the draft alone is left out: it has room for 64 tokens, the target for 128"]
+
+
+def test_the_automatic_length_is_measured_beside_the_others(decoder: SpeculativeDecoder) -> None:
+    pair = SpeculativeDecoder(decoder.target, decoder.draft, decoder.tokenizer, gamma=2)
+    assert [s.options for s in sweep.settings_of(pair, [1, "auto"])[0]] == [
+        *("", "", "-d ngram -g auto", "-g 1", "-g auto", "-g auto --tree on", "-g auto --stage ngram")
+    ]
+    assert pair.gamma == 2
+
+
+def test_a_length_is_left_out_where_the_context_has_no_room_for_it(decoder: SpeculativeDecoder) -> None:
+    """128 positions; the last token of a text needs none."""
+    size = len(decoder.encode("One day"))
+    prompts = ["One day", "One day there was a cat"]
+    texts, notes = sweep.texts_of(decoder, prompts, [10, 129 - size, 500], [GREEDY])
+    assert [(text.prompt, text.max_tokens) for text in texts] == [(prompts[0], 10), (prompts[0], 129 - size), (prompts[1], 10)]
+    assert [re.findall(r"behind (\w+) of", note) for note in notes] == [["1"], ["none"]]
+    with pytest.raises(ValueError, match="500 tokens fit the context of 128 behind none of the 2 prompts"):
+        sweep.texts_of(decoder, prompts, [500], [GREEDY])
+
+
+def test_greedy_texts_have_one_seed() -> None:
+    assert [(s.temperature, s.seed) for s in sweep.samplings_of([0.0, 1.0], 0.9, 2)] == [(0.0, 1), (1.0, 1), (1.0, 2)]
+
+
+# The command
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    monkeypatch.setattr(signals.Signals, "install", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["specdec", "sweep", *map(str, arguments)])
+    with pytest.raises(SystemExit) as done:
+        entry.main()
+    assert isinstance(done.value.code, int)
+    return done.value.code, *capsys.readouterr()
+
+
+def of(pair: Pair, *more: object) -> list[object]:
+    draft = [] if "-d" in more else ["-d", pair.draft]
+    models = ["-m", pair.target, *draft, "-z", pair.tokenizer, "-j", 1]
+    return [*models, "--max-tokens", "5,20", "-g", "1,4", "--rounds", 1, *more]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("One day\n\n  a cat  \nOne day\n")
+    return path
+
+
+def test_the_command_tells_figures_and_draws_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pair: Pair, prompts: Path, tmp_path: Path
+) -> None:
+    svg = tmp_path / "chart.svg"
+    code, out, err = run(monkeypatch, capsys, *of(pair, "--prompts", prompts, "--json", "--svg", svg))
+    assert (code, err) == (0, "")
+    result = json.loads(out)
+    assert result["prompts"] == ["One day", "a cat"]
+    assert (result["kv"], result["arithmetic"]) == ("f32", specdec.__arithmetic__)
+    assert {(f["options"], f["temperature"], f["max_tokens"], f["n_texts"]) for f in result["cells"]} == {
+        (options, t, n, 2) for options in ("", "-d ngram -g 4", "-g 1", "-g 4") for t in (0, 1) for n in (5, 20)
+    }
+    assert result["conclusion"].startswith(("Best here", "Leave out"))
+    assert "γ 4" in svg.read_text(encoding="utf-8")
+    ElementTree.parse(svg)
+    code, out, err = run(monkeypatch, capsys, *of(pair, "--prompts", prompts, "--csv", "--temperatures", 0.5))
+    assert (code, err.split()[0] in ("Best", "Leave")) == (0, True)
+    assert len(list(csv.DictReader(io.StringIO(out)))) == 2 * 5
+
+
+def test_texts_that_differ_end_it_with_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pair: Pair, prompts: Path
+) -> None:
+    """A verifier that lets all pass: 7 behind what was proposed."""
+    monkeypatch.setattr(
+        "specdec.engine.decoding.CoupledVerifier.judge",
+        lambda _, logits, draft, position: ([*draft.tokens, 7][: len(logits)], len(draft.tokens)),
+    )
+    code, out, err = run(monkeypatch, capsys, *of(pair, "--prompts", prompts))
+    assert (code, out) == (1, "")
+    assert err.count("\n") == 1
+    assert all(word in err for word in ("not the target's own", "'One day'", "seed 1", "temperature 0"))
+
+
+REFUSED: dict[str, tuple[list[object], str]] = {
+    "no length": (["--max-tokens", "5,x"], "--max-tokens"),
+    "length 0": (["--max-tokens", "0"], "--max-tokens"),
+    "nothing": (["--max-tokens", ","], "--max-tokens"),
+    "gamma": (["-g", "64"], "--gammas"),
+    "temperature": (["--temperatures", "-1"], "--temperatures"),
+    "no temperature": (["--temperatures", "nan"], "--temperatures"),
+    "too long": (["--max-tokens", "5000"], "5000 tokens fit the context of 128"),
+    "two outputs": (["--json", "--csv"], "--csv"),
+    "no such file": (["--prompts", "nowhere.txt"], "nowhere.txt"),
+    "a folder": (["--prompts", "."], "cannot read .: "),
+    "no such folder": (["--svg", "nowhere/chart.svg"], "nowhere"),
+    "a folder as picture": (["--svg", "."], "--svg"),
+    "no such model": (["-m", "nowhere.bin"], "nowhere.bin"),
+    "no draft": (["-d", "none"], "compares drafts"),
+    "rounds": (["--rounds", "-1"], "--rounds"),
+    "quantize": (["--quantize", "all"], "--quantize"),
+    "threads": (["-j", "9999"], "threads"),
+    "a word": (["word"], "word"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_in_a_line_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pair: Pair, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, "measure", lambda *_: pytest.fail("it ran"))
+    arguments, word = REFUSED[name]
+    code, out, err = run(monkeypatch, capsys, *of(pair, *arguments))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert word in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", [b"", b"\n \n", b"\xff\xfe"])
+def test_a_file_of_prompts_has_prompts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pair: Pair, prompts: Path, text: bytes
+) -> None:
+    prompts.write_bytes(text)
+    code, _, err = run(monkeypatch, capsys, *of(pair, "--prompts", prompts))
+    assert (code, err.count("\n"), str(prompts) in err) == (2, 1, True)
+
+
+def test_a_picture_that_cannot_be_written_in_the_end_costs_no_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pair: Pair, prompts: Path
+) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no disk here is always full")
+    code, out, err = run(monkeypatch, capsys, *of(pair, "--prompts", prompts, "--json", "--svg", "/dev/full"))
+    assert code == 2
+    assert json.loads(out)["cells"]
+    assert "/dev/full" in err
+    assert err.count("\n") == 1
+
+
+def test_help_fits_80_columns_and_names_every_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = run(monkeypatch, capsys, "--help")
+    assert (code, err) == (0, "")
+    assert max(map(cell_len, out.splitlines())) <= 80
+    options = [option_of(SweepRequest, name) for name in SweepRequest.offers.split()]
+    names = [name for info in options for name in (info.default, *info.param_decls)]
+    assert len(names) > 20
+    for name in ["-h", "--help", *names]:
+        assert re.search(rf"(?<![\w-]){name}(?![\w-])", out), name
+
+
+def test_ctrl_c_prints_what_was_measured_where_the_bar_was(pair: Pair, prompts: Path) -> None:
+    with Job(["sweep", *of(pair, "--prompts", prompts, "--rounds", 400)], 90, 60) as job:
+        job.read_until(word="s left")  # from a hundredth on: four rounds are done
+        job.type(b"\x03")
+        assert job.report() == "130"
+        screen = job.screen()
+    for word in ("greedy, 20 tokens", "█", "interrupted"):
+        assert word in screen.text()
+    assert "Best here" in screen.text() or "Leave out -d here" in screen.text()
+    assert not any(word in screen.text() for word in ("measuring", "loading", "^C"))
+    assert not screen.hid_cursor

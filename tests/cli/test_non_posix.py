@@ -1,0 +1,55 @@
+"""The commands on a system that is not POSIX, played by tests/tools/non_posix.py: no test of ours has run on Windows or macOS."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from specdec.runtime import code_cache
+from tests.cli.test_cli import Run, assert_refused, run  # noqa: F401
+from tests.tools.checkpoint_files import ROOT
+
+TEXT = "Once upon a time, there was a little girl named Lily."
+RUNS = {
+    "text": (["-t", "0", "-n", "20", "--plain"], TEXT),
+    "json": (["-t", "0", "-n", "20", "--json"], TEXT),
+    "chat": (["chat", "-m", "models/stories6M.bin", "--template", "llama2", "--max-tokens", "5"], "5 tokens"),
+    "race": (["race", "-n", "20"], "same text, letter for letter"),
+    "models": (["models"], "stories650K.bin"),
+    "bench": (["bench", "-m", "models/stories6M.bin", "-p", "8", "-n", "2"], "pp8"),
+}
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where machine code is kept: a copy of what there is, but for that of drawing, which is compiled there."""
+    subprocess.run([sys.executable, "specdec.py", *RUNS["text"][0]], cwd=ROOT, check=True, capture_output=True)
+    place = tmp_path_factory.mktemp("code")
+    shutil.copytree(
+        code_cache.folder(), place / "specdec" / code_cache.STAMP, ignore=shutil.ignore_patterns("sampling.*", "claims")
+    )
+    return str(place)
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("encoding", ["cp1252", pytest.param("utf-8", marks=pytest.mark.campaign)])
+def test_what_windows_has_not_is_not_needed(code: str, name: str, encoding: str) -> None:
+    """Modules, functions, signals, /proc, /sys; files that cannot be replaced; other letters; one threading layer."""
+    arguments, word = RUNS[name]
+    environment = {"NUMBA_CACHE_DIR": code, "PYTHONIOENCODING": encoding, "NUMBA_THREADING_LAYER": "workqueue"}
+    done = subprocess.run(
+        [sys.executable, "tests/tools/non_posix.py", "specdec.py", *arguments],
+        env=os.environ | environment, cwd=ROOT, input="hello\n" * (name == "chat"), capture_output=True, encoding=encoding,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert word in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["C:\\models\\x.gguf", "C:/models/x.gguf", "D:x", "\\\\server\\share\\x.bin"])
+def test_paths_of_windows_are_told_as_they_are(run: Run, name: str) -> None:
+    """And are no names on the hub."""
+    assert assert_refused(run("-m", name, "-i", "x")).startswith(f"specdec: there is no {name} here")

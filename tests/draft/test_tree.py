@@ -1,0 +1,250 @@
+"""Trees in the loop: text and distribution are the target's own, and figures count the path that was taken."""
+
+import itertools
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from specdec import SpeculativeDecoder
+from specdec.draft.policy import MAX_GAMMA, FixedLength
+from specdec.draft.tree import N_NODES, RATES, TreeDrafter, shape_of
+from specdec.engine.decoding import Proposal, Statistics, Step, decode
+from specdec.loaders.model_lookup import DEFAULT_DRAFT, DEFAULT_TARGET
+from specdec.sampling import FEW, Sampler, Sampling, race
+from specdec.tokenizer import BOS, EOS
+from specdec.verification import VERIFIERS, CoupledVerifier, Draft
+from tests.test_block_verification import Table, row
+from tests.tools import reference
+from tests.tools.random_models import END_MARKS, continuation, judge, tiny_model
+
+SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
+
+
+def events_of(target, draft, sampling, gamma, verify="coupled", prompt=(BOS, 7, 9), max_tokens=60, marks=END_MARKS):
+    verifier = VERIFIERS[verify](target.config.vocab_size, sampling)
+    sampler = Sampler(target.config.vocab_size, sampling, draft.config.vocab_size)
+    drafter = TreeDrafter(draft, sampler, verifier.draft_noise, marks)
+    return list(decode(target, drafter, verifier, list(prompt), max_tokens, FixedLength(gamma), marks))
+
+
+def tokens_of(events):
+    return [token for event in events if isinstance(event, Step) for token in event.tokens]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("seeds", [(0, 1), (2, 3)])
+def test_the_text_of_trees_is_the_plain_text(sampling, seeds):
+    """Of every depth; by end marks too, which some of these texts reach."""
+    target, draft = tiny_model(seeds[0], layers=3), tiny_model(seeds[1])
+    plain, statistics = continuation(target, None, sampling)
+    for gamma in (1, 2, 3, 5, 9, MAX_GAMMA):
+        events = events_of(target, draft, sampling, gamma)
+        assert tokens_of(events) == plain
+        assert events[-1].stop_reason == statistics.stop_reason
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("draft_positions", [7, 24, 128])
+def test_so_it_is_at_the_ends_of_contexts_and_beyond_the_drafts_window(sampling, draft_positions):
+    """Of a draft that slides, of one that has room for a short text alone, and up to the target's last position."""
+    target = tiny_model(0, seq_len=90)
+    for draft in (tiny_model(0, seq_len=draft_positions), tiny_model(0, seq_len=draft_positions, n_positions=90)):
+        for max_tokens in (1, 2, 5, 200):
+            plain, statistics = continuation(target, None, sampling, max_tokens=max_tokens)
+            for gamma in (4, 9):
+                events = events_of(target, draft, sampling, gamma, max_tokens=max_tokens)
+                assert tokens_of(events) == plain
+                assert events[-1].stop_reason == statistics.stop_reason
+
+
+def test_a_draft_may_know_fewer_tokens():
+    for sampling in SAMPLINGS:
+        target, draft = tiny_model(0), tiny_model(1, vocab=60)
+        plain, _ = continuation(target, None, sampling)
+        assert tokens_of(events_of(target, draft, sampling, 3)) == plain
+
+
+def test_the_embedded_pair_says_the_plain_text_with_every_tree():
+    plain = SpeculativeDecoder(DEFAULT_TARGET, None)
+    decoder = SpeculativeDecoder(plain.target, DEFAULT_DRAFT, plain.tokenizer)
+    for temperature in (0.0, 1.0):
+        expected = plain.generate("Once upon a time", 160, temperature=temperature, seed=1).text
+        for decoder.tree, decoder.gamma in (("on", "auto"), ("on", 3), ("on", MAX_GAMMA)):
+            assert decoder.generate("Once upon a time", 160, temperature=temperature, seed=1).text == expected
+
+
+def test_a_path_is_walked_as_far_as_the_targets_own_tokens_lead():
+    """Over root -> 3, 4; 4 -> 5, 3; 5 -> the end mark; 3 -> 7."""
+    draft = Draft([3, 4, 5, 3, EOS, 7], None, [-1, -1, 1, 1, 2, 0])
+    verifier = CoupledVerifier(10, Sampling(0.0))
+
+    def judged(*says):
+        """With a target that says these at the root, behind node 0, ..."""
+        return judge(np.eye(10, dtype=np.float32)[[*says]], draft, verifier, 7, END_MARKS)
+
+    assert judged(8, 0, 0, 0, 0, 0, 0) == ([8], 0)
+    assert judged(3, 9, 0, 0, 0, 0, 0) == ([3, 9], 1)
+    assert judged(3, 7, 0, 0, 0, 0, 6) == ([3, 7, 6], 2)
+    assert judged(4, 0, 3, 0, 6, 0, 0) == ([4, 3, 6], 2)
+    assert judged(4, 0, 5, EOS, 0, 6, 0) == ([4, 5, EOS], 3)
+    assert judged(4, 0, EOS, 0, 0, 0, 0) == ([4, EOS], 1)
+    assert [draft.path(path) for path in ([], [8], [3, 9], [4], [4, 3, 6])] == [[3, 7], [3, 7], [3, 7], [4, 5, EOS], [4, 3]]
+
+
+def test_what_is_told_counts_the_path_that_was_taken_and_no_branch():
+    target, draft = (tiny_model(seed, vocab=31, scale=0.1) for seed in (0, 1))
+    statistics, n_branched, n_nodes = Statistics(3), 0, 0
+    events = itertools.chain.from_iterable(events_of(target, draft, Sampling(1.0, 0, 0.9, seed), 4) for seed in range(9))
+    for proposal, step in itertools.pairwise(events):
+        statistics.add(step)
+        if not isinstance(proposal, Proposal):
+            continue
+        nodes, parents = proposal.tree
+        assert step.n_nodes == len(nodes) == len(parents)
+        n_said = min(step.n_accepted, len(step.tokens))  # an end mark is not
+        assert step.draft_tokens[:n_said] == step.tokens[:n_said]
+        assert step.n_accepted <= len(step.draft_tokens) <= 4
+        paths = [[]]
+        for node, parent in zip(nodes, parents, strict=True):
+            paths.append([*paths[parent + 1], node])
+        assert proposal.tokens in paths and step.draft_tokens in paths
+        n_branched += step.draft_tokens != proposal.tokens
+        n_nodes += len(nodes)
+    assert n_branched > 20
+    assert sum(statistics.drafted_histogram) == statistics.target_passes
+    assert len(statistics.acceptance_by_position) == 4
+    assert n_nodes == statistics.n_nodes > statistics.n_drafted > statistics.n_accepted > 0
+
+
+# The distribution
+
+
+def test_candidates_are_draws_without_replacement():
+    """The first three of 6 tokens, 20,000 times, against the product of what is left; chi-square, odds below 1e-6."""
+    p = np.array([0.3, 0.25, 0.2, 0.15, 0.07, 0.03])
+    tokens, scores, counts, n = np.empty(FEW, np.int64), np.empty(FEW), Counter(), 20_000
+    for position in range(n):
+        race(row(p), 6, 3, 1, position, tokens, scores)
+        assert (np.diff(scores) <= 0).all()
+        counts[tuple(tokens.tolist())] += 1
+    expected = {
+        drawn: n * math.prod(p[token] / (1 - sum(p[t] for t in drawn[:i])) for i, token in enumerate(drawn))
+        for drawn in itertools.permutations(range(6), 3)
+    }
+    large = {drawn: e for drawn, e in expected.items() if e >= 8}
+    rest = n - sum(large.values())
+    chi = sum((counts[drawn] - e) ** 2 / e for drawn, e in large.items())
+    chi += (n - sum(counts[drawn] for drawn in large) - rest) ** 2 / rest
+    assert chi < reference.chi_square_limit(len(large), 4.8)
+
+
+class TreeTable(Table):
+    """A model of a few tokens whose next one hangs on the last one alone, with trees."""
+
+    def forward_tree(self, tokens, nodes, parents, n_logits=None):
+        rows = self.forward([tokens[-1], *nodes], len(nodes) + 1)
+        return rows if n_logits is None else rows[len(rows) - n_logits :]
+
+
+def counted(target, draft, n_runs, n_tokens, gamma, temperature=1.0):
+    counts = Counter()
+    for seed in range(n_runs):
+        sampling = Sampling(temperature, 0, 0.0, seed)
+        counts[tuple(tokens_of(events_of(target, draft, sampling, gamma, "rejection", [0], n_tokens, {})))] += 1
+    return counts
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("gamma", [1, 3])
+@pytest.mark.parametrize("case", ["poor", "alike", "five"])
+def test_rejection_of_trees_leaves_the_targets_distribution(gamma, case):
+    """Texts of 3 tokens over 3 or 5, 6,000 seeds; chi-square, false alarm below 1e-6 a case; the seeds are fixed.
+
+    "alike": the draft is the target, where residuals are rounding; "five": more tokens than candidates.
+    """
+    rng = np.random.default_rng(7)
+    size = 5 if case == "five" else 3
+    target = TreeTable(rng.dirichlet(np.full(size, 1.0), size) * 0.9 + 0.1 / size)
+    draft = target if case == "alike" else TreeTable(rng.dirichlet(np.full(size, 0.7), size) * 0.9 + 0.1 / size)
+    target.probs /= target.probs.sum(1, keepdims=True)
+    n_runs, length = 6000, 3 if size == 3 else 2
+    counts = counted(target, draft, n_runs, length, gamma)
+    chi = 0.0
+    for text in itertools.product(range(size), repeat=length):
+        expected = n_runs * math.prod(target.probs[a][b] for a, b in itertools.pairwise((0, *text)))
+        assert expected > 5
+        chi += (counts[text] - expected) ** 2 / expected
+    assert chi < reference.chi_square_limit(size**length - 1, 4.8)
+
+
+def test_siblings_make_more_of_a_pass_and_greedy_is_the_plain_text():
+    target, draft = (tiny_model(seed, vocab=31, scale=0.1) for seed in (0, 1))
+    tree, chain = Statistics(3), Statistics(3)
+    for seed in range(30):
+        sampling = Sampling(1.0, 0, 0.9, seed)
+        for event in events_of(target, draft, sampling, 3, "rejection"):
+            tree.add(event)
+        alone = continuation(target, draft, sampling, 3, "rejection")[1]
+        chain.n_generated, chain.target_passes = chain.n_generated + alone.n_generated, chain.target_passes + alone.target_passes
+    assert tree.tokens_per_pass > 1.2 * chain.tokens_per_pass
+    plain, _ = continuation(target, None, Sampling(0.0))
+    assert tokens_of(events_of(target, draft, Sampling(0.0), 3, "rejection")) == plain
+
+
+def test_a_rejection_tree_of_one_seed_is_one_text():
+    """It hangs neither on the clock nor on the text before."""
+    decoder = SpeculativeDecoder(DEFAULT_TARGET, DEFAULT_DRAFT, verify="rejection", tree="on", gamma=3)
+    first, again = (decoder.generate("Once upon a time", 60, seed=9) for _ in range(2))
+    assert first.text == again.text
+    assert first.statistics.n_nodes == again.statistics.n_nodes > first.statistics.n_drafted
+
+
+@pytest.mark.parametrize(("verify", "tree"), [("block", "on"), ("coupled", "sometimes"), ("coupled", 1)])
+def test_what_is_no_way_of_trees_is_refused(verify, tree):
+    with pytest.raises((ValueError, TypeError), match="tree is"):
+        SpeculativeDecoder(DEFAULT_TARGET, DEFAULT_DRAFT, verify=verify, tree=tree)
+
+
+def test_a_verification_of_chains_alone_is_refused_where_trees_are_asked_for():
+    decoder = SpeculativeDecoder(DEFAULT_TARGET, DEFAULT_DRAFT, tree="on")
+    with pytest.raises(ValueError, match="tree is 'on'"):
+        decoder.verify = "block"
+    assert decoder.verify == "coupled"
+
+
+# Which nodes there are
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4, 9, 40, MAX_GAMMA])
+def test_a_shape_is_as_deep_and_as_large_as_it_may(depth):
+    shape = shape_of(depth)
+    assert len(shape) - 1 <= min(MAX_GAMMA, max(N_NODES, 2 * depth))
+    depths = {0: 0}
+    for node, children in enumerate(shape):
+        assert len(children) <= len(RATES)
+        depths |= dict.fromkeys(children, depths[node] + 1)
+    assert len(depths) == len(shape)
+    assert max(depths.values()) <= depth
+    assert depth > 9 or max(depths.values()) == depth
+
+
+def test_the_path_of_first_choices_is_laid_first_and_nothing_is_behind_an_end_mark():
+    model, n_marks = tiny_model(0, vocab=31, scale=0.1), 0
+    for seed in range(40):
+        sampling = Sampling(1.0, seed=seed)
+        marks = {3: "one", 4: "another", 5: "a third"}
+        drafter = TreeDrafter(model, Sampler(31, sampling), lambda _: 0, marks)
+        policy = FixedLength(4)
+        policy.start(10)
+        draft = drafter.propose([BOS, 7, 9], policy)
+        assert len(draft.tokens) <= N_NODES
+        path, node = [], -1
+        while children := draft.children(node):
+            path.append(node := children[0])
+        assert path == [*range(len(path))]
+        found = [node for node, token in enumerate(draft.tokens) if token in marks]
+        assert not any(draft.children(node) for node in found)
+        n_marks += len(found)
+    assert n_marks > 10

@@ -1,0 +1,497 @@
+"""specdec/loaders/hf_config.py: what a config.json says is done or refused by name, and where it is silent its family speaks."""
+
+import math
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdec.config import Config, YarnScaling
+from specdec.families import FOLDERS
+from specdec.loaders import CheckpointError, load_checkpoint
+from tests.tools.configs import changed
+from tests.tools.hf_folders import CONFIGS, GONE, INDEX, beside_images, configure, copy, full_layers, gemma_layers, message_of
+
+
+def config_of(folder: Path, name: str = "llama", /, **changes: Any) -> Config:
+    return load_checkpoint(copy(folder, name, **changes)).config
+
+
+def test_rope_of_an_older_transformers_is_the_same(tmp_path: Path) -> None:
+    scaling = {"type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 64}
+    old = {"rope_parameters": GONE, "rope_theta": 500000, "rope_scaling": scaling}
+    assert config_of(tmp_path / "old", "llama3", **old) == CONFIGS["llama3"]
+    new = scaling | {"rope_type": "llama3"}
+    assert config_of(tmp_path / "both", "llama3", **old | {"rope_scaling": new}) == CONFIGS["llama3"]
+    none = {"rope_parameters": GONE, "rope_theta": GONE, "rope_scaling": None}
+    plain = changed(CONFIGS["llama3"], rope_theta=10000.0, rope_scaling=None)
+    assert config_of(tmp_path / "none", "llama3", **none) == plain
+
+
+def test_where_a_file_is_silent_its_familys_default_holds(tmp_path: Path) -> None:
+    """transformers 5.23: Qwen2 has no window unless asked, GPT-2 ties, Llama does not, and eps differ."""
+    silent = dict.fromkeys(("rms_norm_eps", "tie_word_embeddings", "num_key_value_heads", "head_dim", "hidden_act"), GONE)
+    assert config_of(tmp_path / "llama", "llama", **silent) == CONFIGS["llama"]
+    windows = dict.fromkeys(("use_sliding_window", "sliding_window", "layer_types", "max_window_layers"), GONE)
+    assert config_of(tmp_path / "qwen2", "qwen2_window", **windows).attention.window == 0
+    assert config_of(tmp_path / "mistral", "mistral", sliding_window=GONE).attention.window == 4096
+    assert config_of(tmp_path / "null", "mistral", sliding_window=None).attention.window == 0
+    assert config_of(tmp_path / "gpt2", "gpt2", tie_word_embeddings=GONE, layer_norm_epsilon=GONE) == CONFIGS["gpt2"]
+
+
+def test_an_olmo_3_scales_angles_in_layers_that_see_all_whichever_transformers_wrote_its_config(tmp_path: Path) -> None:
+    """That of 4.57 says it of all, and lists no layers; without scaling and windows it is an OLMo 2."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0, "beta_slow": 0.1}
+    old = {"rope_parameters": GONE, "rope_theta": 500000, "rope_scaling": yarn, "layer_types": GONE}
+    assert config_of(tmp_path / "old", "olmo3", **old) == changed(CONFIGS["olmo3"], rope_theta=5e5)
+    silent = config_of(tmp_path / "silent", "olmo3", rope_parameters=GONE, sliding_window=GONE)
+    assert silent == changed(CONFIGS["olmo3"], rope_theta=5e5, window=4096, layers=full_layers((3,), 4))
+    full = config_of(tmp_path / "full", "olmo3", rope_parameters=GONE, layer_types=["full_attention"] * 4)
+    assert {full.of_layer(i) for i in range(4)} == {changed(CONFIGS["olmo3"], rope_theta=5e5, window=0, layers=())}
+
+
+def test_rope_that_is_scaled_by_one_number_or_beyond_the_context_alone_is_done(tmp_path: Path) -> None:
+    linear = config_of(tmp_path / "linear", "llama", rope_scaling={"type": "linear", "factor": 2.0})
+    assert linear == changed(CONFIGS["llama"], rope_divisors=(2.0,) * 5)
+    assert config_of(tmp_path / "dynamic", "llama", rope_scaling={"type": "dynamic", "factor": 2.0}) == CONFIGS["llama"]
+
+
+def test_a_window_of_qwen_counts_in_the_layers_that_have_it(tmp_path: Path) -> None:
+    full, sliding = ["full_attention"] * 2, ["sliding_attention"] * 2
+    cases: list[tuple[dict[str, Any], int | None]] = [
+        ({}, 17),
+        ({"use_sliding_window": False, "layer_types": full}, 0),
+        ({"layer_types": full, "max_window_layers": 2}, 0),
+        ({"layer_types": GONE, "max_window_layers": 2}, 0),
+        ({"layer_types": GONE, "max_window_layers": 28}, 0),
+        ({"layer_types": GONE, "max_window_layers": 0}, 17),
+        ({"layer_types": GONE, "max_window_layers": 1}, 17),
+        ({"layer_types": [full[0], sliding[0]]}, 17),
+        ({"layer_types": [full[0], sliding[0]], "use_sliding_window": False}, None),
+        ({"layer_types": sliding, "use_sliding_window": False}, None),
+        ({"layer_types": sliding[:1]}, None),
+        ({"layer_types": 5}, None),
+    ]
+    for i, (changes, window) in enumerate(cases):
+        folder = copy(tmp_path / str(i), "qwen2_window", **changes)
+        if window is None:
+            message_of(folder, "layer")
+        else:
+            config = load_checkpoint(folder).config
+            is_mixed = changes.get("max_window_layers") == 1 or changes.get("layer_types") == [full[0], sliding[0]]
+            assert config == changed(config, window=window, layers=full_layers([0][:is_mixed], 2)), changes
+
+
+def test_longrope_turns_a_part_of_a_head_by_factors_of_short_texts_and_of_long_ones(tmp_path: Path) -> None:
+    """Those of long ones begin behind the original length, unless they are the same."""
+    long = {"rope_type": "longrope", "short_factor": [1, 1.15, 1.3, 1.45, 1.6, 1.75], "long_factor": [2] * 6}
+    expected = changed(CONFIGS["phi3"], long_divisors=(2.0,) * 6)
+    alike = {"long_divisors": (), "n_short": 0}
+    for i, (changes, config) in enumerate(
+        [
+            ({}, CONFIGS["phi3"]),
+            ({"partial_rotary_factor": GONE, "rope_parameters": long | {"partial_rotary_factor": 0.75}}, expected),
+            ({"rope_parameters": GONE, "rope_scaling": long | {"type": "su"} | {"rope_type": "su"}}, expected),
+            ({"max_position_embeddings": 50}, changed(CONFIGS["phi3"], seq_len=50, rope_scale=1.0, **alike)),
+            ({"rope_parameters": long | {"long_factor": long["short_factor"]}}, changed(expected, **alike)),
+            ({"rope_parameters": long | {"attention_factor": 1.25}}, changed(expected, rope_scale=1.25)),
+            ({"rope_parameters": None}, changed(expected, rope_divisors=(), rope_scale=1.0, **alike)),
+        ]
+    ):
+        assert config_of(tmp_path / str(i), "phi3", **changes) == config, changes
+    for i, (changes, word) in enumerate(
+        [
+            ({"partial_rotary_factor": 0.7}, "even number of a head's 16 rows"),
+            ({"rope_parameters": long | {"short_factor": [1] * 5}}, "6 positive numbers"),
+            ({"rope_parameters": long | {"long_factor": [0] * 6}}, "6 positive numbers"),
+            ({"rope_parameters": long | {"rope_type": "dynamic"}}, "rope_type"),
+            ({"original_max_position_embeddings": 1}, "2 or more"),
+            ({"attention_bias": True}, "attention_bias"),
+        ]
+    ):
+        message_of(copy(tmp_path / f"bad{i}", "phi3", **changes), word)
+
+
+def test_gemma_3_tells_of_its_layers_and_of_their_rope_in_two_ways(tmp_path: Path) -> None:
+    """As transformers 5 writes it, and as the hub's files were written."""
+    gone = dict.fromkeys(("rope_parameters", "layer_types"), GONE)
+    linear = {"rope_type": "linear", "factor": 8.0}
+    for i, (name, changes, others) in enumerate(
+        [
+            ("gemma3", gone, {}),
+            ("gemma3", gone | {"sliding_window_pattern": 6, "rope_theta": 1000000, "rope_local_base_freq": 10000}, {}),
+            ("gemma3", gone | {"sliding_window_pattern": 2}, {"layers": gemma_layers((1, 3, 5), 7)}),
+            ("gemma3", gone | {"sliding_window_pattern": 1}, {"layers": gemma_layers(range(7), 7), "window": 0}),
+            ("gemma3", gone | {"rope_scaling": {"type": "linear", "factor": 2}}, {"layers": gemma_layers((5,), 7, (2.0,) * 3)}),
+            ("gemma3", {"rope_parameters": {"full_attention": None}}, {}),
+            ("gemma3", {"query_pre_attn_scalar": GONE}, {"attention_scale": 0.0625}),
+            ("gemma3_scaled", {"rope_parameters": GONE, "rope_scaling": linear, "rope_local_base_freq": 500}, {}),
+        ]
+    ):
+        assert config_of(tmp_path / str(i), name, **changes) == changed(CONFIGS[name], **others), changes
+
+
+def test_which_layers_of_qwen35_have_attention_and_how_far_a_head_is_turned(tmp_path: Path) -> None:
+    """Every fourth layer and a quarter of a head, unless the file says it; RoPE's own share goes before the outer one."""
+    expected = CONFIGS["qwen35"]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}
+    for i, (changes, config) in enumerate(
+        [
+            ({"layer_types": GONE}, expected),
+            ({"rope_parameters": GONE}, expected),
+            (
+                {"rope_parameters": rope | {"partial_rotary_factor": 0.5}, "partial_rotary_factor": 1},
+                changed(expected, rope_dim=8),
+            ),
+            ({"rope_parameters": rope, "partial_rotary_factor": 0.75}, changed(expected, rope_dim=12)),
+            ({"rope_parameters": rope, "partial_rotary_factor": 1.0}, changed(expected, rope_dim=0)),
+        ]
+    ):
+        assert config_of(tmp_path / str(i), "qwen35", **changes) == config, changes
+    message_of(copy(tmp_path / "interval", "qwen35", layer_types=GONE, full_attention_interval=2), "layers.1.self_attn")
+
+
+def test_end_marks_are_those_of_both_files(tmp_path: Path) -> None:
+    cases: list[tuple[Any, Any, list[int]]] = [
+        (2, GONE, [2]), ([3, 4], 2, [3, 4, 2]), (GONE, [7], [7]), (GONE, GONE, [2]), (None, GONE, []), (None, 5, [5]),
+        ([], [], []), (64, GONE, [64]), (65, 128001, []),  # beyond the vocabulary: they never come
+    ]  # fmt: skip
+    for i, (config, generation, expected) in enumerate(cases):
+        folder = configure(
+            copy(tmp_path / str(i), "llama", eos_token_id=config), "generation_config.json", eos_token_id=generation
+        )
+        assert list(load_checkpoint(folder).end_marks) == expected
+    (folder / "generation_config.json").unlink()
+    assert load_checkpoint(configure(folder, eos_token_id=9, bos_token_id=None)).end_marks == {9: "eos"}
+    assert load_checkpoint(folder).bos is None
+
+
+def test_what_is_said_beside_text_config_goes_before_it(tmp_path: Path) -> None:
+    """The classifier of transformers' Mistral3 is the embedding unless the outer object says no."""
+    folder = copy(tmp_path / "model", "llama_tied", tie_word_embeddings=False, eos_token_id=7)
+    (folder / "generation_config.json").unlink()
+    checkpoint = load_checkpoint(beside_images(folder, "model.", tie_word_embeddings=GONE, eos_token_id=9))
+    assert checkpoint.config == CONFIGS["llama_tied"]
+    assert list(checkpoint.end_marks) == [9]
+    assert list(load_checkpoint(configure(folder, eos_token_id=None)).end_marks) == [7]
+    message_of(configure(folder, tie_word_embeddings=False), "lm_head")
+    message_of(configure(folder, quantization_config={"quant_method": "fp8"}), '"fp8"')
+    for i, text in enumerate((None, [], {})):
+        message_of(
+            configure(copy(tmp_path / str(i)), model_type="mistral3", text_config=text), ("text_config", "model_type")[i // 2]
+        )
+
+
+YARN = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1,
+    "beta_fast": 2.0,
+}  # fmt: skip
+
+
+def test_yarn_is_told_in_any_of_transformers_ways(tmp_path: Path) -> None:
+    """The scale of turned rows is that of transformers, and where a file of Ministral 3 is silent of RoPE its defaults hold."""
+    expected, scale = CONFIGS["ministral3"], float(np.float32(1 + 0.1 * math.log(4)))
+    for i, (changes, config) in enumerate(
+        [
+            (YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, expected),
+            (YARN | {"mscale": 1.0}, changed(expected, rope_scale=scale)),
+            (YARN | {"mscale": 0, "mscale_all_dim": 1.0}, changed(expected, rope_scale=scale)),
+            (
+                YARN | {"mscale": 2.0, "mscale_all_dim": 1.0},
+                changed(expected, rope_scale=float(np.float32((1 + 0.2 * math.log(4)) / (1 + 0.1 * math.log(4))))),
+            ),
+            (YARN | {"attention_factor": 1}, expected),
+            (YARN | {"rope_type": None, "type": "yarn"}, None),
+            (
+                YARN | {"factor": None, "attention_factor": 1, "original_max_position_embeddings": 32},
+                changed(expected, query_span=32, rope_scaling=YarnScaling(4, 32, 2)),
+            ),
+            (
+                YARN | {"attention_factor": 1, "beta_slow": 0, "truncate": False},
+                changed(expected, rope_scaling=YarnScaling(4, 16, 2, in_whole_pairs=False)),
+            ),
+            (None, changed(expected, rope_theta=1e6, rope_scaling=YarnScaling(16, 16384), query_span=16384)),
+        ]
+    ):
+        folder = copy(tmp_path / str(i), "ministral3", rope_parameters=changes)
+        if config is None:
+            message_of(folder, "rope_type")
+        else:
+            assert load_checkpoint(folder).config == config, changes
+    plain = config_of(tmp_path / "llama", "llama", rope_parameters=YARN | {"rope_theta": 1e4})
+    assert plain == changed(CONFIGS["llama"], rope_scaling=YarnScaling(4, 16, 2), rope_scale=scale)
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+SLIDING_OF_GEMMA_4 = {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "llama",
+        {"model_type": "gemma2"},
+        'has the model_type "gemma2", which is not supported; supported: gemma3, gemma4, glm4, ',
+    ),
+    (
+        "llama",
+        {"model_type": "bloom"},
+        '"bloom", which is not supported; supported: gemma3, gemma4, glm4, gpt2, gpt_oss, granite, granitemoe, ',
+    ),
+    ("llama", {"model_type": GONE}, "names no model_type; supported: gemma3"),
+    ("llama", {"model_type": ["llama"]}, "model_type"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act"),
+    ("llama", {"hidden_act": None}, "hidden_act"),
+    ("gpt2", {"activation_function": "gelu"}, "activation_function"),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+    ("gpt2", {"n_inner": 0}, "n_inner"),
+    ("gpt2", {"layer_norm_epsilon": "1e-5"}, "layer_norm_epsilon"),
+    ("gpt2", {"n_head": 4}, "n_heads 4"),
+    ("llama", {"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e4, "factor": 4.0}}, '"ntk"'),
+    ("ministral3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "llama_4_scaling_beta is null"),
+    ("ministral3", {"rope_parameters": YARN | {"factor": 0.5}}, "factor is 0.5"),
+    ("ministral3", {"rope_parameters": YARN | {"factor": None, "original_max_position_embeddings": 999}}, "factor is null"),
+    ("ministral3", {"rope_parameters": YARN | {"rope_theta": 1}}, "rope's theta"),
+    ("ministral3", {"rope_parameters": YARN | {"beta_fast": 0.5}}, "beta_slow, 1, or more"),
+    ("ministral3", {"rope_parameters": YARN | {"truncate": 1}}, "truncate"),
+    ("ministral3", {"rope_parameters": YARN | {"mscale": -1}}, "mscale"),
+    ("ministral3", {"rope_parameters": YARN | {"attention_factor": 0}}, "attention_factor"),
+    ("ministral3", {"rope_parameters": YARN | {"original_max_position_embeddings": 0}}, "original_max_position_embeddings"),
+    ("ministral3", {"attention_bias": True}, "attention_bias"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor"),
+    (
+        "llama",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "original_max_position_embeddings": 64},
+        "dynamic",
+    ),
+    ("llama", {"rope_scaling": {"rope_type": ["llama3"]}}, "rope_type"),
+    ("llama", {"rope_scaling": "llama3"}, "rope_scaling"),
+    ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
+    ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ("llama", {"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta"),
+    ("llama", {"rope_parameters": {"rope_theta": 0}}, "rope_theta"),
+    ("llama", {"rope_parameters": {"rope_theta": None}}, "rope_theta"),
+    ("llama3", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_factor": 1}}, "factor"),
+    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}}, "high_freq"),
+    ("llama", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+    ("qwen35", {"partial_rotary_factor": 0.3, "rope_parameters": GONE, "head_dim": 10}, "partial_rotary_factor"),
+    ("qwen35", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
+    ("qwen35", {"attn_output_gate": False}, "attn_output_gate"),
+    ("qwen35", {"attention_bias": True}, "attention_bias"),
+    ("qwen35", {"layer_types": ["full_attention"] * 4}, "layers"),
+    ("qwen35", {"layer_types": ["linear_attention"] * 4}, "layers"),
+    ("qwen35", {"layer_types": ["linear_attention", "sliding_attention"] * 2}, "layer_types"),
+    ("qwen35", {"layer_types": GONE, "full_attention_interval": 0}, "full_attention_interval"),
+    ("qwen35", {"linear_num_key_heads": 3}, "n_value_heads 4"),
+    ("qwen35", {"linear_conv_kernel_dim": 17}, "n_taps"),
+    ("qwen35", {"linear_value_head_dim": 0}, "linear_value_head_dim"),
+    ("qwen35", {"num_experts": 8}, "num_experts"),
+    ("qwen35_images", {"text_config": None}, "text_config"),
+    ("llama", {"attention_bias": "yes"}, "attention_bias"),
+    ("llama", {"mlp_bias": 1}, "mlp_bias"),
+    ("mistral", {"attention_bias": True}, "attention_bias"),
+    ("qwen3", {"mlp_bias": True}, "mlp_bias"),
+    ("llama", {"sliding_window": 16}, "sliding_window"),
+    ("mistral", {"sliding_window": 0}, "sliding_window"),
+    ("mistral", {"sliding_window": "12"}, "sliding_window"),
+    ("mistral", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
+    ("llama", {"tie_word_embeddings": 0}, "tie_word_embeddings"),
+    *(
+        (
+            "llama",
+            {"quantization_config": {"quant_method": method}},
+            f'quantized by "{method}", which is not supported; use the original model in BF16 or a GGUF file of it',
+        )
+        for method in ("gptq", "awq", "fp8", "bitsandbytes", "compressed-tensors", "mxfp4")
+    ),
+    ("llama", {"quantization": {"group_size": 64, "bits": 4}}, "quantized as MLX does it, which is not supported"),
+    ("llama", {"quantization_config": {"group_size": 64, "bits": 4}}, "quantized as MLX does it, which is not supported"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantized in a way it does not name"),
+    ("llama", {"quantization": 4}, "quantization is 4; expected null"),
+    ("llama", {"model_type": "gpt_neox"}, 'has the model_type "gpt_neox", which is not supported; supported: gemma3'),
+    ("llama", {"quantization_config": []}, "quantization_config"),
+    ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    ("llama", {"num_experts": 8}, "num_experts"),
+    ("llama", {"num_local_experts": 8}, "num_local_experts"),
+    ("llama", {"attention_multiplier": 0.5}, "attention_multiplier"),
+    ("llama", {"is_causal": False}, "is_causal"),
+    ("llama", {"rope_interleaved": True}, "rope_interleaved"),
+    ("llama", {"head_dim": 5}, "head_dim"),
+    ("llama", {"head_dim": -10}, "head_dim"),
+    ("llama", {"rms_norm_eps": float("inf")}, "rms_norm_eps"),
+    ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+    ("llama", {"rms_norm_eps": -1e-6}, "rms_norm_eps"),
+    ("llama", {"rms_norm_eps": True}, "rms_norm_eps"),
+    *(("llama", {"hidden_size": bad}, "hidden_size") for bad in (0, -20, 20.0, "20", None, True, [20], 10**30, 2**31)),
+    ("llama", {"num_hidden_layers": 3}, "layers.2."),
+    ("llama", {"num_hidden_layers": 1}, "layers.1"),
+    *((name, {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers") for name in ("llama", "qwen2", "smollm3", "gemma3")),
+    ("gemma3", {"num_hidden_layers": 2**31 - 1, "layer_types": None}, "num_hidden_layers"),
+    (
+        "seed_oss",
+        {"head_dim": 2**31 - 2, "rope_parameters": LINEAR},
+        "head_dim is 2147483646; expected a whole number from 1 to 1048576",
+    ),
+    ("llama", {"head_dim": GONE, "hidden_size": 2**31 - 2, "rope_parameters": LINEAR}, "hidden_size"),
+    ("gemma3_scaled", {"head_dim": 2**31 - 2}, "head_dim"),
+    ("gemma4", {"per_layer_config": None, "global_head_dim": 2**31 - 2}, "global_head_dim"),
+    *(
+        ("gemma4", {"rope_parameters": SLIDING_OF_GEMMA_4 | {"full_attention": whole}}, word)
+        for whole, word in (
+            ({"partial_rotary_factor": 0.25, "rope_theta": 1e6}, 'rope_type is "default"'),
+            ({"rope_type": "proportional"}, "rope_theta is null"),
+        )
+    ),
+    ("seed_oss", {"sliding_window": 16}, "sliding_window"),
+    ("seed_oss", {"attention_out_bias": None}, "attention_out_bias"),
+    ("seed_oss", {"layer_types": ["sliding_attention"] * 2}, "layer_types"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+    ("olmoe", {"norm_topk_prob": 1}, "norm_topk_prob"),
+    ("olmoe", {"num_experts_per_tok": 8}, "n_chosen is 8"),
+    ("olmoe", {"num_experts": 0}, "num_experts"),
+    ("granitemoe", {"num_local_experts": 2**31 - 1}, "has the shape"),
+    ("granitemoe_shared", {"shared_intermediate_size": "33"}, "shared_intermediate_size"),
+    ("granitemoe_shared", {"shared_intermediate_size": 0}, "no place"),
+    ("lfm2_moe", {"num_dense_layers": -1}, "num_dense_layers"),
+    ("lfm2_moe", {"num_dense_layers": 4}, "dense_layers are (0, 1, 2, 3)"),
+    ("lfm2_moe", {"num_dense_layers": True}, "num_dense_layers"),
+    ("lfm2_moe", {"routed_scaling_factor": 0}, "routed_scaling_factor"),
+    ("lfm2_moe", {"use_expert_bias": False}, "expert_bias"),
+    ("qwen35_moe", {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size"),
+    ("qwen35_moe", {"moe_intermediate_size": 13}, "has the shape"),
+    *(
+        ("olmo3", {"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4}} | {kind: part}}, word)
+        for kind, part, word in (
+            ("full_attention", {"rope_type": "longrope", "rope_theta": 1e4}, "rope_type"),
+            ("sliding_attention", {"rope_type": "longrope", "rope_theta": 1e4}, "rope_type"),
+            ("full_attention", {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "truncate": False}, "truncate"),
+            ("rope_theta", 1e4, "an object of full_attention and sliding_attention"),
+        )
+    ),
+    ("glm4", {"partial_rotary_factor": 0.1, "rope_parameters": GONE}, "partial_rotary_factor"),
+    ("glm4", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.3}}, "partial_rotary_factor is 0.3;"),
+    ("glm4", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+    ("glm4", {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1]}}, "mrope_section"),
+    ("glm4", {"attention_bias": False}, "no place"),
+    ("glm4", {"mlp_bias": True}, "mlp_bias"),
+    ("glm4", {"hidden_act": "gelu"}, "hidden_act"),
+    ("glm4", {"sliding_window": 16}, "null in a glm4 model"),
+    ("olmo3", {"rope_theta": 1e4}, "rope_theta is 10000.0; expected 500000.0"),
+    ("olmo3", {"original_max_position_embeddings": 32}, "original_max_position_embeddings"),
+    ("olmo3", {"sliding_window": None}, "sliding_window"),
+    ("olmo3", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
+    ("olmo3", {"attention_bias": True}, "self_attn.q_proj.bias"),
+    ("olmo3", {"mlp_bias": True}, "mlp_bias"),
+    ("qwen3_next", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+    ("qwen3_next", {"mlp_only_layers": [4]}, "mlp_only_layers"),
+    ("qwen3_next", {"mlp_only_layers": [0, 1, 2, 3]}, "dense_layers"),
+    ("qwen3_next", {"mlp_only_layers": [1]}, "layers.1.mlp.gate_proj"),
+    ("qwen3_next", {"norm_topk_prob": None}, "norm_topk_prob"),
+    ("qwen3_next", {"num_experts": 0}, "num_experts"),
+    ("qwen3_next", {"attention_bias": True}, "attention_bias"),
+    ("qwen3_next", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+    ("qwen3_next", {"linear_num_key_heads": 4}, "in_proj_qkvz"),
+    ("qwen3_next", {"linear_num_value_heads": 2}, "in_proj_qkvz"),
+    ("qwen3_next", {"sliding_window": 16}, "null in a qwen3_next model"),
+    ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit"),
+    ("gpt_oss", {"swiglu_alpha": None}, "swiglu_alpha"),
+    ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "expected none, or one whose quant_method is mxfp4"),
+    ("gpt_oss", {"quantization_config": "mxfp4"}, "quantization_config"),
+    ("qwen3_moe", {"quantization_config": {"quant_method": "mxfp4"}}, '"mxfp4"'),
+    ("gpt_oss", {"attention_bias": False}, "no place"),
+    ("olmo2", {"hidden_act": "gelu"}, "hidden_act"),
+    *(
+        (name, {"num_hidden_layers": 2**31 - 1, "layer_types": ["full_attention"]}, "num_hidden_layers")
+        for name in ("llama", "mistral", "phi3", "granite", "qwen3_moe", "lfm2_moe", "olmo2", "olmoe", "granitemoe", "gpt_oss")
+    ),
+    ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation"),
+    ("gemma3", {"attention_bias": True}, "attention_bias"),
+    ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    ("gemma3", {"sliding_window": None}, "sliding_window"),
+    ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+    ("gemma3", {"layer_types": ["full_attention"] * 6}, "layer_types"),
+    ("gemma3", {"layer_types": ["chunked_attention"] * 7}, "layer_types"),
+    ("gemma3", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern"),
+    ("gemma3", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters"),
+    ("gemma3", {"rope_parameters": {"full_attention": [8.0]}}, "rope_parameters"),
+    ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 8.0}}}, "rope_type"),
+    ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 8.0}}}, "rope_type"),
+    ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_theta": 0.5}}}, "rope_theta"),
+    ("gemma3", {"rope_scaling": {"rope_type": "linear"}}, "factor"),
+    ("gemma3", {"rope_scaling": [8.0]}, "rope_scaling"),
+    ("gemma3", {"head_dim": 5}, "head_dim 5"),
+    ("llama", {"vocab_size": 64}, "embed_tokens.weight"),
+    ("llama", {"vocab_size": 2**31 - 1}, "embed_tokens.weight"),
+    ("llama", {"intermediate_size": 36}, "mlp.gate_proj.weight"),
+    ("llama", {"num_attention_heads": 4, "num_key_value_heads": 3}, "n_heads 4"),
+    ("llama", {"num_key_value_heads": 1}, "self_attn.k_proj.weight"),
+    ("llama_biases", {"attention_bias": False}, "bias"),
+    ("llama", {"attention_bias": True}, "self_attn.q_proj.bias"),
+    ("llama_tied", {"tie_word_embeddings": False}, "lm_head.weight"),
+    *(("llama", {"eos_token_id": bad}, "eos_token_id") for bad in (-1, "2", True, 2.0, {}, [2, -1], [2, None], [[2]])),
+    *(("llama", {"bos_token_id": bad}, "bos_token_id") for bad in (-1, "1", False, 1.5)),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "word"), ONE_WORD, ids=lambda value: None if isinstance(value, str) else str(value)[:60]
+)
+def test_a_config_that_cannot_be_followed_is_refused_by_name(
+    tmp_path: Path, name: str, changes: dict[str, Any], word: str
+) -> None:
+    message_of(copy(tmp_path / "model", name, **changes), word)
+
+
+def test_every_family_of_folders_is_among_those_that_a_refusal_names(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as told:
+        load_checkpoint(copy(tmp_path / "model", "llama", model_type="bloom"))
+    names = str(told.value).partition("supported: ")[2].split(", ")
+    assert set(names) >= {name.removesuffix("_text") for name in FOLDERS} and names == sorted(names)
+
+
+def test_what_changes_nothing_is_no_hindrance(tmp_path: Path) -> None:
+    harmless = {
+        "_name_or_path": "x", "architectures": None, "pretraining_tp": 4, "torch_dtype": "float64", "initializer_range": 7,
+        "use_cache": False, "partial_rotary_factor": 1.0, "quantization_config": None, "pruned_heads": {}, "num_experts": 0,
+        "attn_logit_softcapping": None, "rope_interleaved": False, "sliding_window": 4096, "pad_token_id": -1,
+        "max_window_layers": 1, "tomorrow": {"key": [1]}, "reorder_and_upcast_attn": True, "is_causal": True,
+    }  # fmt: skip
+    assert config_of(tmp_path / "model", "llama", **harmless) == CONFIGS["llama"]
+
+
+BAD_JSON: dict[str, tuple[bytes, str]] = {
+    "a list": (b"[1]", "a JSON list; expected an object"),
+    "null": (b"null", "null"),
+    "empty": (b"", "no JSON"),
+    "half": (b'{"model_type": "lla', "no JSON"),
+    "two": (b"{}{}", "no JSON"),
+    "no UTF-8": (b'{"a": "\xff"}', "UTF-8"),
+    "nested": (b'{"a":' * 100_000, "nested"),
+    "lists without end": (b"[" * 200_000, "nested"),
+    "a number of 5000 digits": (b'{"hidden_size": ' + b"9" * 5000 + b"}", "no JSON"),
+    "a key twice": (b'{"model_type": "llama", "model_type": "gpt2"}', "twice"),
+}
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", INDEX])
+@pytest.mark.parametrize("damage", BAD_JSON)
+def test_a_file_that_is_no_json_object_is_refused_by_name(tmp_path: Path, file: str, damage: str) -> None:
+    folder = copy(tmp_path / "model", "mistral")
+    (folder / file).write_bytes(BAD_JSON[damage][0])
+    message_of(folder, file, BAD_JSON[damage][1])
+
+
+def test_a_config_of_many_megabytes_is_not_read(tmp_path: Path) -> None:
+    folder = copy(tmp_path / "model")
+    with (folder / "config.json").open("r+b") as file:
+        file.truncate(2**40)
+    tracemalloc.start()
+    try:
+        message_of(folder, "config.json", str(2**40))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

@@ -1,0 +1,33 @@
+"""mypy over the package, and over code that uses it."""
+
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.test_package import ROOT, modules
+
+
+def documented_examples() -> str:
+    """What the documents show of the library."""
+    pages = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/library.md"))
+    blocks = re.findall(r"^```python\n(.*?)^```$", pages, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    return "\n".join(blocks)
+
+
+@pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.3.0", reason="an older numpy, as Python 3.10 has, tells fewer types")
+def test_mypy_finds_nothing_in_any_module_and_a_misspelt_setting_in_who_uses_them(tmp_path):
+    (tmp_path / "user.py").write_text(f"{documented_examples()}\ndecoder.generate('x', temprature=1)\n")
+    cache = ROOT / ".mypy_cache" if os.access(ROOT, os.W_OK) else os.devnull  # what has not changed is not read again
+    options = ["--config-file", ROOT / "pyproject.toml", "--cache-dir", cache]
+    command = [sys.executable, "-m", "mypy", *options, "-p", "specdec", "-m", "user"]
+    environment = os.environ | {"MYPYPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    *found, last = done.stdout.splitlines()
+    wrong = '.*user.py:.* error: Unexpected keyword argument "temprature" for "generate" of "SpeculativeDecoder"; did you mean .*'
+    assert len(found) >= 1 and all(re.fullmatch(f"{wrong}|.*: note: .*", line) for line in found), done.stdout + done.stderr
+    assert last == f"Found 1 error in 1 file (checked {len(modules()) + 1} source files)"

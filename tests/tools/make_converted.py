@@ -1,0 +1,82 @@
+"""Makes GGUF files of tests/fixtures with llama.cpp's own converter: `python tests/tools/make_converted.py LLAMA_CPP [NAME ...]`.
+
+NAME: a folder of tests/fixtures, which becomes gguf/NAME.gguf, with _ for /, without a tokenizer; by default those of
+`CONVERTED`, and granite4: a dense Granite 4 of random weights, as transformers saves it and as its makers name its layers, and
+in granite4.npz `tokens` and what transformers says of them in fp32, `logits`. Needs torch, transformers and what the converter
+needs, which no test does.
+"""
+
+import json
+import runpy
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+CONVERTED = (
+    "gemma4", "gemma4_dense", "gemma4_images", "gemma4_moe", "glm4", "gpt_oss", "gpt_oss_mxfp4", "granitemoe",
+    "granitemoe_shared", "lfm2_moe", "olmo2", "olmo3", "olmoe", "qwen35_moe", "qwen3_next", "seed_oss", "heads/assistants/plain",
+)  # fmt: skip
+SIZES = {
+    "vocab_size": 404, "hidden_size": 32, "intermediate_size": 40, "shared_intermediate_size": 40, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0, "num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_heads": 4, "mamba_d_head": 16,
+}  # fmt: skip
+
+
+def folder(path: Path) -> None:
+    """The model with the tokenizer of a fixture; of its config what published ones have."""
+    torch.manual_seed(0)
+    config = GraniteMoeHybridConfig(**SIZES, layer_types=["full_attention"] * 2)
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape) * 1.6 / parameter.shape[1] ** 0.5)
+    model.save_pretrained(path)
+    shutil.copy(FIXTURES / "tokenizers" / "llama3.json", path / "tokenizer.json")
+    (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(3, SIZES["vocab_size"], 40))
+    whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits = whole(tokens[None], use_cache=False).logits[0]
+    np.savez_compressed(FIXTURES / "gguf" / "granite4.npz", tokens=tokens.numpy(), logits=logits.numpy())
+    values = json.loads((path / "config.json").read_text()) | {"layer_types": ["attention"] * 2}
+    del values["num_experts_per_tok"]
+    (path / "config.json").write_text(json.dumps(values))
+
+
+def convert(source: Path, target: Path, llama_cpp: Path) -> None:
+    """With its tokenizer where it has one."""
+    sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]
+    import conversion
+    from conversion import base
+
+    conversion.load_all_models()
+    base.TextModel.get_vocab_base_pre = lambda *_: "dbrx"  # by the sums of published tokenizers, of which this is none
+    if not (source / "tokenizer.json").exists():
+        for kind in {each for kinds in base.ModelBase._model_classes.values() for each in kinds.values()}:
+            kind.set_vocab = lambda self: None
+        source = Path(shutil.copytree(source, target.with_suffix(".folder")))
+        values = json.loads((source / "config.json").read_text())
+        tokens = {f"{i}": i for i in range(values.get("text_config", values)["vocab_size"])}  # Gemma's are counted
+        (source / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}, "added_tokens": []}))
+    sys.argv = ["convert", str(source), "--outfile", str(target)]
+    runpy.run_path(str(llama_cpp / "convert_hf_to_gguf.py"), run_name="__main__")
+
+
+if __name__ == "__main__":
+    llama_cpp, *names = sys.argv[1:]
+    for name in names or ("granite4", *CONVERTED):
+        with tempfile.TemporaryDirectory() as place:
+            if name == "granite4":
+                folder(Path(place))
+            source = Path(place) if name == "granite4" else FIXTURES / name
+            file = Path(place) / f"{name.replace('/', '_')}.gguf"
+            convert(source, file, Path(llama_cpp).resolve())
+            shutil.copy(file, FIXTURES / "gguf")

@@ -1,0 +1,81 @@
+"""Heads for the tests: random weights for a target, and a head of them."""
+
+from typing import Any
+
+import numpy as np
+
+from specdec.config import Config, HeadConfig
+from specdec.heads.eagle3 import EAGLE3, shapes
+from specdec.heads.head import Head
+from specdec.model.transformer import Transformer
+from specdec.quant import FP32, Kind
+from specdec.runtime.simd import Int64
+from tests.tools import reference
+from tests.tools.configs import made
+
+
+def random_head(target: Config, seed: int = 0, n_rows: int = 0, **numbers: Any) -> tuple[Config, dict[str, Any], Int64 | None]:
+    """Config, tensors and target_ids of a head for a target; n_rows: as many as the target by default, without target_ids.
+
+    numbers: of the Config or of the HeadConfig; by default a head of llama's, as wide as the target.
+    """
+    of_head = {name: numbers.pop(name) for name in HeadConfig.__dataclass_fields__ if name in numbers}
+    defaults = {
+        "target_dim": target.dim, "layers": (0, target.n_layers - 1, target.n_layers), "n_rows": n_rows or target.vocab_size,
+        "own_embedding": False, "own_classifier": bool(n_rows),
+    }  # fmt: skip
+    sizes = {
+        "dim": target.dim, "hidden_dim": target.hidden_dim, "n_layers": 1, "n_heads": target.n_heads,
+        "n_kv_heads": target.n_kv_heads, "vocab_size": target.vocab_size, "seq_len": target.seq_len, "architecture": "eagle3",
+    }  # fmt: skip
+    config = made(**{**sizes, **numbers}, head=HeadConfig(**{**defaults, **of_head}))
+    rng = np.random.default_rng(seed)
+    tensors = {
+        name: (1 + 0.2 * noise if "norm" in name or name.startswith("rms") else noise / np.sqrt(shape[-1]) * 2).astype(np.float32)
+        for name, shape in shapes(config).items()
+        for noise in [rng.standard_normal(shape)]
+    }
+    ids = np.sort(rng.permutation(target.vocab_size)[:n_rows]) if n_rows else None
+    return config, tensors, ids
+
+
+def head_of(target: Transformer, kind: Kind = FP32, n_threads: int = 1, **numbers: Any) -> Head:
+    """A random head for that target."""
+    config, tensors, ids = random_head(target.config, **numbers)
+    return Head(config, EAGLE3.pack(config, tensors, kind), target, ids, n_threads, target.n_positions)
+
+
+def oracle(config: Config, tensors: dict[str, Any], states: Any, tokens: list[int]) -> Any:
+    """Logits (n - 1, R) of each pair of a text in float64; those that have no states run with the head's own output.
+
+    tensors: the target's tok_emb and wcls among them where the head has none.
+    """
+    t, head, eps = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}, config.head, config.norm_eps
+    assert head is not None
+    angles, keys, values, logits = reference.frequencies(config), [], [], []
+    for i, token in enumerate(tokens[1:]):
+        if i < len(states):
+            taken = states[i].astype(np.float64)
+            if head.fc_norm:
+                taken = reference.rms_norm(taken.reshape(t["fc_norm"].shape), t["fc_norm"], eps).reshape(-1)
+            x = t["fc"] @ taken
+        elif head.norm_output:
+            x = reference.rms_norm(x, t["rms_final"], eps)
+        normed = reference.rms_norm(x, t["rms_hidden"], eps)
+        pair = np.concatenate([reference.rms_norm(t["tok_emb"][token], t["rms_emb"], eps), normed])
+        q, k, v = ((t[f"w{c}"] @ pair + t.get(f"b{c}", 0)).reshape(-1, config.head_dim) for c in "qkv")
+        if config.attention.qk_norm:
+            q, k = reference.rms_norm(q, t["q_norm"], eps), reference.rms_norm(k, t["k_norm"], eps)
+        q = reference.rope(q, i * angles)
+        keys.append(reference.rope(k, i * angles))
+        values.append(v)
+        seen, mixed = slice(max(0, i + 1 - config.n_seen), i + 1), []
+        for row, g in zip(q, np.arange(len(q)) // (len(q) // len(v)), strict=True):
+            p = reference.softmax(np.array(keys)[seen, g] @ row / np.sqrt(config.head_dim))
+            mixed.append(p @ np.array(values)[seen, g])
+        x = (normed if head.norm_before_residual else x) + t["wo"] @ np.concatenate(mixed) + t.get("bo", 0)
+        normed = reference.rms_norm(x, t["rms_ffn"], eps)
+        gate, up = t["w1"] @ normed + t.get("b1", 0), t["w3"] @ normed + t.get("b3", 0)
+        x = x + t["w2"] @ (gate / (1 + np.exp(-gate)) * up) + t.get("b2", 0)
+        logits.append(t["wcls"] @ reference.rms_norm(x, t["rms_final"], eps))
+    return np.array(logits)
