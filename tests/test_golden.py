@@ -143,8 +143,8 @@ EXACT_NUMPY = {  # what numpy does the same everywhere: moving numbers, whole nu
 EXACT_MATH = {"gcd", "inf", "isfinite", "isnan", "nan", "pi", "prod", "isqrt", "ceil", "floor"}
 ON_THE_WAY_TO_A_TOKEN = (
     "kernels", "sampling", "quant", "runtime", "layers", "model", "heads.eagle3", "heads.mtp", "heads.gemma4_assistant",
-    "families", "loaders", "config", "engine.decoding", "verification", "tokenizer", "text", "decoder", "draft.model", "draft.ngram",
-    "draft.staged",
+    "families", "loaders", "config", "engine.decoding", "verification", "tokenizer", "text", "decoder", "draft.model",
+    "draft.ngram", "draft.staged",
 )  # fmt: skip
 SUMS = {"sum", "mean", "std", "var", "dot", "cumsum", "cumprod", "trace", "matmul"}  # of arrays, in numpy's own order
 
