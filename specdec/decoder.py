@@ -2,7 +2,8 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as GenericSequence
 from contextlib import suppress
 from dataclasses import replace
 from threading import RLock
@@ -27,7 +28,7 @@ from specdec.verification import VerifyMode
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-Words = str | Sequence[int]
+Words = str | GenericSequence[int]
 DEFAULT_SAMPLING = Sampling()
 
 
@@ -196,7 +197,9 @@ class SpeculativeDecoder:
         """A text that the pattern matches as a whole, in the syntax of Rust's regex, without look-around. Raises ValueError."""
         return structured_output.regex(self.tokenizer, pattern)
 
-    def encode_chat(self, messages: Sequence[Message], tools: Tools | None = None, options: Options = NO_OPTIONS) -> list[int]:
+    def encode_chat(
+        self, messages: GenericSequence[Message], tools: Tools | None = None, options: Options = NO_OPTIONS
+    ) -> list[int]:
         """A conversation's tokens as the model's template has them, up to where the answer begins.
 
         messages: objects of "role" ("system", "user", "assistant") and "content"; an answer's "tokens", where it has some, are
@@ -208,7 +211,11 @@ class SpeculativeDecoder:
 
     @with_more
     def chat(
-        self, messages: Sequence[Message], max_tokens: int = 1024, sampling: Sampling = DEFAULT_SAMPLING, **more: "Unpack[More]"
+        self,
+        messages: GenericSequence[Message],
+        max_tokens: int = 1024,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        **more: "Unpack[More]",
     ) -> Iterator[Event]:
         """The answer to a conversation as it comes: `stream` of `encode_chat`, but that its `Prompt` has no text."""
         events = self.stream(self.encode_chat(messages), max_tokens, sampling, **more)
@@ -216,7 +223,11 @@ class SpeculativeDecoder:
 
     @with_more
     def answer(
-        self, messages: Sequence[Message], max_tokens: int = 1024, sampling: Sampling = DEFAULT_SAMPLING, **more: "Unpack[More]"
+        self,
+        messages: GenericSequence[Message],
+        max_tokens: int = 1024,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        **more: "Unpack[More]",
     ) -> Generation:
         """The whole answer to a conversation, which is the generation's text; all else as `generate` and `encode_chat` say."""
         return self._whole(lambda: self.chat(messages, max_tokens, sampling, **more))

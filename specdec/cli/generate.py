@@ -7,13 +7,13 @@ from typing import Any
 
 from rich.console import Console
 
-import specdec
 from specdec.cli.exits import say, writing
 from specdec.cli.model_loading import Loaded, models_of, room_of, shaping
 from specdec.cli.options import as_utf8, flag, of_output, of_text
 from specdec.cli.prompts import STDIN, prompt_of
 from specdec.cli.request import MODELS, SAMPLERS, Request, with_models, with_steps
 from specdec.cli.suggestions import word_that_is_none
+from specdec.cli.version import print_version
 from specdec.decoder import SpeculativeDecoder
 from specdec.draft.resolver import NGRAM
 from specdec.draft.settings import AUTO
@@ -108,7 +108,7 @@ def write(request: TextRequest) -> None:
             say(f"{given}: no effect before {name}, whose options come behind it; a prompt of that word is -i {name}")
         return
     if request.version:
-        specdec.tell_version()
+        print_version()
         return
     request = request.settled()
     shape_with = shaping(request)

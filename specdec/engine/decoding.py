@@ -7,7 +7,8 @@ may be a tree: the target's tokens lead from its root along a path of it as far 
 
 import inspect
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Sequence as GenericSequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -17,7 +18,7 @@ from specdec.runtime.simd import Float32
 from specdec.sampling import Drawn, Sampling
 from specdec.verification import CoupledVerifier, Draft, Verifier
 
-Stop = str | Sequence[str]
+Stop = str | GenericSequence[str]
 Method = TypeVar("Method", bound=Callable[..., Any])
 StopReason = str  # a name of an end mark, "stop" (a stop string), "max_tokens", "seq_len" or "interrupted"
 SHAPE_ENDS: StopReason = "eos"  # of a text whose shape is complete, where the model has no end marks
@@ -285,9 +286,9 @@ class Job:
     prompt: list[int]
     max_tokens: int
     sampling: Sampling
-    stops: Sequence[str] = ()
+    stops: GenericSequence[str] = ()
     top_logprobs: int | None = None
-    prediction: Sequence[int] = ()
+    prediction: GenericSequence[int] = ()
     shape: Shape | None = None
     shown: Mapping[int, str] = field(default_factory=dict)
     tells_guesses: bool = False

@@ -7,7 +7,8 @@ at a time. Logits at a position depend on that text's tokens alone, so each text
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
+from collections.abc import Sequence as GenericSequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -182,7 +183,7 @@ class Engine:
         self._figures.running, self._figures.queued = len(self._running), len(self._waiting)
         return self._figures
 
-    def submit(self, jobs: Sequence[Job], hears: Sequence[Hear], who: Client) -> list[Ticket]:
+    def submit(self, jobs: GenericSequence[Job], hears: GenericSequence[Hear], who: Client) -> list[Ticket]:
         """All texts of a request, or none. `hears` are called on the engine's thread with the text's events: the last one is a
         step that has a reason to stop, or an error. Raises Full, Closed, and what `SpeculativeDecoder.stream` raises.
         """
@@ -198,7 +199,7 @@ class Engine:
             self._changed.notify()
         return tickets
 
-    def beside(self, work: Sequence[Callable[[Transformer], Steps]], who: Client) -> "list[Future[Any]]":
+    def beside(self, work: GenericSequence[Callable[[Transformer], Steps]], who: Client) -> "list[Future[Any]]":
         """Other work with the target, a step at a time between passes; see `Beside`. Raises Full and Closed."""
         with self._changed:
             if self._is_closed:

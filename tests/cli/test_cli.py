@@ -583,7 +583,8 @@ def test_a_terminals_size_that_is_no_number_from_one_counts_as_not_set(name: str
 
 
 def test_the_version_is_told(run: Run) -> None:
-    assert run("--version") == (0, f"specdec {specdec.__version__}, arithmetic {specdec.__arithmetic__}\n", "")
+    for words in (["--version"], ["--version", "-n", "5"]):
+        assert run(*words) == (0, f"specdec {specdec.__version__}, arithmetic {specdec.__arithmetic__}\n", "")
 
 
 # Real processes: pipes

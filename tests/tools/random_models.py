@@ -1,7 +1,8 @@
 """Models and passes for the tests: shapes, random weights, and the ways to run them."""
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as GenericSequence
 from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any
@@ -124,7 +125,7 @@ def broken_off(model, work="_runner"):
             yield
 
 
-def in_turn(which: Sequence[int]) -> Callable[..., None]:
+def in_turn(which: GenericSequence[int]) -> Callable[..., None]:
     """`run_on_threads` of those threads alone, one behind the other."""
 
     def run(function: int, a: int, b: int, first: int, last: int, n_threads: int) -> None:
